@@ -1,0 +1,30 @@
+"""Errors that end a job.
+
+EngineError
+├── UserError        the request is wrong; category "user"; repeating it gives the same answer
+└── ServerError      we failed; category "server"; the request itself may be fine
+
+A message says what was wrong, the value, the limit, and what to do next.
+"""
+
+from typing import ClassVar, Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class EngineError(Exception):
+    """Ends one job with a message that its owner reads."""
+
+    category: ClassVar[Category] = "unknown"
+
+
+class UserError(EngineError):
+    """The request itself cannot be carried out."""
+
+    category = "user"
+
+
+class ServerError(EngineError):
+    """The service could not do what was asked; nothing is wrong with the request."""
+
+    category = "server"

@@ -1,0 +1,106 @@
+"""Records: what the store remembers beside the log. Plain data; ``key`` is unique per type.
+
+``tenant`` owns the record; ``parent`` is what it is listed under (a session's models and samplers,
+a model's checkpoints). Times are unix seconds.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tuneserve_engine.adapters import AdapterConfig
+
+
+class ModelStatus(StrEnum):
+    CREATING = "creating"
+    READY = "ready"
+    FAILED = "failed"  # its creation failed
+    LOST = "lost"  # its worker died; only its checkpoints remain
+    ENDED = "ended"  # its session finished or expired
+
+
+class CheckpointKind(StrEnum):
+    """The middle part of a ``tinker://`` path."""
+
+    TRAINING = "weights"
+    SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"
+
+
+@dataclass(frozen=True)
+class Session:
+    key: str
+    tenant: str
+    created_s: float
+    last_seen_s: float
+    ended: str | None = None  # why, once it has: success, errored, interrupted, expired
+    display_name: str | None = None
+    project_id: str | None = None
+    tags: list[str] = field(default_factory=list)
+    user_metadata: dict[str, str] = field(default_factory=dict)
+    sdk_version: str = ""
+    parent: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    key: str  # <session>:train:<n>
+    tenant: str
+    parent: str  # session
+    base_model: str
+    config: AdapterConfig
+    created_s: float
+    last_request_s: float
+    status: ModelStatus = ModelStatus.CREATING
+    optimizer: str = "adamw"
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampling session; ``file_id`` None samples the base model."""
+
+    key: str  # <session>:sample:<n>
+    tenant: str
+    parent: str  # session
+    base_model: str
+    created_s: float
+    model_path: str | None = None
+    file_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    key: str  # tinker://<model>/<kind>/<name>
+    tenant: str
+    parent: str  # model
+    kind: CheckpointKind
+    name: str
+    file_id: str
+    base_model: str
+    config: AdapterConfig
+    created_s: float
+    size_bytes: int = 0
+    has_optimizer: bool = False
+    public: bool = False
+    expires_s: float | None = None
+    user_metadata: dict[str, str] = field(default_factory=dict)
+
+
+Record = Session | Model | Sampler | Checkpoint
+RECORD_TYPES: dict[str, type[Session] | type[Model] | type[Sampler] | type[Checkpoint]] = {
+    "session": Session,
+    "model": Model,
+    "sampler": Sampler,
+    "checkpoint": Checkpoint,
+}
+RECORD_NAME = {record_type: name for name, record_type in RECORD_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Update:
+    """Sets some fields of a stored record; ``changes`` holds plain values. A missing key is a no-op."""
+
+    record: str  # a key of RECORD_TYPES
+    key: str
+    changes: dict[str, Any]
