@@ -1,6 +1,6 @@
 """Settings: the only readers of the environment. One frozen object per process.
 
-Every field can be set as ``TUNESERVE_<NAME>`` or in ``tuneserve.toml``; command-line flags override.
+Each field is read from ``TUNESERVE_<NAME>`` or ``tuneserve.toml``; command-line flags override.
 """
 
 from pathlib import Path

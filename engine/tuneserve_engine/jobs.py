@@ -1,8 +1,8 @@
 """Jobs: what the queue stores and the worker executes.
 
 A job is data. Its payload is the exact protobuf body for ``forward_backward`` and otherwise one of
-the commands below in MessagePack: resolved at admission (seed chosen, checkpoint looked up), so that
-executing it again needs nothing but the job and the model's state.
+the commands below in MessagePack, resolved at admission (seed chosen, checkpoint looked up), so
+that executing it again needs nothing but the job and the model's state.
 """
 
 from dataclasses import dataclass, field

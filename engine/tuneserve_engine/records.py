@@ -99,7 +99,7 @@ RECORD_NAME = {record_type: name for name, record_type in RECORD_TYPES.items()}
 
 @dataclass(frozen=True)
 class Update:
-    """Sets some fields of a stored record; ``changes`` holds plain values. A missing key is a no-op."""
+    """Sets some fields of a stored record to plain values. A missing record is a no-op."""
 
     record: str  # a key of RECORD_TYPES
     key: str

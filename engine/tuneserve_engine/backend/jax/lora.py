@@ -12,7 +12,7 @@ from tuneserve_engine.adapters import UNEMBED
 
 
 class LoraRows(NamedTuple):
-    """The adapters of one micro-batch: row b uses slot ``slot[b]``, or slot b when ``slot`` is None.
+    """One micro-batch's adapters: row b uses slot ``slot[b]``, or slot b when ``slot`` is None.
 
     ``a[target]`` is [L, J, D, R], ``b[target]`` is [L, J, R, F]; ``unembed`` has no L. A row of the
     base model uses a slot of zeros. Ranks mix by zero padding to the class R: a padded column of A
