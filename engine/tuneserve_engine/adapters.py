@@ -56,3 +56,4 @@ class BaseModelInfo:
     context_length: int
     max_rank: int
     tokenizer_id: str
+    eos_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,125 @@
+"""Adapter states as files: our resumable format, and the PEFT layout for export.
+
+Only safetensors and JSON: nothing that is read can run code.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyrage
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from tuneserve_engine.adapters import ATTENTION, UNEMBED, AdapterConfig
+from tuneserve_engine.backend.base import AdapterState, Tensors
+from tuneserve_engine.errors import ServerError, UserError
+
+MEMBER = "adapter.safetensors"
+FORMAT = "tuneserve-adapter-1"
+_GROUPS = ("weights", "first_moment", "second_moment")
+
+
+def to_members(state: AdapterState, base_model: str) -> dict[str, bytes]:
+    """The state as one safetensors file: ``weights/…`` and, if it has moments, ``*_moment/…``."""
+    tensors = {
+        f"{group}/{name}": np.ascontiguousarray(array)
+        for group in _GROUPS
+        for name, array in getattr(state, group).items()
+    }
+    metadata = {
+        "format": FORMAT,
+        "base_model": base_model,
+        "config": json.dumps(asdict(state.config)),
+        "step": str(state.step),
+    }
+    return {MEMBER: save(tensors, metadata)}
+
+
+def read(directory: Path) -> AdapterState:
+    """The state saved in ``directory``, bit for bit.
+
+    Raises ``UserError`` if it is gone (deleted or expired), ``ServerError`` if it is damaged.
+    """
+    path = directory / MEMBER
+    if not path.is_file():
+        raise UserError(
+            "the checkpoint's file is gone: it was deleted or has expired; load another"
+        )
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ServerError(
+                    f"checkpoint format is {metadata.get('format')!r}; this version reads {FORMAT}"
+                )
+            groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
+            for key in file.keys():
+                group, name = key.split("/", 1)
+                groups[group][name] = file.get_tensor(key)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ServerError(f"checkpoint file is damaged: {error}; load another") from error
+    return AdapterState(
+        config=AdapterConfig(**json.loads(metadata["config"])),
+        step=int(metadata["step"]),
+        **groups,
+    )
+
+
+def peft_members(state: AdapterState, base_model: str) -> dict[str, bytes]:
+    """The adapter in PEFT's layout; ``PeftModel.from_pretrained`` on the base model loads it."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
+    for target in state.config.targets:
+        a, b = state.weights[f"{target}.A"], state.weights[f"{target}.B"]
+        if target == UNEMBED:
+            tensors |= _pair("base_model.model.lm_head", a, b)
+            continue
+        block = "self_attn" if target in ATTENTION else "mlp"
+        for layer in range(len(a)):
+            module = f"base_model.model.model.layers.{layer}.{block}.{target}"
+            tensors |= _pair(module, a[layer], b[layer])
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": state.config.rank,
+        "lora_alpha": state.config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": [t if t != UNEMBED else "lm_head" for t in state.config.targets],
+    }
+    return {
+        "adapter_config.json": json.dumps(config, indent=2).encode(),
+        "adapter_model.safetensors": save(tensors, {"format": "pt"}),
+    }
+
+
+def _pair(
+    module: str, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """A [D, R] and B [R, F] under PEFT's names, which store the transposes."""
+    return {
+        f"{module}.lora_A.weight": np.ascontiguousarray(a.T),
+        f"{module}.lora_B.weight": np.ascontiguousarray(b.T),
+    }
+
+
+def encrypt(members: Mapping[str, bytes], recipients: Sequence[str]) -> dict[str, bytes]:
+    """Each member encrypted for the age recipients and named ``*.age``.
+
+    Raises ``UserError`` for a recipient that is no age public key.
+    """
+    keys = []
+    for recipient in recipients:
+        try:
+            keys.append(pyrage.x25519.Recipient.from_str(recipient))
+        except pyrage.RecipientError as error:
+            raise UserError(
+                f"age_encryption_recipients has {recipient!r}, no age public key: {error}"
+            ) from error
+    return {f"{name}.age": pyrage.encrypt(data, keys) for name, data in members.items()}

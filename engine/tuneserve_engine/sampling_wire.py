@@ -1,0 +1,217 @@
+"""Sample commands to checked backend requests, and results to ``SampleResponse`` bytes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.backend.base import (
+    FloatArray,
+    IntArray,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    TopK,
+)
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import Sample, SparseTargets
+
+MAX_SAMPLES = 256
+MAX_TOP_K = 64
+"""Most entries of one top-k or alternatives list."""
+
+_EMPTY = (0, -99999.0)
+"""Token and logprob of an empty cell in a top-k matrix."""
+
+
+def to_request(command: Sample, info: BaseModelInfo) -> SampleRequest:
+    """The command, checked against the base model and with stops resolved. Raises ``UserError``."""
+    prompt = _prompt(command, info)
+    room = info.context_length - len(prompt)
+    if room < 1:
+        raise UserError(
+            f"prompt has {len(prompt)} tokens; {info.name} has a context of {info.context_length}, "
+            "of which at least one must be left to sample; shorten the prompt"
+        )
+    _check_counts(command)
+    return SampleRequest(
+        prompt=prompt,
+        snapshot_id=command.file_id,
+        seed=command.seed,
+        num_samples=command.num_samples,
+        max_tokens=room if command.max_tokens is None else min(command.max_tokens, room),
+        temperature=command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        stop_tokens=_stop_tokens(command, info),
+        stop_strings=tuple(command.stop_strings or ()),
+        prompt_logprobs=command.prompt_logprobs or command.prompt_logprobs_last_n is not None,
+        topk_prompt=command.topk_prompt_logprobs,
+        topk_sample=command.topk_sample_logprobs,
+        targets=_targets(command, len(prompt), info),
+        alt_tokens=command.prompt_alt_tokens_k,
+    )
+
+
+def _prompt(command: Sample, info: BaseModelInfo) -> IntArray:
+    if not command.prompt:
+        raise UserError("prompt has no tokens; send at least one (a BOS token, for example)")
+    prompt = np.asarray(command.prompt, np.int64)
+    outside = prompt[(prompt < 0) | (prompt >= info.vocab_size)]
+    if outside.size:
+        raise UserError(
+            f"prompt has token {int(outside[0])}; tokens of {info.name} are 0 to "
+            f"{info.vocab_size - 1}; check that the tokenizer is the base model's"
+        )
+    return prompt.astype(np.int32)
+
+
+def _check_counts(command: Sample) -> None:
+    limits = {
+        "num_samples": (command.num_samples, 1, MAX_SAMPLES),
+        "topk_prompt_logprobs": (command.topk_prompt_logprobs, 0, MAX_TOP_K),
+        "topk_sample_logprobs": (command.topk_sample_logprobs, 0, MAX_TOP_K),
+        "prompt_alt_tokens_k": (command.prompt_alt_tokens_k, 0, MAX_TOP_K),
+    }
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            raise UserError(f"{name} is {value}; it must be {low} to {high}")
+    if command.max_tokens is not None and command.max_tokens < 1:
+        raise UserError(f"max_tokens is {command.max_tokens}; at least one token is sampled")
+    if not (np.isfinite(command.temperature) and command.temperature >= 0):
+        raise UserError(f"temperature is {command.temperature}; it must be finite and at least 0")
+    if not 0 < command.top_p <= 1:
+        raise UserError(f"top_p is {command.top_p}; it must be above 0 and at most 1")
+    if command.top_k < 1 and command.top_k != -1:
+        raise UserError(f"top_k is {command.top_k}; it must be at least 1, or -1 for all tokens")
+
+
+def _stop_tokens(command: Sample, info: BaseModelInfo) -> frozenset[int]:
+    """EOS ends a sample unless ``stop`` is an empty list; stop tokens come on top of it."""
+    if command.stop_tokens == [] or command.stop_strings == []:
+        return frozenset()
+    for token in command.stop_tokens or ():
+        if not 0 <= token < info.vocab_size:
+            raise UserError(f"stop token {token} is outside 0 to {info.vocab_size - 1}")
+    return frozenset(info.eos_token_ids) | frozenset(command.stop_tokens or ())
+
+
+def _targets(command: Sample, length: int, info: BaseModelInfo) -> IntArray | None:
+    """``target_prompt_logprobs`` as dense [N-1, K], -1 where nothing is asked."""
+    if command.target_prompt_logprobs is None:
+        return None
+    shape, ids = command.target_shape, np.asarray(command.target_prompt_logprobs, np.int64)
+    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MAX_TOP_K:
+        raise UserError(
+            f"target_prompt_logprobs has shape {shape} for a prompt of {length} tokens; expected "
+            f"[{length - 1}, K] with K up to {MAX_TOP_K}"
+        )
+    if ((ids < -1) | (ids >= info.vocab_size)).any():
+        raise UserError(
+            f"target_prompt_logprobs has ids outside -1 (skip) to {info.vocab_size - 1}"
+        )
+    dense = np.full(shape, -1, np.int32)
+    if command.target_sparse is None:
+        if ids.size != dense.size:
+            raise UserError(f"target_prompt_logprobs has {ids.size} ids for shape {shape}")
+        return ids.reshape(shape).astype(np.int32)
+    dense[_csr_cells(command.target_sparse, shape, ids.size)] = ids
+    return dense
+
+
+def _csr_cells(
+    sparse: SparseTargets, shape: Sequence[int], count: int
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Row and column of each stored value."""
+    rows_at, columns = np.asarray(sparse.crow_indices), np.asarray(sparse.col_indices, np.int64)
+    counts = np.diff(rows_at)
+    if (
+        rows_at.size != shape[0] + 1
+        or (counts < 0).any()
+        or rows_at[0] != 0
+        or rows_at[-1] != count
+        or columns.size != count
+        or ((columns < 0) | (columns >= shape[1])).any()
+    ):
+        raise UserError(f"target_prompt_logprobs is no CSR matrix of shape {shape}: {count} ids")
+    return np.repeat(np.arange(shape[0]), counts), columns
+
+
+def encode_response(command: Sample, result: SampleResult) -> bytes:
+    """The ``SampleResponse`` message: ``num_samples`` sequences in order, and the scores asked."""
+    response = wire.SampleResponse(sequences=[_sequence(s) for s in result.sequences])
+    n = len(command.prompt)
+    if result.prompt_logprobs is not None:
+        response.prompt_logprobs = _last_n(result.prompt_logprobs, command).tobytes()
+    if result.topk_prompt is not None:
+        first = np.full((1, result.topk_prompt.token_ids.shape[1]), _EMPTY[0], np.int32)
+        none = np.full(first.shape, _EMPTY[1], np.float32)
+        rows = TopK(
+            np.concatenate([first, result.topk_prompt.token_ids]),
+            np.concatenate([none, result.topk_prompt.logprobs]),
+        )
+        response.topk_prompt_logprobs.CopyFrom(_topk(rows))
+    if result.target_logprobs is not None:
+        response.target_prompt_logprobs.CopyFrom(_target_tensor(command, result.target_logprobs))
+    if result.alt_tokens is not None:
+        k = result.alt_tokens.token_ids.shape[1]
+        response.prompt_alt_tokens.tokens.CopyFrom(
+            _tensor(result.alt_tokens.token_ids, "<i4", wire.DTYPE_INT32, [n - 1, k])
+        )
+        response.prompt_alt_tokens.logprobs.CopyFrom(
+            _tensor(result.alt_tokens.logprobs, "<f4", wire.DTYPE_FLOAT32, [n - 1, k])
+        )
+    return response.SerializeToString()
+
+
+def _last_n(logprobs: FloatArray, command: Sample) -> FloatArray:
+    """All but the last n positions undefined, if only the last n were asked."""
+    if command.prompt_logprobs_last_n is None:
+        return logprobs.astype("<f4")
+    kept = np.full(len(logprobs), np.nan, "<f4")
+    start = max(len(logprobs) - command.prompt_logprobs_last_n, 0)
+    kept[start:] = logprobs[start:]
+    return kept
+
+
+def _sequence(sequence: SampledSequence) -> wire.SampledSequence:
+    reason = wire.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire.STOP_REASON_LENGTH
+    return wire.SampledSequence(
+        stop_reason=reason,
+        tokens=sequence.tokens.astype("<i4").tobytes(),
+        logprobs=sequence.logprobs.astype("<f4").tobytes(),
+        topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+    )
+
+
+def _topk(topk: TopK) -> wire.TopkLogprobs:
+    length, k = topk.token_ids.shape
+    return wire.TopkLogprobs(
+        token_ids=topk.token_ids.astype("<i4").tobytes(),
+        logprobs=topk.logprobs.astype("<f4").tobytes(),
+        k=k,
+        length=length,
+    )
+
+
+def _target_tensor(command: Sample, logprobs: FloatArray) -> wire.Tensor:
+    """Scores in the layout of the question: dense, or CSR with the same indices."""
+    sparse = command.target_sparse
+    if sparse is None:
+        return _tensor(logprobs, "<f4", wire.DTYPE_FLOAT32, command.target_shape)
+    count = len(command.target_prompt_logprobs or ())
+    cells = _csr_cells(sparse, command.target_shape, count)
+    csr = wire.SparseCsr(
+        values=logprobs[cells].astype("<f4").tobytes(),
+        crow_indices=np.asarray(sparse.crow_indices, "<i8").tobytes(),
+        col_indices=np.asarray(sparse.col_indices, "<i8").tobytes(),
+    )
+    return wire.Tensor(sparse_csr=csr, dtype=wire.DTYPE_FLOAT32, shape=command.target_shape)
+
+
+def _tensor(
+    values: np.ndarray[Any, Any], dtype: str, number: wire.DType, shape: Sequence[int]
+) -> wire.Tensor:
+    return wire.Tensor(dense=values.astype(dtype).tobytes(), dtype=number, shape=shape)
