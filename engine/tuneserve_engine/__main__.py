@@ -30,12 +30,13 @@ def main() -> int:
     async def connect() -> Queue:
         return await RemoteQueue.connect(settings.store_socket)
 
+    status = 0
     try:
         asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
     except* (Fenced, LeaseLost) as group:
         logger.error("stopped: %s", group.exceptions[0])
-        return 1
-    return 0
+        status = 1
+    return status
 
 
 async def _until_signalled(worker: Worker) -> None:
