@@ -1,0 +1,53 @@
+# Every target makes its own .venv when there is none: nothing but Python 3.11 and make is needed.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PATHS := clients server engine tests examples benchmarks scripts
+
+.PHONY: setup demo run test lint fix bench compat proto clean
+
+setup: .venv/dev.stamp  ## Everything for working on tuneserve
+
+demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, in two minutes
+	$(BIN)/python examples/demo.py $(ARGS)
+
+run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
+	$(BIN)/tuneserve up $(ARGS)
+
+test: .venv/dev.stamp  ## Every test; make test ARGS=tests/engine for some
+	$(BIN)/pytest $(ARGS)
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff format --check $(PATHS)
+	$(BIN)/ruff check $(PATHS)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fix: .venv/dev.stamp
+	$(BIN)/ruff format $(PATHS)
+	$(BIN)/ruff check --fix $(PATHS)
+
+bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/results.md
+	$(BIN)/python benchmarks/latency.py $(ARGS)
+
+compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its own
+	$(BIN)/pytest tests/compat $(ARGS)
+
+proto: .venv/dev.stamp  ## Regenerates the protobuf module
+	cd clients && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
+		tuneserve_client/proto/wire.proto
+
+clean:
+	rm -rf .venv .compat
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[demo]'
+	touch $@
+
+.venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) -e '.[dev]'
+	touch $@ .venv/demo.stamp
