@@ -123,6 +123,10 @@ class Store(Queue, Protocol):
         """File ids named by a checkpoint, a sampler or an unfinished job."""
         ...
 
+    async def secret(self) -> bytes:
+        """Random bytes made with the store: they sign request ids and download URLs."""
+        ...
+
 
 class ResultExpired(Exception):
     """The result was delivered or waited for, kept for its retention, and dropped."""

@@ -1,0 +1,86 @@
+"""What every store decides alike: ids, and the words with which a request is turned away."""
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import msgspec
+
+from tuneserve_engine.jobs import Job, JobKind, Rejection
+from tuneserve_engine.records import Model, ModelStatus, Session
+
+ALIVE = (ModelStatus.CREATING, ModelStatus.READY)
+TAKE_BYTES = 64 * 2**20  # payload bytes that one take returns at most, unless one job is larger
+
+
+def request_id(secret: bytes, job: Job) -> str:
+    """The job's id: the same for the same key, not to be guessed without the store's secret."""
+    key = msgspec.json.encode([job.tenant, job.scope, job.kind, job.seq])
+    digest = hmac.digest(secret, key, hashlib.sha256)
+    return "req_" + base64.b32encode(digest)[:26].decode().lower()
+
+
+def reused(job: Job, earlier: str) -> str:
+    return (
+        f"seq_id {job.seq} of {job.scope} is already a {earlier}; this request is a {job.kind}; "
+        "send it with the next seq_id"
+    )
+
+
+def dead_model(model: Model, kind: JobKind) -> Rejection | None:
+    """Why a job of this kind cannot run on the model; None if it can."""
+    if model.status is ModelStatus.ENDED and kind is not JobKind.UNLOAD_MODEL:
+        return Rejection(
+            f"model {model.key} has ended with its session; create a new session and load your "
+            "last checkpoint"
+        )
+    if model.status is ModelStatus.FAILED:
+        return failed(model.key)
+    return lost(model.key) if model.status is ModelStatus.LOST else None
+
+
+def failed(model_id: str) -> Rejection:
+    return Rejection(f"model {model_id} does not exist: its creation failed; create another model")
+
+
+def lost(model_id: str) -> Rejection:
+    return Rejection(
+        f"model {model_id} is gone: its worker stopped and its state was lost; create a new model "
+        "from your last checkpoint",
+        "server",
+    )
+
+
+def ended_session(session: Session) -> Rejection:
+    return Rejection(
+        f"session {session.key} has ended ({session.ended}); create a new session and go on there"
+    )
+
+
+def gap_at_end(session_key: str, reason: str) -> Rejection:
+    return Rejection(
+        f"session {session_key} ended ({reason}) while this request was waiting for an earlier "
+        "seq_id; send it again in a new session"
+    )
+
+
+def too_late(job: Job, next_seq: int) -> Rejection:
+    return Rejection(
+        f"seq_id {job.seq} of {job.scope} came after the service had stopped waiting for it; "
+        f"the next is {next_seq}; send the request again with a new seq_id"
+    )
+
+
+def gap(missing: Sequence[tuple[int, int]], waited_s: float) -> Rejection:
+    """Ends the requests held behind ``missing``, the inclusive ranges of seq_ids not received."""
+    names = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in missing[:5])
+    more = f" and {len(missing) - 5} more ranges" if len(missing) > 5 else ""
+    return Rejection(
+        f"seq_id {names}{more} did not arrive within {waited_s:g} s, so the requests after it "
+        "were not carried out; send them again with new seq_ids, in order"
+    )
+
+
+def checkpoint_exists(key: str) -> Rejection:
+    return Rejection(f"checkpoint {key} exists; pass overwrite=true or choose another name")

@@ -1,0 +1,93 @@
+"""Records in SQLite: one table for every type, the record itself as JSON."""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+
+from tuneserve_engine.queue.base import Page, R
+from tuneserve_engine.queue.group_commit import Transaction
+from tuneserve_engine.queue.rules import ALIVE
+from tuneserve_engine.records import RECORD_TYPES, Model, Record, Update
+
+_NAMES: dict[type[Any], str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
+
+
+def decode(record_type: type[R], body: str) -> R:
+    return msgspec.json.decode(body, type=record_type)
+
+
+def put(tx: Transaction, record: Record) -> None:
+    """Inserts or replaces; a replaced record keeps its place in listings."""
+    tx.run(
+        "INSERT INTO records (type, key, tenant, parent, body) VALUES (?, ?, ?, ?, ?) "
+        "ON CONFLICT (type, key) DO UPDATE SET "
+        "tenant = excluded.tenant, parent = excluded.parent, body = excluded.body",
+        _NAMES[type(record)],
+        record.key,
+        record.tenant,
+        record.parent,
+        msgspec.json.encode(record).decode(),
+    )
+
+
+def put_new(tx: Transaction, record: R) -> R:
+    stored = get(tx, type(record), record.key)
+    if stored is None:
+        put(tx, record)
+    return record if stored is None else stored
+
+
+def get(tx: Transaction, record_type: type[R], key: str) -> R | None:
+    row = tx.one("SELECT body FROM records WHERE type = ? AND key = ?", _NAMES[record_type], key)
+    return None if row is None else decode(record_type, row[0])
+
+
+def delete(tx: Transaction, record_type: type[R], key: str) -> None:
+    tx.run("DELETE FROM records WHERE type = ? AND key = ?", _NAMES[record_type], key)
+
+
+def page(
+    tx: Transaction,
+    record_type: type[R],
+    tenant: str | None = None,
+    parent: str | None = None,
+    window: tuple[int | None, int] = (None, 0),
+) -> Page[R]:
+    """The newest first; ``window`` is (limit, offset)."""
+    where, values = "type = ?", [_NAMES[record_type]]
+    for column, value in (("tenant", tenant), ("parent", parent)):
+        if value is not None:
+            where += f" AND {column} = ?"
+            values.append(value)
+    limit, offset = window
+    rows = tx.all(
+        f"SELECT body FROM records WHERE {where} ORDER BY n DESC LIMIT ? OFFSET ?",
+        *values,
+        -1 if limit is None else limit,
+        offset,
+    )
+    count = tx.one(f"SELECT COUNT(*) FROM records WHERE {where}", *values)
+    assert count is not None
+    return Page([decode(record_type, body) for (body,) in rows], count[0])
+
+
+def update(tx: Transaction, change: Update) -> Record | None:
+    """The record as it is now; None if there is none. A model that has ended, failed or was lost
+    keeps that status: the worker may report its creation after the session is over."""
+    record_type = RECORD_TYPES[change.record]
+    stored = get(tx, record_type, change.key)
+    if stored is None:
+        return None
+    known = {field.name for field in dataclasses.fields(record_type)} - {"key"}
+    if unknown := change.changes.keys() - known:
+        raise ValueError(
+            f"a {change.record} has no changeable field {sorted(unknown)}; fields: {sorted(known)}"
+        )
+    changes = dict(change.changes)
+    if isinstance(stored, Model) and stored.status not in ALIVE:
+        changes.pop("status", None)
+    merged = msgspec.to_builtins(stored) | msgspec.to_builtins(changes)
+    record = msgspec.convert(merged, type=record_type)
+    put(tx, record)
+    return record
