@@ -1,0 +1,172 @@
+"""Round trip of a one-datum ``forward_backward`` on an idle server: ``make bench``.
+
+Drives the real processes through the official SDK and, for the server's own share, through bare
+HTTP. Beside it: the same body against the bare engine in this process, so that the ratio shows what
+the service adds. The store is durable (SQLite, synchronous=FULL) throughout; its fsync is timed too.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine import training_wire
+from tuneserve_engine.__main__ import load_backend
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.batch import PackRequest, pack
+from tuneserve_engine.config import WorkerSettings
+from tuneserve_server.local import LocalServer
+
+TOKENS, RANK, WARM_UP = 32, 8, 20
+RESULTS = Path(__file__).with_name("results.md")
+
+
+def milliseconds(run: Callable[[], Any], rounds: int) -> list[float]:
+    """Wall time of each round after the warm-up."""
+    for _ in range(WARM_UP):
+        run()
+    times = []
+    for _ in range(rounds):
+        started_s = time.perf_counter()
+        run()
+        times.append(1000 * (time.perf_counter() - started_s))
+    return times
+
+
+def fsync(folder: Path) -> Callable[[], None]:
+    """Appends 4 KiB and waits for the disk."""
+    file = (folder / "probe").open("ab", buffering=0)
+
+    def run() -> None:
+        file.write(bytes(4096))
+        os.fsync(file.fileno())
+
+    return run
+
+
+def sdk_round_trip(server: LocalServer) -> Callable[[], Any]:
+    service = tinker.ServiceClient(base_url=server.url, api_key="tml-bench")
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=RANK)
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(TOKENS))),
+        loss_fn_inputs={"target_tokens": list(range(1, TOKENS + 1)), "weights": [1.0] * TOKENS},
+    )
+    return lambda: trainer.forward_backward([datum], "cross_entropy").result()
+
+
+def body(model_id: str, seq_id: int) -> bytes:
+    """One datum of ``TOKENS`` tokens."""
+    tokens = np.arange(TOKENS, dtype="<i4")
+    targets = wire.Tensor(
+        dense=(tokens + 1).astype("<i8").tobytes(), dtype=wire.DTYPE_INT64, shape=[TOKENS]
+    )
+    chunk = wire.Chunk(encoded_text=wire.EncodedTextChunk(tokens=tokens.tobytes()))
+    datum = wire.Datum(model_input=[chunk], loss_fn_inputs={"target_tokens": targets})
+    request = wire.ForwardBackwardRequest(
+        model_id=model_id, seq_id=seq_id, data=[datum], loss_fn="cross_entropy"
+    )
+    return request.SerializeToString()
+
+
+def http_round_trip(server: LocalServer) -> Callable[[], Any]:
+    client = httpx.Client(
+        base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-bench"}, trust_env=False
+    )
+
+    def post(path: str, **content: Any) -> httpx.Response:
+        response = client.post(path, timeout=60, **content)
+        response.raise_for_status()
+        return response
+
+    session = post("create_session", json={"tags": [], "sdk_version": "bench"}).json()["session_id"]
+    create = {"session_id": session, "model_seq_id": 0, "base_model": server.base_model}
+    created = post("create_model", json={**create, "lora_config": {"rank": RANK}}).json()
+    result = {"request_id": created["request_id"]}
+    model_id = post("retrieve_future", json=result).json()["model_id"]
+    seq_ids = iter(range(1, 1_000_000))
+
+    def run() -> None:
+        submitted = post(
+            "forward_backward",
+            content=body(model_id, next(seq_ids)),
+            headers={"Content-Type": "application/x-protobuf"},
+        )
+        post("retrieve_future", json={"request_id": submitted.json()["request_id"]})
+
+    return run
+
+
+def bare_engine() -> Callable[[], Any]:
+    backend = load_backend(WorkerSettings(compile_cache=False))
+    backend.create_adapter("bench", AdapterConfig(rank=RANK, alpha=32, seed=0))
+
+    def run() -> None:
+        data = training_wire.decode_request(body("bench", 1), backend.info)
+        packed = pack([PackRequest("bench", RANK, data)], backend.lattice)
+        backend.forward_backward(packed.unit)
+
+    return run
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd()) as name:
+        folder = Path(name)
+        figures = {"fsync of 4 KiB": milliseconds(fsync(folder), rounds)}
+        with LocalServer(folder) as server:
+            figures["HTTP, two calls"] = milliseconds(http_round_trip(server), rounds)
+            figures["official SDK"] = milliseconds(sdk_round_trip(server), rounds)
+        figures["bare engine"] = milliseconds(bare_engine(), rounds)
+    return figures
+
+
+def record(figures: dict[str, list[float]], rounds: int) -> str:
+    """The table that goes into results.md."""
+    git = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    engine = statistics.median(figures["bare engine"])
+    lines = [
+        f"## Round trip of one datum, {datetime.now(UTC):%Y-%m-%d}, commit {commit}",
+        "",
+        f"`benchmarks/latency.py --rounds {rounds}`: {TOKENS} tokens, rank {RANK}, embedded model, "
+        f"durable SQLite, idle server, {os.cpu_count()} cores ({platform.machine()}).",
+        "",
+        "| | p50 ms | p95 ms | over bare engine |",
+        "|---|---|---|---|",
+    ]
+    for name, times in figures.items():
+        p50, p95 = statistics.median(times), statistics.quantiles(times, n=20)[-1]
+        lines.append(f"| {name} | {p50:.2f} | {p95:.2f} | {p50 / engine:.2f} |")
+    return "\n".join([*lines, "", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
+    arguments = parser.parse_args()
+    figures = measure(arguments.rounds)
+    table = record(figures, arguments.rounds)
+    print(table)
+    print(json.dumps({name: statistics.median(times) for name, times in figures.items()}))
+    if not arguments.dry_run:
+        RESULTS.write_text(RESULTS.read_text() + table)
+
+
+if __name__ == "__main__":
+    main()

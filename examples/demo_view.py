@@ -1,0 +1,101 @@
+"""What the demo shows: live progress, loss curves, and answers before and after."""
+
+import threading
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+_BARS = " ▁▂▃▄▅▆▇█"
+_COLOURS = ("cyan", "magenta", "yellow")
+_HEIGHT = 6
+
+
+class View:
+    """Live while its ``with`` block lasts; tenants report from their own threads."""
+
+    def __init__(self, tenants: list[tuple[str, str]], steps: int) -> None:
+        self.console = Console()
+        self._lock = threading.Lock()
+        self._losses: dict[str, list[float]] = {name: [] for name, _ in tenants}
+        self._before: dict[str, list[str]] = {}
+        self._after: dict[str, list[str]] = {}
+        self._titles = dict(tenants)
+        self._colour = dict(zip(self._titles, _COLOURS, strict=False))
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        self._tasks = {
+            name: self._progress.add_task(
+                f"[{self._colour[name]}]{name:8}[/] {title}", total=steps, note="starting"
+            )
+            for name, title in tenants
+        }
+        self._live = Live(self._panel(), console=self.console, refresh_per_second=8)
+
+    def __enter__(self) -> "View":
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._live.update(self._panel())
+        self._live.__exit__(None, None, None)
+
+    def before(self, name: str, answers: list[str]) -> None:
+        """The base model's answers."""
+        self._before[name] = answers
+
+    def step(self, name: str, loss: float) -> None:
+        """One optimizer step done; ``loss`` is in nats per trained token."""
+        with self._lock:
+            self._losses[name].append(loss)
+            self._progress.update(self._tasks[name], advance=1, note=f"loss {loss:.3f}")
+            self._live.update(self._panel())
+
+    def after(self, name: str, answers: list[str]) -> None:
+        """The trained adapter's answers."""
+        self._after[name] = answers
+        self._progress.update(self._tasks[name], note=f"loss {self._losses[name][-1]:.3f}, done")
+
+    def _panel(self) -> Panel:
+        charts = Table.grid(padding=(0, 3))
+        charts.add_row(*(self._chart(name) for name in self._losses))
+        return Panel(
+            Group(self._progress, Text(), charts),
+            title="three tenants, one base model, the official tinker SDK",
+            border_style="dim",
+        )
+
+    def _chart(self, name: str) -> Text:
+        """The loss curve as columns of blocks, 0 at the bottom."""
+        losses = self._losses[name]
+        top = max(losses, default=1.0)
+        rows = []
+        for level in reversed(range(_HEIGHT)):
+            eighths = (round(8 * (_HEIGHT * loss / top - level)) for loss in losses)
+            rows.append("".join(_BARS[min(max(n, 0), 8)] for n in eighths))
+        label = f"{name}: {losses[0]:.2f} → {losses[-1]:.2f} nats/token" if losses else name
+        return Text("\n".join([*rows, label]), style=self._colour[name])
+
+    def summary(self, questions: list[str], seconds: float) -> None:
+        """The answers side by side, and what to do next."""
+        for name, title in self._titles.items():
+            table = Table(title=f"{name}: {title}", title_style=self._colour[name], expand=False)
+            for column in ("asked (never trained on)", "base model", "after training"):
+                table.add_column(column)
+            for row in zip(questions, self._before[name], self._after[name], strict=True):
+                table.add_row(*map(Text, row))
+            self.console.print(table)
+        self.console.print(f"Done in {seconds:.0f} s. Next, with a real model:", style="bold")
+        self.console.print(
+            "  tuneserve up --base-model Qwen/Qwen3-0.6B      # a hub id or a local directory\n"
+            "  export TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-you\n"
+            "  python your_training_loop.py                   # any script for the tinker SDK",
+            highlight=False,
+        )

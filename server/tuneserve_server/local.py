@@ -1,0 +1,96 @@
+"""A service of one's own, for demos, notebooks, benchmarks and tests."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+
+
+class LocalServer:
+    """``tuneserve up`` on a free loopback port for as long as a ``with`` block lasts.
+
+    ``folder`` holds its data and ``server.log``. Keyword arguments are settings by their names.
+    Inside the block ``url`` answers, ``base_model`` is the served name and the worker is ready.
+    """
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.base_model = ""
+        self.log = folder / "server.log"
+        self.data_dir = folder / "data"
+        self._environment = {
+            **os.environ,
+            "TUNESERVE_DATA_DIR": str(self.data_dir),
+            "TUNESERVE_PORT": self.url.rsplit(":", 1)[1],
+            **{f"TUNESERVE_{name.upper()}": value for name, value in settings.items()},
+        }
+
+    def __enter__(self) -> "LocalServer":
+        # A proxy in the environment must not catch loopback traffic, ours or the SDK's.
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout_s: float = 180) -> None:
+        """Starts the processes and waits until the worker is ready.
+
+        Raises ``RuntimeError`` with the end of the log if it does not become ready.
+        """
+        command = [str(Path(sys.executable).with_name("tuneserve")), "up"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            self._wait_until_ready(time.monotonic() + timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the processes and waits for them."""
+        self._process.terminate()
+        self._process.wait(timeout=60)
+
+    def _wait_until_ready(self, deadline_s: float) -> None:
+        while time.monotonic() < deadline_s and self._process.poll() is None:
+            health = _health(self.url)
+            if health.get("worker") == "ready":
+                self.base_model = health["base_model"]
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"the service did not get ready; its log ends:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _health(url: str) -> dict[str, str]:
+    """What ``healthz`` says; empty while nobody answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5) as answer:
+            health: dict[str, str] = json.load(answer)
+    except (OSError, urllib.error.URLError):
+        health = {}
+    return health
