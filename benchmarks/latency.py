@@ -1,8 +1,8 @@
 """Round trip of a one-datum ``forward_backward`` on an idle server: ``make bench``.
 
-Drives the real processes through the official SDK and, for the server's own share, through bare
-HTTP. Beside it: the same body against the bare engine in this process, so that the ratio shows what
-the service adds. The store is durable (SQLite, synchronous=FULL) throughout; its fsync is timed too.
+Drives the real processes through the official SDK and, for the server's own share, bare HTTP.
+Beside it: the same body against the bare engine in this process, so that the ratio shows what the
+service adds. The store is durable throughout (SQLite, synchronous=FULL); its fsync is timed too.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from tinker import types
 
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine import training_wire
-from tuneserve_engine.__main__ import load_backend
 from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.batch import PackRequest, pack
 from tuneserve_engine.config import WorkerSettings
 from tuneserve_server.local import LocalServer
@@ -113,7 +113,7 @@ def http_round_trip(server: LocalServer) -> Callable[[], Any]:
 
 
 def bare_engine() -> Callable[[], Any]:
-    backend = load_backend(WorkerSettings(compile_cache=False))
+    backend = JaxBackend.from_settings(WorkerSettings(compile_cache=False))
     backend.create_adapter("bench", AdapterConfig(rank=RANK, alpha=32, seed=0))
 
     def run() -> None:

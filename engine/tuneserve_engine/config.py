@@ -96,3 +96,7 @@ class WorkerSettings(CommonSettings):
     compile_cache: bool = Field(
         default=True, description="Keep compiled programs in the data directory."
     )
+
+    @property
+    def compile_cache_dir(self) -> Path | None:
+        return self.data_dir / "compiled" if self.compile_cache else None
