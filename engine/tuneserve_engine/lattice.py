@@ -1,7 +1,7 @@
 """The closed set of shapes that the device runs, and how a request picks from it. Plain Python."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tuneserve_engine.errors import UserError
 
@@ -22,8 +22,9 @@ class ShapeLattice:
 
     Lengths are padded to powers of two from ``smallest_bucket`` up; the last bucket is
     ``context_length`` itself. A micro-batch has one row, for a request of one datum, or as many as
-    ``token_budget`` allows: at least 2 and at most ``max_rows``. Bits depend on the number of rows,
-    so there are these two choices only, and each request's own number of datums makes it.
+    ``token_budget`` allows: a power of two, at least 2, at most ``max_rows``. Bits depend on the
+    number of rows, so there are these two choices only, and each request's own number of datums
+    makes it.
     """
 
     context_length: int
@@ -35,18 +36,16 @@ class ShapeLattice:
     def __post_init__(self) -> None:
         if self.context_length < 1:
             raise ValueError(f"context_length is {self.context_length}; it must be at least 1")
-        for name, value, least in (
-            ("smallest_bucket", self.smallest_bucket, 1),
-            ("max_rows", self.max_rows, 2),
-        ):
-            if value < least or value != _power_of_two_from(value):
-                raise ValueError(f"{name} is {value}; it must be a power of two from {least} up")
-        if self.token_budget < 1:
-            raise ValueError(f"token_budget is {self.token_budget} tokens; it must be positive")
-        if not self.rank_classes or self.rank_classes[0] < 1 or not _ascending(self.rank_classes):
+        if self.smallest_bucket != _power_of_two_from(self.smallest_bucket):
+            raise ValueError(f"smallest_bucket is {self.smallest_bucket}; use a power of two")
+        if self.token_budget < 1 or self.max_rows < 1:
             raise ValueError(
-                f"rank_classes are {self.rank_classes}; they must be positive and rise"
+                f"token_budget is {self.token_budget} and max_rows is {self.max_rows}; "
+                "both must be positive"
             )
+        rising = all(low < high for low, high in pairwise((0, *self.rank_classes)))
+        if not self.rank_classes or not rising:
+            raise ValueError(f"rank_classes are {self.rank_classes}; use rising positive numbers")
 
     @property
     def max_rank(self) -> int:
@@ -68,7 +67,7 @@ class ShapeLattice:
         if datums == 1:
             return 1
         fitting = max(self.token_budget // bucket, 2)
-        return min(_power_of_two_to(fitting), self.max_rows)
+        return _power_of_two_to(min(fitting, self.max_rows))
 
     def rank_class(self, rank: int) -> int:
         """The rank that adapters of ``rank`` are padded to."""
@@ -87,7 +86,3 @@ class ShapeLattice:
                 f"{_MAX_TARGETS}; send fewer"
             )
         return _power_of_two_from(targets)
-
-
-def _ascending(values: Sequence[int]) -> bool:
-    return all(a < b for a, b in zip(values, values[1:], strict=False))

@@ -1,0 +1,134 @@
+"""AdamW on one adapter, as ``torch.optim.AdamW`` computes it.
+
+What depends on the step count or mixes hyper-parameters is computed on the host in float64, as
+torch does; the program sees float32 scalars, so no change of them compiles anything.
+"""
+
+import math
+from dataclasses import asdict
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tuneserve_engine.adapters import AdamParams
+from tuneserve_engine.backend.jax.adapters import LoraWeights
+from tuneserve_engine.errors import UserError
+
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
+_LARGEST = float(np.finfo(np.float32).max)
+_LEAST_EXPONENT = -120  # 2^120 is still a float32
+
+
+class StepScalars(NamedTuple):
+    """One step's numbers, float32."""
+
+    decay: np.float32  # 1 - lr·wd
+    mean_weight: np.float32  # 1 - beta1
+    beta2: np.float32
+    square_weight: np.float32  # 1 - beta2
+    step_size: np.float32  # lr / (1 - beta1^step)
+    root_correction: np.float32  # sqrt(1 - beta2^step)
+    eps: np.float32
+    clip_norm: np.float32  # infinity = no clipping
+
+
+class Stepped(NamedTuple):
+    """An adapter after a step; the accumulator is all zeros."""
+
+    weights: LoraWeights
+    first_moment: LoraWeights
+    second_moment: LoraWeights
+    accumulator: LoraWeights
+    grad_norm: Float[Array, ""]
+
+
+def step_scalars(params: AdamParams, step: int) -> StepScalars:
+    """The scalars of step number ``step``, counted from 1; raises UserError for hyper-parameters
+    that torch refuses or that are not finite."""
+    _check(params)
+    correction1 = 1 - params.beta1**step
+    correction2 = 1 - params.beta2**step
+    return StepScalars(
+        decay=np.float32(1 - params.learning_rate * params.weight_decay),
+        mean_weight=np.float32(1 - params.beta1),
+        beta2=np.float32(params.beta2),
+        square_weight=np.float32(1 - params.beta2),
+        step_size=np.float32(params.learning_rate / correction1),
+        root_correction=np.float32(math.sqrt(correction2)),
+        eps=np.float32(params.eps),
+        clip_norm=np.float32(params.grad_clip_norm if params.grad_clip_norm > 0 else math.inf),
+    )
+
+
+def _check(params: AdamParams) -> None:
+    for name, value in asdict(params).items():
+        if not math.isfinite(value) or abs(value) > _LARGEST:
+            raise UserError(f"adam_params.{name} is {value}; it must be a finite float32")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(params, name) < 1:
+            raise UserError(
+                f"adam_params.{name} is {getattr(params, name)}; it must be at least 0 and below 1"
+            )
+    for name in ("learning_rate", "eps", "weight_decay"):
+        if getattr(params, name) < 0:
+            raise UserError(
+                f"adam_params.{name} is {getattr(params, name)}; it must not be negative"
+            )
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+def adamw_step(
+    weights: LoraWeights,
+    first_moment: LoraWeights,
+    second_moment: LoraWeights,
+    accumulator: LoraWeights,
+    scalars: StepScalars,
+) -> Stepped:
+    """One AdamW step on the accumulated gradient; all four adapters are donated.
+
+    The reported norm is that of the gradient before clipping.
+    """
+    norm = global_norm(accumulator)
+    clip = jnp.minimum(scalars.clip_norm / (norm + _CLIP_EPS), 1.0)
+    gradient = jax.tree.map(lambda g: g * clip, accumulator)
+    mean = jax.tree.map(lambda m, g: _lerp(m, g, scalars.mean_weight), first_moment, gradient)
+    square = jax.tree.map(
+        lambda v, g: v * scalars.beta2 + g * g * scalars.square_weight, second_moment, gradient
+    )
+    new = jax.tree.map(
+        lambda p, m, v: p * scalars.decay - scalars.step_size * _direction(m, v, scalars),
+        weights,
+        mean,
+        square,
+    )
+    return Stepped(new, mean, square, jax.tree.map(jnp.zeros_like, accumulator), norm)
+
+
+def _lerp(start: Array, end: Array, weight: np.float32) -> Array:
+    """torch.lerp's two forms: exact at both ends."""
+    return jnp.where(
+        weight < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight)
+    )
+
+
+def _direction(mean: Array, square: Array, scalars: StepScalars) -> Array:
+    """``m / (sqrt(v)/correction + eps)``; 0 where m is 0, so that what never had a gradient stays
+    put even with eps 0."""
+    denominator = jnp.sqrt(square) / scalars.root_correction + scalars.eps
+    return jnp.where(mean == 0, 0.0, mean / denominator)
+
+
+def global_norm(tree: LoraWeights) -> Float[Array, ""]:
+    """The Euclidean norm over all entries; neither tiny nor huge entries spoil it, because squares
+    are taken after an exact scaling by the power of two of the largest entry."""
+    leaves = jax.tree.leaves(tree)
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]))
+    exponent = jnp.maximum(jnp.frexp(largest)[1], _LEAST_EXPONENT)
+    scale = jnp.ldexp(jnp.float32(1), -exponent)
+    squares = jnp.sum(jnp.stack([jnp.sum((x * scale) ** 2) for x in leaves]))
+    norm = jnp.ldexp(jnp.sqrt(squares), exponent)
+    return jnp.minimum(norm, _LARGEST)
