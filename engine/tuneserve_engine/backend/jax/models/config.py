@@ -1,7 +1,7 @@
 """A decoder's shape as a Hugging Face ``config.json`` states it; refuses what we cannot run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _REQUIRED = (
@@ -98,6 +98,10 @@ class ModelConfig:
             qk_norm=architecture == "qwen3",
             eos_token_ids=token_ids(hf.get("eos_token_id")),
         )
+
+    def with_eos(self, eos_token_ids: tuple[int, ...]) -> "ModelConfig":
+        """The same model, ending its sequences with other tokens."""
+        return replace(self, eos_token_ids=eos_token_ids)
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
