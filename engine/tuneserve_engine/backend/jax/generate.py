@@ -1,0 +1,203 @@
+"""Decoding in a fixed number of lanes: sequences join as others end, whoever they belong to.
+
+Bits change with the number of rows and with the capacity of the cache, never with what the other
+rows hold. So the number of lanes is fixed, and lanes exist per (capacity, rank class): both follow
+from a request alone.
+
+Dimension key: B lanes, V vocabulary, U steps per dispatch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from tuneserve_engine.backend.base import SampledSequence, SampleRequest, TopK
+from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.models.decoder import KVCache
+from tuneserve_engine.backend.jax.sample_programs import (
+    Adapter,
+    Decoded,
+    LaneState,
+    Programs,
+    top_rows,
+)
+from tuneserve_engine.backend.jax.sampling_math import AnyArray, RowParams, seed_halves
+from tuneserve_engine.backend.jax.stops import StopReason, StopWatch
+
+
+@dataclass
+class Draft:
+    """A sequence being written. ``prompt`` is its prompt's cache while it waits for a lane."""
+
+    request: SampleRequest
+    sample: int
+    adapter: Adapter
+    watch: StopWatch
+    prompt: KVCache | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[AnyArray, AnyArray]] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+
+    def push(self, token: int, logprob: float, top: tuple[AnyArray, AnyArray] | None) -> bool:
+        """Takes the next token; True if it is the last."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if top is not None:
+            self.top.append(top)
+        self.stop_reason = self.watch.push(token)
+        return self.stop_reason is not None
+
+    def result(self) -> SampledSequence:
+        assert self.stop_reason is not None, "a sequence was left unfinished"
+        top = None
+        if self.top:
+            ids, logprobs = zip(*self.top, strict=True)
+            top = TopK(np.stack(ids), np.stack(logprobs))
+        return SampledSequence(
+            np.array(self.tokens, np.int32),
+            np.array(self.logprobs, np.float32),
+            self.stop_reason,
+            top,
+        )
+
+
+def draw_first(
+    programs: Programs, logits: Float[Array, "1 V"], drafts: Sequence[Draft], lanes: int
+) -> None:
+    """Gives every draft of one request its first token."""
+    k = drafts[0].request.topk_sample
+    top = None
+    if k:
+        temperature = np.full(1, drafts[0].request.temperature, np.float32)
+        ids, logprobs = top_rows(programs, logits, temperature, k)
+        top = (ids[0], logprobs[0])
+    for start in range(0, len(drafts), lanes):
+        part = drafts[start : start + lanes]
+        rows = _no_rows(lanes)
+        for lane, draft in enumerate(part):
+            _set_row(rows, lane, draft)
+        tokens, chosen = jax.device_get(programs.first(logits, rows))
+        for lane, draft in enumerate(part):
+            draft.push(int(tokens[lane]), float(chosen[lane]), top)
+
+
+def _no_rows(lanes: int) -> RowParams:
+    """Greedy rows without limits: the cheapest to draw."""
+    return RowParams(
+        seed=np.zeros((lanes, 2), np.uint32),
+        sample=np.zeros(lanes, np.int32),
+        temperature=np.zeros(lanes, np.float32),
+        top_k=np.full(lanes, -1, np.int32),
+        top_p=np.ones(lanes, np.float32),
+    )
+
+
+def _set_row(rows: RowParams, lane: int, draft: Draft | None) -> None:
+    if draft is None:
+        for values, idle in zip(rows, _no_rows(1), strict=True):
+            values[lane] = idle[0]
+        return
+    request = draft.request
+    rows.seed[lane] = seed_halves(request.seed)
+    rows.sample[lane] = draft.sample
+    rows.temperature[lane] = request.temperature
+    rows.top_k[lane] = request.top_k
+    rows.top_p[lane] = request.top_p
+
+
+class Lanes:
+    """The decode lanes of one capacity and rank class."""
+
+    def __init__(self, programs: Programs, *, lanes: int, capacity: int) -> None:
+        self._programs = programs
+        self._capacity = capacity
+        self._drafts: list[Draft | None] = [None] * lanes
+        self._adapters: list[Adapter | None] = [None] * lanes
+        self._device: tuple[KVCache, LoraRows] | None = None
+        self._state = LaneState(
+            tokens=np.zeros(lanes, np.int32),
+            positions=np.full(lanes, capacity, np.int32),
+            step=np.zeros(lanes, np.int32),
+            rows=_no_rows(lanes),
+        )
+
+    def run(self, waiting: Iterator[Draft]) -> None:
+        """Finishes every draft of the iterator, which is asked for one whenever a lane is free."""
+        while True:
+            for lane, held in enumerate(self._drafts):
+                draft = next(waiting, None) if held is None else None
+                if draft is not None:
+                    self._enter(lane, draft)
+            if not any(self._drafts):
+                return
+            self._advance()
+
+    def _enter(self, lane: int, draft: Draft) -> None:
+        assert draft.prompt is not None, "a sequence joins a lane once"
+        index = np.int32(lane)
+        if self._device is None:
+            self._device = self._programs.empty(
+                draft.prompt,
+                draft.adapter.weights,
+                lanes=len(self._drafts),
+                capacity=self._capacity,
+            )
+        cache, bank = self._device
+        cache = self._programs.join(cache, index, draft.prompt)
+        if self._adapters[lane] is not draft.adapter:
+            bank = self._programs.adopt(bank, index, draft.adapter)
+            self._adapters[lane] = draft.adapter
+        self._device = cache, bank
+        draft.prompt = None
+        self._drafts[lane] = draft
+        _set_row(self._state.rows, lane, draft)
+        self._place(lane, draft)
+
+    def _place(self, lane: int, draft: Draft) -> None:
+        """What the lane decodes next: the last token, at its place in the sequence."""
+        self._state.tokens[lane] = draft.tokens[-1]
+        self._state.positions[lane] = len(draft.request.prompt) + len(draft.tokens) - 1
+        self._state.step[lane] = len(draft.tokens)
+
+    def _advance(self) -> None:
+        """One dispatch: a few tokens for every lane; those past a sequence's end are dropped."""
+        assert self._device is not None
+        cache, bank = self._device
+        decoded: Decoded = self._programs.decode(cache, bank, self._state)
+        self._device = decoded.cache, bank
+        tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
+        tops = self._tops(decoded.logits)
+        for lane, draft in enumerate(self._drafts):
+            if draft is None:
+                continue
+            top = tops.get(draft.request.topk_sample)
+            for step in range(len(tokens)):
+                row = None if top is None else (top[0][step, lane], top[1][step, lane])
+                if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
+                    self._leave(lane)
+                    break
+            else:
+                self._place(lane, draft)
+
+    def _leave(self, lane: int) -> None:
+        self._drafts[lane] = None
+        self._state.positions[lane] = self._capacity
+        _set_row(self._state.rows, lane, None)
+
+    def _tops(self, logits: Float[Array, "U B V"]) -> dict[int, tuple[AnyArray, AnyArray]]:
+        """By k, for each k that a lane asked for: ids and logprobs, [U, B, k]."""
+        asked = {draft.request.topk_sample for draft in self._drafts if draft is not None} - {0}
+        if not asked:
+            return {}
+        steps, lanes, vocab = logits.shape
+        rows = logits.reshape(steps * lanes, vocab)
+        temperature = np.tile(self._state.rows.temperature, steps)
+        tops = {}
+        for k in asked:
+            ids, logprobs = top_rows(self._programs, rows, temperature, k)
+            tops[k] = ids.reshape(steps, lanes, -1), logprobs.reshape(steps, lanes, -1)
+        return tops

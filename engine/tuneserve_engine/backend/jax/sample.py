@@ -1,0 +1,155 @@
+"""Sampling from frozen adapters and the base model: requests in, results out."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from tuneserve_engine.backend.base import (
+    AdapterState,
+    Lattice,
+    SampleRequest,
+    SampleResult,
+)
+from tuneserve_engine.backend.jax.adapters import (
+    LoraWeights,
+    TargetShapes,
+    restored_adapter,
+    target_shapes,
+)
+from tuneserve_engine.backend.jax.generate import Draft, Lanes, draw_first
+from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.prompt_scores import score_prompt
+from tuneserve_engine.backend.jax.sample_programs import Adapter, Prefilled, Programs
+from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
+from tuneserve_engine.errors import ServerError
+
+
+class Sampler:
+    """Owns the snapshots and runs requests on them.
+
+    A request's tokens and logprobs have the same bits alone and in any company: its prompt is run
+    by itself, padded to its own bucket, and it decodes in lanes whose shapes it chose itself.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        lattice: Lattice,
+        tokenizer: TextDecoder | None,
+        *,
+        lanes: int,
+        max_snapshots: int = 64,
+    ) -> None:
+        self._lattice = lattice
+        self._tokenizer = tokenizer
+        self._lanes = lanes
+        self._max_snapshots = max_snapshots
+        self._programs = Programs(model)
+        self._shapes = target_shapes(model.config)
+        self._base = _no_adapter(self._shapes, lattice.rank_class(1))
+        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()
+
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        """Whether it is loaded; if so it counts as just used.
+
+        Asking for, or loading, every snapshot of a call before the call therefore keeps all of
+        them, as long as they are no more than the limit.
+        """
+        if snapshot_id not in self._snapshots:
+            return False
+        self._snapshots.move_to_end(snapshot_id)
+        return True
+
+    def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
+        """Puts frozen weights on the device; drops the least recently used beyond the limit."""
+        weights_only = replace(state, step=0, first_moment={}, second_moment={})
+        rank_class = self._lattice.rank_class(state.config.rank)
+        weights = restored_adapter(weights_only, self._shapes, rank_class).weights
+        self._snapshots[snapshot_id] = Adapter(weights, np.float32(state.config.scale))
+        self._snapshots.move_to_end(snapshot_id)
+        while len(self._snapshots) > self._max_snapshots:
+            self._snapshots.popitem(last=False)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        """One result per request, in order. Nothing runs if one of them cannot."""
+        groups: defaultdict[tuple[int, int], list[_Run]] = defaultdict(list)
+        runs = [self._run(request) for request in requests]
+        for run in runs:
+            groups[run.capacity, run.adapter.rank_class].append(run)
+        for (capacity, _), members in groups.items():
+            lanes = Lanes(self._programs, lanes=self._lanes, capacity=capacity)
+            lanes.run(draft for run in members for draft in self._started(run))
+        return [run.result() for run in runs]
+
+    def _run(self, request: SampleRequest) -> "_Run":
+        adapter = self._adapter(request.snapshot_id)
+        drafts = [
+            Draft(request, sample, adapter, self._watch(request))
+            for sample in range(request.num_samples)
+        ]
+        prompt = len(request.prompt)
+        capacity = self._lattice.bucket(prompt + request.max_tokens)
+        return _Run(request, adapter, self._lattice.bucket(prompt), capacity, drafts)
+
+    def _adapter(self, snapshot_id: str | None) -> Adapter:
+        if snapshot_id is None:
+            return self._base
+        if snapshot_id not in self._snapshots:
+            raise ServerError(
+                f"snapshot {snapshot_id!r} is not loaded; at most {self._max_snapshots} are kept, "
+                "and one call can use no more; load it again, then sample"
+            )
+        self._snapshots.move_to_end(snapshot_id)
+        return self._snapshots[snapshot_id]
+
+    def _watch(self, request: SampleRequest) -> StopWatch:
+        return StopWatch(
+            max_tokens=request.max_tokens,
+            stop_tokens=request.stop_tokens,
+            stop_strings=request.stop_strings,
+            tokenizer=self._tokenizer,
+        )
+
+    def _started(self, run: "_Run") -> list[Draft]:
+        """The drafts that one token did not finish, after the request's one pass over its prompt.
+
+        Scores and first tokens come from that pass: a request for logprobs never decodes.
+        """
+        request = run.request
+        tokens = np.zeros((1, run.bucket), np.int32)
+        tokens[0, : len(request.prompt)] = request.prompt
+        prefilled: Prefilled = self._programs.prefill(
+            tokens, np.int32(len(request.prompt)), run.adapter
+        )
+        run.scores = score_prompt(self._programs, request, prefilled.hidden, run.adapter)
+        draw_first(self._programs, prefilled.logits, run.drafts, self._lanes)
+        unfinished = [draft for draft in run.drafts if draft.stop_reason is None]
+        for draft in unfinished:
+            draft.prompt = prefilled.cache
+        return unfinished
+
+
+@dataclass
+class _Run:
+    """A request on its way through a call; ``bucket`` and ``capacity`` are its own choices."""
+
+    request: SampleRequest
+    adapter: Adapter
+    bucket: int
+    capacity: int
+    drafts: list[Draft]
+    scores: SampleResult | None = None
+
+    def result(self) -> SampleResult:
+        assert self.scores is not None, "the request has not started"
+        return replace(self.scores, sequences=tuple(draft.result() for draft in self.drafts))
+
+
+def _no_adapter(shapes: TargetShapes, rank_class: int) -> Adapter:
+    """The base model as an adapter of zeros, so that its rows can share lanes with any other's."""
+    a = {name: jnp.zeros((*shape[:-1], rank_class)) for name, shape in shapes.items()}
+    b = {name: jnp.zeros((*shape[:-2], rank_class, shape[-1])) for name, shape in shapes.items()}
+    return Adapter(LoraWeights(a, b), np.float32(0))

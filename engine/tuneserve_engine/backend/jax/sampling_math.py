@@ -1,0 +1,210 @@
+"""From logits to tokens and logprobs: pure, row by row, with every option a traced value.
+
+Dimension key: B rows, V vocabulary, K ids or draws per row, S blocks of the vocabulary, W block
+width.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+AnyArray = Array | np.ndarray[Any, Any]
+
+_SAMPLES, _ALTERNATIVES = 0, 1
+"""First number folded into a seed: keeps the two families of draws apart."""
+_BLOCK = 128
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+class RowParams(NamedTuple):
+    """How each row draws: arrays, so that no value of theirs compiles anything."""
+
+    seed: AnyArray  # [B, 2] uint32, high half first
+    sample: AnyArray  # [B] int32 index of the sample within its request
+    temperature: AnyArray  # [B] float32, 0 = greedy
+    top_k: AnyArray  # [B] int32, below 1 = all
+    top_p: AnyArray  # [B] float32, 1 = all
+
+
+def seed_halves(seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """The seed's low 64 bits as key data; a negative seed counts in two's complement."""
+    return np.array([(seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF], dtype=np.uint32)
+
+
+def draw(
+    logits: Float[Array, "B V"], step: Int[Array, " B"], rows: RowParams
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Each row's token number ``step`` and its logprob before top-k and top-p.
+
+    The token depends on the row's seed, sample index, step and logits alone. Temperature 0 takes
+    the most likely token and reports its logprob at temperature 1.
+    """
+    temperature = jnp.asarray(rows.temperature)
+    scaled = at_temperature(logits, temperature)
+    keep = nucleus(scaled, jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
+    weights = jnp.where(keep, jnp.exp(scaled), 0.0)
+    uniform = jax.vmap(_uniform, in_axes=(0, None, 0, 0))(
+        jnp.asarray(rows.seed), _SAMPLES, jnp.asarray(rows.sample), step
+    )
+    drawn = inverse_cdf(weights, uniform)
+    token = jnp.where(temperature > 0, drawn, _argmax(logits))
+    return token, token_logprobs(scaled, token[:, None])[:, 0]
+
+
+def at_temperature(
+    logits: Float[Array, "B V"], temperature: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """``(logits - max) / temperature``, at temperature 1 where it is 0; the largest is exactly 0.
+
+    Shifted before the division, so that a temperature near 0 gives -inf and never NaN.
+    """
+    divisor = jnp.where(temperature > 0, jnp.maximum(temperature, _TINY), 1.0)
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor[:, None]
+
+
+def nucleus(
+    scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The tokens that may be drawn: the top-k, and of their distribution the nucleus of top-p."""
+    vocab = scaled.shape[-1]
+    limits_k = (top_k > 0) & (top_k < vocab)
+    limits_p = top_p < 1
+
+    def by_count(logits: Array) -> Array:
+        count = jnp.where(limits_k, top_k, vocab).astype(jnp.float32)
+        kept = keep_largest(logits, jnp.ones_like(logits), count)
+        return jnp.where(kept | ~limits_k[:, None], logits, -jnp.inf)
+
+    def by_mass(logits: Array) -> Array:
+        mass = jnp.exp(logits)
+        target = jnp.maximum(top_p, _TINY) * jnp.sum(mass, axis=-1)
+        kept = keep_largest(logits, mass, target)
+        return jnp.where(kept | ~limits_p[:, None], logits, -jnp.inf)
+
+    # Sorting a vocabulary costs hundreds of log-sum-exps: only batches that ask pay for a search.
+    left: Array = jax.lax.cond(jnp.any(limits_k), by_count, lambda x: x, scaled)
+    left = jax.lax.cond(jnp.any(limits_p), by_mass, lambda x: x, left)
+    return left > -jnp.inf
+
+
+def keep_largest(
+    logits: Float[Array, "B V"], mass: Float[Array, "B V"], target: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The fewest tokens, largest logits first, whose mass reaches the target; ties by lowest id.
+
+    Finds the smallest kept logit bit by bit instead of sorting; tied logits must have equal mass.
+    """
+    keys = _ascending_bits(logits)
+
+    def narrow(bit: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1) << (jnp.uint32(31) - bit.astype(jnp.uint32)))
+        reached = jnp.sum(jnp.where(keys >= candidate[:, None], mass, 0.0), axis=-1) >= target
+        return jnp.where(reached, candidate, threshold)
+
+    threshold: Array = jax.lax.fori_loop(0, 32, narrow, jnp.zeros(logits.shape[:1], jnp.uint32))
+    above, tied = keys > threshold[:, None], keys == threshold[:, None]
+    missing = target - jnp.sum(jnp.where(above, mass, 0.0), axis=-1)
+    earlier_ties = (jnp.cumsum(tied, axis=-1, dtype=jnp.int32) - 1).astype(jnp.float32)
+    return above | (tied & (earlier_ties * mass < missing[:, None]))
+
+
+def _ascending_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """Unsigned integers in the order of the floats; both zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    sign = jnp.uint32(0x80000000)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def inverse_cdf(weights: Float[Array, "B V"], uniform: Float[Array, " B"]) -> Int[Array, " B"]:
+    """The id at which each row's running sum of weights passes ``uniform`` of their total.
+
+    Never an id of weight 0. Sums blocks first and then runs through one block: a tenth of the cost
+    of a running sum over the vocabulary, and of its rounding. Without any positive weight (NaN
+    logits) it is still an id of the vocabulary.
+    """
+    rows, vocab = weights.shape
+    blocks = -(-vocab // _BLOCK)
+    padded = jnp.pad(weights, ((0, 0), (0, blocks * _BLOCK - vocab)))
+    by_block = padded.reshape(rows, blocks, _BLOCK)
+    sums = jnp.sum(by_block, axis=-1)
+    running = jnp.cumsum(sums, axis=-1)
+    goal = uniform * running[:, -1]
+    block = _first_past(running, sums, goal)
+    before = jnp.where(block > 0, _pick(running, jnp.maximum(block - 1, 0)), 0.0)
+    inside = jnp.take_along_axis(by_block, block[:, None, None], axis=1)[:, 0]
+    offset = _first_past(jnp.cumsum(inside, axis=-1), inside, goal - before)
+    return jnp.minimum(block * _BLOCK + offset, vocab - 1)
+
+
+def _first_past(
+    running: Float[Array, "B S"], parts: Float[Array, "B S"], goal: Float[Array, " B"]
+) -> Int[Array, " B"]:
+    """First index of a positive part whose running sum passes the goal; else the last positive
+    part, since rounding can leave the whole sum a hair short."""
+    positive = parts > 0
+    passed = positive & (running > goal[:, None])
+    last = parts.shape[-1] - 1 - _argmax(positive[:, ::-1])
+    return jnp.where(jnp.any(passed, axis=-1), _argmax(passed), last)
+
+
+def token_logprobs(logits: Float[Array, "B V"], ids: Int[Array, "B K"]) -> Float[Array, "B K"]:
+    """Log-softmax at the ids; 0 where an id is negative."""
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    total = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True))
+    picked = jnp.take_along_axis(shifted, jnp.maximum(ids, 0), axis=-1)
+    return jnp.where(ids >= 0, picked - total, 0.0)
+
+
+def top_logprobs(
+    logits: Float[Array, "B V"], temperature: Float[Array, " B"], k: int
+) -> tuple[Int[Array, "B K"], Float[Array, "B K"]]:
+    """The k most likely ids of each row, most likely first, ties by lowest id; k is static."""
+    scaled = at_temperature(logits, temperature)
+    _, ids = jax.lax.top_k(scaled, k)
+    return ids, token_logprobs(scaled, ids)
+
+
+def draw_alternatives(
+    logits: Float[Array, "B V"],
+    seed: UInt32[Array, " 2"],
+    position: Int[Array, " B"],
+    temperature: Float[Array, " B"],
+    k: int,
+) -> tuple[Int[Array, "B K"], Float[Array, "B K"]]:
+    """k independent draws per row and their logprobs at the temperature; k is static.
+
+    Draw d at a position depends on (seed, position, d, logits) alone, whatever k is.
+    """
+    scaled = at_temperature(logits, temperature)
+    index = jnp.arange(k, dtype=jnp.int32)
+    per_row = jax.vmap(_uniform, in_axes=(None, None, 0, None))
+    uniform = jax.vmap(per_row, in_axes=(None, None, None, 0), out_axes=1)(
+        seed, _ALTERNATIVES, position, index
+    )
+    drawn = jax.vmap(inverse_cdf, in_axes=(None, 1), out_axes=1)(jnp.exp(scaled), uniform)
+    ids = jnp.where(temperature[:, None] > 0, drawn, _argmax(logits)[:, None])
+    return ids, token_logprobs(scaled, ids)
+
+
+def _uniform(seed: Array, stream: int, outer: Array, inner: Array) -> Array:
+    """A uniform number in (0, 1) that is a function of its arguments.
+
+    An odd multiple of 2^-24: never 0, which would draw the first id however unlikely it is.
+    """
+    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    for number in (stream, outer, inner):
+        key = jax.random.fold_in(key, number)
+    bits = (jax.random.bits(key, dtype=jnp.uint32) >> 8) | 1
+    uniform: Array = bits.astype(jnp.float32) * jnp.float32(2.0**-24)
+    return uniform
+
+
+def _argmax(x: Array) -> Array:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _pick(x: Float[Array, "B S"], index: Int[Array, " B"]) -> Float[Array, " B"]:
+    return jnp.take_along_axis(x, index[:, None], axis=-1)[:, 0]
