@@ -1,0 +1,150 @@
+"""AdamW equals torch.optim.AdamW, whatever changes from step to step."""
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from tuneserve_engine.adapters import AdamParams
+from tuneserve_engine.backend.jax.adapters import LoraWeights
+from tuneserve_engine.backend.jax.optimizer import Stepped, adamw_step, global_norm, step_scalars
+from tuneserve_engine.errors import UserError
+
+SHAPES = {"a": {"q_proj": (2, 6, 3), "unembed": (6, 3)}, "b": {"q_proj": (2, 3, 5)}}
+
+
+def tree(make) -> LoraWeights:
+    """``make(shape)`` for every array of a small adapter."""
+    arrays = {
+        part: {name: jnp.array(make(shape), jnp.float32) for name, shape in shapes.items()}
+        for part, shapes in SHAPES.items()
+    }
+    return LoraWeights(**arrays)
+
+
+def zeros() -> LoraWeights:
+    return tree(np.zeros)
+
+
+def step(state: Stepped, gradient: LoraWeights, params: AdamParams, number: int) -> Stepped:
+    scalars = step_scalars(params, number)
+    return adamw_step(state.weights, state.first_moment, state.second_moment, gradient, scalars)
+
+
+def fresh(weights: LoraWeights) -> Stepped:
+    return Stepped(weights, zeros(), zeros(), zeros(), jnp.float32(0))
+
+
+def params_of_step(number: int) -> AdamParams:
+    """Other hyper-parameters at every step; clipping at some, above and below the norm."""
+    return AdamParams(
+        learning_rate=0.01 * (1 + number % 5),
+        beta1=(0.9, 0.0, 0.45, 0.95)[number % 4],
+        beta2=(0.95, 0.999, 0.5)[number % 3],
+        eps=(1e-12, 1e-8, 1e-3)[number % 3],
+        weight_decay=(0.0, 0.1, 1.0)[number % 3],
+        grad_clip_norm=(0.0, 0.5, 1e6, -1.0)[number % 4],
+    )
+
+
+def torch_step(optimizer: torch.optim.AdamW, params: AdamParams) -> float:
+    group = optimizer.param_groups[0]
+    group["lr"], group["betas"] = params.learning_rate, (params.beta1, params.beta2)
+    group["eps"], group["weight_decay"] = params.eps, params.weight_decay
+    limit = params.grad_clip_norm if params.grad_clip_norm > 0 else math.inf
+    norm = torch.nn.utils.clip_grad_norm_(group["params"], limit)
+    optimizer.step()
+    return float(norm)
+
+
+def test_twenty_steps_of_changing_hyperparameters_equal_torch():
+    random = np.random.default_rng(0)
+    weights = tree(random.standard_normal)
+    reference = [torch.tensor(np.array(x), requires_grad=True) for x in jax.tree.leaves(weights)]
+    optimizer = torch.optim.AdamW(reference)
+    state = fresh(weights)
+    for number in range(1, 21):
+        scale = 10.0 ** random.integers(-4, 3)
+        gradient = tree(lambda shape, scale=scale: random.standard_normal(shape) * scale)
+        for parameter, g in zip(reference, jax.tree.leaves(gradient), strict=True):
+            parameter.grad = torch.tensor(np.array(g))
+        norm = torch_step(optimizer, params_of_step(number))
+        state = step(state, gradient, params_of_step(number), number)
+        np.testing.assert_allclose(state.grad_norm, norm, rtol=1e-6)
+        for mine, theirs in zip(jax.tree.leaves(state.weights), reference, strict=True):
+            expected = theirs.detach().numpy()
+            np.testing.assert_allclose(mine, expected, rtol=1e-6, atol=1e-6 * abs(expected).max())
+    for moments, key in ((state.first_moment, "exp_avg"), (state.second_moment, "exp_avg_sq")):
+        for mine, parameter in zip(jax.tree.leaves(moments), reference, strict=True):
+            expected = optimizer.state[parameter][key].numpy()
+            np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6 * abs(expected).max())
+
+
+def test_a_step_without_a_gradient_decays_moments_and_weights_as_a_zero_gradient_does_in_torch():
+    weights = tree(np.ones)
+    reference = [torch.tensor(np.array(x), requires_grad=True) for x in jax.tree.leaves(weights)]
+    optimizer = torch.optim.AdamW(reference)
+    params = AdamParams(learning_rate=0.1, weight_decay=0.5)
+    state = fresh(weights)
+    for number, size in ((1, 2.0), (2, 0.0), (3, 0.0)):
+        for parameter in reference:
+            parameter.grad = torch.full_like(parameter, size)
+        torch_step(optimizer, params)
+        gradient = tree(lambda shape, size=size: np.full(shape, size))
+        state = step(state, gradient, params, number)
+    for mine, theirs in zip(jax.tree.leaves(state.weights), reference, strict=True):
+        np.testing.assert_allclose(mine, theirs.detach().numpy(), rtol=1e-6)
+
+
+def test_a_step_leaves_zeros_in_the_accumulator_even_after_infinities():
+    state = step(fresh(tree(np.ones)), tree(lambda s: np.full(s, np.inf)), AdamParams(), 1)
+    assert all((x == 0).all() for x in jax.tree.leaves(state.accumulator))
+
+
+def test_what_never_had_a_gradient_stays_zero_with_any_decay_and_eps():
+    state = fresh(zeros())
+    params = AdamParams(learning_rate=1.0, weight_decay=0.3, eps=0.0, grad_clip_norm=1.0)
+    for number in range(1, 4):
+        state = step(state, zeros(), params, number)
+    assert all((x == 0).all() for x in jax.tree.leaves(state.weights))
+
+
+def test_other_hyperparameters_compile_nothing():
+    step(fresh(tree(np.ones)), tree(np.ones), params_of_step(1), 1)
+    compiled = adamw_step._cache_size()
+    step(fresh(tree(np.ones)), tree(np.ones), params_of_step(2), 7)
+    assert adamw_step._cache_size() == compiled
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25])
+def test_the_norm_neither_overflows_nor_vanishes(size: float):
+    leaves = jax.tree.leaves(tree(np.ones))
+    entries = sum(x.size for x in leaves)
+    norm = jax.jit(global_norm)(tree(lambda shape: np.full(shape, size)))
+    np.testing.assert_allclose(norm, size * math.sqrt(entries), rtol=1e-6)
+
+
+def test_the_norm_of_the_largest_entries_is_still_finite():
+    assert np.isfinite(jax.jit(global_norm)(tree(lambda shape: np.full(shape, 3e38))))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", math.nan),
+        ("learning_rate", -1.0),
+        ("beta1", 1.0),
+        ("beta2", -0.1),
+        ("eps", math.inf),
+        ("weight_decay", -1e-3),
+        ("grad_clip_norm", math.nan),
+        ("learning_rate", 1e39),
+    ],
+)
+def test_a_hyperparameter_torch_would_refuse_is_refused_by_name_and_value(field, value):
+    with pytest.raises(UserError, match=f"adam_params.{field} is {value}".replace("+", r"\+")):
+        step_scalars(replace(AdamParams(), **{field: value}), 1)
