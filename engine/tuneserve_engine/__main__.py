@@ -28,15 +28,16 @@ def main() -> int:
     operations = Operations(backend, FileStore(settings.files_dir))
 
     async def connect() -> Queue:
-        return await RemoteQueue.connect(settings.store_socket)
+        queue = RemoteQueue(settings.store_socket)
+        await queue.connect()
+        return queue
 
-    status = 0
     try:
         asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
-    except* (Fenced, LeaseLost) as group:
-        logger.error("stopped: %s", group.exceptions[0])
-        status = 1
-    return status
+    except (Fenced, LeaseLost) as error:
+        logger.error("stopped: %s", error)
+        return 1
+    return 0
 
 
 async def _until_signalled(worker: Worker) -> None:

@@ -60,13 +60,13 @@ def read(directory: Path) -> AdapterState:
             for key in file.keys():
                 group, name = key.split("/", 1)
                 groups[group][name] = file.get_tensor(key)
-    except (SafetensorError, KeyError, ValueError) as error:
+            return AdapterState(
+                config=AdapterConfig(**json.loads(metadata["config"])),
+                step=int(metadata["step"]),
+                **groups,
+            )
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise ServerError(f"checkpoint file is damaged: {error}; load another") from error
-    return AdapterState(
-        config=AdapterConfig(**json.loads(metadata["config"])),
-        step=int(metadata["step"]),
-        **groups,
-    )
 
 
 def peft_members(state: AdapterState, base_model: str) -> dict[str, bytes]:

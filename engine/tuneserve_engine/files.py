@@ -42,13 +42,15 @@ class FileStore:
             partial.rename(final)
             _sync_directory(self._root)
         except OSError:
+            # Undo a rename whose fsync failed: whether it survives a power loss is not known.
+            shutil.rmtree(final, ignore_errors=True)
             shutil.rmtree(partial, ignore_errors=True)
             raise
         return size
 
     def path(self, file_id: str) -> Path:
         """Where the id's directory is. Raises ``ValueError`` for anything but an id we made."""
-        if len(file_id) != 32 or not set(file_id) <= set("0123456789abcdef"):
+        if not _is_file_id(file_id):
             raise ValueError(f"{file_id!r} is no file id; expected 32 hexadecimal digits")
         return self._root / file_id
 
@@ -59,11 +61,15 @@ class FileStore:
 
     def ids(self) -> set[str]:
         """Every complete file id in the store."""
-        return {p.name for p in self._root.iterdir() if not p.name.startswith(_PARTIAL)}
+        return {p.name for p in self._root.iterdir() if _is_file_id(p.name)}
 
     def delete(self, file_id: str) -> None:
         """Removes the id's files; a no-op if there are none."""
         shutil.rmtree(self.path(file_id), ignore_errors=True)
+
+
+def _is_file_id(name: str) -> bool:
+    return len(name) == 32 and set(name) <= set("0123456789abcdef")
 
 
 def _write_synced(path: Path, data: bytes) -> None:

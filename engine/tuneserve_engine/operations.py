@@ -5,18 +5,24 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tuneserve_engine import checkpoint, jobs, sampling_wire, training_wire
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, Backend
-from tuneserve_engine.batch import PackRequest, pack, unpack
+from tuneserve_engine.backend.base import AdapterState, Backend, TrainResult
+from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.records import CheckpointKind, ModelStatus, Update
+from tuneserve_engine.training_wire import TrainingData
 
 logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 80 * 2**20
+"""Largest result: it passes to the store in one message. More than any ``forward_backward`` that
+``training_wire`` accepts gives, so that none is refused after its gradient was added."""
 
 
 class Operations:
@@ -47,13 +53,12 @@ class Operations:
         self, unit: Sequence[Job], run: Callable[[Sequence[Job]], list[Outcome]]
     ) -> list[Outcome]:
         """Runs the unit in one pass; if the pass fails as a whole, each job alone."""
-        try:
-            return run(unit)
-        except Exception:
-            if len(unit) == 1:
-                return [_attempt(unit[0], lambda job: run([job])[0])]
-            logger.exception("a unit of %d jobs failed; running them one by one", len(unit))
-            return [_attempt(job, lambda job: run([job])[0]) for job in unit]
+        if len(unit) > 1:
+            try:
+                return run(unit)
+            except Exception:
+                logger.exception("a unit of %d jobs failed; running them one by one", len(unit))
+        return [_attempt(job, lambda job: run([job])[0]) for job in unit]
 
     def _config(self, job: Job) -> AdapterConfig:
         config = self._configs.get(job.model_id or "")
@@ -77,12 +82,9 @@ class Operations:
             packed = pack([request for _, request in requests], self._backend.lattice)
             result = self._backend.forward_backward(packed.unit)
             for index, (job, request) in enumerate(requests):
-                if not result.finite[index]:
-                    outcomes[job.request_id] = _rejected(job, _NOT_FINITE)
-                    continue
-                logprobs, loss = unpack(packed, result.outputs, index, request.data)
-                body = training_wire.encode_output(logprobs, loss)
-                outcomes[job.request_id] = Outcome(job.request_id, body, jobs.PROTOBUF)
+                # One by one: the gradients are in, and running the unit again would add them twice.
+                answer = partial(_trained, packed, result, index, request.data)
+                outcomes[job.request_id] = _attempt(job, answer)
         return [outcomes[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job]) -> list[Outcome]:
@@ -96,10 +98,11 @@ class Operations:
                 requests.append((job, command, request))
             except EngineError as error:
                 outcomes[job.request_id] = _rejected(job, error)
-        results = self._backend.sample([request for _, _, request in requests])
+        asked = [request for _, _, request in requests]
+        results = self._backend.sample(asked) if asked else []
         for (job, command, _), result in zip(requests, results, strict=True):
             body = sampling_wire.encode_response(command, result)
-            outcomes[job.request_id] = Outcome(job.request_id, body, jobs.PROTOBUF)
+            outcomes[job.request_id] = _protobuf(job, body)
         return [outcomes[job.request_id] for job in unit]
 
     def _ensure_snapshot(self, snapshot_id: str | None) -> None:
@@ -174,10 +177,17 @@ class Operations:
         return _json(job, {})
 
 
-_NOT_FINITE = UserError(
-    "the loss or its gradient is not finite; nothing was accumulated; check the learning "
-    "rate, advantages and logprobs, or load an earlier checkpoint"
-)
+def _trained(
+    packed: Packed, result: TrainResult, index: int, data: TrainingData, job: Job
+) -> Outcome:
+    """What request ``index`` of the unit gave."""
+    if not result.finite[index]:
+        raise UserError(
+            "the loss or its gradient is not finite; nothing was accumulated; check the learning "
+            "rate, advantages and logprobs, or load an earlier checkpoint"
+        )
+    logprobs, loss = unpack(packed, result.outputs, index, data)
+    return _protobuf(job, training_wire.encode_output(logprobs, loss))
 
 
 def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
@@ -188,6 +198,18 @@ def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
     except Exception:
         logger.exception("%s of %s failed", job.kind, job.model_id or job.scope)
         return _rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
+
+
+def _protobuf(job: Job, body: bytes) -> Outcome:
+    if len(body) > MAX_BODY_BYTES:
+        return _rejected(
+            job,
+            UserError(
+                f"the result has {len(body)} bytes; the limit is {MAX_BODY_BYTES}; ask for fewer "
+                "samples, tokens or top-k entries"
+            ),
+        )
+    return Outcome(job.request_id, body, jobs.PROTOBUF)
 
 
 def _json(job: Job, body: dict[str, Any]) -> Outcome:

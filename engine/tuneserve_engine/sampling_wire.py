@@ -47,7 +47,7 @@ def to_request(command: Sample, info: BaseModelInfo) -> SampleRequest:
         top_p=command.top_p,
         stop_tokens=_stop_tokens(command, info),
         stop_strings=tuple(command.stop_strings or ()),
-        prompt_logprobs=command.prompt_logprobs or command.prompt_logprobs_last_n is not None,
+        prompt_logprobs=command.prompt_logprobs,
         topk_prompt=command.topk_prompt_logprobs,
         topk_sample=command.topk_sample_logprobs,
         targets=_targets(command, len(prompt), info),
@@ -78,6 +78,11 @@ def _check_counts(command: Sample) -> None:
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
             raise UserError(f"{name} is {value}; it must be {low} to {high}")
+    last_n, n = command.prompt_logprobs_last_n, len(command.prompt)
+    if last_n is not None and not 1 <= last_n < n:
+        raise UserError(
+            f"prompt_logprobs_last_n is {last_n}; of {n} prompt tokens, it must be 1 to {n - 1}"
+        )
     if command.max_tokens is not None and command.max_tokens < 1:
         raise UserError(f"max_tokens is {command.max_tokens}; at least one token is sampled")
     if not (np.isfinite(command.temperature) and command.temperature >= 0):
@@ -125,18 +130,18 @@ def _csr_cells(
     sparse: SparseTargets, shape: Sequence[int], count: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Row and column of each stored value."""
-    rows_at, columns = np.asarray(sparse.crow_indices), np.asarray(sparse.col_indices, np.int64)
-    counts = np.diff(rows_at)
+    rows_at = np.asarray(sparse.crow_indices, np.int64)
+    columns = np.asarray(sparse.col_indices, np.int64)
     if (
         rows_at.size != shape[0] + 1
-        or (counts < 0).any()
+        or (rows_at[1:] < rows_at[:-1]).any()
         or rows_at[0] != 0
         or rows_at[-1] != count
         or columns.size != count
         or ((columns < 0) | (columns >= shape[1])).any()
     ):
         raise UserError(f"target_prompt_logprobs is no CSR matrix of shape {shape}: {count} ids")
-    return np.repeat(np.arange(shape[0]), counts), columns
+    return np.repeat(np.arange(shape[0]), np.diff(rows_at)), columns
 
 
 def encode_response(command: Sample, result: SampleResult) -> bytes:
@@ -144,14 +149,11 @@ def encode_response(command: Sample, result: SampleResult) -> bytes:
     response = wire.SampleResponse(sequences=[_sequence(s) for s in result.sequences])
     n = len(command.prompt)
     if result.prompt_logprobs is not None:
-        response.prompt_logprobs = _last_n(result.prompt_logprobs, command).tobytes()
+        logprobs = result.prompt_logprobs.astype("<f4")
+        logprobs[: _first_scored(command)] = np.nan
+        response.prompt_logprobs = logprobs.tobytes()
     if result.topk_prompt is not None:
-        first = np.full((1, result.topk_prompt.token_ids.shape[1]), _EMPTY[0], np.int32)
-        none = np.full(first.shape, _EMPTY[1], np.float32)
-        rows = TopK(
-            np.concatenate([first, result.topk_prompt.token_ids]),
-            np.concatenate([none, result.topk_prompt.logprobs]),
-        )
+        rows = _topk_rows(result.topk_prompt, command)
         response.topk_prompt_logprobs.CopyFrom(_topk(rows))
     if result.target_logprobs is not None:
         response.target_prompt_logprobs.CopyFrom(_target_tensor(command, result.target_logprobs))
@@ -166,14 +168,21 @@ def encode_response(command: Sample, result: SampleResult) -> bytes:
     return response.SerializeToString()
 
 
-def _last_n(logprobs: FloatArray, command: Sample) -> FloatArray:
-    """All but the last n positions undefined, if only the last n were asked."""
-    if command.prompt_logprobs_last_n is None:
-        return logprobs.astype("<f4")
-    kept = np.full(len(logprobs), np.nan, "<f4")
-    start = max(len(logprobs) - command.prompt_logprobs_last_n, 0)
-    kept[start:] = logprobs[start:]
-    return kept
+def _first_scored(command: Sample) -> int:
+    """The first prompt position with an answer: the first has none, nor has any before the last n
+    if those were asked."""
+    last_n = command.prompt_logprobs_last_n
+    return 1 if last_n is None else len(command.prompt) - last_n
+
+
+def _topk_rows(scored: TopK, command: Sample) -> TopK:
+    """A row for every prompt position, empty where there is no answer."""
+    shape = len(command.prompt), scored.token_ids.shape[1]
+    rows = TopK(np.full(shape, _EMPTY[0], np.int32), np.full(shape, _EMPTY[1], np.float32))
+    first = _first_scored(command)
+    rows.token_ids[first:] = scored.token_ids[first - 1 :]
+    rows.logprobs[first:] = scored.logprobs[first - 1 :]
+    return rows
 
 
 def _sequence(sequence: SampledSequence) -> wire.SampledSequence:

@@ -18,19 +18,20 @@ def next_unit(pending: Sequence[Job], last_served: Mapping[str, int]) -> list[Jo
     """The jobs of the next pass, in ``release`` order; empty only if nothing is pending.
 
     ``pending`` is in release order; ``last_served`` counts up with every unit. The tenant that was
-    served longest ago goes first, with its oldest runnable job; all runnable jobs of that kind join
-    as room allows. A model's jobs run in order: behind its first pending job only more of the same
+    served longest ago goes first, with its oldest runnable job; runnable jobs of that kind join, in
+    the same order of tenants, as room allows. A model's jobs run in order: behind its first pending job only more of the same
     ``forward_backward`` run can share the unit.
     """
     runnable = _runnable(pending)
     if not runnable:
         return []
-    first = min(runnable, key=lambda job: (last_served.get(job.tenant, -1), job.release))
+    in_turn = sorted(runnable, key=lambda job: (last_served.get(job.tenant, -1), job.release))
+    first = in_turn[0]
     if first.kind not in _SHARED:
         return [first]
     chosen = {first.request_id}
     size = len(first.payload)
-    for job in runnable:
+    for job in in_turn:
         if job.kind != first.kind or job.request_id in chosen or len(chosen) == MAX_JOBS:
             continue
         if size + len(job.payload) > MAX_BYTES or _overtakes(job, runnable, chosen):

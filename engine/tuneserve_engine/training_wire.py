@@ -5,6 +5,7 @@ value and the limit. N is the number of input tokens of a datum, K the targets p
 """
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,6 +27,10 @@ MAX_TARGETS = 64
 MAX_DATUMS = 1024
 """Most datums in one request; the SDK splits at the same number."""
 
+MAX_TARGET_CELLS = 1 << 24
+"""Most targets of one request: a sparse tensor of few bytes can name many, and each is answered
+with four bytes."""
+
 _DTYPES: dict[int, np.dtype[Any]] = {
     wire.DTYPE_FLOAT32: np.dtype("<f4"),
     wire.DTYPE_INT64: np.dtype("<i8"),
@@ -36,29 +41,31 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class LossSpec:
-    """What a loss reads: required inputs, and its config keys with their defaults."""
+    """What a loss reads: required and optional inputs, and its config keys with their defaults."""
 
     inputs: tuple[str, ...]
+    optional: tuple[str, ...]
     config: Mapping[str, float]
 
 
-_POLICY_INPUTS = ("logprobs", "advantages")
-_RATIO_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_POLICY = ("logprobs", "advantages")
+_CLIPS = ("clip_low_threshold", "clip_high_threshold")
+_RATIO_BOUNDS = dict(zip(_CLIPS, (0.8, 1.2), strict=True))
 LOSS_SPECS: dict[str, LossSpec] = dict(
     zip(
         LOSS_NAMES,
         (
-            LossSpec((), {}),
-            LossSpec(_POLICY_INPUTS, {}),
-            LossSpec(_POLICY_INPUTS, _RATIO_BOUNDS),
-            LossSpec(_POLICY_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-            LossSpec(_POLICY_INPUTS, {"beta": 0.01}),
-            LossSpec((*_POLICY_INPUTS, "sequence_ratio_mask"), _RATIO_BOUNDS),
+            LossSpec((), ("weights",), {}),
+            LossSpec(_POLICY, (), {}),
+            LossSpec(_POLICY, _CLIPS, _RATIO_BOUNDS),
+            LossSpec(_POLICY, _CLIPS, dict(zip(_CLIPS, (0.0, 4.0), strict=True))),
+            LossSpec(_POLICY, (), {"beta": 0.01}),
+            LossSpec((*_POLICY, "sequence_ratio_mask"), _CLIPS, _RATIO_BOUNDS),
         ),
         strict=True,
     )
 )
-_OPTIONAL_INPUTS = ("clip_low_threshold", "clip_high_threshold")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -93,30 +100,56 @@ def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
         raise UserError(
             f"data has {len(request.data)} datums; a request takes 1 to {MAX_DATUMS}; split it"
         )
-    data = [_datum(f"data[{i}]", datum, loss, info) for i, datum in enumerate(request.data)]
+    data = _data(request.data, loss, info)
+    _warn_of_unread(request, loss)
     return TrainingData(loss, config, request.forward_only, data)
+
+
+def _data(datums: Iterable[wire.Datum], loss: str, info: BaseModelInfo) -> list[Datum]:
+    data: list[Datum] = []
+    cells = 0
+    for i, datum in enumerate(datums):
+        data.append(_datum(f"data[{i}]", datum, loss, info))
+        cells += data[i].targets.size
+        if cells > MAX_TARGET_CELLS:
+            raise UserError(
+                f"data[:{i + 1}] has {cells} targets; a request takes up to {MAX_TARGET_CELLS}; "
+                "split it"
+            )
+    return data
+
+
+def _warn_of_unread(request: wire.ForwardBackwardRequest, loss: str) -> None:
+    read = {"target_tokens", *LOSS_SPECS[loss].inputs, *LOSS_SPECS[loss].optional}
+    unread = {key for datum in request.data for key in datum.loss_fn_inputs} - read
+    if unread:
+        names = ", ".join(_shown(key) for key in sorted(unread)[:8])
+        logger.warning("%s does not read %s in loss_fn_inputs; ignored", loss, names)
 
 
 def _loss_and_config(request: wire.ForwardBackwardRequest) -> tuple[str, dict[str, float]]:
     spec = LOSS_SPECS.get(request.loss_fn)
     if spec is None:
         raise UserError(
-            f"loss_fn {request.loss_fn!r} is not offered here; use one of {', '.join(LOSS_SPECS)}"
+            f"loss_fn {_shown(request.loss_fn)} is not offered here; use one of "
+            + ", ".join(LOSS_SPECS)
             + _UNOFFERED.get(request.loss_fn, "")
         )
     given: dict[str, float] = dict(request.loss_fn_config)
     for key, value in request.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
-            raise UserError(f"loss_fn_config[{key!r}] is {value.text!r}; {key} takes a number")
+            raise UserError(
+                f"loss_fn_config[{_shown(key)}] is {_shown(value.text)}; it takes a number"
+            )
         given[key] = value.number
     for key, number in given.items():
         if key not in spec.config:
             raise UserError(
-                f"loss_fn_config key {key!r} is unknown to {request.loss_fn}; it takes "
+                f"loss_fn_config key {_shown(key)} is unknown to {request.loss_fn}; it takes "
                 f"{', '.join(spec.config) or 'no config'}"
             )
-        if not np.isfinite(number):
-            raise UserError(f"loss_fn_config[{key!r}] is {number}; it must be finite")
+        if not abs(number) <= _LARGEST:
+            raise UserError(f"loss_fn_config[{key!r}] is {number}; it must be a finite float32")
     return request.loss_fn, {**spec.config, **given}
 
 
@@ -142,12 +175,9 @@ def _datum(name: str, datum: wire.Datum, loss: str, info: BaseModelInfo) -> Datu
         return Datum(tokens, targets, _weights(name, inputs, targets, flat), flat)
     per_token = {
         key: _per_token(f"{name}.{key}", inputs[key], len(tokens))
-        for key in (*spec.inputs, *_OPTIONAL_INPUTS)
+        for key in (*spec.inputs, *spec.optional)
         if key in inputs
     }
-    unread = set(inputs) - set(per_token) - {"target_tokens"}
-    if unread:
-        logger.warning("%s: %s reads no %s; ignored", name, loss, ", ".join(sorted(unread)))
     return Datum(tokens, targets, np.zeros_like(targets, np.float32), flat, per_token)
 
 
@@ -189,7 +219,7 @@ def _check_targets(
 ) -> IntArray:
     if not np.issubdtype(targets.dtype, np.integer):
         raise UserError(f"{name} has dtype {targets.dtype}; token ids are int64")
-    if targets.shape[0] != n or targets.ndim > 2:
+    if targets.shape[0] != n:
         raise UserError(
             f"{name} has shape {list(targets.shape)} for {n} input tokens; "
             f"expected [{n}] or [{n}, K]"
@@ -242,10 +272,15 @@ def _tensor(name: str, tensor: wire.Tensor) -> np.ndarray[Any, Any]:
     if dtype is None:
         raise UserError(f"{name} has dtype number {tensor.dtype}; use float32 or int64")
     shape = tuple(tensor.shape)
+    if len(shape) > 2 or min(shape, default=1) < 1:
+        raise UserError(
+            f"{name} has shape {list(shape[:4])} in {len(shape)} dimensions; tensors here have one "
+            "or two, each at least 1"
+        )
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _dense_from_csr(name, tensor.sparse_csr, dtype, shape)
     values = _array(name, tensor.dense, dtype)
-    if shape and (min(shape) < 0 or np.prod(shape, dtype=object) != values.size):
+    if shape and math.prod(shape) != values.size:
         raise UserError(f"{name} has shape {list(shape)} but {values.size} values")
     return values.reshape(shape) if shape else values
 
@@ -268,21 +303,27 @@ def _dense_from_csr(
     columns = _array(f"{name}.col_indices", csr.col_indices, np.dtype("<i8"))
     values = _array(f"{name}.values", csr.values, dtype)
     # The row count is bounded by bytes that were sent; the column count needs a bound of its own.
-    if len(shape) != 2 or shape[0] + 1 != rows_at.size or not 0 <= shape[1] <= MAX_TARGETS:
+    if len(shape) != 2 or shape[0] + 1 != rows_at.size or shape[1] > MAX_TARGETS:
         raise UserError(
             f"{name} is sparse with shape {list(shape)} and {rows_at.size} row offsets; expected "
             f"[N, K], N + 1 offsets and K up to {MAX_TARGETS}"
         )
-    counts = np.diff(rows_at)
-    if rows_at[0] != 0 or rows_at[-1] != values.size or (counts < 0).any():
+    # Compared, not subtracted: differences of hostile offsets wrap around.
+    falls = (rows_at[1:] < rows_at[:-1]).any()
+    if rows_at[0] != 0 or rows_at[-1] != values.size or falls:
         raise UserError(f"{name} has row offsets that do not rise from 0 to {values.size} values")
     if columns.size != values.size or ((columns < 0) | (columns >= shape[1])).any():
         raise UserError(
             f"{name} has column indices that are not {values.size} numbers of 0 to {shape[1] - 1}"
         )
     dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows_at)), columns] = values
     return dense
+
+
+def _shown(text: str) -> str:
+    """Text of the client's as it may stand in a message: quoted, escaped and short."""
+    return repr(text if len(text) <= 64 else f"{text[:64]}…")
 
 
 def encode_output(logprobs: Sequence[FloatArray], loss_sum: float) -> bytes:

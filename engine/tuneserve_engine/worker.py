@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tuneserve_engine.adapters import BaseModelInfo
@@ -21,6 +21,8 @@ from tuneserve_engine.scheduler import next_unit
 logger = logging.getLogger(__name__)
 
 _TAKE_JOBS = 256
+_FINISH_BYTES = 64 * 2**20
+"""Body bytes that one ``finish`` carries, unless one outcome is larger."""
 
 
 class LeaseLost(Exception):
@@ -55,15 +57,17 @@ class Worker:
     async def run(self) -> None:
         """Never returns. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as device:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._run_units(device))
-                tasks.create_task(self._stay_connected())
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._run_units(device))
+                    tasks.create_task(self._stay_connected())
+            except BaseExceptionGroup as group:
+                raise _cause(group) from None
 
     async def _stay_connected(self) -> None:
         while True:
-            queue = await self._connect()
             try:
-                await self._exchange(queue)
+                await self._exchange(await self._connect())
             except* ConnectionError:
                 logger.warning("lost the store; reconnecting")
 
@@ -89,11 +93,11 @@ class Worker:
     async def _finish(self, queue: Queue, epoch: int) -> None:
         while True:
             await self._outcomes_ready.wait()
-            self._outcomes_ready.clear()
-            batch = list(self._outcomes)
-            if batch:
-                await queue.finish(epoch, batch)
-                del self._outcomes[: len(batch)]
+            batch = _first_of(self._outcomes)
+            await queue.finish(epoch, batch)
+            del self._outcomes[: len(batch)]
+            if not self._outcomes:  # not before: after a lost connection they are offered again
+                self._outcomes_ready.clear()
 
     async def _run_units(self, device: ThreadPoolExecutor) -> None:
         loop = asyncio.get_running_loop()
@@ -123,3 +127,19 @@ class Worker:
             sum(outcome.rejection is not None for outcome in outcomes),
             seconds,
         )
+
+
+def _first_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The oldest outcomes, as many as one ``finish`` carries; at least one."""
+    size = 0
+    for count, outcome in enumerate(outcomes):
+        size += len(outcome.body)
+        if count and size > _FINISH_BYTES:
+            return list(outcomes[:count])
+    return list(outcomes)
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of a group of groups that is one itself."""
+    first = group.exceptions[0]
+    return _cause(first) if isinstance(first, BaseExceptionGroup) else first
