@@ -1,0 +1,60 @@
+"""The key of a ``ForwardBackwardRequest``, read without decoding its data."""
+
+from dataclasses import dataclass
+
+_MODEL_ID, _SEQ_ID = 1, 2
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
+
+
+@dataclass(frozen=True)
+class Head:
+    """``whole`` tells whether the message is well-formed at its top level, up to its end."""
+
+    model_id: str | None
+    seq_id: int | None
+    whole: bool
+
+
+def read_head(body: bytes) -> Head:
+    """The key fields of the message, as far as they can be read. Never raises.
+
+    Later occurrences of a field win, as everywhere in protobuf.
+    """
+    model_id: str | None = None
+    seq_id: int | None = None
+    at = 0
+    try:
+        while at < len(body):
+            tag, at = _varint(body, at)
+            field, wire_type = tag >> 3, tag & 7
+            if wire_type == _VARINT:
+                value, at = _varint(body, at)
+                if field == _SEQ_ID:
+                    seq_id = value
+                continue
+            size = _FIXED_SIZES.get(wire_type)
+            if wire_type == _BYTES:
+                size, at = _varint(body, at)
+            if size is None or field == 0 or at + size > len(body):
+                return Head(model_id, seq_id, whole=False)
+            if field == _MODEL_ID and wire_type == _BYTES:
+                model_id = body[at : at + size].decode()
+            at += size
+    except (IndexError, UnicodeDecodeError):
+        return Head(model_id, seq_id, whole=False)
+    return Head(model_id, seq_id, whole=True)
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """The number at ``at`` and where the next field starts. Raises ``IndexError``."""
+    value = shift = 0
+    while True:
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise IndexError("a varint of more than ten bytes")

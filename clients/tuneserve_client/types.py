@@ -1,0 +1,416 @@
+"""Wire types: the one definition of every JSON body.
+
+Requests ignore fields they do not know, because newer SDKs send the defaults of theirs. Types are
+strict (no ``"1"`` for 1), numbers are finite. What the SDK leaves out when it is None is optional
+here. Protobuf bodies are defined in ``proto/wire.proto``.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Seq = Annotated[int, Field(ge=0, le=MAX_INT64)]
+ModelSeq = Annotated[int, Field(ge=1, le=MAX_INT32)]  # 0 is the model's creation
+
+
+def _texts(value: object) -> object:
+    """Numbers and booleans as text: old SDKs let users put them into metadata."""
+    if not isinstance(value, dict):
+        return value
+    return {k: str(v) if isinstance(v, int | float) else v for k, v in value.items()}
+
+
+Metadata = Annotated[dict[str, str], BeforeValidator(_texts), Field(max_length=256)]
+
+
+class Request(BaseModel):
+    """Base of all request bodies."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
+    )
+
+    def unknown_fields(self) -> list[str]:
+        """Names of the fields that were sent and are ignored, nested ones included."""
+        names = list(self.model_extra or ())
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Request):
+                names += [f"{name}.{inner}" for inner in value.unknown_fields()]
+        return names
+
+
+class Response(BaseModel):
+    """Base of all response bodies. None is left out; no body has a top-level ``error`` key."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+
+# --- service -------------------------------------------------------------------------------------
+
+
+class CreateSessionRequest(Request):
+    tags: list[Annotated[str, Field(max_length=256)]] = Field(default=[], max_length=256)
+    user_metadata: Metadata | None = None
+    sdk_version: str = Field(default="", max_length=64)
+    project_id: str | None = Field(default=None, max_length=256)
+    display_name: str | None = Field(default=None, max_length=1024)
+
+
+class CreateSessionResponse(Response):
+    session_id: str
+
+
+class SessionHeartbeatRequest(Request):
+    session_id: Id
+
+
+class SessionHeartbeatResponse(Response):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(Request):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(Request):
+    reason: FinishReason
+    detail: str | None = None
+
+
+class TelemetryResponse(Response):
+    status: Literal["accepted"] = "accepted"
+
+
+class SupportedModel(Response):
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class ServerCapabilitiesResponse(Response):
+    supported_models: list[SupportedModel]
+
+
+class HealthResponse(Response):
+    status: Literal["ok"] = "ok"
+    worker: Literal["ready", "absent"] = Field(
+        description="Whether a worker has the base model loaded and takes jobs."
+    )
+    base_model: str
+    architecture: str | None = None
+    context_length: int | None = None
+    max_rank: int | None = None
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+class LoraConfig(Request):
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OptimizerConfig(Request):
+    type: str = "adamw"
+
+
+class SessionKey(Request):
+    """What identifies a request that creates a model."""
+
+    session_id: Id
+    model_seq_id: Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+
+class CreateModelRequest(SessionKey):
+    base_model: str
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class GetInfoRequest(Request):
+    model_id: Id
+
+
+class ModelData(Response):
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str | None = None
+
+
+class AdamwConfig(Response):
+    type: Literal["adamw"] = "adamw"
+
+
+class GetInfoResponse(Response):
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_data: ModelData
+    model_name: str
+    is_lora: bool = True
+    lora_rank: int
+    optimizer_config: AdamwConfig = AdamwConfig()
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class ModelKey(Request):
+    """What identifies a request to a model: its place in the model's order."""
+
+    model_id: Id
+    seq_id: ModelSeq
+
+
+class AdamParams(Request):
+    """Hyper-parameters of one step, as in ``torch.optim.AdamW``."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(ModelKey):
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = Field(
+        default=None, description="Sent instead of adam_params by other optimizer families."
+    )
+
+
+class FutureResponse(Response):
+    """A request was accepted; ``retrieve_future`` has its result."""
+
+    request_id: str
+    model_id: str | None = None
+
+
+class FutureRetrieveRequest(Request):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class NotReadyResponse(Response):
+    """Body of the 408 that ends a poll: ask again."""
+
+    queue_state: Literal["active", "paused_capacity"]
+    queue_state_reason: str | None = None
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+class SaveWeightsRequest(ModelKey):
+    path: str | None = Field(default=None, description="Name of the checkpoint.")
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveWeightsForSamplerRequest(ModelKey):
+    path: str | None = None
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: Metadata | None = None
+
+
+class SaveWeightsExternalRequest(ModelKey):
+    path: str | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeightsForm(Request):
+    """Tells the two forms of ``load_weights`` apart: one names a session, the other a model."""
+
+    model_config = ConfigDict(extra="ignore")
+    session_id: Any = None
+
+
+class LoadIntoRequest(ModelKey):
+    """``load_weights`` into a model that exists."""
+
+    path: str
+    optimizer: bool
+
+
+class LoadNewRequest(SessionKey):
+    """``load_weights`` that creates the model, shaped like the checkpoint."""
+
+    path: str
+    optimizer: bool
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class WeightsInfoRequest(Request):
+    tinker_path: str
+
+
+class WeightsInfoResponse(Response):
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+    optimizer_config: AdamwConfig = AdamwConfig()
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+class CreateSamplingSessionRequest(Request):
+    session_id: Id
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingSessionResponse(Response):
+    sampling_session_id: str
+
+
+class SamplerResponse(Response):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class Chunk(Request):
+    """A piece of a prompt. Only text is understood; other kinds keep their ``type``."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class Prompt(Request):
+    chunks: list[Chunk]
+
+
+class SamplingParams(Request):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class IntTensor(Request):
+    """Integers in row order, or in CSR layout when both index lists are there."""
+
+    data: list[int]
+    dtype: Literal["int64"] = "int64"
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SamplingKey(Request):
+    """What identifies a sampling request, and how many names its answer needs."""
+
+    sampling_session_id: Id
+    seq_id: Seq
+    num_samples: Any = 1
+
+
+class SampleRequest(SamplingKey):
+    num_samples: int = 1
+    prompt: Prompt
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: IntTensor | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+
+class SampleFutureResponse(FutureResponse):
+    sample_sequence_ids: list[str]
+
+
+# --- listings ------------------------------------------------------------------------------------
+
+
+class Cursor(Response):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointResponse(Response):
+    checkpoint_id: str = Field(description="<kind>/<name>")
+    checkpoint_type: Literal["training", "sampler", "external"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class CheckpointsResponse(Response):
+    checkpoints: list[CheckpointResponse]
+    cursor: Cursor | None = None
+
+
+class TrainingRunResponse(Response):
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_request_time: datetime
+    last_checkpoint: CheckpointResponse | None = None
+    last_sampler_checkpoint: CheckpointResponse | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunsResponse(Response):
+    training_runs: list[TrainingRunResponse]
+    cursor: Cursor
+
+
+class SessionsResponse(Response):
+    sessions: list[str]
+
+
+class SessionResponse(Response):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class TtlRequest(Request):
+    ttl_seconds: int | None = Field(description="Seconds from now; null removes the expiry.")
+
+
+class ExternalWeightsUrlsResponse(Response):
+    urls: dict[str, str] = Field(description="Signed download address of each file.")
+    expires: datetime
+
+
+class Failure(Response):
+    """Body of every answer that is not 2xx, except the 408 of a poll."""
+
+    detail: str
+    code: str

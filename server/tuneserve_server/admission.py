@@ -1,0 +1,79 @@
+"""Turns a readable request into a job: once its key is known, its place in the order is spent.
+
+A request that cannot be carried out becomes a job with a rejection, so that later requests of the
+model do not wait for it and the client reads the reason through its future.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import (
+    CreateModel,
+    Job,
+    JobKind,
+    LoadWeights,
+    OptimStep,
+    Rejection,
+    Sample,
+    SaveWeights,
+    encode,
+)
+from tuneserve_engine.records import Model, Record
+from tuneserve_server.deps import Caller
+
+Command = CreateModel | OptimStep | SaveWeights | LoadWeights | Sample
+
+
+@dataclass(frozen=True)
+class Place:
+    """The key of a request and, in a model's log, its position."""
+
+    kind: JobKind
+    scope: str
+    seq: int
+    model_id: str | None = None
+    position: int | None = None
+
+    @classmethod
+    def after(cls, kind: JobKind, model: Model, seq: int) -> "Place":
+        """The place of request ``seq`` to a model that exists."""
+        return cls(kind, model.key, seq, model.key, seq)
+
+
+async def admit(caller: Caller, place: Place, payload: bytes, *records: Record) -> str:
+    """The request id, once the job is durable."""
+    return await _submit(caller, place, payload, None, *records)
+
+
+async def reject(caller: Caller, place: Place, error: UserError) -> str:
+    """The request id under which the client will read why."""
+    return await _submit(caller, place, b"", Rejection.of(error))
+
+
+async def admit_command(
+    caller: Caller, place: Place, build: Callable[[], Awaitable[Command]]
+) -> str:
+    """The request id of what ``build`` gives, or of its ``UserError``."""
+    try:
+        payload = encode(await build())
+    except UserError as error:
+        return await reject(caller, place, error)
+    return await admit(caller, place, payload)
+
+
+async def _submit(
+    caller: Caller, place: Place, payload: bytes, rejection: Rejection | None, *records: Record
+) -> str:
+    job = Job(
+        tenant=caller.tenant,
+        kind=place.kind,
+        scope=place.scope,
+        seq=place.seq,
+        payload=payload,
+        model_id=place.model_id,
+        position=place.position,
+        rejection=rejection,
+    )
+    submitted = await caller.store.submit(job, *records)
+    return submitted.request_id

@@ -1,0 +1,223 @@
+"""From wire types to the commands of a job: everything resolved, every number checked.
+
+Raises ``UserError`` with the field, its value, the limit and the way out.
+"""
+
+import re
+import secrets
+import time
+
+from tuneserve_client import types
+from tuneserve_client.types import MAX_INT64
+from tuneserve_engine.adapters import AdamParams, AdapterConfig
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.files import new_file_id
+from tuneserve_engine.jobs import LoadWeights, SaveWeights
+from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, Sampler
+from tuneserve_server.deps import Caller
+from tuneserve_server.errors import NotFound
+
+TTL_S = (3600, 315_360_000)  # one hour, ten years: what the SDK promises
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_METADATA = 64 * 1024
+_MAX_RECIPIENTS = 32
+
+
+def new_seed() -> int:
+    """A seed for a request that names none; stored with the job, so that it stays the same."""
+    return secrets.randbits(63)
+
+
+def checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return new_seed()
+    if not 0 <= seed <= MAX_INT64:
+        raise UserError(f"seed is {shown(seed)}; it must be 0 to 2^63 - 1")
+    return seed
+
+
+def shown(number: int) -> str:
+    """The number for a message, or its size if it is too long to read."""
+    return str(number) if abs(number) < 10**24 else f"a number of {number.bit_length()} bits"
+
+
+def metadata(given: dict[str, str] | None) -> dict[str, str]:
+    size = sum(len(k) + len(v) for k, v in (given or {}).items())
+    if size > _MAX_METADATA:
+        raise UserError(
+            f"user_metadata has {size} characters; at most {_MAX_METADATA} are kept; shorten it"
+        )
+    return given or {}
+
+
+def checked_optimizer(config: types.OptimizerConfig | None) -> str:
+    name = config.type if config else "adamw"
+    if name != "adamw":
+        raise UserError(
+            "optimizer_config.type is not an optimizer of this server; it has 'adamw' only: leave "
+            "optimizer_config out"
+        )
+    return name
+
+
+async def adapter_config(caller: Caller, lora: types.LoraConfig | None) -> AdapterConfig:
+    """The adapter that a client asked for, its seed chosen if it named none."""
+    lora = lora or types.LoraConfig()
+    info = await caller.base_model()
+    max_rank = info.max_rank if info else caller.settings.max_rank
+    if not 1 <= lora.rank <= max_rank:
+        raise UserError(
+            f"lora_config.rank is {shown(lora.rank)}; this server takes 1 to {max_rank}"
+        )
+    config = AdapterConfig(
+        rank=lora.rank,
+        alpha=caller.settings.lora_alpha,
+        seed=checked_seed(lora.seed),
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+    )
+    if not config.targets:
+        raise UserError(
+            "lora_config trains nothing: train_attn, train_mlp and train_unembed are all false; "
+            "set at least one of them"
+        )
+    return config
+
+
+def adam_params(request: types.OptimStepRequest) -> AdamParams:
+    """The hyper-parameters of one step."""
+    if request.adam_params is None:
+        raise UserError(
+            "adam_params is missing; the optimizer of this model is adamw and steps of other "
+            "optimizers cannot be applied to it"
+        )
+    params = request.adam_params
+    for name in ("learning_rate", "eps", "weight_decay"):
+        value = getattr(params, name)
+        if value < 0:
+            raise UserError(f"adam_params.{name} is {value}; it must be at least 0")
+    for name in ("beta1", "beta2"):
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise UserError(f"adam_params.{name} is {value}; it must be at least 0 and below 1")
+    return AdamParams(
+        learning_rate=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        grad_clip_norm=max(params.grad_clip_norm, 0.0),  # the wire says: not positive, no clipping
+    )
+
+
+def checked_ttl(ttl_s: int | None, now_s: float) -> float | None:
+    """When something expires, in unix seconds; None for never."""
+    if ttl_s is None:
+        return None
+    if not TTL_S[0] <= ttl_s <= TTL_S[1]:
+        raise UserError(
+            f"ttl_seconds is {shown(ttl_s)}; it must be {TTL_S[0]} (an hour) to {TTL_S[1]} (ten "
+            "years), or absent for no expiry"
+        )
+    return now_s + ttl_s
+
+
+def new_checkpoint(
+    model: Model,
+    kind: CheckpointKind,
+    request: types.SaveWeightsRequest
+    | types.SaveWeightsForSamplerRequest
+    | types.SaveWeightsExternalRequest,
+) -> Checkpoint:
+    """The record that a save will make visible."""
+    name = request.path
+    if name is None:
+        raise UserError("path is missing; send the checkpoint's name in it")
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise UserError(
+            "path is not a checkpoint name: 1 to 128 letters, digits, '.', '_' and '-', starting "
+            "with a letter or digit, without '..'"
+        )
+    now_s = time.time()
+    return Checkpoint(
+        key=f"tinker://{model.key}/{kind.value}/{name}",
+        tenant=model.tenant,
+        parent=model.key,
+        kind=kind,
+        name=name,
+        file_id=new_file_id(),
+        base_model=model.base_model,
+        config=model.config,
+        created_s=now_s,
+        has_optimizer=kind == CheckpointKind.TRAINING,
+        expires_s=checked_ttl(request.ttl_seconds, now_s),
+        user_metadata=metadata(getattr(request, "user_metadata", None)),
+    )
+
+
+def save_training(model: Model, request: types.SaveWeightsRequest) -> SaveWeights:
+    checkpoint = new_checkpoint(model, CheckpointKind.TRAINING, request)
+    return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint, overwrite=request.overwrite)
+
+
+def save_for_sampler(model: Model, request: types.SaveWeightsForSamplerRequest) -> SaveWeights:
+    """A named checkpoint, or a sampling session on the weights as they are now."""
+    if request.path is not None:
+        checkpoint = new_checkpoint(model, CheckpointKind.SAMPLER, request)
+        return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint)
+    if request.sampling_session_seq_id is None:
+        raise UserError(
+            "path and sampling_session_seq_id are both missing; send a name to keep the weights, "
+            "or a sampling session number to sample from them"
+        )
+    sampler = Sampler(
+        key=sampler_key(model.parent, request.sampling_session_seq_id),
+        tenant=model.tenant,
+        parent=model.parent,
+        base_model=model.base_model,
+        created_s=time.time(),
+        file_id=new_file_id(),
+    )
+    assert sampler.file_id is not None
+    return SaveWeights(CheckpointKind.SAMPLER, sampler.file_id, sampler=sampler)
+
+
+def save_external(model: Model, request: types.SaveWeightsExternalRequest) -> SaveWeights:
+    recipients = tuple(request.age_encryption_recipients or ())
+    if len(recipients) > _MAX_RECIPIENTS:
+        raise UserError(
+            f"age_encryption_recipients has {len(recipients)} keys; at most {_MAX_RECIPIENTS}"
+        )
+    for index, recipient in enumerate(recipients):
+        if not recipient.startswith("age1") or len(recipient) > 128:
+            raise UserError(
+                f"age_encryption_recipients[{index}] is not an age public key (age1...)"
+            )
+    checkpoint = new_checkpoint(model, CheckpointKind.EXTERNAL, request)
+    return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint, age_recipients=recipients)
+
+
+def sampler_key(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+async def training_checkpoint(caller: Caller, path: str) -> Checkpoint:
+    """The caller's checkpoint at ``path``, which must be one to train from."""
+    try:
+        checkpoint = await caller.owned(Checkpoint, path)
+    except NotFound as error:
+        raise UserError(str(error)) from None
+    if checkpoint.kind is not CheckpointKind.TRAINING:
+        raise UserError(
+            f"{path} holds {checkpoint.kind.value}; training goes on from tinker://.../weights/... "
+            "paths, which save_state gives"
+        )
+    await caller.served_name(checkpoint.base_model)
+    return checkpoint
+
+
+def load(checkpoint: Checkpoint, *, optimizer: bool, creates: bool = False) -> LoadWeights:
+    """Into a model that exists, or one that is created in the checkpoint's shape."""
+    config = checkpoint.config if creates else None
+    return LoadWeights(checkpoint.file_id, checkpoint.key, optimizer, config)

@@ -1,0 +1,136 @@
+"""What every route is given: the caller, and the services behind the process."""
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.responses import JSONResponse
+
+from tuneserve_client.types import Response
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.files import FileStore
+from tuneserve_engine.queue.base import Store
+from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Session
+from tuneserve_server import body
+from tuneserve_server.errors import NotFound, SessionEnded, Unauthorized
+from tuneserve_server.polls import Polls
+from tuneserve_server.settings import ApiSettings
+from tuneserve_server.worker_watch import WorkerWatch
+
+R = TypeVar("R", bound=Record)
+
+KEY_PREFIXES = ("tml-", "eyJ")
+
+
+@dataclass(frozen=True)
+class Services:
+    """What lives as long as the process."""
+
+    settings: ApiSettings
+    store: Store
+    files: FileStore
+    watch: WorkerWatch
+    polls: Polls
+    secret: bytes
+
+    async def base_model(self) -> BaseModelInfo | None:
+        """What the worker serves; None until one has been here."""
+        return self.watch.info or await self.store.base_model()
+
+
+@dataclass(frozen=True)
+class Caller(Services):
+    """The services, in the name of one tenant."""
+
+    tenant: str
+
+    async def owned(self, record_type: type[R], key: str) -> R:
+        return await owned(self.store, record_type, key, self.tenant)
+
+    async def open_session(self, key: str) -> Session:
+        """The caller's session. Raises ``SessionEnded`` if it takes no more requests."""
+        session = await self.owned(Session, key)
+        if session.ended:
+            raise SessionEnded(
+                f"session {key} has ended ({session.ended}); create a new session, and go on from "
+                "your last checkpoint"
+            )
+        return session
+
+    async def sampler(self, key: str) -> Sampler:
+        """The caller's sampling session. Samplers go with their session: says so if it ended."""
+        try:
+            return await self.owned(Sampler, key)
+        except NotFound:
+            session = await self.store.get(Session, key.rpartition(":sample:")[0])
+            if session is not None and session.tenant == self.tenant:
+                await self.open_session(session.key)
+            raise
+
+    async def served_name(self, asked: str) -> str:
+        """The name of the base model, which ``asked`` must mean; a ``:suffix`` is not compared."""
+        info = await self.base_model()
+        served = info.name if info else self.settings.served_name
+        if asked.partition(":")[0] != served.partition(":")[0]:
+            raise UserError(
+                f"base model {asked[:256]!r} is not served here; this server has {served!r}"
+            )
+        return served
+
+
+async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:
+    """The tenant's record. What belongs to others is answered as if it did not exist."""
+    record = await store.get(record_type, key)
+    expired = isinstance(record, Checkpoint) and (
+        record.expires_s is not None and record.expires_s <= time.time()
+    )
+    if record is None or record.tenant != tenant or expired:
+        raise NotFound(
+            f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not yours: "
+            f"{key[:256]}"
+        )
+    return record
+
+
+_WORDS: dict[type, str] = {**RECORD_NAME, Sampler: "sampling session"}
+
+
+def tenant_of(api_key: str | None) -> str:
+    """The tenant that a key stands for; any well-formed key is one."""
+    if api_key is None or not api_key.startswith(KEY_PREFIXES):
+        raise Unauthorized(
+            "no usable API key in X-API-Key; send any key that starts with tml- (the same key is "
+            "the same tenant), for example with TINKER_API_KEY=tml-local"
+        )
+    return "t-" + hashlib.sha256(api_key.encode()).hexdigest()[:16]
+
+
+def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+def _caller(request: Request) -> Caller:
+    services = _services(request)
+    return Caller(**vars(services), tenant=tenant_of(request.headers.get("x-api-key")))
+
+
+async def _raw_body(request: Request, caller: "CallerDep") -> bytes:
+    return await body.read(
+        request,
+        limit_bytes=caller.settings.max_body_bytes,
+        timeout_s=caller.settings.body_timeout_s,
+    )
+
+
+ServicesDep = Annotated[Services, Depends(_services)]
+CallerDep = Annotated[Caller, Depends(_caller)]
+RawBody = Annotated[bytes, Depends(_raw_body)]
+
+
+def reply(response: Response) -> JSONResponse:
+    """200 with the body; None is left out, because the client reads some keys by presence."""
+    return JSONResponse(response.model_dump(mode="json", exclude_none=True))

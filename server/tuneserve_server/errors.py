@@ -1,0 +1,150 @@
+"""Errors that end an HTTP request, and the one handler that answers them.
+
+ApiError
+├── Unauthorized        401  no usable key
+├── InvalidRequest      400  readable, but cannot be carried out
+├── Malformed           422  the body cannot be read
+├── NotFound            404  unknown here, or somebody else's: the answer is the same
+├── SessionEnded        410  the session takes no more requests
+├── ResultGone          410  the result was kept for its retention and dropped
+├── BodyTooLarge        413
+├── UnknownEncoding     415
+├── BodyTooSlow         408  the client may send it again
+├── LinkInvalid         403  a download link that we did not sign, or that has expired
+└── StoreUnavailable    503  nothing was accepted; send it again
+
+Every body is ``{"detail", "code"}`` with a Content-Length: the SDK takes a 400 without one for a
+proxy's. Bodies never repeat the input.
+"""
+
+import logging
+from typing import ClassVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from tuneserve_client.types import Failure
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.queue.base import KeyReused, ResultExpired
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """Answers the request with its status and code."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+    headers: ClassVar[dict[str, str]] = {}
+
+
+class Unauthorized(ApiError):
+    status = 401
+    code = "unauthorized"
+
+
+class InvalidRequest(ApiError):
+    status = 400
+    code = "invalid_request"
+
+
+class Malformed(ApiError):
+    status = 422
+    code = "malformed"
+
+
+class NotFound(ApiError):
+    status = 404
+    code = "not_found"
+
+
+class SessionEnded(ApiError):
+    status = 410
+    code = "session_ended"
+
+
+class ResultGone(ApiError):
+    status = 410
+    code = "result_expired"
+
+
+class BodyTooLarge(ApiError):
+    status = 413
+    code = "body_too_large"
+
+
+class UnknownEncoding(ApiError):
+    status = 415
+    code = "unknown_encoding"
+
+
+class BodyTooSlow(ApiError):
+    status = 408
+    code = "body_too_slow"
+
+
+class LinkInvalid(ApiError):
+    status = 403
+    code = "link_invalid"
+
+
+class StoreUnavailable(ApiError):
+    status = 503
+    code = "store_unavailable"
+    headers: ClassVar[dict[str, str]] = {"Retry-After": "2"}
+
+
+HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def failure(
+    status: int, code: str, detail: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """The answer to a request that failed."""
+    body = Failure(detail=detail, code=code).model_dump()
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The HTTP reading of an error from below."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return InvalidRequest(str(error))
+    if isinstance(error, KeyReused):
+        return Malformed(
+            f"{error}; this sequence number was already used by a request of another kind. "
+            "Number requests without repeating"
+        )
+    if isinstance(error, ResultExpired):
+        return ResultGone("this result is no longer kept; submit the request again")
+    return ApiError("internal error; the server's log has the details")
+
+
+def _handle(_: Request, error: Exception) -> JSONResponse:
+    answer = as_api_error(error)
+    if answer.status == 500:
+        logger.error("unexpected error", exc_info=error)
+    return failure(answer.status, answer.code, str(answer), answer.headers)
+
+
+def _handle_http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = HTTP_CODES.get(error.status_code, "http_error")
+    return failure(error.status_code, code, error.detail, dict(error.headers or {}))
+
+
+def _handle_parameters(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    parts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+    return failure(Malformed.status, Malformed.code, "; ".join(parts)[:1000])
+
+
+def install(app: FastAPI) -> None:
+    """Makes every failure of ``app`` answer in the one shape."""
+    for handled in (ApiError, UserError, KeyReused, ResultExpired, Exception):
+        app.add_exception_handler(handled, _handle)
+    app.add_exception_handler(HTTPException, _handle_http)
+    app.add_exception_handler(RequestValidationError, _handle_parameters)

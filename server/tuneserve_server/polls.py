@@ -1,0 +1,38 @@
+"""Parked polls: each waits for one result, all let go when the process stops."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Polls:
+    """Holds polls for at most their time; ``release`` ends all of them at once."""
+
+    def __init__(self) -> None:
+        self._parked: set[asyncio.Timeout] = set()
+        self._released = False
+
+    async def hold(self, waiting: Awaitable[T], hold_s: float) -> T | None:
+        """What ``waiting`` gives, or None after ``hold_s`` or ``release``."""
+        try:
+            async with asyncio.timeout(0 if self._released else hold_s) as limit:
+                self._parked.add(limit)
+                try:
+                    return await waiting
+                finally:
+                    self._parked.discard(limit)
+        except TimeoutError:
+            return None
+
+    def release(self) -> None:
+        """Lets every poll go, those still to come included, so that the server can stop."""
+        self._released = True
+        now_s = asyncio.get_running_loop().time()
+        for limit in self._parked:
+            limit.reschedule(now_s)
+
+    async def pause(self, pause_s: float) -> None:
+        """Waits, unless the process stops first."""
+        await self.hold(asyncio.sleep(pause_s), pause_s)

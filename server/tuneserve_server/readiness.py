@@ -1,0 +1,38 @@
+"""Tells whoever started the service when it can be used."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+from tuneserve_server.settings import ApiSettings
+
+_PAUSE_S = 0.1
+
+
+async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> None:
+    """Says where the API listens, then when the worker is ready, and returns."""
+    health: dict[str, Any] = {}
+    while not health:
+        await asyncio.sleep(_PAUSE_S)
+        health = await asyncio.to_thread(_health, settings.url)
+    say(f"listening on {settings.url}, data in {settings.data_dir.resolve()}")
+    say(f"loading {health['base_model']} ...")
+    while health.get("worker") != "ready":
+        await asyncio.sleep(_PAUSE_S)
+        health = await asyncio.to_thread(_health, settings.url)
+    say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local")
+    say(f"base model {health['base_model']}, context {health.get('context_length')} tokens")
+
+
+def _health(url: str) -> dict[str, Any]:
+    """What ``healthz`` says; empty while nobody answers. Past any proxy: it is this machine."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/api/v1/healthz", timeout=5) as answer:
+            health: dict[str, Any] = json.load(answer)
+    except (OSError, urllib.error.URLError, ValueError):
+        health = {}
+    return health

@@ -1,0 +1,90 @@
+"""Models: created fresh, and described."""
+
+import time
+
+from fastapi import APIRouter, Response
+
+from tuneserve_client import types
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import CreateModel, JobKind, encode
+from tuneserve_engine.records import Model, Session
+from tuneserve_server import body, commands
+from tuneserve_server.admission import Place, admit, reject
+from tuneserve_server.deps import CallerDep, RawBody, reply
+
+router = APIRouter()
+
+
+def new_place(kind: JobKind, keys: types.SessionKey) -> Place:
+    """The place of a request that creates a model: the first of the model's log."""
+    model_id = f"{keys.session_id}:train:{keys.model_seq_id}"
+    return Place(kind, keys.session_id, keys.model_seq_id, model_id, 0)
+
+
+def without_model(place: Place) -> Place:
+    """The place of a creation that is rejected: there will be no model and no log."""
+    return Place(place.kind, place.scope, place.seq)
+
+
+def new_model(
+    session: Session,
+    place: Place,
+    served_name: str,
+    config: AdapterConfig,
+    user_metadata: dict[str, str] | None,
+) -> Model:
+    now_s = time.time()
+    assert place.model_id is not None
+    return Model(
+        key=place.model_id,
+        tenant=session.tenant,
+        parent=session.key,
+        base_model=served_name,
+        config=config,
+        created_s=now_s,
+        last_request_s=now_s,
+        user_metadata=commands.metadata(user_metadata),
+    )
+
+
+@router.post("/create_model")
+async def create_model(caller: CallerDep, raw: RawBody) -> Response:
+    """A new LoRA adapter on the base model."""
+    keys, parsed = body.parse_keyed(raw, types.SessionKey, types.CreateModelRequest)
+    session = await caller.open_session(keys.session_id)
+    place = new_place(JobKind.CREATE_MODEL, keys)
+    try:
+        request = body.accepted(parsed)
+        commands.checked_optimizer(request.optimizer_config)
+        config = await commands.adapter_config(caller, request.lora_config)
+        user_metadata = commands.metadata(request.user_metadata)
+    except UserError as error:
+        request_id = await reject(caller, without_model(place), error)
+        return reply(types.FutureResponse(request_id=request_id))
+    served_name = await caller.served_name(request.base_model)
+    model = new_model(session, place, served_name, config, user_metadata)
+    payload = encode(CreateModel(served_name, config))
+    request_id = await admit(caller, place, payload, model)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
+
+
+@router.post("/get_info")
+async def get_info(caller: CallerDep, raw: RawBody) -> Response:
+    """What a training client must know about its model."""
+    request = body.parse(types.GetInfoRequest, raw)
+    model = await caller.owned(Model, request.model_id)
+    info = await caller.base_model()
+    data = types.ModelData(
+        arch=info.architecture if info else None,
+        model_name=model.base_model,
+        tokenizer_id=info.tokenizer_id if info else caller.settings.tokenizer_id,
+    )
+    return reply(
+        types.GetInfoResponse(
+            model_id=model.key,
+            model_data=data,
+            model_name=model.base_model,
+            lora_rank=model.config.rank,
+        )
+    )

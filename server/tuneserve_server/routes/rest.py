@@ -1,0 +1,190 @@
+"""Listings and housekeeping of sessions, models and checkpoints."""
+
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from tuneserve_client import types
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.records import (
+    Checkpoint,
+    CheckpointKind,
+    Model,
+    ModelStatus,
+    Sampler,
+    Session,
+    Update,
+)
+from tuneserve_server import body, commands
+from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.routes.files import signed_urls
+
+router = APIRouter()
+
+_MOST_LISTED = 1000
+_TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
+    CheckpointKind.TRAINING: "training",
+    CheckpointKind.SAMPLER: "sampler",
+    CheckpointKind.EXTERNAL: "external",
+}
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+
+Limit = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=types.MAX_INT64)]
+
+
+def _time(unix_s: float) -> datetime:
+    return datetime.fromtimestamp(unix_s, UTC)
+
+
+def _checkpoint_body(checkpoint: Checkpoint) -> types.CheckpointResponse:
+    return types.CheckpointResponse(
+        checkpoint_id=f"{checkpoint.kind.value}/{checkpoint.name}",
+        checkpoint_type=_TYPES[checkpoint.kind],
+        time=_time(checkpoint.created_s),
+        tinker_path=checkpoint.key,
+        size_bytes=checkpoint.size_bytes,
+        public=checkpoint.public,
+        user_metadata=checkpoint.user_metadata,
+        expires_at=None if checkpoint.expires_s is None else _time(checkpoint.expires_s),
+    )
+
+
+def _live(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Those that have not expired; the next sweep removes the others."""
+    now_s = time.time()
+    return [c for c in checkpoints if c.expires_s is None or c.expires_s > now_s]
+
+
+async def _run_body(caller: Caller, model: Model) -> types.TrainingRunResponse:
+    page = await caller.store.page(Checkpoint, tenant=caller.tenant, parent=model.key)
+    newest: dict[CheckpointKind, types.CheckpointResponse] = {}
+    for checkpoint in _live(page.items):
+        newest.setdefault(checkpoint.kind, _checkpoint_body(checkpoint))
+    return types.TrainingRunResponse(
+        training_run_id=model.key,
+        base_model=model.base_model,
+        model_owner=model.tenant,
+        corrupted=model.status in (ModelStatus.FAILED, ModelStatus.LOST),
+        lora_rank=model.config.rank,
+        last_request_time=_time(model.last_request_s),
+        last_checkpoint=newest.get(CheckpointKind.TRAINING),
+        last_sampler_checkpoint=newest.get(CheckpointKind.SAMPLER),
+        user_metadata=model.user_metadata,
+    )
+
+
+@router.get("/training_runs")
+async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
+    """The caller's models, newest first."""
+    limit = min(limit, _MOST_LISTED)
+    page = await caller.store.page(Model, tenant=caller.tenant, limit=limit, offset=offset)
+    runs = [await _run_body(caller, model) for model in page.items]
+    cursor = types.Cursor(offset=offset, limit=limit, total_count=page.total)
+    return reply(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
+
+
+@router.get("/training_runs/{model_id}")
+async def get_training_run(model_id: str, caller: CallerDep) -> Response:
+    """One model."""
+    return reply(await _run_body(caller, await caller.owned(Model, model_id)))
+
+
+@router.get("/training_runs/{model_id}/checkpoints")
+async def list_model_checkpoints(model_id: str, caller: CallerDep) -> Response:
+    """A model's checkpoints, newest first."""
+    model = await caller.owned(Model, model_id)
+    page = await caller.store.page(Checkpoint, tenant=caller.tenant, parent=model.key)
+    checkpoints = [_checkpoint_body(c) for c in _live(page.items)]
+    return reply(types.CheckpointsResponse(checkpoints=checkpoints))
+
+
+@router.get("/checkpoints")
+async def list_checkpoints(caller: CallerDep, limit: Limit = 100, offset: Offset = 0) -> Response:
+    """The caller's checkpoints of all models, newest first."""
+    limit = min(limit, _MOST_LISTED)
+    page = await caller.store.page(Checkpoint, tenant=caller.tenant, limit=limit, offset=offset)
+    return reply(
+        types.CheckpointsResponse(
+            checkpoints=[_checkpoint_body(c) for c in _live(page.items)],
+            cursor=types.Cursor(offset=offset, limit=limit, total_count=page.total),
+        )
+    )
+
+
+async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> Checkpoint:
+    return await caller.owned(Checkpoint, f"tinker://{model_id}/{kind}/{name}")
+
+
+@router.delete(_CHECKPOINT)
+async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerDep) -> Response:
+    """Removes the checkpoint; its file goes once nothing uses it."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    await caller.store.delete(Checkpoint, checkpoint.key)
+    return JSONResponse({})
+
+
+@router.put(f"{_CHECKPOINT}/ttl")
+async def set_ttl(model_id: str, kind: str, name: str, caller: CallerDep, raw: RawBody) -> Response:
+    """Sets or removes the expiry."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    request = body.parse(types.TtlRequest, raw)
+    expires_s = commands.checked_ttl(request.ttl_seconds, time.time())
+    await caller.store.update(Update("checkpoint", checkpoint.key, {"expires_s": expires_s}))
+    return JSONResponse({})
+
+
+@router.post(f"{_CHECKPOINT}/publish")
+@router.delete(f"{_CHECKPOINT}/publish")
+async def publish(
+    request: Request, model_id: str, kind: str, name: str, caller: CallerDep
+) -> Response:
+    """Marks the checkpoint public or not. Nobody else gains access to it on this server."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    public = request.method == "POST"
+    await caller.store.update(Update("checkpoint", checkpoint.key, {"public": public}))
+    return JSONResponse({})
+
+
+@router.get(f"{_CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(
+    request: Request, model_id: str, kind: str, name: str, caller: CallerDep
+) -> Response:
+    """Signed addresses from which anyone who has them can download the files, for a while."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    if checkpoint.kind is not CheckpointKind.EXTERNAL:
+        raise UserError(
+            f"{checkpoint.key} is not an export; call save_weights_external and download that"
+        )
+    base_url = caller.settings.public_url or str(request.base_url)
+    expires_s = int(time.time()) + caller.settings.download_ttl_s
+    urls = signed_urls(caller, base_url, checkpoint.file_id, expires_s)
+    return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
+
+
+@router.get("/sessions")
+async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
+    """The caller's sessions, newest first."""
+    page = await caller.store.page(
+        Session, tenant=caller.tenant, limit=min(limit, _MOST_LISTED), offset=offset
+    )
+    return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, caller: CallerDep) -> Response:
+    """A session's models and sampling sessions."""
+    session = await caller.owned(Session, session_id)
+    models = await caller.store.page(Model, tenant=caller.tenant, parent=session.key)
+    samplers = await caller.store.page(Sampler, tenant=caller.tenant, parent=session.key)
+    return reply(
+        types.SessionResponse(
+            training_run_ids=[model.key for model in models.items],
+            sampler_ids=[sampler.key for sampler in samplers.items],
+            user_metadata=session.user_metadata,
+            display_name=session.display_name,
+        )
+    )

@@ -1,0 +1,85 @@
+"""Sampling sessions, and sampling in them."""
+
+import time
+
+from fastapi import APIRouter, Response
+
+from tuneserve_client import types
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import JobKind, Sample
+from tuneserve_engine.records import Checkpoint, CheckpointKind, Sampler
+from tuneserve_server import body, commands
+from tuneserve_server.admission import Place, admit_command
+from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.sample_command import sample_command, sequence_ids
+
+router = APIRouter()
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
+    """A sampler of the base model or of a checkpoint; the weights never change under it."""
+    request = body.parse(types.CreateSamplingSessionRequest, raw)
+    session = await caller.open_session(request.session_id)
+    checkpoint = None
+    if request.model_path is not None:
+        checkpoint = await _sampled_checkpoint(caller, request.model_path)
+    elif request.base_model is None:
+        raise UserError("base_model and model_path are both missing; name what to sample from")
+    asked = request.base_model or (checkpoint.base_model if checkpoint else "")
+    sampler = await caller.store.put_new(
+        Sampler(
+            key=commands.sampler_key(session.key, request.sampling_session_seq_id),
+            tenant=caller.tenant,
+            parent=session.key,
+            base_model=await caller.served_name(asked),
+            created_s=time.time(),
+            model_path=checkpoint.key if checkpoint else None,
+            file_id=checkpoint.file_id if checkpoint else None,
+        )
+    )
+    return reply(types.SamplingSessionResponse(sampling_session_id=sampler.key))
+
+
+async def _sampled_checkpoint(caller: Caller, path: str) -> Checkpoint:
+    checkpoint = await caller.owned(Checkpoint, path)
+    if checkpoint.kind is CheckpointKind.EXTERNAL:
+        raise UserError(
+            f"{path} is an export for download; sample from a sampler_weights or weights path"
+        )
+    await caller.served_name(checkpoint.base_model)
+    return checkpoint
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, caller: CallerDep) -> Response:
+    """What a sampling session samples from."""
+    sampler = await caller.sampler(sampler_id)
+    return reply(
+        types.SamplerResponse(
+            sampler_id=sampler.key,
+            base_model=sampler.base_model,
+            model_path=sampler.model_path,
+        )
+    )
+
+
+@router.post("/asample")
+async def asample(caller: CallerDep, raw: RawBody) -> Response:
+    """Continuations of one prompt, its logprobs, or both."""
+    keys, parsed = body.parse_keyed(raw, types.SamplingKey, types.SampleRequest)
+    sampler = await caller.sampler(keys.sampling_session_id)
+    info = await caller.base_model()
+
+    async def command() -> Sample:
+        return sample_command(body.accepted(parsed), sampler.file_id, info)
+
+    place = Place(JobKind.SAMPLE, sampler.key, keys.seq_id)
+    request_id = await admit_command(caller, place, command)
+    count = keys.num_samples if isinstance(keys.num_samples, int) else 1
+    return reply(
+        types.SampleFutureResponse(
+            request_id=request_id,
+            sample_sequence_ids=sequence_ids(sampler.key, keys.seq_id, count),
+        )
+    )

@@ -1,0 +1,85 @@
+"""The training primitives. Their results come from ``retrieve_future``."""
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+
+from tuneserve_client import types
+from tuneserve_client.proto.head import Head, read_head
+from tuneserve_client.types import MAX_INT32
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import JobKind, OptimStep
+from tuneserve_engine.records import Model
+from tuneserve_server import body, commands
+from tuneserve_server.admission import Place, admit, admit_command, reject
+from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.errors import Malformed
+
+router = APIRouter()
+
+_THREAD_BYTES = 256 * 1024  # above this, decompressing would hold up the event loop
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, caller: CallerDep) -> Response:
+    """Outputs and accumulated gradients of a ``ForwardBackwardRequest`` message."""
+    try:
+        message = await _read_message(request, caller)
+    except body.Cut as error:
+        await _spend(caller, read_head(error.start), UserError(str(error)))
+        raise
+    head = read_head(message)
+    model, seq_id = await _addressed(caller, head)
+    place = Place.after(JobKind.FORWARD_BACKWARD, model, seq_id)
+    if head.whole:
+        request_id = await admit(caller, place, message)
+    else:
+        problem = UserError("the body is not a whole ForwardBackwardRequest message; send it again")
+        request_id = await reject(caller, place, problem)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
+
+
+async def _read_message(request: Request, caller: Caller) -> bytes:
+    settings = caller.settings
+    raw = await body.read(
+        request, limit_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+    )
+    encoding = request.headers.get("content-encoding")
+    limit = settings.max_decompressed_bytes
+    if encoding is None or len(raw) < _THREAD_BYTES:
+        return body.decompress(raw, encoding, limit_bytes=limit)
+    return await asyncio.to_thread(body.decompress, raw, encoding, limit_bytes=limit)
+
+
+async def _addressed(caller: Caller, head: Head) -> tuple[Model, int]:
+    """The model and the sequence number that the message names."""
+    if not head.model_id or head.seq_id is None or not 1 <= head.seq_id <= MAX_INT32:
+        raise Malformed(
+            "the body must be a ForwardBackwardRequest message with a model_id and a seq_id from 1 "
+            "on; SDKs before 0.25, which send JSON, are not supported"
+        )
+    return await caller.owned(Model, head.model_id[:256]), head.seq_id
+
+
+async def _spend(caller: Caller, head: Head, error: UserError) -> None:
+    """Takes the place of a message that was too large to read, if its start named it: the client
+    goes on with the next sequence number."""
+    try:
+        model, seq_id = await _addressed(caller, head)
+    except Malformed:
+        return
+    await reject(caller, Place.after(JobKind.FORWARD_BACKWARD, model, seq_id), error)
+
+
+@router.post("/optim_step")
+async def optim_step(caller: CallerDep, raw: RawBody) -> Response:
+    """Applies the accumulated gradients and clears them."""
+    keys, parsed = body.parse_keyed(raw, types.ModelKey, types.OptimStepRequest)
+    model = await caller.owned(Model, keys.model_id)
+
+    async def command() -> OptimStep:
+        return OptimStep(commands.adam_params(body.accepted(parsed)))
+
+    place = Place.after(JobKind.OPTIM_STEP, model, keys.seq_id)
+    request_id = await admit_command(caller, place, command)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))

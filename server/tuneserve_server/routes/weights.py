@@ -1,0 +1,105 @@
+"""Checkpoints: saved, loaded, looked up."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from fastapi import APIRouter, Response
+
+from tuneserve_client import types
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import JobKind, LoadWeights, SaveWeights, encode
+from tuneserve_engine.records import Checkpoint, Model
+from tuneserve_server import body, commands
+from tuneserve_server.admission import Place, admit, admit_command, reject
+from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.routes.models import new_model, new_place, without_model
+
+router = APIRouter()
+
+S = TypeVar("S", bound=types.ModelKey)
+
+
+async def _save(
+    caller: Caller, raw: bytes, body_type: type[S], build: Callable[[Model, S], SaveWeights]
+) -> Response:
+    keys, parsed = body.parse_keyed(raw, types.ModelKey, body_type)
+    model = await caller.owned(Model, keys.model_id)
+
+    async def command() -> SaveWeights:
+        return build(model, body.accepted(parsed))
+
+    place = Place.after(JobKind.SAVE_WEIGHTS, model, keys.seq_id)
+    request_id = await admit_command(caller, place, command)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
+
+
+@router.post("/save_weights")
+async def save_weights(caller: CallerDep, raw: RawBody) -> Response:
+    """Training state, optimizer included, as ``tinker://<model>/weights/<name>``."""
+    return await _save(caller, raw, types.SaveWeightsRequest, commands.save_training)
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(caller: CallerDep, raw: RawBody) -> Response:
+    """Weights to sample from, under a name or as a sampling session."""
+    request_type = types.SaveWeightsForSamplerRequest
+    return await _save(caller, raw, request_type, commands.save_for_sampler)
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(caller: CallerDep, raw: RawBody) -> Response:
+    """Weights in PEFT's layout, for download."""
+    return await _save(caller, raw, types.SaveWeightsExternalRequest, commands.save_external)
+
+
+@router.post("/load_weights")
+async def load_weights(caller: CallerDep, raw: RawBody) -> Response:
+    """A checkpoint into a new model, or into one that exists."""
+    if body.parse(types.LoadWeightsForm, raw).session_id is not None:
+        return await _load_new(caller, raw)
+    keys, parsed = body.parse_keyed(raw, types.ModelKey, types.LoadIntoRequest)
+    model = await caller.owned(Model, keys.model_id)
+
+    async def command() -> LoadWeights:
+        request = body.accepted(parsed)
+        checkpoint = await commands.training_checkpoint(caller, request.path)
+        return commands.load(checkpoint, optimizer=request.optimizer)
+
+    place = Place.after(JobKind.LOAD_WEIGHTS, model, keys.seq_id)
+    request_id = await admit_command(caller, place, command)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
+
+
+async def _load_new(caller: Caller, raw: bytes) -> Response:
+    keys, parsed = body.parse_keyed(raw, types.SessionKey, types.LoadNewRequest)
+    session = await caller.open_session(keys.session_id)
+    place = new_place(JobKind.LOAD_WEIGHTS, keys)
+    try:
+        request = body.accepted(parsed)
+        commands.checked_optimizer(request.optimizer_config)
+        checkpoint = await commands.training_checkpoint(caller, request.path)
+        served_name = await caller.served_name(request.base_model or checkpoint.base_model)
+        user_metadata = commands.metadata(request.user_metadata)
+    except UserError as error:
+        request_id = await reject(caller, without_model(place), error)
+        return reply(types.FutureResponse(request_id=request_id))
+    model = new_model(session, place, served_name, checkpoint.config, user_metadata)
+    payload = encode(commands.load(checkpoint, optimizer=request.optimizer, creates=True))
+    request_id = await admit(caller, place, payload, model)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
+
+
+@router.post("/weights_info")
+async def weights_info(caller: CallerDep, raw: RawBody) -> Response:
+    """The shape of the adapter in a checkpoint."""
+    request = body.parse(types.WeightsInfoRequest, raw)
+    checkpoint = await caller.owned(Checkpoint, request.tinker_path)
+    return reply(
+        types.WeightsInfoResponse(
+            base_model=checkpoint.base_model,
+            lora_rank=checkpoint.config.rank,
+            train_unembed=checkpoint.config.train_unembed,
+            train_mlp=checkpoint.config.train_mlp,
+            train_attn=checkpoint.config.train_attn,
+        )
+    )

@@ -1,0 +1,149 @@
+"""From an ``asample`` body to the command that a sampler runs.
+
+What depends on nothing but the request and the base model's size is checked here, before it takes
+a place in the queue; the worker checks the rest.
+"""
+
+from tuneserve_client.types import MAX_INT32, Chunk, IntTensor, SampleRequest
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import Sample, SparseTargets
+from tuneserve_server.commands import checked_seed, shown
+
+MAX_SEQUENCE_IDS = 4096
+_MAX_STOPS = 256
+_MAX_STOP_CHARS = 1024
+
+
+def sample_command(
+    request: SampleRequest, file_id: str | None, info: BaseModelInfo | None
+) -> Sample:
+    """The request, resolved. Raises ``UserError``."""
+    params = request.sampling_params
+    prompt = _prompt(request.prompt.chunks, info)
+    stop_tokens, stop_strings = _stops(params.stop)
+    targets = request.target_prompt_logprobs
+    return Sample(
+        prompt=prompt,
+        seed=checked_seed(params.seed),
+        file_id=file_id,
+        num_samples=_bounded("num_samples", request.num_samples, 1, MAX_SEQUENCE_IDS),
+        max_tokens=None
+        if params.max_tokens is None
+        else _bounded("sampling_params.max_tokens", params.max_tokens, 1),
+        temperature=params.temperature,
+        top_k=_bounded("sampling_params.top_k", params.top_k, -1),
+        top_p=params.top_p,
+        stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
+        prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_logprobs_last_n=_last_n(request, len(prompt)),
+        topk_prompt_logprobs=_bounded("topk_prompt_logprobs", request.topk_prompt_logprobs),
+        topk_sample_logprobs=_bounded("topk_sample_logprobs", request.topk_sample_logprobs),
+        target_prompt_logprobs=None if targets is None else _ids("data", targets.data, low=-1),
+        target_shape=[] if targets is None else _shape(targets, len(prompt)),
+        target_sparse=None if targets is None else _sparse(targets),
+        prompt_alt_tokens_k=_bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+    )
+
+
+def sequence_ids(sampling_session_id: str, seq: int, count: int) -> list[str]:
+    """A name for each sequence of the answer; the client insists on ``count`` of them."""
+    return [f"{sampling_session_id}:{seq}:{i}" for i in range(min(max(count, 1), MAX_SEQUENCE_IDS))]
+
+
+def _bounded(name: str, value: int, low: int = 0, high: int = MAX_INT32) -> int:
+    if not low <= value <= high:
+        raise UserError(f"{name} is {shown(value)}; it must be {low} to {high}")
+    return value
+
+
+def _prompt(chunks: list[Chunk], info: BaseModelInfo | None) -> list[int]:
+    """All text in order. A prompt may be cut into chunks anywhere."""
+    prompt: list[int] = []
+    for index, chunk in enumerate(chunks):
+        if chunk.type != "encoded_text":
+            raise UserError(
+                f"prompt.chunks[{index}] is not text; the base model of this server reads text "
+                "only: send encoded_text chunks"
+            )
+        if chunk.tokens is None:
+            raise UserError(f"prompt.chunks[{index}].tokens is missing; send the token ids")
+        prompt += chunk.tokens
+    if not prompt:
+        raise UserError("the prompt has no tokens; send at least one, a BOS token for example")
+    limit = info.vocab_size - 1 if info else MAX_INT32
+    worst = next((t for t in (min(prompt), max(prompt)) if not 0 <= t <= limit), None)
+    if worst is not None:
+        raise UserError(
+            f"the prompt has token {shown(worst)}; token ids "
+            f"here are 0 to {limit}; check that the tokenizer is the base model's"
+        )
+    if info and len(prompt) >= info.context_length:
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens; {info.name} has a context of "
+            f"{info.context_length}, of which one must be left to sample; shorten the prompt"
+        )
+    return prompt
+
+
+def _stops(
+    stop: str | list[str] | list[int] | None,
+) -> tuple[list[int] | None, list[str] | None]:
+    """Stop tokens and stop strings; an empty list, which means never to stop, stays one."""
+    if stop is None:
+        return None, None
+    if isinstance(stop, str):
+        stop = [stop]
+    if len(stop) > _MAX_STOPS:
+        raise UserError(f"sampling_params.stop has {len(stop)} entries; at most {_MAX_STOPS}")
+    strings = [s for s in stop if isinstance(s, str)]
+    tokens = [t for t in stop if isinstance(t, int)]
+    if strings:
+        if not all(0 < len(s) <= _MAX_STOP_CHARS for s in strings):
+            raise UserError(
+                "sampling_params.stop has an empty string or one of more than "
+                f"{_MAX_STOP_CHARS} characters; leave it out"
+            )
+        return None, strings
+    return _ids("sampling_params.stop", tokens), None
+
+
+def _ids(name: str, values: list[int], low: int = 0) -> list[int]:
+    """The values, if each fits a token id."""
+    if values and not low <= min(values) <= max(values) <= MAX_INT32:
+        raise UserError(f"{name} has numbers outside {low} to {MAX_INT32}; send token ids")
+    return values
+
+
+def _last_n(request: SampleRequest, length: int) -> int | None:
+    n = request.prompt_logprobs_last_n
+    if n is None:
+        return None
+    if not (request.prompt_logprobs or request.topk_prompt_logprobs):
+        raise UserError(
+            "prompt_logprobs_last_n asks for part of prompt_logprobs, which is not set; set it"
+        )
+    return _bounded("prompt_logprobs_last_n", n, 1, length - 1)
+
+
+def _shape(targets: IntTensor, length: int) -> list[int]:
+    shape = targets.shape or []
+    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MAX_INT32:
+        raise UserError(
+            f"target_prompt_logprobs must have the shape [{length - 1}, K] for a prompt of "
+            f"{length} tokens"
+        )
+    return shape
+
+
+def _sparse(targets: IntTensor) -> SparseTargets | None:
+    crow, col = targets.sparse_crow_indices, targets.sparse_col_indices
+    if crow is None and col is None:
+        return None
+    if crow is None or col is None:
+        raise UserError(
+            "target_prompt_logprobs has only one of sparse_crow_indices and sparse_col_indices; "
+            "a CSR matrix needs both"
+        )
+    return SparseTargets(_ids("sparse_crow_indices", crow), _ids("sparse_col_indices", col))

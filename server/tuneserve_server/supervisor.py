@@ -1,0 +1,141 @@
+"""``tuneserve up``: starts the API process and the worker, and keeps both running.
+
+A child that dies is started again, later each time it dies young; one that cannot start ends the
+whole. Children end with the supervisor, however it ends.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tuneserve_server.serving import REFUSED
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """A process to keep running."""
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """A child that lives shorter than ``young_s`` dies young; ``most_young_deaths`` in a row are
+    too many. The wait before a restart starts at ``first_delay_s`` and doubles."""
+
+    young_s: float = 20.0
+    most_young_deaths: int = 5
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 30.0
+    stop_s: float = 30.0
+
+    def delay_s(self, young_deaths: int) -> float:
+        doubled: float = self.first_delay_s * 2 ** max(young_deaths - 1, 0)
+        return min(doubled, self.longest_delay_s)
+
+
+class Supervisor:
+    """Runs its children until a signal, or until one of them is given up.
+
+    ``ready`` is run beside them, and may report on their progress.
+    """
+
+    def __init__(self, children: Sequence[ChildSpec], say: Say, policy: RestartPolicy) -> None:
+        self._children = children
+        self._say = say
+        self._policy = policy
+        self._running: dict[str, asyncio.subprocess.Process] = {}
+
+    async def run(self, ready: Callable[[], "asyncio.Task[None]"] | None = None) -> int:
+        """The exit status: 0 after SIGTERM or SIGINT, else that of the child given up."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        stopped = asyncio.create_task(stop.wait())
+        keeping = [asyncio.create_task(self._keep(child)) for child in self._children]
+        reporting = [ready()] if ready else []
+        try:
+            await asyncio.wait([stopped, *keeping], return_when=asyncio.FIRST_COMPLETED)
+            return next((task.result() for task in keeping if task.done()), 0)
+        finally:
+            for task in (stopped, *keeping, *reporting):
+                task.cancel()
+            await asyncio.gather(stopped, *keeping, *reporting, return_exceptions=True)
+            await self._stop_all()
+
+    async def _keep(self, child: ChildSpec) -> int:
+        """Restarts the child as often as it dies; returns its exit status once it is given up."""
+        young_deaths = 0
+        while True:
+            started_s = time.monotonic()
+            process = await asyncio.create_subprocess_exec(
+                *child.command, env=dict(child.environment), process_group=0
+            )
+            self._running[child.name] = process
+            status = await process.wait()
+            del self._running[child.name]
+            if status == REFUSED:
+                self._say(f"{child.name} refused to start; its message above says why")
+                return status
+            died_young = time.monotonic() - started_s < self._policy.young_s
+            young_deaths = young_deaths + 1 if died_young else 0
+            if young_deaths >= self._policy.most_young_deaths:
+                self._say(
+                    f"{child.name} died {young_deaths} times in a row within "
+                    f"{self._policy.young_s:g} s of its start, last with {_ending(status)}; giving "
+                    "up. Its log above says why"
+                )
+                return status if status > 0 else 1
+            delay_s = self._policy.delay_s(young_deaths)
+            self._say(f"{child.name} ended with {_ending(status)}; restarting in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+
+    async def _stop_all(self) -> None:
+        """Stops the children, the last started first: a worker needs the API to report to."""
+        order = [child.name for child in reversed(self._children)]
+        for name in [name for name in order if name in self._running]:
+            process = self._running.pop(name)
+            with suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), self._policy.stop_s)
+            except TimeoutError:
+                self._say(f"{name} did not stop within {self._policy.stop_s:g} s; killing it")
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    with suppress(ValueError):
+        return f"signal {signal.Signals(-status).name}"
+    return f"signal {-status}"
+
+
+def child_command(*arguments: str) -> list[str]:
+    """The command line of a child that ends with this process."""
+    return [sys.executable, "-m", "tuneserve_server", *arguments, "--supervisor", str(os.getpid())]
+
+
+def end_with(supervisor_pid: int) -> None:
+    """Makes the kernel end this process when the supervisor dies, even by SIGKILL. Survives
+    ``exec``. Does nothing where there is no such call (it is Linux's)."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != supervisor_pid:  # it died before the call
+        sys.exit(1)
