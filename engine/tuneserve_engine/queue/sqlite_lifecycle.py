@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.jobs import JobKind, LoadWeights, decode
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import Lease, SweepPolicy
@@ -24,10 +24,9 @@ FREE_PAGES = 4096  # handed back to the file system per sweep: 16 MB, a bounded 
 
 
 class _Command(msgspec.Struct):
-    """The fields of any command that the store looks at; decoding skips the others."""
+    """The file that a command names, if any; decoding skips the other fields."""
 
     file_id: str | None = None
-    config: msgspec.Raw | None = None
 
 
 def lease(tx: Transaction, owner: str, info: BaseModelInfo) -> Lease:
@@ -65,14 +64,9 @@ def _models_to_be_created(tx: Transaction) -> set[str]:
         "SELECT model_id, kind, payload FROM jobs WHERE model_id IS NOT NULL "
         f"AND kind IN ('create_model', 'load_weights') AND {UNFINISHED}"
     ):
-        if kind == JobKind.CREATE_MODEL or _has_config(payload):
+        if kind == JobKind.CREATE_MODEL or decode(payload, LoadWeights).config is not None:
             found.add(model_id)
     return found
-
-
-def _has_config(payload: bytes) -> bool:
-    config = msgspec.msgpack.decode(payload, type=_Command).config
-    return config is not None and bytes(config) != msgspec.msgpack.encode(None)
 
 
 def base_model(tx: Transaction) -> BaseModelInfo | None:

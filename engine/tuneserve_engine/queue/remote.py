@@ -1,0 +1,318 @@
+"""The worker's half of the store over a Unix socket: ``serve`` here, ``RemoteQueue`` there.
+
+A frame is its length in four bytes, big-endian, and that many bytes of MessagePack. A call is
+``[id, method, [argument, …]]``; its answer is ``[id, True, result]`` or
+``[id, False, [error, message]]``. Calls are answered as they finish, so a parked ``take`` delays
+nobody; ``[id, "cancel", []]`` ends one without an answer. The socket file is the access control:
+only its owner can connect.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.queue.base import Fenced, Lease, Queue
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_FRAME_BYTES = 256 * 2**20
+MAX_PATH_BYTES = 100  # the kernel's limit is 108 on Linux, 104 on macOS, with the final zero
+READ_AHEAD_BYTES = 2**20
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (Fenced, ConnectionError, ValueError)
+}
+
+
+def _check_path(path: Path) -> None:
+    size = len(os.fsencode(path))
+    if size > MAX_PATH_BYTES:
+        raise ValueError(
+            f"the socket path {path} has {size} bytes; the system allows at most {MAX_PATH_BYTES}; "
+            "choose a shorter data directory"
+        )
+
+
+def _frame(message: Any) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"a message of {len(body)} bytes does not fit the worker's socket, which allows "
+            f"{MAX_FRAME_BYTES}; finish or take fewer jobs at once"
+        )
+    return len(body).to_bytes(4, "big") + body
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next frame's body. Raises ``EOFError`` at the end, ``ValueError`` for one too large."""
+    size = int.from_bytes(await reader.readexactly(4), "big")
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes; the limit is {MAX_FRAME_BYTES}")
+    return await reader.readexactly(size)
+
+
+# --- the API's side -----------------------------------------------------------------------------
+
+
+async def _lease(queue: Queue, raw: msgspec.Raw) -> Lease:
+    owner, info = msgspec.msgpack.decode(raw, type=tuple[str, BaseModelInfo])
+    return await queue.lease(owner, info)
+
+
+async def _take(queue: Queue, raw: msgspec.Raw) -> list[Job]:
+    epoch, after, max_jobs = msgspec.msgpack.decode(raw, type=tuple[int, int, int])
+    return await queue.take(epoch, after=after, max_jobs=max_jobs)
+
+
+async def _finish(queue: Queue, raw: msgspec.Raw) -> None:
+    epoch, outcomes = msgspec.msgpack.decode(raw, type=tuple[int, list[Outcome]])
+    await queue.finish(epoch, outcomes)
+
+
+_METHODS: dict[str, Callable[[Queue, msgspec.Raw], Awaitable[Any]]] = {
+    "lease": _lease,
+    "take": _take,
+    "finish": _finish,
+}
+
+
+@asynccontextmanager
+async def serve(queue: Queue, socket_path: Path | str) -> AsyncIterator[None]:
+    """Answers the calls of ``RemoteQueue``s at ``socket_path`` while the context is open.
+
+    Replaces the socket of a process that is gone; raises ``FileExistsError`` for one in use.
+    """
+    path = Path(socket_path)
+    connections: set[asyncio.Task[None]] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(_Connection(queue, reader, writer).run())
+        connections.add(task)
+        task.add_done_callback(connections.discard)
+
+    listener = _listen(path)
+    server = await asyncio.start_unix_server(connected, sock=listener, limit=READ_AHEAD_BYTES)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        await server.wait_closed()
+
+
+def _listen(path: Path) -> socket.socket:
+    """A bound socket that only its owner can connect to. Not listening yet: nobody gets in before
+    its permissions are set."""
+    _check_path(path)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(f"{path} is not a socket; move it away or choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()  # its process is gone
+            return
+    raise FileExistsError(
+        f"another process serves {path}; stop it, or give this one a data directory of its own"
+    )
+
+
+class _Connection:
+    """One worker's connection: a task per call, so that none waits for another."""
+
+    def __init__(
+        self, queue: Queue, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._queue = queue
+        self._reader = reader
+        self._writer = writer
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        try:
+            while True:
+                frame = await _read_frame(self._reader)
+                self._start(*msgspec.msgpack.decode(frame, type=tuple[int, str, msgspec.Raw]))
+        except (EOFError, OSError):
+            pass  # the worker is gone; what it had not finished stays in the log
+        except (ValueError, msgspec.MsgspecError) as error:
+            logger.warning("closing a worker's connection that sent an unreadable frame: %s", error)
+        finally:
+            calls = list(self._calls.values())
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            self._writer.close()
+
+    def _start(self, call_id: int, method: str, arguments: msgspec.Raw) -> None:
+        if method == "cancel":
+            if call := self._calls.get(call_id):
+                call.cancel()
+            return
+        task = asyncio.create_task(self._answer(call_id, method, arguments))
+        self._calls[call_id] = task
+        task.add_done_callback(lambda _: self._calls.pop(call_id, None))
+
+    async def _answer(self, call_id: int, method: str, arguments: msgspec.Raw) -> None:
+        try:
+            if method not in _METHODS:
+                raise ValueError(f"unknown method {method}; run the worker's release here too")
+            frame = _frame([call_id, True, await _METHODS[method](self._queue, arguments)])
+        except Exception as error:
+            if not isinstance(error, (Fenced, ConnectionError)):  # both are part of the protocol
+                logger.exception("the worker's call %s failed", method)
+            frame = _frame([call_id, False, [_error_name(error), str(error)]])
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+        except OSError:
+            pass  # run() meets the end of the connection as well
+
+
+def _error_name(error: Exception) -> str:
+    """The name under which the other side knows this error, or else its own."""
+    known = (name for name, error_type in _ERRORS.items() if isinstance(error, error_type))
+    return next(known, type(error).__name__)
+
+
+# --- the worker's side --------------------------------------------------------------------------
+
+
+class RemoteQueue:
+    """The ``Queue`` served at ``socket_path``. When the connection is lost, every call raises
+    ``ConnectionError`` until ``connect`` has succeeded again; then lease again to go on."""
+
+    def __init__(self, socket_path: Path | str) -> None:
+        self._path = Path(socket_path)
+        _check_path(self._path)
+        self._ids = count()
+        self._pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def connect(self, timeout_s: float = 30.0) -> None:
+        """Returns once connected, trying again while nobody serves the socket. Raises
+        ``ConnectionError`` after ``timeout_s``."""
+        await self.close()
+        give_up_s = time.monotonic() + timeout_s
+        delay_s = 0.02
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(
+                    self._path, limit=READ_AHEAD_BYTES
+                )
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if time.monotonic() + delay_s > give_up_s:
+                    raise ConnectionError(
+                        f"nobody serves {self._path} ({error}; tried for {timeout_s:g} s); start "
+                        "the API process on the same data directory"
+                    ) from error
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, 1.0)
+        self._writer = writer
+        self._listening = asyncio.create_task(self._listen(reader, writer))
+
+    async def close(self) -> None:
+        """Ends the connection; calls under way raise ``ConnectionError``."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+            self._listening = None
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hands answers to their callers until the connection ends."""
+        reason = "it was closed here"
+        try:
+            while True:
+                frame = await _read_frame(reader)
+                call_id, ok, answer = msgspec.msgpack.decode(
+                    frame, type=tuple[int, bool, msgspec.Raw]
+                )
+                future = self._pending.pop(call_id, None)
+                if future is not None and not future.done():
+                    if ok:
+                        future.set_result(answer)
+                    else:
+                        future.set_exception(_error(answer))
+        except EOFError:
+            reason = "the API process closed it"
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            reason = str(error)
+        finally:
+            self._writer = None
+            writer.close()
+            pending, self._pending = self._pending, {}
+            for future in pending.values():
+                if not future.done():
+                    future.set_exception(self._lost(reason))
+
+    def _lost(self, reason: str) -> ConnectionError:
+        return ConnectionError(f"no connection to the store at {self._path}: {reason}; reconnect")
+
+    async def _call(self, method: str, arguments: list[Any], result_type: type[T]) -> T:
+        writer = self._writer
+        if writer is None:
+            raise self._lost("not connected")
+        call_id = next(self._ids)
+        frame = _frame([call_id, method, arguments])
+        future: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._pending[call_id] = future
+        try:
+            writer.write(frame)
+            answer = await future
+        except asyncio.CancelledError:
+            if not writer.is_closing():
+                writer.write(_frame([call_id, "cancel", []]))
+            raise
+        finally:
+            self._pending.pop(call_id, None)
+        return msgspec.msgpack.decode(answer, type=result_type)
+
+    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
+        return await self._call("lease", [owner, info], Lease)
+
+    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+        return await self._call("take", [epoch, after, max_jobs], list[Job])
+
+    async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
+        return await self._call("finish", [epoch, list(outcomes)], type(None))
+
+
+def _error(answer: msgspec.Raw) -> Exception:
+    name, message = msgspec.msgpack.decode(answer, type=tuple[str, str])
+    if name in _ERRORS:
+        return _ERRORS[name](message)
+    return RuntimeError(f"the store failed with {name}: {message}")

@@ -1,0 +1,251 @@
+"""What SQLite adds to the store's contract (``test_store``): one file, one thread, one fsync."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.queue.group_commit import GroupCommit, News, Transaction
+from tuneserve_engine.queue.schema import StoreUnusable
+from tuneserve_engine.queue.sqlite import SqliteStore
+
+INFO = BaseModelInfo("tiny", "qwen3", 512, 1024, 64, "tiny")
+
+
+def job(seq: int) -> Job:
+    """The ``seq``-th request of a model, counted from 1 as the SDK does."""
+    return Job("alice", JobKind.OPTIM_STEP, "m", seq, b"payload", model_id="m", position=seq - 1)
+
+
+def test_an_idle_store_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parked take costs no statement and no timer; a parked wait only its own time-out."""
+    statements: list[str] = []
+    timers: list[float] = []
+
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db", trace=statements.append)
+        loop = asyncio.get_running_loop()
+        epoch = (await store.lease("worker", INFO)).epoch
+        waited = (await store.submit(job(2))).request_id
+        taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+        await asyncio.sleep(0.05)
+        schedule = loop.call_at
+
+        def call_at(when: float, *args: Any, **kwargs: Any) -> asyncio.TimerHandle:
+            timers.append(when - loop.time())
+            return schedule(when, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "call_at", call_at)
+        waiting = asyncio.create_task(store.wait(waited, 99))
+        await asyncio.sleep(0.05)
+        statements.clear()
+        await asyncio.sleep(0.3)
+        assert statements == []
+        assert len(timers) == 3  # these two sleeps and the wait's time-out
+        await store.submit(job(1))
+        assert len(await taking) == 1
+        await store.close()
+        assert await waiting is None
+
+    asyncio.run(main())
+
+
+def test_calls_that_come_together_share_a_commit(tmp_path: Path) -> None:
+    statements: list[str] = []
+
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db", trace=statements.append)
+        submits = [store.submit(job(seq)) for seq in range(64, 0, -1)]
+        ids = {each.request_id for each in await asyncio.gather(*submits)}
+        assert len(ids) == 64
+        assert 1 <= statements.count("COMMIT") < 64
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_waits_leave_nothing_behind(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db")
+        request_id = (await store.submit(job(1))).request_id
+        cancelled = [asyncio.create_task(store.wait(request_id, 10)) for _ in range(100)]
+        await asyncio.sleep(0.02)
+        for task in cancelled:
+            task.cancel()
+        timed_out = await asyncio.gather(*(store.wait(request_id, 0.01) for _ in range(100)))
+        assert timed_out == [None] * 100
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        with pytest.raises(KeyError):
+            await store.wait("req_unknown", 1)
+        assert store._waiting == {}
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_closed_store_releases_the_parked_and_refuses_the_rest(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db")
+        epoch = (await store.lease("worker", INFO)).epoch
+        request_id = (await store.submit(job(2))).request_id
+        waiting = asyncio.create_task(store.wait(request_id, 10))
+        taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+        await asyncio.sleep(0.02)
+        last = asyncio.create_task(store.submit(job(3)))
+        await asyncio.sleep(0)
+        await store.close()
+        assert not (await last).duplicate
+        assert await waiting is None
+        with pytest.raises(ConnectionError, match="closed"):
+            await taking
+        with pytest.raises(ConnectionError, match="closed"):
+            await store.submit(job(4))
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve_engine.queue.schema.BUSY_S", 0.1)
+
+    async def main() -> None:
+        first = await SqliteStore.open(tmp_path / "store.db")
+        with pytest.raises(StoreUnusable, match="in use by another process"):
+            await SqliteStore.open(tmp_path / "store.db")
+        await first.close()
+        await (await SqliteStore.open(tmp_path / "store.db")).close()
+
+    asyncio.run(main())
+
+
+def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    async def open_and_close(path: Path) -> None:
+        await (await SqliteStore.open(path)).close()
+
+    path = tmp_path / "store.db"
+    asyncio.run(open_and_close(path))
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("UPDATE meta SET value = 7 WHERE name = 'version'")
+    with pytest.raises(StoreUnusable, match="schema version 7, this release reads version 1"):
+        asyncio.run(open_and_close(path))
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"not a database" * 1000)
+    with pytest.raises(StoreUnusable, match="restore a backup"):
+        asyncio.run(open_and_close(garbage))
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnusable, match="check the path"):
+        asyncio.run(open_and_close(tmp_path / "file" / "store.db"))
+
+
+def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "data" / "store.db")
+        pragmas = [
+            await store._call(lambda tx, name=name: tx.one(f"PRAGMA {name}"))
+            for name in ("journal_mode", "synchronous")
+        ]
+        assert pragmas == [("wal",), (2,)]  # 2 = FULL
+        for file in (tmp_path / "data").iterdir():
+            assert file.stat().st_mode & 0o077 == 0
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db")
+        before = (await store.submit(job(1))).request_id
+        row = await store._call(lambda tx: tx.one("PRAGMA page_count"))
+        assert row is not None
+        await store._call(lambda tx: tx.one(f"PRAGMA max_page_count = {row[0] + 2}"))
+        large = replace(job(2), payload=bytes(10**6))
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            await store.submit(large)
+        assert await store.job_tenant(before) == "alice"
+        await store._call(lambda tx: tx.one("PRAGMA max_page_count = 1000000"))
+        assert not (await store.submit(large)).duplicate
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("CREATE TABLE a (id INTEGER PRIMARY KEY)")
+        deferred = "REFERENCES a (id) DEFERRABLE INITIALLY DEFERRED"
+        connection.execute(f"CREATE TABLE b (a INTEGER {deferred})")
+        return connection
+
+    def insert(tx: Transaction) -> int:
+        tx.news.take = True
+        return tx.run("INSERT INTO a VALUES (NULL)")
+
+    async def main() -> None:
+        news: list[News] = []
+        commit = GroupCommit(time.time, news.append)
+        await commit.start(connect)
+        calls = [commit.call(insert), commit.call(lambda tx: tx.run("INSERT INTO b VALUES (99)"))]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in results] == [sqlite3.IntegrityError] * 2
+        assert not any(each.take for each in news)
+        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
+        assert await commit.call(insert) == 1
+        assert news[-1].take
+        await commit.stop()
+
+    asyncio.run(main())
+
+
+CHILD = """
+import asyncio, sys
+from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.queue.sqlite import SqliteStore
+
+async def submit(store, worker):
+    for n in range(10**6):
+        job = Job("alice", JobKind.SAMPLE, f"scope {worker}", n, bytes(10_000))
+        print((await store.submit(job)).request_id, flush=True)
+
+async def main():
+    store = await SqliteStore.open(sys.argv[1])
+    await asyncio.gather(*(submit(store, worker) for worker in range(8)))
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        acknowledged = [child.stdout.readline().strip() for _ in range(300)]
+        os.kill(child.pid, signal.SIGKILL)
+        rest = child.stdout.read().splitlines(keepends=True)
+        acknowledged += [line.strip() for line in rest if line.endswith("\n")]
+
+    async def main() -> None:
+        store = await SqliteStore.open(path)
+        owners = await asyncio.gather(*(store.job_tenant(each) for each in acknowledged))
+        assert owners == ["alice"] * len(acknowledged)
+        epoch = (await store.lease("worker", INFO)).epoch
+        taken = await store.take(epoch, after=0, max_jobs=10**6)
+        assert {each.request_id for each in taken} >= set(acknowledged)
+        await store.close()
+
+    asyncio.run(main())
