@@ -89,9 +89,6 @@ class WorkerSettings(CommonSettings):
         default=1024, description="Tokens of one training micro-batch, padding included."
     )
     max_rows: PositiveInt = Field(default=8, description="Rows of one training micro-batch.")
-    unit_datums: PositiveInt = Field(
-        default=64, description="Datums after which a unit takes no further request."
-    )
     sample_rows: PositiveInt = Field(default=8, description="Sequences decoded together.")
     compile_cache: bool = Field(
         default=True, description="Keep compiled programs in the data directory."
