@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue.group_commit import GroupCommit, News, Transaction
 from tuneserve_engine.queue.schema import StoreUnusable
 from tuneserve_engine.queue.sqlite import SqliteStore
@@ -164,6 +164,20 @@ def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_an_ended_job_keeps_its_key_but_not_its_payload(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db")
+        epoch = (await store.lease("worker", INFO)).epoch
+        request_id = (await store.submit(job(1))).request_id
+        await store.submit(replace(job(2), rejection=Rejection("bad")))
+        await store.finish(epoch, [Outcome(request_id, b"result")])
+        rows = await store._call(lambda tx: tx.all("SELECT seq, payload, body FROM jobs"))
+        assert rows == [(1, None, b"result"), (2, None, b"")]
+        await store.close()
+
+    asyncio.run(main())
+
+
 def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
@@ -213,7 +227,7 @@ def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
 
 CHILD = """
 import asyncio, sys
-from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue.sqlite import SqliteStore
 
 async def submit(store, worker):
