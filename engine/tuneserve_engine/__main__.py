@@ -8,7 +8,7 @@ import sys
 from pydantic_settings import CliApp
 
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.config import WorkerSettings
+from tuneserve_engine.config import REFUSED, WorkerSettings
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, Queue
@@ -19,25 +19,33 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease."""
-    settings = CliApp.run(WorkerSettings)
+    """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease, 2 if it cannot start."""
+    try:
+        settings = CliApp.run(WorkerSettings)
+        _log_to_stderr(settings)
+        backend = JaxBackend.from_settings(settings)
+        operations = Operations(backend, FileStore(settings.files_dir))
+    except (ValueError, OSError) as error:
+        print(f"tuneserve worker: {error}", file=sys.stderr)
+        return REFUSED
+
+    async def connect() -> Queue:
+        return await RemoteQueue.connect(settings.store_socket)
+
+    status = 0
+    try:
+        asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
+    except* (Fenced, LeaseLost) as group:
+        logger.error("stopped: %s", group.exceptions[0])
+        status = 1
+    return status
+
+
+def _log_to_stderr(settings: WorkerSettings) -> None:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s"
     )
-    backend = JaxBackend.from_settings(settings)
-    operations = Operations(backend, FileStore(settings.files_dir))
-
-    async def connect() -> Queue:
-        queue = RemoteQueue(settings.store_socket)
-        await queue.connect()
-        return queue
-
-    try:
-        asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
-    except (Fenced, LeaseLost) as error:
-        logger.error("stopped: %s", error)
-        return 1
-    return 0
+    logging.getLogger("jax").setLevel(logging.WARNING)
 
 
 async def _until_signalled(worker: Worker) -> None:

@@ -16,6 +16,9 @@ from pydantic_settings import (
 
 TINY_MODEL = Path(__file__).parent / "tiny_model"
 
+REFUSED = 2
+"""Exit status of a process that would fail in the same way if it were started again."""
+
 
 class CommonSettings(BaseSettings):
     """What the API process and the worker must agree on."""

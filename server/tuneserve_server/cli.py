@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from tuneserve_engine.config import REFUSED
 from tuneserve_server import serving, supervisor
 from tuneserve_server.readiness import report_progress
 from tuneserve_server.settings import ApiSettings
@@ -123,7 +124,7 @@ def _settings(options: dict[str, Any]) -> ApiSettings:
         for problem in error.errors():
             name = ".".join(map(str, problem["loc"]))
             _say(f"{name}: {problem['msg']}" if name else problem["msg"])
-        raise typer.Exit(serving.REFUSED) from None
+        raise typer.Exit(REFUSED) from None
 
 
 def _say(text: str) -> None:

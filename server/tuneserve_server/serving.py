@@ -10,6 +10,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from tuneserve_engine.config import REFUSED
 from tuneserve_engine.queue.schema import StoreUnusable
 from tuneserve_engine.queue.sqlite import SqliteStore
 from tuneserve_server.app import create_app
@@ -18,7 +19,6 @@ from tuneserve_server.settings import ApiSettings
 
 logger = logging.getLogger(__name__)
 
-REFUSED = 2  # exit status: starting again would fail in the same way
 _BACKLOG = 4096  # SDKs open hundreds of connections at once
 _OPEN_FILES = 65_536
 _GRACE_S = 10

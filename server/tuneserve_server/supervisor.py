@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tuneserve_server.serving import REFUSED
+from tuneserve_engine.config import REFUSED
 
 Say = Callable[[str], None]
 
