@@ -1,0 +1,297 @@
+"""A backend without a model, for tests of the service: every number can be worked out by hand.
+
+The logprob of token ``y`` after token ``x`` is ``-(1 + (x + y) % 8) / 8 + shift``. An adapter's
+shift is ``scale`` times the sum, over its targets, layers and ranks r, of (the sum of A[:, r])
+times (the sum of B[r, :]): zero while B is zero. ``cross_entropy`` is ``-Σ w·lp``; the other losses
+are all ``-Σ advantages·lp``. ``optim_step`` is AdamW without bias correction or clipping.
+
+Sampling counts upwards: sample s, at place p of the sequence (the prompt's first token is at 0), is
+token ``(seed + s + p) % V``; at temperature 0 it is ``p % V``. Logprobs ignore the temperature, and
+every token reads as one letter: ``chr(97 + token % 26)``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tuneserve_engine.adapters import UNEMBED, AdamParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.backend.base import (
+    LOSS_NAMES,
+    AdapterState,
+    FloatArray,
+    IntArray,
+    Lattice,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    Tensors,
+    TopK,
+    TrainBatch,
+    TrainOutput,
+    TrainResult,
+    TrainUnit,
+)
+from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.lattice import ShapeLattice
+
+LAYERS, WIDTH = 2, 4
+FAKE_INFO = BaseModelInfo(
+    name="tuneserve/fake",
+    architecture="fake",
+    vocab_size=64,
+    context_length=64,
+    max_rank=32,
+    tokenizer_id="tuneserve/fake",
+    eos_token_ids=(63,),
+)
+
+
+@dataclass
+class _Adapter:
+    state: AdapterState
+    accumulator: Tensors = field(default_factory=dict)
+
+
+class FakeBackend:
+    """Implements ``backend.base.Backend``. Keeps the newest ``max_snapshots`` snapshots."""
+
+    def __init__(self, info: BaseModelInfo = FAKE_INFO, *, max_snapshots: int = 8) -> None:
+        self._info = info
+        self._lattice = ShapeLattice(info.context_length, rank_classes=(8, info.max_rank))
+        self._adapters: dict[str, _Adapter] = {}
+        self._snapshots: dict[str, AdapterState] = {}
+        self._max_snapshots = max_snapshots
+
+    @property
+    def info(self) -> BaseModelInfo:
+        return self._info
+
+    @property
+    def lattice(self) -> Lattice:
+        return self._lattice
+
+    def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
+        self._lattice.rank_class(config.rank)
+        weights: Tensors = {}
+        for name, shape in _shapes(config).items():
+            start = (1 + config.seed % 8) / 8 if name.endswith(".A") else 0
+            weights[name] = np.full(shape, start, np.float32)
+        self._adapters[adapter_id] = _fresh(AdapterState(config, weights))
+
+    def delete_adapter(self, adapter_id: str) -> None:
+        self._adapter(adapter_id)
+        del self._adapters[adapter_id]
+
+    @np.errstate(all="ignore")  # like a device, which says NaN and goes on
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        adapters = [self._adapter(request.adapter_id) for request in unit.requests]
+        slopes = [0.0] * len(unit.requests)  # d loss / d shift of each request
+        finite = [True] * len(unit.requests)
+        outputs = []
+        for batch in unit.batches:
+            output = TrainOutput(np.zeros_like(batch.weights), np.zeros(len(batch.beta), "f4"))
+            for row, index in enumerate(batch.row_request.tolist()):
+                if index >= 0:
+                    slopes[index] += _run_row(batch, row, adapters[index].state, output)
+                    finite[index] &= bool(np.isfinite([output.loss[row], slopes[index]]).all())
+            outputs.append(output)
+        for index, (request, adapter) in enumerate(zip(unit.requests, adapters, strict=True)):
+            if finite[index] and not request.forward_only:
+                finite[index] = _accumulate(adapter, slopes[index])
+        return TrainResult(tuple(outputs), tuple(finite))
+
+    @np.errstate(all="ignore")
+    def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
+        adapter = self._adapter(adapter_id)
+        state = adapter.state
+        weights: Tensors = {}
+        first: Tensors = {}
+        second: Tensors = {}
+        for name, gradient in adapter.accumulator.items():
+            first[name] = params.beta1 * state.first_moment[name] + (1 - params.beta1) * gradient
+            second[name] = (
+                params.beta2 * state.second_moment[name] + (1 - params.beta2) * gradient**2
+            )
+            decayed = state.weights[name] * (1 - params.learning_rate * params.weight_decay)
+            root = np.sqrt(second[name]) + params.eps
+            direction = np.where(first[name] == 0, 0, first[name] / root)
+            weights[name] = (decayed - params.learning_rate * direction).astype(np.float32)
+        norm = np.sqrt(sum(float(np.sum(g**2)) for g in adapter.accumulator.values()))
+        self._adapters[adapter_id] = _fresh(
+            AdapterState(state.config, weights, state.step + 1, _float32(first), _float32(second))
+        )
+        return {"grad_norm": float(norm)}
+
+    def adapter_state(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
+        state = self._adapter(adapter_id).state
+        if not optimizer:
+            return AdapterState(state.config, _copied(state.weights))
+        return replace(
+            state,
+            weights=_copied(state.weights),
+            first_moment=_copied(state.first_moment),
+            second_moment=_copied(state.second_moment),
+        )
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        self._check_fits(state)
+        self._adapters[adapter_id] = _fresh(state)
+
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        return snapshot_id in self._snapshots
+
+    def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
+        self._check_fits(state)
+        self._snapshots[snapshot_id] = state
+        for oldest in list(self._snapshots)[: -self._max_snapshots]:
+            del self._snapshots[oldest]
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        return [_sample(request, self._row_logprobs(request)) for request in requests]
+
+    def _row_logprobs(self, request: SampleRequest) -> FloatArray:
+        """[V, V]: the logprob of every token after every token."""
+        shift = 0.0
+        if request.snapshot_id is not None:
+            if request.snapshot_id not in self._snapshots:
+                raise ServerError(f"snapshot {request.snapshot_id} is not loaded; load it first")
+            shift = _shift(self._snapshots[request.snapshot_id])
+        ids = np.arange(self._info.vocab_size, dtype=np.int32)
+        return np.float32(shift) + _base_logprobs(ids[:, None], ids[None, :])
+
+    def _adapter(self, adapter_id: str) -> _Adapter:
+        if adapter_id not in self._adapters:
+            raise ServerError(f"adapter {adapter_id} does not exist here; create or load it first")
+        return self._adapters[adapter_id]
+
+    def _check_fits(self, state: AdapterState) -> None:
+        self._lattice.rank_class(state.config.rank)
+        expected = _shapes(state.config)
+        for group in (state.weights, state.first_moment, state.second_moment):
+            shapes = {name: tensor.shape for name, tensor in group.items()}
+            if shapes != expected and (shapes or group is state.weights):
+                raise UserError(
+                    f"the saved tensors are {shapes}; this base model needs {expected}; load them "
+                    "on the base model that they were trained on"
+                )
+
+
+def _base_logprobs(x: IntArray, y: IntArray) -> FloatArray:
+    return (-(1 + (x + y) % 8) / 8).astype(np.float32)
+
+
+def _shapes(config: AdapterConfig) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target in config.targets:
+        layers = () if target == UNEMBED else (LAYERS,)
+        shapes[f"{target}.A"] = (*layers, WIDTH, config.rank)
+        shapes[f"{target}.B"] = (*layers, config.rank, WIDTH)
+    return shapes
+
+
+def _fresh(state: AdapterState) -> _Adapter:
+    """An adapter in this state with an empty accumulator; moments that are missing are zero."""
+    first, second = state.first_moment or _zeros(state), state.second_moment or _zeros(state)
+    return _Adapter(replace(state, first_moment=first, second_moment=second), _zeros(state))
+
+
+def _zeros(state: AdapterState) -> Tensors:
+    return {name: np.zeros_like(tensor) for name, tensor in state.weights.items()}
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.copy() for name, tensor in tensors.items()}
+
+
+def _float32(tensors: Tensors) -> Tensors:
+    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+
+
+def _shift(state: AdapterState) -> float:
+    """What the adapter adds to every logprob."""
+    total = 0.0
+    for target in state.config.targets:
+        into = state.weights[f"{target}.A"].sum(-2)  # [L, R]
+        out = state.weights[f"{target}.B"].sum(-1)
+        total += float((into * out).sum())
+    return state.config.scale * total
+
+
+def _run_row(batch: TrainBatch, row: int, state: AdapterState, output: TrainOutput) -> float:
+    """Fills the row's outputs; returns the derivative of its loss by the adapter's shift."""
+    valid = batch.valid[row][:, None]
+    tokens, targets = batch.tokens[row][:, None], batch.targets[row]
+    logprobs = (_base_logprobs(tokens, targets) + np.float32(_shift(state))) * valid
+    if LOSS_NAMES[batch.loss_id[row]] == "cross_entropy":
+        weights = batch.weights[row]
+    else:
+        weights = batch.advantages[row][:, None]
+    output.logprobs[row] = logprobs
+    output.loss[row] = -np.sum(weights * logprobs)
+    return -float(np.sum(weights * valid))
+
+
+def _accumulate(adapter: _Adapter, slope: float) -> bool:
+    """Adds ``slope`` times the derivative of the shift by each weight, if the sum is finite."""
+    state = adapter.state
+    total = {}
+    for target in state.config.targets:
+        a, b = f"{target}.A", f"{target}.B"
+        by_shift = np.float32(slope * state.config.scale)
+        total[a] = adapter.accumulator[a] + by_shift * state.weights[b].sum(-1)[..., None, :]
+        total[b] = adapter.accumulator[b] + by_shift * state.weights[a].sum(-2)[..., :, None]
+    finite = all(bool(np.isfinite(tensor).all()) for tensor in total.values())
+    if finite:
+        adapter.accumulator = total
+    return finite
+
+
+def _sample(request: SampleRequest, logprobs: FloatArray) -> SampleResult:
+    prompt, n = request.prompt, len(request.prompt)
+    rows = logprobs[prompt[:-1]]  # [N-1, V]: after each token but the last
+    scores = np.full(n, np.nan, np.float32)
+    scores[1:] = rows[np.arange(n - 1), prompt[1:]]
+    targets = request.targets
+    at = np.arange(n - 1)[:, None]
+    alternatives = None
+    if request.alt_tokens:
+        draws = (request.seed + at + np.arange(request.alt_tokens)) % logprobs.shape[1]
+        alternatives = TopK(draws.astype(np.int32), rows[at, draws])
+    return SampleResult(
+        sequences=tuple(_sequence(request, s, logprobs) for s in range(request.num_samples)),
+        prompt_logprobs=scores if request.prompt_logprobs else None,
+        topk_prompt=_topk(rows, request.topk_prompt) if request.topk_prompt else None,
+        target_logprobs=None
+        if targets is None
+        else np.where(targets < 0, np.float32(0), rows[at, np.maximum(targets, 0)]),
+        alt_tokens=alternatives,
+    )
+
+
+def _sequence(request: SampleRequest, index: int, logprobs: FloatArray) -> SampledSequence:
+    first = 0 if request.temperature == 0 else request.seed + index
+    previous = int(request.prompt[-1])
+    tokens: list[int] = []
+    befores: list[int] = []
+    text = ""
+    stopped = False
+    while not stopped and len(tokens) < request.max_tokens:
+        token = (first + len(request.prompt) + len(tokens)) % logprobs.shape[1]
+        befores.append(previous)
+        tokens.append(token)
+        previous = token
+        text += chr(97 + token % 26)
+        stopped = token in request.stop_tokens or any(s in text for s in request.stop_strings if s)
+    rows = logprobs[befores]
+    return SampledSequence(
+        tokens=np.array(tokens, np.int32),
+        logprobs=rows[np.arange(len(tokens)), tokens],
+        stop_reason="stop" if stopped else "length",
+        topk=_topk(rows, request.topk_sample) if request.topk_sample else None,
+    )
+
+
+def _topk(rows: FloatArray, k: int) -> TopK:
+    ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
+    return TopK(ids.astype(np.int32), np.take_along_axis(rows, ids, axis=1))
