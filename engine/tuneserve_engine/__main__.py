@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import signal
 import sys
 
@@ -25,12 +26,16 @@ def main() -> int:
         _log_to_stderr(settings)
         backend = JaxBackend.from_settings(settings)
         operations = Operations(backend, FileStore(settings.files_dir))
+        queue = RemoteQueue(settings.store_socket)
     except (ValueError, OSError) as error:
         print(f"tuneserve worker: {error}", file=sys.stderr)
         return REFUSED
 
     async def connect() -> Queue:
-        return await RemoteQueue.connect(settings.store_socket)
+        # For ever: as long as this process lives, so do its models.
+        logger.info("waiting for the API process at %s", settings.store_socket)
+        await queue.connect(timeout_s=math.inf)
+        return queue
 
     status = 0
     try:
