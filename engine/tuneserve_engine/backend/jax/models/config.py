@@ -161,6 +161,10 @@ def _rope_scaling(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> Llama3Scali
         return None
     if kind != "llama3":
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; 'default' and 'llama3' are")
+    needed = ("factor", "low_freq_factor", "high_freq_factor")
+    missing = [name for name in needed if rope.get(name) is None]
+    if missing:
+        raise UnsupportedModel(f"the llama3 RoPE options lack {', '.join(missing)}")
     original = rope.get("original_max_position_embeddings")
     return Llama3Scaling(
         factor=float(rope["factor"]),
