@@ -148,7 +148,8 @@ class Operations:
         record = command.checkpoint
         if record is None:
             raise ServerError("a save names neither a checkpoint nor a sampling session")
-        outcome = _json(job, {"path": record.key, "type": job.kind.value})
+        # Without "type", which clients check: three kinds of saves answer here.
+        outcome = _json(job, {"path": record.key})
         return replace(
             outcome, checkpoint=replace(record, size_bytes=size), overwrite=command.overwrite
         )
