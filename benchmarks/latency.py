@@ -62,7 +62,7 @@ def fsync(folder: Path) -> Callable[[], None]:
 
 def sdk_round_trip(server: LocalServer) -> Callable[[], Any]:
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-bench")
-    trainer = service.create_lora_training_client(base_model=server.base_model, rank=RANK)
+    trainer = service.create_lora_training_client(base_model=server.base_model, rank=RANK).result()
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(list(range(TOKENS))),
         loss_fn_inputs={"target_tokens": list(range(1, TOKENS + 1)), "weights": [1.0] * TOKENS},

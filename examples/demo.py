@@ -46,7 +46,7 @@ def datum(tokenizer, question: str, answer: str) -> types.Datum:
 def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
     """One tenant, start to finish."""
     with tinker.ServiceClient(base_url=url, api_key=f"tml-{task.name}") as service:
-        trainer = service.create_lora_training_client(base_model=base_model, rank=RANK)
+        trainer = service.create_lora_training_client(base_model=base_model, rank=RANK).result()
         tokenizer = trainer.get_tokenizer()
         before = service.create_sampling_client(base_model=base_model)
         view.before(task.name, [sample(before, tokenizer, q) for q in HELD_OUT])

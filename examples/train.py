@@ -14,8 +14,9 @@ from tinker import types
 def main() -> None:
     """Prints the loss of each step, the checkpoint's path, and an answer."""
     with tinker.ServiceClient() as service:
-        base_model = service.get_server_capabilities().supported_models[0].model_name
-        trainer = service.create_lora_training_client(base_model=base_model, rank=16)
+        models = tinker.RestClient().get_server_capabilities().result().supported_models
+        base_model = models[0].model_name
+        trainer = service.create_lora_training_client(base_model=base_model, rank=16).result()
         tokenizer = trainer.get_tokenizer()
 
         def datum(question: str, answer: str) -> types.Datum:
