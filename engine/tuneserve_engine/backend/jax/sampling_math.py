@@ -44,8 +44,7 @@ def draw(
     """
     temperature = jnp.asarray(rows.temperature)
     scaled = at_temperature(logits, temperature)
-    keep = nucleus(scaled, jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
-    weights = jnp.where(keep, jnp.exp(scaled), 0.0)
+    weights = nucleus(logits, jnp.exp(scaled), jnp.asarray(rows.top_k), jnp.asarray(rows.top_p))
     uniform = jax.vmap(_uniform, in_axes=(0, None, 0, 0))(
         jnp.asarray(rows.seed), _SAMPLES, jnp.asarray(rows.sample), step
     )
@@ -66,28 +65,33 @@ def at_temperature(
 
 
 def nucleus(
-    scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
-) -> Bool[Array, "B V"]:
-    """The tokens that may be drawn: the top-k, and of their distribution the nucleus of top-p."""
-    vocab = scaled.shape[-1]
+    logits: Float[Array, "B V"],
+    weights: Float[Array, "B V"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+) -> Float[Array, "B V"]:
+    """The weights of the tokens that may be drawn, 0 for the others: the top-k by logit, and of
+    their distribution the nucleus of top-p."""
+    vocab = logits.shape[-1]
     limits_k = (top_k > 0) & (top_k < vocab)
     limits_p = top_p < 1
 
-    def by_count(logits: Array) -> Array:
+    def by_count(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits, weights = state
         count = jnp.where(limits_k, top_k, vocab).astype(jnp.float32)
-        kept = keep_largest(logits, jnp.ones_like(logits), count)
-        return jnp.where(kept | ~limits_k[:, None], logits, -jnp.inf)
+        kept = keep_largest(logits, jnp.ones_like(logits), count) | ~limits_k[:, None]
+        return jnp.where(kept, logits, -jnp.inf), jnp.where(kept, weights, 0.0)
 
-    def by_mass(logits: Array) -> Array:
-        mass = jnp.exp(logits)
-        target = jnp.maximum(top_p, _TINY) * jnp.sum(mass, axis=-1)
-        kept = keep_largest(logits, mass, target)
-        return jnp.where(kept | ~limits_p[:, None], logits, -jnp.inf)
+    def by_mass(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        logits, weights = state
+        mass = jnp.maximum(top_p, _TINY) * jnp.sum(weights, axis=-1)
+        kept = keep_largest(logits, weights, mass) | ~limits_p[:, None]
+        return logits, jnp.where(kept, weights, 0.0)
 
     # Sorting a vocabulary costs hundreds of log-sum-exps: only batches that ask pay for a search.
-    left: Array = jax.lax.cond(jnp.any(limits_k), by_count, lambda x: x, scaled)
-    left = jax.lax.cond(jnp.any(limits_p), by_mass, lambda x: x, left)
-    return left > -jnp.inf
+    left = jax.lax.cond(jnp.any(limits_k), by_count, lambda same: same, (logits, weights))
+    _, drawable = jax.lax.cond(jnp.any(limits_p), by_mass, lambda same: same, left)
+    return jnp.asarray(drawable)
 
 
 def keep_largest(

@@ -1,0 +1,328 @@
+"""Requests in, results out, on a random tiny model: company, seeds, lanes, snapshots, programs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult
+from tuneserve_engine.backend.jax.adapters import TargetShapes, target_shapes
+from tuneserve_engine.backend.jax.models.config import ModelConfig
+from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.sample import Sampler
+from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.lattice import ShapeLattice
+
+LANES = 4
+CONFIG = ModelConfig(
+    architecture="qwen3",
+    vocab_size=67,
+    hidden=16,
+    layers=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate=24,
+    context_length=64,
+    qk_norm=True,
+)
+LATTICE = ShapeLattice(CONFIG.context_length, rank_classes=(2, 4))
+NAN = "full of NaN"
+TENANTS = ("rank 2", "rank 4", "attention only")
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    # The default standard deviation of 0.02 gives near-uniform logits that hide mistakes.
+    state = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, nnx.state(decoder))
+    nnx.update(decoder, state)
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def sampler(model: Decoder) -> Sampler:
+    sampler = Sampler(model, LATTICE, None, lanes=LANES)
+    sampler.load_snapshot("rank 2", state(rank=2, seed=1))
+    sampler.load_snapshot("rank 4", state(rank=4, seed=2))
+    sampler.load_snapshot("attention only", state(rank=1, seed=3, train_mlp=False))
+    broken = state(rank=2, seed=4)
+    for tensor in broken.weights.values():
+        tensor[:] = np.nan
+    sampler.load_snapshot(NAN, broken)
+    return sampler
+
+
+def state(*, rank: int, seed: int, train_mlp: bool = True) -> AdapterState:
+    config = AdapterConfig(rank=rank, alpha=8.0, seed=seed, train_mlp=train_mlp)
+    shapes: TargetShapes = target_shapes(CONFIG)
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name in config.targets:
+        *layers, inputs, outputs = shapes[name]
+        for side, shape in (("A", (inputs, rank)), ("B", (rank, outputs))):
+            random = rng.normal(scale=0.2, size=(*layers, *shape))
+            weights[f"{name}.{side}"] = random.astype(np.float32)
+    return AdapterState(config, weights)
+
+
+def request(
+    length: int = 5, *, snapshot_id: str | None = None, seed: int = 1, **options: Any
+) -> SampleRequest:
+    prompt = np.random.default_rng(length).integers(0, 67, length).astype(np.int32)
+    defaults = {"num_samples": 1, "max_tokens": 10}
+    return SampleRequest(prompt, snapshot_id, seed, **(defaults | options))
+
+
+def assert_same_bits(got: SampleResult, want: SampleResult) -> None:
+    jax.tree.map(np.testing.assert_array_equal, _plain(got), _plain(want))
+
+
+def _plain(result: SampleResult) -> Any:
+    return [
+        [
+            (s.tokens, s.logprobs, s.stop_reason, vars(s.topk) if s.topk else 0)
+            for s in result.sequences
+        ],
+        result.prompt_logprobs if result.prompt_logprobs is not None else 0,
+        vars(result.topk_prompt) if result.topk_prompt else 0,
+        result.target_logprobs if result.target_logprobs is not None else 0,
+        vars(result.alt_tokens) if result.alt_tokens else 0,
+    ]
+
+
+COMPANY = (
+    request(5, seed=1, num_samples=3, max_tokens=9, topk_sample=3),
+    request(7, seed=2, snapshot_id="rank 2", temperature=0.7, prompt_logprobs=True),
+    request(3, seed=3, snapshot_id="rank 2", top_k=3, max_tokens=2, topk_prompt=2),
+    request(5, seed=4, snapshot_id="attention only", top_p=0.5, num_samples=2),
+    request(4, seed=5, snapshot_id=NAN, num_samples=2, prompt_logprobs=True),
+    request(6, seed=6, snapshot_id="rank 4", temperature=0.0, topk_sample=2),
+    request(5, seed=7, snapshot_id="rank 4", num_samples=6, max_tokens=5, alt_tokens=3),
+    request(5, seed=8, max_tokens=1, num_samples=5),
+    request(17, seed=9, max_tokens=12, num_samples=2),
+    request(1, seed=10, stop_tokens=frozenset(range(40)), max_tokens=15, prompt_logprobs=True),
+)
+
+
+@pytest.fixture(scope="module")
+def alone(sampler: Sampler) -> list[SampleResult]:
+    return [sampler.sample([one])[0] for one in COMPANY]
+
+
+@settings(max_examples=25, deadline=None)
+@given(order=st.permutations(range(len(COMPANY))), count=st.integers(1, len(COMPANY)))
+def test_company_changes_no_bit_of_a_request(
+    sampler: Sampler, alone: list[SampleResult], order: list[int], count: int
+) -> None:
+    chosen = order[:count]
+    results = sampler.sample([COMPANY[i] for i in chosen])
+    for index, result in zip(chosen, results, strict=True):
+        assert_same_bits(result, alone[index])
+
+
+def test_a_nan_adapter_in_the_same_lanes_leaves_nothing_behind(sampler: Sampler) -> None:
+    """More NaN sequences than lanes, longer than what follows: their caches are used again."""
+    spoilt = request(7, snapshot_id=NAN, num_samples=2 * LANES, max_tokens=9)
+    clean = request(3, snapshot_id="rank 2", seed=5, num_samples=2 * LANES, max_tokens=13)
+    (want,) = sampler.sample([clean])
+    result, got = sampler.sample([spoilt, clean])
+    assert np.isnan(result.sequences[0].logprobs).all()
+    assert all(np.isfinite(sequence.logprobs).all() for sequence in got.sequences)
+    assert_same_bits(got, want)
+
+
+def test_the_same_seed_repeats_and_another_does_not(sampler: Sampler) -> None:
+    one = request(seed=2**63 + 5, max_tokens=11)
+    first, again, other = sampler.sample([one, one, replace(one, seed=5)])
+    assert_same_bits(first, again)
+    assert first.sequences[0].tokens.tolist() != other.sequences[0].tokens.tolist()
+
+
+def test_samples_of_one_request_differ(sampler: Sampler) -> None:
+    (result,) = sampler.sample([request(num_samples=9, temperature=2.0)])
+    assert len({tuple(s.tokens.tolist()) for s in result.sequences}) == 9
+
+
+def test_a_sample_does_not_depend_on_how_many_there_are(sampler: Sampler) -> None:
+    few, many = sampler.sample([request(num_samples=2), request(num_samples=9)])
+    assert_same_bits(replace(many, sequences=many.sequences[:2]), few)
+
+
+def test_a_shorter_budget_gives_a_prefix(sampler: Sampler) -> None:
+    """Within one capacity class; both prompts and budgets fit 16 positions."""
+    long, short = sampler.sample([request(max_tokens=11), request(max_tokens=6)])
+    assert short.sequences[0].stop_reason == "length"
+    np.testing.assert_array_equal(short.sequences[0].tokens, long.sequences[0].tokens[:6])
+    np.testing.assert_array_equal(short.sequences[0].logprobs, long.sequences[0].logprobs[:6])
+
+
+@pytest.mark.parametrize("position", [0, 1, 4, 9])
+def test_the_stop_token_comes_once_at_the_end_with_its_logprob(
+    sampler: Sampler, position: int
+) -> None:
+    (free,) = sampler.sample([request(seed=3, temperature=2.0)])
+    tokens = free.sequences[0].tokens
+    stop = int(tokens[position])
+    end = tokens.tolist().index(stop) + 1
+    (stopped,) = sampler.sample([request(seed=3, temperature=2.0, stop_tokens=frozenset({stop}))])
+    assert stopped.sequences[0].stop_reason == "stop"
+    np.testing.assert_array_equal(stopped.sequences[0].tokens, tokens[:end])
+    np.testing.assert_array_equal(stopped.sequences[0].logprobs, free.sequences[0].logprobs[:end])
+
+
+def test_a_prompt_and_budget_may_fill_the_whole_context(sampler: Sampler) -> None:
+    full, last = sampler.sample([request(50, max_tokens=14), request(63, max_tokens=1)])
+    assert len(full.sequences[0].tokens) == 14
+    assert len(last.sequences[0].tokens) == 1
+
+
+def test_a_request_for_logprobs_never_decodes(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Decoder, "decode", decode)
+    sampler = Sampler(model, LATTICE, None, lanes=LANES)
+    (result,) = sampler.sample([request(9, max_tokens=1, prompt_logprobs=True)])
+    assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == 9
+    assert len(result.sequences[0].tokens) == 1
+    with pytest.raises(AssertionError, match="decoded"):
+        sampler.sample([request(9, max_tokens=2)])
+
+
+def test_many_samples_of_a_prompt_cost_one_prefill(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    prefill = sampler._programs.prefill
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return prefill(*args)
+
+    monkeypatch.setattr(sampler._programs, "prefill", counted)
+    sampler.sample([request(num_samples=16), request(6, num_samples=3)])
+    assert len(calls) == 2
+
+
+def test_a_lane_is_refilled_before_the_longest_sequence_ends(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes - 1 long sequences and many short ones take no longer than the long ones alone."""
+    calls = []
+    decode = sampler._programs.decode
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return decode(*args)
+
+    monkeypatch.setattr(sampler._programs, "decode", counted)
+    long = request(3, num_samples=LANES - 1, max_tokens=13)
+    sampler.sample([long])
+    alone = len(calls)
+    calls.clear()
+    sampler.sample([long, request(4, num_samples=alone, max_tokens=3)])
+    assert len(calls) == alone
+
+
+def test_scores_without_company_of_a_prompt_of_one_token_are_empty(sampler: Sampler) -> None:
+    targets = np.zeros((0, 2), np.int32)
+    (result,) = sampler.sample(
+        [request(1, prompt_logprobs=True, topk_prompt=3, alt_tokens=2, targets=targets)]
+    )
+    assert result.prompt_logprobs is not None and np.isnan(result.prompt_logprobs).tolist() == [
+        True
+    ]
+    assert result.topk_prompt is not None and result.topk_prompt.token_ids.shape == (0, 3)
+    assert result.alt_tokens is not None and result.alt_tokens.logprobs.shape == (0, 2)
+    assert result.target_logprobs is not None and result.target_logprobs.shape == (0, 2)
+
+
+def test_what_was_not_asked_is_none(sampler: Sampler) -> None:
+    (result,) = sampler.sample([request()])
+    assert result.sequences[0].topk is None
+    assert (result.prompt_logprobs, result.topk_prompt) == (None, None)
+    assert (result.target_logprobs, result.alt_tokens) == (None, None)
+
+
+def test_no_requests_give_no_results(sampler: Sampler) -> None:
+    assert sampler.sample([]) == []
+
+
+def test_an_unloaded_snapshot_is_named_before_anything_runs(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler._programs, "prefill", None)
+    with pytest.raises(ServerError, match=r"snapshot 'gone' is not loaded.*load it again"):
+        sampler.sample([request(), request(snapshot_id="gone")])
+
+
+def test_the_least_recently_used_snapshot_makes_room(model: Decoder) -> None:
+    sampler = Sampler(model, LATTICE, None, lanes=LANES, max_snapshots=2)
+    for name in ("a", "b"):
+        sampler.load_snapshot(name, state(rank=2, seed=1))
+    assert sampler.has_snapshot("a")  # asking counts as use: a call asks before it samples
+    sampler.load_snapshot("c", state(rank=2, seed=1))
+    assert [sampler.has_snapshot(name) for name in "abc"] == [True, False, True]
+
+
+def test_a_snapshot_keeps_its_weights_when_the_host_copy_changes(model: Decoder) -> None:
+    sampler = Sampler(model, LATTICE, None, lanes=LANES)
+    saved = state(rank=2, seed=1)
+    sampler.load_snapshot("frozen", saved)
+    one = request(snapshot_id="frozen", max_tokens=1, prompt_logprobs=True)
+    (before,) = sampler.sample([one])
+    for tensor in saved.weights.values():
+        tensor += 1.0
+    assert_same_bits(sampler.sample([one])[0], before)
+
+
+def test_a_snapshot_of_another_model_is_refused(sampler: Sampler) -> None:
+    wrong = state(rank=2, seed=1)
+    wrong.weights["q_proj.A"] = wrong.weights["q_proj.A"][:, :-1]
+    with pytest.raises(UserError, match=r"q_proj\.A"):
+        sampler.load_snapshot("wrong", wrong)
+    assert not sampler.has_snapshot("wrong")
+
+
+def test_no_option_of_a_request_compiles_anything(sampler: Sampler) -> None:
+    """Once a capacity, a rank class and each power of two of a top k have been seen."""
+    asked = {"prompt_logprobs": True, "topk_prompt": 4, "topk_sample": 4, "alt_tokens": 4}
+    targets = np.zeros((4, 3), np.int32)
+    sampler.sample([request(**asked, targets=targets), request(snapshot_id="rank 4", **asked)])
+    with compilations() as compiled:
+        sampler.sample([request(6, seed=9, temperature=0.3, top_k=5, top_p=0.8, num_samples=7)])
+        sampler.sample([request(2, max_tokens=3, temperature=0.0, snapshot_id="rank 2")])
+        sampler.sample([request(9, max_tokens=7, top_p=0.2, stop_tokens=frozenset({1, 2}))])
+        sampler.sample([request(4, topk_prompt=3, snapshot_id="attention only")])
+        sampler.sample([request(4, topk_sample=3, seed=2**64 - 1)])
+        sampler.sample([request(3, alt_tokens=3), request(snapshot_id="rank 4", top_k=2)])
+        sampler.sample([request(4, targets=np.ones((3, 4), np.int32))])
+    assert compiled == []
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of compilation events while it is open, eager operations included."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **kwargs: Any) -> None:
+        if event.startswith("/jax/core/compile"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
