@@ -38,7 +38,6 @@ HELD_OUT_SEED = 31_337  # the model was trained on seed 0
 
 @pytest.fixture(scope="module")
 def loaded() -> tuple[Any, dict[str, Any]]:
-    torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(FOLDER, output_loading_info=True)
 
 
