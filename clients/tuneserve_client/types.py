@@ -212,24 +212,27 @@ class NotReadyResponse(Response):
 # --- weights -------------------------------------------------------------------------------------
 
 
-class SaveWeightsRequest(ModelKey):
-    path: str | None = Field(default=None, description="Name of the checkpoint.")
+class SaveRequest(ModelKey):
+    """What every save has. ``path`` is the checkpoint's name."""
+
+    path: str | None = None
     ttl_seconds: int | None = None
+
+
+class SaveWeightsRequest(SaveRequest):
     overwrite: bool = False
     user_metadata: Metadata | None = None
 
 
-class SaveWeightsForSamplerRequest(ModelKey):
-    path: str | None = None
+class SaveWeightsForSamplerRequest(SaveRequest):
+    """Named by ``path``, or a sampling session by its number."""
+
     sampling_session_seq_id: Seq | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
     user_metadata: Metadata | None = None
 
 
-class SaveWeightsExternalRequest(ModelKey):
-    path: str | None = None
-    ttl_seconds: int | None = None
+class SaveWeightsExternalRequest(SaveRequest):
     age_encryption_recipients: list[str] | None = None
 
 

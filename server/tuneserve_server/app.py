@@ -27,6 +27,7 @@ from tuneserve_server.sweeper import sweep_forever
 from tuneserve_server.worker_watch import WorkerWatch
 
 ROUTERS = (service, models, training, weights, sampling, futures, rest, files)
+PREFIX = "/api/v1"
 
 
 def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) -> FastAPI:
@@ -64,8 +65,9 @@ def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) 
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     for module in ROUTERS:
-        app.include_router(module.router, prefix="/api/v1")
+        app.include_router(module.router, prefix=PREFIX)
     errors.install(app)
     return app

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Request)
 K = TypeVar("K", bound=Request)
 
-_ZSTD_PIECE = 1024  # expands to 32 MiB at the very most, so that a bomb is noticed in time
 _ZSTD_WINDOW = 2**26
+_START_BYTES = 4096  # of a body that is too large: enough to read its key
 _SHOWN_PROBLEMS = 5
 _noticed: set[str] = set()
 _MOST_NOTICED = 1000  # field names come from clients; the set must not grow with them
@@ -58,22 +58,18 @@ def decompress(body: bytes, encoding: str | None, *, limit_bytes: int) -> bytes:
         return body
     if encoding != "zstd":
         raise UnknownEncoding("the only Content-Encoding understood here is zstd")
-    decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
-    plain = bytearray()
+    decoder = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     try:
-        for start in range(0, len(body), _ZSTD_PIECE):
-            plain += decoder.decompress(body[start : start + _ZSTD_PIECE])
-            if len(plain) > limit_bytes:
-                raise Cut(
-                    f"the request body is larger than {limit_bytes} bytes after decompression, "
-                    "the limit of this server; send less at once",
-                    bytes(plain),
-                )
+        if zstandard.frame_content_size(body) <= limit_bytes:
+            return decoder.decompress(body, max_output_size=limit_bytes, allow_extra_data=False)
+        start = decoder.stream_reader(body).read(_START_BYTES)
     except (zstandard.ZstdError, MemoryError):
-        raise Malformed("the request body is not valid zstd") from None
-    if not decoder.eof or decoder.unused_data:
-        raise Malformed("the request body is not one complete zstd frame")
-    return bytes(plain)
+        raise Malformed("the request body is not one complete zstd frame") from None
+    raise Cut(
+        f"the request body is larger than {limit_bytes} bytes after decompression, the limit of "
+        "this server; send less at once",
+        start,
+    )
 
 
 def parse(body_type: type[B], raw: bytes) -> B:

@@ -126,9 +126,8 @@ def checked_ttl(ttl_s: int | None, now_s: float) -> float | None:
 def new_checkpoint(
     model: Model,
     kind: CheckpointKind,
-    request: types.SaveWeightsRequest
-    | types.SaveWeightsForSamplerRequest
-    | types.SaveWeightsExternalRequest,
+    request: types.SaveRequest,
+    user_metadata: dict[str, str] | None = None,
 ) -> Checkpoint:
     """The record that a save will make visible."""
     name = request.path
@@ -152,19 +151,19 @@ def new_checkpoint(
         created_s=now_s,
         has_optimizer=kind == CheckpointKind.TRAINING,
         expires_s=checked_ttl(request.ttl_seconds, now_s),
-        user_metadata=metadata(getattr(request, "user_metadata", None)),
+        user_metadata=metadata(user_metadata),
     )
 
 
 def save_training(model: Model, request: types.SaveWeightsRequest) -> SaveWeights:
-    checkpoint = new_checkpoint(model, CheckpointKind.TRAINING, request)
+    checkpoint = new_checkpoint(model, CheckpointKind.TRAINING, request, request.user_metadata)
     return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint, overwrite=request.overwrite)
 
 
 def save_for_sampler(model: Model, request: types.SaveWeightsForSamplerRequest) -> SaveWeights:
     """A named checkpoint, or a sampling session on the weights as they are now."""
     if request.path is not None:
-        checkpoint = new_checkpoint(model, CheckpointKind.SAMPLER, request)
+        checkpoint = new_checkpoint(model, CheckpointKind.SAMPLER, request, request.user_metadata)
         return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint)
     if request.sampling_session_seq_id is None:
         raise UserError(

@@ -18,12 +18,14 @@ proxy's. Bodies never repeat the input.
 """
 
 import logging
+import sqlite3
 from typing import ClassVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from tuneserve_client.types import Failure
 from tuneserve_engine.errors import UserError
@@ -96,6 +98,15 @@ class StoreUnavailable(ApiError):
     headers: ClassVar[dict[str, str]] = {"Retry-After": "2"}
 
 
+_HANDLED = (
+    ApiError,
+    UserError,
+    KeyReused,
+    ResultExpired,
+    sqlite3.Error,  # a full disk, an I/O error
+    ConnectionError,  # the store is closed: we are stopping
+    Exception,
+)
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -120,13 +131,15 @@ def as_api_error(error: Exception) -> ApiError:
         )
     if isinstance(error, ResultExpired):
         return ResultGone("this result is no longer kept; submit the request again")
+    if isinstance(error, sqlite3.Error | ConnectionError):
+        return StoreUnavailable("the store refused; nothing was changed; send the request again")
     return ApiError("internal error; the server's log has the details")
 
 
 def _handle(_: Request, error: Exception) -> JSONResponse:
     answer = as_api_error(error)
-    if answer.status == 500:
-        logger.error("unexpected error", exc_info=error)
+    if answer.status >= 500:
+        logger.error("a request failed", exc_info=error)
     return failure(answer.status, answer.code, str(answer), answer.headers)
 
 
@@ -142,9 +155,15 @@ def _handle_parameters(_: Request, error: Exception) -> JSONResponse:
     return failure(Malformed.status, Malformed.code, "; ".join(parts)[:1000])
 
 
+def _handle_gone(_: Request, error: Exception) -> JSONResponse:
+    """The client went away while sending; nobody reads the answer."""
+    return failure(400, "client_gone", "the connection ended before the request did")
+
+
 def install(app: FastAPI) -> None:
     """Makes every failure of ``app`` answer in the one shape."""
-    for handled in (ApiError, UserError, KeyReused, ResultExpired, Exception):
+    for handled in _HANDLED:
         app.add_exception_handler(handled, _handle)
+    app.add_exception_handler(ClientDisconnect, _handle_gone)
     app.add_exception_handler(HTTPException, _handle_http)
     app.add_exception_handler(RequestValidationError, _handle_parameters)

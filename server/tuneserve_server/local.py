@@ -61,6 +61,11 @@ class LocalServer:
             self.stop()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Of the supervisor, whose children the API process and the worker are."""
+        return self._process.pid
+
     def stop(self) -> None:
         """Ends the processes and waits for them."""
         self._process.terminate()

@@ -29,7 +29,7 @@ async def sweep_forever(
 
 def patient(policy: SweepPolicy) -> SweepPolicy:
     """The policy while nobody may be held silent for our own absence."""
-    never_s = 1e9
+    never_s = 1e12
     return SweepPolicy(never_s, policy.gap_ttl_s + _GRACE_S, policy.result_ttl_s)
 
 

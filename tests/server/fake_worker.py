@@ -1,0 +1,31 @@
+"""A worker process without a model: ``python fake_worker.py <data directory>``."""
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+from tuneserve_engine.backend.fake import FakeBackend
+from tuneserve_engine.files import FileStore
+from tuneserve_engine.operations import Operations
+from tuneserve_engine.queue.base import Queue
+from tuneserve_engine.queue.remote import RemoteQueue
+from tuneserve_engine.worker import Worker
+
+
+async def main(data_dir: Path) -> None:
+    backend = FakeBackend()
+
+    async def connect() -> Queue:
+        queue = RemoteQueue(data_dir / "store.sock")
+        await queue.connect()
+        return queue
+
+    worker = Worker(connect, Operations(backend, FileStore(data_dir / "files")), backend.info)
+    task = asyncio.ensure_future(worker.run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await asyncio.wait([task])
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,262 @@
+"""Listings, sessions, housekeeping, and the clean-up that time brings."""
+
+import asyncio
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from tuneserve_engine.queue.base import SweepPolicy
+from tuneserve_engine.records import Checkpoint, Session, Update
+from tuneserve_server.sweeper import delete_unused, patient, sweep_forever
+
+pytestmark = pytest.mark.anyio
+
+
+async def save(service: Any, model: str, seq_id: int, name: str, **fields: Any) -> str:
+    request = {"model_id": model, "seq_id": seq_id, "path": name, **fields}
+    result = await service.result(await service.post("/save_weights", request))
+    path: str = result["path"]
+    return path
+
+
+async def test_runs_are_listed_newest_first_in_pages(service: Any) -> None:
+    session = await service.session()
+    models = [await service.model(session, number) for number in range(3)]
+    page = await service.get("/training_runs?limit=2&offset=0&access_scope=owned")
+    assert [run["training_run_id"] for run in page["training_runs"]] == models[:0:-1]
+    assert page["cursor"] == {"offset": 0, "limit": 2, "total_count": 3}
+    rest = await service.get("/training_runs?limit=2&offset=2")
+    assert [run["training_run_id"] for run in rest["training_runs"]] == models[:1]
+    nothing = await service.get("/training_runs?limit=0")
+    assert (nothing["training_runs"], nothing["cursor"]["total_count"]) == ([], 3)
+
+
+async def test_a_run_names_its_newest_checkpoints(service: Any) -> None:
+    model = await service.model(await service.session())
+    await save(service, model, 1, "old")
+    await save(service, model, 2, "new")
+    request = {"model_id": model, "seq_id": 3, "path": "s", "kind": "snapshot"}
+    await service.result(await service.post("/save_weights_for_sampler", request))
+    run = await service.get(f"/training_runs/{model}?access_scope=owned")
+    assert run["last_checkpoint"]["checkpoint_id"] == "weights/new"
+    assert run["last_checkpoint"]["checkpoint_type"] == "training"
+    assert run["last_sampler_checkpoint"]["tinker_path"] == f"tinker://{model}/sampler_weights/s"
+
+
+async def test_checkpoints_are_listed_with_size_and_total(service: Any) -> None:
+    model = await service.model(await service.session())
+    paths = [await save(service, model, n, f"c{n}") for n in (1, 2)]
+    page = await service.get("/checkpoints?limit=1000&offset=0")
+    assert [c["tinker_path"] for c in page["checkpoints"]] == paths[::-1]
+    assert page["cursor"]["total_count"] == 2
+    assert all(c["size_bytes"] > 0 and c["public"] is False for c in page["checkpoints"])
+    assert datetime.fromisoformat(page["checkpoints"][0]["time"]).tzinfo is not None
+
+
+async def test_an_unnamed_sampler_save_is_no_checkpoint(service: Any) -> None:
+    model = await service.model(await service.session())
+    request = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    await service.result(await service.post("/save_weights_for_sampler", request))
+    assert (await service.get("/checkpoints"))["checkpoints"] == []
+
+
+async def test_a_ttl_is_set_and_removed(service: Any) -> None:
+    model = await service.model(await service.session())
+    await save(service, model, 1, "a")
+    path = f"/training_runs/{model}/checkpoints/weights/a/ttl"
+    await service.ok("PUT", path, {"ttl_seconds": 7200})
+    listed = (await service.get("/checkpoints"))["checkpoints"][0]
+    left_s = (datetime.fromisoformat(listed["expires_at"]) - datetime.now(UTC)).total_seconds()
+    assert 7100 < left_s <= 7200
+    await service.ok("PUT", path, {"ttl_seconds": None})
+    assert "expires_at" not in (await service.get("/checkpoints"))["checkpoints"][0]
+    for body, status in (({"ttl_seconds": 60}, 400), ({}, 422), ({"ttl_seconds": "1h"}, 422)):
+        assert (await service.call("PUT", path, json=body)).status_code == status
+
+
+async def test_an_expired_checkpoint_is_gone_at_once_and_its_file_after_a_sweep(
+    service: Any,
+) -> None:
+    model = await service.model(await service.session())
+    path = await save(service, model, 1, "a", ttl_seconds=3600)
+    store, files = service.services.store, service.services.files
+    await store.update(Update("checkpoint", path, {"expires_s": time.time() - 1}))
+    assert (await service.get("/checkpoints"))["checkpoints"] == []
+    assert (
+        await service.call("POST", "/weights_info", json={"tinker_path": path})
+    ).status_code == 404
+    assert len(files.ids()) == 1
+    await store.sweep(time.time(), SweepPolicy())
+    await delete_unused(store, files)
+    assert files.ids() == set()
+    assert await store.get(Checkpoint, path) is None
+
+
+async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(service: Any) -> None:
+    model = await service.model(await service.session())
+    await save(service, model, 1, "a")
+    path = f"/training_runs/{model}/checkpoints/weights/a"
+    await service.ok("DELETE", path)
+    assert (await service.call("DELETE", path)).status_code == 404
+    await save(service, model, 2, "a")
+
+
+async def test_files_that_something_names_survive_the_clean_up(service: Any) -> None:
+    session = await service.session()
+    model = await service.model(session)
+    await save(service, model, 1, "a")
+    request = {"model_id": model, "seq_id": 2, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    await service.result(await service.post("/save_weights_for_sampler", request))
+    store, files = service.services.store, service.services.files
+    before = files.ids()
+    files.write("0" * 32, {"stray": b"x"})
+    await delete_unused(store, files)
+    assert (files.ids(), len(before)) == (before, 2)
+    # The sampler goes with its session, the checkpoint stays.
+    await service.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
+    await delete_unused(store, files)
+    assert len(files.ids()) == 1
+
+
+async def test_publishing_marks_the_checkpoint_for_its_owner_only(service: Any) -> None:
+    model = await service.model(await service.session())
+    await save(service, model, 1, "a")
+    path = f"/training_runs/{model}/checkpoints/weights/a/publish"
+    await service.ok("POST", path)
+    assert (await service.get("/checkpoints"))["checkpoints"][0]["public"] is True
+    theirs = await service.call("GET", f"/training_runs/{model}", key="tml-b")
+    assert theirs.status_code == 404
+    await service.ok("DELETE", path)
+    assert (await service.get("/checkpoints"))["checkpoints"][0]["public"] is False
+
+
+async def test_sessions_are_listed_with_what_their_owner_said(service: Any) -> None:
+    request = {
+        "tags": ["x"],
+        "user_metadata": {"purpose": "test"},
+        "sdk_version": "0.38.0",
+        "display_name": "one",
+    }
+    session = (await service.post("/create_session", request))["session_id"]
+    assert (await service.get("/sessions?limit=20&offset=0"))["sessions"] == [session]
+    described = await service.get(f"/sessions/{session}?access_scope=owned")
+    assert described == {
+        "training_run_ids": [],
+        "sampler_ids": [],
+        "user_metadata": {"purpose": "test"},
+        "display_name": "one",
+    }
+
+
+async def test_the_same_idempotency_key_gets_the_same_session(api: Any) -> None:
+    header = {"X-Idempotency-Key": "stainless-python-retry-1"}
+    first, again = [await api.session(headers=header) for _ in range(2)]
+    other = await api.session(headers={"X-Idempotency-Key": "stainless-python-retry-2"})
+    theirs = await api.session(headers=header, key="tml-b")
+    assert first == again
+    assert len({first, other, theirs}) == 3
+
+
+async def test_numbers_in_metadata_are_kept_as_text(api: Any) -> None:
+    request = {"tags": [], "user_metadata": {"a": 1, "b": True}, "sdk_version": "0.25.0"}
+    session = (await api.post("/create_session", request))["session_id"]
+    assert (await api.get(f"/sessions/{session}"))["user_metadata"] == {"a": "1", "b": "True"}
+
+
+async def test_a_heartbeat_keeps_a_session_alive(api: Any) -> None:
+    session = await api.session()
+    store = api.services.store
+    await store.update(Update("session", session, {"last_seen_s": 0.0}))
+    await api.post("/session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
+    await store.sweep(time.time(), SweepPolicy())
+    assert (await store.get(Session, session)).ended is None
+    await store.update(Update("session", session, {"last_seen_s": 0.0}))
+    await store.sweep(time.time(), SweepPolicy())
+    response = await api.call("POST", "/session_heartbeat", json={"session_id": session})
+    assert (response.status_code, "(expired)" in response.text) == (410, True)
+
+
+async def test_no_session_expires_for_a_silence_that_was_ours(api: Any) -> None:
+    session = await api.session()
+    store = api.services.store
+    await store.update(Update("session", session, {"last_seen_s": 0.0}))
+    sweeping = asyncio.create_task(
+        sweep_forever(store, api.services.files, SweepPolicy(session_ttl_s=1), 0.01)
+    )
+    await asyncio.sleep(0.1)
+    sweeping.cancel()
+    assert (await store.get(Session, session)).ended is None
+    assert patient(SweepPolicy()).session_ttl_s > 1e8
+
+
+async def test_the_reason_of_the_first_finish_stays(api: Any) -> None:
+    session = await api.session()
+    for reason in ("errored", "success"):
+        await api.post(f"/sessions/{session}/finish", {"reason": {"type": reason}, "detail": None})
+    assert (await api.services.store.get(Session, session)).ended == "errored"
+
+
+async def test_the_capabilities_are_the_one_base_model(service: Any) -> None:
+    assert await service.get("/get_server_capabilities") == {
+        "supported_models": [
+            {
+                "model_name": "tuneserve/fake",
+                "max_context_length": 64,
+                "trainable": True,
+                "sampleable": True,
+            }
+        ]
+    }
+
+
+async def test_health_needs_no_key_and_tells_of_the_worker(api: Any) -> None:
+    before = await api.get("/healthz", key=None)
+    assert before == {"status": "ok", "worker": "absent", "base_model": "tuneserve/fake"}
+    await api.start_worker()
+    after = await api.get("/healthz", key=None)
+    assert (after["worker"], after["context_length"]) == ("ready", 64)
+
+
+async def test_telemetry_is_accepted_and_dropped(api: Any) -> None:
+    for content in (b"\xff not json", b"{}", b"x" * 100_000):
+        assert await api.post("/telemetry", content=content) == {"status": "accepted"}
+
+
+async def test_the_introductions_of_the_sdk_are_answered_with_defaults(api: Any) -> None:
+    for path in ("/client/config", "/client/dynamic_config"):
+        assert await api.post(path, {"sdk_version": "0.38.0"}) == {}
+
+
+async def test_a_poll_says_when_there_is_no_worker(api: Any, bodies: Any) -> None:
+    answer = await api.post("/create_model", bodies.create_model(await api.session()))
+    response = await api.call("POST", "/retrieve_future", json=answer)
+    assert response.status_code == 408
+    assert response.json()["queue_state"] == "paused_capacity"
+    assert "no worker" in response.json()["queue_state_reason"]
+
+
+async def test_an_expired_result_is_410(service: Any, bodies: Any) -> None:
+    answer = await service.post("/create_model", bodies.create_model(await service.session()))
+    await service.result(answer)
+    policy = replace(SweepPolicy(), result_ttl_s=0.0)
+    await service.services.store.sweep(time.time() + 1, policy)
+    response = await service.poll(answer["request_id"])
+    assert (response.status_code, response.json()["code"]) == (410, "result_expired")
+
+
+async def test_a_store_that_fails_holds_polls_instead_of_failing_them(
+    service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = await service.post("/create_model", bodies.create_model(await service.session()))
+
+    async def broken(*_: object) -> None:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(service.services.store, "wait", broken)
+    started_s = time.monotonic()
+    response = await service.call("POST", "/retrieve_future", json=answer)
+    assert (response.status_code, response.json()["queue_state"]) == (408, "paused_capacity")
+    assert time.monotonic() - started_s >= service.services.settings.poll_s
