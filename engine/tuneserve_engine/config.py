@@ -93,10 +93,11 @@ class WorkerSettings(CommonSettings):
     )
     max_rows: PositiveInt = Field(default=8, description="Rows of one training micro-batch.")
     sample_rows: PositiveInt = Field(default=8, description="Sequences decoded together.")
-    compile_cache: bool = Field(
-        default=True, description="Keep compiled programs in the data directory."
+    compile_cache: Path | None = Field(
+        default=None,
+        description="Where compiled programs are kept; default: compiled/ in the data directory.",
     )
 
     @property
-    def compile_cache_dir(self) -> Path | None:
-        return self.data_dir / "compiled" if self.compile_cache else None
+    def compile_cache_dir(self) -> Path:
+        return self.compile_cache or self.data_dir / "compiled"

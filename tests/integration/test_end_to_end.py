@@ -1,0 +1,288 @@
+"""The real processes, the embedded model, the official SDK: what a tenant does, start to finish."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tuneserve_server.local import LocalServer
+
+pytestmark = [
+    # The SDK leaves its sockets to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """One cache of programs for all servers of this module."""
+    os.environ["TINKER_TELEMETRY"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, compiled):
+    with LocalServer(tmp_path_factory.mktemp("service"), compile_cache=compiled) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def service(server):
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-tests") as client:
+        yield client
+
+
+def datum(tokens, weights=None, **inputs):
+    targets = [*tokens[1:], 0]
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={
+            "target_tokens": targets,
+            **(inputs or {"weights": weights or [1.0] * len(tokens)}),
+        },
+    )
+
+
+def new_trainer(service, server, rank=4, **options):
+    return service.create_lora_training_client(
+        base_model=server.base_model, rank=rank, seed=7, **options
+    ).result()
+
+
+def step(trainer, data, loss="cross_entropy"):
+    gradient = trainer.forward_backward(data, loss)
+    trainer.optim_step(ADAM).result()
+    return gradient.result()
+
+
+DATA = [datum(list(range(5, 25))), datum(list(range(40, 52)))]
+
+
+def losses(trainer, steps):
+    return [step(trainer, DATA).metrics["loss:sum"] for _ in range(steps)]
+
+
+def test_training_lowers_the_loss_and_forward_agrees_with_it(service, server):
+    trainer = new_trainer(service, server)
+    curve = losses(trainer, 6)
+    assert curve[-1] < curve[0] / 2
+    scored = trainer.forward(DATA, "cross_entropy").result()
+    again = trainer.forward_backward(DATA, "cross_entropy").result()
+    assert scored.metrics == again.metrics
+    lp = np.concatenate([o["logprobs"].to_numpy() for o in scored.loss_fn_outputs])
+    assert scored.metrics["loss:sum"] == pytest.approx(-lp.sum(), rel=1e-5)
+
+
+def test_resuming_with_the_optimizer_continues_bit_for_bit(service, server):
+    trainer = new_trainer(service, server)
+    losses(trainer, 3)
+    saved = trainer.save_state("resume-here").result().path
+    onwards = losses(trainer, 3)
+    resumed = service.create_training_client_from_state_with_optimizer(saved).result()
+    assert losses(resumed, 3) == onwards
+    fresh = service.create_training_client_from_state(saved).result()
+    without = losses(fresh, 3)
+    assert without[0] == onwards[0]  # the same weights
+    assert without[1:] != onwards[1:]  # another optimizer state
+    info = resumed.get_info()
+    assert info.lora_rank == 4
+
+
+def test_a_sampler_is_frozen_when_it_is_made(service, server):
+    trainer = new_trainer(service, server)
+    losses(trainer, 2)
+    sampler = trainer.save_weights_and_get_sampling_client()
+    prompt = types.ModelInput.from_ints(list(range(5, 15)))
+    params = types.SamplingParams(max_tokens=8, temperature=0.0)
+    before = sampler.sample(prompt, 1, params).result().sequences[0]
+    scores = sampler.compute_logprobs(prompt).result()
+    losses(trainer, 4)
+    after = sampler.sample(prompt, 1, params).result().sequences[0]
+    assert after.tokens == before.tokens
+    assert after.logprobs == before.logprobs
+    assert sampler.compute_logprobs(prompt).result() == scores
+
+
+def test_trainer_and_sampler_give_the_same_logprobs(service, server):
+    trainer = new_trainer(service, server)
+    losses(trainer, 3)
+    tokens = list(range(5, 25))
+    sampler = trainer.save_weights_and_get_sampling_client()
+    sampled = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+    trained = trainer.forward([datum(tokens)], "cross_entropy").result()
+    assert sampled[0] is None
+    np.testing.assert_allclose(
+        sampled[1:], trained.loss_fn_outputs[0]["logprobs"].to_numpy()[:-1], atol=2e-5
+    )
+
+
+def test_seeds_repeat_and_samples_differ(service, server):
+    sampler = service.create_sampling_client(base_model=server.base_model)
+    prompt = types.ModelInput.from_ints(list(range(5, 15)))
+
+    def draw(seed, n=3):
+        params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=seed, stop=[])
+        return [s.tokens for s in sampler.sample(prompt, n, params).result().sequences]
+
+    first = draw(1)
+    assert draw(1) == first
+    assert draw(2) != first
+    assert len({tuple(tokens) for tokens in first}) == 3
+    assert all(len(tokens) == 12 for tokens in first)
+
+
+def test_policy_losses_and_custom_losses_train(service, server):
+    trainer = new_trainer(service, server)
+    tokens = list(range(5, 21))
+    n = len(tokens)
+    policy = datum(tokens, logprobs=[-3.0] * n, advantages=[1.0] * n)
+    for loss in ("importance_sampling", "ppo", "cispo"):
+        assert np.isfinite(step(trainer, [policy], loss).metrics["loss:sum"])
+
+    def preference(data, logprobs):
+        loss = -sum(lp.sum() for lp in logprobs)
+        return loss, {"total:sum": float(loss.detach())}
+
+    before = trainer.forward_backward_custom(DATA, preference).result().metrics["loss:sum"]
+    trainer.optim_step(ADAM).result()
+    after = trainer.forward_backward_custom(DATA, preference).result().metrics["loss:sum"]
+    assert after < before
+
+
+BAD = {
+    "token": (datum([5, 5000]), "cross_entropy", "5000"),
+    "length": (datum([5, 6, 7], weights=[1.0]), "cross_entropy", "weights"),
+    "too long": (datum([5] * 2049), "cross_entropy", "2048"),
+    "loss": (datum([5, 6]), "no_such_loss", "no_such_loss"),
+    "nan": (datum([5, 6], weights=[1.0, float("nan")]), "cross_entropy", "weights"),
+    "missing": (datum([5, 6]), "ppo", "advantages"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_datum_is_named_and_later_requests_run(service, server, what):
+    bad, loss, named = BAD[what]
+    trainer = new_trainer(service, server)
+    refused = trainer.forward_backward([bad], loss)
+    good = trainer.forward_backward(DATA, "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=named) as caught:
+        refused.result(timeout=60)
+    assert caught.value.category == types.RequestErrorCategory.User
+    assert good.result(timeout=60).metrics["loss:sum"] > 0
+    trainer.optim_step(ADAM).result(timeout=60)
+
+
+def test_a_tenants_curve_is_the_same_alone_and_beside_others(server):
+    def run(key, rank, bad=False):
+        with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+            trainer = new_trainer(client, server, rank=rank)
+            if bad:
+                trainer.forward_backward([BAD["nan"][0]], "cross_entropy")
+            return losses(trainer, 5)
+
+    alone = run("tml-alone", 4)
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(run, f"tml-{i}", rank, i == 1) for i, rank in enumerate((4, 8, 12))]
+        together = run("tml-together", 4)
+        assert others[0].result()[0] == alone[0]
+    assert together == alone
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_export_is_downloaded_and_loads_in_peft(service, server, tmp_path):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    import torch
+
+    from tuneserve_engine.config import TINY_MODEL
+
+    trainer = new_trainer(service, server)
+    losses(trainer, 4)
+    path = trainer.save_weights_external("for-peft").result().path
+    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-tests"}
+    tinker_cli = str(Path(sys.executable).with_name("tinker"))
+    subprocess.run(
+        [tinker_cli, "checkpoint", "download", path, "--output", str(tmp_path)],
+        env=environment,
+        check=True,
+        timeout=120,
+    )
+    folder = next(tmp_path.rglob("adapter_config.json")).parent
+    base = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, folder)
+    tokens = list(range(5, 25))
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = logits[range(19), tokens[1:]].numpy()
+    ours = trainer.forward([datum(tokens)], "cross_entropy").result()
+    np.testing.assert_allclose(
+        ours.loss_fn_outputs[0]["logprobs"].to_numpy()[:-1], expected, atol=1e-4
+    )
+
+
+def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path, compiled):
+    with LocalServer(tmp_path, compile_cache=compiled) as running:
+        client = tinker.ServiceClient(base_url=running.url, api_key="tml-restart")
+        trainer = new_trainer(client, running)
+        curve = losses(trainer, 2)
+        saved = trainer.save_state("kept").result().path
+        onwards = losses(trainer, 2)
+        client.close("success")
+        running.stop()
+        running.start()
+        again = tinker.ServiceClient(base_url=running.url, api_key="tml-restart")
+        resumed = again.create_training_client_from_state_with_optimizer(saved).result()
+        assert losses(resumed, 2) == onwards
+        assert curve[0] > onwards[-1]
+        again.close("success")
+
+
+def test_a_worker_that_dies_fails_its_models_and_is_replaced(tmp_path, compiled):
+    with LocalServer(tmp_path, compile_cache=compiled) as running:
+        client = tinker.ServiceClient(base_url=running.url, api_key="tml-death")
+        trainer = new_trainer(client, running)
+        losses(trainer, 1)
+        worker = subprocess.run(
+            ["pgrep", "-f", "-P", str(running.pid), "tuneserve_engine"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        os.kill(int(worker[0]), 9)
+        with pytest.raises(tinker.RequestFailedError, match="checkpoint") as caught:
+            trainer.forward_backward(DATA, "cross_entropy").result(timeout=120)
+        assert caught.value.category == types.RequestErrorCategory.Server
+        assert losses(new_trainer(client, running), 1)  # the next one is there
+        client.close("success")
+
+
+def test_the_training_example_runs(server):
+    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-example"}
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Arr, matey!" in ran.stdout.splitlines()[-1]
+
+
+def test_health_names_the_base_model_without_a_key(server):
+    with urllib.request.urlopen(f"{server.url}/api/v1/healthz") as answer:
+        health = json.load(answer)
+    assert health["status"] == "ok"
+    assert health["base_model"] == "tuneserve/tiny"
