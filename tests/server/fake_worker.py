@@ -1,4 +1,4 @@
-"""A worker process without a model: ``python fake_worker.py <data directory>``."""
+"""A worker process without a model: ``fake_worker.py <data directory> [<supervisor pid>]``."""
 
 import asyncio
 import signal
@@ -11,6 +11,7 @@ from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Queue
 from tuneserve_engine.queue.remote import RemoteQueue
 from tuneserve_engine.worker import Worker
+from tuneserve_server.supervisor import end_with
 
 
 async def main(data_dir: Path) -> None:
@@ -28,4 +29,6 @@ async def main(data_dir: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        end_with(int(sys.argv[2]))
     asyncio.run(main(Path(sys.argv[1])))

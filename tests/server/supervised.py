@@ -1,0 +1,32 @@
+"""``tuneserve up`` with a worker that needs no model: ``python supervised.py <data directory>``.
+
+Settings come from the environment, as for the children.
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from tuneserve_server.cli import _say
+from tuneserve_server.readiness import report_progress
+from tuneserve_server.settings import ApiSettings
+from tuneserve_server.supervisor import ChildSpec, RestartPolicy, Supervisor, child_command
+
+WORKER = str(Path(__file__).with_name("fake_worker.py"))
+
+
+async def main() -> int:
+    settings = ApiSettings()
+    worker = [sys.executable, WORKER, str(settings.data_dir), str(os.getpid())]
+    children = [
+        ChildSpec("api", child_command("api"), os.environ),
+        ChildSpec("worker", worker, os.environ),
+    ]
+    policy = RestartPolicy(first_delay_s=0.1)
+    supervisor = Supervisor(children, _say, policy)
+    return await supervisor.run(lambda: asyncio.create_task(report_progress(settings, _say)))
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

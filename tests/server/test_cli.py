@@ -1,0 +1,80 @@
+"""The command line and the settings: what is refused, and how it is said."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tuneserve_server.settings import ApiSettings
+
+
+def tuneserve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tuneserve_server", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com", ""])
+def test_an_address_that_others_can_reach_is_refused(host: str) -> None:
+    with pytest.raises(ValidationError, match="accepts any API key"):
+        ApiSettings(host=host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_addresses_are_accepted(host: str) -> None:
+    assert ApiSettings(host=host).host == host
+
+
+@pytest.mark.parametrize("command", ["api", "up"])
+def test_the_command_line_refuses_other_addresses_with_the_way_out(
+    command: str, tmp_path: Path
+) -> None:
+    result = tuneserve(command, "--host", "0.0.0.0", TUNESERVE_DATA_DIR=str(tmp_path))
+    assert result.returncode == 2
+    assert "'0.0.0.0' is not a loopback address" in result.stderr
+    assert "127.0.0.1" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        result = tuneserve("api", "--port", port, "--data-dir", str(tmp_path))
+    assert result.returncode == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
+    assert "--port" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_flags_override_the_environment_and_it_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tuneserve.toml").write_text("port = 1111\npoll_s = 3\nlora_alpha = 8\n")
+    monkeypatch.setenv("TUNESERVE_PORT", "2222")
+    monkeypatch.setenv("TUNESERVE_POLL_S", "4")
+    settings = ApiSettings(port=3333)
+    assert (settings.port, settings.poll_s, settings.lora_alpha) == (3333, 4.0, 8.0)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        ApiSettings().port = 1
+
+
+def test_every_setting_is_described() -> None:
+    assert all(field.description for field in ApiSettings.model_fields.values())
+
+
+def test_the_command_names_its_halves() -> None:
+    result = tuneserve("--help")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in ("up", "api", "worker"))
