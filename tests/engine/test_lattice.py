@@ -56,7 +56,7 @@ def test_a_rank_without_a_class_is_refused_with_the_limit(rank):
 
 
 def test_too_many_targets_are_refused_with_the_limit():
-    with pytest.raises(UserError, match="65 targets.*1 to 64"):
+    with pytest.raises(UserError, match=r"65 targets.*1 to 64"):
         ShapeLattice(100).target_class(65)
 
 

@@ -23,17 +23,21 @@ _LARGEST = float(np.finfo(np.float32).max)
 _LEAST_EXPONENT = -120  # 2^120 is still a float32
 
 
-class StepScalars(NamedTuple):
-    """One step's numbers, float32."""
+Scalar = Float[Array, ""] | np.float32
+"""float32: on the host, or in a program."""
 
-    decay: np.float32  # 1 - lr·wd
-    mean_weight: np.float32  # 1 - beta1
-    beta2: np.float32
-    square_weight: np.float32  # 1 - beta2
-    step_size: np.float32  # lr / (1 - beta1^step)
-    root_correction: np.float32  # sqrt(1 - beta2^step)
-    eps: np.float32
-    clip_norm: np.float32  # infinity = no clipping
+
+class StepScalars(NamedTuple):
+    """One step's numbers."""
+
+    decay: Scalar  # 1 - lr·wd
+    mean_weight: Scalar  # 1 - beta1
+    beta2: Scalar
+    square_weight: Scalar  # 1 - beta2
+    step_size: Scalar  # lr / (1 - beta1^step)
+    root_correction: Scalar  # sqrt(1 - beta2^step)
+    eps: Scalar
+    clip_norm: Scalar  # infinity = no clipping
 
 
 class Stepped(NamedTuple):
@@ -108,7 +112,7 @@ def adamw_step(
     return Stepped(new, mean, square, jax.tree.map(jnp.zeros_like, accumulator), norm)
 
 
-def _lerp(start: Array, end: Array, weight: np.float32) -> Array:
+def _lerp(start: Array, end: Array, weight: Scalar) -> Array:
     """torch.lerp's two forms: exact at both ends."""
     return jnp.where(
         weight < 0.5, start + weight * (end - start), end - (end - start) * (1 - weight)
