@@ -95,15 +95,16 @@ def _bind(
 ) -> Callable[..., Any]:
     """``function(model, ...)`` compiled, its first argument bound to the model's weights.
 
-    Split once, merged while tracing: a call pays for neither.
+    Taken apart once, merged while tracing: a call pays for neither.
     """
-    graphdef, state = nnx.split(model)
+    graph, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
 
-    def run(state: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(nnx.merge(graphdef, state), *args, **kwargs)
+    def run(leaves: list[Array], *args: Any, **kwargs: Any) -> Any:
+        return function(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *args, **kwargs)
 
     compiled = jax.jit(run, donate_argnums=donate, static_argnames=static)
-    return partial(compiled, state)
+    return partial(compiled, leaves)
 
 
 def _prefill(
