@@ -157,7 +157,7 @@ def _handle_parameters(_: Request, error: Exception) -> JSONResponse:
 
 def _handle_gone(_: Request, error: Exception) -> JSONResponse:
     """The client went away while sending; nobody reads the answer."""
-    return failure(400, "client_gone", "the connection ended before the request did")
+    return failure(400, InvalidRequest.code, "the connection ended before the request did")
 
 
 def install(app: FastAPI) -> None:
