@@ -54,9 +54,10 @@ class _Adapter:
 
 
 class FakeBackend:
-    """Implements ``backend.base.Backend``. Keeps the newest ``max_snapshots`` snapshots."""
+    """Implements ``backend.base.Backend``. Keeps the ``max_snapshots`` snapshots last
+    loaded or asked for."""
 
-    def __init__(self, info: BaseModelInfo = FAKE_INFO, *, max_snapshots: int = 8) -> None:
+    def __init__(self, info: BaseModelInfo = FAKE_INFO, *, max_snapshots: int = 64) -> None:
         self._info = info
         self._lattice = ShapeLattice(info.context_length, rank_classes=(8, info.max_rank))
         self._adapters: dict[str, _Adapter] = {}
@@ -139,10 +140,14 @@ class FakeBackend:
         self._adapters[adapter_id] = _fresh(state)
 
     def has_snapshot(self, snapshot_id: str) -> bool:
-        return snapshot_id in self._snapshots
+        found = snapshot_id in self._snapshots
+        if found:
+            self._snapshots[snapshot_id] = self._snapshots.pop(snapshot_id)  # now the newest
+        return found
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         self._check_fits(state)
+        self._snapshots.pop(snapshot_id, None)
         self._snapshots[snapshot_id] = state
         for oldest in list(self._snapshots)[: -self._max_snapshots]:
             del self._snapshots[oldest]

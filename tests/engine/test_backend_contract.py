@@ -1,0 +1,509 @@
+"""What every backend promises, whatever it computes with: run against the fake and the JAX one."""
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tuneserve_engine.adapters import UNEMBED, AdamParams, AdapterConfig
+from tuneserve_engine.backend.base import (
+    AdapterState,
+    Backend,
+    SampleRequest,
+    SampleResult,
+    Tensors,
+    TopK,
+    TrainRequest,
+    TrainResult,
+    TrainUnit,
+)
+from tuneserve_engine.backend.fake import FakeBackend
+from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.errors import EngineError, UserError
+from tuneserve_engine.training_wire import Datum, TrainingData
+
+SMALL = AdapterConfig(rank=3, alpha=16.0, seed=1)
+OTHER = AdapterConfig(rank=5, alpha=32.0, seed=2)
+PARTIAL = AdapterConfig(rank=2, alpha=8.0, seed=3, train_mlp=False, train_unembed=False)
+STEP = AdamParams(learning_rate=0.01, weight_decay=0.1)
+ids = count()
+
+
+@pytest.fixture(params=["fake", "jax"])
+def device(request: pytest.FixtureRequest) -> Backend:
+    """One backend for all tests, for the sake of its compiled programs."""
+    backend: Backend = (
+        FakeBackend() if request.param == "fake" else request.getfixturevalue("backend")
+    )
+    return backend
+
+
+def adapter(device: Backend, config: AdapterConfig = SMALL) -> str:
+    """A fresh adapter under an id of its own."""
+    adapter_id = f"contract-{next(ids)}"
+    device.create_adapter(adapter_id, config)
+    return adapter_id
+
+
+def snapshot(device: Backend, adapter_id: str) -> str:
+    snapshot_id = f"snapshot-{next(ids)}"
+    device.load_snapshot(snapshot_id, device.adapter_state(adapter_id, optimizer=False))
+    return snapshot_id
+
+
+def datum(seed: int, length: int = 12) -> Datum:
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, 50, (2, length)).astype(np.int32)
+    weights = rng.normal(1, 0.5, (length, 1)).astype(np.float32)
+    return Datum(tokens, targets[:, None], weights, flat=True)
+
+
+def wanted(adapter_id: str, *seeds: int, forward_only: bool = False, rank: int = 3) -> PackRequest:
+    """A request of one datum per seed."""
+    data = [datum(seed) for seed in seeds]
+    return PackRequest(adapter_id, rank, TrainingData("cross_entropy", {}, forward_only, data))
+
+
+def run(device: Backend, *requests: PackRequest) -> tuple[Packed, TrainResult]:
+    packed = pack(requests, device.lattice)
+    return packed, device.forward_backward(packed.unit)
+
+
+def answer(device: Backend, *requests: PackRequest, of: int = 0) -> tuple[list[Any], float]:
+    """Logprobs and loss of one of the requests."""
+    packed, result = run(device, *requests)
+    assert all(result.finite)
+    return unpack(packed, result.outputs, of, requests[of].data)
+
+
+def prompt(seed: int, length: int = 6) -> Any:
+    return np.random.default_rng(seed).integers(0, 50, length).astype(np.int32)
+
+
+def ask(snapshot_id: str | None = None, **fields: Any) -> SampleRequest:
+    fields = {"seed": 1, "num_samples": 1, "max_tokens": 4, "prompt": prompt(0), **fields}
+    return SampleRequest(snapshot_id=snapshot_id, **fields)
+
+
+def sample(device: Backend, *requests: SampleRequest) -> SampleResult:
+    """The first request's result."""
+    return device.sample(requests)[0]
+
+
+def tokens_of(result: SampleResult) -> list[list[int]]:
+    return [sequence.tokens.tolist() for sequence in result.sequences]
+
+
+def same_tensors(a: Tensors, b: Tensors) -> bool:
+    return a.keys() == b.keys() and all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+def same_state(a: AdapterState, b: AdapterState) -> bool:
+    """Whether two states have the same bits."""
+    return (
+        (a.config, a.step) == (b.config, b.step)
+        and same_tensors(a.weights, b.weights)
+        and same_tensors(a.first_moment, b.first_moment)
+        and same_tensors(a.second_moment, b.second_moment)
+    )
+
+
+def same_sample(a: SampleResult, b: SampleResult) -> bool:
+    return tokens_of(a) == tokens_of(b) and all(
+        x.logprobs.tobytes() == y.logprobs.tobytes()
+        for x, y in zip(a.sequences, b.sequences, strict=True)
+    )
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+def test_the_lattice_takes_what_the_info_says(device: Backend) -> None:
+    info, lattice = device.info, device.lattice
+    assert lattice.bucket(info.context_length) >= info.context_length
+    assert lattice.rank_class(info.max_rank) >= info.max_rank
+    with pytest.raises(UserError):
+        lattice.bucket(info.context_length + 1)
+    with pytest.raises(UserError):
+        device.create_adapter("too-large", AdapterConfig(info.max_rank + 1, 32.0, 0))
+
+
+@pytest.mark.parametrize("config", [SMALL, PARTIAL])
+def test_a_fresh_adapter_has_its_targets_at_true_rank_and_zero_b(
+    device: Backend, config: AdapterConfig
+) -> None:
+    state = device.adapter_state(adapter(device, config), optimizer=True)
+    names = {f"{target}.{part}" for target in config.targets for part in "AB"}
+    assert state.weights.keys() == state.first_moment.keys() == state.second_moment.keys() == names
+    assert (state.config, state.step) == (config, 0)
+    for name, tensor in state.weights.items():
+        assert tensor.dtype == np.float32
+        assert tensor.ndim == (2 if name.startswith(UNEMBED) else 3)
+        assert tensor.shape[-1 if name.endswith(".A") else -2] == config.rank
+        assert tensor.any() == name.endswith(".A")
+        assert state.first_moment[name].shape == state.second_moment[name].shape == tensor.shape
+        assert not state.first_moment[name].any() and not state.second_moment[name].any()
+
+
+def test_the_seed_alone_decides_how_an_adapter_starts(device: Backend) -> None:
+    one, two = (device.adapter_state(adapter(device), optimizer=True) for _ in range(2))
+    other = device.adapter_state(adapter(device, AdapterConfig(3, 16.0, seed=4)), optimizer=True)
+    assert same_state(one, two)
+    assert not same_tensors(one.weights, other.weights)
+
+
+def test_a_state_is_a_copy(device: Backend) -> None:
+    mine = adapter(device)
+    taken, again = (device.adapter_state(mine, optimizer=True) for _ in range(2))
+    for tensors in (taken.weights, taken.first_moment, taken.second_moment):
+        for tensor in tensors.values():
+            tensor += 1
+    assert same_state(device.adapter_state(mine, optimizer=True), again)
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, STEP)
+    assert again.step == 0 and not again.first_moment["q_proj.B"].any()
+
+
+def test_sampler_weights_have_no_optimizer(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, STEP)
+    state = device.adapter_state(mine, optimizer=False)
+    assert (state.step, state.first_moment, state.second_moment) == (0, {}, {})
+
+
+def test_a_deleted_adapter_is_gone_and_its_id_starts_afresh(device: Backend) -> None:
+    mine = adapter(device)
+    fresh = device.adapter_state(mine, optimizer=True)
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, STEP)
+    run(device, wanted(mine, 2))
+    device.delete_adapter(mine)
+    calls: list[Callable[[], Any]] = [
+        lambda: device.adapter_state(mine, optimizer=True),
+        lambda: device.optim_step(mine, STEP),
+        lambda: run(device, wanted(mine, 1)),
+        lambda: device.delete_adapter(mine),
+    ]
+    for call in calls:
+        with pytest.raises(EngineError):
+            call()
+    device.create_adapter(mine, SMALL)
+    assert same_state(device.adapter_state(mine, optimizer=True), fresh)
+    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_the_weighted_sum_of_the_logprobs(device: Backend) -> None:
+    mine = adapter(device)
+    request = wanted(mine, 1, 2, 3)
+    logprobs, loss = answer(device, request)
+    weights = [each.weights[:, 0] for each in request.data.data]
+    want = -sum(float(w @ lp) for w, lp in zip(weights, logprobs, strict=True))
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert all(array.shape == (12,) and array.dtype == np.float32 for array in logprobs)
+
+
+def test_outputs_have_the_shapes_of_their_batches(device: Backend) -> None:
+    packed, result = run(device, wanted(adapter(device), 1, 2))
+    for batch, output in zip(packed.unit.batches, result.outputs, strict=True):
+        assert output.logprobs.shape == batch.targets.shape
+        assert output.loss.shape == (len(batch.row_request),)
+        assert output.logprobs.dtype == output.loss.dtype == np.float32
+
+
+def test_steps_lower_the_loss_on_what_they_saw(device: Backend) -> None:
+    mine = adapter(device)
+    losses = []
+    for _ in range(4):
+        losses.append(answer(device, wanted(mine, 1))[1])
+        device.optim_step(mine, AdamParams(learning_rate=0.01))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+
+
+def test_gradients_accumulate_over_requests_and_units_alike(device: Backend) -> None:
+    states = []
+    for units in ([[1], [2], [3]], [[1, 2, 3]], [[1, 2], [3]]):
+        mine = adapter(device)
+        for seeds in units:
+            run(device, *[wanted(mine, seed) for seed in seeds])
+        device.optim_step(mine, STEP)
+        states.append(device.adapter_state(mine, optimizer=True))
+    assert same_state(states[0], states[1]) and same_state(states[0], states[2])
+
+
+def test_a_step_clears_the_accumulator_and_counts(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    metrics = device.optim_step(mine, STEP)
+    assert metrics["grad_norm"] > 0
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert device.adapter_state(mine, optimizer=True).step == 1
+    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+    assert device.adapter_state(mine, optimizer=True).step == 2
+
+
+def test_forward_only_gives_the_same_answer_and_no_gradient(device: Backend) -> None:
+    mine = adapter(device)
+    (there,), loss = answer(device, wanted(mine, 1, forward_only=True))
+    assert device.optim_step(mine, AdamParams())["grad_norm"] == 0
+    (here,), trained = answer(device, wanted(mine, 1))
+    np.testing.assert_allclose(there, here, rtol=1e-5)
+    assert loss == pytest.approx(trained, rel=1e-5)
+    assert device.optim_step(mine, AdamParams())["grad_norm"] > 0
+
+
+def test_company_changes_no_bit_of_an_answer_or_a_gradient(device: Backend) -> None:
+    alone = adapter(device)
+    together, neighbour = adapter(device), adapter(device, OTHER)
+    logprobs, loss = answer(device, wanted(alone, 1, 2))
+    others = [wanted(neighbour, seed, seed + 1, rank=5) for seed in (5, 7, 9)]
+    got, got_loss = answer(device, *others[:1], wanted(together, 1, 2), *others[1:], of=1)
+    assert got_loss == loss
+    assert [x.tobytes() for x in got] == [x.tobytes() for x in logprobs]
+    for each in (alone, together):
+        device.optim_step(each, STEP)
+    assert same_state(
+        device.adapter_state(alone, optimizer=True), device.adapter_state(together, optimizer=True)
+    )
+
+
+def test_a_poisoned_adapter_is_left_out_and_harms_nobody(device: Backend) -> None:
+    mine, alone, sick = adapter(device), adapter(device), adapter(device)
+    run(device, wanted(sick, 1))
+    device.optim_step(sick, AdamParams(learning_rate=1e37))
+    poisoned = device.adapter_state(sick, optimizer=True)
+    run(device, wanted(alone, 1, 2))
+    _, result = run(device, wanted(sick, 3, 4), wanted(mine, 1, 2), wanted(sick, 5))
+    assert result.finite == (False, True, False)
+    for each in (alone, mine):
+        device.optim_step(each, STEP)
+    assert same_state(
+        device.adapter_state(mine, optimizer=True), device.adapter_state(alone, optimizer=True)
+    )
+    assert same_state(device.adapter_state(sick, optimizer=True), poisoned)
+    assert device.optim_step(sick, STEP)["grad_norm"] == 0
+
+
+def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:
+    mine = adapter(device)
+    packed = pack([wanted(mine, 1), wanted(mine, 2)], device.lattice)
+    broken = TrainUnit(
+        (packed.unit.requests[0], TrainRequest("nobody", False)), packed.unit.batches
+    )
+    with pytest.raises(EngineError):
+        device.forward_backward(broken)
+    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+
+
+# --- states --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SMALL, PARTIAL])
+def test_a_resumed_adapter_goes_on_bit_for_bit(device: Backend, config: AdapterConfig) -> None:
+    mine, resumed = adapter(device, config), f"contract-{next(ids)}"
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, STEP)
+    saved = device.adapter_state(mine, optimizer=True)
+    device.load_adapter(resumed, saved)
+    assert same_state(device.adapter_state(resumed, optimizer=True), saved)
+    for each in (mine, resumed):
+        run(device, wanted(each, 2))
+        device.optim_step(each, STEP)
+    assert same_state(
+        device.adapter_state(mine, optimizer=True), device.adapter_state(resumed, optimizer=True)
+    )
+
+
+def test_loading_weights_alone_starts_the_optimizer_and_the_accumulator_afresh(
+    device: Backend,
+) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, STEP)
+    weights = device.adapter_state(mine, optimizer=False)
+    run(device, wanted(mine, 2))
+    device.load_adapter(mine, weights)
+    state = device.adapter_state(mine, optimizer=True)
+    assert state.step == 0 and same_tensors(state.weights, weights.weights)
+    assert not any(tensor.any() for tensor in state.second_moment.values())
+    assert device.optim_step(mine, AdamParams())["grad_norm"] == 0
+
+
+def misfits(state: AdapterState) -> list[AdapterState]:
+    wide = dict(state.weights) | {"q_proj.A": np.zeros((2, 99, 3), np.float32)}
+    short = {name: tensor for name, tensor in state.weights.items() if name != "v_proj.B"}
+    ranked = AdapterConfig(rank=4, alpha=16.0, seed=1)
+    return [
+        AdapterState(state.config, wide),
+        AdapterState(state.config, short),
+        AdapterState(ranked, state.weights),
+        AdapterState(AdapterConfig(rank=10**6, alpha=16.0, seed=1), state.weights),
+    ]
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    device: Backend, case: int
+) -> None:
+    mine = adapter(device)
+    before = device.adapter_state(mine, optimizer=True)
+    wrong = misfits(before)[case]
+    with pytest.raises(UserError):
+        device.load_adapter(mine, wrong)
+    with pytest.raises(UserError):
+        device.load_snapshot("misfit", wrong)
+    assert not device.has_snapshot("misfit")
+    assert same_state(device.adapter_state(mine, optimizer=True), before)
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def test_no_request_gives_no_result(device: Backend) -> None:
+    assert device.sample([]) == []
+
+
+def test_samples_have_the_length_asked_for_and_a_logprob_per_token(device: Backend) -> None:
+    result = sample(device, ask(num_samples=3))
+    assert len(result.sequences) == 3
+    for sequence in result.sequences:
+        assert sequence.tokens.dtype == np.int32 and sequence.logprobs.dtype == np.float32
+        assert len(sequence.tokens) == len(sequence.logprobs) == 4
+        assert ((sequence.tokens >= 0) & (sequence.tokens < device.info.vocab_size)).all()
+        assert sequence.stop_reason == "length"
+        assert sequence.topk is None
+    scores = (result.prompt_logprobs, result.topk_prompt, result.target_logprobs, result.alt_tokens)
+    assert scores == (None, None, None, None)
+
+
+def test_seed_and_index_decide_a_sample(device: Backend) -> None:
+    long = {"max_tokens": 10, "num_samples": 3}
+    first, second = sample(device, ask(**long)), sample(device, ask(**long))
+    assert same_sample(first, second)
+    assert len({tuple(tokens) for tokens in tokens_of(first)}) == 3
+    assert tokens_of(first) != tokens_of(sample(device, ask(**long, seed=1000)))
+    assert tokens_of(sample(device, ask(max_tokens=10)))[0] == tokens_of(first)[0]
+
+
+def test_company_changes_no_bit_of_a_sample(device: Backend) -> None:
+    mine = snapshot(device, adapter(device))
+    others = [ask(seed=seed, prompt=prompt(seed, 3)) for seed in (5, 6)]
+    alone = sample(device, ask(mine, num_samples=2))
+    assert same_sample(device.sample([others[0], ask(mine, num_samples=2), others[1]])[1], alone)
+
+
+def test_temperature_zero_takes_the_same_tokens_whatever_the_seed(device: Backend) -> None:
+    greedy = {"temperature": 0.0, "num_samples": 2}
+    one, two = tokens_of(sample(device, ask(**greedy)))
+    assert one == two == tokens_of(sample(device, ask(**greedy, seed=99)))[0]
+
+
+def test_a_stop_token_ends_a_sample_and_is_its_last_token(device: Backend) -> None:
+    (whole,) = tokens_of(sample(device, ask()))
+    stop = whole[2]
+    (sequence,) = sample(device, ask(stop_tokens=frozenset({stop}))).sequences
+    assert sequence.tokens.tolist() == whole[: whole.index(stop) + 1]
+    assert sequence.stop_reason == "stop"
+    assert len(sequence.logprobs) == len(sequence.tokens)
+    # On the last token of the budget it is a stop as well.
+    (sequence,) = sample(device, ask(stop_tokens=frozenset({stop}), max_tokens=3)).sequences
+    assert sequence.stop_reason == "stop"
+
+
+def test_a_fresh_adapter_samples_as_the_base_model(device: Backend) -> None:
+    fresh = snapshot(device, adapter(device, PARTIAL))
+    base, mine = (sample(device, ask(name, prompt_logprobs=True)) for name in (None, fresh))
+    assert tokens_of(base) == tokens_of(mine)
+    np.testing.assert_allclose(mine.prompt_logprobs, base.prompt_logprobs, rtol=1e-5)
+
+
+def test_a_snapshot_stays_as_it_was_saved(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, AdamParams(learning_rate=0.05))
+    frozen = snapshot(device, mine)
+    before = sample(device, ask(frozen, prompt_logprobs=True))
+    base = sample(device, ask(prompt_logprobs=True))
+    assert not np.allclose(before.prompt_logprobs[1:], base.prompt_logprobs[1:], rtol=1e-4)
+    run(device, wanted(mine, 2))
+    device.optim_step(mine, STEP)
+    device.delete_adapter(mine)
+    after = sample(device, ask(frozen, prompt_logprobs=True))
+    assert same_sample(before, after)
+    assert after.prompt_logprobs.tobytes() == before.prompt_logprobs.tobytes()
+
+
+def test_a_snapshot_that_is_not_loaded_cannot_be_sampled(device: Backend) -> None:
+    assert not device.has_snapshot("never")
+    with pytest.raises(EngineError):
+        sample(device, ask("never"))
+
+
+def test_prompt_logprobs_are_those_of_training(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    device.optim_step(mine, AdamParams(learning_rate=0.05))
+    tokens = prompt(7, 13)
+    sequence = Datum(tokens[:-1], tokens[1:, None], np.ones((12, 1), np.float32), flat=True)
+    data = TrainingData("cross_entropy", {}, True, [sequence])
+    (want,), _ = answer(device, PackRequest(mine, 3, data))
+    result = sample(
+        device, ask(snapshot(device, mine), prompt=tokens, max_tokens=1, prompt_logprobs=True)
+    )
+    assert result.prompt_logprobs is not None and result.prompt_logprobs.shape == (13,)
+    assert np.isnan(result.prompt_logprobs[0])
+    np.testing.assert_allclose(result.prompt_logprobs[1:], want, rtol=1e-4, atol=1e-5)
+
+
+def targets_at(ids: Sequence[Sequence[int]]) -> Any:
+    return np.array(ids, np.int32)
+
+
+def test_scores_of_one_prompt_agree_with_each_other(device: Backend) -> None:
+    tokens = prompt(3, 5)
+    asked = {"prompt": tokens, "topk_prompt": 4, "alt_tokens": 3, "prompt_logprobs": True}
+    first = sample(device, ask(**asked))
+    assert isinstance(first.topk_prompt, TopK) and isinstance(first.alt_tokens, TopK)
+    assert first.topk_prompt.token_ids.shape == first.topk_prompt.logprobs.shape == (4, 4)
+    assert first.alt_tokens.token_ids.shape == first.alt_tokens.logprobs.shape == (4, 3)
+    assert (np.diff(first.topk_prompt.logprobs) <= 0).all()
+    for scored in (first.topk_prompt, first.alt_tokens):
+        again = sample(device, ask(**asked, targets=scored.token_ids)).target_logprobs
+        np.testing.assert_allclose(again, scored.logprobs, rtol=1e-5)
+    skipped = targets_at([[int(tokens[1]), -1], [-1, -1], [-1, int(tokens[3])], [-1, 0]])
+    some = sample(device, ask(prompt=tokens, targets=skipped)).target_logprobs
+    assert some is not None and first.prompt_logprobs is not None
+    assert (some[skipped < 0] == 0).all()
+    np.testing.assert_allclose(some[0, 0], first.prompt_logprobs[1], rtol=1e-5)
+    np.testing.assert_allclose(some[2, 1], first.prompt_logprobs[3], rtol=1e-5)
+
+
+def test_the_most_likely_tokens_of_a_sample_come_with_each_token(device: Backend) -> None:
+    (sequence,) = sample(device, ask(topk_sample=3)).sequences
+    assert sequence.topk is not None
+    assert sequence.topk.token_ids.shape == sequence.topk.logprobs.shape == (4, 3)
+    assert (np.diff(sequence.topk.logprobs) <= 0).all()
+    assert (sequence.topk.logprobs[:, 0] >= sequence.logprobs - 1e-5).all()
+
+
+def test_a_prompt_of_one_token_has_scores_of_no_rows(device: Backend) -> None:
+    result = sample(
+        device,
+        ask(
+            prompt=targets_at([7]),
+            prompt_logprobs=True,
+            topk_prompt=2,
+            alt_tokens=2,
+            targets=np.zeros((0, 3), np.int32),
+        ),
+    )
+    assert result.prompt_logprobs is not None and np.isnan(result.prompt_logprobs).all()
+    assert result.topk_prompt is not None and result.topk_prompt.token_ids.shape == (0, 2)
+    assert result.alt_tokens is not None and result.alt_tokens.logprobs.shape == (0, 2)
+    assert result.target_logprobs is not None and result.target_logprobs.shape == (0, 3)
