@@ -180,6 +180,15 @@ def test_the_stop_token_comes_once_at_the_end_with_its_logprob(
     np.testing.assert_array_equal(stopped.sequences[0].logprobs, free.sequences[0].logprobs[:end])
 
 
+def test_options_beyond_the_range_of_the_device_mean_their_limits(sampler: Sampler) -> None:
+    every, unlimited = sampler.sample([request(top_k=2**40), request(top_k=-1)])
+    assert_same_bits(every, unlimited)
+    (flat,) = sampler.sample([request(temperature=1e300, topk_sample=2, alt_tokens=2)])
+    np.testing.assert_allclose(flat.sequences[0].logprobs, -np.log(67), rtol=1e-5)
+    (narrow,) = sampler.sample([request(temperature=1e-300, top_p=1e-300)])
+    assert len(narrow.sequences[0].tokens) == 10
+
+
 def test_a_prompt_and_budget_may_fill_the_whole_context(sampler: Sampler) -> None:
     full, last = sampler.sample([request(50, max_tokens=14), request(63, max_tokens=1)])
     assert len(full.sequences[0].tokens) == 14

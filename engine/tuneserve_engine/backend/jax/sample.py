@@ -86,6 +86,12 @@ class Sampler:
 
     def _run(self, request: SampleRequest) -> "_Run":
         adapter = self._adapter(request.snapshot_id)
+        # Python's numbers are wider than the device's; beyond its range they mean its limit.
+        request = replace(
+            request,
+            top_k=min(request.top_k, np.iinfo(np.int32).max),
+            temperature=min(request.temperature, float(np.finfo(np.float32).max)),
+        )
         drafts = [
             Draft(request, sample, adapter, self._watch(request))
             for sample in range(request.num_samples)
