@@ -59,7 +59,8 @@ class TrainRequest:
 class TrainUnit:
     """Requests that share a pass, and their micro-batches in the order of each request's rows.
 
-    All rows of a micro-batch belong to requests of one rank class and one ``forward_only``.
+    Callers guarantee that all rows of a micro-batch belong to requests of one rank class and one
+    ``forward_only``, that at least one row is no padding, and that ids are in the vocabulary.
     """
 
     requests: tuple[TrainRequest, ...]

@@ -139,11 +139,11 @@ def _split(x: Array, chunk: int) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, x.shape[2]), 1, 0)
 
 
-@jax.jit
+@partial(jax.jit, donate_argnums=0)
 def add_rows(
     scratch: LoraWeights | None, gradient: LoraWeights, mine: Bool[Array, " B"]
 ) -> LoraWeights:
-    """The scratch, zero at first, plus one request's rows, one after the other from the left.
+    """The scratch, donated, zero at first, plus one request's rows, one by one from the left.
 
     Selection drops the other rows: multiplied by 0, a neighbour's NaN would stay.
     """
