@@ -37,7 +37,7 @@ class Request(BaseModel):
 
     def unknown_fields(self) -> list[str]:
         """Names of the fields that were sent and are ignored, nested ones included."""
-        names = list(self.model_extra or ())
+        names = [name for name in self.model_extra or () if name != "type"]  # a mere label
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Request):

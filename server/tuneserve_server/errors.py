@@ -125,10 +125,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         return InvalidRequest(str(error))
     if isinstance(error, KeyReused):
-        return Malformed(
-            f"{error}; this sequence number was already used by a request of another kind. "
-            "Number requests without repeating"
-        )
+        return Malformed(str(error))
     if isinstance(error, ResultExpired):
         return ResultGone("this result is no longer kept; submit the request again")
     if isinstance(error, sqlite3.Error | ConnectionError):

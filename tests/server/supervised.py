@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from tuneserve_server.cli import _say
+from tuneserve_server.cli import say
 from tuneserve_server.readiness import report_progress
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.supervisor import ChildSpec, RestartPolicy, Supervisor, child_command
@@ -24,8 +24,8 @@ async def main() -> int:
         ChildSpec("worker", worker, os.environ),
     ]
     policy = RestartPolicy(first_delay_s=0.1)
-    supervisor = Supervisor(children, _say, policy)
-    return await supervisor.run(lambda: asyncio.create_task(report_progress(settings, _say)))
+    supervisor = Supervisor(children, say, policy)
+    return await supervisor.run(lambda: asyncio.create_task(report_progress(settings, say)))
 
 
 if __name__ == "__main__":

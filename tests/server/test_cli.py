@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tuneserve_engine.config import CommonSettings, WorkerSettings
 from tuneserve_server.settings import ApiSettings
 
 
@@ -78,3 +79,25 @@ def test_the_command_names_its_halves() -> None:
     result = tuneserve("--help")
     assert result.returncode == 0
     assert all(name in result.stdout for name in ("up", "api", "worker"))
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [("api", [ApiSettings]), ("worker", [WorkerSettings]), ("up", [ApiSettings, WorkerSettings])],
+)
+def test_every_setting_is_an_option(command: str, settings: list[type[CommonSettings]]) -> None:
+    help_text = tuneserve(command, "--help").stdout
+    names = {name for each in settings for name in each.model_fields}
+    assert all(f"--{name.replace('_', '-')} " in help_text for name in names)
+
+
+def test_an_option_that_is_no_number_is_named() -> None:
+    result = tuneserve("up", "--poll-s", "soon")
+    assert result.returncode == 2
+    assert "poll_s: Input should be a valid number" in result.stderr
+
+
+def test_what_the_worker_would_refuse_is_said_before_anything_starts() -> None:
+    result = tuneserve("up", "--dtype", "float16")
+    assert result.returncode == 2
+    assert "dtype" in result.stderr

@@ -260,3 +260,23 @@ async def test_a_store_that_fails_holds_polls_instead_of_failing_them(
     response = await service.call("POST", "/retrieve_future", json=answer)
     assert (response.status_code, response.json()["queue_state"]) == (408, "paused_capacity")
     assert time.monotonic() - started_s >= service.services.settings.poll_s
+
+
+async def test_fields_of_newer_and_older_sdks_are_no_obstacle(service: Any) -> None:
+    """Newer SDKs send defaults of fields we do not know; 0.25 leaves out what came later."""
+    session = await service.session()
+    newer = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "tuneserve/fake",
+        "lora_config": {"rank": 4, "future_option": None},
+        "optimizer_config": {"type": "adamw", "future": [1, {"deep": True}]},
+        "future_field": {"a": 1},
+        "user_metadata": None,
+    }
+    await service.result(await service.post("/create_model", newer))
+    older = {"session_id": session, "model_seq_id": 1, "base_model": "tuneserve/fake"}
+    await service.result(await service.post("/create_model", older))
+    adam = {"learning_rate": 1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+    step = {"model_id": f"{session}:train:1", "seq_id": 1, "adam_params": adam}
+    assert "error" not in await service.result(await service.post("/optim_step", step))

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,33 @@ def test_a_signal_stops_everything_and_is_a_success(running: Running, number: in
     assert running.process.wait(timeout=20) == 0
     assert all(is_gone(pid) for pid in pids.values())
     assert "killing" not in running.log.read_text()
+
+
+def test_a_stop_ends_parked_polls_without_failing_them(running: Running) -> None:
+    def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{running.port}/api/v1{path}",
+            data=json.dumps(body).encode(),
+            headers={"X-API-Key": "tml-a", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=40) as answer:
+            content: dict[str, Any] = json.load(answer)
+            return content
+
+    session = post("/create_session", {})["session_id"]
+    create = {"session_id": session, "model_seq_id": 0, "base_model": "tuneserve/fake"}
+    post("/create_model", create)
+    held = {"model_id": f"{session}:train:0", "seq_id": 2, "adam_params": {}}
+    request_id = post("/optim_step", held)["request_id"]  # waits for seq_id 1
+    with ThreadPoolExecutor() as pool:
+        poll = pool.submit(post, "/retrieve_future", {"request_id": request_id})
+        time.sleep(0.5)
+        running.process.send_signal(signal.SIGTERM)
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            poll.result(timeout=10)
+    with answer.value as response:
+        assert (response.code, "queue_state" in json.load(response)) == (408, True)
+    assert running.process.wait(timeout=20) == 0
 
 
 def test_no_child_outlives_a_supervisor_that_is_killed(running: Running) -> None:

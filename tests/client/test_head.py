@@ -1,0 +1,63 @@
+"""The key of a message, read without its data, is what protobuf itself reads."""
+
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_client.proto.head import Head, read_head
+
+MESSAGES = st.builds(
+    wire.ForwardBackwardRequest,
+    model_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    seq_id=st.integers(0, 2**31 - 1),
+    data=st.lists(st.builds(wire.Datum), max_size=3),
+    loss_fn=st.sampled_from(["", "cross_entropy"]),
+    loss_fn_config=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(allow_nan=False)),
+    forward_only=st.booleans(),
+)
+
+
+@given(MESSAGES)
+def test_the_key_of_a_whole_message_is_found(message):
+    head = read_head(message.SerializeToString())
+    assert head == Head(message.model_id or None, message.seq_id or None, whole=True)
+
+
+@given(MESSAGES, st.binary(max_size=8), st.integers(0, 60), st.integers(0, 60))
+@settings(max_examples=300)
+def test_what_protobuf_accepts_reads_the_same_here(message, noise, start, cut):
+    body = message.SerializeToString()
+    body = body[:start] + noise + body[start + cut :]
+    head = read_head(body)
+    try:
+        expected = wire.ForwardBackwardRequest.FromString(body)
+    except DecodeError:
+        return
+    if head.whole:
+        assert (head.model_id or "") == expected.model_id
+        assert (head.seq_id or 0) % 2**32 == expected.seq_id % 2**32
+
+
+@given(st.binary(max_size=200))
+def test_nothing_raises(body):
+    read_head(body)
+
+
+def test_a_cut_message_still_tells_its_key():
+    body = wire.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="x" * 100)
+    assert read_head(body.SerializeToString()[:20]) == Head("m", 7, whole=False)
+
+
+def test_the_last_of_several_keys_counts():
+    first = wire.ForwardBackwardRequest(model_id="a", seq_id=1).SerializeToString()
+    second = wire.ForwardBackwardRequest(model_id="b", seq_id=2).SerializeToString()
+    assert read_head(first + second) == Head("b", 2, whole=True)
+
+
+def test_groups_which_nobody_sends_are_refused():
+    assert read_head(b"\x0b\x0c").whole is False
+
+
+def test_a_number_that_does_not_end_is_refused():
+    assert read_head(b"\x10" + b"\x80" * 20).whole is False
