@@ -19,8 +19,8 @@ def next_unit(pending: Sequence[Job], last_served: Mapping[str, int]) -> list[Jo
 
     ``pending`` is in release order; ``last_served`` counts up with every unit. The tenant that was
     served longest ago goes first, with its oldest runnable job; runnable jobs of that kind join, in
-    the same order of tenants, as room allows. A model's jobs run in order: behind its first pending job only more of the same
-    ``forward_backward`` run can share the unit.
+    the same order of tenants, as room allows. A model's jobs run in order: behind its first pending
+    job only more of the same ``forward_backward`` run can share the unit.
     """
     runnable = _runnable(pending)
     if not runnable:

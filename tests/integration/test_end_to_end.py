@@ -249,18 +249,35 @@ def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path, compiled):
         again.close("success")
 
 
+def kill_child(running, name):
+    """Ends one of the service's processes as a crash would."""
+    command = ["pgrep", "-f", "-P", str(running.pid), name]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) == 1
+    os.kill(int(found[0]), 9)
+
+
+def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, compiled):
+    with LocalServer(tmp_path, compile_cache=compiled) as running:
+        client = tinker.ServiceClient(base_url=running.url, api_key="tml-crash")
+        undisturbed = losses(new_trainer(client, running), 4)
+        trainer = new_trainer(client, running)
+        before = losses(trainer, 2)
+        under_way = trainer.forward_backward(DATA, "cross_entropy")
+        kill_child(running, "tuneserve_server api")
+        trainer.optim_step(ADAM).result(timeout=120)
+        during = under_way.result(timeout=120).metrics["loss:sum"]
+        after = losses(trainer, 1)
+        assert [*before, during, *after] == undisturbed
+        client.close("success")
+
+
 def test_a_worker_that_dies_fails_its_models_and_is_replaced(tmp_path, compiled):
     with LocalServer(tmp_path, compile_cache=compiled) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-death")
         trainer = new_trainer(client, running)
         losses(trainer, 1)
-        worker = subprocess.run(
-            ["pgrep", "-f", "-P", str(running.pid), "tuneserve_engine"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
-        os.kill(int(worker[0]), 9)
+        kill_child(running, "tuneserve_engine")
         with pytest.raises(tinker.RequestFailedError, match="checkpoint") as caught:
             trainer.forward_backward(DATA, "cross_entropy").result(timeout=120)
         assert caught.value.category == types.RequestErrorCategory.Server
