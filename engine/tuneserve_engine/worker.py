@@ -73,6 +73,9 @@ class Worker:
 
     async def _exchange(self, queue: Queue) -> None:
         """Takes jobs and stores outcomes until the connection breaks."""
+        if self._epoch is not None:
+            # Learns of a new worker before leasing, which would take the lease back from it.
+            await queue.finish(self._epoch, ())
         lease = await queue.lease(self._owner, self._info)
         if self._epoch is not None and not lease.resumed:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")

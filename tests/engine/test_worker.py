@@ -1,0 +1,570 @@
+"""The worker over a real store, with a backend of known numbers: in order, once, never lost."""
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinker.proto.response_conv import (
+    deserialize_forward_backward_output,
+    deserialize_sample_response,
+)
+
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine import worker as worker_module
+from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.backend.base import AdapterState, TrainResult, TrainUnit
+from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
+from tuneserve_engine.files import FileStore, new_file_id
+from tuneserve_engine.jobs import (
+    CreateModel,
+    Job,
+    JobKind,
+    OptimStep,
+    Outcome,
+    Sample,
+    SaveWeights,
+    encode,
+)
+from tuneserve_engine.operations import Operations
+from tuneserve_engine.queue.base import Fenced, Lease
+from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, ModelStatus
+from tuneserve_engine.worker import Worker
+
+CONFIG = AdapterConfig(rank=4, alpha=8.0, seed=1)
+STEP = OptimStep(AdamParams(learning_rate=0.01))
+TIMEOUT_S = 10
+
+
+def gradient_body(token: int) -> bytes:
+    body = wire.ForwardBackwardRequest(loss_fn="cross_entropy")
+    datum = body.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([token], "<i4").tobytes()
+    datum.loss_fn_inputs["target_tokens"].dense = np.array([0], "<i8").tobytes()
+    datum.loss_fn_inputs["target_tokens"].dtype = wire.DTYPE_INT64
+    return body.SerializeToString()
+
+
+class Counting(FakeBackend):
+    """Counts what it executes, and can be made to fail or to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[str] = []
+        self.steps: list[str] = []
+        self.victim = ""
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        assert self.gate.wait(TIMEOUT_S)
+        names = [request.adapter_id for request in unit.requests]
+        if self.victim in names:
+            raise RuntimeError("the device is on fire")
+        self.gradients += names
+        return super().forward_backward(unit)
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> Any:
+        self.steps.append(adapter_id)
+        return super().optim_step(adapter_id, params)
+
+
+class Line:
+    """The worker's connection to a store; it counts calls, and breaks when told to.
+
+    ``breaks[method]`` lists, call by call, what happens: "before" the store hears of the call,
+    "after" it did but the answer is lost, or "" nothing.
+    """
+
+    def __init__(self, store: SqliteStore) -> None:
+        self.store = store
+        self.calls: list[str] = []
+        self.breaks: dict[str, list[str]] = {}
+        self.cut = asyncio.Event()
+        self.reachable = asyncio.Event()
+        self.reachable.set()
+
+    async def _call(self, method: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        self.calls.append(method)
+        breaks = self.breaks.get(method)
+        when = breaks.pop(0) if breaks else ""
+        if when == "before":
+            raise ConnectionResetError("lost on the way there")
+        running = asyncio.ensure_future(call())
+        cut = asyncio.ensure_future(self.cut.wait())
+        try:
+            await asyncio.wait((running, cut), return_when=asyncio.FIRST_COMPLETED)
+            if self.cut.is_set() and not running.done():
+                raise ConnectionResetError("cut")
+            answer = await running
+        finally:
+            running.cancel()
+            cut.cancel()
+        if when == "after":
+            raise ConnectionResetError("lost on the way back")
+        return answer
+
+    async def connect(self) -> "Line":
+        self.calls.append("connect")
+        await self.reachable.wait()
+        self.cut.clear()
+        return self
+
+    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
+        lease: Lease = await self._call("lease", lambda: self.store.lease(owner, info))
+        return lease
+
+    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+        jobs: list[Job] = await self._call(
+            "take", lambda: self.store.take(epoch, after=after, max_jobs=max_jobs)
+        )
+        return jobs
+
+    async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
+        await self._call("finish", lambda: self.store.finish(epoch, outcomes))
+
+
+class Bench:
+    """A store, a line, a device and the worker between them; submits jobs as the API would."""
+
+    def __init__(self, store: SqliteStore, root: Path) -> None:
+        self.store = store
+        self.line = Line(store)
+        self.backend = Counting()
+        operations = Operations(self.backend, FileStore(root / "files"))
+        self.worker = Worker(self.line.connect, operations, FAKE_INFO)
+        self.task = asyncio.create_task(self.worker.run())
+        self.positions: dict[str, int] = {}
+
+    async def submit(self, kind: JobKind, payload: bytes, model: str, at: int | None = None) -> str:
+        """The request id. ``at`` is a place in the model's order other than the next."""
+        position = self.positions.get(model, 0) if at is None else at
+        self.positions[model] = max(self.positions.get(model, 0), position + 1)
+        job = Job(model[0], kind, model, position, payload, model, position)
+        records = []
+        if kind == JobKind.CREATE_MODEL:
+            records = [Model(model, model[0], "s", "fake", CONFIG, 0.0, 0.0)]
+        return (await self.store.submit(job, *records)).request_id
+
+    async def create(self, model: str) -> str:
+        return await self.submit(
+            JobKind.CREATE_MODEL, encode(CreateModel("tuneserve/fake", CONFIG)), model
+        )
+
+    async def gradient(self, model: str, token: int = 0, at: int | None = None) -> str:
+        return await self.submit(JobKind.FORWARD_BACKWARD, gradient_body(token), model, at)
+
+    async def step(self, model: str, at: int | None = None) -> str:
+        return await self.submit(JobKind.OPTIM_STEP, encode(STEP), model, at)
+
+    async def sample(self, tenant: str, seq: int) -> str:
+        command = Sample(prompt=[1, 2], seed=seq, max_tokens=2)
+        job = Job(tenant, JobKind.SAMPLE, f"{tenant}:sample", seq, encode(command))
+        return (await self.store.submit(job)).request_id
+
+    async def outcome(self, request_id: str) -> Outcome:
+        """How the request ended; it must."""
+        outcome = await self.store.wait(request_id, TIMEOUT_S)
+        assert outcome is not None, f"{request_id} has no outcome"
+        return outcome
+
+    async def ok(self, request_id: str) -> bytes:
+        outcome = await self.outcome(request_id)
+        assert outcome.rejection is None, outcome.rejection
+        return outcome.body
+
+    def state(self, model: str) -> AdapterState:
+        return self.backend.adapter_state(model, optimizer=True)
+
+
+@asynccontextmanager
+async def bench_at(root: Path) -> AsyncIterator[Bench]:
+    store = await SqliteStore.open(root / "store.db")
+    bench = Bench(store, root)
+    try:
+        yield bench
+    finally:
+        bench.backend.gate.set()
+        bench.task.cancel()
+        await asyncio.gather(bench.task, return_exceptions=True)
+        await store.close()
+
+
+def run(root: Path, scenario: Callable[[Bench], Awaitable[None]]) -> None:
+    """Runs the scenario on a fresh bench."""
+
+    async def main() -> None:
+        async with asyncio.timeout(2 * TIMEOUT_S), bench_at(root) as bench:
+            await scenario(bench)
+
+    asyncio.run(main())
+
+
+def state_bits(state: AdapterState) -> list[Any]:
+    groups = (state.weights, state.first_moment, state.second_moment)
+    return [state.step, *[(n, x.tobytes()) for group in groups for n, x in group.items()]]
+
+
+def loss(body: bytes) -> float:
+    return float(deserialize_forward_backward_output(body).metrics["loss:sum"])
+
+
+# --- end to end ----------------------------------------------------------------------------------
+
+
+def test_jobs_pass_from_the_store_through_the_device_and_back(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        created = await bench.create("a")
+        gradients = [await bench.gradient("a", token) for token in (0, 1)]
+        stepped = await bench.step("a")
+        file_id = new_file_id()
+        checkpoint = Checkpoint(
+            key="tinker://a/weights/one",
+            tenant="a",
+            parent="a",
+            kind=CheckpointKind.TRAINING,
+            name="one",
+            file_id=file_id,
+            base_model="fake",
+            config=CONFIG,
+            created_s=0.0,
+        )
+        save = SaveWeights(CheckpointKind.TRAINING, file_id, checkpoint)
+        saved = await bench.submit(JobKind.SAVE_WEIGHTS, encode(save), "a")
+        sampled = await bench.sample("b", 1)
+        assert json.loads(await bench.ok(created))["model_id"] == "a"
+        assert [loss(await bench.ok(each)) for each in gradients] == [1 / 8, 2 / 8]
+        assert json.loads(await bench.ok(stepped))["metrics"]["grad_norm"] > 0
+        assert json.loads(await bench.ok(saved)) == {"path": "tinker://a/weights/one"}
+        sequences = deserialize_sample_response(await bench.ok(sampled)).sequences
+        assert [each.tokens for each in sequences] == [[3, 4]]
+        model = await bench.store.get(Model, "a")
+        assert model is not None and model.status is ModelStatus.READY
+        stored = await bench.store.get(Checkpoint, "tinker://a/weights/one")
+        assert stored is not None and stored.size_bytes > 0
+
+    run(tmp_path, scenario)
+
+
+def test_jobs_that_arrive_in_the_wrong_order_run_in_the_right_one(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        created = await bench.create("a")
+        await bench.ok(created)
+        stepped = await bench.step("a", at=3)
+        second = await bench.gradient("a", 1, at=2)
+        await asyncio.sleep(0.05)
+        assert bench.backend.gradients == []
+        first = await bench.gradient("a", 0, at=1)
+        for request in (first, second, stepped):
+            await bench.ok(request)
+        assert bench.backend.gradients == ["a", "a"]
+        assert bench.backend.steps == ["a"]
+
+    run(tmp_path, scenario)
+
+
+def test_tenants_who_share_units_get_the_bits_they_get_alone(tmp_path: Path) -> None:
+    results: list[dict[str, Any]] = []
+
+    async def train(bench: Bench, models: str) -> None:
+        bench.backend.gate.clear()  # jobs pile up, so that they share units
+        requests: dict[str, list[str]] = {model: [await bench.create(model)] for model in models}
+        for round_ in range(3):
+            for model in models:
+                requests[model] += [
+                    await bench.gradient(model, ord(model) % 8 + round_),
+                    await bench.step(model),
+                ]
+        bench.backend.gate.set()
+        bodies = {m: [await bench.ok(each) for each in requests[m]] for m in models}
+        results.append({m: (bodies[m], state_bits(bench.state(m))) for m in models})
+
+    run(tmp_path / "together", lambda bench: train(bench, "abc"))
+    for model in "abc":
+        run(tmp_path / model, lambda bench, model=model: train(bench, model))  # type: ignore[misc]
+    together, *alone = results
+    assert together == {model: each[model] for model, each in zip("abc", alone, strict=True)}
+
+
+def test_a_failed_creation_rejects_what_was_sent_after_it(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        command = CreateModel("tuneserve/fake", AdapterConfig(rank=999, alpha=1.0, seed=0))
+        created = await bench.submit(JobKind.CREATE_MODEL, encode(command), "a")
+        gradient = await bench.gradient("a")
+        for request, fragment in ((created, "rank is 999"), (gradient, "its creation failed")):
+            rejection = (await bench.outcome(request)).rejection
+            assert rejection is not None and fragment in rejection.message
+        model = await bench.store.get(Model, "a")
+        assert model is not None and model.status is ModelStatus.FAILED
+        await bench.ok(await bench.create("b"))
+
+    run(tmp_path, scenario)
+
+
+def test_a_device_that_fails_ends_the_job_and_not_the_worker(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await bench.ok(await bench.create("b"))
+        bench.backend.victim = "a"
+        failed, fine = await bench.gradient("a"), await bench.gradient("b")
+        rejection = (await bench.outcome(failed)).rejection
+        assert rejection is not None and rejection.category == "server"
+        await bench.ok(fine)
+        bench.backend.victim = ""
+        await bench.ok(await bench.gradient("a"))
+        assert not bench.task.done()
+
+    run(tmp_path, scenario)
+
+
+def test_a_new_worker_finishes_what_an_earlier_one_left(tmp_path: Path) -> None:
+    """Jobs without a model, and models not created yet; the others are lost with their worker."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        bench.backend.gate.clear()
+        running = await bench.gradient("a")
+        await until(lambda: len(bench.line.calls) > 3)
+        waiting = [await bench.sample("c", 1), await bench.create("b"), await bench.gradient("b")]
+        bench.task.cancel()
+        bench.backend.gate.set()
+        await asyncio.gather(bench.task, return_exceptions=True)
+        files = FileStore(tmp_path / "files")
+        successor = Worker(bench.line.connect, Operations(FakeBackend(), files), FAKE_INFO)
+        task = asyncio.create_task(successor.run())
+        try:
+            for request in waiting:
+                await bench.ok(request)
+            rejection = (await bench.outcome(running)).rejection
+            assert rejection is not None and "its worker stopped" in rejection.message
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(tmp_path, scenario)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+# --- rest and overload ---------------------------------------------------------------------------
+
+
+def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await until(lambda: bench.line.calls[-1] == "take" or "finish" in bench.line.calls)
+        await asyncio.sleep(0.05)
+        before = list(bench.line.calls)
+        await asyncio.sleep(0.3)
+        assert bench.line.calls == before
+        assert before == ["connect", "lease", "take", "take", "finish"]
+        await bench.ok(await bench.gradient("a"))
+        assert bench.line.calls[len(before) :] == ["take", "finish"]
+
+    run(tmp_path, scenario)
+
+
+def test_results_that_fit_no_one_message_are_stored_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_FINISH_BYTES", 100)
+
+    async def scenario(bench: Bench) -> None:
+        bench.backend.gate.clear()
+        await bench.ok(await bench.create("a"))
+        requests = [await bench.gradient("a") for _ in range(6)]
+        await until(lambda: bench.line.calls.count("take") >= 2)
+        bench.backend.gate.set()
+        sizes = [len(await bench.ok(request)) for request in requests]
+        assert all(50 < size < 150 for size in sizes)
+        assert bench.line.calls.count("finish") >= 1 + 6 - 1  # the creation, then almost each alone
+        assert bench.backend.gradients == ["a"] * 6
+
+    run(tmp_path, scenario)
+
+
+def test_jobs_are_taken_while_a_unit_runs(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        bench.backend.gate.clear()
+        running = await bench.gradient("a")
+        takes = bench.line.calls.count("take")
+        waiting = [await bench.sample("b", seq) for seq in range(3)]
+        await until(lambda: bench.line.calls.count("take") > takes)
+        bench.backend.gate.set()
+        for request in (running, *waiting):
+            await bench.ok(request)
+
+    run(tmp_path, scenario)
+
+
+# --- lost connections ----------------------------------------------------------------------------
+
+
+async def training_run(bench: Bench, cut: Callable[[int], Awaitable[None]]) -> dict[str, Any]:
+    """Two models, three steps each, interleaved with samples; ``cut`` is called between."""
+    requests = [await bench.create("a"), await bench.create("b")]
+    for round_ in range(3):
+        for model in "ab":
+            requests.append(await bench.gradient(model, round_))
+            requests.append(await bench.gradient(model, round_ + 1))
+            await cut(round_)
+            requests.append(await bench.step(model))
+        requests.append(await bench.sample("c", round_))
+    bodies = [await bench.ok(request) for request in requests]
+    assert sorted(bench.backend.gradients) == ["a"] * 6 + ["b"] * 6
+    assert sorted(bench.backend.steps) == ["a"] * 3 + ["b"] * 3
+    return {"bodies": bodies, **{m: state_bits(bench.state(m)) for m in "ab"}}
+
+
+async def no_cut(_: int) -> None:
+    pass
+
+
+def undisturbed(root: Path) -> dict[str, Any]:
+    results: list[dict[str, Any]] = []
+
+    async def scenario(bench: Bench) -> None:
+        results.append(await training_run(bench, no_cut))
+
+    run(root, scenario)
+    return results[0]
+
+
+BREAKS: list[dict[str, list[str]]] = [
+    {"lease": ["before", "after"]},
+    {"take": ["before", "", "after"]},
+    {"take": ["after", "after", "after"]},
+    {"finish": ["before"]},
+    {"finish": ["after"]},
+    {"finish": ["", "after", "before", "after"]},
+    {"lease": ["", "before", "after"], "take": ["", "after"], "finish": ["after", "before"]},
+]
+
+
+@pytest.mark.parametrize("breaks", BREAKS, ids=str)
+def test_a_lost_connection_repeats_no_job_and_loses_no_outcome(
+    tmp_path: Path, breaks: dict[str, list[str]]
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        bench.line.breaks = {method: list(when) for method, when in breaks.items()}
+        assert await training_run(bench, no_cut) == wanted
+        # Enough connections, and none in vain.
+        assert bench.line.calls.count("connect") > 1
+
+    wanted = undisturbed(tmp_path / "undisturbed")
+    run(tmp_path / "broken", scenario)
+
+
+def test_a_parked_take_that_is_cut_is_taken_up_again(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        async def cut(_: int) -> None:
+            bench.line.cut.set()
+            await asyncio.sleep(0.01)
+
+        assert await training_run(bench, cut) == wanted
+
+    wanted = undisturbed(tmp_path / "undisturbed")
+    run(tmp_path / "cut", scenario)
+
+
+def test_an_outcome_whose_acknowledgement_was_lost_needs_no_further_job(tmp_path: Path) -> None:
+    """It is offered again on the next connection, not with the next outcome."""
+
+    async def scenario(bench: Bench) -> None:
+        bench.line.breaks = {"finish": ["before"]}
+        await bench.ok(await bench.create("a"))
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_breaks_change_nothing(tmp_path: Path, seed: int) -> None:
+    choose = random.Random(seed)
+
+    async def scenario(bench: Bench) -> None:
+        bench.line.breaks = {
+            method: choose.choices(["", "before", "after"], [3, 1, 1], k=12)
+            for method in ("lease", "take", "finish")
+        }
+
+        async def cut(_: int) -> None:
+            if choose.random() < 0.5:
+                bench.line.cut.set()
+            await asyncio.sleep(choose.random() / 100)
+
+        assert await training_run(bench, cut) == wanted
+
+    wanted = undisturbed(tmp_path / "undisturbed")
+    run(tmp_path / "broken", scenario)
+
+
+# --- leases --------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_lease_was_taken_stops_at_once(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await bench.store.lease("another", FAKE_INFO)
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(bench.task, TIMEOUT_S)
+
+    run(tmp_path, scenario)
+
+
+def test_a_worker_that_was_replaced_while_busy_stores_nothing(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        bench.backend.gate.clear()
+        request = await bench.gradient("a")
+        await asyncio.sleep(0.02)
+        await bench.store.lease("another", FAKE_INFO)
+        bench.backend.gate.set()
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(bench.task, TIMEOUT_S)
+        rejection = (await bench.outcome(request)).rejection
+        assert rejection is not None and "its worker stopped" in rejection.message
+
+    run(tmp_path, scenario)
+
+
+def test_a_worker_that_comes_back_does_not_take_the_lease_from_its_successor(
+    tmp_path: Path,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        bench.line.reachable.clear()
+        bench.line.cut.set()
+        await until(lambda: bench.line.calls[-1] == "connect")
+        lease = await bench.store.lease("another", FAKE_INFO)
+        bench.line.reachable.set()
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(bench.task, TIMEOUT_S)
+        await bench.store.finish(lease.epoch, [])  # still the successor's
+
+    run(tmp_path, scenario)
+
+
+def test_a_cancelled_worker_stops_after_the_unit_it_runs(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        bench.backend.gate.clear()
+        await bench.gradient("a")
+        await asyncio.sleep(0.02)
+        bench.task.cancel()
+        threading.Timer(0.05, bench.backend.gate.set).start()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(bench.task, TIMEOUT_S)
+
+    run(tmp_path, scenario)
