@@ -8,48 +8,9 @@ here. Protobuf bodies are defined in ``proto/wire.proto``.
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-MAX_INT32 = 2**31 - 1
-MAX_INT64 = 2**63 - 1
-
-Id = Annotated[str, Field(min_length=1, max_length=256)]
-Seq = Annotated[int, Field(ge=0, le=MAX_INT64)]
-ModelSeq = Annotated[int, Field(ge=1, le=MAX_INT32)]  # 0 is the model's creation
-
-
-def _texts(value: object) -> object:
-    """Numbers and booleans as text: old SDKs let users put them into metadata."""
-    if not isinstance(value, dict):
-        return value
-    return {k: str(v) if isinstance(v, int | float) else v for k, v in value.items()}
-
-
-Metadata = Annotated[dict[str, str], BeforeValidator(_texts), Field(max_length=256)]
-
-
-class Request(BaseModel):
-    """Base of all request bodies."""
-
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=()
-    )
-
-    def unknown_fields(self) -> list[str]:
-        """Names of the fields that were sent and are ignored, nested ones included."""
-        names = [name for name in self.model_extra or () if name != "type"]  # a mere label
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, Request):
-                names += [f"{name}.{inner}" for inner in value.unknown_fields()]
-        return names
-
-
-class Response(BaseModel):
-    """Base of all response bodies. None is left out; no body has a top-level ``error`` key."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
-
+from tuneserve_client.body import MAX_INT32, Id, Metadata, ModelSeq, Request, Response, Seq
 
 # --- service -------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import zstandard
 from fastapi import Request as HttpRequest
 from pydantic import ValidationError
 
-from tuneserve_client.types import Request
+from tuneserve_client.body import Request
 from tuneserve_engine.errors import UserError
 from tuneserve_server.errors import BodyTooLarge, BodyTooSlow, Malformed, UnknownEncoding
 

@@ -8,7 +8,7 @@ import secrets
 import time
 
 from tuneserve_client import types
-from tuneserve_client.types import MAX_INT64
+from tuneserve_client.body import MAX_INT64
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.files import new_file_id

@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
-from tuneserve_client.types import Response
+from tuneserve_client.body import Response
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.files import FileStore

@@ -4,7 +4,8 @@ What depends on nothing but the request and the base model's size is checked her
 a place in the queue; the worker checks the rest.
 """
 
-from tuneserve_client.types import MAX_INT32, Chunk, IntTensor, SampleRequest
+from tuneserve_client.body import MAX_INT32
+from tuneserve_client.types import Chunk, IntTensor, SampleRequest
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import Sample, SparseTargets

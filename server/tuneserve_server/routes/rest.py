@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from tuneserve_client import types
+from tuneserve_client.body import MAX_INT64
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.records import (
     Checkpoint,
@@ -33,7 +34,7 @@ _TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 Limit = Annotated[int, Query(ge=0)]
-Offset = Annotated[int, Query(ge=0, le=types.MAX_INT64)]
+Offset = Annotated[int, Query(ge=0, le=MAX_INT64)]
 
 
 def _time(unix_s: float) -> datetime:

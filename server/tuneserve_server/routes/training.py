@@ -5,8 +5,8 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from tuneserve_client import types
+from tuneserve_client.body import MAX_INT32
 from tuneserve_client.proto.head import Head, read_head
-from tuneserve_client.types import MAX_INT32
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import JobKind, OptimStep
 from tuneserve_engine.records import Model
