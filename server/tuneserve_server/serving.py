@@ -1,10 +1,12 @@
 """The API process: opens the store, serves HTTP, stops without leaving anybody waiting."""
 
+import asyncio
 import logging
 import resource
 import signal
 import socket
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvicorn
@@ -41,45 +43,49 @@ def run(settings: ApiSettings) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s api %(levelname)s %(message)s"
     )
-    # uvicorn stops on these signals and then raises them again, for whom it replaced: nobody.
+    # uvicorn takes these signals over while it serves, and raises them again afterwards.
+    stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, lambda *_: stopped.set())
     _allow_many_sockets()
     try:
-        return uvloop.run(_serve(settings))
-    except (_CannotListen, StoreUnusable, FileExistsError) as error:
+        return uvloop.run(_serve(settings, stopped))
+    except _CannotStart as error:
         print(f"tuneserve api: {error}", file=sys.stderr)
         return REFUSED
 
 
-class _CannotListen(Exception):
-    pass
+class _CannotStart(Exception):
+    """Something about the place we are to run in has to be changed first."""
 
 
-async def _serve(settings: ApiSettings) -> int:
-    listener = _listen(settings)
-    with listener:
-        store = await SqliteStore.open(store_path(settings))
+async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
+    async with AsyncExitStack() as stack:
+        polls = Polls()
         try:
-            polls = Polls()
+            listener = stack.enter_context(_listen(settings))
+            store = await SqliteStore.open(store_path(settings))
+            stack.push_async_callback(store.close)
             app = create_app(settings, store, polls)
-            config = uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=_BACKLOG,
-                timeout_keep_alive=settings.keep_alive_s,
-                timeout_graceful_shutdown=_GRACE_S,
-            )
-            server = _Server(config, polls)
-            await server.serve(sockets=[listener])
-            return 0 if server.started else 1
-        finally:
-            await store.close()
+            # Not left to uvicorn, which would hide why it failed.
+            await stack.enter_async_context(app.router.lifespan_context(app))
+        except (StoreUnusable, OSError, ValueError) as error:
+            raise _CannotStart(str(error)) from error
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=settings.keep_alive_s,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        if not stopped.is_set():
+            await _Server(config, polls).serve(sockets=[listener])
+        return 0
 
 
 def store_path(settings: ApiSettings) -> Path:
@@ -94,7 +100,7 @@ def _listen(settings: ApiSettings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        raise _CannotListen(
+        raise _CannotStart(
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; stop what "
             "uses the port, or choose another with --port"
         ) from error

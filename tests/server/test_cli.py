@@ -55,6 +55,13 @@ def test_a_port_in_use_is_named_with_the_way_out(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_data_directory_that_cannot_hold_the_socket_is_refused(tmp_path: Path) -> None:
+    result = tuneserve("api", "--port", "8498", "--data-dir", str(tmp_path / ("x" * 100)))
+    assert result.returncode == 2
+    assert "choose a shorter data directory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_flags_override_the_environment_and_it_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
