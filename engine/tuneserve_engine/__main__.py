@@ -25,7 +25,9 @@ def main() -> int:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
         backend = JaxBackend.from_settings(settings)
-        operations = Operations(backend, FileStore(settings.files_dir))
+        files = FileStore(settings.files_dir)
+        files.discard_partial()
+        operations = Operations(backend, files)
         queue = RemoteQueue(settings.store_socket)
     except (ValueError, OSError) as error:
         print(f"tuneserve worker: {error}", file=sys.stderr)

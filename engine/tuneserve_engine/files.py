@@ -48,6 +48,11 @@ class FileStore:
             raise
         return size
 
+    def discard_partial(self) -> None:
+        """Removes what writers that were killed left behind. For the only writer, at its start."""
+        for partial in self._root.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
     def path(self, file_id: str) -> Path:
         """Where the id's directory is. Raises ``ValueError`` for anything but an id we made."""
         if not _is_file_id(file_id):

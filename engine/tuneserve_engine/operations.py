@@ -32,6 +32,7 @@ class Operations:
         self._backend = backend
         self._files = files
         self._configs: dict[str, AdapterConfig] = {}
+        self._missing_gradients: set[str] = set()
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
             JobKind.OPTIM_STEP: self._optim_step,
@@ -85,6 +86,9 @@ class Operations:
                 # One by one: the gradients are in, and running the unit again would add them twice.
                 answer = partial(_trained, packed, result, index, request.data)
                 outcomes[job.request_id] = _attempt(job, answer)
+        for job in unit:
+            if outcomes[job.request_id].rejection is not None:
+                self._missing_gradients.add(job.model_id or "")
         return [outcomes[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job]) -> list[Outcome]:
@@ -120,6 +124,9 @@ class Operations:
     def _optim_step(self, job: Job) -> Outcome:
         self._config(job)
         command = jobs.decode(job.payload, jobs.OptimStep)
+        if job.model_id in self._missing_gradients:
+            logger.warning("%s steps although a forward_backward before it failed", job.model_id)
+            self._missing_gradients.remove(job.model_id)
         metrics = self._backend.optim_step(job.model_id or "", command.params)
         return _json(job, {"metrics": dict(metrics)})
 

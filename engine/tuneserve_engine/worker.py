@@ -15,12 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome
 from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Queue
+from tuneserve_engine.queue.base import Queue, StoreFailed
 from tuneserve_engine.scheduler import next_unit
 
 logger = logging.getLogger(__name__)
 
 _TAKE_JOBS = 256
+_STORE_RETRY_S = 1.0
 _FINISH_BYTES = 64 * 2**20
 """Body bytes that one ``finish`` carries, unless one outcome is larger."""
 
@@ -70,6 +71,9 @@ class Worker:
                 await self._exchange(await self._connect())
             except* ConnectionError:
                 logger.warning("lost the store; reconnecting")
+            except* StoreFailed as group:
+                logger.error("the store failed, trying again: %s", _cause(group))
+                await asyncio.sleep(_STORE_RETRY_S)
 
     async def _exchange(self, queue: Queue) -> None:
         """Takes jobs and stores outcomes until the connection breaks."""

@@ -165,3 +165,15 @@ def test_what_a_killed_process_left_behind_is_replaced(store: FileStore, root: P
 def test_a_store_opens_where_one_was(store: FileStore, root: Path) -> None:
     store.write(ID, MEMBERS)
     assert contents(FileStore(root).path(ID)) == MEMBERS
+
+
+def test_what_a_killed_writer_left_is_discarded_and_the_rest_stays(
+    store: FileStore, root: Path
+) -> None:
+    store.write(ID, MEMBERS)
+    left = root / f".partial-{new_file_id()}"
+    left.mkdir()
+    (left / "adapter.safetensors").write_bytes(b"half")
+    store.discard_partial()
+    assert not left.exists()
+    assert contents(store.path(ID)) == MEMBERS

@@ -631,3 +631,17 @@ def test_the_largest_gradient_answer_fits() -> None:
     logprobs = [np.zeros((1, 1), np.float32)] * training_wire.MAX_DATUMS
     overhead = len(training_wire.encode_output(logprobs, 0.0)) - 4 * training_wire.MAX_DATUMS
     assert 4 * training_wire.MAX_TARGET_CELLS + 4 * overhead < operations.MAX_BODY_BYTES
+
+
+def test_a_step_after_a_failed_gradient_applies_the_rest_and_says_so(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.create()
+    bad = training_body({"tokens": [1, 2], "target_tokens": [2]})
+    good, failed = world.run(world.gradient(), world.gradient(bad))
+    assert (good.rejection is None, failed.rejection is None) == (True, False)
+    assert world.step().rejection is None
+    assert "m steps although a forward_backward before it failed" in caplog.text
+    caplog.clear()
+    world.train()
+    assert "although" not in caplog.text

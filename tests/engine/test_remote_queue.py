@@ -12,7 +12,7 @@ import pytest
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue import remote
-from tuneserve_engine.queue.base import Fenced, Lease
+from tuneserve_engine.queue.base import Fenced, Lease, StoreFailed
 from tuneserve_engine.queue.remote import RemoteQueue, serve
 from tuneserve_engine.queue.sqlite import SqliteStore
 from tuneserve_engine.records import Update
@@ -114,7 +114,7 @@ def test_errors_keep_their_type_and_words(tmp_path: Path, caplog: pytest.LogCapt
         async with serve(Parking(), tmp_path / "q"), connected(tmp_path / "q") as queue:
             with pytest.raises(Fenced, match=r"^epoch 2 is over$"):
                 await queue.finish(2, [])
-            with pytest.raises(RuntimeError, match=r"^the store failed with RuntimeError: w b"):
+            with pytest.raises(StoreFailed, match=r"^RuntimeError: w b"):
                 await queue.lease("w", INFO)
 
     asyncio.run(main())

@@ -33,7 +33,7 @@ from tuneserve_engine.jobs import (
     encode,
 )
 from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Fenced, Lease
+from tuneserve_engine.queue.base import Fenced, Lease, StoreFailed
 from tuneserve_engine.queue.sqlite import SqliteStore
 from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, ModelStatus
 from tuneserve_engine.worker import Worker
@@ -80,7 +80,7 @@ class Line:
     """The worker's connection to a store; it counts calls, and breaks when told to.
 
     ``breaks[method]`` lists, call by call, what happens: "before" the store hears of the call,
-    "after" it did but the answer is lost, or "" nothing.
+    "after" it did but the answer is lost, "full" the store refuses, or "" nothing.
     """
 
     def __init__(self, store: SqliteStore) -> None:
@@ -95,6 +95,8 @@ class Line:
         self.calls.append(method)
         breaks = self.breaks.get(method)
         when = breaks.pop(0) if breaks else ""
+        if when == "full":
+            raise StoreFailed("OperationalError: database or disk is full")
         if when == "before":
             raise ConnectionResetError("lost on the way there")
         running = asyncio.ensure_future(call())
@@ -487,6 +489,19 @@ def test_an_outcome_whose_acknowledgement_was_lost_needs_no_further_job(tmp_path
         await bench.ok(await bench.create("a"))
 
     run(tmp_path, scenario)
+
+
+def test_a_store_that_fails_is_tried_again_and_costs_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_STORE_RETRY_S", 0.01)
+
+    async def scenario(bench: Bench) -> None:
+        bench.line.breaks = {"finish": ["full", "full"], "take": ["", "full"]}
+        assert await training_run(bench, no_cut) == wanted
+
+    wanted = undisturbed(tmp_path / "undisturbed")
+    run(tmp_path / "full", scenario)
 
 
 @pytest.mark.parametrize("seed", range(8))

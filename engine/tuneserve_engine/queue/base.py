@@ -19,6 +19,10 @@ class Fenced(Exception):
     """This worker's lease was taken by another; it must stop at once and write nothing."""
 
 
+class StoreFailed(Exception):
+    """The store could not do it (a full disk, say) and changed nothing; worth trying again."""
+
+
 class KeyReused(Exception):
     """A known (scope, seq) was submitted again with another kind."""
 

@@ -23,7 +23,7 @@ import msgspec
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome
-from tuneserve_engine.queue.base import Fenced, Lease, Queue
+from tuneserve_engine.queue.base import Fenced, Lease, Queue, StoreFailed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -315,4 +315,4 @@ def _error(answer: msgspec.Raw) -> Exception:
     name, message = msgspec.msgpack.decode(answer, type=tuple[str, str])
     if name in _ERRORS:
         return _ERRORS[name](message)
-    return RuntimeError(f"the store failed with {name}: {message}")
+    return StoreFailed(f"{name}: {message}")

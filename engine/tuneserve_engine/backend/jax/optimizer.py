@@ -6,7 +6,6 @@ torch does; the program sees float32 scalars, so no change of them compiles anyt
 
 import math
 from dataclasses import asdict
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -84,7 +83,7 @@ def _check(params: AdamParams) -> None:
             )
 
 
-@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+@jax.jit
 def adamw_step(
     weights: LoraWeights,
     first_moment: LoraWeights,
@@ -92,9 +91,10 @@ def adamw_step(
     accumulator: LoraWeights,
     scalars: StepScalars,
 ) -> Stepped:
-    """One AdamW step on the accumulated gradient; all four adapters are donated.
+    """One AdamW step on the accumulated gradient.
 
-    The reported norm is that of the gradient before clipping.
+    Nothing is donated: these are the only copies, and a step that fails on the device must leave
+    the adapter as it was. The reported norm is that of the gradient before clipping.
     """
     norm = global_norm(accumulator)
     clip = jnp.minimum(scalars.clip_norm / (norm + _CLIP_EPS), 1.0)
