@@ -13,6 +13,7 @@ from tuneserve_server.local import LocalServer
 
 from . import workdir
 
+API_KEY = "tml-local"
 CLIENT_LIMIT_S = 600
 
 
@@ -53,7 +54,7 @@ class Client:
             "HF_HUB_OFFLINE": "1",
             "NO_PROXY": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
-            "TINKER_API_KEY": "tml-local",
+            "TINKER_API_KEY": API_KEY,
             "TINKER_BASE_URL": self.server.url,
         }
 

@@ -50,8 +50,8 @@ def trainer_against_sampler(service: Any, base_model: str, tokenizer: Any) -> fl
 
 
 def draw(sampler: Any, tokens: list[int], temperature: float, seed: int, length: int = 1) -> Any:
-    """A future of one sample."""
-    params = tinker.SamplingParams(max_tokens=length, temperature=temperature, seed=seed)
+    """A future of one sample, which nothing ends early."""
+    params = tinker.SamplingParams(max_tokens=length, temperature=temperature, seed=seed, stop=[])
     return sampler.sample(tinker.ModelInput.from_ints(tokens), 1, params)
 
 
