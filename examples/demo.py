@@ -48,7 +48,7 @@ def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
     with tinker.ServiceClient(base_url=url, api_key=f"tml-{task.name}") as service:
         trainer = service.create_lora_training_client(base_model=base_model, rank=RANK).result()
         tokenizer = trainer.get_tokenizer()
-        before = service.create_sampling_client(base_model=base_model)
+        before = service.create_sampling_client(base_model=base_model).result()
         view.before(task.name, [sample(before, tokenizer, q) for q in HELD_OUT])
         examples = task.examples(seed=0)
         for step in range(STEPS):
@@ -58,7 +58,7 @@ def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
             trainer.optim_step(types.AdamParams(learning_rate=rate)).result()
             weight = sum(sum(d.loss_fn_inputs["weights"].data) for d in data)
             view.step(task.name, gradient.result().metrics["loss:sum"] / weight)
-        after = trainer.save_weights_and_get_sampling_client()
+        after = trainer.save_weights_and_get_sampling_client().result()
         view.after(task.name, [sample(after, tokenizer, q) for q in HELD_OUT])
 
 

@@ -38,7 +38,7 @@ def main() -> None:
             print(f"step {step:2}  loss {gradient.result().metrics['loss:sum']:.2f}")
 
         print("saved as", trainer.save_state("example").result().path)
-        sampler = trainer.save_weights_and_get_sampling_client()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
         asked = types.ModelInput.from_ints(tokenizer.encode(prompt(HELD_OUT[0])))
         params = types.SamplingParams(max_tokens=32, temperature=0.0)
         tokens = sampler.sample(asked, 1, params).result().sequences[0].tokens

@@ -103,7 +103,7 @@ def test_resuming_with_the_optimizer_continues_bit_for_bit(service, server):
 def test_a_sampler_is_frozen_when_it_is_made(service, server):
     trainer = new_trainer(service, server)
     losses(trainer, 2)
-    sampler = trainer.save_weights_and_get_sampling_client()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(list(range(5, 15)))
     params = types.SamplingParams(max_tokens=8, temperature=0.0)
     before = sampler.sample(prompt, 1, params).result().sequences[0]
@@ -119,7 +119,7 @@ def test_trainer_and_sampler_give_the_same_logprobs(service, server):
     trainer = new_trainer(service, server)
     losses(trainer, 3)
     tokens = list(range(5, 25))
-    sampler = trainer.save_weights_and_get_sampling_client()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     sampled = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     trained = trainer.forward([datum(tokens)], "cross_entropy").result()
     assert sampled[0] is None
@@ -129,7 +129,7 @@ def test_trainer_and_sampler_give_the_same_logprobs(service, server):
 
 
 def test_seeds_repeat_and_samples_differ(service, server):
-    sampler = service.create_sampling_client(base_model=server.base_model)
+    sampler = service.create_sampling_client(base_model=server.base_model).result()
     prompt = types.ModelInput.from_ints(list(range(5, 15)))
 
     def draw(seed, n=3):
