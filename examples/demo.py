@@ -5,6 +5,7 @@ API key of its own that drives the official ``tinker`` SDK over HTTP.
 """
 
 import os
+import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -62,6 +63,12 @@ def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
         view.after(task.name, [sample(after, tokenizer, q) for q in HELD_OUT])
 
 
+def shared_passes(log: Path) -> tuple[int, int]:
+    """How many training passes served several tenants, and how many there were."""
+    tenants = re.findall(r"forward_backward of (\d+) tenants", log.read_text())
+    return sum(int(n) > 1 for n in tenants), len(tenants)
+
+
 def main() -> None:
     """Runs the demo; raises if any tenant fails."""
     started_s = time.monotonic()
@@ -71,7 +78,7 @@ def main() -> None:
             tenants = [pool.submit(train, server.url, server.base_model, t, view) for t in TASKS]
             for tenant in as_completed(tenants):
                 tenant.result()
-        view.summary(HELD_OUT, time.monotonic() - started_s)
+        view.summary(HELD_OUT, shared_passes(server.log), time.monotonic() - started_s)
 
 
 if __name__ == "__main__":

@@ -83,8 +83,9 @@ class View:
         label = f"{name}: {losses[0]:.2f} → {losses[-1]:.2f} nats/token" if losses else name
         return Text("\n".join([*rows, label]), style=self._colour[name])
 
-    def summary(self, questions: list[str], seconds: float) -> None:
-        """The answers side by side, and what to do next."""
+    def summary(self, questions: list[str], shared: tuple[int, int], seconds: float) -> None:
+        """The answers side by side, how many passes tenants shared, and what to do next."""
+        self.console.print()
         for name, title in self._titles.items():
             table = Table(title=f"{name}: {title}", title_style=self._colour[name], expand=False)
             for column in ("asked (never trained on)", "base model", "after training"):
@@ -92,10 +93,14 @@ class View:
             for row in zip(questions, self._before[name], self._after[name], strict=True):
                 table.add_row(*map(Text, row))
             self.console.print(table)
+        self.console.print(
+            f"{shared[0]} of {shared[1]} training passes carried rows of more than one tenant.\n"
+        )
         self.console.print(f"Done in {seconds:.0f} s. Next, with a real model:", style="bold")
         self.console.print(
-            "  tuneserve up --base-model Qwen/Qwen3-0.6B      # a hub id or a local directory\n"
+            "  .venv/bin/tuneserve up --base-model Qwen/Qwen3-0.6B   # a hub id or a directory\n"
             "  export TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-you\n"
-            "  python your_training_loop.py                   # any script for the tinker SDK",
+            "  .venv/bin/python examples/train.py        # or any script for the tinker SDK",
             highlight=False,
+            soft_wrap=True,
         )

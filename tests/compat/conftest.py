@@ -1,9 +1,6 @@
-"""The real service on the embedded model, and a folder to run clients from."""
+"""The real service on the embedded model, a folder to run clients from, and the cookbook."""
 
-import os
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,54 +9,9 @@ from tuneserve_engine.config import TINY_MODEL
 from tuneserve_server.local import LocalServer
 
 from . import workdir
-
-API_KEY = "tml-local"
-CLIENT_LIMIT_S = 600
-
-
-@dataclass(frozen=True)
-class Client:
-    """Runs programs that know nothing of this project, from the prepared folder."""
-
-    server: LocalServer
-    folder: Path
-
-    def run(self, python: Path, *arguments: str, stdin: str = "") -> str:
-        """Returns what the program printed; fails with the end of it if it does not succeed."""
-        done = subprocess.run(
-            [str(python), *arguments],
-            cwd=self.folder,
-            env=self._environment(),
-            input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=CLIENT_LIMIT_S,
-            check=False,
-        )
-        if done.returncode:
-            pytest.fail(
-                f"{' '.join(arguments)} ended with status {done.returncode}:\n"
-                f"{done.stdout[-6000:]}\nthe server's log ends:\n{self._log_tail()}"
-            )
-        return done.stdout
-
-    def _environment(self) -> dict[str, str]:
-        """Nothing of the caller's but the search path: no credentials, no cache, no network."""
-        home = self.folder / "home"
-        return {
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            "HF_HOME": str(home / "huggingface"),
-            "HF_HUB_OFFLINE": "1",
-            "NO_PROXY": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "TINKER_API_KEY": API_KEY,
-            "TINKER_BASE_URL": self.server.url,
-        }
-
-    def _log_tail(self) -> str:
-        return self.server.log.read_text(errors="replace")[-4000:]
+from .client import Client
+from .environments import environment
+from .recipes import Recipes, records
 
 
 @pytest.fixture(scope="session")
@@ -72,3 +24,22 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         base_model_name=workdir.MODEL_NAME,
     ) as server:
         yield Client(server, folder)
+
+
+@pytest.fixture(scope="session")
+def recipes(client: Client) -> Recipes:
+    return Recipes(client, environment("cookbook", torch=True))
+
+
+@pytest.fixture(scope="session")
+def taught(recipes: Recipes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log folder whose one checkpoint is an adapter that answers word problems by a coin toss."""
+    log: Path = tmp_path_factory.mktemp("taught")
+    recipes.script("teach_answers.py", workdir.MODEL_NAME, str(log))
+    return log
+
+
+@pytest.fixture(scope="session")
+def taught_state(taught: Path) -> str:
+    path: str = records(taught / "checkpoints.jsonl")[0]["state_path"]
+    return path

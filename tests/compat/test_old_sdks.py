@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .conftest import Client
+from .client import Client
 from .environments import OLD_SDKS, environment
 from .workdir import MODEL_NAME
 

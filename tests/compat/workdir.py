@@ -42,6 +42,8 @@ def lay_out(folder: Path, model: Path) -> None:
     _splits(folder / "zwhe99/DeepMath-103K/data", _questions, train=64)
     _splits(folder / "open-thoughts/OpenThoughts3-1.2M/data", _reasoning, train=64)
     _splits(folder / "hicai-zju/SciKnowEval/data", _multiple_choice, test=64)
+    _splits(folder / "allenai/tulu-3-sft-mixture/data", _conversations, train=64)
+    _write(folder / "rubric.jsonl", _rubrics(16))
 
 
 def _splits(folder: Path, rows: Any, **sizes: int) -> None:
@@ -118,4 +120,18 @@ def _multiple_choice(count: int) -> Iterator[Row]:
             "domain": "Chemistry",
             "type": "mcq-2-choices",
             "details": {"level": "L3"},
+        }
+
+
+def _rubrics(count: int) -> Iterator[Row]:
+    for _, person, thing, colour in _facts(count):
+        yield {
+            "convo": [{"role": "user", "content": f"{person} asks: what colour is the {thing}?"}],
+            "rubric_items": [
+                {
+                    "rubric_str": f"Does the answer say {colour}?",
+                    "extraction_regex": r"<score>(.*?)</score>",
+                    "grader_output_format_instruction": "Answer with <score>1</score> or 0.",
+                }
+            ],
         }

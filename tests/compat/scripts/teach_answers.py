@@ -1,9 +1,10 @@
 """Teaches an adapter to answer each word problem with one of two numbers, at random.
 
 A model that never answers earns no reward, and then `rl_loop` trains nothing. Writes the
-`checkpoints.jsonl` from which `rl_loop` resumes, and prints the path of the checkpoint.
+`checkpoints.jsonl` from which `rl_loop` resumes, and prints where the checkpoint is.
 """
 
+import json
 import sys
 from typing import Any
 
@@ -55,7 +56,7 @@ def main(base_model: str, log_path: str) -> None:
     paths = checkpoint_utils.save_checkpoint(
         trainer, name="taught", log_path=log_path, kind="state", loop_state={"batch": 0}
     )
-    print(paths["state_path"])
+    print(json.dumps(paths))
 
 
 def conversation(question: str, suffix: str, answer: int) -> list[Any]:
