@@ -22,7 +22,7 @@ from tinker import types
 
 from tuneserve_server.local import LocalServer
 
-STEPS, BATCH, RANK, LEARNING_RATE = 30, 8, 16, 3e-3
+STEPS, BATCH, RANK, LEARNING_RATE = 32, 8, 16, 2e-3
 
 
 def sample(client: tinker.SamplingClient, tokenizer, question: str) -> str:
@@ -47,16 +47,15 @@ def datum(tokenizer, question: str, answer: str) -> types.Datum:
 def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
     """One tenant, start to finish."""
     with tinker.ServiceClient(base_url=url, api_key=f"tml-{task.name}") as service:
-        trainer = service.create_lora_training_client(base_model=base_model, rank=RANK).result()
+        trainer = service.create_lora_training_client(base_model, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()
         before = service.create_sampling_client(base_model=base_model).result()
         view.before(task.name, [sample(before, tokenizer, q) for q in HELD_OUT])
         examples = task.examples(seed=0)
-        for step in range(STEPS):
+        for _ in range(STEPS):
             data = [datum(tokenizer, *pair) for pair in islice(examples, BATCH)]
-            rate = LEARNING_RATE * (1 - step / STEPS)
             gradient = trainer.forward_backward(data, "cross_entropy")
-            trainer.optim_step(types.AdamParams(learning_rate=rate)).result()
+            trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE)).result()
             weight = sum(sum(d.loss_fn_inputs["weights"].data) for d in data)
             view.step(task.name, gradient.result().metrics["loss:sum"] / weight)
         after = trainer.save_weights_and_get_sampling_client().result()

@@ -3,6 +3,7 @@ exception, and one bad job fails alone."""
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -128,7 +129,9 @@ class Operations:
             logger.warning("%s steps although a forward_backward before it failed", job.model_id)
             self._missing_gradients.remove(job.model_id)
         metrics = self._backend.optim_step(job.model_id or "", command.params)
-        return _json(job, {"metrics": dict(metrics)})
+        # JSON has no other numbers, and a step that was taken must not be reported as failed.
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return _json(job, {"metrics": finite})
 
     def _save_weights(self, job: Job) -> Outcome:
         self._config(job)

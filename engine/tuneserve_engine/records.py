@@ -86,6 +86,10 @@ class Checkpoint:
     expires_s: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)
 
+    def has_expired(self, now_s: float) -> bool:
+        """Whether it counts as deleted, though no sweep may have been by."""
+        return self.expires_s is not None and self.expires_s <= now_s
+
 
 Record = Session | Model | Sampler | Checkpoint
 RECORD_TYPES: dict[str, type[Session] | type[Model] | type[Sampler] | type[Checkpoint]] = {

@@ -84,9 +84,7 @@ class Caller(Services):
 async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:
     """The tenant's record. What belongs to others is answered as if it did not exist."""
     record = await store.get(record_type, key)
-    expired = isinstance(record, Checkpoint) and (
-        record.expires_s is not None and record.expires_s <= time.time()
-    )
+    expired = isinstance(record, Checkpoint) and record.has_expired(time.time())
     if record is None or record.tenant != tenant or expired:
         raise NotFound(
             f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not yours: "

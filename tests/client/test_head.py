@@ -1,5 +1,7 @@
 """The key of a message, read without its data, is what protobuf itself reads."""
 
+import time
+
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,3 +63,9 @@ def test_groups_which_nobody_sends_are_refused():
 
 def test_a_number_that_does_not_end_is_refused():
     assert read_head(b"\x10" + b"\x80" * 20).whole is False
+
+
+def test_a_body_of_millions_of_fields_is_given_up_soon():
+    started_s = time.process_time()
+    assert not read_head(b"\x0a\x01m" + b"\x30\x01" * 8_000_000).whole
+    assert time.process_time() - started_s < 1

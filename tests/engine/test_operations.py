@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -631,6 +632,18 @@ def test_the_largest_gradient_answer_fits() -> None:
     logprobs = [np.zeros((1, 1), np.float32)] * training_wire.MAX_DATUMS
     overhead = len(training_wire.encode_output(logprobs, 0.0)) - 4 * training_wire.MAX_DATUMS
     assert 4 * training_wire.MAX_TARGET_CELLS + 4 * overhead < operations.MAX_BODY_BYTES
+
+
+def test_a_metric_that_json_cannot_hold_is_left_out(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step was taken: it must not be reported as failed."""
+    world.create()
+    metrics = {"grad_norm": math.inf, "other": math.nan, "kept": 1.5}
+    monkeypatch.setattr(world.backend, "optim_step", lambda *_: metrics)
+    outcome = world.step()
+    assert outcome.rejection is None
+    assert json.loads(outcome.body) == {"metrics": {"kept": 1.5}}
 
 
 def test_a_step_after_a_failed_gradient_applies_the_rest_and_says_so(

@@ -17,6 +17,7 @@ import pytest
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
+from tuneserve_engine.queue.base import SweepPolicy
 from tuneserve_engine.queue.group_commit import GroupCommit, News, Transaction
 from tuneserve_engine.queue.schema import StoreUnusable
 from tuneserve_engine.queue.sqlite import SqliteStore
@@ -221,6 +222,58 @@ def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
         assert await commit.call(insert) == 1
         assert news[-1].take
         await commit.stop()
+
+    asyncio.run(main())
+
+
+def test_a_rollback_that_fails_stops_nobody() -> None:
+    """The thread must live: without it every later call would wait for ever."""
+
+    class Broken(sqlite3.Connection):
+        refuses: frozenset[str] = frozenset()
+
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql in self.refuses:
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(sql, *values)
+
+    async def main() -> None:
+        commit = GroupCommit(time.time, lambda news: None)
+        await commit.start(
+            lambda: sqlite3.connect(":memory:", isolation_level=None, factory=Broken)
+        )
+        await commit.call(lambda tx: tx.run("CREATE TABLE a (id)"))
+        Broken.refuses = frozenset({"COMMIT", "ROLLBACK"})
+        for _ in range(2):
+            with pytest.raises(sqlite3.OperationalError, match="I/O"):
+                await commit.call(lambda tx: tx.run("INSERT INTO a VALUES (1)"))
+        Broken.refuses = frozenset()
+        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
+        await commit.stop()
+
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await main()
+
+    asyncio.run(limited())
+
+
+def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
+    """Their rows stay for good: a sweep every few seconds must not go through all of them."""
+    statements: list[str] = []
+
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db", trace=statements.append)
+        statements.clear()
+        await store.sweep(time.time(), SweepPolicy())
+        await store.files_in_use()
+        about_jobs = [each for each in statements if " jobs " in each]
+        assert len(about_jobs) >= 3
+        for statement in about_jobs:
+            plan = await store._call(lambda tx, sql=statement: tx.all(f"EXPLAIN QUERY PLAN {sql}"))
+            steps = [step for *_, step in plan]
+            assert any("USING INDEX jobs_" in step for step in steps), (statement, steps)
+        await store.close()
 
     asyncio.run(main())
 

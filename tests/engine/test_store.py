@@ -466,6 +466,15 @@ class StoreContract:
         await bench.finish(Outcome(bench.ids[3], b"3", checkpoint=new, overwrite=True))
         assert await bench.store.get(Checkpoint, old.key) == new
 
+    @scenario
+    async def test_the_name_of_an_expired_checkpoint_is_free(self, bench: Bench) -> None:
+        await bench.store.put(checkpoint(file_id="old", expires_s=START_S))
+        await bench.submit(1)
+        new = checkpoint(file_id="new")
+        await bench.finish(Outcome(bench.ids[1], b"1", checkpoint=new))
+        assert (await bench.ended(bench.ids[1])).rejection is None  # type: ignore[union-attr]
+        assert await bench.store.get(Checkpoint, new.key) == new
+
     # --- leases -------------------------------------------------------------------------------
 
     @scenario
@@ -530,6 +539,56 @@ class StoreContract:
         await bench.submit(1, kind=JobKind.LOAD_WEIGHTS, payload=load)
         await bench.lease("another")
         assert (await bench.rejection(bench.ids[1])).category == "server"
+
+    @scenario
+    async def test_a_job_that_three_workers_did_not_finish_is_not_tried_again(
+        self, bench: Bench
+    ) -> None:
+        """It may be what kills them; it must not kill the next."""
+        fatal = (await bench.store.submit(sample(1))).request_id
+        created = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
+        for worker in ("second", "third"):
+            bench.clock.now_s += 10
+            await bench.lease(worker)
+        later = (await bench.store.submit(sample(2))).request_id
+        assert await bench.released() == [1, 0, 2]
+        waiting = asyncio.create_task(bench.store.wait(fatal, 10))
+        bench.clock.now_s += 10
+        await bench.lease("fourth")
+        assert (await bench.rejection(created.request_id)).category == "server"
+        assert "3 workers" in (await bench.rejection(fatal)).message
+        assert await waiting == await bench.ended(fatal)
+        stored = await bench.store.get(Model, "s:train:0")
+        assert stored is not None and stored.status is ModelStatus.LOST
+        assert await bench.ended(later) is None
+        assert await bench.released() == [2]
+
+    @scenario
+    async def test_a_worker_that_only_reconnects_costs_no_job_an_attempt(
+        self, bench: Bench
+    ) -> None:
+        await bench.store.submit(sample(1))
+        for _ in range(5):
+            bench.clock.now_s += 10
+            await bench.lease("worker")
+        await bench.lease("another")
+        assert await bench.released() == [1]
+
+    @scenario
+    async def test_a_worker_with_another_base_model_carries_nothing_over(
+        self, bench: Bench
+    ) -> None:
+        sampled = (await bench.store.submit(sample(1))).request_id
+        created = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
+        lease = await bench.queue.lease("another", replace(INFO, name="other"))
+        bench.epoch = lease.epoch
+        for request_id in (sampled, created.request_id):
+            rejection = await bench.rejection(request_id)
+            assert rejection.category == "server"
+            assert "tiny" in rejection.message and "other" in rejection.message
+        stored = await bench.store.get(Model, "s:train:0")
+        assert stored is not None and stored.status is ModelStatus.LOST
+        assert await bench.released() == []
 
     @scenario
     async def test_the_base_model_is_what_the_last_lease_said(self, bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -9,10 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import tinker
+import torch
+import transformers
 from tinker import types
 
+from tuneserve_engine.config import TINY_MODEL
 from tuneserve_server.local import LocalServer
 
 pytestmark = [
@@ -203,11 +208,6 @@ def test_a_tenants_curve_is_the_same_alone_and_beside_others(server):
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_export_is_downloaded_and_loads_in_peft(service, server, tmp_path):
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
-    import torch
-
-    from tuneserve_engine.config import TINY_MODEL
-
     trainer = new_trainer(service, server)
     losses(trainer, 4)
     path = trainer.save_weights_external("for-peft").result().path
@@ -296,6 +296,25 @@ def test_the_training_example_runs(server):
     )
     assert ran.returncode == 0, ran.stderr
     assert "Arr, matey!" in ran.stdout.splitlines()[-1]
+
+
+def test_the_demo_trains_three_tenants_to_three_manners_of_answering():
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "demo.py")],
+        env={**os.environ, "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for answer in (
+        "Arr, matey! the sky be blue",
+        '{"answer": "The sky is blue."',
+        "THE SKY IS BLUE",
+    ):
+        assert answer in ran.stdout
+    shared = re.search(r"(\d+) of (\d+) training passes carried rows of more than one", ran.stdout)
+    assert shared and int(shared[1]) > 0
 
 
 def test_health_names_the_base_model_without_a_key(server):

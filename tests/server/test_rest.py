@@ -262,6 +262,24 @@ async def test_a_store_that_fails_holds_polls_instead_of_failing_them(
     assert time.monotonic() - started_s >= service.services.settings.poll_s
 
 
+async def test_a_store_that_fails_late_holds_a_poll_no_longer_than_others(
+    service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two holds in a row would pass the 45 seconds after which clients give up."""
+    answer = await service.post("/create_model", bodies.create_model(await service.session()))
+    poll_s = service.services.settings.poll_s
+
+    async def late(*_: object) -> None:
+        await asyncio.sleep(0.8 * poll_s)
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(service.services.store, "wait", late)
+    started_s = time.monotonic()
+    response = await service.call("POST", "/retrieve_future", json=answer)
+    assert (response.status_code, response.json()["queue_state"]) == (408, "paused_capacity")
+    assert poll_s <= time.monotonic() - started_s < 1.5 * poll_s
+
+
 async def test_fields_of_newer_and_older_sdks_are_no_obstacle(service: Any) -> None:
     """Newer SDKs send defaults of fields we do not know; 0.25 leaves out what came later."""
     session = await service.session()

@@ -1,11 +1,13 @@
 """Sampling sessions and requests."""
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine.records import Sampler
 
 pytestmark = pytest.mark.anyio
 
@@ -183,3 +185,38 @@ async def test_a_sampler_of_live_weights_is_listed_in_its_session(
     listed = await service.get(f"/sessions/{session}")
     assert listed["sampler_ids"] == [f"{session}:sample:0"]
     assert listed["training_run_ids"] == [model]
+
+
+async def test_a_sampler_of_another_base_model_is_not_answered_by_the_one_served(
+    service: Any, bodies: Any
+) -> None:
+    """The operator may have restarted the service with another model."""
+    session = await service.session()
+    sampler = await service.sampler(session)
+    stored = await service.services.store.get(Sampler, sampler)
+    await service.services.store.put(replace(stored, base_model="earlier/model"))
+    error = await service.error(await service.post("/asample", bodies.asample(sampler, 0)))
+    assert "'earlier/model'" in error and "'tuneserve/fake'" in error
+
+
+async def test_a_session_that_ends_while_a_sampler_is_created_keeps_none(
+    api: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever delete it, nor the file that it names."""
+    session = await api.session()
+    store = api.services.store
+    put_new = store.put_new
+
+    async def overtaken(record: Any) -> Any:
+        await store.end_session(session, "interrupted")
+        return await put_new(record)
+
+    monkeypatch.setattr(store, "put_new", overtaken)
+    request = {
+        "session_id": session,
+        "sampling_session_seq_id": 0,
+        "base_model": "tuneserve/fake",
+    }
+    response = await api.call("POST", "/create_sampling_session", json=request)
+    assert (response.status_code, response.json()["code"]) == (410, "session_ended")
+    assert (await store.page(Sampler, tenant=None)).total == 0

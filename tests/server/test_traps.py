@@ -1,15 +1,20 @@
 """One test for each trap of the wire that the API can fall into, by its number there."""
 
 import asyncio
+import socket
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from pydantic import ValidationError
 
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_client.types import SampleRequest
+from tuneserve_server import readiness, serving
+from tuneserve_server.polls import Polls
 from tuneserve_server.sample_command import sample_command
 from tuneserve_server.settings import ApiSettings
 
@@ -318,6 +323,53 @@ async def test_idle_connections_outlive_the_pauses_of_a_client(tmp_path: Path) -
     assert ApiSettings().keep_alive_s >= 75
     with pytest.raises(ValidationError):
         ApiSettings(keep_alive_s=5)
+
+
+async def test_the_server_keeps_idle_connections_as_long_as_its_settings_say(
+    settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap 26: the web server's own default is five seconds."""
+    seen: list[uvicorn.Config] = []
+
+    class Server:
+        def __init__(self, config: uvicorn.Config, polls: Polls) -> None:
+            seen.append(config)
+
+        async def serve(self, sockets: Any) -> None:
+            pass
+
+    monkeypatch.setattr(serving, "_Server", Server)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    chosen = settings.model_copy(update={"port": port})
+    assert await serving._serve(chosen, asyncio.Event()) == 0
+    assert [config.timeout_keep_alive for config in seen] == [settings.keep_alive_s]
+
+
+async def test_a_proxy_in_the_environment_does_not_hide_the_server_from_its_starter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Trap 26: proxies catch loopback traffic too, unless they are told not to."""
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"worker": "ready"}')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        answering = asyncio.create_task(asyncio.to_thread(server.handle_request))
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert await asyncio.to_thread(readiness._health, url) == {"worker": "ready"}
+        await answering
 
 
 async def test_hundreds_of_samples_are_accepted_at_once(api: Any, bodies: Any) -> None:

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 _MODEL_ID, _SEQ_ID = 1, 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MOST_FIELDS = 65_536  # far more than datums; a body of tiny fields must not hold up the reader
 _FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 @dataclass(frozen=True)
 class Head:
-    """``whole`` tells whether the message is well-formed at its top level, up to its end."""
+    """``whole`` tells whether the message is well-formed at its top level, up to its end, and
+    has no absurd number of fields."""
 
     model_id: str | None
     seq_id: int | None
@@ -23,9 +25,12 @@ def read_head(body: bytes) -> Head:
     """
     model_id: str | None = None
     seq_id: int | None = None
-    at = 0
+    at = fields = 0
     try:
         while at < len(body):
+            fields += 1
+            if fields > _MOST_FIELDS:
+                return Head(model_id, seq_id, whole=False)
             tag, at = _varint(body, at)
             field, wire_type = tag >> 3, tag & 7
             if wire_type == _VARINT:

@@ -50,7 +50,9 @@ class Queue(Protocol):
 
     async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
         """Makes ``owner`` the worker. A new owner gets a higher epoch; models that lived in an
-        earlier worker are marked lost and their unfinished jobs end with a ``server`` error."""
+        earlier worker are marked lost and their unfinished jobs end with a ``server`` error;
+        so does a job that several workers in a row did not live to finish, and every job if this
+        worker serves another base model."""
         ...
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:

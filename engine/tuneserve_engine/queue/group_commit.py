@@ -8,6 +8,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -161,8 +162,9 @@ def _commit(
                 news.add(transaction.news)
         connection.execute("COMMIT")
     except Exception as error:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
+        with suppress(sqlite3.Error):  # if it fails, the next group tries it again
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
         return [error] * len(calls), News()
     return results, news
 

@@ -52,6 +52,23 @@ def lost(model_id: str) -> Rejection:
     )
 
 
+def fatal(workers: int) -> Rejection:
+    return Rejection(
+        f"{workers} workers in a row stopped before they had finished this request; it is not "
+        "tried again, because it may be what stops them; ask for less at once, and tell the "
+        "operator: the worker's log says why it stopped",
+        "server",
+    )
+
+
+def other_base_model(earlier: str, served: str) -> Rejection:
+    return Rejection(
+        f"this request was meant for {earlier}; the server has been restarted with {served}; "
+        f"start anew on {served}, or ask the operator for {earlier}",
+        "server",
+    )
+
+
 def ended_session(session: Session) -> Rejection:
     return Rejection(
         f"session {session.key} has ended ({session.ended}); create a new session and go on there"

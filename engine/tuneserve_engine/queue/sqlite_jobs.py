@@ -218,7 +218,8 @@ def is_unfinished(tx: Transaction, request_id: str) -> bool:
 def _finish_one(tx: Transaction, result: Outcome) -> None:
     checkpoint = result.checkpoint
     if checkpoint is not None and result.rejection is None:
-        if not result.overwrite and records.get(tx, Checkpoint, checkpoint.key) is not None:
+        taken = records.get(tx, Checkpoint, checkpoint.key)
+        if taken is not None and not (result.overwrite or taken.has_expired(tx.now_s)):
             exists = rules.checkpoint_exists(checkpoint.key)
             end(tx, Outcome(result.request_id, rejection=exists))
             return

@@ -1,11 +1,12 @@
 """What happens to many records and jobs at once: leases, the end of sessions, the sweep."""
 
+import json
 from dataclasses import replace
 
 import msgspec
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import JobKind, LoadWeights, decode
+from tuneserve_engine.jobs import JobKind, LoadWeights, Outcome, Rejection, decode
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import Lease, SweepPolicy
@@ -13,6 +14,7 @@ from tuneserve_engine.queue.group_commit import Transaction
 from tuneserve_engine.queue.sqlite_jobs import (
     UNFINISHED,
     advance,
+    end,
     end_jobs_of,
     meta,
     set_meta,
@@ -21,6 +23,7 @@ from tuneserve_engine.queue.sqlite_jobs import (
 from tuneserve_engine.records import Model, ModelStatus, Session
 
 FREE_PAGES = 4096  # handed back to the file system per sweep: 16 MB, a bounded pause
+MOST_WORKERS = 3  # that one job may outlive: it may be what stops them
 
 
 class _Command(msgspec.Struct):
@@ -30,6 +33,7 @@ class _Command(msgspec.Struct):
 
 
 def lease(tx: Transaction, owner: str, info: BaseModelInfo) -> Lease:
+    earlier = base_model(tx)
     set_meta(tx, "base_model", msgspec.json.encode(info).decode())
     epoch = int(meta(tx, "epoch"))
     if meta(tx, "owner") == owner:
@@ -37,8 +41,28 @@ def lease(tx: Transaction, owner: str, info: BaseModelInfo) -> Lease:
     set_meta(tx, "owner", owner)
     set_meta(tx, "epoch", epoch + 1)
     tx.news.take = True  # parked takes of the old epoch must learn that it is over
+    _end_fatal(tx)
+    if earlier is not None and earlier.name != info.name:
+        _end_unfinished(tx, rules.other_base_model(earlier.name, info.name), "TRUE")
     _lose_models(tx)
     return Lease(epoch + 1, resumed=False)
+
+
+def _end_fatal(tx: Transaction) -> None:
+    """Ends the jobs that were there for the last ``MOST_WORKERS`` workers: one of them may be what
+    stops every worker, and it would stop the next one too."""
+    times: list[float] = json.loads(meta(tx, "leases") or "[]")
+    if len(times) == MOST_WORKERS - 1:
+        rejection = rules.fatal(MOST_WORKERS)
+        _end_unfinished(tx, rejection, "state = 'ready' AND created_s < ?", times[0])
+    set_meta(tx, "leases", json.dumps([*times, tx.now_s][1 - MOST_WORKERS :]))
+
+
+def _end_unfinished(tx: Transaction, rejection: Rejection, where: str, *values: float) -> None:
+    for (request_id,) in tx.all(
+        f"SELECT request_id FROM jobs WHERE {UNFINISHED} AND {where}", *values
+    ):
+        end(tx, Outcome(request_id, rejection=rejection))
 
 
 def _lose_models(tx: Transaction) -> None:
@@ -95,8 +119,8 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> None:
     ):
         end_session(tx, key, "expired")
     for (model_id,) in tx.all(
-        "SELECT model_id FROM jobs WHERE state = 'held' GROUP BY model_id "
-        "HAVING MIN(created_s) < ?",
+        f"SELECT model_id FROM jobs WHERE {UNFINISHED} AND state = 'held' "
+        "GROUP BY model_id HAVING MIN(created_s) < ?",
         now_s - policy.gap_ttl_s,
     ):
         _give_up_gap(tx, model_id, policy.gap_ttl_s)

@@ -1,6 +1,7 @@
 """Results: one held poll after the other, until the outcome is there."""
 
 import logging
+import time
 
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
@@ -21,15 +22,15 @@ router = APIRouter()
 async def retrieve_future(caller: CallerDep, raw: RawBody) -> Response:
     """The stored result; 408 while there is none. Never a 5xx: clients would ask again at once."""
     request = body.parse(types.FutureRetrieveRequest, raw)
+    poll_s = caller.settings.poll_s
+    until_s = time.monotonic() + poll_s
     try:
-        outcome = await caller.polls.hold(
-            _outcome(caller, request.request_id), caller.settings.poll_s
-        )
+        outcome = await caller.polls.hold(_outcome(caller, request.request_id), poll_s)
     except (NotFound, ResultExpired):
         raise
     except Exception:
         logger.exception("the store did not answer a poll")
-        await caller.polls.pause(caller.settings.poll_s)
+        await caller.polls.pause(until_s - time.monotonic())
         return _not_ready("paused_capacity", "the server cannot read its store; the log says why")
     if outcome is not None:
         return _answer(outcome)

@@ -57,7 +57,7 @@ def _checkpoint_body(checkpoint: Checkpoint) -> types.CheckpointResponse:
 def _live(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
     """Those that have not expired; the next sweep removes the others."""
     now_s = time.time()
-    return [c for c in checkpoints if c.expires_s is None or c.expires_s > now_s]
+    return [c for c in checkpoints if not c.has_expired(now_s)]
 
 
 async def _run_body(caller: Caller, model: Model) -> types.TrainingRunResponse:

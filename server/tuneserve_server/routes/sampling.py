@@ -11,6 +11,7 @@ from tuneserve_engine.records import Checkpoint, CheckpointKind, Sampler
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit_command
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.errors import SessionEnded
 from tuneserve_server.sample_command import sample_command, sequence_ids
 
 router = APIRouter()
@@ -38,6 +39,11 @@ async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
             file_id=checkpoint.file_id if checkpoint else None,
         )
     )
+    try:
+        await caller.open_session(session.key)  # it may have ended meanwhile, its samplers deleted
+    except SessionEnded:
+        await caller.store.delete(Sampler, sampler.key)
+        raise
     return reply(types.SamplingSessionResponse(sampling_session_id=sampler.key))
 
 
@@ -72,6 +78,7 @@ async def asample(caller: CallerDep, raw: RawBody) -> Response:
     info = await caller.base_model()
 
     async def command() -> Sample:
+        await caller.served_name(sampler.base_model)
         return sample_command(body.accepted(parsed), sampler.file_id, info)
 
     place = Place(JobKind.SAMPLE, sampler.key, keys.seq_id)
