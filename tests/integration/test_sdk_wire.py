@@ -373,11 +373,18 @@ def test_a_finished_session_refuses_more(server: Server) -> None:
     client.close("success").result()
 
 
-def command_line(*arguments: str) -> Any:
-    """What ``tinker --format json`` prints, run in this process: its imports take seconds."""
-    result = CliRunner().invoke(main_cli, ["--format", "json", *arguments])
+def printed(*arguments: str) -> str:
+    """What ``tinker`` prints, run in this process: its imports take seconds."""
+    result = CliRunner().invoke(main_cli, list(arguments))
     assert result.exit_code == 0, (result.output, result.exception)
-    return json.loads(result.stdout) if result.stdout.strip() else None
+    text: str = result.stdout
+    return text
+
+
+def command_line(*arguments: str) -> Any:
+    """The object that ``tinker --format json`` prints, if any."""
+    text = printed("--format", "json", *arguments)
+    return json.loads(text) if text.strip() else None
 
 
 def test_the_command_line_of_the_sdk_works(
@@ -390,14 +397,24 @@ def test_the_command_line_of_the_sdk_works(
     monkeypatch.setenv("TINKER_API_KEY", server.key)
     trainer = trainer_of(service)
     path = trainer.save_state("cli").result().path
+    assert "Tinker accessible: yes" in printed("auth", "status")
+    assert BASE in json.dumps(command_line("model", "list"))
     runs = command_line("run", "list")
     assert any(run["training_run_id"] == trainer.model_id for run in runs["runs"])
+    assert command_line("run", "info", trainer.model_id)["training_run_id"] == trainer.model_id
+    of_run = command_line("checkpoint", "list", "--run-id", trainer.model_id)
+    assert [c["tinker_path"] for c in of_run["checkpoints"]] == [path]
     listed = command_line("checkpoint", "list")
     assert any(c["tinker_path"] == path for c in listed["checkpoints"])
     info = command_line("checkpoint", "info", path)
     assert info["tinker_path"] == path
     command_line("checkpoint", "set-ttl", path, "--ttl", "7200")
     assert command_line("checkpoint", "info", path)["expires_at"]
+    command_line("checkpoint", "set-ttl", path, "--remove")
+    assert not command_line("checkpoint", "info", path).get("expires_at")
+    for command, public in (("publish", True), ("unpublish", False)):
+        command_line("checkpoint", command, path)
+        assert command_line("checkpoint", "info", path)["public"] is public
     command_line("checkpoint", "download", path, "--output", str(tmp_path))
     assert len(list(tmp_path.rglob("adapter_model.safetensors"))) == 1
     command_line("checkpoint", "delete", path, "--yes")
