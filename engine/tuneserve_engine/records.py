@@ -81,7 +81,6 @@ class Checkpoint:
     config: AdapterConfig
     created_s: float
     size_bytes: int = 0
-    has_optimizer: bool = False
     public: bool = False
     expires_s: float | None = None
     user_metadata: dict[str, str] = field(default_factory=dict)

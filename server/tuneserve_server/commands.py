@@ -149,7 +149,6 @@ def new_checkpoint(
         base_model=model.base_model,
         config=model.config,
         created_s=now_s,
-        has_optimizer=kind == CheckpointKind.TRAINING,
         expires_s=checked_ttl(request.ttl_seconds, now_s),
         user_metadata=metadata(user_metadata),
     )
