@@ -12,7 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import Backend, SampleRequest
+from tuneserve_engine.backend.jax import backend as backend_module
 from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.backend.jax.optimizer import Stepped
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
@@ -69,6 +71,35 @@ def test_a_step_without_a_gradient_leaves_a_fresh_adapter_as_it_is(backend: JaxB
     assert after.step == 1
     for name, array in before.weights.items():
         np.testing.assert_array_equal(after.weights[name], array)
+
+
+def test_a_step_that_fails_on_the_device_changes_nothing(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A program is dispatched without waiting: its failure comes after its results."""
+
+    class Lost:
+        """An array that the device failed to compute."""
+
+        def block_until_ready(self) -> None:
+            raise RuntimeError("out of device memory")
+
+        __float__ = block_until_ready
+
+    backend.create_adapter("unlucky", CONFIG)
+    batch = batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)
+    backend.forward_backward(unit_of(["unlucky"], [batch]))
+    before = backend.adapter_state("unlucky", optimizer=True)
+    lost = Stepped(*(Lost() for _ in Stepped._fields))
+    monkeypatch.setattr(backend_module, "adamw_step", lambda *args: lost)
+    with pytest.raises(RuntimeError, match="out of device memory"):
+        backend.optim_step("unlucky", AdamParams())
+    monkeypatch.undo()
+    after = backend.adapter_state("unlucky", optimizer=True)
+    assert after.step == before.step == 0
+    for name, array in before.weights.items():
+        np.testing.assert_array_equal(after.weights[name], array)
+    assert backend.optim_step("unlucky", AdamParams())["grad_norm"] > 0.1, "the gradient is there"
 
 
 def test_the_sampler_scores_a_prompt_as_the_trainer_does(

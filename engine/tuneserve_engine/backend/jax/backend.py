@@ -182,21 +182,21 @@ class JaxBackend:
     def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
         adapter = self._adapter(adapter_id)
         scalars = step_scalars(params, adapter.step + 1)
-        (
-            adapter.weights,
-            adapter.first_moment,
-            adapter.second_moment,
-            adapter.accumulator,
-            norm,
-        ) = adamw_step(
+        stepped = adamw_step(
             adapter.weights,
             adapter.first_moment,
             adapter.second_moment,
             adapter.accumulator,
             scalars,
         )
+        # Waits here: a step that fails on the device fails before it replaces anything.
+        jax.block_until_ready(stepped)  # type: ignore[no-untyped-call]
+        adapter.weights = stepped.weights
+        adapter.first_moment = stepped.first_moment
+        adapter.second_moment = stepped.second_moment
+        adapter.accumulator = stepped.accumulator
         adapter.step += 1
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": float(stepped.grad_norm)}
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._sampler.has_snapshot(snapshot_id)
