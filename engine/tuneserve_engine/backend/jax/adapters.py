@@ -56,7 +56,8 @@ def target_shapes(config: ModelConfig) -> TargetShapes:
 
 def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
     """A fresh adapter: B is zero, so that it equals the base model."""
-    return _training_adapter(config, rank_class, shapes, initial_weights(config, shapes))
+    weights = _to_device(initial_weights(config, shapes), shapes, rank_class)
+    return _training_adapter(config, rank_class, shapes, weights)
 
 
 def initial_weights(config: AdapterConfig, shapes: TargetShapes) -> Tensors:
@@ -85,16 +86,24 @@ def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int)
 
     Raises UserError, naming the tensor, if the state does not fit this base model.
     """
-    _check_tensors("weights", state.weights, state.config, shapes)
-    if not state.first_moment and not state.second_moment:
-        return _training_adapter(state.config, rank_class, shapes, state.weights)
-    _check_tensors("first_moment", state.first_moment, state.config, shapes)
-    _check_tensors("second_moment", state.second_moment, state.config, shapes)
-    adapter = _training_adapter(state.config, rank_class, shapes, state.weights)
-    adapter.first_moment = _to_device(state.first_moment, shapes, rank_class)
-    adapter.second_moment = _to_device(state.second_moment, shapes, rank_class)
-    adapter.step = state.step
+    weights = restored_weights(state, shapes, rank_class)
+    adapter = _training_adapter(state.config, rank_class, shapes, weights)
+    if state.first_moment or state.second_moment:
+        _check_tensors("first_moment", state.first_moment, state.config, shapes)
+        _check_tensors("second_moment", state.second_moment, state.config, shapes)
+        adapter.first_moment = _to_device(state.first_moment, shapes, rank_class)
+        adapter.second_moment = _to_device(state.second_moment, shapes, rank_class)
+        adapter.step = state.step
     return adapter
+
+
+def restored_weights(state: AdapterState, shapes: TargetShapes, rank_class: int) -> LoraWeights:
+    """The weights of a saved state on the device; its moments stay where they are.
+
+    Raises UserError, naming the tensor, if the state does not fit this base model.
+    """
+    _check_tensors("weights", state.weights, state.config, shapes)
+    return _to_device(state.weights, shapes, rank_class)
 
 
 def saved_state(adapter: TrainingAdapter, *, optimizer: bool) -> AdapterState:
@@ -112,13 +121,12 @@ def saved_state(adapter: TrainingAdapter, *, optimizer: bool) -> AdapterState:
 
 
 def _training_adapter(
-    config: AdapterConfig, rank_class: int, shapes: TargetShapes, weights: Tensors
+    config: AdapterConfig, rank_class: int, shapes: TargetShapes, weights: LoraWeights
 ) -> TrainingAdapter:
     def zeros() -> LoraWeights:
         return _to_device({}, shapes, rank_class)
 
-    device = _to_device(weights, shapes, rank_class)
-    return TrainingAdapter(config, rank_class, device, zeros(), zeros(), zeros())
+    return TrainingAdapter(config, rank_class, weights, zeros(), zeros(), zeros())
 
 
 def _to_device(tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: int) -> LoraWeights:
@@ -141,7 +149,7 @@ def _to_host(weights: LoraWeights, config: AdapterConfig) -> Tensors:
     rank = config.rank
     tensors: Tensors = {}
     for name in config.targets:
-        # Copies: on CPU the device's own buffer, which the next step donates, would show through.
+        # Copies: on CPU these would be read-only views that keep the device's buffers alive.
         tensors[f"{name}.A"] = np.array(np.asarray(weights.a[name])[..., :rank], order="C")
         tensors[f"{name}.B"] = np.array(np.asarray(weights.b[name])[..., :rank, :], order="C")
     return tensors

@@ -16,7 +16,7 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.backend.jax.adapters import (
     LoraWeights,
     TargetShapes,
-    restored_adapter,
+    restored_weights,
     target_shapes,
 )
 from tuneserve_engine.backend.jax.generate import Draft, Lanes, draw_first
@@ -65,9 +65,8 @@ class Sampler:
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         """Puts frozen weights on the device; drops the least recently used beyond the limit."""
-        weights_only = replace(state, step=0, first_moment={}, second_moment={})
         rank_class = self._lattice.rank_class(state.config.rank)
-        weights = restored_adapter(weights_only, self._shapes, rank_class).weights
+        weights = restored_weights(state, self._shapes, rank_class)
         self._snapshots[snapshot_id] = Adapter(weights, np.float32(state.config.scale))
         self._snapshots.move_to_end(snapshot_id)
         while len(self._snapshots) > self._max_snapshots:
