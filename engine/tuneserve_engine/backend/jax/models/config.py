@@ -148,8 +148,9 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 
 def _rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The RoPE options under either of their names (transformers 5, transformers 4)."""
-    return hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    """The RoPE options under either of their names (transformers 4, transformers 5); of two, the
+    one that transformers takes."""
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
 def _rope_scaling(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> Llama3Scaling | None:
