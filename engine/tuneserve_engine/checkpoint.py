@@ -39,10 +39,11 @@ def to_members(state: AdapterState, base_model: str) -> dict[str, bytes]:
     return {MEMBER: save(tensors, metadata)}
 
 
-def read(directory: Path) -> AdapterState:
+def read(directory: Path, base_model: str) -> AdapterState:
     """The state saved in ``directory``, bit for bit.
 
-    Raises ``UserError`` if it is gone (deleted or expired), ``ServerError`` if it is damaged.
+    Raises ``UserError`` if it is gone (deleted or expired) or was trained on another model than
+    ``base_model``, whose weights may well have the same shapes; ``ServerError`` if it is damaged.
     """
     path = directory / MEMBER
     if not path.is_file():
@@ -55,6 +56,11 @@ def read(directory: Path) -> AdapterState:
             if metadata.get("format") != FORMAT:
                 raise ServerError(
                     f"checkpoint format is {metadata.get('format')!r}; this version reads {FORMAT}"
+                )
+            if metadata["base_model"] != base_model:
+                raise UserError(
+                    f"the checkpoint was trained on {metadata['base_model']!r} and this server "
+                    f"runs {base_model!r}; load one that was trained on it"
                 )
             groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
             for key in file.keys():

@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from tuneserve_engine import checkpoint, jobs, sampling_wire, training_wire
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, Backend, TrainResult
+from tuneserve_engine.backend.base import AdapterState, Backend, SampleResult, TrainResult
 from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.files import FileStore
@@ -106,14 +108,15 @@ class Operations:
         asked = [request for _, _, request in requests]
         results = self._backend.sample(asked) if asked else []
         for (job, command, _), result in zip(requests, results, strict=True):
-            body = sampling_wire.encode_response(command, result)
-            outcomes[job.request_id] = _protobuf(job, body)
+            outcomes[job.request_id] = _attempt(job, partial(_sampled, command, result))
         return [outcomes[job.request_id] for job in unit]
 
     def _ensure_snapshot(self, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
-            state = checkpoint.read(self._files.path(snapshot_id))
-            self._backend.load_snapshot(snapshot_id, state)
+            self._backend.load_snapshot(snapshot_id, self._read(snapshot_id))
+
+    def _read(self, file_id: str) -> AdapterState:
+        return checkpoint.read(self._files.path(file_id), self._backend.info.name)
 
     def _create_model(self, job: Job) -> Outcome:
         config = jobs.decode(job.payload, jobs.CreateModel).config
@@ -167,7 +170,7 @@ class Operations:
     def _load_weights(self, job: Job) -> Outcome:
         command = jobs.decode(job.payload, jobs.LoadWeights)
         creates = command.config is not None
-        state = checkpoint.read(self._files.path(command.file_id))
+        state = self._read(command.file_id)
         if not creates:
             _check_same_shape(self._config(job), state, command.path)
         if command.optimizer and not state.first_moment:
@@ -199,6 +202,15 @@ def _trained(
         )
     logprobs, loss = unpack(packed, result.outputs, index, data)
     return _protobuf(job, training_wire.encode_output(logprobs, loss))
+
+
+def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
+    if not all(np.isfinite(each.logprobs).all() for each in result.sequences):
+        raise UserError(
+            "the sampler's weights give logits that are not finite, so no token can be drawn; "
+            "sample from a checkpoint saved before the training diverged"
+        )
+    return _protobuf(job, sampling_wire.encode_response(command, result))
 
 
 def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:

@@ -75,7 +75,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path, moments: bool) -> None:
     odd = np.array([-0.0, 1e-45, 3e38, np.pi, np.nan, np.inf], np.float32)
     saved.weights["q_proj.A"].flat[:6] = odd
     saved.weights["q_proj.B"] = np.asfortranarray(saved.weights["q_proj.B"])
-    loaded = checkpoint.read(on_disk(tmp_path, checkpoint.to_members(saved, "base")))
+    loaded = checkpoint.read(on_disk(tmp_path, checkpoint.to_members(saved, "base")), "base")
     assert (loaded.config, loaded.step) == (saved.config, saved.step)
     assert_same_bits(loaded.weights, saved.weights)
     assert_same_bits(loaded.first_moment, saved.first_moment)
@@ -83,14 +83,20 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path, moments: bool) -> None:
 
 
 def test_loaded_tensors_can_be_written_to(tmp_path: Path) -> None:
-    loaded = checkpoint.read(on_disk(tmp_path, checkpoint.to_members(state(), "base")))
+    loaded = checkpoint.read(on_disk(tmp_path, checkpoint.to_members(state(), "base")), "base")
     loaded.weights["q_proj.A"] += 1
+
+
+def test_a_state_of_another_base_model_is_refused_though_its_shapes_fit(tmp_path: Path) -> None:
+    on_disk(tmp_path, checkpoint.to_members(state(), "org/chat"))
+    with pytest.raises(UserError, match=r"trained on 'org/chat' and this server runs 'org/base'"):
+        checkpoint.read(tmp_path, "org/base")
 
 
 def test_a_file_that_is_gone_is_the_users_to_solve(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "never"):
         with pytest.raises(UserError, match="deleted or has expired; load another"):
-            checkpoint.read(directory)
+            checkpoint.read(directory, "base")
 
 
 def whole() -> bytes:
@@ -139,7 +145,7 @@ DAMAGED: dict[str, Callable[[], bytes]] = {
 def test_a_damaged_file_is_our_fault_and_says_so(tmp_path: Path, damage: str) -> None:
     (tmp_path / checkpoint.MEMBER).write_bytes(DAMAGED[damage]())
     with pytest.raises(ServerError, match=r"checkpoint (file is damaged|format is)"):
-        checkpoint.read(tmp_path)
+        checkpoint.read(tmp_path, "base")
 
 
 def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
@@ -151,7 +157,7 @@ def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
     for at in rng.integers(0, 2000, 300).tolist():
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
         try:
-            checkpoint.read(tmp_path)
+            checkpoint.read(tmp_path, "base")
         except ServerError:
             pass
 
@@ -163,7 +169,7 @@ def test_an_unreadable_file_is_our_fault(tmp_path: Path, monkeypatch: pytest.Mon
     on_disk(tmp_path, checkpoint.to_members(state(), "base"))
     monkeypatch.setattr(checkpoint, "safe_open", fail)
     with pytest.raises(ServerError, match="Input/output error"):
-        checkpoint.read(tmp_path)
+        checkpoint.read(tmp_path, "base")
 
 
 # --- PEFT's format -------------------------------------------------------------------------------

@@ -533,6 +533,35 @@ def test_a_bad_sample_fails_alone(world: World) -> None:
     assert "top_p is 0.0" in message(three)
 
 
+def test_a_diverged_sampler_fails_alone_and_says_so(world: World) -> None:
+    world.create()
+    state = world.state()
+    state.weights["q_proj.B"][:] = math.nan
+    world.backend.load_adapter("m", state)
+    file_id = new_file_id()
+    assert world.save(SAMPLER, file_id).rejection is None
+    (alone,) = world.run(world.sample())
+    good, bad = world.run(world.sample(), world.sample(file_id))
+    assert good.body == alone.body
+    assert "not finite" in message(bad) and "before the training diverged" in message(bad)
+
+
+def test_a_checkpoint_of_another_base_model_is_neither_loaded_nor_sampled(
+    new_world: Callable[..., World],
+) -> None:
+    here = new_world()
+    here.create()
+    file_id = new_file_id()
+    here.save(SAMPLER, file_id)
+    chat = FakeBackend(replace(here.backend.info, name="org/chat"))
+    there = Operations(chat, here.files)
+    sample = here.sample(file_id)
+    load = LoadWeights(file_id, "tinker://m/weights/a", optimizer=False, config=CONFIG)
+    for job in (sample, here.job(JobKind.LOAD_WEIGHTS, encode(load))):
+        (outcome,) = there.execute([job])
+        assert "trained on 'tuneserve/fake' and this server runs 'org/chat'" in message(outcome)
+
+
 class Fragile(FakeBackend):
     """Raises for any unit that has ``victim`` in it."""
 
