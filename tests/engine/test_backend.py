@@ -126,6 +126,34 @@ def test_the_sampler_scores_a_prompt_as_the_trainer_does(
     )
 
 
+def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
+    base_model: Path, backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+):
+    """Query heads share key heads, and there are many rows: products that XLA may not have."""
+    half = JaxBackend(
+        str(base_model), name="half", tokenizer_id="t", dtype="bfloat16", lattice=backend.lattice
+    )
+    batch = batch_of({place: (0, datum(place, 15)) for place in range(4)}, rows=4, bucket=16)
+    losses, prompts = [], []
+    for each in (half, backend):
+        each.create_adapter("wide", CONFIG)
+        losses.append([])
+        for _ in range(3):
+            result = each.forward_backward(unit_of(["wide"], [batch]))
+            losses[-1].append(result.outputs[0].loss.sum())
+            each.optim_step("wide", AdamParams(learning_rate=0.02))
+        each.load_snapshot("wide", each.adapter_state("wide", optimizer=False))
+        prompt = np.array(datum(0, 15).tokens, np.int32)
+        request = SampleRequest(
+            prompt, "wide", seed=1, num_samples=4, max_tokens=8, prompt_logprobs=True
+        )
+        (sampled,) = each.sample([request])
+        assert all(np.isfinite(one.logprobs).all() for one in sampled.sequences)
+        prompts.append(sampled.prompt_logprobs[1:])
+    np.testing.assert_allclose(*losses, rtol=0.05)
+    assert np.abs(prompts[0] - prompts[1]).mean() < 0.05
+
+
 @pytest.fixture
 def cache_settings() -> Iterator[None]:
     """Puts JAX's settings back: they belong to the process."""

@@ -85,9 +85,16 @@ def attend(
     """
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("BTKGH,BKHS->BKGTS", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * (1.0 / math.sqrt(head_dim))
+    groups, capacity = heads // kv_heads, k.shape[3]
+    grouped = q.reshape(batch, length, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    # One batch axis: with two, XLA CPU has no product of bfloat16 into float32.
+    scores = jnp.einsum(
+        "XQH,XHS->XQS",
+        grouped.reshape(batch * kv_heads, groups * length, head_dim),
+        k.reshape(batch * kv_heads, head_dim, capacity),
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores.reshape(batch, kv_heads, groups, length, capacity) * (1.0 / math.sqrt(head_dim))
     scores = jnp.where(visible[:, None, None, :, :], scores, _HIDDEN_SCORE)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("BKGTS,BKSH->BTKGH", probabilities, v)
