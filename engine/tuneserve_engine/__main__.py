@@ -11,6 +11,7 @@ from pydantic_settings import CliApp
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
 from tuneserve_engine.files import FileStore
+from tuneserve_engine.lock import lock_directory
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.queue.remote import RemoteQueue
@@ -18,12 +19,15 @@ from tuneserve_engine.worker import LeaseLost, Worker
 
 logger = logging.getLogger(__name__)
 
+_LOCK_S = 5.0
+
 
 def main() -> int:
     """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease, 2 if it cannot start."""
     try:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
+        lock = lock_directory(settings.data_dir, timeout_s=_LOCK_S)
         backend = JaxBackend.from_settings(settings)
         files = FileStore(settings.files_dir)
         files.discard_partial()
@@ -40,11 +44,12 @@ def main() -> int:
         return queue
 
     status = 0
-    try:
-        asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
-    except* (Fenced, LeaseLost) as group:
-        logger.error("stopped: %s", group.exceptions[0])
-        status = 1
+    with lock:
+        try:
+            asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
+        except* (Fenced, LeaseLost) as group:
+            logger.error("stopped: %s", group.exceptions[0])
+            status = 1
     return status
 
 

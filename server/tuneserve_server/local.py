@@ -1,15 +1,14 @@
 """A service of one's own, for demos, notebooks, benchmarks and tests."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import TracebackType
+
+from tuneserve_server.readiness import health_of
 
 
 class LocalServer:
@@ -20,7 +19,7 @@ class LocalServer:
     """
 
     def __init__(self, folder: Path, **settings: str) -> None:
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self.base_model = ""
         self.log = folder / "server.log"
         self.data_dir = folder / "data"
@@ -32,7 +31,7 @@ class LocalServer:
         }
 
     def __enter__(self) -> "LocalServer":
-        # A proxy in the environment must not catch loopback traffic, ours or the SDK's.
+        # A proxy in the environment must not catch the SDK's loopback traffic.
         os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
         self.start()
         return self
@@ -73,7 +72,7 @@ class LocalServer:
 
     def _wait_until_ready(self, deadline_s: float) -> None:
         while time.monotonic() < deadline_s and self._process.poll() is None:
-            health = _health(self.url)
+            health = health_of(self.url)
             if health.get("worker") == "ready":
                 self.base_model = health["base_model"]
                 return
@@ -84,18 +83,9 @@ class LocalServer:
         return self.log.read_text(errors="replace")[-4000:]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody listened on a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-
-
-def _health(url: str) -> dict[str, str]:
-    """What ``healthz`` says; empty while nobody answers."""
-    try:
-        with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5) as answer:
-            health: dict[str, str] = json.load(answer)
-    except (OSError, urllib.error.URLError):
-        health = {}
-    return health

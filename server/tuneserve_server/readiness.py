@@ -13,21 +13,20 @@ _PAUSE_S = 0.1
 
 
 async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> None:
-    """Says where the API listens, then when the worker is ready, and returns."""
+    """Says what is being loaded, then when the worker is ready and how to use it, and returns."""
     health: dict[str, Any] = {}
     while not health:
         await asyncio.sleep(_PAUSE_S)
-        health = await asyncio.to_thread(_health, settings.url)
-    say(f"listening on {settings.url}, data in {settings.data_dir.resolve()}")
+        health = await asyncio.to_thread(health_of, settings.url)
     say(f"loading {health['base_model']} ...")
     while health.get("worker") != "ready":
         await asyncio.sleep(_PAUSE_S)
-        health = await asyncio.to_thread(_health, settings.url)
+        health = await asyncio.to_thread(health_of, settings.url)
     say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local")
     say(f"base model {health['base_model']}, context {health.get('context_length')} tokens")
 
 
-def _health(url: str) -> dict[str, Any]:
+def health_of(url: str) -> dict[str, Any]:
     """What ``healthz`` says; empty while nobody answers. Past any proxy: it is this machine."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:

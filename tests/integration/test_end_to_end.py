@@ -18,7 +18,7 @@ import transformers
 from tinker import types
 
 from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server.local import LocalServer
+from tuneserve_server.local import LocalServer, free_port
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
@@ -282,6 +282,24 @@ def test_a_worker_that_dies_fails_its_models_and_is_replaced(tmp_path, compiled)
             trainer.forward_backward(DATA, "cross_entropy").result(timeout=120)
         assert caught.value.category == types.RequestErrorCategory.Server
         assert losses(new_trainer(client, running), 1)  # the next one is there
+        client.close("success")
+
+
+def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_path, compiled):
+    with LocalServer(tmp_path, compile_cache=compiled) as running:
+        client = tinker.ServiceClient(base_url=running.url, api_key="tml-first")
+        trainer = new_trainer(client, running)
+        losses(trainer, 1)
+        second = subprocess.run(
+            [sys.executable, "-m", "tuneserve_server", "up", "--port", str(free_port())],
+            env={**os.environ, "TUNESERVE_DATA_DIR": str(running.data_dir)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert second.returncode == 2
+        assert "data directory of its own" in second.stderr
+        assert losses(trainer, 1)  # its worker still has the lease, and the model
         client.close("success")
 
 

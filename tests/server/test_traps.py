@@ -368,7 +368,7 @@ async def test_a_proxy_in_the_environment_does_not_hide_the_server_from_its_star
     with HTTPServer(("127.0.0.1", 0), Health) as server:
         answering = asyncio.create_task(asyncio.to_thread(server.handle_request))
         url = f"http://127.0.0.1:{server.server_port}"
-        assert await asyncio.to_thread(readiness._health, url) == {"worker": "ready"}
+        assert await asyncio.to_thread(readiness.health_of, url) == {"worker": "ready"}
         await answering
 
 
