@@ -15,6 +15,7 @@ from pydantic_settings import (
 )
 
 TINY_MODEL = Path(__file__).parent / "tiny_model"
+SETTINGS_FILE = "tuneserve.toml"  # in the working directory
 
 REFUSED = 2
 """Exit status of a process that would fail in the same way if it were started again."""
@@ -24,7 +25,7 @@ class CommonSettings(BaseSettings):
     """What the API process and the worker must agree on."""
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        env_prefix="TUNESERVE_", toml_file="tuneserve.toml", extra="ignore", frozen=True
+        env_prefix="TUNESERVE_", toml_file=SETTINGS_FILE, extra="ignore", frozen=True
     )
 
     data_dir: Path = Field(

@@ -1,17 +1,27 @@
 """The ``tuneserve`` command. Every setting is an option: ``data_dir`` is ``--data-dir``."""
 
 import asyncio
+import difflib
 import inspect
 import os
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from tuneserve_engine.config import REFUSED, CommonSettings, WorkerSettings
+from tuneserve_engine.config import (
+    REFUSED,
+    SETTINGS_FILE,
+    TINY_MODEL,
+    CommonSettings,
+    WorkerSettings,
+)
 from tuneserve_server import serving, supervisor
 from tuneserve_server.readiness import report_progress
 from tuneserve_server.settings import ApiSettings
@@ -30,7 +40,9 @@ def _command(*settings: type[CommonSettings]) -> Callable[[Callable[[Given], Non
     def register(run: Callable[[Given], None]) -> None:
         def command(**values: Any) -> None:
             pid = values.pop(_SUPERVISOR)
-            if pid is not None:
+            if pid is None:
+                _check_names()
+            else:
                 supervisor.end_with(pid)
             run({name: value for name, value in values.items() if value is not None})
 
@@ -48,7 +60,8 @@ def _command(*settings: type[CommonSettings]) -> Callable[[Callable[[Given], Non
 
 
 def _option(field: FieldInfo) -> Any:
-    default = "" if field.default is None else f" Default: {field.default}."
+    shown = "the embedded model" if field.default == str(TINY_MODEL) else field.default
+    default = "" if shown is None else f" Default: {shown}."
     return Annotated[str | None, typer.Option(help=f"{field.description}{default}", metavar="")]
 
 
@@ -56,7 +69,9 @@ def _option(field: FieldInfo) -> Any:
 def up(given: Given) -> None:
     """Start the API and a worker, and keep both running."""
     settings = _settings(ApiSettings, given)
-    _settings(WorkerSettings, given)  # what the worker would refuse is said at once
+    # What a child would refuse is said at once, before another service on the port is taken for it.
+    _settings(WorkerSettings, given)
+    _check_port(settings)
     environment = _environment(given)
     children = [
         supervisor.ChildSpec(name, supervisor.child_command(name), environment)
@@ -85,7 +100,11 @@ def worker(given: Given) -> None:
 
 def _environment(given: Given) -> dict[str, str]:
     """Our environment with the options in it: what child processes read their settings from."""
-    return {**os.environ, **{f"TUNESERVE_{name.upper()}": text for name, text in given.items()}}
+    return {**os.environ, **{_variable(name): text for name, text in given.items()}}
+
+
+def _variable(name: str) -> str:
+    return f"TUNESERVE_{name.upper()}"
 
 
 def _settings(settings_type: type[S], given: Given) -> S:
@@ -97,8 +116,56 @@ def _settings(settings_type: type[S], given: Given) -> S:
         return settings_type(**own)
     except ValidationError as error:
         for problem in error.errors():
-            name = ".".join(map(str, problem["loc"]))
-            say(f"{name}: {problem['msg']}" if name else problem["msg"])
+            say(_explain(problem, given))
+    raise typer.Exit(REFUSED)
+
+
+def _explain(problem: ErrorDetails, given: Given) -> str:
+    """What is wrong with a setting, its value, and where the value comes from."""
+    text = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return text
+    name = str(problem["loc"][0])
+    origin = _variable(name)
+    if name in given:
+        origin = f"--{name.replace('_', '-')}"
+    elif origin not in os.environ:
+        origin = SETTINGS_FILE
+    return f"{name} is {problem['input']!r} (from {origin}); {text[0].lower()}{text[1:]}"
+
+
+def _check_names() -> None:
+    """Refuses a settings file that cannot be read or holds anything but settings. A variable that
+    is no setting may be somebody else's: it is only mentioned."""
+    known = {*ApiSettings.model_fields, *WorkerSettings.model_fields}
+    try:
+        keys = tomllib.loads(Path(SETTINGS_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        keys = {}
+    except (OSError, ValueError) as error:
+        say(f"{SETTINGS_FILE} cannot be read: {error}; correct it or remove it")
+        raise typer.Exit(REFUSED) from None
+    for name in os.environ:
+        setting = name.lower().removeprefix("tuneserve_")
+        if name.upper().startswith("TUNESERVE_") and setting not in known:
+            say(f"{name} is no setting and is ignored{_like(setting, known, _variable)}")
+    unknown = [key for key in keys if key not in known]
+    for key in unknown:
+        say(f"{SETTINGS_FILE} has {key!r}, which is no setting{_like(key, known)}")
+    if unknown:
+        raise typer.Exit(REFUSED)
+
+
+def _like(name: str, known: set[str], spelt: Callable[[str], str] = str) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {spelt(close[0])}?" if close else "; docs/configuration.md lists all"
+
+
+def _check_port(settings: ApiSettings) -> None:
+    try:
+        serving.listen(settings).close()
+    except serving.CannotStart as error:
+        say(str(error))
         raise typer.Exit(REFUSED) from None
 
 

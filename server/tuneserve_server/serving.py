@@ -50,12 +50,12 @@ def run(settings: ApiSettings) -> int:
     _allow_many_sockets()
     try:
         return uvloop.run(_serve(settings, stopped))
-    except _CannotStart as error:
+    except CannotStart as error:
         print(f"tuneserve api: {error}", file=sys.stderr)
         return REFUSED
 
 
-class _CannotStart(Exception):
+class CannotStart(Exception):
     """Something about the place we are to run in has to be changed first."""
 
 
@@ -63,14 +63,14 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
     async with AsyncExitStack() as stack:
         polls = Polls()
         try:
-            listener = stack.enter_context(_listen(settings))
+            listener = stack.enter_context(listen(settings))
             store = await SqliteStore.open(store_path(settings))
             stack.push_async_callback(store.close)
             app = create_app(settings, store, polls)
             # Not left to uvicorn, which would hide why it failed.
             await stack.enter_async_context(app.router.lifespan_context(app))
         except (StoreUnusable, OSError, ValueError) as error:
-            raise _CannotStart(str(error)) from error
+            raise CannotStart(str(error)) from error
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -83,6 +83,7 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=_GRACE_S,
         )
+        logger.info("listening on %s, data in %s", settings.url, settings.data_dir.resolve())
         if not stopped.is_set():
             await _Server(config, polls).serve(sockets=[listener])
         return 0
@@ -92,7 +93,8 @@ def store_path(settings: ApiSettings) -> Path:
     return settings.data_dir / "store.db"
 
 
-def _listen(settings: ApiSettings) -> socket.socket:
+def listen(settings: ApiSettings) -> socket.socket:
+    """The bound socket of the API. Raises ``CannotStart``."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,7 +102,7 @@ def _listen(settings: ApiSettings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        raise _CannotStart(
+        raise CannotStart(
             f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; stop what "
             "uses the port, or choose another with --port"
         ) from error

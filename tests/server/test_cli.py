@@ -45,10 +45,11 @@ def test_the_command_line_refuses_other_addresses_with_the_way_out(
     assert "Traceback" not in result.stderr
 
 
-def test_a_port_in_use_is_named_with_the_way_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["api", "up"])
+def test_a_port_in_use_is_named_with_the_way_out(command: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        result = tuneserve("api", "--port", port, "--data-dir", str(tmp_path))
+        result = tuneserve(command, "--port", port, "--data-dir", str(tmp_path))
     assert result.returncode == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
     assert "--port" in result.stderr
@@ -98,10 +99,47 @@ def test_every_setting_is_an_option(command: str, settings: list[type[CommonSett
     assert all(f"--{name.replace('_', '-')} " in help_text for name in names)
 
 
-def test_an_option_that_is_no_number_is_named() -> None:
-    result = tuneserve("up", "--poll-s", "soon")
+@pytest.mark.parametrize("origin", ["--poll-s", "TUNESERVE_POLL_S", "tuneserve.toml"])
+def test_a_bad_value_is_named_with_its_setting_and_its_origin(
+    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if origin == "tuneserve.toml":
+        Path(origin).write_text('poll_s = "soon"')
+    option = (origin, "soon") if origin == "--poll-s" else ()
+    result = tuneserve("up", *option, **({origin: "soon"} if origin.isupper() else {}))
     assert result.returncode == 2
-    assert "poll_s: Input should be a valid number" in result.stderr
+    assert f"poll_s is 'soon' (from {origin}); input should be a valid number" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "api", "worker"])
+def test_a_misspelt_setting_in_the_file_is_refused_with_the_right_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tuneserve.toml").write_text("batch_token = 512")
+    result = tuneserve(command)
+    assert result.returncode == 2
+    assert "'batch_token', which is no setting; did you mean batch_tokens?" in result.stderr
+
+
+def test_a_settings_file_with_a_syntax_error_is_refused_with_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tuneserve.toml").write_text("port = 8410\nhost = \npoll_s = 3")
+    result = tuneserve("api")
+    assert result.returncode == 2
+    assert "tuneserve.toml cannot be read" in result.stderr
+    assert "line 2" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_misspelt_variable_is_mentioned() -> None:
+    result = tuneserve("api", "--host", "0.0.0.0", TUNESERVE_PROT="8411")
+    assert (
+        "TUNESERVE_PROT is no setting and is ignored; did you mean TUNESERVE_PORT?" in result.stderr
+    )
 
 
 def test_what_the_worker_would_refuse_is_said_before_anything_starts() -> None:
