@@ -1,6 +1,7 @@
 """What the demo shows: live progress, loss curves, and answers before and after."""
 
 import threading
+from statistics import fmean
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -11,7 +12,7 @@ from rich.text import Text
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("cyan", "magenta", "yellow")
-_HEIGHT = 6
+_HEIGHT, _GAP, _FRAME = 6, 3, 4
 
 
 class View:
@@ -19,6 +20,7 @@ class View:
 
     def __init__(self, tenants: list[tuple[str, str]], steps: int) -> None:
         self.console = Console()
+        self._steps = steps
         self._lock = threading.Lock()
         self._losses: dict[str, list[float]] = {name: [] for name, _ in tenants}
         self._before: dict[str, list[str]] = {}
@@ -64,24 +66,29 @@ class View:
         self._progress.update(self._tasks[name], note=f"loss {self._losses[name][-1]:.3f}, done")
 
     def _panel(self) -> Panel:
-        charts = Table.grid(padding=(0, 3))
+        charts = Table.grid(padding=(0, _GAP))
         charts.add_row(*(self._chart(name) for name in self._losses))
         return Panel(
             Group(self._progress, Text(), charts),
             title="three tenants, one base model, the official tinker SDK",
+            subtitle="loss in nats per token",
             border_style="dim",
         )
 
     def _chart(self, name: str) -> Text:
-        """The loss curve as columns of blocks, 0 at the bottom."""
+        """The loss curve as columns of blocks, 0 at the bottom. A column is the mean of as many
+        steps as it takes to fit the curves side by side."""
         losses = self._losses[name]
-        top = max(losses, default=1.0)
+        room = (self.console.width - _FRAME) // len(self._losses) - _GAP
+        share = -(-self._steps // max(room, 1))
+        means = [fmean(losses[i : i + share]) for i in range(0, len(losses), share)]
+        top = max(means, default=1.0)
         rows = []
         for level in reversed(range(_HEIGHT)):
-            eighths = (round(8 * (_HEIGHT * loss / top - level)) for loss in losses)
+            eighths = (round(8 * (_HEIGHT * mean / top - level)) for mean in means)
             rows.append("".join(_BARS[min(max(n, 0), 8)] for n in eighths))
-        label = f"{name}: {losses[0]:.2f} → {losses[-1]:.2f} nats/token" if losses else name
-        return Text("\n".join([*rows, label]), style=self._colour[name])
+        label = f"{name} {losses[0]:.2f} → {losses[-1]:.2f}" if losses else name
+        return Text("\n".join([*rows, label]), style=self._colour[name], no_wrap=True)
 
     def summary(self, questions: list[str], shared: tuple[int, int], seconds: float) -> None:
         """The answers side by side, how many passes tenants shared, and what to do next."""
