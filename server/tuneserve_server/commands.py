@@ -8,7 +8,7 @@ import secrets
 import time
 
 from tuneserve_client import types
-from tuneserve_client.body import MAX_INT64
+from tuneserve_client.body import MAX_INT32, MAX_INT64
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.files import new_file_id
@@ -64,7 +64,7 @@ async def adapter_config(caller: Caller, lora: types.LoraConfig | None) -> Adapt
     """The adapter that a client asked for, its seed chosen if it named none."""
     lora = lora or types.LoraConfig()
     info = await caller.base_model()
-    max_rank = info.max_rank if info else caller.settings.max_rank
+    max_rank = info.max_rank if info else MAX_INT32  # the worker to come refuses what it cannot do
     if not 1 <= lora.rank <= max_rank:
         raise UserError(
             f"lora_config.rank is {shown(lora.rank)}; this server takes 1 to {max_rank}"

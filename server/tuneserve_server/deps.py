@@ -76,7 +76,8 @@ class Caller(Services):
         served = info.name if info else self.settings.served_name
         if asked.partition(":")[0] != served.partition(":")[0]:
             raise UserError(
-                f"base model {asked[:256]!r} is not served here; this server has {served!r}"
+                f"base model {asked[:256]!r} is not served here; this server has one, {served!r}; "
+                "ask for that"
             )
         return served
 

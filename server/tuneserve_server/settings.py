@@ -41,9 +41,6 @@ class ApiSettings(CommonSettings):
     lora_alpha: PositiveFloat = Field(
         default=32.0, description="LoRA alpha of new models; scale = alpha / rank."
     )
-    max_rank: PositiveInt = Field(
-        default=256, description="Largest LoRA rank, as long as no worker has named its own."
-    )
 
     sweep_s: PositiveFloat = Field(
         default=5.0, description="Time between clean-ups of the store and the files."

@@ -91,6 +91,15 @@ async def test_a_creation_that_cannot_be_carried_out_fails_in_its_future(
     assert response.status_code == 404
 
 
+async def test_before_the_first_worker_a_rank_is_judged_by_the_worker_to_come(
+    api: Any, bodies: Any
+) -> None:
+    request = bodies.create_model(await api.session(), lora_config={"rank": 33})
+    answer = await api.post("/create_model", request)
+    await api.start_worker()
+    assert "rank is 33; this server takes 1 to 32" in await api.error(answer)
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [
