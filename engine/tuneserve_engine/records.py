@@ -97,7 +97,7 @@ RECORD_TYPES: dict[str, type[Session] | type[Model] | type[Sampler] | type[Check
     "sampler": Sampler,
     "checkpoint": Checkpoint,
 }
-RECORD_NAME = {record_type: name for name, record_type in RECORD_TYPES.items()}
+RECORD_NAME: dict[type, str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,13 @@
 """Records in SQLite: one table for every type, the record itself as JSON."""
 
 import dataclasses
-from typing import Any
 
 import msgspec
 
 from tuneserve_engine.queue.base import Page, R
 from tuneserve_engine.queue.group_commit import Transaction
 from tuneserve_engine.queue.rules import ALIVE
-from tuneserve_engine.records import RECORD_TYPES, Model, Record, Update
-
-_NAMES: dict[type[Any], str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
+from tuneserve_engine.records import RECORD_NAME, RECORD_TYPES, Model, Record, Update
 
 
 def decode(record_type: type[R], body: str) -> R:
@@ -23,7 +20,7 @@ def put(tx: Transaction, record: Record) -> None:
         "INSERT INTO records (type, key, tenant, parent, body) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (type, key) DO UPDATE SET "
         "tenant = excluded.tenant, parent = excluded.parent, body = excluded.body",
-        _NAMES[type(record)],
+        RECORD_NAME[type(record)],
         record.key,
         record.tenant,
         record.parent,
@@ -39,12 +36,14 @@ def put_new(tx: Transaction, record: R) -> R:
 
 
 def get(tx: Transaction, record_type: type[R], key: str) -> R | None:
-    row = tx.one("SELECT body FROM records WHERE type = ? AND key = ?", _NAMES[record_type], key)
+    row = tx.one(
+        "SELECT body FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key
+    )
     return None if row is None else decode(record_type, row[0])
 
 
 def delete(tx: Transaction, record_type: type[R], key: str) -> None:
-    tx.run("DELETE FROM records WHERE type = ? AND key = ?", _NAMES[record_type], key)
+    tx.run("DELETE FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key)
 
 
 def page(
@@ -55,7 +54,7 @@ def page(
     window: tuple[int | None, int] = (None, 0),
 ) -> Page[R]:
     """The newest first; ``window`` is (limit, offset)."""
-    where, values = "type = ?", [_NAMES[record_type]]
+    where, values = "type = ?", [RECORD_NAME[record_type]]
     for column, value in (("tenant", tenant), ("parent", parent)):
         if value is not None:
             where += f" AND {column} = ?"
