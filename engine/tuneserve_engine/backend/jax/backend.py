@@ -1,12 +1,11 @@
 """The JAX backend: holds the device's state and runs the pure programs on it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from flax import nnx
 from tokenizers import Tokenizer
 
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
@@ -27,7 +26,7 @@ from tuneserve_engine.backend.jax.adapters import (
     saved_state,
     target_shapes,
 )
-from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.binding import bind
 from tuneserve_engine.backend.jax.models.weights import (
     DType,
     load_base_model,
@@ -113,8 +112,8 @@ class JaxBackend:
         self._adapters: dict[str, TrainingAdapter] = {}
         self._sampler = Sampler(model, self._lattice, _tokenizer(folder), lanes=sample_rows)
         model.train()  # type: ignore[no-untyped-call]
-        self._train = _with_model(model, train_rows)
-        self._score = _with_model(model, score_rows)
+        self._train = bind(model, train_rows)
+        self._score = bind(model, score_rows)
 
     @classmethod
     def from_settings(cls, settings: BackendSettings) -> "JaxBackend":
@@ -260,19 +259,6 @@ def keep_programs(directory: Path) -> None:
 def _tokenizer(folder: Path) -> Tokenizer | None:
     path = folder / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.is_file() else None
-
-
-def _with_model(model: Decoder, program: Callable[..., Any]) -> Callable[..., Any]:
-    """The program, compiled, on this model. The module is taken apart once, here: per call, only
-    its arrays travel."""
-    graph, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-
-    def on_leaves(leaves: list[jax.Array], *args: Any) -> Any:
-        return program(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *args)
-
-    compiled = jax.jit(on_leaves)
-    return lambda *args: compiled(leaves, *args)
 
 
 def _requests_of(batch: TrainBatch) -> list[int]:

@@ -5,16 +5,15 @@ capacity, U steps per dispatch.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.adapters import LoraWeights
+from tuneserve_engine.backend.jax.binding import bind
 from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache
 from tuneserve_engine.backend.jax.sampling_math import (
@@ -72,9 +71,9 @@ class Programs:
 
     def __init__(self, model: Decoder) -> None:
         self.vocab_size = model.config.vocab_size
-        self.prefill = _bind(model, _prefill)
-        self.head = _bind(model, _head, static=("positions",))
-        self.decode = _bind(model, _decode, donate=(1,))
+        self.prefill = bind(model, _prefill)
+        self.head = bind(model, _head, static=("positions",))
+        self.decode = bind(model, _decode, donate=(1,))
         self.first: Callable[..., Any] = jax.jit(_first)
         self.join: Callable[..., KVCache] = jax.jit(_join, donate_argnums=(0,))
         self.adopt: Callable[..., LoraRows] = jax.jit(_adopt, donate_argnums=(0,))
@@ -84,27 +83,6 @@ class Programs:
         self.score: Callable[..., Any] = jax.jit(token_logprobs)
         self.top: Callable[..., Any] = jax.jit(top_logprobs, static_argnames=("k",))
         self.alternatives: Callable[..., Any] = jax.jit(draw_alternatives, static_argnames=("k",))
-
-
-def _bind(
-    model: Decoder,
-    function: Callable[..., Any],
-    *,
-    donate: tuple[int, ...] = (),
-    static: tuple[str, ...] = (),
-) -> Callable[..., Any]:
-    """``function(model, ...)`` compiled, its first argument bound to the model's weights.
-
-    Taken apart once, merged while tracing: a call pays for neither.
-    """
-    graph, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-
-    def run(leaves: list[Array], *args: Any, **kwargs: Any) -> Any:
-        return function(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *args, **kwargs)
-
-    compiled = jax.jit(run, donate_argnums=donate, static_argnames=static)
-    return partial(compiled, leaves)
 
 
 def _prefill(
