@@ -8,7 +8,8 @@ from tuneserve_engine.errors import UserError
 _MAX_TARGETS = 64
 
 
-def _power_of_two_from(n: int) -> int:
+def power_of_two_from(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -36,7 +37,7 @@ class ShapeLattice:
     def __post_init__(self) -> None:
         if self.context_length < 1:
             raise ValueError(f"context_length is {self.context_length}; it must be at least 1")
-        if self.smallest_bucket != _power_of_two_from(self.smallest_bucket):
+        if self.smallest_bucket != power_of_two_from(self.smallest_bucket):
             raise ValueError(f"smallest_bucket is {self.smallest_bucket}; use a power of two")
         if self.token_budget < 1 or self.max_rows < 1:
             raise ValueError(
@@ -59,7 +60,7 @@ class ShapeLattice:
                 f"a datum has {length} tokens; this base model takes 1 to {self.context_length}; "
                 "shorten or split it"
             )
-        padded = max(_power_of_two_from(length), self.smallest_bucket)
+        padded = max(power_of_two_from(length), self.smallest_bucket)
         return min(padded, self.context_length)
 
     def rows(self, bucket: int, datums: int) -> int:
@@ -85,4 +86,4 @@ class ShapeLattice:
                 f"target_tokens has {targets} targets per position; this server takes 1 to "
                 f"{_MAX_TARGETS}; send fewer"
             )
-        return _power_of_two_from(targets)
+        return power_of_two_from(targets)

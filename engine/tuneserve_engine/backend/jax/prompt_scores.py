@@ -10,14 +10,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import FloatArray, IntArray, SampleRequest, SampleResult, TopK
-from tuneserve_engine.backend.jax.sample_programs import (
-    Adapter,
-    Programs,
-    power_of_two_from,
-    top_rows,
-)
+from tuneserve_engine.backend.jax.sample_programs import Adapter, Programs, top_rows
 from tuneserve_engine.backend.jax.sampling_math import AnyArray, seed_halves
 from tuneserve_engine.backend.jax.train import chunk_length
+from tuneserve_engine.lattice import power_of_two_from
 
 
 def score_prompt(

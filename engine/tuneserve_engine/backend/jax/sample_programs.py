@@ -24,6 +24,7 @@ from tuneserve_engine.backend.jax.sampling_math import (
     token_logprobs,
     top_logprobs,
 )
+from tuneserve_engine.lattice import power_of_two_from
 
 STEPS_PER_DISPATCH = 4
 """Tokens per lane between two looks of the host: at most one fewer are decoded in vain."""
@@ -196,7 +197,3 @@ def top_rows(
     padded = min(power_of_two_from(k), logits.shape[-1])
     ids, logprobs = jax.device_get(programs.top(logits, temperature, k=padded))
     return ids[:, :k], logprobs[:, :k]
-
-
-def power_of_two_from(n: int) -> int:
-    return 1 << (n - 1).bit_length()
