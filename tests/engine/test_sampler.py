@@ -131,9 +131,10 @@ def test_company_changes_no_bit_of_a_request(
 
 
 def test_a_nan_adapter_in_the_same_lanes_leaves_nothing_behind(sampler: Sampler) -> None:
-    """More NaN sequences than lanes, longer than what follows: their caches are used again."""
-    spoilt = request(7, snapshot_id=NAN, num_samples=2 * LANES, max_tokens=9)
-    clean = request(3, snapshot_id="rank 2", seed=5, num_samples=2 * LANES, max_tokens=13)
+    """More NaN sequences than lanes, longer than what follows and than the padded prompt that
+    follows: their caches are used again, and not all of them is overwritten by that prompt."""
+    spoilt = request(7, snapshot_id=NAN, num_samples=2 * LANES, max_tokens=20)
+    clean = request(3, snapshot_id="rank 2", seed=5, num_samples=2 * LANES, max_tokens=15)
     (want,) = sampler.sample([clean])
     result, got = sampler.sample([spoilt, clean])
     assert np.isnan(result.sequences[0].logprobs).all()
