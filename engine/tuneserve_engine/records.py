@@ -52,7 +52,6 @@ class Model:
     created_s: float
     last_request_s: float
     status: ModelStatus = ModelStatus.CREATING
-    optimizer: str = "adamw"
     user_metadata: dict[str, str] = field(default_factory=dict)
 
 

@@ -229,12 +229,12 @@ class StoreContract:
         self, bench: Bench
     ) -> None:
         first = await bench.store.submit(create(), model())
-        await bench.store.update(Update("model", "s:train:0", {"optimizer": "changed"}))
+        await bench.store.update(Update("model", "s:train:0", {"base_model": "changed"}))
         again = await bench.store.submit(replace(create(), payload=b"other"), model())
         assert again == Submitted(first.request_id, duplicate=True)
         assert not first.duplicate
         stored = await bench.store.get(Model, "s:train:0")
-        assert stored is not None and stored.optimizer == "changed"
+        assert stored is not None and stored.base_model == "changed"
         assert len(await bench.released()) == 1
 
     @scenario
@@ -642,7 +642,7 @@ class StoreContract:
         for n in range(5):
             await bench.store.put(model(f"s:train:{n}"))
         await bench.store.put(replace(model("t:train:0"), tenant="bob"))
-        await bench.store.put(model("s:train:1", optimizer="again"))
+        await bench.store.put(model("s:train:1", last_request_s=START_S + 1))
         mine = await bench.store.page(Model, tenant="alice", limit=2, offset=1)
         assert ([each.key for each in mine.items], mine.total) == (["s:train:3", "s:train:2"], 5)
         other = await bench.store.page(Model, parent="t")
