@@ -86,8 +86,10 @@ class WorkerSettings(CommonSettings):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Type of the base weights and activations."
     )
-    max_context_tokens: PositiveInt | None = Field(
-        default=None, description="Longest sequence; default: what the base model was trained for."
+    max_context_tokens: PositiveInt = Field(
+        default=4096,
+        description="Longest sequence, samples included, if the base model allows as much; memory "
+        "grows with it.",
     )
     batch_tokens: PositiveInt = Field(
         default=1024, description="Tokens of one training micro-batch, padding included."

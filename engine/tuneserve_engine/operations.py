@@ -181,11 +181,13 @@ class Operations:
         if not command.optimizer:
             state = replace(state, step=0, first_moment={}, second_moment={})
         self._backend.load_adapter(job.model_id or "", state)
+        self._missing_gradients.discard(job.model_id or "")
         self._configs[job.model_id or ""] = state.config
         body = {"path": command.path, "model_id": job.model_id, "type": "load_weights"}
         return _created(job, body) if creates else _json(job, body)
 
     def _unload_model(self, job: Job) -> Outcome:
+        self._missing_gradients.discard(job.model_id or "")
         if self._configs.pop(job.model_id or "", None) is not None:
             self._backend.delete_adapter(job.model_id or "")
         return _json(job, {})

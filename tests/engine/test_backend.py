@@ -15,6 +15,7 @@ from tuneserve_engine.backend.base import Backend, SampleRequest
 from tuneserve_engine.backend.jax import backend as backend_module
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.optimizer import Stepped
+from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
@@ -177,3 +178,14 @@ def test_every_program_is_kept_in_the_cache_directory(
     before = set(cache.glob("*"))
     jax.jit(lambda x: 3 * x + 1)(np.float32(2))
     assert set(cache.glob("*")) > before
+
+
+@pytest.mark.parametrize(("asked", "given"), [(64, 64), (4096, 2048)])
+def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, given: int
+):
+    monkeypatch.setattr(backend_module, "keep_programs", lambda _: None)
+    settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked)
+    backend = JaxBackend.from_settings(settings)
+    assert backend.info.context_length == backend.lattice.bucket(given) == given
+    assert backend.info.eos_token_ids == (1000, 998)

@@ -59,7 +59,7 @@ class BackendSettings(Protocol):
     @property
     def dtype(self) -> DType: ...
     @property
-    def max_context_tokens(self) -> int | None: ...
+    def max_context_tokens(self) -> int: ...
     @property
     def batch_tokens(self) -> int: ...
     @property
@@ -120,7 +120,7 @@ class JaxBackend:
         """The backend of a worker; downloads the base model first if it is a hub id."""
         folder = resolve_base_model(settings.base_model)
         lattice = ShapeLattice(
-            settings.max_context_tokens or read_config(folder).context_length,
+            min(settings.max_context_tokens, read_config(folder).context_length),
             token_budget=settings.batch_tokens,
             max_rows=settings.max_rows,
         )
