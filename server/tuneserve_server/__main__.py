@@ -1,6 +1,19 @@
-"""``python -m tuneserve_server``: the same as the ``tuneserve`` command."""
+"""The ``tuneserve`` command, and ``python -m tuneserve_server``, which is the same."""
 
-from tuneserve_server.cli import main
+import sys
+
+
+def main() -> None:
+    """Runs the command line; ends with what to install if this is a client's installation."""
+    try:
+        from tuneserve_server import cli
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"tuneserve: {error.name} is not installed; the service needs more than its client: "
+            "pip install 'tuneserve[server,engine]'"
+        )
+    cli.app()
+
 
 if __name__ == "__main__":
     main()

@@ -172,8 +172,3 @@ def _check_port(settings: ApiSettings) -> None:
 def say(text: str) -> None:
     """Tells whoever started us, beside the logs of the children."""
     print(f"tuneserve: {text}", file=sys.stderr, flush=True)
-
-
-def main() -> None:
-    """The console script."""
-    app()

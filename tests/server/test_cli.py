@@ -83,6 +83,14 @@ def test_every_setting_is_described() -> None:
     assert all(field.description for field in ApiSettings.model_fields.values())
 
 
+def test_a_clients_installation_is_told_what_the_service_needs() -> None:
+    without = "import sys, tuneserve_server.__main__ as t; sys.modules['typer'] = None; t.main()"
+    result = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("tuneserve: typer is not installed")
+    assert "pip install 'tuneserve[server,engine]'" in result.stderr
+
+
 def test_the_command_names_its_halves() -> None:
     result = tuneserve("--help")
     assert result.returncode == 0
