@@ -7,6 +7,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -71,6 +72,7 @@ def up(given: Given) -> None:
     settings = _settings(ApiSettings, given)
     # What a child would refuse is said at once, before another service on the port is taken for it.
     _settings(WorkerSettings, given)
+    _check_engine()
     _check_port(settings)
     environment = _environment(given)
     children = [
@@ -95,6 +97,7 @@ def api(given: Given) -> None:
 def worker(given: Given) -> None:
     """Start a worker alone, on the data directory of an API process."""
     _settings(WorkerSettings, given)
+    _check_engine()
     os.execve(sys.executable, [sys.executable, "-m", "tuneserve_engine"], _environment(given))
 
 
@@ -159,6 +162,12 @@ def _check_names() -> None:
 def _like(name: str, known: set[str], spelt: Callable[[str], str] = str) -> str:
     close = difflib.get_close_matches(name, known, 1)
     return f"; did you mean {spelt(close[0])}?" if close else "; docs/configuration.md lists all"
+
+
+def _check_engine() -> None:
+    if find_spec("jax") is None:
+        say("a worker needs the engine, which is not installed: pip install 'tuneserve[engine]'")
+        raise typer.Exit(REFUSED)
 
 
 def _check_port(settings: ApiSettings) -> None:

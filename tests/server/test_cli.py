@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from tuneserve_engine.config import CommonSettings, WorkerSettings
+from tuneserve_server import cli
 from tuneserve_server.settings import ApiSettings
 
 
@@ -154,3 +156,13 @@ def test_what_the_worker_would_refuse_is_said_before_anything_starts() -> None:
     result = tuneserve("up", "--dtype", "float16")
     assert result.returncode == 2
     assert "dtype" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "worker"])
+def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda _: None)
+    result = CliRunner().invoke(cli.app, [command])
+    assert result.exit_code == 2
+    assert "pip install 'tuneserve[engine]'" in result.stderr
