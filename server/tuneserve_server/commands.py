@@ -50,14 +50,13 @@ def metadata(given: dict[str, str] | None) -> dict[str, str]:
     return given or {}
 
 
-def checked_optimizer(config: types.OptimizerConfig | None) -> str:
-    name = config.type if config else "adamw"
-    if name != "adamw":
+def check_optimizer(config: types.OptimizerConfig | None) -> None:
+    """Raises ``UserError`` for any family but adamw, which an absent config means."""
+    if config is not None and config.type != "adamw":
         raise UserError(
             "optimizer_config.type is not an optimizer of this server; it has 'adamw' only: leave "
             "optimizer_config out"
         )
-    return name
 
 
 async def adapter_config(caller: Caller, lora: types.LoraConfig | None) -> AdapterConfig:

@@ -66,9 +66,13 @@ class LocalServer:
         return self._process.pid
 
     def stop(self) -> None:
-        """Ends the processes and waits for them."""
+        """Ends the processes and waits for them; those that do not stop in time are killed."""
         self._process.terminate()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=90)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its children end with it
+            self._process.wait()
 
     def _wait_until_ready(self, deadline_s: float) -> None:
         while time.monotonic() < deadline_s and self._process.poll() is None:

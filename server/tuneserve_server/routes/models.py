@@ -32,7 +32,7 @@ def new_model(
     place: Place,
     served_name: str,
     config: AdapterConfig,
-    user_metadata: dict[str, str] | None,
+    user_metadata: dict[str, str],
 ) -> Model:
     now_s = time.time()
     assert place.model_id is not None
@@ -44,7 +44,7 @@ def new_model(
         config=config,
         created_s=now_s,
         last_request_s=now_s,
-        user_metadata=commands.metadata(user_metadata),
+        user_metadata=user_metadata,
     )
 
 
@@ -56,7 +56,7 @@ async def create_model(caller: CallerDep, raw: RawBody) -> Response:
     place = new_place(JobKind.CREATE_MODEL, keys)
     try:
         request = body.accepted(parsed)
-        commands.checked_optimizer(request.optimizer_config)
+        commands.check_optimizer(request.optimizer_config)
         config = await commands.adapter_config(caller, request.lora_config)
         user_metadata = commands.metadata(request.user_metadata)
     except UserError as error:

@@ -76,7 +76,7 @@ async def _load_new(caller: Caller, raw: bytes) -> Response:
     place = new_place(JobKind.LOAD_WEIGHTS, keys)
     try:
         request = body.accepted(parsed)
-        commands.checked_optimizer(request.optimizer_config)
+        commands.check_optimizer(request.optimizer_config)
         checkpoint = await commands.training_checkpoint(caller, request.path)
         served_name = await caller.served_name(request.base_model or checkpoint.base_model)
         user_metadata = commands.metadata(request.user_metadata)
