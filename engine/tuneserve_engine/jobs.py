@@ -48,7 +48,8 @@ class Job:
     ``(scope, seq)`` is the client's key: a second submit with the same key is the same request.
     ``position`` is the place in the log of ``model_id``: jobs of one model run in that order,
     later ones waiting for the missing. A job without a position waits for nobody.
-    The queue assigns ``request_id`` and ``release`` (its place in the order of execution).
+    ``base_model`` is the name of the one that it needs. The queue assigns ``request_id``,
+    ``release`` (its place in the order of execution) and ``attempts`` (workers that died with it).
     """
 
     tenant: str
@@ -58,9 +59,11 @@ class Job:
     payload: bytes = b""
     model_id: str | None = None
     position: int | None = None
+    base_model: str = ""
     rejection: Rejection | None = None
     request_id: str = ""
     release: int = 0
+    attempts: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,9 @@ class Outcome:
 
     ``checkpoint``, ``sampler`` and ``updates`` change records in the transaction that stores the
     result. A checkpoint whose key exists turns the outcome into a rejection unless ``overwrite``.
+    ``changed`` says that the model's state did: such a job is kept to be done again by whoever has
+    to rebuild the state, with its micro-batches halved ``halvings`` times. A rejected job has
+    changed nothing.
     """
 
     request_id: str
@@ -79,6 +85,8 @@ class Outcome:
     overwrite: bool = False
     sampler: Sampler | None = None
     updates: tuple[Update, ...] = ()
+    changed: bool = False
+    halvings: int = 0
 
 
 # --- commands: the payload of every kind but forward_backward -----------------------------------

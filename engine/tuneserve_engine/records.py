@@ -15,7 +15,7 @@ class ModelStatus(StrEnum):
     CREATING = "creating"
     READY = "ready"
     FAILED = "failed"  # its creation failed
-    LOST = "lost"  # its worker died; only its checkpoints remain
+    LOST = "lost"  # its recovery points cannot be read; only its checkpoints remain
     ENDED = "ended"  # its session finished or expired
 
 
@@ -52,6 +52,7 @@ class Model:
     created_s: float
     last_request_s: float
     status: ModelStatus = ModelStatus.CREATING
+    diverged: bool = False  # replay gave another result than the one that the client has
     user_metadata: dict[str, str] = field(default_factory=dict)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue.base import Store, SweepPolicy
@@ -30,7 +31,8 @@ async def sweep_forever(
 def patient(policy: SweepPolicy) -> SweepPolicy:
     """The policy while nobody may be held silent for our own absence."""
     never_s = 1e12
-    return SweepPolicy(never_s, policy.gap_ttl_s + _GRACE_S, policy.result_ttl_s)
+    gap_ttl_s = policy.gap_ttl_s + _GRACE_S
+    return replace(policy, session_ttl_s=never_s, sample_ttl_s=never_s, gap_ttl_s=gap_ttl_s)
 
 
 async def delete_unused(store: Store, files: FileStore) -> None:

@@ -126,13 +126,19 @@ class SampleResult:
 class AdapterState:
     """A resumable adapter on the host. ``weights`` holds true-rank arrays (no padding):
     ``<target>.A`` [L, d_in, rank] and ``<target>.B`` [L, rank, d_out]; ``unembed`` without L.
-    Moments, when asked for, have the same names."""
+    Moments, when asked for, have the same names, and so has the accumulated gradient, which is
+    empty when there is none."""
 
     config: AdapterConfig
     weights: Tensors
     step: int = 0
     first_moment: Tensors = field(default_factory=dict)
     second_moment: Tensors = field(default_factory=dict)
+    accumulator: Tensors = field(default_factory=dict)
+
+
+class OutOfMemory(Exception):
+    """The device has no room for this call; no adapter has changed. A smaller one may pass."""
 
 
 class Lattice(Protocol):
@@ -159,7 +165,8 @@ class Lattice(Protocol):
 class Backend(Protocol):
     """Holds one base model, training adapters and frozen snapshots.
 
-    Calls come from one thread, one at a time. A method that raises has changed no adapter.
+    Calls come from one thread, one at a time. A method that raises has changed no adapter; it
+    raises ``OutOfMemory`` if the device has no room.
     """
 
     @property
@@ -167,6 +174,12 @@ class Backend(Protocol):
 
     @property
     def lattice(self) -> Lattice: ...
+
+    @property
+    def numerics_id(self) -> str:
+        """Names everything that bits depend on beside state and request: device kind, threads,
+        library versions, flags, base model. The same id, the same bits."""
+        ...
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         """A fresh adapter: A from the seed, B zero, so that it equals the base model."""
@@ -183,11 +196,13 @@ class Backend(Protocol):
         """Applies AdamW to the accumulated gradient and clears it; returns finite metrics."""
         ...
 
-    def adapter_state(self, adapter_id: str, *, optimizer: bool) -> AdapterState: ...
+    def adapter_state(
+        self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
+    ) -> AdapterState: ...
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
-        """Replaces or creates the adapter; without moments the optimizer starts fresh. Clears the
-        accumulator."""
+        """Replaces or creates the adapter, its accumulator included; without moments the optimizer
+        starts fresh."""
         ...
 
     def has_snapshot(self, snapshot_id: str) -> bool: ...

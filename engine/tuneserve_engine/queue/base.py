@@ -1,7 +1,8 @@
 """The store seam: one durable log of jobs and one set of records, changed in the same transactions.
 
-The API process owns the store. A worker reaches its ``Queue`` half over a Unix socket
-(``queue.remote``). Nothing here is polled: ``take`` and ``wait`` return when there is news.
+With SQLite the API process owns the store, and workers reach its ``Queue`` half over a Unix socket
+(``queue.remote``); with Redis every process opens it. ``take`` and ``wait`` return when there is
+news.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,12 @@ R = TypeVar("R", bound=Record)
 
 
 class Fenced(Exception):
-    """This worker's lease was taken by another; it must stop at once and write nothing."""
+    """This worker's lease is over: another process has its name, or it was silent for too long.
+    It must stop at once; nothing that it offers is written."""
+
+
+class StoreUnusable(Exception):
+    """The store cannot be used as it is; the message names the way out."""
 
 
 class StoreFailed(Exception):
@@ -25,6 +31,46 @@ class StoreFailed(Exception):
 
 class KeyReused(Exception):
     """A known (scope, seq) was submitted again with another kind."""
+
+
+class ResultExpired(Exception):
+    """The result was delivered or waited for, kept for its retention, and dropped."""
+
+
+class Overloaded(Exception):
+    """A limit is reached and nothing was accepted; worth trying again in ``retry_after_s``."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True)
+class StorePolicy:
+    """What the store decides by; every process of a deployment has the same.
+
+    Bytes are those of payloads, jobs those that have not ended. A limit of bytes never refuses the
+    only job of its scope, and no limit but the server's refuses the job that a model waits for.
+    """
+
+    lease_ttl_s: float = 6.0  # a worker silent for this long has lost its models to the others
+    job_attempts: int = 3  # workers that may die while they run a job
+    model_jobs: int = 256
+    model_bytes: int = 64 * 2**20
+    tenant_jobs: int = 1024
+    tenant_bytes: int = 256 * 2**20
+    tenant_models: int = 32  # that are neither ended nor parked
+    server_jobs: int = 10_000
+    server_bytes: int = 2 * 2**30
+
+
+@dataclass(frozen=True)
+class SweepPolicy:
+    session_ttl_s: float = 604_800.0  # silent for this long: the session ends, its models too
+    park_s: float = 900.0  # a model without requests for this long is to be given up
+    sample_ttl_s: float = 120.0  # queued samples of a session silent for this long are dropped
+    gap_ttl_s: float = 600.0
+    result_ttl_s: float = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +82,35 @@ class Submitted:
 @dataclass(frozen=True)
 class Lease:
     epoch: int
-    resumed: bool  # the same owner came back; its models are still its own
+    resumed: bool  # the same process came back; its models are still its own
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A base model that some worker has leased with: now, or in the past."""
+
+    info: BaseModelInfo
+    workers: int  # alive now
+    seen_s: float  # when the last of them was heard of
+
+
+@dataclass(frozen=True)
+class RecoveryPoint:
+    """A model's state on file, as it was when every request before ``position`` was done."""
+
+    model_id: str
+    position: int
+    file_id: str
+    numerics_id: str  # bits are promised only when replay runs under the same
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """A request that changed the model's state, and what is needed to do it again."""
+
+    job: Job
+    digest: bytes  # of the result that the client has: ``rules.digest``
+    halvings: int = 0  # of its micro-batches
 
 
 @dataclass(frozen=True)
@@ -46,23 +120,68 @@ class Page(Generic[R]):
 
 
 class Queue(Protocol):
-    """The worker's half."""
+    """The worker's half.
 
-    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
-        """Makes ``owner`` the worker. A new owner gets a higher epoch; models that lived in an
-        earlier worker are marked lost and their unfinished jobs end with a ``server`` error;
-        so does a job that several workers in a row did not live to finish, and every job if this
-        worker serves another base model."""
+    A worker is a process with a lease: a name, a base model and an epoch that only grows. Jobs of a
+    model go to the one worker that the model is placed with: on its first job, the worker of its
+    base model with the fewest models. A sample goes to the worker with the fewest samples. What is
+    placed with nobody, because no worker serves its base model, is placed when one comes. Placing
+    gives waiting jobs new ``release`` numbers, so that a cursor never misses them.
+
+    Every method but ``lease`` raises ``Fenced`` if the epoch is over. Any may raise ``StoreFailed``
+    or ``ConnectionError``.
+    """
+
+    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
+        """Makes the process ``owner`` the worker ``name``. A process that had the name before is
+        over at once, as after ``renew``'s time-out."""
+        ...
+
+    async def renew(self, epoch: int) -> list[str]:
+        """Keeps the lease for its time to live. Returns models placed here that should be given
+        up (``release``): idle ones, and those that another worker has more room for.
+
+        Ends the leases that ran out: jobs noted by ``begin`` count an attempt, those with too many
+        end, and everything else is placed anew.
+        """
         ...
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
-        """Unfinished released jobs with ``release > after``, oldest first; waits until there is
-        one. Reading changes nothing: the caller's cursor is ``after``. Raises ``Fenced``."""
+        """Unfinished released jobs placed here with ``release > after``, oldest first; waits until
+        there is one. Reading changes nothing: the caller's cursor is ``after``."""
+        ...
+
+    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
+        """Notes what this worker runs from now on, in place of the last note. The note need not
+        outlive the store's process: it is for workers that die."""
         ...
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
         """Stores results and record changes in one transaction, then wakes the waiting. Outcomes
-        of jobs that already ended are ignored. Raises ``Fenced``."""
+        of jobs that already ended are ignored; a job placed with another worker is ``Fenced``."""
+        ...
+
+    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+        """The model's kept recovery points, newest first: two at most."""
+        ...
+
+    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+        """What changed the model's state from position ``start`` on, in order; only as much as one
+        message carries, nothing at the end."""
+        ...
+
+    async def save_point(self, epoch: int, point: RecoveryPoint) -> None:
+        """Makes the point the newest, keeps the one before, forgets older ones and drops payloads
+        that no kept point needs. ``ValueError`` if a request before it has not ended. A no-op for
+        a model that is gone."""
+        ...
+
+    async def release(self, epoch: int, model_id: str) -> None:
+        """Gives the model up: its jobs, and those to come, are placed anew."""
+        ...
+
+    async def resign(self, epoch: int) -> None:
+        """Ends the lease; everything is placed anew, nothing counts an attempt."""
         ...
 
 
@@ -73,11 +192,11 @@ class Store(Queue, Protocol):
         """Durable before it returns; the records are inserted with a new job only. Releases the
         contiguous run of positions that the job completes. A job with a rejection ends at once
         but spends its position; so does one whose model has failed, ended or was lost.
-        Raises ``KeyReused``."""
+        Raises ``KeyReused``, or ``Overloaded`` if a limit would be passed."""
         ...
 
-    async def job_tenant(self, request_id: str) -> str | None:
-        """Who submitted this request; None if it is unknown."""
+    async def job_key(self, request_id: str) -> tuple[str, str] | None:
+        """The request's tenant and scope; None if it is unknown."""
         ...
 
     async def wait(self, request_id: str, timeout_s: float) -> Outcome | None:
@@ -113,33 +232,25 @@ class Store(Queue, Protocol):
 
     async def end_session(self, key: str, reason: str) -> None:
         """Marks the session and its models ended (the first reason wins), deletes its samplers,
-        rejects jobs still waiting for a gap, and queues an unload behind each model's log."""
+        rejects jobs still waiting for a gap, and queues an unload behind the log of each model that
+        a worker holds. An unloaded model's points and payloads are dropped."""
         ...
 
     async def sweep(self, now_s: float, policy: "SweepPolicy") -> None:
-        """Ends sessions without heartbeat, fails requests stuck behind a gap, drops old results
-        and expired checkpoints."""
+        """Ends sessions without heartbeat, drops their samples (long before), marks idle models to
+        be given up, fails requests stuck behind a gap, drops old results and expired checkpoints.
+        """
         ...
 
-    async def base_model(self) -> BaseModelInfo | None:
-        """What the current worker serves; None before the first lease."""
+    async def served(self) -> list[ServedModel]:
+        """Every base model that a worker has leased with, by name."""
         ...
 
     async def files_in_use(self) -> set[str]:
-        """File ids named by a checkpoint, a sampler or an unfinished job."""
+        """File ids named by a checkpoint, a sampler, a kept recovery point, an unfinished job or a
+        logged load that no recovery point covers."""
         ...
 
     async def secret(self) -> bytes:
         """Random bytes made with the store: they sign request ids and download URLs."""
         ...
-
-
-class ResultExpired(Exception):
-    """The result was delivered or waited for, kept for its retention, and dropped."""
-
-
-@dataclass(frozen=True)
-class SweepPolicy:
-    session_ttl_s: float = 900.0
-    gap_ttl_s: float = 600.0
-    result_ttl_s: float = 86_400.0

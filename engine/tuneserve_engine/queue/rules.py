@@ -21,6 +21,11 @@ def request_id(secret: bytes, job: Job) -> str:
     return "req_" + base64.b32encode(digest)[:26].decode().lower()
 
 
+def digest(body: bytes) -> bytes:
+    """Of a result, to tell whether replay gave the same."""
+    return hashlib.blake2b(body, digest_size=16).digest()
+
+
 def reused(job: Job, earlier: str) -> str:
     return (
         f"seq_id {job.seq} of {job.scope} is already a {earlier}; this request is a {job.kind}; "
