@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 PATHS := clients server engine tests examples benchmarks scripts
 
-.PHONY: setup demo run test lint fix bench compat proto clean
+.PHONY: setup demo run test test-faults test-nightly lint fix bench compat proto clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -15,8 +15,14 @@ demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, 
 run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
 	$(BIN)/tuneserve up $(ARGS)
 
-test: .venv/dev.stamp  ## Every test; make test ARGS=tests/engine for some
+test: .venv/dev.stamp  ## Every quick test; make test ARGS=tests/engine for some
 	$(BIN)/pytest $(ARGS)
+
+test-faults: .venv/dev.stamp  ## Killed processes, hostile clients, full disks: a few minutes
+	$(BIN)/pytest -m "not nightly" $(or $(ARGS),tests/faults)
+
+test-nightly: .venv/dev.stamp  ## The same for longer, and planted bugs
+	$(BIN)/pytest -m nightly $(or $(ARGS),tests/faults tests/nightly)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check $(PATHS)

@@ -1,0 +1,10 @@
+"""Faults: what must stay true when processes die, clients misbehave and limits are reached.
+
+Slower than the other tests and run apart from them: ``make test-faults``. What takes minutes is
+marked ``nightly``: ``make test-nightly``.
+"""
+
+# The API in this process, as the tests of the server have it.
+from tests.server.conftest import anyio_backend, api, bodies, service, settings
+
+__all__ = ["anyio_backend", "api", "bodies", "service", "settings"]
