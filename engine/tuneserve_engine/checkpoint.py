@@ -20,11 +20,12 @@ from tuneserve_engine.errors import ServerError, UserError
 
 MEMBER = "adapter.safetensors"
 FORMAT = "tuneserve-adapter-1"
-_GROUPS = ("weights", "first_moment", "second_moment")
+_GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
 
 
 def to_members(state: AdapterState, base_model: str) -> dict[str, bytes]:
-    """The state as one safetensors file: ``weights/…`` and, if it has moments, ``*_moment/…``."""
+    """The state as one safetensors file: ``weights/…``, and what else it has: ``*_moment/…``,
+    ``accumulator/…`` (in recovery points only)."""
     tensors = {
         f"{group}/{name}": np.ascontiguousarray(array)
         for group in _GROUPS

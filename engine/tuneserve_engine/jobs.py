@@ -50,6 +50,7 @@ class Job:
     later ones waiting for the missing. A job without a position waits for nobody.
     ``base_model`` is the name of the one that it needs. The queue assigns ``request_id``,
     ``release`` (its place in the order of execution) and ``attempts`` (workers that died with it).
+    ``halvings`` is for doing it again: what its first execution needed to fit the device.
     """
 
     tenant: str
@@ -64,6 +65,7 @@ class Job:
     request_id: str = ""
     release: int = 0
     attempts: int = 0
+    halvings: int = 0
 
 
 @dataclass(frozen=True)

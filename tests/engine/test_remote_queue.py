@@ -28,7 +28,7 @@ class Parking:
         self.cancelled = asyncio.Event()
         self.finished: list[Outcome] = []
 
-    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
+    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         raise RuntimeError(f"{owner} broke it")
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
@@ -57,7 +57,7 @@ async def connected(path: Path) -> AsyncIterator[RemoteQueue]:
 
 
 def sample(seq: int) -> Job:
-    return Job("alice", JobKind.SAMPLE, "s:sample:0", seq, b"payload")
+    return Job("alice", JobKind.SAMPLE, "s:sample:0", seq, b"payload", base_model="tiny")
 
 
 def test_finish_runs_while_a_take_is_parked(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_errors_keep_their_type_and_words(tmp_path: Path, caplog: pytest.LogCapt
             with pytest.raises(Fenced, match=r"^epoch 2 is over$"):
                 await queue.finish(2, [])
             with pytest.raises(StoreFailed, match=r"^RuntimeError: w b"):
-                await queue.lease("w", INFO)
+                await queue.lease("worker", "w", INFO)
 
     asyncio.run(main())
     assert [each.message for each in caplog.records] == ["the worker's call lease failed"]
@@ -146,7 +146,7 @@ def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path)
         store = await SqliteStore.open(tmp_path / "store.db")
         async with serve(store, tmp_path / "q"):
             await queue.connect(5)
-            lease = await queue.lease("worker", INFO)
+            lease = await queue.lease("worker", "worker", INFO)
             ids = [(await store.submit(sample(seq))).request_id for seq in (1, 2)]
             first, second = await queue.take(lease.epoch, after=0, max_jobs=10)
             taking = asyncio.create_task(queue.take(lease.epoch, after=second.release, max_jobs=10))
@@ -160,7 +160,7 @@ def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path)
         store = await SqliteStore.open(tmp_path / "store.db")
         async with serve(store, tmp_path / "q"):
             await connecting
-            assert await queue.lease("worker", INFO) == Lease(lease.epoch, resumed=True)
+            assert await queue.lease("worker", "worker", INFO) == Lease(lease.epoch, resumed=True)
             taking = asyncio.create_task(queue.take(lease.epoch, after=second.release, max_jobs=10))
             await queue.finish(lease.epoch, [Outcome(first.request_id, b"computed before")])
             assert await store.wait(ids[0], 5) == Outcome(ids[0], b"computed before")

@@ -13,20 +13,26 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast, get_type_hints
 
 import msgspec
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome
-from tuneserve_engine.queue.base import Fenced, Lease, Queue, StoreFailed
+from tuneserve_engine.queue.base import (
+    Fenced,
+    Lease,
+    LogEntry,
+    Queue,
+    RecoveryPoint,
+    StoreFailed,
+)
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_FRAME_BYTES = 256 * 2**20
 MAX_PATH_BYTES = 100  # the kernel's limit is 108 on Linux, 104 on macOS, with the final zero
@@ -66,26 +72,22 @@ async def _read_frame(reader: asyncio.StreamReader) -> bytes:
 # --- the API's side -----------------------------------------------------------------------------
 
 
-async def _lease(queue: Queue, raw: msgspec.Raw) -> Lease:
-    owner, info = msgspec.msgpack.decode(raw, type=tuple[str, BaseModelInfo])
-    return await queue.lease(owner, info)
+class _Method:
+    """One method of ``Queue``: how its arguments and its answer travel."""
+
+    def __init__(self, name: str) -> None:
+        hints = get_type_hints(getattr(Queue, name))
+        self.name = name
+        self.result_type = hints.pop("return")
+        self._names = tuple(hints)
+        self._types = tuple[tuple(hints.values())]  # type: ignore[misc]
+
+    async def run(self, queue: Queue, raw: msgspec.Raw) -> Any:
+        values = msgspec.msgpack.decode(raw, type=self._types)
+        return await getattr(queue, self.name)(**dict(zip(self._names, values, strict=True)))
 
 
-async def _take(queue: Queue, raw: msgspec.Raw) -> list[Job]:
-    epoch, after, max_jobs = msgspec.msgpack.decode(raw, type=tuple[int, int, int])
-    return await queue.take(epoch, after=after, max_jobs=max_jobs)
-
-
-async def _finish(queue: Queue, raw: msgspec.Raw) -> None:
-    epoch, outcomes = msgspec.msgpack.decode(raw, type=tuple[int, list[Outcome]])
-    await queue.finish(epoch, outcomes)
-
-
-_METHODS: dict[str, Callable[[Queue, msgspec.Raw], Awaitable[Any]]] = {
-    "lease": _lease,
-    "take": _take,
-    "finish": _finish,
-}
+_METHODS = {name: _Method(name) for name in Queue.__dict__ if not name.startswith("_")}
 
 
 @asynccontextmanager
@@ -189,9 +191,9 @@ class _Connection:
         try:
             if method not in _METHODS:
                 raise ValueError(f"unknown method {method}; run the worker's release here too")
-            frame = _frame([call_id, True, await _METHODS[method](self._queue, arguments)])
+            frame = _frame([call_id, True, await _METHODS[method].run(self._queue, arguments)])
         except Exception as error:
-            if not isinstance(error, (Fenced, ConnectionError)):  # both are part of the protocol
+            if not isinstance(error, (Fenced, StoreFailed, ConnectionError)):  # the protocol's own
                 logger.exception("the worker's call %s failed", method)
             frame = _frame([call_id, False, [_error_name(error), str(error)]])
         try:
@@ -282,7 +284,7 @@ class RemoteQueue:
     def _lost(self, reason: str) -> ConnectionError:
         return ConnectionError(f"no connection to the store at {self._path}: {reason}; reconnect")
 
-    async def _call(self, method: str, arguments: list[Any], result_type: type[T]) -> T:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         writer = self._writer
         if writer is None:
             raise self._lost("not connected")
@@ -299,16 +301,37 @@ class RemoteQueue:
             raise
         finally:
             self._pending.pop(call_id, None)
-        return msgspec.msgpack.decode(answer, type=result_type)
+        return msgspec.msgpack.decode(answer, type=_METHODS[method].result_type)
 
-    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
-        return await self._call("lease", [owner, info], Lease)
+    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
+        return cast(Lease, await self._call("lease", name, owner, info))
+
+    async def renew(self, epoch: int) -> list[str]:
+        return cast(list[str], await self._call("renew", epoch))
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
-        return await self._call("take", [epoch, after, max_jobs], list[Job])
+        return cast(list[Job], await self._call("take", epoch, after, max_jobs))
+
+    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
+        await self._call("begin", epoch, request_ids)
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
-        return await self._call("finish", [epoch, list(outcomes)], type(None))
+        await self._call("finish", epoch, outcomes)
+
+    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+        return cast(list[RecoveryPoint], await self._call("points", epoch, model_id))
+
+    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+        return cast(list[LogEntry], await self._call("log", epoch, model_id, start))
+
+    async def save_point(self, epoch: int, point: RecoveryPoint) -> None:
+        await self._call("save_point", epoch, point)
+
+    async def release(self, epoch: int, model_id: str) -> None:
+        await self._call("release", epoch, model_id)
+
+    async def resign(self, epoch: int) -> None:
+        await self._call("resign", epoch)
 
 
 def _error(answer: msgspec.Raw) -> Exception:
