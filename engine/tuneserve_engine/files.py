@@ -1,12 +1,94 @@
 """The one place that writes checkpoint files: a directory per file id, whole or absent."""
 
+import errno
 import os
+import secrets
 import shutil
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
+
+from tuneserve_engine.kill_points import kill_point
 
 _PARTIAL = ".partial-"
+_ABANDONED_S = 3600.0  # no write of one checkpoint takes this long
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # what ``rename`` says when the target exists
+
+
+class Fs(Protocol):
+    """The calls to the operating system that writing needs; each may raise ``OSError``."""
+
+    def mkdir(self, path: Path) -> None:
+        """Makes a new directory."""
+        ...
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new file, to be closed."""
+        ...
+
+    def open_directory(self, path: Path) -> int:
+        """A descriptor to sync and close."""
+        ...
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """The number of bytes taken, which may be fewer than there are."""
+        ...
+
+    def fsync(self, descriptor: int) -> None: ...
+
+    def close(self, descriptor: int) -> None: ...
+
+    def rename(self, source: Path, target: Path) -> None: ...
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes what it can; raises nothing."""
+        ...
+
+    def names(self, path: Path) -> list[str]:
+        """What is in the directory; raises ``FileNotFoundError`` if there is none."""
+        ...
+
+    def modified_s(self, path: Path) -> float: ...
+
+
+class LocalFs:
+    """The file system of this machine."""
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def open_directory(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def names(self, path: Path) -> list[str]:
+        return os.listdir(path)
+
+    def modified_s(self, path: Path) -> float:
+        return path.stat().st_mtime
+
+
+LOCAL_FS = LocalFs()
 
 
 def new_file_id() -> str:
@@ -18,40 +100,49 @@ class FileStore:
     """Directories of files under ``root``, immutable once they exist.
 
     A directory appears under its id only when every member is on disk: members are written to a
-    temporary name and fsynced, then the directory is renamed and its parent fsynced.
+    temporary name and fsynced, then the directory is renamed and its parent fsynced. Any number of
+    processes may share one root: each write has a temporary name of its own.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(
+        self, root: Path, fs: Fs = LOCAL_FS, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        self._fs = fs
+        self._clock = clock
+        self._make_durable_directory(root)
 
     def write(self, file_id: str, members: Mapping[str, bytes]) -> int:
-        """Stores the members; returns their size in bytes. Raises ``OSError`` and leaves nothing
-        visible if the disk refuses. Writing an id that exists again is a no-op (same content)."""
+        """Stores the members; returns their size in bytes. Writing an id that exists again changes
+        nothing (same content). Raises ``OSError`` if the disk refuses: the id is then absent, or
+        whole but perhaps not for good, and can be written again."""
         final = self.path(file_id)
-        size = sum(len(data) for data in members.values())
-        if final.exists():
-            return size
-        partial = self._root / f"{_PARTIAL}{file_id}"
-        shutil.rmtree(partial, ignore_errors=True)
+        if not self._exists(final):
+            self._publish(self._partial(file_id), final, members)
+        # Also when another write made it: that one may have been killed before it came to this.
+        self._sync_directory(self._root)
+        return sum(len(data) for data in members.values())
+
+    def _publish(self, partial: Path, final: Path, members: Mapping[str, bytes]) -> None:
+        """Makes ``final`` appear with all members on disk; the rename itself is not yet synced."""
         try:
-            partial.mkdir()
+            self._fs.mkdir(partial)
             for name, data in members.items():
-                _write_synced(partial / name, data)
-            _sync_directory(partial)
-            partial.rename(final)
-            _sync_directory(self._root)
-        except OSError:
-            # Undo a rename whose fsync failed: whether it survives a power loss is not known.
-            shutil.rmtree(final, ignore_errors=True)
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return size
+                _write_synced(self._fs, partial / name, data)
+            self._sync_directory(partial)
+            kill_point("file-before-rename")
+            self._fs.rename(partial, final)
+            kill_point("file-after-rename")
+        except OSError as error:
+            self._fs.remove_tree(partial)
+            if error.errno not in _TAKEN or not self._exists(final):
+                raise  # else another write of the same content came first
 
     def discard_partial(self) -> None:
-        """Removes what writers that were killed left behind. For the only writer, at its start."""
-        for partial in self._root.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        """Removes what writers and deleters left that were killed more than an hour ago."""
+        for name in self._fs.names(self._root):
+            if name.startswith(_PARTIAL) and self._is_older(name, _ABANDONED_S):
+                self._fs.remove_tree(self._root / name)
 
     def path(self, file_id: str) -> Path:
         """Where the id's directory is. Raises ``ValueError`` for anything but an id we made."""
@@ -61,32 +152,73 @@ class FileStore:
 
     def members(self, file_id: str) -> list[str]:
         """Names of the files stored under this id; empty if there are none."""
-        path = self.path(file_id)
-        return sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+        try:
+            return sorted(self._fs.names(self.path(file_id)))
+        except FileNotFoundError:
+            return []
 
-    def ids(self) -> set[str]:
-        """Every complete file id in the store."""
-        return {p.name for p in self._root.iterdir() if _is_file_id(p.name)}
+    def ids(self, older_than_s: float = 0.0) -> set[str]:
+        """Every complete file id in the store that was written at least ``older_than_s`` ago."""
+        found = {name for name in self._fs.names(self._root) if _is_file_id(name)}
+        if older_than_s > 0:
+            return {name for name in found if self._is_older(name, older_than_s)}
+        return found
 
     def delete(self, file_id: str) -> None:
-        """Removes the id's files; a no-op if there are none."""
-        shutil.rmtree(self.path(file_id), ignore_errors=True)
+        """Removes the id's files, all at once; a no-op if there are none."""
+        condemned = self._partial(file_id)
+        with suppress(FileNotFoundError):
+            # Removed one by one under its id, a kill would leave some members visible.
+            self._fs.rename(self.path(file_id), condemned)
+            self._fs.remove_tree(condemned)
+
+    def _partial(self, file_id: str) -> Path:
+        """A name that no other write or delete uses, not even of the same id."""
+        return self._root / f"{_PARTIAL}{file_id}-{secrets.token_hex(8)}"
+
+    def _exists(self, path: Path) -> bool:
+        try:
+            self._fs.names(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _is_older(self, name: str, age_s: float) -> bool:
+        try:
+            return self._fs.modified_s(self._root / name) <= self._clock() - age_s
+        except FileNotFoundError:
+            return False  # somebody else has just removed it
+
+    def _make_durable_directory(self, path: Path) -> None:
+        """Makes the directory and missing parents, and syncs the entry of each."""
+        if not self._exists(path):
+            if not self._exists(path.parent):
+                self._make_durable_directory(path.parent)
+            with suppress(FileExistsError):  # another process was faster
+                self._fs.mkdir(path)
+        self._sync_directory(path.parent)
+
+    def _sync_directory(self, path: Path) -> None:
+        descriptor = self._fs.open_directory(path)
+        try:
+            self._fs.fsync(descriptor)
+        finally:
+            self._fs.close(descriptor)
 
 
 def _is_file_id(name: str) -> bool:
     return len(name) == 32 and set(name) <= set("0123456789abcdef")
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _write_synced(fs: Fs, path: Path, data: bytes) -> None:
+    descriptor = fs.create(path)
     try:
-        os.fsync(descriptor)
+        rest = memoryview(data)
+        while rest:
+            taken = fs.write(descriptor, rest)
+            if taken == 0:
+                raise OSError(errno.ENOSPC, f"the disk takes no more bytes of {path.name}")
+            rest = rest[taken:]
+        fs.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        fs.close(descriptor)

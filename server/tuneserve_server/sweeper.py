@@ -11,6 +11,7 @@ from tuneserve_engine.queue.base import Store, SweepPolicy
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 120.0  # after a start, clients need time to send the heartbeats they could not
+_UNNAMED_S = 900.0  # a recovery point's file exists before the store knows it
 
 
 async def sweep_forever(
@@ -35,12 +36,20 @@ def patient(policy: SweepPolicy) -> SweepPolicy:
     return replace(policy, session_ttl_s=never_s, sample_ttl_s=never_s, gap_ttl_s=gap_ttl_s)
 
 
-async def delete_unused(store: Store, files: FileStore) -> None:
-    """Deletes files that no checkpoint, sampler or unfinished job names.
+async def delete_unused(
+    store: Store, files: FileStore, *, older_than_s: float = _UNNAMED_S
+) -> None:
+    """Deletes files of that age which no checkpoint, sampler, recovery point or request that may
+    run again names, and what killed writers left.
 
     Listed before asking: a file that appears in between belongs to a job we do not know of.
     """
-    present = await asyncio.to_thread(files.ids)
+    await asyncio.to_thread(files.discard_partial)
+    present = await asyncio.to_thread(files.ids, older_than_s)
     for file_id in present - await store.files_in_use():
-        await asyncio.to_thread(files.delete, file_id)
-        logger.info("deleted file %s: nothing uses it any more", file_id)
+        try:
+            await asyncio.to_thread(files.delete, file_id)
+        except OSError as error:  # the others are deleted all the same
+            logger.warning("file %s was not deleted, the next clean-up tries: %s", file_id, error)
+        else:
+            logger.info("deleted file %s: nothing uses it any more", file_id)

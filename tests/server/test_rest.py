@@ -90,7 +90,7 @@ async def test_an_expired_checkpoint_is_gone_at_once_and_its_file_after_a_sweep(
     ).status_code == 404
     assert len(files.ids()) == 1
     await store.sweep(time.time(), SweepPolicy())
-    await delete_unused(store, files)
+    await delete_unused(store, files, older_than_s=0)
     assert files.ids() == set()
     assert await store.get(Checkpoint, path) is None
 
@@ -113,11 +113,11 @@ async def test_files_that_something_names_survive_the_clean_up(service: Any) -> 
     store, files = service.services.store, service.services.files
     before = files.ids()
     files.write("0" * 32, {"stray": b"x"})
-    await delete_unused(store, files)
+    await delete_unused(store, files, older_than_s=0)
     assert (files.ids(), len(before)) == (before, 2)
     # The sampler goes with its session, the checkpoint stays.
     await service.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
-    await delete_unused(store, files)
+    await delete_unused(store, files, older_than_s=0)
     assert len(files.ids()) == 1
 
 
