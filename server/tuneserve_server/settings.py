@@ -31,8 +31,12 @@ class ApiSettings(CommonSettings):
     max_decompressed_bytes: PositiveInt = Field(
         default=64 * MIB, description="Largest request body after decompression."
     )
+    header_timeout_s: PositiveFloat = Field(
+        default=10.0, description="Time within which the headers of a request must arrive."
+    )
     body_timeout_s: PositiveFloat = Field(
-        default=300.0, description="Time within which a request body must arrive."
+        default=30.0,
+        description="Time within which a request body must arrive, plus a second per 16 KiB of it.",
     )
     keep_alive_s: Annotated[int, Field(ge=75)] = Field(
         default=120, description="How long an idle connection stays open."
