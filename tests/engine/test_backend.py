@@ -11,9 +11,16 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
-from tuneserve_engine.backend.base import Backend, SampleRequest
+from tuneserve_engine.backend.base import (
+    AdapterState,
+    Backend,
+    OutOfMemory,
+    SampleRequest,
+    TrainUnit,
+)
 from tuneserve_engine.backend.jax import backend as backend_module
 from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.backend.jax.numerics import numerics_id
 from tuneserve_engine.backend.jax.optimizer import Stepped
 from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.errors import ServerError, UserError
@@ -189,3 +196,164 @@ def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
     backend = JaxBackend.from_settings(settings)
     assert backend.info.context_length == backend.lattice.bucket(given) == given
     assert backend.info.eos_token_ids == (1000, 998)
+
+
+def exhausted(*args: Any, **kwargs: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.")
+
+
+FORWARD_BACKWARD = ("_train", "add_rows", "commit")
+"""The programs of a unit, in the order in which they run."""
+
+
+def break_program(
+    backend: JaxBackend, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int
+) -> None:
+    """The program runs ``after`` times; its next call finds no memory, its arguments donated."""
+    owner = backend if hasattr(backend, name) else backend_module
+    real, calls = getattr(owner, name), iter(range(after))
+
+    def run(*args: Any) -> Any:
+        result = real(*args)
+        return result if next(calls, None) is not None else exhausted()
+
+    monkeypatch.setattr(owner, name, run)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("program", FORWARD_BACKWARD)
+def test_a_unit_that_finds_no_memory_has_changed_no_adapter_and_keeps_no_array(
+    program: str,
+    after: int,
+    backend: JaxBackend,
+    batch_of: Any,
+    unit_of: Any,
+    datum: Any,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def state(name: str) -> AdapterState:
+        return backend.adapter_state(name, optimizer=True, accumulator=True)
+
+    def first(name: str) -> TrainUnit:
+        return unit_of([name], [batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)])
+
+    def second(name: str) -> TrainUnit:
+        batches = [batch_of({1: (0, datum(2, 11)), 2: (1, datum(3, 5))}, rows=4, bucket=16)]
+        return unit_of([name, name], [*batches, *batches])
+
+    for name in ("unlucky", "undisturbed"):
+        backend.create_adapter(name, CONFIG)
+        backend.forward_backward(first(name))
+    before, held = state("unlucky"), live_bytes()
+    break_program(backend, program, monkeypatch, after=after)
+    with pytest.raises(OutOfMemory, match=r"no room.*Out of memory allocating 64 bytes"):
+        backend.forward_backward(second("unlucky"))
+    monkeypatch.undo()
+    assert live_bytes() == held
+    assert_same(state("unlucky"), before)
+    for name in ("unlucky", "undisturbed"):
+        backend.forward_backward(second(name))
+        backend.optim_step(name, AdamParams())
+    assert_same(state("unlucky"), state("undisturbed"))
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def assert_same(a: AdapterState, b: AdapterState) -> None:
+    assert (a.config, a.step) == (b.config, b.step)
+    for part in ("weights", "first_moment", "second_moment", "accumulator"):
+        mine, other = getattr(a, part), getattr(b, part)
+        assert mine.keys() == other.keys()
+        for name, array in mine.items():
+            np.testing.assert_array_equal(array, other[name], err_msg=f"{part}[{name}]")
+
+
+def test_a_step_that_finds_no_memory_changes_nothing(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
+):
+    backend.create_adapter("unlucky", CONFIG)
+    batch = batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)
+    backend.forward_backward(unit_of(["unlucky"], [batch]))
+    before = backend.adapter_state("unlucky", optimizer=True, accumulator=True)
+    monkeypatch.setattr(backend_module, "adamw_step", exhausted)
+    with pytest.raises(OutOfMemory):
+        backend.optim_step("unlucky", AdamParams())
+    monkeypatch.undo()
+    assert_same(backend.adapter_state("unlucky", optimizer=True, accumulator=True), before)
+    assert backend.optim_step("unlucky", AdamParams())["grad_norm"] > 0.1
+
+
+@pytest.mark.parametrize("program", ["prefill", "decode", "join", "adopt", "first"])
+def test_sampling_that_finds_no_memory_can_be_done_again(
+    program: str, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+):
+    request = SampleRequest(np.arange(5, dtype=np.int32), None, seed=1, num_samples=3, max_tokens=9)
+    (want,) = backend.sample([request])
+    real = getattr(backend._sampler._programs, program)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        exhausted()
+
+    monkeypatch.setattr(backend._sampler._programs, program, fail)
+    with pytest.raises(OutOfMemory):
+        backend.sample([request])
+    monkeypatch.undo()
+    (again,) = backend.sample([request])
+    for one, two in zip(want.sequences, again.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.logprobs, two.logprobs)
+
+
+def test_another_failure_of_the_device_is_not_taken_for_a_lack_of_memory(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    backend.create_adapter("unlucky", CONFIG)
+    monkeypatch.setattr(backend_module, "adamw_step", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        backend.optim_step("unlucky", AdamParams())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "bfloat16"},
+        {"lattice": ShapeLattice(24, token_budget=64, max_rows=8)},
+        {"sample_rows": 4},
+    ],
+)
+def test_what_changes_bits_changes_the_numerics_id(base_model: Path, change: dict[str, Any]):
+    settings = {"dtype": "float32", "lattice": ShapeLattice(24), "sample_rows": 8}
+    assert numerics_id(base_model, **settings) == numerics_id(base_model, **settings)
+    assert numerics_id(base_model, **settings | change) != numerics_id(base_model, **settings)
+
+
+def test_the_numerics_id_tells_base_models_apart_by_their_weights(base_model: Path, tmp_path: Path):
+    """A fine-tuned sister has the same configuration, names and shapes."""
+    settings = {"dtype": "float32", "lattice": ShapeLattice(24), "sample_rows": 8}
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((base_model / name).read_bytes())
+    assert numerics_id(tmp_path, **settings) == numerics_id(base_model, **settings)
+    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert numerics_id(tmp_path, **settings) != numerics_id(base_model, **settings)
+
+
+def test_the_numerics_id_names_versions_device_threads_and_flags(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = {"dtype": "float32", "lattice": ShapeLattice(24), "sample_rows": 8}
+    plain = numerics_id(base_model, **settings)
+    for part in (f"jax={jax.__version__}", f"numpy={np.__version__}", "device=cpu(", "threads "):
+        assert part in plain
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert "--xla_cpu_enable_fast_math=true" in numerics_id(base_model, **settings)
+    monkeypatch.undo()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    assert "threads 3" in numerics_id(base_model, **settings)

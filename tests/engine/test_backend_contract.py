@@ -1,6 +1,7 @@
 """What every backend promises, whatever it computes with: run against the fake and the JAX one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -38,6 +39,20 @@ def device(request: pytest.FixtureRequest) -> Backend:
         FakeBackend() if request.param == "fake" else request.getfixturevalue("backend")
     )
     return backend
+
+
+@pytest.fixture(scope="module")
+def fresh_jax(new_backend: Callable[[], Backend]) -> Backend:
+    return new_backend()
+
+
+@pytest.fixture
+def elsewhere(device: Backend, request: pytest.FixtureRequest) -> Backend:
+    """Another backend of the same kind, as after a restart."""
+    if isinstance(device, FakeBackend):
+        return FakeBackend()
+    fresh: Backend = request.getfixturevalue("fresh_jax")
+    return fresh
 
 
 def adapter(device: Backend, config: AdapterConfig = SMALL) -> str:
@@ -107,6 +122,7 @@ def same_state(a: AdapterState, b: AdapterState) -> bool:
         and same_tensors(a.weights, b.weights)
         and same_tensors(a.first_moment, b.first_moment)
         and same_tensors(a.second_moment, b.second_moment)
+        and same_tensors(a.accumulator, b.accumulator)
     )
 
 
@@ -320,6 +336,96 @@ def test_a_resumed_adapter_goes_on_bit_for_bit(device: Backend, config: AdapterC
     )
 
 
+Act = Callable[[Backend, str], Any]
+
+
+def gradient(*seeds: int) -> Act:
+    def act(device: Backend, adapter_id: str) -> Any:
+        logprobs, loss = answer(device, wanted(adapter_id, *seeds))
+        return loss, [array.tobytes() for array in logprobs]
+
+    return act
+
+
+def step(device: Backend, adapter_id: str) -> Any:
+    return device.optim_step(adapter_id, STEP)
+
+
+TRAINING: tuple[Act, ...] = (
+    *(gradient(1, 2), gradient(3), step),
+    *(gradient(4), step, step),
+    *(gradient(5), gradient(6, 7), step, gradient(8)),
+)
+GRADIENTS = [0, 1, 2, 0, 1, 0, 0, 1, 2, 0, 1]
+"""Requests in the accumulator before each of them, and at the end."""
+
+
+def test_a_state_with_its_accumulator_goes_on_elsewhere_bit_for_bit_from_any_moment(
+    device: Backend, elsewhere: Backend
+) -> None:
+    def state(where: Backend, adapter_id: str) -> AdapterState:
+        return where.adapter_state(adapter_id, optimizer=True, accumulator=True)
+
+    mine = adapter(device)
+    states = [state(device, mine)]
+    results = []
+    for act in TRAINING:
+        results.append(act(device, mine))
+        states.append(state(device, mine))
+    assert [bool(each.accumulator) for each in states] == [count > 0 for count in GRADIENTS]
+    for moment, saved in enumerate(states):
+        resumed = f"resumed-{next(ids)}"
+        elsewhere.load_adapter(resumed, saved)
+        assert same_state(state(elsewhere, resumed), saved)
+        for act, result in zip(TRAINING[moment:], results[moment:], strict=True):
+            assert act(elsewhere, resumed) == result
+        assert same_state(state(elsewhere, resumed), states[-1])
+        elsewhere.delete_adapter(resumed)
+
+
+def test_only_a_state_that_is_asked_for_the_accumulator_has_it(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    for optimizer in (False, True):
+        assert device.adapter_state(mine, optimizer=optimizer).accumulator == {}
+    weights = device.adapter_state(mine, optimizer=False, accumulator=True)
+    assert weights.accumulator.keys() == weights.weights.keys()
+    assert weights.accumulator["q_proj.B"].any() and weights.first_moment == {}
+
+
+def test_what_was_not_accumulated_is_no_accumulator(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1, forward_only=True))
+    assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
+    run(device, wanted(mine, 2))
+    device.optim_step(mine, AdamParams(learning_rate=1e37))
+    _, result = run(device, wanted(mine, 3))
+    assert result.finite == (False,)
+    assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
+
+
+def test_an_accumulated_gradient_of_zeros_is_still_one(device: Backend) -> None:
+    """Nobody compares arrays: what was added makes the difference."""
+    mine = adapter(device)
+    silent = replace(datum(1), weights=np.zeros((12, 1), np.float32))
+    run(device, PackRequest(mine, 3, TrainingData("cross_entropy", {}, False, [silent])))
+    assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator
+
+
+def test_loading_a_state_without_an_accumulator_clears_what_was_there(device: Backend) -> None:
+    mine = adapter(device)
+    saved = device.adapter_state(mine, optimizer=True)
+    run(device, wanted(mine, 1))
+    device.load_adapter(mine, saved)
+    assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
+    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+
+
+def test_backends_of_one_kind_share_a_numerics_id(device: Backend, elsewhere: Backend) -> None:
+    assert device.numerics_id == elsewhere.numerics_id
+    assert "\n" not in device.numerics_id
+
+
 def test_loading_weights_alone_starts_the_optimizer_and_the_accumulator_afresh(
     device: Backend,
 ) -> None:
@@ -360,6 +466,19 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
         device.load_snapshot("misfit", wrong)
     assert not device.has_snapshot("misfit")
     assert same_state(device.adapter_state(mine, optimizer=True), before)
+
+
+@pytest.mark.parametrize("part", ["first_moment", "second_moment", "accumulator"])
+def test_a_part_of_a_training_state_that_does_not_fit_is_refused(
+    device: Backend, part: str
+) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    before = device.adapter_state(mine, optimizer=True, accumulator=True)
+    short = {name: tensor for name, tensor in getattr(before, part).items() if name != "v_proj.B"}
+    with pytest.raises(UserError):
+        device.load_adapter(mine, replace(before, **{part: short}))
+    assert same_state(device.adapter_state(mine, optimizer=True, accumulator=True), before)
 
 
 # --- sampling ------------------------------------------------------------------------------------

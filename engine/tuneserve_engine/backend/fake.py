@@ -11,7 +11,7 @@ every token reads as one letter: ``chr(97 + token % 26)``.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from tuneserve_engine.backend.base import (
     FloatArray,
     IntArray,
     Lattice,
+    OutOfMemory,
     SampledSequence,
     SampleRequest,
     SampleResult,
@@ -49,20 +50,31 @@ FAKE_INFO = BaseModelInfo(
 
 @dataclass
 class _Adapter:
+    """``state.accumulator`` stays empty: the gradient is here."""
+
     state: AdapterState
-    accumulator: Tensors = field(default_factory=dict)
+    accumulator: Tensors
+    accumulated: bool = False  # since the last step; the accumulator is zero until then
 
 
 class FakeBackend:
     """Implements ``backend.base.Backend``. Keeps the ``max_snapshots`` snapshots last
-    loaded or asked for."""
+    loaded or asked for. ``memory_tokens``, if given, are the tokens of the largest micro-batch,
+    padding included, that this device has room for."""
 
-    def __init__(self, info: BaseModelInfo = FAKE_INFO, *, max_snapshots: int = 64) -> None:
+    def __init__(
+        self,
+        info: BaseModelInfo = FAKE_INFO,
+        *,
+        max_snapshots: int = 64,
+        memory_tokens: int | None = None,
+    ) -> None:
         self._info = info
         self._lattice = ShapeLattice(info.context_length, rank_classes=(8, info.max_rank))
         self._adapters: dict[str, _Adapter] = {}
         self._snapshots: dict[str, AdapterState] = {}
         self._max_snapshots = max_snapshots
+        self._memory_tokens = memory_tokens
 
     @property
     def info(self) -> BaseModelInfo:
@@ -71,6 +83,10 @@ class FakeBackend:
     @property
     def lattice(self) -> Lattice:
         return self._lattice
+
+    @property
+    def numerics_id(self) -> str:
+        return "fake-1"
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         self._lattice.rank_class(config.rank)
@@ -87,6 +103,7 @@ class FakeBackend:
     @np.errstate(all="ignore")  # like a device, which says NaN and goes on
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
         adapters = [self._adapter(request.adapter_id) for request in unit.requests]
+        self._check_room(unit)
         slopes = [0.0] * len(unit.requests)  # d loss / d shift of each request
         finite = [True] * len(unit.requests)
         outputs = []
@@ -124,16 +141,22 @@ class FakeBackend:
         )
         return {"grad_norm": float(norm)}
 
-    def adapter_state(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
-        state = self._adapter(adapter_id).state
-        if not optimizer:
-            return AdapterState(state.config, _copied(state.weights))
-        return replace(
-            state,
-            weights=_copied(state.weights),
-            first_moment=_copied(state.first_moment),
-            second_moment=_copied(state.second_moment),
-        )
+    def adapter_state(
+        self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
+    ) -> AdapterState:
+        adapter = self._adapter(adapter_id)
+        state = adapter.state
+        taken = AdapterState(state.config, _copied(state.weights))
+        if optimizer:
+            taken = replace(
+                taken,
+                step=state.step,
+                first_moment=_copied(state.first_moment),
+                second_moment=_copied(state.second_moment),
+            )
+        if accumulator and adapter.accumulated:
+            taken = replace(taken, accumulator=_copied(adapter.accumulator))
+        return taken
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         self._check_fits(state)
@@ -170,10 +193,20 @@ class FakeBackend:
             raise ServerError(f"adapter {adapter_id} does not exist here; create or load it first")
         return self._adapters[adapter_id]
 
+    def _check_room(self, unit: TrainUnit) -> None:
+        for batch in unit.batches:
+            tokens = batch.tokens.size
+            if self._memory_tokens is not None and tokens > self._memory_tokens:
+                raise OutOfMemory(
+                    f"the device has no room: a micro-batch has {tokens} tokens, "
+                    f"{self._memory_tokens} fit"
+                )
+
     def _check_fits(self, state: AdapterState) -> None:
         self._lattice.rank_class(state.config.rank)
         expected = _shapes(state.config)
-        for group in (state.weights, state.first_moment, state.second_moment):
+        groups = (state.weights, state.first_moment, state.second_moment, state.accumulator)
+        for group in groups:
             shapes = {name: tensor.shape for name, tensor in group.items()}
             if shapes != expected and (shapes or group is state.weights):
                 raise UserError(
@@ -196,9 +229,10 @@ def _shapes(config: AdapterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _fresh(state: AdapterState) -> _Adapter:
-    """An adapter in this state with an empty accumulator; moments that are missing are zero."""
+    """An adapter in this state; moments and an accumulator that are missing are zero."""
     first, second = state.first_moment or _zeros(state), state.second_moment or _zeros(state)
-    return _Adapter(replace(state, first_moment=first, second_moment=second), _zeros(state))
+    resumed = replace(state, first_moment=first, second_moment=second, accumulator={})
+    return _Adapter(resumed, state.accumulator or _zeros(state), bool(state.accumulator))
 
 
 def _zeros(state: AdapterState) -> Tensors:
@@ -248,7 +282,7 @@ def _accumulate(adapter: _Adapter, slope: float) -> bool:
         total[b] = adapter.accumulator[b] + by_shift * state.weights[a].sum(-2)[..., :, None]
     finite = all(bool(np.isfinite(tensor).all()) for tensor in total.values())
     if finite:
-        adapter.accumulator = total
+        adapter.accumulator, adapter.accumulated = total, True
     return finite
 
 

@@ -4,9 +4,10 @@ Dimension key: L layers, D inputs of a projection, F its outputs, r true rank, R
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -44,6 +45,7 @@ class TrainingAdapter:
     first_moment: LoraWeights
     second_moment: LoraWeights
     accumulator: LoraWeights
+    accumulated: bool = False  # since the last step; the accumulator is zero until then
     step: int = 0
 
 
@@ -82,7 +84,7 @@ def initial_weights(config: AdapterConfig, shapes: TargetShapes) -> Tensors:
 
 
 def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
-    """The adapter of a saved state, moments and step included when the state has them.
+    """The adapter of a saved state; moments, step and accumulator included when it has them.
 
     Raises UserError, naming the tensor, if the state does not fit this base model.
     """
@@ -94,6 +96,10 @@ def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int)
         adapter.first_moment = _to_device(state.first_moment, shapes, rank_class)
         adapter.second_moment = _to_device(state.second_moment, shapes, rank_class)
         adapter.step = state.step
+    if state.accumulator:
+        _check_tensors("accumulator", state.accumulator, state.config, shapes)
+        adapter.accumulator = _to_device(state.accumulator, shapes, rank_class)
+        adapter.accumulated = True
     return adapter
 
 
@@ -106,18 +112,20 @@ def restored_weights(state: AdapterState, shapes: TargetShapes, rank_class: int)
     return _to_device(state.weights, shapes, rank_class)
 
 
-def saved_state(adapter: TrainingAdapter, *, optimizer: bool) -> AdapterState:
+def saved_state(adapter: TrainingAdapter, *, optimizer: bool, accumulator: bool) -> AdapterState:
     """A copy on the host without padding and untrained targets; restores to the same bits."""
     config = adapter.config
-    if not optimizer:
-        return AdapterState(config, _to_host(adapter.weights, config))
-    return AdapterState(
-        config,
-        _to_host(adapter.weights, config),
-        step=adapter.step,
-        first_moment=_to_host(adapter.first_moment, config),
-        second_moment=_to_host(adapter.second_moment, config),
-    )
+    state = AdapterState(config, _to_host(adapter.weights, config))
+    if optimizer:
+        state = replace(
+            state,
+            step=adapter.step,
+            first_moment=_to_host(adapter.first_moment, config),
+            second_moment=_to_host(adapter.second_moment, config),
+        )
+    if accumulator and adapter.accumulated:
+        state = replace(state, accumulator=_to_host(adapter.accumulator, config))
+    return state
 
 
 def _training_adapter(
@@ -126,7 +134,10 @@ def _training_adapter(
     def zeros() -> LoraWeights:
         return _to_device({}, shapes, rank_class)
 
-    return TrainingAdapter(config, rank_class, weights, zeros(), zeros(), zeros())
+    adapter = TrainingAdapter(config, rank_class, weights, zeros(), zeros(), zeros())
+    # Waits here: zeros for which there is no room fail now, not in somebody's unit.
+    jax.block_until_ready((weights, adapter.accumulator))  # type: ignore[no-untyped-call]
+    return adapter
 
 
 def _to_device(tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: int) -> LoraWeights:

@@ -1,8 +1,8 @@
 """The JAX backend: holds the device's state and runs the pure programs on it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import (
     AdapterState,
+    OutOfMemory,
     SampleRequest,
     SampleResult,
     TrainBatch,
@@ -33,6 +34,7 @@ from tuneserve_engine.backend.jax.models.weights import (
     read_config,
     resolve_base_model,
 )
+from tuneserve_engine.backend.jax.numerics import numerics_id
 from tuneserve_engine.backend.jax.optimizer import adamw_step, step_scalars
 from tuneserve_engine.backend.jax.sample import Sampler
 from tuneserve_engine.backend.jax.train import (
@@ -45,6 +47,11 @@ from tuneserve_engine.backend.jax.train import (
 )
 from tuneserve_engine.errors import ServerError
 from tuneserve_engine.lattice import ShapeLattice
+
+R = TypeVar("R")
+
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
+"""XLA's only sign of it: every failure on the device is the same class."""
 
 
 class BackendSettings(Protocol):
@@ -109,6 +116,9 @@ class JaxBackend:
             eos_token_ids=config.eos_token_ids,
         )
         self._shapes = target_shapes(config)
+        self._numerics_id = numerics_id(
+            folder, dtype=dtype, lattice=self._lattice, sample_rows=sample_rows
+        )
         self._adapters: dict[str, TrainingAdapter] = {}
         self._sampler = Sampler(model, self._lattice, _tokenizer(folder), lanes=sample_rows)
         model.train()  # type: ignore[no-untyped-call]
@@ -142,22 +152,43 @@ class JaxBackend:
     def lattice(self) -> ShapeLattice:
         return self._lattice
 
+    @property
+    def numerics_id(self) -> str:
+        return self._numerics_id
+
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         rank_class = self._lattice.rank_class(config.rank)
-        self._adapters[adapter_id] = new_adapter(config, self._shapes, rank_class)
+        self._adapters[adapter_id] = _in_memory(new_adapter, config, self._shapes, rank_class)
 
     def delete_adapter(self, adapter_id: str) -> None:
         self._adapter(adapter_id)
         del self._adapters[adapter_id]
 
-    def adapter_state(self, adapter_id: str, *, optimizer: bool) -> AdapterState:
-        return saved_state(self._adapter(adapter_id), optimizer=optimizer)
+    def adapter_state(
+        self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
+    ) -> AdapterState:
+        return saved_state(self._adapter(adapter_id), optimizer=optimizer, accumulator=accumulator)
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         rank_class = self._lattice.rank_class(state.config.rank)
-        self._adapters[adapter_id] = restored_adapter(state, self._shapes, rank_class)
+        self._adapters[adapter_id] = _in_memory(restored_adapter, state, self._shapes, rank_class)
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        return _in_memory(self._forward_backward, unit)
+
+    def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
+        return _in_memory(self._optim_step, adapter_id, params)
+
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        return self._sampler.has_snapshot(snapshot_id)
+
+    def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
+        _in_memory(self._sampler.load_snapshot, snapshot_id, state)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        return _in_memory(self._sampler.sample, requests)
+
+    def _forward_backward(self, unit: TrainUnit) -> TrainResult:
         adapters = [self._adapter(request.adapter_id) for request in unit.requests]
         rows: list[RowsOut] = []
         scratch: dict[int, LoraWeights] = {}
@@ -178,7 +209,7 @@ class JaxBackend:
         outputs = tuple(TrainOutput(out.logprobs, out.loss) for out in host)
         return TrainResult(outputs, tuple(finite))
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
+    def _optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
         adapter = self._adapter(adapter_id)
         scalars = step_scalars(params, adapter.step + 1)
         stepped = adamw_step(
@@ -194,17 +225,9 @@ class JaxBackend:
         adapter.first_moment = stepped.first_moment
         adapter.second_moment = stepped.second_moment
         adapter.accumulator = stepped.accumulator
+        adapter.accumulated = False
         adapter.step += 1
         return {"grad_norm": float(stepped.grad_norm)}
-
-    def has_snapshot(self, snapshot_id: str) -> bool:
-        return self._sampler.has_snapshot(snapshot_id)
-
-    def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        self._sampler.load_snapshot(snapshot_id, state)
-
-    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        return self._sampler.sample(requests)
 
     def _run(
         self, batch: TrainBatch, unit: TrainUnit, adapters: Sequence[TrainingAdapter]
@@ -237,6 +260,8 @@ class JaxBackend:
         jax.block_until_ready(accumulators)  # type: ignore[no-untyped-call]
         for name, accumulator in accumulators.items():
             self._adapters[name].accumulator = accumulator
+        for index, request in enumerate(unit.requests):
+            self._adapters[request.adapter_id].accumulated |= bool(checked.get(index, False))
         return [ok and bool(checked.get(index, True)) for index, ok in enumerate(finite)]
 
     def _adapter(self, adapter_id: str) -> TrainingAdapter:
@@ -254,6 +279,21 @@ def keep_programs(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))  # type: ignore[no-untyped-call]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # type: ignore[no-untyped-call]
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)  # type: ignore[no-untyped-call]
+
+
+def _in_memory(call: Callable[..., R], *args: object) -> R:
+    """What the call returns. Raises OutOfMemory if the device, or the host, had no room for it.
+
+    The exception has no cause: the failed call's frames, and with them its arrays, are gone by the
+    time that somebody tries a smaller one.
+    """
+    try:
+        return call(*args)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED not in str(error):
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+    raise OutOfMemory(f"the device has no room: {reason or 'out of memory'}")
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
