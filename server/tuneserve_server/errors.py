@@ -10,6 +10,8 @@ ApiError
 ├── BodyTooLarge        413
 ├── UnknownEncoding     415
 ├── BodyTooSlow         408  the client may send it again
+├── HeadersTooSlow      408  answered below the application, as is
+├── HeadersTooLarge     431  this
 ├── LinkInvalid         403  a download link that we did not sign, or that has expired
 └── StoreUnavailable    503  nothing was accepted; send it again
 
@@ -85,6 +87,16 @@ class UnknownEncoding(ApiError):
 class BodyTooSlow(ApiError):
     status = 408
     code = "body_too_slow"
+
+
+class HeadersTooSlow(ApiError):
+    status = 408
+    code = "headers_too_slow"
+
+
+class HeadersTooLarge(ApiError):
+    status = 431
+    code = "headers_too_large"
 
 
 class LinkInvalid(ApiError):
