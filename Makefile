@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 PATHS := clients server engine tests examples benchmarks scripts
 
-.PHONY: setup demo run test test-faults test-nightly lint fix bench compat proto clean
+.PHONY: setup demo run test test-faults test-nightly lint fix bench compat proto redis-server clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -15,7 +15,7 @@ demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, 
 run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
 	$(BIN)/tuneserve up $(ARGS)
 
-test: .venv/dev.stamp  ## Every quick test; make test ARGS=tests/engine for some
+test: .venv/dev.stamp redis-server  ## Every quick test; make test ARGS=tests/engine for some
 	$(BIN)/pytest $(ARGS)
 
 test-faults: .venv/dev.stamp  ## Killed processes, hostile clients, full disks: a few minutes
@@ -43,6 +43,9 @@ compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its 
 proto: .venv/dev.stamp  ## Regenerates the protobuf module
 	cd clients && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
 		tuneserve_client/proto/wire.proto
+
+redis-server:
+	@scripts/install_redis_server.sh
 
 clean:
 	rm -rf .venv .compat
