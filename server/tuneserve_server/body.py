@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import re
 from typing import TypeVar
 
 import zstandard
 from fastapi import Request as HttpRequest
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from tuneserve_client.body import Request
 from tuneserve_engine.errors import UserError
@@ -19,6 +21,13 @@ K = TypeVar("K", bound=Request)
 
 _ZSTD_WINDOW = 2**26
 _START_BYTES = 4096  # of a body that is too large: enough to read its key
+_SLOWEST_BYTES_S = 16 * 1024
+_MAX_DEPTH = 32
+_MAX_MARKS = 2**20  # no request has nearly as many; bounds the time that looking at them takes
+_MARKS = b'[]{}"'
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_ALIKE = bytes.maketrans(b"{}", b"[]")
 _SHOWN_PROBLEMS = 5
 _noticed: set[str] = set()
 _MOST_NOTICED = 1000  # field names come from clients; the set must not grow with them
@@ -33,10 +42,14 @@ class Cut(BodyTooLarge):
 
 
 async def read(request: HttpRequest, *, limit_bytes: int, timeout_s: float) -> bytes:
-    """The body as sent. Raises ``Cut`` as soon as it exceeds the limit, ``BodyTooSlow``."""
+    """The body as sent. Raises ``Cut`` as soon as it exceeds the limit, ``BodyTooSlow``.
+
+    ``timeout_s`` is for the smallest body; one that arrives steadily has longer.
+    """
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
+            deadline_s = limit.when() or 0.0
             async for piece in request.stream():
                 body += piece
                 if len(body) > limit_bytes:
@@ -45,9 +58,11 @@ async def read(request: HttpRequest, *, limit_bytes: int, timeout_s: float) -> b
                         "server; send less at once",
                         bytes(body),
                     )
+                limit.reschedule(deadline_s + len(body) / _SLOWEST_BYTES_S)
     except TimeoutError:
         raise BodyTooSlow(
-            f"the request body did not arrive within {timeout_s:g} s; send it again"
+            f"only {len(body)} bytes of the request body arrived within {timeout_s:g} s and a "
+            f"second for each {_SLOWEST_BYTES_S}; send it again"
         ) from None
     return bytes(body)
 
@@ -95,10 +110,34 @@ def parse_keyed(raw: bytes, key_type: type[K], body_type: type[B]) -> tuple[K, B
 
 
 def _read_json(body_type: type[B], raw: bytes) -> B:
+    _check_structure(raw)
     try:
+        if b"NaN" in raw or b"Infinity" in raw:
+            from_json(raw, allow_inf_nan=False)  # also in fields that nobody reads
         return body_type.model_validate_json(raw)
     except ValidationError as error:
         raise Malformed(describe(error)) from None
+    except ValueError:
+        raise Malformed("the body is no JSON, in which NaN and Infinity are no numbers") from None
+
+
+def _check_structure(raw: bytes) -> None:
+    """Raises ``Malformed`` for what nests too deep, before anything is made of it."""
+    if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH:
+        return
+    marks = sum(raw.count(mark) for mark in _MARKS)
+    if marks > _MAX_MARKS:
+        raise Malformed(
+            f"the body has {marks} brackets and quotes; a request takes up to {_MAX_MARKS}; send "
+            "less at once"
+        )
+    brackets = _STRING.sub(b"", raw).translate(_ALIKE, _NOT_BRACKETS)
+    for _ in range(_MAX_DEPTH):  # each round removes the innermost
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise Malformed(
+            f"the body nests deeper than {_MAX_DEPTH} levels, or its brackets do not match"
+        )
 
 
 def accepted(body: B | UserError) -> B:

@@ -17,6 +17,7 @@ from tuneserve_engine.queue.schema import StoreUnusable
 from tuneserve_engine.queue.sqlite import SqliteStore
 from tuneserve_server.app import create_app
 from tuneserve_server.polls import Polls
+from tuneserve_server.protocol import bounded
 from tuneserve_server.settings import ApiSettings
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             raise CannotStart(str(error)) from error
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=bounded(
+                header_timeout_s=settings.header_timeout_s, linger_s=settings.body_timeout_s
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -6,7 +6,7 @@ import time
 import uuid
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
 
 from tuneserve_client import types
@@ -73,10 +73,8 @@ async def finish_session(session_id: str, caller: CallerDep, raw: RawBody) -> Re
 
 
 @router.post("/telemetry")
-async def telemetry(request: Request, _: CallerDep) -> Response:
+async def telemetry(_: RawBody) -> Response:
     """Dropped unread: the SDK's error reports can contain the API key."""
-    async for _piece in request.stream():
-        pass
     return reply(types.TelemetryResponse())
 
 
