@@ -168,8 +168,9 @@ class FileStore:
         """Removes the id's files, all at once; a no-op if there are none."""
         condemned = self._partial(file_id)
         with suppress(FileNotFoundError):
-            # Removed one by one under its id, a kill would leave some members visible.
+            # Members go one by one: not under the id's name, and not before that is sure.
             self._fs.rename(self.path(file_id), condemned)
+            self._sync_directory(self._root)
             self._fs.remove_tree(condemned)
 
     def _partial(self, file_id: str) -> Path:
