@@ -56,18 +56,20 @@ class Packed:
     places: tuple[tuple[Place, ...], ...]
 
 
-def pack(requests: Sequence[PackRequest], lattice: Lattice) -> Packed:
+def pack(requests: Sequence[PackRequest], lattice: Lattice, halvings: int = 0) -> Packed:
     """Fills micro-batches with the requests' datums.
 
     Requests share a batch as long as it has room. Batches are ordered by shape, and a request's
     datums of one shape keep their order: its rows are summed in an order that it alone decides.
+    Every micro-batch has its rows halved ``halvings`` times, down to one, for a device without the
+    memory for more. That changes bits, so it is done to a request alone, and on record.
     """
     open_batches: dict[Shape, int] = {}
     members: list[tuple[Shape, list[tuple[int, Datum]]]] = []
     places: list[tuple[Place, ...]] = []
     for index, request in enumerate(requests):
         placed: dict[int, Place] = {}
-        for shape, datum_ids in _shapes(request, lattice):
+        for shape, datum_ids in _shapes(request, lattice, halvings):
             for datum_id in datum_ids:
                 at = open_batches.get(shape)
                 if at is None or len(members[at][1]) == shape.rows:
@@ -88,14 +90,21 @@ def pack(requests: Sequence[PackRequest], lattice: Lattice) -> Packed:
     )
 
 
-def _shapes(request: PackRequest, lattice: Lattice) -> Iterator[tuple[Shape, list[int]]]:
+def can_halve(packed: Packed) -> bool:
+    """Whether one more halving would make any micro-batch smaller."""
+    return any(len(batch.row_request) > 1 for batch in packed.unit.batches)
+
+
+def _shapes(
+    request: PackRequest, lattice: Lattice, halvings: int
+) -> Iterator[tuple[Shape, list[int]]]:
     """The request's datums by the shape they need, in order of first appearance."""
     groups: dict[tuple[int, int], list[int]] = {}
     for i, datum in enumerate(request.data.data):
         key = lattice.bucket(len(datum.tokens)), lattice.target_class(datum.targets.shape[1])
         groups.setdefault(key, []).append(i)
     for (bucket, targets), datum_ids in groups.items():
-        rows = lattice.rows(bucket, len(datum_ids))
+        rows = max(lattice.rows(bucket, len(datum_ids)) >> halvings, 1)
         rank_class = lattice.rank_class(request.rank)
         yield Shape(rows, bucket, targets, rank_class, request.data.forward_only), datum_ids
 

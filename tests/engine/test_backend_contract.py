@@ -12,6 +12,7 @@ from tuneserve_engine.adapters import UNEMBED, AdamParams, AdapterConfig
 from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
+    OutOfMemory,
     SampleRequest,
     SampleResult,
     Tensors,
@@ -304,6 +305,41 @@ def test_a_poisoned_adapter_is_left_out_and_harms_nobody(device: Backend) -> Non
     )
     assert same_state(device.adapter_state(sick, optimizer=True), poisoned)
     assert device.optim_step(sick, STEP)["grad_norm"] == 0
+
+
+def test_halved_micro_batches_give_the_same_numbers_and_their_own_bits_again(
+    device: Backend,
+) -> None:
+    states, answers = [], []
+    for halvings in (0, 1, 1, 3):
+        mine = adapter(device)
+        request = wanted(mine, 1, 2, 3, 4, 5)
+        packed = pack([request], device.lattice, halvings)
+        result = device.forward_backward(packed.unit)
+        assert result.finite == (True,)
+        answers.append(unpack(packed, result.outputs, 0, request.data))
+        states.append(device.adapter_state(mine, optimizer=True, accumulator=True))
+    (plain, loss), *halved = answers
+    for logprobs, other in halved:
+        np.testing.assert_allclose(logprobs, plain, rtol=1e-5)
+        assert other == pytest.approx(loss, rel=1e-5)
+    for state in states[1:]:
+        for name, tensor in states[0].accumulator.items():
+            np.testing.assert_allclose(state.accumulator[name], tensor, rtol=1e-4, atol=1e-5)
+    assert [x.tobytes() for x in answers[1][0]] == [x.tobytes() for x in answers[2][0]]
+    assert same_state(states[1], states[2])
+
+
+def test_a_micro_batch_that_does_not_fit_changes_nothing_and_halved_ones_may() -> None:
+    device = FakeBackend(memory_tokens=16 * 2)
+    mine = adapter(device)
+    request = wanted(mine, 1, 2, 3, 4, 5)
+    for halvings in (0, 1):
+        with pytest.raises(OutOfMemory, match="32 fit"):
+            device.forward_backward(pack([request], device.lattice, halvings).unit)
+    assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
+    result = device.forward_backward(pack([request], device.lattice, 2).unit)
+    assert result.finite == (True,)
 
 
 def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve_engine.backend.base import LOSS_NAMES, TrainOutput
-from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.batch import Packed, PackRequest, can_halve, pack, unpack
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.training_wire import Datum, TrainingData
 
@@ -165,3 +165,46 @@ def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
     assert not first.beta.any()
     assert LOSS_NAMES[second.loss_id[0]] == "dro"
     np.testing.assert_array_equal(second.beta, [0.25])
+
+
+def rows_of(packed: Packed) -> list[int]:
+    return [len(batch.row_request) for batch in packed.unit.batches]
+
+
+def test_each_halving_halves_the_rows_of_every_micro_batch_down_to_one() -> None:
+    """Four rows of 8 tokens, two of 16, and one of 24 fit the budget of 32."""
+    lengths = [8, 7, 6, 5, 8, 16, 15, 14, 24]
+    data = [training_datum(length, None, 100 * i) for i, length in enumerate(lengths)]
+    request = PackRequest("a", 4, TrainingData("cross_entropy", {}, False, data))
+    sizes = []
+    for halvings in range(4):
+        packed = pack([request], LATTICE, halvings)
+        sizes.append(rows_of(packed))
+        assert can_halve(packed) == (halvings < 2)
+        assert len(set(packed.places[0])) == len(data)
+        for each, (number, row) in zip(data, packed.places[0], strict=True):
+            tokens = packed.unit.batches[number].tokens[row]
+            np.testing.assert_array_equal(tokens[: len(each.tokens)], each.tokens)
+    assert sizes == [[1, 2, 2, 4, 4], [1] * 4 + [2] * 3, [1] * 9, [1] * 9]
+
+
+@given(pack_requests(), st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_halving_keeps_a_requests_buckets_and_the_order_of_its_rows(
+    request: PackRequest, halvings: int
+) -> None:
+    whole, halved = pack([request], LATTICE), pack([request], LATTICE, halvings)
+
+    def order(packed: Packed) -> list[int]:
+        return [datum for datum, _, _ in steps(packed, 0)]
+
+    buckets = [{batch.tokens.shape[1] for batch in each.unit.batches} for each in (whole, halved)]
+    assert buckets[0] == buckets[1]
+    assert sorted(order(whole)) == sorted(order(halved))
+    for bucket in buckets[0]:
+        of_bucket = [
+            [datum for datum, shape, _ in steps(each, 0) if shape[1] == bucket]
+            for each in (whole, halved)
+        ]
+        if len({shape[2] for _, shape, _ in steps(whole, 0) if shape[1] == bucket}) == 1:
+            assert of_bucket[0] == of_bucket[1]
