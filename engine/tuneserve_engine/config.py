@@ -3,19 +3,28 @@
 Each field is read from ``TUNESERVE_<NAME>`` or ``tuneserve.toml``; command-line flags override.
 """
 
+import json
+import os
+import re
+import socket
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
+from tuneserve_engine.queue.base import StorePolicy
+
 TINY_MODEL = Path(__file__).parent / "tiny_model"
 SETTINGS_FILE = "tuneserve.toml"  # in the working directory
+
+STORE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 REFUSED = 2
 """Exit status of a process that would fail in the same way if it were started again."""
@@ -25,11 +34,39 @@ class CommonSettings(BaseSettings):
     """What the API process and the worker must agree on."""
 
     model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
-        env_prefix="TUNESERVE_", toml_file=SETTINGS_FILE, extra="ignore", frozen=True
+        env_prefix="TUNESERVE_",
+        toml_file=SETTINGS_FILE,
+        extra="ignore",
+        frozen=True,
+        hide_input_in_errors=True,  # a store's address can hold a password
     )
 
     data_dir: Path = Field(
         default=Path("data"), description="Holds the store, checkpoints and the compile cache."
+    )
+    files_dir: Path = Field(
+        default_factory=lambda known: known["data_dir"] / "files",
+        description="Holds checkpoints and recovery points; with several hosts, a directory that "
+        "all of them share. Default: files/ in the data directory.",
+    )
+    store: str = Field(
+        default="",
+        repr=False,
+        description="Address of the Redis server that is the store (redis://, rediss:// or "
+        "unix://); empty: SQLite in the data directory.",
+    )
+    store_durability_asserted: bool = Field(
+        default=False,
+        description="The operator vouches that Redis writes to disk before it answers; needed "
+        "where it does not let its settings be read.",
+    )
+    lease_ttl_s: Annotated[float, Field(ge=1)] = Field(
+        default=StorePolicy.lease_ttl_s,
+        description="A worker silent for this long loses its models to the others.",
+    )
+    job_attempts: PositiveInt = Field(
+        default=StorePolicy.job_attempts,
+        description="Workers that may die with a request before it fails.",
     )
     base_model: str = Field(
         default=str(TINY_MODEL),
@@ -61,12 +98,38 @@ class CommonSettings(BaseSettings):
         return str(path.resolve()) if path.is_dir() else self.base_model
 
     @property
+    def store_kind(self) -> Literal["sqlite", "redis"]:
+        return "redis" if self.store else "sqlite"
+
+    @property
+    def store_shown(self) -> str:
+        """Where the store is, without its password."""
+        return without_password(self.store) if self.store else str(self.store_file)
+
+    @property
+    def store_file(self) -> Path:
+        """Where SQLite keeps the store."""
+        return self.data_dir / "store.db"
+
+    @property
     def store_socket(self) -> Path:
+        """Where workers reach the SQLite store of the API process."""
         return self.data_dir / "store.sock"
 
     @property
-    def files_dir(self) -> Path:
-        return self.data_dir / "files"
+    def store_policy(self) -> StorePolicy:
+        """What this process needs to know to open the store."""
+        return StorePolicy(lease_ttl_s=self.lease_ttl_s, job_attempts=self.job_attempts)
+
+    @field_validator("store")
+    @classmethod
+    def _known_store(cls, store: str) -> str:
+        if store and not store.startswith(STORE_SCHEMES):
+            raise ValueError(
+                "it must be empty, for SQLite in the data directory, or the address of a Redis "
+                "server: redis://host:6379/0, rediss://… or unix://…"
+            )
+        return store
 
     @classmethod
     def settings_customise_sources(
@@ -101,6 +164,45 @@ class WorkerSettings(CommonSettings):
         description="Where compiled programs are kept; default: compiled/ in the data directory.",
     )
 
+    worker_name: str | None = Field(
+        default=None,
+        description="What the store knows this worker by; a second worker under the name takes "
+        "over from the first. Default: <host>-<process id>.",
+    )
+    point_s: PositiveFloat = Field(
+        default=60.0, description="Time between recovery points of a model in use."
+    )
+    point_steps: PositiveInt = Field(
+        default=50, description="Optimizer steps between recovery points of a model."
+    )
+
+    tenant_weights: Annotated[dict[str, PositiveFloat], NoDecode] = Field(
+        default_factory=dict,
+        description="Shares of device time of tenants that are busy at once, as a JSON object; the "
+        "names are those of `model_owner` in a training run, and who is not named has 1.",
+    )
+
+    @field_validator("tenant_weights", mode="before")
+    @classmethod
+    def _from_json(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        try:
+            return json.loads(given or "{}")
+        except ValueError as error:
+            raise ValueError(f"it is no JSON object: {error}") from None
+
     @property
     def compile_cache_dir(self) -> Path:
         return self.compile_cache or self.data_dir / "compiled"
+
+    @property
+    def lease_name(self) -> str:
+        """The name under which this process takes its lease."""
+        return self.worker_name or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def without_password(address: str) -> str:
+    """The address of a store as it may be shown, whatever it looks like."""
+    address = re.sub(r"^([a-z]+://)?.*@", r"\1***@", address, flags=re.DOTALL)
+    return re.sub(r"(password=)[^&]*", r"\1***", address)

@@ -4,6 +4,7 @@ import asyncio
 import difflib
 import inspect
 import os
+import socket
 import sys
 import tomllib
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tuneserve_engine.config import (
     TINY_MODEL,
     CommonSettings,
     WorkerSettings,
+    without_password,
 )
 from tuneserve_server import serving, supervisor
 from tuneserve_server.readiness import report_progress
@@ -61,8 +63,9 @@ def _command(*settings: type[CommonSettings]) -> Callable[[Callable[[Given], Non
 
 
 def _option(field: FieldInfo) -> Any:
-    shown = "the embedded model" if field.default == str(TINY_MODEL) else field.default
-    default = "" if shown is None else f" Default: {shown}."
+    value = None if field.default_factory else field.default  # the description says what
+    shown = "the embedded model" if value == str(TINY_MODEL) else value
+    default = "" if shown in (None, "") else f" Default: {shown}."
     return Annotated[str | None, typer.Option(help=f"{field.description}{default}", metavar="")]
 
 
@@ -71,9 +74,11 @@ def up(given: Given) -> None:
     """Start the API and a worker, and keep both running."""
     settings = _settings(ApiSettings, given)
     # What a child would refuse is said at once, before another service on the port is taken for it.
-    _settings(WorkerSettings, given)
+    worker_settings = _settings(WorkerSettings, given)
     _check_engine()
     _check_port(settings)
+    # One name for every worker that we start, one after the other: the next takes over at once.
+    given.setdefault("worker_name", worker_settings.worker_name or _worker_name(settings))
     environment = _environment(given)
     children = [
         supervisor.ChildSpec(name, supervisor.child_command(name), environment)
@@ -99,6 +104,13 @@ def worker(given: Given) -> None:
     _settings(WorkerSettings, given)
     _check_engine()
     os.execve(sys.executable, [sys.executable, "-m", "tuneserve_engine"], _environment(given))
+
+
+def _worker_name(settings: ApiSettings) -> str:
+    """A name that no other ``tuneserve up`` on the same store gives to its worker."""
+    if settings.store_kind == "sqlite":
+        return "worker"
+    return f"worker-{socket.gethostname()}-{settings.port}"
 
 
 def _environment(given: Given) -> dict[str, str]:
@@ -134,7 +146,10 @@ def _explain(problem: ErrorDetails, given: Given) -> str:
         origin = f"--{name.replace('_', '-')}"
     elif origin not in os.environ:
         origin = SETTINGS_FILE
-    return f"{name} is {problem['input']!r} (from {origin}); {text[0].lower()}{text[1:]}"
+    value = problem["input"]
+    if name == "store":
+        value = without_password(str(value))
+    return f"{name} is {value!r} (from {origin}); {text[0].lower()}{text[1:]}"
 
 
 def _check_names() -> None:

@@ -6,10 +6,11 @@ from typing import Annotated, Self
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.queue.base import SweepPolicy
+from tuneserve_engine.queue.base import StorePolicy, SweepPolicy
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 MIB = 1024 * 1024
+GIB = 1024 * MIB
 
 
 class ApiSettings(CommonSettings):
@@ -42,6 +43,45 @@ class ApiSettings(CommonSettings):
         default=120, description="How long an idle connection stays open."
     )
 
+    max_polls_per_tenant: PositiveInt = Field(
+        default=4096,
+        description="Polls of one tenant that one API process holds; those beyond are ended after "
+        "a second.",
+    )
+
+    max_model_jobs: PositiveInt = Field(
+        default=StorePolicy.model_jobs, description="Requests of one model that have not ended."
+    )
+    max_model_bytes: PositiveInt = Field(
+        default=StorePolicy.model_bytes, description="Bytes of them."
+    )
+    max_tenant_jobs: PositiveInt = Field(
+        default=StorePolicy.tenant_jobs, description="Requests of one tenant that have not ended."
+    )
+    max_tenant_bytes: PositiveInt = Field(
+        default=StorePolicy.tenant_bytes, description="Bytes of them."
+    )
+    max_tenant_models: PositiveInt = Field(
+        default=StorePolicy.tenant_models,
+        description="Models of one tenant in use: neither ended nor idle for `park_s`.",
+    )
+    max_server_jobs: PositiveInt = Field(
+        default=StorePolicy.server_jobs, description="Requests of all tenants that have not ended."
+    )
+    max_server_bytes: PositiveInt = Field(
+        default=StorePolicy.server_bytes,
+        description="Bytes of them; with SQLite at most a quarter of the disk space free at start.",
+    )
+    max_checkpoints: PositiveInt = Field(
+        default=1000, description="Checkpoints that one tenant may keep."
+    )
+    max_checkpoint_bytes: PositiveInt = Field(
+        default=50 * GIB, description="Bytes of checkpoints at which a tenant can save no more."
+    )
+    min_free_bytes: NonNegativeInt = Field(
+        default=GIB, description="Free disk space below which requests are put off with a 503."
+    )
+
     lora_alpha: PositiveFloat = Field(
         default=32.0, description="LoRA alpha of new models; scale = alpha / rank."
     )
@@ -49,14 +89,25 @@ class ApiSettings(CommonSettings):
     sweep_s: PositiveFloat = Field(
         default=5.0, description="Time between clean-ups of the store and the files."
     )
+    park_s: PositiveFloat = Field(
+        default=SweepPolicy.park_s,
+        description="A model without requests for this long leaves the worker's memory; its next "
+        "request brings it back.",
+    )
+    sample_ttl_s: Annotated[float, Field(ge=60)] = Field(
+        default=SweepPolicy.sample_ttl_s,
+        description="Queued samples of a session without heartbeat or poll for this long fail.",
+    )
     session_ttl_s: Annotated[float, Field(ge=120)] = Field(
-        default=900.0, description="A session without heartbeat for this long ends."
+        default=SweepPolicy.session_ttl_s,
+        description="A session without heartbeat or poll for this long ends, and its models.",
     )
     gap_ttl_s: Annotated[float, Field(ge=300)] = Field(
-        default=600.0, description="Requests that wait this long for an earlier one fail."
+        default=SweepPolicy.gap_ttl_s,
+        description="Requests that wait this long for an earlier one fail.",
     )
     result_ttl_s: Annotated[float, Field(ge=600)] = Field(
-        default=86_400.0, description="How long results stay readable."
+        default=SweepPolicy.result_ttl_s, description="How long results stay readable."
     )
     download_ttl_s: NonNegativeInt = Field(
         default=900, description="How long a signed download link works."
@@ -79,8 +130,25 @@ class ApiSettings(CommonSettings):
         return f"http://{host}:{self.port}"
 
     @property
+    def store_policy(self) -> StorePolicy:
+        """What the store decides by."""
+        return StorePolicy(
+            lease_ttl_s=self.lease_ttl_s,
+            job_attempts=self.job_attempts,
+            model_jobs=self.max_model_jobs,
+            model_bytes=self.max_model_bytes,
+            tenant_jobs=self.max_tenant_jobs,
+            tenant_bytes=self.max_tenant_bytes,
+            tenant_models=self.max_tenant_models,
+            server_jobs=self.max_server_jobs,
+            server_bytes=self.max_server_bytes,
+        )
+
+    @property
     def sweep_policy(self) -> SweepPolicy:
         return SweepPolicy(
+            park_s=self.park_s,
+            sample_ttl_s=self.sample_ttl_s,
             session_ttl_s=self.session_ttl_s,
             gap_ttl_s=self.gap_ttl_s,
             result_ttl_s=self.result_ttl_s,

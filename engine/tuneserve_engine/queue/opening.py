@@ -1,0 +1,110 @@
+"""The store that the settings name, opened."""
+
+import asyncio
+import logging
+import math
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from tuneserve_engine.config import CommonSettings
+from tuneserve_engine.queue.base import Queue, Store, StorePolicy, StoreUnusable
+from tuneserve_engine.queue.remote import RemoteQueue
+from tuneserve_engine.queue.sqlite import SqliteStore
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class OpenStore(Store, Protocol):
+    """A store that must be closed."""
+
+    async def close(self) -> None: ...
+
+
+async def open_store(settings: CommonSettings, stopped: asyncio.Event | None = None) -> OpenStore:
+    """The store: SQLite, which one process of a deployment may open, or Redis, which all do.
+
+    While there is no Redis at its address it is tried again, until ``stopped``: it may be starting.
+    Raises ``StoreUnusable``; ``ConnectionError`` once stopped.
+    """
+    while True:
+        try:
+            return await _open(settings)
+        except ConnectionError as error:
+            logger.warning("no store at %s yet, trying again: %s", settings.store_shown, error)
+            if stopped is not None and stopped.is_set():
+                raise
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _open(settings: CommonSettings) -> OpenStore:
+    if settings.store_kind == "sqlite":
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        policy = _within_disk(settings.store_policy, settings.data_dir)
+        return await SqliteStore.open(settings.store_file, policy=policy)
+    # Not above: an installation that keeps its store in SQLite needs no Redis client.
+    from tuneserve_engine.queue.redis import RedisStore
+
+    return await RedisStore.open(
+        settings.store,
+        policy=settings.store_policy,
+        durability_asserted=settings.store_durability_asserted,
+    )
+
+
+def _within_disk(policy: StorePolicy, folder: Path) -> StorePolicy:
+    """The policy with the bytes of all requests kept below a quarter of the free disk space."""
+    limit = shutil.disk_usage(folder).free // 4
+    if limit >= policy.server_bytes:
+        return policy
+    logger.warning(
+        "waiting requests may take %d bytes instead of %d: a quarter of the free disk space of %s",
+        limit,
+        policy.server_bytes,
+        folder,
+    )
+    return replace(policy, server_bytes=limit)
+
+
+@asynccontextmanager
+async def open_queue(settings: CommonSettings) -> AsyncIterator[Callable[[], Awaitable[Queue]]]:
+    """What gives a worker its queue, connected; and again whenever the connection was lost. It
+    waits for the store for ever: as long as the worker lives, so do its models."""
+    if settings.store_kind == "sqlite":
+        try:
+            remote = RemoteQueue(settings.store_socket)
+        except ValueError as error:  # a data directory with too long a name
+            raise StoreUnusable(str(error)) from None
+
+        async def connect() -> Queue:
+            logger.info("waiting for the API process at %s", settings.store_socket)
+            await remote.connect(timeout_s=math.inf)
+            return remote
+
+        try:
+            yield connect
+        finally:
+            await remote.close()
+    else:
+        store = await open_store(settings)
+
+        connected_s = -math.inf
+
+        async def same() -> Queue:
+            """The store, which connects by itself: asked at once while it is away, it would only
+            fail again."""
+            nonlocal connected_s
+            await asyncio.sleep(connected_s + _RETRY_S - time.monotonic())
+            connected_s = time.monotonic()
+            return store
+
+        try:
+            yield same
+        finally:
+            await store.close()
