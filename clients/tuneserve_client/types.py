@@ -59,15 +59,28 @@ class ServerCapabilitiesResponse(Response):
     supported_models: list[SupportedModel]
 
 
+class ServedBaseModel(Response):
+    name: str
+    workers: int = Field(description="Workers that serve it now.")
+    architecture: str
+    context_length: int
+    max_rank: int
+
+
 class HealthResponse(Response):
     status: Literal["ok"] = "ok"
     worker: Literal["ready", "absent"] = Field(
-        description="Whether a worker has the base model loaded and takes jobs."
+        description="Whether a worker has a base model loaded and takes jobs."
     )
     base_model: str
     architecture: str | None = None
     context_length: int | None = None
     max_rank: int | None = None
+    base_models: list[ServedBaseModel]
+    store: Literal["sqlite", "redis"]
+    durability: Literal["checked", "asserted"] = Field(
+        description="Whether it was found, or the operator said, that what was accepted is on disk."
+    )
 
 
 # --- models --------------------------------------------------------------------------------------
@@ -166,7 +179,7 @@ class FutureRetrieveRequest(Request):
 class NotReadyResponse(Response):
     """Body of the 408 that ends a poll: ask again."""
 
-    queue_state: Literal["active", "paused_capacity"]
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"]
     queue_state_reason: str | None = None
 
 
@@ -341,6 +354,10 @@ class TrainingRunResponse(Response):
     model_owner: str
     is_lora: bool = True
     corrupted: bool = False
+    diverged: bool = Field(
+        default=False,
+        description="Rebuilt after a failure, with other results than those delivered before.",
+    )
     lora_rank: int | None = None
     last_request_time: datetime
     last_checkpoint: CheckpointResponse | None = None

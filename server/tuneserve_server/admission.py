@@ -27,18 +27,19 @@ Command = CreateModel | OptimStep | SaveWeights | LoadWeights | Sample
 
 @dataclass(frozen=True)
 class Place:
-    """The key of a request and, in a model's log, its position."""
+    """The key of a request, the base model it is for and, in a model's log, its position."""
 
     kind: JobKind
     scope: str
     seq: int
+    base_model: str
     model_id: str | None = None
     position: int | None = None
 
     @classmethod
     def after(cls, kind: JobKind, model: Model, seq: int) -> "Place":
         """The place of request ``seq`` to a model that exists."""
-        return cls(kind, model.key, seq, model.key, seq)
+        return cls(kind, model.key, seq, model.base_model, model.key, seq)
 
 
 async def admit(caller: Caller, place: Place, payload: bytes, *records: Record) -> str:
@@ -65,12 +66,14 @@ async def admit_command(
 async def _submit(
     caller: Caller, place: Place, payload: bytes, rejection: Rejection | None, *records: Record
 ) -> str:
+    caller.disk.check()
     job = Job(
         tenant=caller.tenant,
         kind=place.kind,
         scope=place.scope,
         seq=place.seq,
         payload=payload,
+        base_model=place.base_model,
         model_id=place.model_id,
         position=place.position,
         rejection=rejection,

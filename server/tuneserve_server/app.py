@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 
 from fastapi import FastAPI
 
@@ -11,6 +11,8 @@ from tuneserve_engine.queue import remote
 from tuneserve_engine.queue.base import Store
 from tuneserve_server import errors
 from tuneserve_server.deps import Services
+from tuneserve_server.last_seen import LastSeen
+from tuneserve_server.limits import DiskGuard
 from tuneserve_server.polls import Polls
 from tuneserve_server.routes import (
     files,
@@ -22,33 +24,26 @@ from tuneserve_server.routes import (
     training,
     weights,
 )
+from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.sweeper import sweep_forever
-from tuneserve_server.worker_watch import WorkerWatch
 
 ROUTERS = (service, models, training, weights, sampling, futures, rest, files)
 PREFIX = "/api/v1"
 
 
 def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) -> FastAPI:
-    """The API on an open store; while it runs, workers reach the store through its socket.
+    """The API on an open store; while it runs, workers reach a SQLite store through its socket.
 
     ``polls`` is passed in by a server that releases them when it stops.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watch = WorkerWatch(store)
-        services = Services(
-            settings=settings,
-            store=store,
-            files=FileStore(settings.files_dir),
-            watch=watch,
-            polls=polls or Polls(),
-            secret=await store.secret(),
-        )
+        services = await _services(settings, store, polls or Polls())
         app.state.services = services
-        async with remote.serve(watch, settings.store_socket):
+        sqlite = settings.store_kind == "sqlite"
+        async with remote.serve(store, settings.store_socket) if sqlite else nullcontext():
             sweeping = asyncio.create_task(
                 sweep_forever(store, services.files, settings.sweep_policy, settings.sweep_s)
             )
@@ -71,3 +66,20 @@ def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) 
         app.include_router(module.router, prefix=PREFIX)
     errors.install(app)
     return app
+
+
+async def _services(settings: ApiSettings, store: Store, polls: Polls) -> Services:
+    files = FileStore(settings.files_dir)
+    disks = [settings.files_dir]
+    if settings.store_kind == "sqlite":
+        disks.append(settings.data_dir)
+    return Services(
+        settings=settings,
+        store=store,
+        files=files,
+        served=ServedModels(store, settings.served_name),
+        last_seen=LastSeen(store),
+        disk=DiskGuard(disks, settings.min_free_bytes),
+        polls=polls,
+        secret=await store.secret(),
+    )

@@ -16,6 +16,7 @@ from tuneserve_engine.jobs import LoadWeights, SaveWeights
 from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, Sampler
 from tuneserve_server.deps import Caller
 from tuneserve_server.errors import NotFound
+from tuneserve_server.served import is_same
 
 TTL_S = (3600, 315_360_000)  # one hour, ten years: what the SDK promises
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -59,14 +60,16 @@ def check_optimizer(config: types.OptimizerConfig | None) -> None:
         )
 
 
-async def adapter_config(caller: Caller, lora: types.LoraConfig | None) -> AdapterConfig:
+async def adapter_config(
+    caller: Caller, base_model: str, lora: types.LoraConfig | None
+) -> AdapterConfig:
     """The adapter that a client asked for, its seed chosen if it named none."""
     lora = lora or types.LoraConfig()
-    info = await caller.base_model()
+    info = await caller.served.info(base_model)
     max_rank = info.max_rank if info else MAX_INT32  # the worker to come refuses what it cannot do
     if not 1 <= lora.rank <= max_rank:
         raise UserError(
-            f"lora_config.rank is {shown(lora.rank)}; this server takes 1 to {max_rank}"
+            f"lora_config.rank is {shown(lora.rank)}; {base_model} takes 1 to {max_rank} here"
         )
     config = AdapterConfig(
         rank=lora.rank,
@@ -210,8 +213,17 @@ async def training_checkpoint(caller: Caller, path: str) -> Checkpoint:
             f"{path} holds {checkpoint.kind.value}; training goes on from tinker://.../weights/... "
             "paths, which save_state gives"
         )
-    await caller.served_name(checkpoint.base_model)
     return checkpoint
+
+
+def check_base_model(checkpoint: Checkpoint, base_model: str) -> None:
+    """Raises ``UserError`` unless the checkpoint was trained on this base model."""
+    trained_on = checkpoint.base_model
+    if not is_same(trained_on, base_model):
+        raise UserError(
+            f"{checkpoint.key} was trained on {trained_on!r} and cannot be used with "
+            f"{base_model!r}, which its adapter does not fit; ask for {trained_on!r}"
+        )
 
 
 def load(checkpoint: Checkpoint, *, optimizer: bool, creates: bool = False) -> LoadWeights:

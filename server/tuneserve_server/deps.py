@@ -9,16 +9,16 @@ from fastapi import Depends, Request
 from fastapi.responses import JSONResponse
 
 from tuneserve_client.body import Response
-from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.errors import UserError
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue.base import Store
 from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Session
 from tuneserve_server import body
 from tuneserve_server.errors import NotFound, SessionEnded, Unauthorized
+from tuneserve_server.last_seen import LastSeen
+from tuneserve_server.limits import DiskGuard
 from tuneserve_server.polls import Polls
+from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
-from tuneserve_server.worker_watch import WorkerWatch
 
 R = TypeVar("R", bound=Record)
 
@@ -32,13 +32,11 @@ class Services:
     settings: ApiSettings
     store: Store
     files: FileStore
-    watch: WorkerWatch
+    served: ServedModels
+    last_seen: LastSeen
+    disk: DiskGuard
     polls: Polls
     secret: bytes
-
-    async def base_model(self) -> BaseModelInfo | None:
-        """What the worker serves; None until one has been here."""
-        return self.watch.info or await self.store.base_model()
 
 
 @dataclass(frozen=True)
@@ -69,17 +67,6 @@ class Caller(Services):
             if session is not None and session.tenant == self.tenant:
                 await self.open_session(session.key)
             raise
-
-    async def served_name(self, asked: str) -> str:
-        """The name of the base model, which ``asked`` must mean; a ``:suffix`` is not compared."""
-        info = await self.base_model()
-        served = info.name if info else self.settings.served_name
-        if asked.partition(":")[0] != served.partition(":")[0]:
-            raise UserError(
-                f"base model {asked[:256]!r} is not served here; this server has one, {served!r}; "
-                "ask for that"
-            )
-        return served
 
 
 async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:

@@ -13,6 +13,8 @@ ApiError
 ├── HeadersTooSlow      408  answered below the application, as is
 ├── HeadersTooLarge     431  this
 ├── LinkInvalid         403  a download link that we did not sign, or that has expired
+├── Crowded             429  a limit is reached; send it again after the time given
+├── DiskFull            503  the same, for the server's disk
 └── StoreUnavailable    503  nothing was accepted; send it again
 
 Every body is ``{"detail", "code"}`` with a Content-Length: the SDK takes a 400 without one for a
@@ -20,7 +22,6 @@ proxy's. Bodies never repeat the input.
 """
 
 import logging
-import sqlite3
 from typing import ClassVar
 
 from fastapi import FastAPI, Request
@@ -31,7 +32,7 @@ from starlette.requests import ClientDisconnect
 
 from tuneserve_client.types import Failure
 from tuneserve_engine.errors import UserError
-from tuneserve_engine.queue.base import KeyReused, ResultExpired
+from tuneserve_engine.queue.base import KeyReused, Overloaded, ResultExpired, StoreFailed
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,11 @@ class ApiError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
-    headers: ClassVar[dict[str, str]] = {}
+    retry_after_s: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
 class Unauthorized(ApiError):
@@ -104,10 +109,25 @@ class LinkInvalid(ApiError):
     code = "link_invalid"
 
 
+class Crowded(ApiError):
+    status = 429
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DiskFull(ApiError):
+    status = 503
+    code = "disk_full"
+    retry_after_s = 15
+
+
 class StoreUnavailable(ApiError):
     status = 503
     code = "store_unavailable"
-    headers: ClassVar[dict[str, str]] = {"Retry-After": "2"}
+    retry_after_s = 1  # it may be back at once, and clients wait exactly this long
 
 
 _HANDLED = (
@@ -115,8 +135,9 @@ _HANDLED = (
     UserError,
     KeyReused,
     ResultExpired,
-    sqlite3.Error,  # a full disk, an I/O error
-    ConnectionError,  # the store is closed: we are stopping
+    Overloaded,
+    StoreFailed,
+    ConnectionError,  # the store is away, or closed because we are stopping
     Exception,
 )
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -140,14 +161,18 @@ def as_api_error(error: Exception) -> ApiError:
         return Malformed(str(error))
     if isinstance(error, ResultExpired):
         return ResultGone("this result is no longer kept; submit the request again")
-    if isinstance(error, sqlite3.Error | ConnectionError):
+    if isinstance(error, Overloaded):
+        return Crowded(str(error), error.retry_after_s)
+    if isinstance(error, StoreFailed | ConnectionError):
         return StoreUnavailable("the store refused; nothing was changed; send the request again")
     return ApiError("internal error; the server's log has the details")
 
 
 def _handle(_: Request, error: Exception) -> JSONResponse:
     answer = as_api_error(error)
-    if answer.status >= 500:
+    if answer.status == 503:  # clients come back, by the thousand: one line each is enough
+        logger.warning("put a request off: %s: %s", type(error).__name__, error)
+    elif answer.status >= 500:
         logger.error("a request failed", exc_info=error)
     return failure(answer.status, answer.code, str(answer), answer.headers)
 

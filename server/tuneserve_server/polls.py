@@ -1,7 +1,9 @@
 """Parked polls: each waits for one result, all let go when the process stops."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections import Counter
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,6 +15,18 @@ class Polls:
     def __init__(self) -> None:
         self._parked: set[asyncio.Timeout] = set()
         self._released = False
+        self._of_tenant: Counter[str] = Counter()
+
+    @contextmanager
+    def counted(self, tenant: str) -> Iterator[int]:
+        """Counts a poll of the tenant; gives how many there are with it."""
+        self._of_tenant[tenant] += 1
+        try:
+            yield self._of_tenant[tenant]
+        finally:
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
 
     async def hold(self, waiting: Awaitable[T], hold_s: float) -> T | None:
         """What ``waiting`` gives, or None after ``hold_s`` or ``release``."""

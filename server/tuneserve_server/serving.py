@@ -7,14 +7,13 @@ import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import uvicorn
 import uvloop
 
 from tuneserve_engine.config import REFUSED
-from tuneserve_engine.queue.schema import StoreUnusable
-from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.queue.base import StoreUnusable
+from tuneserve_engine.queue.opening import open_store
 from tuneserve_server.app import create_app
 from tuneserve_server.polls import Polls
 from tuneserve_server.protocol import bounded
@@ -65,7 +64,7 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
         polls = Polls()
         try:
             listener = stack.enter_context(listen(settings))
-            store = await SqliteStore.open(store_path(settings))
+            store = await open_store(settings, stopped)
             stack.push_async_callback(store.close)
             app = create_app(settings, store, polls)
             # Not left to uvicorn, which would hide why it failed.
@@ -86,14 +85,15 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=_GRACE_S,
         )
-        logger.info("listening on %s, data in %s", settings.url, settings.data_dir.resolve())
+        logger.info(
+            "listening on %s, store %s, files in %s",
+            settings.url,
+            settings.store_shown,
+            settings.files_dir.resolve(),
+        )
         if not stopped.is_set():
             await _Server(config, polls).serve(sockets=[listener])
         return 0
-
-
-def store_path(settings: ApiSettings) -> Path:
-    return settings.data_dir / "store.db"
 
 
 def listen(settings: ApiSettings) -> socket.socket:

@@ -16,23 +16,19 @@ from tuneserve_server.deps import CallerDep, RawBody, reply
 router = APIRouter()
 
 
-def new_place(kind: JobKind, keys: types.SessionKey) -> Place:
+def new_place(kind: JobKind, keys: types.SessionKey, base_model: str) -> Place:
     """The place of a request that creates a model: the first of the model's log."""
     model_id = f"{keys.session_id}:train:{keys.model_seq_id}"
-    return Place(kind, keys.session_id, keys.model_seq_id, model_id, 0)
+    return Place(kind, keys.session_id, keys.model_seq_id, base_model, model_id, 0)
 
 
-def without_model(place: Place) -> Place:
+def without_model(kind: JobKind, keys: types.SessionKey) -> Place:
     """The place of a creation that is rejected: there will be no model and no log."""
-    return Place(place.kind, place.scope, place.seq)
+    return Place(kind, keys.session_id, keys.model_seq_id, "")
 
 
 def new_model(
-    session: Session,
-    place: Place,
-    served_name: str,
-    config: AdapterConfig,
-    user_metadata: dict[str, str],
+    session: Session, place: Place, config: AdapterConfig, user_metadata: dict[str, str]
 ) -> Model:
     now_s = time.time()
     assert place.model_id is not None
@@ -40,7 +36,7 @@ def new_model(
         key=place.model_id,
         tenant=session.tenant,
         parent=session.key,
-        base_model=served_name,
+        base_model=place.base_model,
         config=config,
         created_s=now_s,
         last_request_s=now_s,
@@ -50,20 +46,23 @@ def new_model(
 
 @router.post("/create_model")
 async def create_model(caller: CallerDep, raw: RawBody) -> Response:
-    """A new LoRA adapter on the base model."""
+    """A new LoRA adapter on a base model."""
     keys, parsed = body.parse_keyed(raw, types.SessionKey, types.CreateModelRequest)
     session = await caller.open_session(keys.session_id)
-    place = new_place(JobKind.CREATE_MODEL, keys)
+    # Not in the try: an unknown base model is told at once, most often it is a typing error.
+    served_name = ""
+    if not isinstance(parsed, UserError):
+        served_name = await caller.served.resolve(parsed.base_model)
     try:
         request = body.accepted(parsed)
         commands.check_optimizer(request.optimizer_config)
-        config = await commands.adapter_config(caller, request.lora_config)
+        config = await commands.adapter_config(caller, served_name, request.lora_config)
         user_metadata = commands.metadata(request.user_metadata)
     except UserError as error:
-        request_id = await reject(caller, without_model(place), error)
+        request_id = await reject(caller, without_model(JobKind.CREATE_MODEL, keys), error)
         return reply(types.FutureResponse(request_id=request_id))
-    served_name = await caller.served_name(request.base_model)
-    model = new_model(session, place, served_name, config, user_metadata)
+    place = new_place(JobKind.CREATE_MODEL, keys, served_name)
+    model = new_model(session, place, config, user_metadata)
     payload = encode(CreateModel(served_name, config))
     request_id = await admit(caller, place, payload, model)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
@@ -74,7 +73,7 @@ async def get_info(caller: CallerDep, raw: RawBody) -> Response:
     """What a training client must know about its model."""
     request = body.parse(types.GetInfoRequest, raw)
     model = await caller.owned(Model, request.model_id)
-    info = await caller.base_model()
+    info = await caller.served.info(model.base_model)
     data = types.ModelData(
         arch=info.architecture if info else None,
         model_name=model.base_model,

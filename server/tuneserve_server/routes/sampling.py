@@ -28,12 +28,15 @@ async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
     elif request.base_model is None:
         raise UserError("base_model and model_path are both missing; name what to sample from")
     asked = request.base_model or (checkpoint.base_model if checkpoint else "")
+    served_name = await caller.served.resolve(asked)
+    if checkpoint is not None:
+        commands.check_base_model(checkpoint, served_name)
     sampler = await caller.store.put_new(
         Sampler(
             key=commands.sampler_key(session.key, request.sampling_session_seq_id),
             tenant=caller.tenant,
             parent=session.key,
-            base_model=await caller.served_name(asked),
+            base_model=served_name,
             created_s=time.time(),
             model_path=checkpoint.key if checkpoint else None,
             file_id=checkpoint.file_id if checkpoint else None,
@@ -53,7 +56,6 @@ async def _sampled_checkpoint(caller: Caller, path: str) -> Checkpoint:
         raise UserError(
             f"{path} is an export for download; sample from a sampler_weights or weights path"
         )
-    await caller.served_name(checkpoint.base_model)
     return checkpoint
 
 
@@ -75,13 +77,13 @@ async def asample(caller: CallerDep, raw: RawBody) -> Response:
     """Continuations of one prompt, its logprobs, or both."""
     keys, parsed = body.parse_keyed(raw, types.SamplingKey, types.SampleRequest)
     sampler = await caller.sampler(keys.sampling_session_id)
-    info = await caller.base_model()
 
     async def command() -> Sample:
-        await caller.served_name(sampler.base_model)
+        await caller.served.check(sampler.base_model)
+        info = await caller.served.info(sampler.base_model)
         return sample_command(body.accepted(parsed), sampler.file_id, info)
 
-    place = Place(JobKind.SAMPLE, sampler.key, keys.seq_id)
+    place = Place(JobKind.SAMPLE, sampler.key, keys.seq_id, sampler.base_model)
     request_id = await admit_command(caller, place, command)
     count = keys.num_samples if isinstance(keys.num_samples, int) else 1
     return reply(

@@ -80,31 +80,41 @@ async def telemetry(_: RawBody) -> Response:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(caller: CallerDep) -> Response:
-    """The one base model."""
-    info = await caller.base_model()
-    model = types.SupportedModel(
-        model_name=info.name if info else caller.settings.served_name,
-        max_context_length=info.context_length if info else None,
-    )
-    return reply(types.ServerCapabilitiesResponse(supported_models=[model]))
+    """The base models that workers serve."""
+    models = [
+        types.SupportedModel(model_name=each.info.name, max_context_length=each.info.context_length)
+        for each in await caller.served.offered()
+    ] or [types.SupportedModel(model_name=caller.settings.served_name)]
+    return reply(types.ServerCapabilitiesResponse(supported_models=models))
 
 
 @router.get("/healthz")
 async def healthz(services: ServicesDep) -> Response:
-    """The process answers; and whether a worker does."""
-    info = services.watch.info
-    facts: dict[str, Any] = {}
-    if info is not None:
-        facts = {
-            "architecture": info.architecture,
-            "context_length": info.context_length,
-            "max_rank": info.max_rank,
-        }
-    present = info is not None and services.watch.is_present
+    """The process and its store answer; and which workers do."""
+    settings = services.settings
+    offered = await services.served.offered()
+    # The one of this machine's settings first: what `tuneserve up` reports.
+    offered = sorted(offered, key=lambda each: each.info.name != settings.served_name)
+    models = [
+        types.ServedBaseModel(
+            name=each.info.name,
+            workers=each.workers,
+            architecture=each.info.architecture,
+            context_length=each.info.context_length,
+            max_rank=each.info.max_rank,
+        )
+        for each in offered
+    ]
+    first: dict[str, Any] = {}
+    if models:
+        first = models[0].model_dump(include={"architecture", "context_length", "max_rank"})
     return reply(
         types.HealthResponse(
-            worker="ready" if present else "absent",
-            base_model=info.name if info else services.settings.served_name,
-            **facts,
+            worker="ready" if any(each.workers for each in models) else "absent",
+            base_model=models[0].name if models else settings.served_name,
+            **first,
+            base_models=models,
+            store=settings.store_kind,
+            durability="asserted" if settings.store_durability_asserted else "checked",
         )
     )

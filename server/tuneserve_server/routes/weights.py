@@ -12,6 +12,7 @@ from tuneserve_engine.records import Checkpoint, Model
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, admit_command, reject
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.limits import check_room
 from tuneserve_server.routes.models import new_model, new_place, without_model
 
 router = APIRouter()
@@ -26,7 +27,10 @@ async def _save(
     model = await caller.owned(Model, keys.model_id)
 
     async def command() -> SaveWeights:
-        return build(model, body.accepted(parsed))
+        save = build(model, body.accepted(parsed))
+        if save.checkpoint is not None:
+            await check_room(caller.store, caller.settings, save.checkpoint)
+        return save
 
     place = Place.after(JobKind.SAVE_WEIGHTS, model, keys.seq_id)
     request_id = await admit_command(caller, place, command)
@@ -63,6 +67,7 @@ async def load_weights(caller: CallerDep, raw: RawBody) -> Response:
     async def command() -> LoadWeights:
         request = body.accepted(parsed)
         checkpoint = await commands.training_checkpoint(caller, request.path)
+        commands.check_base_model(checkpoint, model.base_model)
         return commands.load(checkpoint, optimizer=request.optimizer)
 
     place = Place.after(JobKind.LOAD_WEIGHTS, model, keys.seq_id)
@@ -73,17 +78,18 @@ async def load_weights(caller: CallerDep, raw: RawBody) -> Response:
 async def _load_new(caller: Caller, raw: bytes) -> Response:
     keys, parsed = body.parse_keyed(raw, types.SessionKey, types.LoadNewRequest)
     session = await caller.open_session(keys.session_id)
-    place = new_place(JobKind.LOAD_WEIGHTS, keys)
     try:
         request = body.accepted(parsed)
         commands.check_optimizer(request.optimizer_config)
         checkpoint = await commands.training_checkpoint(caller, request.path)
-        served_name = await caller.served_name(request.base_model or checkpoint.base_model)
+        served_name = await caller.served.resolve(request.base_model or checkpoint.base_model)
+        commands.check_base_model(checkpoint, served_name)
         user_metadata = commands.metadata(request.user_metadata)
     except UserError as error:
-        request_id = await reject(caller, without_model(place), error)
+        request_id = await reject(caller, without_model(JobKind.LOAD_WEIGHTS, keys), error)
         return reply(types.FutureResponse(request_id=request_id))
-    model = new_model(session, place, served_name, checkpoint.config, user_metadata)
+    place = new_place(JobKind.LOAD_WEIGHTS, keys, served_name)
+    model = new_model(session, place, checkpoint.config, user_metadata)
     payload = encode(commands.load(checkpoint, optimizer=request.optimizer, creates=True))
     request_id = await admit(caller, place, payload, model)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))

@@ -1,0 +1,81 @@
+"""Limits that are not the queue's: free disk space, and what a tenant keeps."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.queue.base import Store
+from tuneserve_engine.records import Checkpoint
+from tuneserve_server.errors import DiskFull
+from tuneserve_server.settings import ApiSettings
+
+_FRESH_S = 1.0
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+class DiskGuard:
+    """Refuses requests while a disk that they need is nearly full: what was accepted, and the
+    store's own housekeeping, must still fit."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        min_free_bytes: int,
+        *,
+        free_bytes: Callable[[Path], int] = _free_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folders = folders
+        self._min_free_bytes = min_free_bytes
+        self._free_bytes = free_bytes
+        self._clock = clock
+        self._looked_s = -float("inf")
+        self._refusal: str | None = None
+
+    def check(self) -> None:
+        """Raises ``DiskFull``. Looks at the disks at most once a second."""
+        now_s = self._clock()
+        if now_s - self._looked_s >= _FRESH_S:
+            self._refusal = self._look()
+            self._looked_s = now_s
+        if self._refusal is not None:
+            raise DiskFull(self._refusal)
+
+    def _look(self) -> str | None:
+        for folder in self._folders:
+            free_bytes = self._free_bytes(folder)
+            if free_bytes < self._min_free_bytes:
+                return (
+                    f"the server's disk has {free_bytes} bytes left, of which "
+                    f"{self._min_free_bytes} are kept for what was accepted (min_free_bytes); "
+                    "nothing was changed; delete checkpoints, or ask the operator for space, and "
+                    "send the request again"
+                )
+        return None
+
+
+async def check_room(store: Store, settings: ApiSettings, checkpoint: Checkpoint) -> None:
+    """Raises ``UserError`` if its tenant keeps as many checkpoints as it may, or as many bytes.
+
+    Saves under way are not counted, so that a tenant may pass the limit by them.
+    """
+    now_s = time.time()
+    page = await store.page(Checkpoint, tenant=checkpoint.tenant)
+    kept = [c for c in page.items if c.key != checkpoint.key and not c.has_expired(now_s)]
+    size = sum(each.size_bytes for each in kept)
+    way_out = "delete some, or set a ttl_seconds on them, and save again"
+    if len(kept) >= settings.max_checkpoints:
+        raise UserError(
+            f"you keep {len(kept)} checkpoints; this server keeps at most "
+            f"{settings.max_checkpoints} of one tenant; {way_out}"
+        )
+    if size >= settings.max_checkpoint_bytes:
+        raise UserError(
+            f"your checkpoints have {size} bytes; this server takes no more from "
+            f"{settings.max_checkpoint_bytes} bytes of one tenant on; {way_out}"
+        )

@@ -1,0 +1,108 @@
+"""Which base models there are to ask for, from the workers that serve them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.queue.base import ServedModel, Store
+
+RECENT_S = 900.0
+"""A base model whose last worker was heard of this long ago still takes requests: they wait."""
+
+_FRESH_S = 0.5
+
+
+class ServedModels:
+    """What the store says about base models, asked at most every ``fresh_s``."""
+
+    def __init__(
+        self,
+        store: Store,
+        fallback: str,
+        *,
+        fresh_s: float = _FRESH_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._fallback = fallback  # the name that counts until a worker has said its own
+        self._fresh_s = fresh_s
+        self._clock = clock
+        self._known: list[ServedModel] = []
+        self._asked_s = -float("inf")
+        self._asking: asyncio.Task[list[ServedModel]] | None = None
+
+    async def known(self) -> list[ServedModel]:
+        """Every base model that a worker has served at any time."""
+        if self._clock() - self._asked_s >= self._fresh_s:
+            await self._ask()
+        return self._known
+
+    async def _ask(self) -> None:
+        """One question, whoever waits for it: a store that is away is not asked by each in turn."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._store.served())
+            self._asking.add_done_callback(_noted)
+        self._known = await asyncio.shield(self._asking)
+        self._asked_s = self._clock()
+
+    async def offered(self) -> list[ServedModel]:
+        """Those with a worker now; if there are none, those that were the last to have one."""
+        known = await self.known()
+        alive = [each for each in known if each.workers]
+        return alive or _around(known, max((each.seen_s for each in known), default=0.0))
+
+    async def info(self, name: str) -> BaseModelInfo | None:
+        """The facts about the base model; None if no worker ever served it."""
+        found = (each.info for each in await self.known() if each.info.name == name)
+        return next(found, None)
+
+    async def resolve(self, asked: str) -> str:
+        """The name of the base model that ``asked`` means, whose ``:suffix`` may be another.
+        Raises ``UserError`` if nobody serves it, nor has of late."""
+        accepted = await self._accepted(asked)
+        if asked in accepted:
+            return asked
+        name = next((each for each in accepted if is_same(each, asked)), None)
+        if name is None:
+            raise _not_served(asked, accepted)
+        return name
+
+    async def check(self, name: str) -> None:
+        """Raises ``UserError`` if nobody serves the base model of this very name, nor has of late:
+        a request for it would wait, perhaps for ever."""
+        accepted = await self._accepted(name)
+        if name not in accepted:
+            raise _not_served(name, accepted)
+
+    async def _accepted(self, asked: str) -> list[str]:
+        """Names that may be asked for, those with a worker first."""
+        if not any(each.info.name == asked and each.workers for each in await self.known()):
+            await self._ask()  # its worker may have come just now
+        accepted = _around(self._known, self._clock()) or await self.offered()
+        accepted = sorted(accepted, key=lambda each: not each.workers)
+        return [each.info.name for each in accepted] or [self._fallback]
+
+
+def _around(known: list[ServedModel], now_s: float) -> list[ServedModel]:
+    """Those with a worker, or with one in the time before ``now_s``."""
+    return [each for each in known if each.workers or each.seen_s >= now_s - RECENT_S]
+
+
+def is_same(name: str, other: str) -> bool:
+    """Whether the names mean the same base model; a ``:suffix`` is not compared."""
+    return name.partition(":")[0] == other.partition(":")[0]
+
+
+def _not_served(asked: str, accepted: list[str]) -> UserError:
+    names = ", ".join(repr(each) for each in accepted)
+    return UserError(
+        f"base model {asked[:256]!r} is not served here; this server has {names}; ask for that"
+    )
+
+
+def _noted(task: "asyncio.Task[list[ServedModel]]") -> None:
+    """Looks at how it ended, lest asyncio complain when all who waited have left."""
+    if not task.cancelled():
+        task.exception()
