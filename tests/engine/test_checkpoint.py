@@ -164,6 +164,49 @@ def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
             assert "was trained on" in str(error), "only the name can look like another's"
 
 
+def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
+    data = whole()
+    (header,) = struct.unpack("<Q", data[:8])
+    rng = np.random.default_rng(0)
+    cuts = [*range(0, 8 + header + 64, 13), *rng.integers(0, len(data), 100).tolist()]
+    for at in cuts:
+        (tmp_path / checkpoint.MEMBER).write_bytes(data[:at])
+        with pytest.raises(ServerError, match="checkpoint file is damaged"):
+            checkpoint.read(tmp_path, "base")
+
+
+def test_a_file_of_random_bytes_is_damaged(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for size in rng.integers(1, 10_000, 200).tolist():
+        garbage = rng.bytes(size)
+        for data in (garbage, struct.pack("<Q", size) + garbage, b"\0" * size):
+            (tmp_path / checkpoint.MEMBER).write_bytes(data)
+            with pytest.raises(ServerError, match="checkpoint file is damaged"):
+                checkpoint.read(tmp_path, "base")
+
+
+def test_no_edit_of_the_header_gets_through_as_another_kind_of_error(tmp_path: Path) -> None:
+    """Characters of JSON put in (0), exchanged (1) and left out (2)."""
+    data = whole()
+    (size,) = struct.unpack("<Q", data[:8])
+    rng = np.random.default_rng(0)
+    characters = b'{}[],:"0123456789.-eEnulltruefalseFIN '
+    for _ in range(1000):
+        header = bytearray(data[8 : 8 + size])
+        for at, edit in rng.integers(0, (size - 3, 3), (3, 2)).tolist():
+            new = b"" if edit == 2 else bytes([characters[at % len(characters)]])
+            header[at : at + (edit > 0)] = new
+        (tmp_path / checkpoint.MEMBER).write_bytes(
+            struct.pack("<Q", len(header)) + bytes(header) + data[8 + size :]
+        )
+        try:
+            checkpoint.read(tmp_path, "base")
+        except ServerError:
+            pass
+        except UserError as error:
+            assert "was trained on" in str(error), "only the name can look like another's"
+
+
 def test_an_unreadable_file_is_our_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
