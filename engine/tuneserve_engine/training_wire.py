@@ -15,6 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_client.proto.head import count_fields
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.base import LOSS_NAMES, FloatArray, IntArray
 from tuneserve_engine.errors import UserError
@@ -26,6 +27,12 @@ MAX_TARGETS = 64
 
 MAX_DATUMS = 1024
 """Most datums in one request; the SDK splits at the same number."""
+
+MAX_TOKENS = 2_000_000
+"""Most input tokens of one request."""
+
+MAX_FIELDS = 1 << 18
+"""Most fields of a request and its datums: ten for each of 1,024 datums, and a lot of chunks."""
 
 MAX_TARGET_CELLS = 1 << 24
 """Most targets of one request: a sparse tensor of few bytes can name many, and each is answered
@@ -91,6 +98,11 @@ class TrainingData:
 
 def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
     """The request's checked data. Raises ``UserError`` for anything the model cannot train on."""
+    fields = count_fields(payload, MAX_FIELDS)
+    if fields > MAX_FIELDS:
+        raise UserError(
+            f"the request has more than {MAX_FIELDS} chunks, inputs and spans in its data; split it"
+        )
     try:
         request = wire.ForwardBackwardRequest.FromString(payload)
     except DecodeError as error:
@@ -107,9 +119,14 @@ def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
 
 def _data(datums: Iterable[wire.Datum], loss: str, info: BaseModelInfo) -> list[Datum]:
     data: list[Datum] = []
-    cells = 0
+    tokens = cells = 0
     for i, datum in enumerate(datums):
         data.append(_datum(f"data[{i}]", datum, loss, info))
+        tokens += data[i].tokens.size
+        if tokens > MAX_TOKENS:
+            raise UserError(
+                f"data[:{i + 1}] has {tokens} tokens; a request takes up to {MAX_TOKENS}; split it"
+            )
         cells += data[i].targets.size
         if cells > MAX_TARGET_CELLS:
             raise UserError(
@@ -271,11 +288,11 @@ def _tensor(name: str, tensor: wire.Tensor) -> np.ndarray[Any, Any]:
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise UserError(f"{name} has dtype number {tensor.dtype}; use float32 or int64")
-    shape = tuple(tensor.shape)
+    shape = tuple(tensor.shape[:3])  # a hostile one has millions
     if len(shape) > 2 or min(shape, default=1) < 1:
         raise UserError(
-            f"{name} has shape {list(shape[:4])} in {len(shape)} dimensions; tensors here have one "
-            "or two, each at least 1"
+            f"{name} has shape {list(shape)} in {len(tensor.shape)} dimensions; tensors here have "
+            "one or two, each at least 1"
         )
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _dense_from_csr(name, tensor.sparse_csr, dtype, shape)
@@ -307,6 +324,11 @@ def _dense_from_csr(
         raise UserError(
             f"{name} is sparse with shape {list(shape)} and {rows_at.size} row offsets; expected "
             f"[N, K], N + 1 offsets and K up to {MAX_TARGETS}"
+        )
+    if shape[0] * shape[1] > MAX_TARGET_CELLS:
+        raise UserError(
+            f"{name} is sparse with shape {list(shape)}; a request takes up to {MAX_TARGET_CELLS} "
+            "targets; split it"
         )
     # Compared, not subtracted: differences of hostile offsets wrap around.
     falls = (rows_at[1:] < rows_at[:-1]).any()

@@ -36,6 +36,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._unparsed = 0  # bytes since the last that was head or body
         self._problem: ApiError | None = None
+        self._refused = False
 
     # --- requests: the head in time, and what follows an early answer too -----------------------
 
@@ -50,7 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._refused or self.transport.is_closing():
             return
         if not self._in_body:
             self._expect(self.header_timeout_s)
@@ -108,7 +109,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline = None
         if self.flow.read_paused:  # by us: what is missing may lie in the socket
             self._expect(self.header_timeout_s)
-        elif self._in_body or not self._unparsed:
+        elif self._refused or self._in_body or not self._unparsed:
             self.transport.abort()
         else:
             self._refuse(
@@ -124,17 +125,26 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._problem or InvalidRequest("this is no HTTP/1.1 request"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers, unless another answer is under way, and ends the connection."""
-        if self.transport.is_closing():
+        """Answers, unless another answer is under way, and ends the connection.
+
+        What the client still sends is dropped for a while: closing with unread bytes would take
+        the answer from it.
+        """
+        if self._refused or self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            body = json.dumps(Failure(detail=str(error), code=error.code).model_dump()).encode()
-            head = (
-                f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
-                "connection: close\r\n\r\n"
-            )
-            self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()
+            return
+        body = json.dumps(Failure(detail=str(error), code=error.code).model_dump()).encode()
+        head = (
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self._refused = True
+        self._met()
+        self._expect(self.header_timeout_s)
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        self.transport.write_eof()
 
     # --- answers that nobody reads --------------------------------------------------------------
 

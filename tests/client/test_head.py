@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_client.proto.head import Head, read_head
+from tuneserve_client.proto.head import Head, count_fields, read_head
 
 MESSAGES = st.builds(
     wire.ForwardBackwardRequest,
@@ -69,3 +69,22 @@ def test_a_body_of_millions_of_fields_is_given_up_soon():
     started_s = time.process_time()
     assert not read_head(b"\x0a\x01m" + b"\x30\x01" * 8_000_000).whole
     assert time.process_time() - started_s < 1
+
+
+PARTS = st.builds(
+    wire.Datum,
+    model_input=st.lists(st.builds(wire.Chunk), max_size=3),
+    loss_fn_inputs=st.dictionaries(st.sampled_from("ab"), st.builds(wire.Tensor)),
+)
+
+
+@given(st.lists(PARTS, max_size=3), st.integers(0, 1), st.integers(0, 30))
+def test_the_fields_of_a_message_and_of_its_datums_are_counted(data, seq_id, most):
+    body = wire.ForwardBackwardRequest(data=data, seq_id=seq_id).SerializeToString()
+    expected = seq_id + sum(1 + len(d.model_input) + len(d.loss_fn_inputs) for d in data)
+    assert count_fields(body, most) == min(expected, most + 1)
+
+
+@given(st.binary(max_size=200))
+def test_counting_never_raises(body):
+    assert 0 <= count_fields(body, 1000) <= 200

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,8 @@ from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.training_wire import (
     LOSS_SPECS,
+    MAX_FIELDS,
+    MAX_TARGET_CELLS,
     TrainingData,
     decode_request,
     encode_output,
@@ -520,6 +524,48 @@ def test_targets_that_few_bytes_name_are_bounded(monkeypatch: pytest.MonkeyPatch
     with_csr([0, 0, 0], [], [], [2, 64])(sent)
     sent.data.extend([sent.data[0]] * 3)
     refused(sent.SerializeToString(), ["data[:3]", "384 targets", "300", "split"])
+
+
+def test_a_sparse_tensor_is_not_made_dense_before_its_size_is_known() -> None:
+    sent = message(datum([1, 2], target_tokens=[2, 3]))
+    rows = 2_000_000  # x 64 columns x 8 bytes would be a gigabyte
+    with_csr([0] * (rows + 1), [], [], [rows, 64])(sent)
+    tracemalloc.start()
+    try:
+        refused(sent.SerializeToString(), [f"[{rows}, 64]", str(MAX_TARGET_CELLS), "split"])
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_tokens_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve_engine.training_wire.MAX_TOKENS", 5)
+    sent = message(*[datum([1, 2], target_tokens=[2, 3])] * 3)
+    refused(sent.SerializeToString(), ["data[:3]", "6 tokens", "up to 5", "split"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        wire.ForwardBackwardRequest(data=[wire.Datum()]).SerializeToString() * 2**24,
+        wire.ForwardBackwardRequest(
+            data=[wire.Datum(model_input=[wire.Chunk()]) for _ in range(8)] * 40_000
+        ).SerializeToString(),
+        b"\x30\x01" * 2**24,
+    ],
+    ids=["datums", "chunks", "numbers"],
+)
+def test_millions_of_tiny_parts_are_refused_before_they_are_decoded(body: bytes) -> None:
+    """Decoded, 32 MiB of them take gigabytes."""
+    started_s = time.process_time()
+    refused(body, [str(MAX_FIELDS), "split"])
+    assert time.process_time() - started_s < 1
+
+
+def test_a_tensor_of_millions_of_dimensions_is_refused_as_soon() -> None:
+    sent = message(datum([1, 2], target_tokens=[2, 3]))
+    with_shape(*[1] * 2**22)(sent)
+    refused(sent.SerializeToString(), ["[1, 1, 1]", f"{2**22} dimensions"])
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:
