@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -13,6 +14,7 @@ from tuneserve_server import errors
 from tuneserve_server.deps import Services
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
+from tuneserve_server.openapi import describe
 from tuneserve_server.polls import Polls
 from tuneserve_server.routes import (
     files,
@@ -54,7 +56,7 @@ def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) 
                 with suppress(asyncio.CancelledError):
                     await sweeping
 
-    app = FastAPI(
+    app = _Api(
         title="tuneserve",
         lifespan=lifespan,
         openapi_url=None,
@@ -66,6 +68,13 @@ def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) 
         app.include_router(module.router, prefix=PREFIX)
     errors.install(app)
     return app
+
+
+class _Api(FastAPI):
+    """Describes itself as its routes declare, which read their bodies themselves."""
+
+    def openapi(self) -> dict[str, Any]:
+        return describe(self)
 
 
 async def _services(settings: ApiSettings, store: Store, polls: Polls) -> Services:

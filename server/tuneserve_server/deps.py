@@ -5,8 +5,9 @@ import time
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
 from fastapi.responses import JSONResponse
+from fastapi.security import APIKeyHeader
 
 from tuneserve_client.body import Response
 from tuneserve_engine.files import FileStore
@@ -99,9 +100,11 @@ def _services(request: Request) -> Services:
     return services
 
 
-def _caller(request: Request) -> Caller:
-    services = _services(request)
-    return Caller(**vars(services), tenant=tenant_of(request.headers.get("x-api-key")))
+_API_KEY = APIKeyHeader(name="X-API-Key", auto_error=False, description="tml-...")
+
+
+def _caller(request: Request, api_key: Annotated[str | None, Security(_API_KEY)]) -> Caller:
+    return Caller(**vars(_services(request)), tenant=tenant_of(api_key))
 
 
 async def _raw_body(request: Request, caller: "CallerDep") -> bytes:

@@ -10,6 +10,7 @@ from fastapi.responses import FileResponse
 
 from tuneserve_server.deps import Caller, ServicesDep
 from tuneserve_server.errors import LinkInvalid, NotFound
+from tuneserve_server.openapi import BINARY, fails
 
 router = APIRouter()
 
@@ -33,7 +34,14 @@ def signed_urls(caller: Caller, base_url: str, file_id: str, expires_s: int) -> 
     return urls
 
 
-@router.get("/files/{file_id}/{member}")
+@router.get(
+    "/files/{file_id}/{member}",
+    response_class=FileResponse,
+    responses={
+        200: {"content": {"application/octet-stream": BINARY}},
+        **fails(LinkInvalid, NotFound),
+    },
+)
 async def download(  # noqa: PLR0913 - the parts of the link
     file_id: str,
     member: str,

@@ -13,7 +13,8 @@ from tuneserve_engine.queue.base import ResultExpired
 from tuneserve_engine.records import Model, ModelStatus, Sampler
 from tuneserve_server import body
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
-from tuneserve_server.errors import NotFound
+from tuneserve_server.errors import NotFound, ResultGone
+from tuneserve_server.openapi import BINARY, PROTOBUF, fails, takes
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,15 @@ _CROWDED_S = 1.0  # a poll that is ended at once would be there again at once
 _STATE_S = 3.0  # after a poll of 40 s, before the client's 45 s are over
 
 
-@router.post("/retrieve_future")
+@router.post(
+    "/retrieve_future",
+    openapi_extra=takes(types.FutureRetrieveRequest),
+    responses={
+        200: {"content": {PROTOBUF: BINARY}},
+        408: {"model": types.NotReadyResponse, "description": "not yet"},
+        **fails(NotFound, ResultGone),
+    },
+)
 async def retrieve_future(caller: CallerDep, raw: RawBody) -> Response:
     """The stored result; 408 while there is none. Never a 5xx: clients would ask again at once."""
     request = body.parse(types.FutureRetrieveRequest, raw)

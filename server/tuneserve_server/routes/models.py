@@ -12,6 +12,8 @@ from tuneserve_engine.records import Model, Session
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, reject
 from tuneserve_server.deps import CallerDep, RawBody, reply
+from tuneserve_server.errors import Crowded, DiskFull, InvalidRequest, NotFound, SessionEnded
+from tuneserve_server.openapi import fails, takes
 
 router = APIRouter()
 
@@ -44,7 +46,12 @@ def new_model(
     )
 
 
-@router.post("/create_model")
+@router.post(
+    "/create_model",
+    response_model=types.FutureResponse,
+    openapi_extra=takes(types.CreateModelRequest),
+    responses=fails(InvalidRequest, NotFound, SessionEnded, Crowded, DiskFull),
+)
 async def create_model(caller: CallerDep, raw: RawBody) -> Response:
     """A new LoRA adapter on a base model."""
     keys, parsed = body.parse_keyed(raw, types.SessionKey, types.CreateModelRequest)
@@ -68,7 +75,12 @@ async def create_model(caller: CallerDep, raw: RawBody) -> Response:
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 
-@router.post("/get_info")
+@router.post(
+    "/get_info",
+    response_model=types.GetInfoResponse,
+    openapi_extra=takes(types.GetInfoRequest),
+    responses=fails(NotFound),
+)
 async def get_info(caller: CallerDep, raw: RawBody) -> Response:
     """What a training client must know about its model."""
     request = body.parse(types.GetInfoRequest, raw)

@@ -21,6 +21,8 @@ from tuneserve_engine.records import (
 )
 from tuneserve_server import body, commands
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.errors import InvalidRequest, NotFound
+from tuneserve_server.openapi import fails, takes
 from tuneserve_server.routes.files import signed_urls
 
 router = APIRouter()
@@ -79,7 +81,7 @@ async def _run_body(caller: Caller, model: Model) -> types.TrainingRunResponse:
     )
 
 
-@router.get("/training_runs")
+@router.get("/training_runs", response_model=types.TrainingRunsResponse)
 async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
     """The caller's models, newest first."""
     limit = min(limit, _MOST_LISTED)
@@ -89,13 +91,19 @@ async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offse
     return reply(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
 
 
-@router.get("/training_runs/{model_id}")
+@router.get(
+    "/training_runs/{model_id}", response_model=types.TrainingRunResponse, responses=fails(NotFound)
+)
 async def get_training_run(model_id: str, caller: CallerDep) -> Response:
     """One model."""
     return reply(await _run_body(caller, await caller.owned(Model, model_id)))
 
 
-@router.get("/training_runs/{model_id}/checkpoints")
+@router.get(
+    "/training_runs/{model_id}/checkpoints",
+    response_model=types.CheckpointsResponse,
+    responses=fails(NotFound),
+)
 async def list_model_checkpoints(model_id: str, caller: CallerDep) -> Response:
     """A model's checkpoints, newest first."""
     model = await caller.owned(Model, model_id)
@@ -104,7 +112,7 @@ async def list_model_checkpoints(model_id: str, caller: CallerDep) -> Response:
     return reply(types.CheckpointsResponse(checkpoints=checkpoints))
 
 
-@router.get("/checkpoints")
+@router.get("/checkpoints", response_model=types.CheckpointsResponse)
 async def list_checkpoints(caller: CallerDep, limit: Limit = 100, offset: Offset = 0) -> Response:
     """The caller's checkpoints of all models, newest first."""
     limit = min(limit, _MOST_LISTED)
@@ -121,7 +129,7 @@ async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> Che
     return await caller.owned(Checkpoint, f"tinker://{model_id}/{kind}/{name}")
 
 
-@router.delete(_CHECKPOINT)
+@router.delete(_CHECKPOINT, responses=fails(NotFound))
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerDep) -> Response:
     """Removes the checkpoint; its file goes once nothing uses it."""
     checkpoint = await _addressed(caller, model_id, kind, name)
@@ -129,7 +137,11 @@ async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerD
     return JSONResponse({})
 
 
-@router.put(f"{_CHECKPOINT}/ttl")
+@router.put(
+    f"{_CHECKPOINT}/ttl",
+    openapi_extra=takes(types.TtlRequest),
+    responses=fails(InvalidRequest, NotFound),
+)
 async def set_ttl(model_id: str, kind: str, name: str, caller: CallerDep, raw: RawBody) -> Response:
     """Sets or removes the expiry."""
     checkpoint = await _addressed(caller, model_id, kind, name)
@@ -139,8 +151,8 @@ async def set_ttl(model_id: str, kind: str, name: str, caller: CallerDep, raw: R
     return JSONResponse({})
 
 
-@router.post(f"{_CHECKPOINT}/publish")
-@router.delete(f"{_CHECKPOINT}/publish")
+@router.post(f"{_CHECKPOINT}/publish", responses=fails(NotFound))
+@router.delete(f"{_CHECKPOINT}/publish", responses=fails(NotFound))
 async def publish(
     request: Request, model_id: str, kind: str, name: str, caller: CallerDep
 ) -> Response:
@@ -151,7 +163,11 @@ async def publish(
     return JSONResponse({})
 
 
-@router.get(f"{_CHECKPOINT}/external_weights_urls")
+@router.get(
+    f"{_CHECKPOINT}/external_weights_urls",
+    response_model=types.ExternalWeightsUrlsResponse,
+    responses=fails(InvalidRequest, NotFound),
+)
 async def external_weights_urls(
     request: Request, model_id: str, kind: str, name: str, caller: CallerDep
 ) -> Response:
@@ -167,7 +183,7 @@ async def external_weights_urls(
     return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
 
 
-@router.get("/sessions")
+@router.get("/sessions", response_model=types.SessionsResponse)
 async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
     """The caller's sessions, newest first."""
     page = await caller.store.page(
@@ -176,7 +192,9 @@ async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0
     return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
 
 
-@router.get("/sessions/{session_id}")
+@router.get(
+    "/sessions/{session_id}", response_model=types.SessionResponse, responses=fails(NotFound)
+)
 async def get_session(session_id: str, caller: CallerDep) -> Response:
     """A session's models and sampling sessions."""
     session = await caller.owned(Session, session_id)

@@ -11,13 +11,19 @@ from tuneserve_engine.records import Checkpoint, CheckpointKind, Sampler
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit_command
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
-from tuneserve_server.errors import SessionEnded
+from tuneserve_server.errors import Crowded, DiskFull, InvalidRequest, NotFound, SessionEnded
+from tuneserve_server.openapi import fails, takes
 from tuneserve_server.sample_command import sample_command, sequence_ids
 
 router = APIRouter()
 
 
-@router.post("/create_sampling_session")
+@router.post(
+    "/create_sampling_session",
+    response_model=types.SamplingSessionResponse,
+    openapi_extra=takes(types.CreateSamplingSessionRequest),
+    responses=fails(InvalidRequest, NotFound, SessionEnded),
+)
 async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
     """A sampler of the base model or of a checkpoint; the weights never change under it."""
     request = body.parse(types.CreateSamplingSessionRequest, raw)
@@ -59,7 +65,11 @@ async def _sampled_checkpoint(caller: Caller, path: str) -> Checkpoint:
     return checkpoint
 
 
-@router.get("/samplers/{sampler_id}")
+@router.get(
+    "/samplers/{sampler_id}",
+    response_model=types.SamplerResponse,
+    responses=fails(NotFound, SessionEnded),
+)
 async def get_sampler(sampler_id: str, caller: CallerDep) -> Response:
     """What a sampling session samples from."""
     sampler = await caller.sampler(sampler_id)
@@ -72,7 +82,12 @@ async def get_sampler(sampler_id: str, caller: CallerDep) -> Response:
     )
 
 
-@router.post("/asample")
+@router.post(
+    "/asample",
+    response_model=types.SampleFutureResponse,
+    openapi_extra=takes(types.SampleRequest),
+    responses=fails(NotFound, SessionEnded, Crowded, DiskFull),
+)
 async def asample(caller: CallerDep, raw: RawBody) -> Response:
     """Continuations of one prompt, its logprobs, or both."""
     keys, parsed = body.parse_keyed(raw, types.SamplingKey, types.SampleRequest)

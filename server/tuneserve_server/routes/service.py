@@ -13,6 +13,8 @@ from tuneserve_client import types
 from tuneserve_engine.records import Session, Update
 from tuneserve_server import body, commands
 from tuneserve_server.deps import Caller, CallerDep, RawBody, ServicesDep, reply
+from tuneserve_server.errors import InvalidRequest, NotFound, SessionEnded
+from tuneserve_server.openapi import fails, takes
 
 router = APIRouter()
 
@@ -24,7 +26,12 @@ async def client_config(_: CallerDep) -> Response:
     return JSONResponse({})
 
 
-@router.post("/create_session")
+@router.post(
+    "/create_session",
+    response_model=types.CreateSessionResponse,
+    openapi_extra=takes(types.CreateSessionRequest),
+    responses=fails(InvalidRequest),
+)
 async def create_session(
     caller: CallerDep, raw: RawBody, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> Response:
@@ -54,7 +61,12 @@ def _session_id(caller: Caller, idempotency_key: str | None) -> str:
     return "s-" + hmac.new(caller.secret, text.encode(), hashlib.sha256).hexdigest()[:32]
 
 
-@router.post("/session_heartbeat")
+@router.post(
+    "/session_heartbeat",
+    response_model=types.SessionHeartbeatResponse,
+    openapi_extra=takes(types.SessionHeartbeatRequest),
+    responses=fails(NotFound, SessionEnded),
+)
 async def session_heartbeat(caller: CallerDep, raw: RawBody) -> Response:
     """Keeps the session alive; 410 once it has ended, on which clients stop for good."""
     request = body.parse(types.SessionHeartbeatRequest, raw)
@@ -63,7 +75,11 @@ async def session_heartbeat(caller: CallerDep, raw: RawBody) -> Response:
     return reply(types.SessionHeartbeatResponse())
 
 
-@router.post("/sessions/{session_id}/finish")
+@router.post(
+    "/sessions/{session_id}/finish",
+    openapi_extra=takes(types.FinishSessionRequest),
+    responses=fails(NotFound),
+)
 async def finish_session(session_id: str, caller: CallerDep, raw: RawBody) -> Response:
     """Ends the session. Repeating it changes nothing: the first reason wins."""
     request = body.parse(types.FinishSessionRequest, raw)
@@ -72,13 +88,13 @@ async def finish_session(session_id: str, caller: CallerDep, raw: RawBody) -> Re
     return JSONResponse({})
 
 
-@router.post("/telemetry")
+@router.post("/telemetry", response_model=types.TelemetryResponse, openapi_extra=takes())
 async def telemetry(_: RawBody) -> Response:
     """Dropped unread: the SDK's error reports can contain the API key."""
     return reply(types.TelemetryResponse())
 
 
-@router.get("/get_server_capabilities")
+@router.get("/get_server_capabilities", response_model=types.ServerCapabilitiesResponse)
 async def get_server_capabilities(caller: CallerDep) -> Response:
     """The base models that workers serve."""
     models = [
@@ -88,7 +104,7 @@ async def get_server_capabilities(caller: CallerDep) -> Response:
     return reply(types.ServerCapabilitiesResponse(supported_models=models))
 
 
-@router.get("/healthz")
+@router.get("/healthz", response_model=types.HealthResponse)
 async def healthz(services: ServicesDep) -> Response:
     """The process and its store answer; and which workers do."""
     settings = services.settings

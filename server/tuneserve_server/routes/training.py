@@ -13,14 +13,20 @@ from tuneserve_engine.records import Model
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, admit_command, reject
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
-from tuneserve_server.errors import Malformed
+from tuneserve_server.errors import Crowded, DiskFull, Malformed, NotFound, UnknownEncoding
+from tuneserve_server.openapi import fails, takes, takes_message
 
 router = APIRouter()
 
 _THREAD_BYTES = 256 * 1024  # above this, decompressing would hold up the event loop
 
 
-@router.post("/forward_backward")
+@router.post(
+    "/forward_backward",
+    response_model=types.FutureResponse,
+    openapi_extra=takes_message("ForwardBackwardRequest"),
+    responses=fails(NotFound, UnknownEncoding, Crowded, DiskFull),
+)
 async def forward_backward(request: Request, caller: CallerDep) -> Response:
     """Outputs and accumulated gradients of a ``ForwardBackwardRequest`` message."""
     try:
@@ -71,7 +77,12 @@ async def _spend(caller: Caller, head: Head, error: UserError) -> None:
     await reject(caller, Place.after(JobKind.FORWARD_BACKWARD, model, seq_id), error)
 
 
-@router.post("/optim_step")
+@router.post(
+    "/optim_step",
+    response_model=types.FutureResponse,
+    openapi_extra=takes(types.OptimStepRequest),
+    responses=fails(NotFound, Crowded, DiskFull),
+)
 async def optim_step(caller: CallerDep, raw: RawBody) -> Response:
     """Applies the accumulated gradients and clears them."""
     keys, parsed = body.parse_keyed(raw, types.ModelKey, types.OptimStepRequest)

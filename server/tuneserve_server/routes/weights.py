@@ -12,7 +12,9 @@ from tuneserve_engine.records import Checkpoint, Model
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, admit_command, reject
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.errors import Crowded, DiskFull, NotFound, SessionEnded
 from tuneserve_server.limits import check_room
+from tuneserve_server.openapi import fails, takes
 from tuneserve_server.routes.models import new_model, new_place, without_model
 
 router = APIRouter()
@@ -37,26 +39,46 @@ async def _save(
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 
-@router.post("/save_weights")
+@router.post(
+    "/save_weights",
+    response_model=types.FutureResponse,
+    openapi_extra=takes(types.SaveWeightsRequest),
+    responses=fails(NotFound, Crowded, DiskFull),
+)
 async def save_weights(caller: CallerDep, raw: RawBody) -> Response:
     """Training state, optimizer included, as ``tinker://<model>/weights/<name>``."""
     return await _save(caller, raw, types.SaveWeightsRequest, commands.save_training)
 
 
-@router.post("/save_weights_for_sampler")
+@router.post(
+    "/save_weights_for_sampler",
+    response_model=types.FutureResponse,
+    openapi_extra=takes(types.SaveWeightsForSamplerRequest),
+    responses=fails(NotFound, Crowded, DiskFull),
+)
 async def save_weights_for_sampler(caller: CallerDep, raw: RawBody) -> Response:
     """Weights to sample from, under a name or as a sampling session."""
     request_type = types.SaveWeightsForSamplerRequest
     return await _save(caller, raw, request_type, commands.save_for_sampler)
 
 
-@router.post("/save_weights_external")
+@router.post(
+    "/save_weights_external",
+    response_model=types.FutureResponse,
+    openapi_extra=takes(types.SaveWeightsExternalRequest),
+    responses=fails(NotFound, Crowded, DiskFull),
+)
 async def save_weights_external(caller: CallerDep, raw: RawBody) -> Response:
     """Weights in PEFT's layout, for download."""
     return await _save(caller, raw, types.SaveWeightsExternalRequest, commands.save_external)
 
 
-@router.post("/load_weights")
+@router.post(
+    "/load_weights",
+    response_model=types.FutureResponse,
+    openapi_extra=takes(types.LoadIntoRequest, types.LoadNewRequest),
+    responses=fails(NotFound, SessionEnded, Crowded, DiskFull),
+)
 async def load_weights(caller: CallerDep, raw: RawBody) -> Response:
     """A checkpoint into a new model, or into one that exists."""
     if body.parse(types.LoadWeightsForm, raw).session_id is not None:
@@ -95,7 +117,12 @@ async def _load_new(caller: Caller, raw: bytes) -> Response:
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 
-@router.post("/weights_info")
+@router.post(
+    "/weights_info",
+    response_model=types.WeightsInfoResponse,
+    openapi_extra=takes(types.WeightsInfoRequest),
+    responses=fails(NotFound),
+)
 async def weights_info(caller: CallerDep, raw: RawBody) -> Response:
     """The shape of the adapter in a checkpoint."""
     request = body.parse(types.WeightsInfoRequest, raw)
