@@ -118,7 +118,7 @@ def _read_json(body_type: type[B], raw: bytes) -> B:
     except ValidationError as error:
         raise Malformed(describe(error)) from None
     except ValueError:
-        raise Malformed("the body is no JSON, in which NaN and Infinity are no numbers") from None
+        raise Malformed("the body is no JSON: all its numbers must be finite") from None
 
 
 def _check_structure(raw: bytes) -> None:

@@ -113,7 +113,7 @@ def test_16_mib_of_brackets_are_refused_within_a_quarter_of_a_second(raw: bytes)
 def test_a_number_that_json_does_not_have_is_refused_in_fields_that_nobody_reads(
     number: str, place: str
 ) -> None:
-    with pytest.raises(Malformed, match="NaN and Infinity"):
+    with pytest.raises(Malformed, match="must be finite"):
         body.parse(Anything, f'{{"x": {place % number}}}'.encode())
 
 
