@@ -2,20 +2,24 @@
 
 import asyncio
 import logging
-import math
+import os
 import signal
 import sys
 
 from pydantic_settings import CliApp
 
+from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
 from tuneserve_engine.files import FileStore
-from tuneserve_engine.lock import lock_directory
+from tuneserve_engine.link import LeaseLost
+from tuneserve_engine.lock import lock_name
 from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Fenced, Queue
-from tuneserve_engine.queue.remote import RemoteQueue
-from tuneserve_engine.worker import LeaseLost, Worker
+from tuneserve_engine.queue.base import Fenced, StoreUnusable
+from tuneserve_engine.queue.opening import open_queue
+from tuneserve_engine.residents import PointPolicy
+from tuneserve_engine.scheduler import Scheduler
+from tuneserve_engine.worker import Worker, WorkerPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -27,30 +31,46 @@ def main() -> int:
     try:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
-        lock = lock_directory(settings.data_dir, timeout_s=_LOCK_S)
+        lock = lock_name(settings.data_dir, settings.lease_name, timeout_s=_LOCK_S)
         backend = JaxBackend.from_settings(settings)
         files = FileStore(settings.files_dir)
         files.discard_partial()
-        operations = Operations(backend, files)
-        queue = RemoteQueue(settings.store_socket)
     except (ValueError, OSError) as error:
-        print(f"tuneserve worker: {error}", file=sys.stderr)
-        return REFUSED
+        return _refuse(error)
+    try:
+        with lock:
+            asyncio.run(_work(settings, Operations(backend, files), backend.info))
+    except (Fenced, LeaseLost) as error:
+        logger.error("stopped: %s", error)
+        return 1
+    except StoreUnusable as error:
+        return _refuse(error)
+    return 0
 
-    async def connect() -> Queue:
-        # For ever: as long as this process lives, so do its models.
-        logger.info("waiting for the API process at %s", settings.store_socket)
-        await queue.connect(timeout_s=math.inf)
-        return queue
 
-    status = 0
-    with lock:
-        try:
-            asyncio.run(_until_signalled(Worker(connect, operations, backend.info)))
-        except* (Fenced, LeaseLost) as group:
-            logger.error("stopped: %s", group.exceptions[0])
-            status = 1
-    return status
+def _refuse(error: Exception) -> int:
+    print(f"tuneserve worker: {error}", file=sys.stderr)
+    return REFUSED
+
+
+async def _work(settings: WorkerSettings, operations: Operations, info: BaseModelInfo) -> None:
+    async with open_queue(settings) as connect:
+        worker = Worker(
+            connect,
+            operations,
+            info,
+            name=settings.lease_name,
+            scheduler=Scheduler(settings.tenant_weights),
+            policy=WorkerPolicy(
+                points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
+                renew_s=settings.lease_ttl_s / 3,
+            ),
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop)
+        await worker.run()
+        logger.info("stopped")
 
 
 def _log_to_stderr(settings: WorkerSettings) -> None:
@@ -60,16 +80,9 @@ def _log_to_stderr(settings: WorkerSettings) -> None:
     logging.getLogger("jax").setLevel(logging.WARNING)
 
 
-async def _until_signalled(worker: Worker) -> None:
-    task = asyncio.ensure_future(worker.run())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        logger.info("stopping")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    # Not sys.exit, which would wait for a unit that was abandoned.
+    os._exit(status)

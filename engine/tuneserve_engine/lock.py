@@ -1,23 +1,24 @@
-"""One worker per data directory: it holds a lock there for as long as it lives."""
+"""One worker per name and data directory: it holds a lock there for as long as it lives."""
 
 import fcntl
 import time
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 _PAUSE_S = 0.05
 
 
-def lock_directory(directory: Path, *, timeout_s: float) -> IO[bytes]:
+def lock_name(directory: Path, name: str, *, timeout_s: float) -> IO[bytes]:
     """The open lock file, once no other process holds it. Closing it releases the lock, and so does
     the end of the process, however it ends.
 
     Waits, because a restarted worker may meet the last breath of its predecessor. Raises
-    ``OSError``: a second worker would take over the lease, and the models of the first be lost.
+    ``OSError``: two workers of one name would take the lease from each other for ever.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "worker.lock").open("wb")
+        file = (directory / f"{quote(name, safe='')}.lock").open("wb")
     except OSError as error:
         raise OSError(
             f"cannot use the data directory {directory}: {error.strerror}; choose another with "
@@ -32,8 +33,8 @@ def lock_directory(directory: Path, *, timeout_s: float) -> IO[bytes]:
             if time.monotonic() > give_up_s:
                 file.close()
                 raise OSError(
-                    f"another worker is running on the data directory {directory} (waited "
-                    f"{timeout_s:g} s for it to end); stop it, or give this one a data directory "
-                    "of its own with --data-dir"
+                    f"another worker named {name} is running on the data directory {directory} "
+                    f"(waited {timeout_s:g} s for it to end); stop it, or give this one a name of "
+                    "its own with --worker-name"
                 ) from error
         time.sleep(_PAUSE_S)

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,13 @@ import numpy as np
 
 from tuneserve_engine import checkpoint, jobs, sampling_wire, training_wire
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, Backend, SampleResult, TrainResult
+from tuneserve_engine.backend.base import (
+    AdapterState,
+    Backend,
+    OutOfMemory,
+    SampleResult,
+    TrainResult,
+)
 from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.files import FileStore
@@ -28,14 +34,26 @@ MAX_BODY_BYTES = 80 * 2**20
 ``training_wire`` accepts gives, so that none is refused after its gradient was added."""
 
 
+MAX_HALVINGS = 3
+"""How often a request's micro-batches are halved before it fails for lack of device memory."""
+
+
+@dataclass
+class _Resident:
+    """A model on this device."""
+
+    config: AdapterConfig
+    position: int = 0  # every request before it has been executed
+    missing_gradients: bool = False  # a forward_backward failed since the last step
+
+
 class Operations:
     """Executes jobs on a backend. Called from one thread."""
 
     def __init__(self, backend: Backend, files: FileStore) -> None:
         self._backend = backend
         self._files = files
-        self._configs: dict[str, AdapterConfig] = {}
-        self._missing_gradients: set[str] = set()
+        self._residents: dict[str, _Resident] = {}
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
             JobKind.OPTIM_STEP: self._optim_step,
@@ -44,35 +62,84 @@ class Operations:
             JobKind.UNLOAD_MODEL: self._unload_model,
         }
 
+    @property
+    def numerics_id(self) -> str:
+        return self._backend.numerics_id
+
     def execute(self, unit: Sequence[Job]) -> list[Outcome]:
         """One outcome per job, in order. All jobs of a unit have one kind."""
         kind = unit[0].kind
         if kind == JobKind.FORWARD_BACKWARD:
-            return self._together(unit, self._forward_backward)
-        if kind == JobKind.SAMPLE:
-            return self._together(unit, self._sample)
-        return [_attempt(job, self._single[kind]) for job in unit]
+            outcomes = self._together(unit, self._forward_backward)
+        elif kind == JobKind.SAMPLE:
+            outcomes = self._together(unit, self._sample)
+        else:
+            outcomes = [_attempt(job, self._single[kind]) for job in unit]
+        for job in unit:
+            if job.position is not None and job.model_id in self._residents:
+                self._residents[job.model_id].position = job.position + 1
+        return outcomes
+
+    def capture(self, model_id: str) -> tuple[AdapterState, int] | None:
+        """The model's whole state, and the position that it is for; None if it is not here."""
+        resident = self._residents.get(model_id)
+        if resident is None:
+            return None
+        state = self._backend.adapter_state(model_id, optimizer=True, accumulator=True)
+        return state, resident.position
+
+    def restore(self, model_id: str, state: AdapterState, position: int) -> None:
+        """Brings a captured model back."""
+        self._backend.load_adapter(model_id, state)
+        self._residents[model_id] = _Resident(state.config, position)
+
+    def write(self, file_id: str, state: AdapterState) -> None:
+        """Writes a captured state. Touches no model: may be called from another thread."""
+        self._files.write(file_id, checkpoint.to_members(state, self._backend.info.name))
+
+    def forget(self, model_id: str) -> None:
+        """Frees what the model holds here; a no-op if it is not here."""
+        if self._residents.pop(model_id, None) is not None:
+            self._backend.delete_adapter(model_id)
 
     def _together(
-        self, unit: Sequence[Job], run: Callable[[Sequence[Job]], list[Outcome]]
+        self, unit: Sequence[Job], run: Callable[[Sequence[Job], int], list[Outcome]]
     ) -> list[Outcome]:
         """Runs the unit in one pass; if the pass fails as a whole, each job alone."""
-        if len(unit) > 1:
+        if len(unit) > 1 and not any(job.halvings for job in unit):
             try:
-                return run(unit)
+                return run(unit, 0)
+            except OutOfMemory as error:
+                logger.warning("no room for a unit of %d jobs, running each: %s", len(unit), error)
             except Exception:
                 logger.exception("a unit of %d jobs failed; running them one by one", len(unit))
-        return [_attempt(job, lambda job: run([job])[0]) for job in unit]
+        return [_attempt(job, partial(self._alone, run)) for job in unit]
+
+    def _alone(self, run: Callable[[Sequence[Job], int], list[Outcome]], job: Job) -> Outcome:
+        """Runs one job, in smaller and smaller micro-batches while the device has no room."""
+        most = MAX_HALVINGS if job.kind == JobKind.FORWARD_BACKWARD else 0
+        for halvings in range(job.halvings, most + 1):
+            try:
+                return replace(run([job], halvings)[0], halvings=halvings)
+            except OutOfMemory as error:
+                logger.warning("no room for %s, halved %d times: %s", job.kind, halvings, error)
+        raise UserError(
+            f"the device has no memory for this {job.kind}, in micro-batches halved up to {most} "
+            "times; nothing was changed; send shorter sequences, or fewer at once"
+        )
 
     def _config(self, job: Job) -> AdapterConfig:
-        config = self._configs.get(job.model_id or "")
-        if config is None:
+        return self._resident(job).config
+
+    def _resident(self, job: Job) -> _Resident:
+        resident = self._residents.get(job.model_id or "")
+        if resident is None:
             raise UserError(
                 f"model {job.model_id} is not loaded: its creation failed; create a new model"
             )
-        return config
+        return resident
 
-    def _forward_backward(self, unit: Sequence[Job]) -> list[Outcome]:
+    def _forward_backward(self, unit: Sequence[Job], halvings: int) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
         requests: list[tuple[Job, PackRequest]] = []
         for job in unit:
@@ -83,18 +150,20 @@ class Operations:
             except EngineError as error:
                 outcomes[job.request_id] = _rejected(job, error)
         if requests:
-            packed = pack([request for _, request in requests], self._backend.lattice)
+            asked = [request for _, request in requests]
+            packed = pack(asked, self._backend.lattice, halvings=halvings)
             result = self._backend.forward_backward(packed.unit)
             for index, (job, request) in enumerate(requests):
                 # One by one: the gradients are in, and running the unit again would add them twice.
                 answer = partial(_trained, packed, result, index, request.data)
                 outcomes[job.request_id] = _attempt(job, answer)
         for job in unit:
-            if outcomes[job.request_id].rejection is not None:
-                self._missing_gradients.add(job.model_id or "")
+            failed = outcomes[job.request_id].rejection is not None
+            if failed and job.model_id in self._residents:
+                self._residents[job.model_id].missing_gradients = True
         return [outcomes[job.request_id] for job in unit]
 
-    def _sample(self, unit: Sequence[Job]) -> list[Outcome]:
+    def _sample(self, unit: Sequence[Job], _: int) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
         requests = []
         for job in unit:
@@ -113,28 +182,29 @@ class Operations:
 
     def _ensure_snapshot(self, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
-            self._backend.load_snapshot(snapshot_id, self._read(snapshot_id))
+            self._backend.load_snapshot(snapshot_id, self.read(snapshot_id))
 
-    def _read(self, file_id: str) -> AdapterState:
+    def read(self, file_id: str) -> AdapterState:
+        """The state in a file. Touches no model: may be called from another thread."""
         return checkpoint.read(self._files.path(file_id), self._backend.info.name)
 
     def _create_model(self, job: Job) -> Outcome:
         config = jobs.decode(job.payload, jobs.CreateModel).config
         _check_targets(config)
         self._backend.create_adapter(job.model_id or "", config)
-        self._configs[job.model_id or ""] = config
+        self._residents[job.model_id or ""] = _Resident(config)
         return _created(job, {"model_id": job.model_id, "type": "create_model"})
 
     def _optim_step(self, job: Job) -> Outcome:
-        self._config(job)
+        resident = self._resident(job)
         command = jobs.decode(job.payload, jobs.OptimStep)
-        if job.model_id in self._missing_gradients:
+        if resident.missing_gradients:
             logger.warning("%s steps although a forward_backward before it failed", job.model_id)
-            self._missing_gradients.remove(job.model_id)
+            resident.missing_gradients = False
         metrics = self._backend.optim_step(job.model_id or "", command.params)
         # JSON has no other numbers, and a step that was taken must not be reported as failed.
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return _json(job, {"metrics": finite})
+        return replace(_json(job, {"metrics": finite}), changed=True)
 
     def _save_weights(self, job: Job) -> Outcome:
         self._config(job)
@@ -170,7 +240,7 @@ class Operations:
     def _load_weights(self, job: Job) -> Outcome:
         command = jobs.decode(job.payload, jobs.LoadWeights)
         creates = command.config is not None
-        state = self._read(command.file_id)
+        state = self.read(command.file_id)
         if not creates:
             _check_same_shape(self._config(job), state, command.path)
         if command.optimizer and not state.first_moment:
@@ -181,15 +251,14 @@ class Operations:
         if not command.optimizer:
             state = replace(state, step=0, first_moment={}, second_moment={})
         self._backend.load_adapter(job.model_id or "", state)
-        self._missing_gradients.discard(job.model_id or "")
-        self._configs[job.model_id or ""] = state.config
+        self._residents[job.model_id or ""] = _Resident(state.config)
         body = {"path": command.path, "model_id": job.model_id, "type": "load_weights"}
-        return _created(job, body) if creates else _json(job, body)
+        if creates:
+            return _created(job, body)
+        return replace(_json(job, body), changed=True)
 
     def _unload_model(self, job: Job) -> Outcome:
-        self._missing_gradients.discard(job.model_id or "")
-        if self._configs.pop(job.model_id or "", None) is not None:
-            self._backend.delete_adapter(job.model_id or "")
+        self.forget(job.model_id or "")
         return _json(job, {})
 
 
@@ -203,7 +272,8 @@ def _trained(
             "rate, advantages and logprobs, or load an earlier checkpoint"
         )
     logprobs, loss = unpack(packed, result.outputs, index, data)
-    return _protobuf(job, training_wire.encode_output(logprobs, loss))
+    outcome = _protobuf(job, training_wire.encode_output(logprobs, loss))
+    return replace(outcome, changed=not data.forward_only)
 
 
 def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
@@ -220,6 +290,11 @@ def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
         return run(job)
     except EngineError as error:
         return _rejected(job, error)
+    except OutOfMemory as error:
+        logger.warning("no room for %s of %s: %s", job.kind, job.model_id or job.scope, error)
+        return _rejected(
+            job, ServerError(f"the device has no memory for {job.kind}; nothing was changed; retry")
+        )
     except Exception:
         logger.exception("%s of %s failed", job.kind, job.model_id or job.scope)
         return _rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
@@ -242,7 +317,7 @@ def _json(job: Job, body: dict[str, Any]) -> Outcome:
 
 
 def _created(job: Job, body: dict[str, Any]) -> Outcome:
-    return replace(_json(job, body), updates=(_status(job, ModelStatus.READY),))
+    return replace(_json(job, body), updates=(_status(job, ModelStatus.READY),), changed=True)
 
 
 def _status(job: Job, status: ModelStatus) -> Update:

@@ -2,129 +2,221 @@
 
 Taking, running and finishing overlap: while a unit runs, new jobs arrive and earlier results are
 stored. A lost connection to the store loses nothing: the worker comes back as the same owner, goes
-on from its cursor, and offers unstored outcomes again.
+on from its cursor, and offers unstored outcomes again. Nor does its death: whoever takes its models
+over brings them back (``residents``).
 """
 
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.kill_points import kill_point
+from tuneserve_engine.link import Link, cause
 from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Queue, StoreFailed
-from tuneserve_engine.scheduler import next_unit
+from tuneserve_engine.queue.base import Queue
+from tuneserve_engine.residents import PointPolicy, Residents
+from tuneserve_engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _TAKE_JOBS = 256
-_STORE_RETRY_S = 1.0
 _FINISH_BYTES = 64 * 2**20
 """Body bytes that one ``finish`` carries, unless one outcome is larger."""
+STOP_S = 25.0
 
 
-class LeaseLost(Exception):
-    """The store no longer knows this worker; what is in its memory is void."""
+def _one_thread() -> Executor:
+    return ThreadPoolExecutor(max_workers=1)
+
+
+@dataclass(frozen=True)
+class WorkerPolicy:
+    """How a worker goes about it. ``device`` and ``disk`` run one call at a time each."""
+
+    points: PointPolicy = field(default_factory=PointPolicy)
+    renew_s: float = 2.0
+    clock: Callable[[], float] = time.monotonic
+    device: Callable[[], Executor] = _one_thread
+    disk: Callable[[], Executor] = _one_thread
 
 
 class Worker:
-    """Runs jobs until cancelled.
+    """Runs jobs until ``stop``.
 
     ``connect`` gives a connected queue, and is called again whenever the connection is lost.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         connect: Callable[[], Awaitable[Queue]],
         operations: Operations,
         info: BaseModelInfo,
+        *,
+        name: str,
+        scheduler: Scheduler | None = None,
+        policy: WorkerPolicy | None = None,
     ) -> None:
-        self._connect = connect
+        policy = policy or WorkerPolicy()
+        self.backlog = Backlog()
+        self.clock = policy.clock
         self._operations = operations
-        self._info = info
-        self._owner = uuid.uuid4().hex
-        self._epoch: int | None = None
+        self._scheduler = scheduler or Scheduler()
+        self._device = policy.device()
+        self._disk = policy.disk()
+        self._residents = Residents(operations, policy.points, self)
+        self.link = Link(connect, name, info, self._residents.give_up, policy.renew_s)
         self._cursor = 0
-        self._pending: dict[str, Job] = {}
+        self._taking = asyncio.Lock()
+        self._pause = asyncio.Event()
+        self._unstored: dict[str, Job] = {}  # running, or with an outcome on its way
         self._outcomes: list[Outcome] = []
-        self._last_served: dict[str, int] = {}
+        self._offered = asyncio.Event()
+        self._stored = asyncio.Event()  # replaced after each use: holders of the old one wake
+        self._stopping = asyncio.Event()
+        self._tasks: asyncio.TaskGroup | None = None
         self._units = 0
-        self._jobs_arrived = asyncio.Event()
-        self._outcomes_ready = asyncio.Event()
+
+    def stop(self) -> None:
+        """Makes ``run`` return: after the running unit, with everything saved."""
+        self._stopping.set()
+        self.backlog.arrived.set()
 
     async def run(self) -> None:
-        """Never returns. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="device") as device:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._run_units(device))
-                    tasks.create_task(self._stay_connected())
-            except BaseExceptionGroup as group:
-                raise _cause(group) from None
+        """Returns after ``stop``, in at most ``STOP_S``; a unit that is still running by then is
+        abandoned. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                units = self._tasks.create_task(self._run_units())
+                self._tasks.create_task(self.link.keep(self._take, self._finish))
+                self._tasks.create_task(self._residents.keep_points())
+                self._tasks.create_task(self._stop_after(units))
+        except BaseExceptionGroup as group:
+            _, failures = group.split(_Stopped)
+            if failures is not None:
+                raise cause(failures) from None
+        finally:
+            self._device.shutdown(wait=False, cancel_futures=True)
+            self._disk.shutdown(wait=False, cancel_futures=True)
 
-    async def _stay_connected(self) -> None:
-        while True:
-            try:
-                await self._exchange(await self._connect())
-            except* ConnectionError:
-                logger.warning("lost the store; reconnecting")
-            except* StoreFailed as group:
-                logger.error("the store failed, trying again: %s", _cause(group))
-                await asyncio.sleep(_STORE_RETRY_S)
+    async def _stop_after(self, units: "asyncio.Task[None]") -> None:
+        await self._stopping.wait()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await units
+                if self.link.is_up:
+                    await self._residents.save_all()
+                    await self.stored(None, None)
+                    await self.link.ask(lambda queue, epoch: queue.resign(epoch))
+        except TimeoutError:
+            logger.warning("not everything was saved within %g s; the log has it", STOP_S)
+        raise _Stopped
 
-    async def _exchange(self, queue: Queue) -> None:
-        """Takes jobs and stores outcomes until the connection breaks."""
-        if self._epoch is not None:
-            # Learns of a new worker before leasing, which would take the lease back from it.
-            await queue.finish(self._epoch, ())
-        lease = await queue.lease(self._owner, self._info)
-        if self._epoch is not None and not lease.resumed:
-            raise LeaseLost("another worker held the lease meanwhile; restart this one")
-        self._epoch = lease.epoch
-        logger.info("ready: serving %s as epoch %d", self._info.name, lease.epoch)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._take(queue, lease.epoch))
-            tasks.create_task(self._finish(queue, lease.epoch))
+    # --- the store's side -----------------------------------------------------------------------
 
     async def _take(self, queue: Queue, epoch: int) -> None:
         while True:
-            jobs = await queue.take(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
+            async with self._taking:
+                jobs = await self._unless_paused(
+                    queue.take(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
+                )
             for job in jobs:
-                self._pending[job.request_id] = job
                 self._cursor = job.release
-            self._jobs_arrived.set()
+                if job.model_id is None:
+                    self.backlog.add([job])
+                else:
+                    self._residents.admit(job)
+            kill_point("worker-took")
+
+    async def _unless_paused(self, take: Awaitable[list[Job]]) -> list[Job]:
+        taking, pause = asyncio.ensure_future(take), asyncio.ensure_future(self._pause.wait())
+        try:
+            await asyncio.wait((taking, pause), return_when=asyncio.FIRST_COMPLETED)
+            return taking.result() if taking.done() else []
+        finally:
+            for task in (taking, pause):
+                task.cancel()
+            await asyncio.gather(taking, pause, return_exceptions=True)
+
+    async def without_takes(self, call: Callable[[], Awaitable[None]]) -> None:
+        self._pause.set()
+        async with self._taking:
+            self._pause.clear()
+            await call()
 
     async def _finish(self, queue: Queue, epoch: int) -> None:
         while True:
-            await self._outcomes_ready.wait()
+            await self._offered.wait()
             batch = _first_of(self._outcomes)
+            kill_point("worker-before-finish")
             await queue.finish(epoch, batch)
+            kill_point("worker-finished")
             del self._outcomes[: len(batch)]
+            for outcome in batch:
+                self._unstored.pop(outcome.request_id, None)
+            self._stored.set()
+            self._stored = asyncio.Event()
             if not self._outcomes:  # not before: after a lost connection they are offered again
-                self._outcomes_ready.clear()
+                self._offered.clear()
 
-    async def _run_units(self, device: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            unit = next_unit(list(self._pending.values()), self._last_served)
+    async def stored(self, model_id: str | None, position: int | None) -> None:
+        """Returns when the model's requests before ``position`` (None: all; of all models) that
+        have run have durable results."""
+        while any(
+            model_id in {None, job.model_id}
+            and (position is None or job.position is None or job.position < position)
+            for job in self._unstored.values()
+        ):
+            await self._stored.wait()
+
+    def offer(self, outcomes: list[Outcome]) -> None:
+        self._outcomes.extend(outcomes)
+        self._offered.set()
+
+    # --- the device's side ----------------------------------------------------------------------
+
+    async def _run_units(self) -> None:
+        while not self._stopping.is_set():
+            unit = self._scheduler.next_unit(self.backlog.in_order())
             if not unit:
-                self._jobs_arrived.clear()
-                await self._jobs_arrived.wait()
+                self.backlog.arrived.clear()
+                if not self._stopping.is_set():
+                    await self.backlog.arrived.wait()
                 continue
-            started_s = time.monotonic()
-            outcomes = await loop.run_in_executor(device, self._operations.execute, unit)
-            self._account(unit, outcomes, time.monotonic() - started_s)
+            self.backlog.remove(unit)
+            self._unstored |= {
+                job.request_id: job for job in unit if not self.backlog.is_again(job)
+            }
+            await self._note(unit)
+            kill_point("worker-before-unit")
+            started_s = self.clock()
+            outcomes = await self.on_device(partial(self._operations.execute, unit))
+            kill_point("worker-after-unit")
+            self._account(unit, outcomes, self.clock() - started_s)
+
+    async def _note(self, unit: Sequence[Job]) -> None:
+        """Tells the store what runs now, without waiting for it to have heard."""
+        ids = [job.request_id for job in unit]
+        self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, ids)))
+        await asyncio.sleep(0)  # it is on its way when the unit starts
 
     def _account(self, unit: list[Job], outcomes: list[Outcome], seconds: float) -> None:
         self._units += 1
-        for job in unit:
-            del self._pending[job.request_id]
-            self._last_served[job.tenant] = self._units
-        self._outcomes.extend(outcomes)
-        self._outcomes_ready.set()
+        self._scheduler.charge(unit, seconds)
+        for job, outcome in zip(unit, outcomes, strict=True):
+            outcome = self._residents.done(job, outcome)
+            if self.backlog.is_again(job):
+                self.backlog.done_again(job, outcome)
+            else:
+                self.offer([outcome])
         logger.info(
             "unit %d: %d %s of %d tenants, %d failed, %.3f s",
             self._units,
@@ -135,6 +227,26 @@ class Worker:
             seconds,
         )
 
+    # --- what the models need -------------------------------------------------------------------
+
+    def spawn(self, task: Awaitable[None]) -> None:
+        assert self._tasks is not None
+        self._tasks.create_task(_as_coroutine(task))
+
+    async def on_device(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._device, call)
+
+    async def on_disk(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk, call)
+
+
+class _Stopped(Exception):
+    """Ends the other tasks of a worker that has stopped."""
+
+
+async def _as_coroutine(task: Awaitable[None]) -> None:
+    await task
+
 
 def _first_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The oldest outcomes, as many as one ``finish`` carries; at least one."""
@@ -144,9 +256,3 @@ def _first_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
         if count and size > _FINISH_BYTES:
             return list(outcomes[:count])
     return list(outcomes)
-
-
-def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of a group of groups that is one itself."""
-    first = group.exceptions[0]
-    return _cause(first) if isinstance(first, BaseExceptionGroup) else first

@@ -4,219 +4,29 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tinker.proto.response_conv import (
-    deserialize_forward_backward_output,
     deserialize_sample_response,
 )
 
-from tuneserve_client.proto import wire_pb2 as wire
+from tests.engine.worker_bench import CONFIG, TIMEOUT_S, Bench, loss, run, state_bits, until
+from tuneserve_engine import link as link_module
 from tuneserve_engine import worker as worker_module
-from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
-from tuneserve_engine.backend.base import AdapterState, TrainResult, TrainUnit
-from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
-from tuneserve_engine.files import FileStore, new_file_id
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.backend.fake import FAKE_INFO
+from tuneserve_engine.files import new_file_id
 from tuneserve_engine.jobs import (
     CreateModel,
-    Job,
     JobKind,
-    OptimStep,
-    Outcome,
-    Sample,
     SaveWeights,
     encode,
 )
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Fenced, Lease, StoreFailed
-from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.queue.base import Fenced
 from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, ModelStatus
-from tuneserve_engine.worker import Worker
-
-CONFIG = AdapterConfig(rank=4, alpha=8.0, seed=1)
-STEP = OptimStep(AdamParams(learning_rate=0.01))
-TIMEOUT_S = 10
-
-
-def gradient_body(token: int) -> bytes:
-    body = wire.ForwardBackwardRequest(loss_fn="cross_entropy")
-    datum = body.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array([token], "<i4").tobytes()
-    datum.loss_fn_inputs["target_tokens"].dense = np.array([0], "<i8").tobytes()
-    datum.loss_fn_inputs["target_tokens"].dtype = wire.DTYPE_INT64
-    return body.SerializeToString()
-
-
-class Counting(FakeBackend):
-    """Counts what it executes, and can be made to fail or to wait."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gradients: list[str] = []
-        self.steps: list[str] = []
-        self.victim = ""
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        assert self.gate.wait(TIMEOUT_S)
-        names = [request.adapter_id for request in unit.requests]
-        if self.victim in names:
-            raise RuntimeError("the device is on fire")
-        self.gradients += names
-        return super().forward_backward(unit)
-
-    def optim_step(self, adapter_id: str, params: AdamParams) -> Any:
-        self.steps.append(adapter_id)
-        return super().optim_step(adapter_id, params)
-
-
-class Line:
-    """The worker's connection to a store; it counts calls, and breaks when told to.
-
-    ``breaks[method]`` lists, call by call, what happens: "before" the store hears of the call,
-    "after" it did but the answer is lost, "full" the store refuses, or "" nothing.
-    """
-
-    def __init__(self, store: SqliteStore) -> None:
-        self.store = store
-        self.calls: list[str] = []
-        self.breaks: dict[str, list[str]] = {}
-        self.cut = asyncio.Event()
-        self.reachable = asyncio.Event()
-        self.reachable.set()
-
-    async def _call(self, method: str, call: Callable[[], Awaitable[Any]]) -> Any:
-        self.calls.append(method)
-        breaks = self.breaks.get(method)
-        when = breaks.pop(0) if breaks else ""
-        if when == "full":
-            raise StoreFailed("OperationalError: database or disk is full")
-        if when == "before":
-            raise ConnectionResetError("lost on the way there")
-        running = asyncio.ensure_future(call())
-        cut = asyncio.ensure_future(self.cut.wait())
-        try:
-            await asyncio.wait((running, cut), return_when=asyncio.FIRST_COMPLETED)
-            if self.cut.is_set() and not running.done():
-                raise ConnectionResetError("cut")
-            answer = await running
-        finally:
-            running.cancel()
-            cut.cancel()
-        if when == "after":
-            raise ConnectionResetError("lost on the way back")
-        return answer
-
-    async def connect(self) -> "Line":
-        self.calls.append("connect")
-        await self.reachable.wait()
-        self.cut.clear()
-        return self
-
-    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
-        lease: Lease = await self._call("lease", lambda: self.store.lease(owner, info))
-        return lease
-
-    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
-        jobs: list[Job] = await self._call(
-            "take", lambda: self.store.take(epoch, after=after, max_jobs=max_jobs)
-        )
-        return jobs
-
-    async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
-        await self._call("finish", lambda: self.store.finish(epoch, outcomes))
-
-
-class Bench:
-    """A store, a line, a device and the worker between them; submits jobs as the API would."""
-
-    def __init__(self, store: SqliteStore, root: Path) -> None:
-        self.store = store
-        self.line = Line(store)
-        self.backend = Counting()
-        operations = Operations(self.backend, FileStore(root / "files"))
-        self.worker = Worker(self.line.connect, operations, FAKE_INFO)
-        self.task = asyncio.create_task(self.worker.run())
-        self.positions: dict[str, int] = {}
-
-    async def submit(self, kind: JobKind, payload: bytes, model: str, at: int | None = None) -> str:
-        """The request id. ``at`` is a place in the model's order other than the next."""
-        position = self.positions.get(model, 0) if at is None else at
-        self.positions[model] = max(self.positions.get(model, 0), position + 1)
-        job = Job(model[0], kind, model, position, payload, model, position)
-        records = []
-        if kind == JobKind.CREATE_MODEL:
-            records = [Model(model, model[0], "s", "fake", CONFIG, 0.0, 0.0)]
-        return (await self.store.submit(job, *records)).request_id
-
-    async def create(self, model: str) -> str:
-        return await self.submit(
-            JobKind.CREATE_MODEL, encode(CreateModel("tuneserve/fake", CONFIG)), model
-        )
-
-    async def gradient(self, model: str, token: int = 0, at: int | None = None) -> str:
-        return await self.submit(JobKind.FORWARD_BACKWARD, gradient_body(token), model, at)
-
-    async def step(self, model: str, at: int | None = None) -> str:
-        return await self.submit(JobKind.OPTIM_STEP, encode(STEP), model, at)
-
-    async def sample(self, tenant: str, seq: int) -> str:
-        command = Sample(prompt=[1, 2], seed=seq, max_tokens=2)
-        job = Job(tenant, JobKind.SAMPLE, f"{tenant}:sample", seq, encode(command))
-        return (await self.store.submit(job)).request_id
-
-    async def outcome(self, request_id: str) -> Outcome:
-        """How the request ended; it must."""
-        outcome = await self.store.wait(request_id, TIMEOUT_S)
-        assert outcome is not None, f"{request_id} has no outcome"
-        return outcome
-
-    async def ok(self, request_id: str) -> bytes:
-        outcome = await self.outcome(request_id)
-        assert outcome.rejection is None, outcome.rejection
-        return outcome.body
-
-    def state(self, model: str) -> AdapterState:
-        return self.backend.adapter_state(model, optimizer=True)
-
-
-@asynccontextmanager
-async def bench_at(root: Path) -> AsyncIterator[Bench]:
-    store = await SqliteStore.open(root / "store.db")
-    bench = Bench(store, root)
-    try:
-        yield bench
-    finally:
-        bench.backend.gate.set()
-        bench.task.cancel()
-        await asyncio.gather(bench.task, return_exceptions=True)
-        await store.close()
-
-
-def run(root: Path, scenario: Callable[[Bench], Awaitable[None]]) -> None:
-    """Runs the scenario on a fresh bench."""
-
-    async def main() -> None:
-        async with asyncio.timeout(2 * TIMEOUT_S), bench_at(root) as bench:
-            await scenario(bench)
-
-    asyncio.run(main())
-
-
-def state_bits(state: AdapterState) -> list[Any]:
-    groups = (state.weights, state.first_moment, state.second_moment)
-    return [state.step, *[(n, x.tobytes()) for group in groups for n, x in group.items()]]
-
-
-def loss(body: bytes) -> float:
-    return float(deserialize_forward_backward_output(body).metrics["loss:sum"])
-
 
 # --- end to end ----------------------------------------------------------------------------------
 
@@ -326,39 +136,6 @@ def test_a_device_that_fails_ends_the_job_and_not_the_worker(tmp_path: Path) -> 
     run(tmp_path, scenario)
 
 
-def test_a_new_worker_finishes_what_an_earlier_one_left(tmp_path: Path) -> None:
-    """Jobs without a model, and models not created yet; the others are lost with their worker."""
-
-    async def scenario(bench: Bench) -> None:
-        await bench.ok(await bench.create("a"))
-        bench.backend.gate.clear()
-        running = await bench.gradient("a")
-        await until(lambda: len(bench.line.calls) > 3)
-        waiting = [await bench.sample("c", 1), await bench.create("b"), await bench.gradient("b")]
-        bench.task.cancel()
-        bench.backend.gate.set()
-        await asyncio.gather(bench.task, return_exceptions=True)
-        files = FileStore(tmp_path / "files")
-        successor = Worker(bench.line.connect, Operations(FakeBackend(), files), FAKE_INFO)
-        task = asyncio.create_task(successor.run())
-        try:
-            for request in waiting:
-                await bench.ok(request)
-            rejection = (await bench.outcome(running)).rejection
-            assert rejection is not None and "its worker stopped" in rejection.message
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    run(tmp_path, scenario)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 # --- rest and overload ---------------------------------------------------------------------------
 
 
@@ -369,10 +146,10 @@ def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None
         await asyncio.sleep(0.05)
         before = list(bench.line.calls)
         await asyncio.sleep(0.3)
-        assert bench.line.calls == before
-        assert before == ["connect", "lease", "take", "take", "finish"]
+        assert bench.line.calls == before  # for as long as the lease need not be renewed
+        assert before == ["connect", "lease", "renew", "take", "take", "begin", "finish"]
         await bench.ok(await bench.gradient("a"))
-        assert bench.line.calls[len(before) :] == ["take", "finish"]
+        assert bench.line.calls[len(before) :] == ["take", "begin", "finish"]
 
     run(tmp_path, scenario)
 
@@ -494,7 +271,7 @@ def test_an_outcome_whose_acknowledgement_was_lost_needs_no_further_job(tmp_path
 def test_a_store_that_fails_is_tried_again_and_costs_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_STORE_RETRY_S", 0.01)
+    monkeypatch.setattr(link_module, "RETRY_S", 0.01)
 
     async def scenario(bench: Bench) -> None:
         bench.line.breaks = {"finish": ["full", "full"], "take": ["", "full"]}
@@ -511,7 +288,7 @@ def test_random_breaks_change_nothing(tmp_path: Path, seed: int) -> None:
     async def scenario(bench: Bench) -> None:
         bench.line.breaks = {
             method: choose.choices(["", "before", "after"], [3, 1, 1], k=12)
-            for method in ("lease", "take", "finish")
+            for method in ("lease", "renew", "begin", "take", "finish")
         }
 
         async def cut(_: int) -> None:
@@ -531,7 +308,7 @@ def test_random_breaks_change_nothing(tmp_path: Path, seed: int) -> None:
 def test_a_worker_whose_lease_was_taken_stops_at_once(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        await bench.store.lease("another", FAKE_INFO)
+        await bench.store.lease("worker", "another", FAKE_INFO)
         with pytest.raises(Fenced):
             await asyncio.wait_for(bench.task, TIMEOUT_S)
 
@@ -544,12 +321,11 @@ def test_a_worker_that_was_replaced_while_busy_stores_nothing(tmp_path: Path) ->
         bench.backend.gate.clear()
         request = await bench.gradient("a")
         await asyncio.sleep(0.02)
-        await bench.store.lease("another", FAKE_INFO)
+        await bench.store.lease("worker", "another", FAKE_INFO)
         bench.backend.gate.set()
         with pytest.raises(Fenced):
             await asyncio.wait_for(bench.task, TIMEOUT_S)
-        rejection = (await bench.outcome(request)).rejection
-        assert rejection is not None and "its worker stopped" in rejection.message
+        assert await bench.store.wait(request, 0) is None  # it is the successor's now
 
     run(tmp_path, scenario)
 
@@ -562,7 +338,7 @@ def test_a_worker_that_comes_back_does_not_take_the_lease_from_its_successor(
         bench.line.reachable.clear()
         bench.line.cut.set()
         await until(lambda: bench.line.calls[-1] == "connect")
-        lease = await bench.store.lease("another", FAKE_INFO)
+        lease = await bench.store.lease("worker", "another", FAKE_INFO)
         bench.line.reachable.set()
         with pytest.raises(Fenced):
             await asyncio.wait_for(bench.task, TIMEOUT_S)

@@ -1,0 +1,51 @@
+"""What waits for the device: new jobs, and logged ones that have to be done again."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.queue.base import LogEntry
+
+
+class Backlog:
+    """Jobs in ``release`` order. Jobs of a log come back with their old, lower numbers, so that
+    they run before the model's new ones, in units shared with everybody."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, Job] = {}
+        self._again: dict[str, asyncio.Future[Outcome]] = {}
+        self.arrived = asyncio.Event()
+
+    def add(self, jobs: Iterable[Job]) -> None:
+        self._pending |= {job.request_id: job for job in jobs}
+        self.arrived.set()
+
+    def again(self, entries: Sequence[LogEntry]) -> "asyncio.Future[list[Outcome]]":
+        """Adds what was done before; its outcomes, once it has been done again."""
+        loop = asyncio.get_running_loop()
+        futures = {entry.job.request_id: loop.create_future() for entry in entries}
+        self._again |= futures
+        self.add(replace(entry.job, halvings=entry.halvings) for entry in entries)
+        return asyncio.gather(*futures.values())
+
+    def is_again(self, job: Job) -> bool:
+        return job.request_id in self._again
+
+    def in_order(self) -> list[Job]:
+        return sorted(self._pending.values(), key=lambda job: job.release)
+
+    def withdraw(self, model_id: str) -> list[Job]:
+        """Takes out the model's jobs, in order."""
+        mine = [job for job in self.in_order() if job.model_id == model_id]
+        self.remove(mine)
+        return mine
+
+    def remove(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            del self._pending[job.request_id]
+
+    def done_again(self, job: Job, outcome: Outcome) -> None:
+        future = self._again.pop(job.request_id)
+        if not future.done():
+            future.set_result(outcome)

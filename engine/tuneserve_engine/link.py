@@ -1,0 +1,119 @@
+"""The worker's link to the store: a lease that outlives lost connections, and calls that do too."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.queue.base import Queue, StoreFailed
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Call = Callable[[Queue, int], Awaitable[T]]
+
+RETRY_S = 1.0
+_RECONNECT_S = 0.05
+
+
+class LeaseLost(Exception):
+    """The store no longer knows this worker; what is in its memory is void."""
+
+
+class Link:
+    """A lease under ``name``, kept by renewing it every ``renew_s``.
+
+    ``connect`` gives a connected queue, and is called again whenever the connection is lost.
+    ``give_up`` is told the models that another worker should have.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[Queue]],
+        name: str,
+        info: BaseModelInfo,
+        give_up: Callable[[list[str]], None],
+        renew_s: float,
+    ) -> None:
+        self._connect = connect
+        self._name = name
+        self._info = info
+        self._give_up = give_up
+        self._renew_s = renew_s
+        self._owner = uuid.uuid4().hex
+        self._epoch: int | None = None
+        self._queue: Queue | None = None
+        self._connected = asyncio.Event()
+
+    @property
+    def is_up(self) -> bool:
+        return self._connected.is_set()
+
+    async def keep(self, *traffic: Call[None]) -> None:
+        """Connects, leases and runs ``traffic`` beside the renewing, again and again. Never
+        returns. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
+        while True:
+            try:
+                await self._exchange(await self._connect(), traffic)
+            except* ConnectionError:
+                logger.warning("lost the store; reconnecting")
+                await asyncio.sleep(_RECONNECT_S)
+            except* StoreFailed as group:
+                logger.error("the store failed, trying again: %s", cause(group))
+                await asyncio.sleep(RETRY_S)
+            finally:
+                self._queue = None
+                self._connected.clear()
+
+    async def _exchange(self, queue: Queue, traffic: tuple[Call[None], ...]) -> None:
+        if self._epoch is not None:
+            # Learns of a successor before leasing, which would take the name back from it.
+            await queue.renew(self._epoch)
+        lease = await queue.lease(self._name, self._owner, self._info)
+        if self._epoch is not None and not lease.resumed:
+            raise LeaseLost("another worker held the lease meanwhile; restart this one")
+        self._epoch, self._queue = lease.epoch, queue
+        self._connected.set()
+        logger.info("ready: serving %s as epoch %d", self._info.name, lease.epoch)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._renew(queue, lease.epoch))
+            for call in traffic:
+                tasks.create_task(_as_coroutine(call(queue, lease.epoch)))
+
+    async def _renew(self, queue: Queue, epoch: int) -> None:
+        while True:
+            self._give_up(await queue.renew(epoch))
+            await asyncio.sleep(self._renew_s)
+
+    async def ask(self, call: Call[T]) -> T:
+        """What ``call`` gives, tried until the store has answered it."""
+        while True:
+            await self._connected.wait()
+            assert self._queue is not None and self._epoch is not None
+            try:
+                return await call(self._queue, self._epoch)
+            except ConnectionError:
+                # ``keep`` notices too, but perhaps later than we are back here.
+                await asyncio.sleep(_RECONNECT_S)
+            except StoreFailed as error:
+                logger.error("the store failed, trying again: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def tell(self, call: Call[None]) -> None:
+        """Calls once, if the store is there; what was not heard is lost."""
+        if self._queue is not None and self._epoch is not None:
+            try:
+                await call(self._queue, self._epoch)
+            except (ConnectionError, StoreFailed):
+                pass
+
+
+async def _as_coroutine(awaitable: Awaitable[None]) -> None:
+    await awaitable
+
+
+def cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of a group of groups that is one itself."""
+    first = group.exceptions[0]
+    return cause(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,303 @@
+"""The models on this worker: brought back before their first job, saved as recovery points while
+they train, given up when asked.
+
+Device memory is a cache of the log: the newest recovery point and the requests after it give a
+model's state again, bit for bit.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from tuneserve_engine.backend.base import AdapterState
+from tuneserve_engine.backlog import Backlog
+from tuneserve_engine.errors import EngineError, ServerError
+from tuneserve_engine.files import new_file_id
+from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.kill_points import kill_point
+from tuneserve_engine.link import Link
+from tuneserve_engine.operations import Operations
+from tuneserve_engine.queue import rules
+from tuneserve_engine.queue.base import LogEntry, RecoveryPoint
+from tuneserve_engine.records import ModelStatus, Update
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+
+
+@dataclass(frozen=True)
+class PointPolicy:
+    """A changed model is saved after ``interval_s`` or ``steps`` optimizer steps, whichever comes
+    first; writing takes at most the share ``busy`` of the time, and everything waits for that."""
+
+    interval_s: float = 60.0
+    steps: int = 50
+    busy: float = 0.25
+
+
+@dataclass
+class _Model:
+    """What the event loop knows of a model here."""
+
+    is_ready: bool  # its state is on the device
+    held: list[Job] = field(default_factory=list)  # until it is ready, or gone
+    is_leaving: bool = False
+    changed_s: float | None = None  # since when it differs from its newest point
+    steps: int = 0  # optimizer steps since then
+    is_accumulating: bool = False
+    updates: tuple[Update, ...] = ()  # go with its next outcome
+
+
+class Host(Protocol):
+    """What the models need of the worker around them."""
+
+    link: Link
+    backlog: Backlog
+
+    def spawn(self, task: Awaitable[None]) -> None:
+        """Runs beside everything else; what it raises ends the worker."""
+        ...
+
+    async def on_device(self, call: Callable[[], Any]) -> Any: ...
+
+    async def on_disk(self, call: Callable[[], Any]) -> Any: ...
+
+    def offer(self, outcomes: list[Outcome]) -> None: ...
+
+    async def stored(self, model_id: str, position: int | None) -> None:
+        """Returns when the results of the model's requests before ``position`` are durable."""
+        ...
+
+    async def without_takes(self, call: Callable[[], Awaitable[None]]) -> None: ...
+
+    def clock(self) -> float: ...
+
+
+class Residents:
+    """Called on the event loop."""
+
+    def __init__(self, operations: Operations, policy: PointPolicy, host: Host) -> None:
+        self._operations = operations
+        self._policy = policy
+        self._host = host
+        self._models: dict[str, _Model] = {}
+        self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._leaving = asyncio.Lock()
+
+    # --- jobs in, outcomes out ------------------------------------------------------------------
+
+    def admit(self, job: Job) -> None:
+        """Passes a model's job on: at once, or when the model is here."""
+        model_id = job.model_id
+        assert model_id is not None
+        model = self._models.get(model_id)
+        if model is None and job.kind == JobKind.UNLOAD_MODEL:
+            self._host.backlog.add([job])  # there is nothing to bring back first
+        elif model is None and job.position == 0:
+            self._models[model_id] = _Model(is_ready=True)
+            self._host.backlog.add([job])
+        elif model is None:
+            self._models[model_id] = model = _Model(is_ready=False, held=[job])
+            self._host.spawn(self._bring_back(model_id, model))
+        elif model.is_ready and not model.is_leaving:
+            self._host.backlog.add([job])
+        else:
+            model.held.append(job)
+
+    def done(self, job: Job, outcome: Outcome) -> Outcome:
+        """Notes what a job did to its model; the outcome as it is to be stored."""
+        model = self._models.get(job.model_id or "")
+        if model is None or job.model_id is None:
+            return outcome
+        if job.kind == JobKind.UNLOAD_MODEL or (outcome.rejection and job.position == 0):
+            del self._models[job.model_id]
+            return outcome
+        if outcome.changed and not outcome.rejection:
+            if model.changed_s is None:
+                model.changed_s = self._host.clock()
+            model.is_accumulating = job.kind == JobKind.FORWARD_BACKWARD
+            model.steps += job.kind == JobKind.OPTIM_STEP
+            self._changed.set()
+        if self._host.backlog.is_again(job):
+            return outcome
+        updates, model.updates = model.updates, ()
+        return replace(outcome, updates=outcome.updates + updates)
+
+    # --- bringing back --------------------------------------------------------------------------
+
+    async def _bring_back(self, model_id: str, model: _Model) -> None:
+        started_s = self._host.clock()
+        try:
+            start = await self._load_point(model_id)
+            count = await self._replay(model_id, model, start)
+        except EngineError as error:
+            logger.error("%s cannot be restored: %s", model_id, error)
+            await self._host.on_device(partial(self._operations.forget, model_id))
+            self._give_up_for_good(model_id, model)
+            return
+        seconds = self._host.clock() - started_s
+        logger.info("%s is back: %d requests done again, %.3f s", model_id, count, seconds)
+        model.is_ready = True
+        held, model.held = model.held, []
+        self._host.backlog.add(held)
+
+    async def _load_point(self, model_id: str) -> int:
+        """Loads the newest point that can be read; the position to go on from."""
+        points = await self._host.link.ask(lambda queue, epoch: queue.points(epoch, model_id))
+        for point in points:
+            if point.numerics_id != self._operations.numerics_id:
+                logger.warning(
+                    "%s was saved under %s, this is %s: its numbers may differ in the last bits",
+                    model_id,
+                    point.numerics_id,
+                    self._operations.numerics_id,
+                )
+            try:
+                state = await self._host.on_disk(partial(self._operations.read, point.file_id))
+                restore = partial(self._operations.restore, model_id, state, point.position)
+                await self._host.on_device(restore)
+            except EngineError as error:
+                logger.error("a recovery point of %s cannot be used: %s", model_id, error)
+            else:
+                return point.position
+        if len(points) > 1:  # with fewer, the log still starts with the model's creation
+            raise ServerError("none of its recovery points can be read")
+        return 0
+
+    async def _replay(self, model_id: str, model: _Model, start: int) -> int:
+        """Does again what the log has from ``start`` on; how many requests that were."""
+        count = 0
+        while entries := await self._page(model_id, start):
+            outcomes = await self._host.backlog.again(entries)
+            for entry, outcome in zip(entries, outcomes, strict=True):
+                if outcome.rejection is not None:
+                    raise ServerError(
+                        f"request {entry.job.position} fails now: {outcome.rejection.message}"
+                    )
+                if rules.digest(outcome.body) != entry.digest and not model.updates:
+                    logger.error("%s diverged at request %s", model_id, entry.job.position)
+                    model.updates = (Update("model", model_id, {"diverged": True}),)
+            assert entries[-1].job.position is not None
+            start = entries[-1].job.position + 1
+            count += len(entries)
+        return count
+
+    async def _page(self, model_id: str, start: int) -> list[LogEntry]:
+        return await self._host.link.ask(
+            lambda queue, epoch: queue.log(epoch, model_id, start=start)
+        )
+
+    def _give_up_for_good(self, model_id: str, model: _Model) -> None:
+        """Marks the model lost; the store ends its other requests."""
+        self._models.pop(model_id, None)
+        status = Update("model", model_id, {"status": ModelStatus.LOST.value})
+        first = model.held[0].request_id
+        self._host.offer([Outcome(first, rejection=rules.lost(model_id), updates=(status,))])
+
+    # --- recovery points ------------------------------------------------------------------------
+
+    async def keep_points(self) -> None:
+        """Saves changed models as the policy says. Never returns."""
+        while True:
+            self._changed.clear()
+            if not any(model.changed_s is not None for model in self._models.values()):
+                await self._changed.wait()
+            await asyncio.sleep(_TICK_S)
+            for model_id in [m for m, model in self._models.items() if self._is_due(model)]:
+                started_s = self._host.clock()
+                await self._save_or_retry(model_id)
+                written_s = self._host.clock() - started_s
+                await asyncio.sleep(written_s * (1 / self._policy.busy - 1))
+
+    def _is_due(self, model: _Model) -> bool:
+        if model.changed_s is None or not model.is_ready:
+            return False
+        # Right after a step there is no gradient to write; but not every loop steps often.
+        late = 2 if model.is_accumulating else 1
+        waited_s = self._host.clock() - model.changed_s
+        return (
+            waited_s >= late * self._policy.interval_s or model.steps >= late * self._policy.steps
+        )
+
+    async def save_all(self) -> None:
+        """Saves every changed model, now."""
+        for model_id, model in list(self._models.items()):
+            if model.is_ready:
+                await self._save_or_retry(model_id)
+
+    async def _save_or_retry(self, model_id: str) -> None:
+        try:
+            await self._save(model_id)
+        except OSError as error:
+            logger.error("the recovery point of %s was not written: %s", model_id, error)
+
+    async def _save(self, model_id: str) -> None:
+        """Makes the model's present state its newest recovery point. Raises ``OSError``."""
+        async with self._writing:
+            model = self._models.get(model_id)
+            if model is None or model.changed_s is None:
+                return
+            captured = await self._host.on_device(partial(self._operations.capture, model_id))
+            if captured is None:
+                return
+            state, position = captured
+            model.changed_s, model.steps = None, 0
+            try:
+                await self._write(model_id, state, position)
+            except OSError:
+                model.changed_s = model.changed_s or self._host.clock()
+                raise
+
+    async def _write(self, model_id: str, state: AdapterState, position: int) -> None:
+        # A result that is not stored would be computed again, on a state that has it already.
+        await self._host.stored(model_id, position)
+        kill_point("point-before-file")
+        file_id = new_file_id()
+        await self._host.on_disk(partial(self._operations.write, file_id, state))
+        kill_point("point-after-file")
+        point = RecoveryPoint(model_id, position, file_id, self._operations.numerics_id)
+        await self._host.link.ask(lambda queue, epoch: queue.save_point(epoch, point))
+        kill_point("point-saved")
+
+    # --- giving up ------------------------------------------------------------------------------
+
+    def give_up(self, model_ids: list[str]) -> None:
+        """Lets these models go, each when what runs of it has ended."""
+        for model_id in model_ids:
+            model = self._models.get(model_id)
+            if model is None:
+                self._host.spawn(self._release(model_id, None))
+            elif model.is_ready and not model.is_leaving:
+                model.is_leaving = True
+                self._host.spawn(self._leave(model_id, model))
+
+    async def _leave(self, model_id: str, model: _Model) -> None:
+        async with self._leaving:
+            model.held = self._host.backlog.withdraw(model_id) + model.held
+            await self._host.stored(model_id, None)
+            try:
+                await self._save(model_id)
+            except OSError as error:
+                logger.error("%s stays here: its state was not written: %s", model_id, error)
+                model.is_leaving = False
+                held, model.held = model.held, []
+                self._host.backlog.add(held)
+                return
+            await self._host.on_device(partial(self._operations.forget, model_id))
+            await self._release(model_id, model)
+            logger.info("%s is parked", model_id)
+
+    async def _release(self, model_id: str, model: _Model | None) -> None:
+        async def release() -> None:
+            if self._models.get(model_id) is not model:
+                return  # a request came meanwhile
+            await self._host.link.ask(lambda queue, epoch: queue.release(epoch, model_id))
+            self._models.pop(model_id, None)  # what it held comes back from the store
+
+        # A take under way might bring jobs from before the release after those from after it.
+        await self._host.without_takes(release)

@@ -1,0 +1,256 @@
+"""A whole service in one deterministic event loop: virtual time, one seed = one schedule.
+
+Real parts: the store's transactions, the worker, its recovery, the fake backend's arithmetic, the
+files. Simulated: time, who runs when, lost and repeated messages, crashes.
+"""
+
+import asyncio
+import random
+import selectors
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.workload import Client, Tenant, state_bits
+from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
+from tuneserve_engine.files import FileStore, LocalFs
+from tuneserve_engine.operations import Operations
+from tuneserve_engine.queue.base import Fenced, Queue, StorePolicy, Submitted, SweepPolicy
+from tuneserve_engine.queue.memory import MemoryStore
+from tuneserve_engine.records import Model
+from tuneserve_engine.residents import PointPolicy
+from tuneserve_engine.worker import Worker, WorkerPolicy
+
+QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
+START_S = 1_000_000.0
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time stands still while there is something to do, and then jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self._virtual = _VirtualSelector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now_s
+
+
+class _VirtualSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        events = super().select(0)
+        if not events:
+            assert timeout is not None, "everybody waits for somebody else"
+            self.now_s += max(timeout, 0.0)
+        return events
+
+
+class Inline(Executor):
+    """Runs a call at once, in the caller's thread."""
+
+    def submit(self, call: Any, /, *given: Any, **named: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*given, **named))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+class UnsyncedFs(LocalFs):
+    """Crashes here end tasks, not machines: nothing needs to reach a disk."""
+
+    def fsync(self, descriptor: int) -> None:
+        pass
+
+
+@dataclass
+class Faults:
+    """How often what goes wrong. All zero: an undisturbed run."""
+
+    lost: float = 0.0  # share of calls that never arrive
+    unanswered: float = 0.0  # share of calls whose answer is lost
+    crash_s: float = 0.0  # mean virtual time between deaths of workers
+    outage_s: float = 0.0  # mean virtual time between restarts of the API process
+    workers: int = 1
+
+
+SOME = Faults(lost=0.03, unanswered=0.03, crash_s=3.0, outage_s=15.0, workers=2)
+
+
+@dataclass
+class World:
+    """The service and what happens to it."""
+
+    seed: int
+    folder: Path
+    faults: Faults
+    make_operations: Callable[[Path], Operations]
+    trace: list[str] = field(default_factory=list)
+    crashes: int = 0
+
+    def __post_init__(self) -> None:
+        self.draw = random.Random(self.seed)
+        self.reachable = asyncio.Event()
+        self.reachable.set()
+
+    async def pause(self) -> None:
+        """A delay as networks and schedulers have."""
+        await asyncio.sleep(self.draw.random() ** 3 * 0.2)
+
+    async def call(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
+        """A call over the network to the process that owns the store."""
+        await self.pause()
+        if not self.reachable.is_set() or self.draw.random() < self.faults.lost:
+            raise ConnectionError(f"{name} did not arrive")
+        answer = await call()
+        self.trace.append(name)
+        await self.pause()
+        if self.draw.random() < self.faults.unanswered:
+            raise ConnectionError(f"{name} was not answered")
+        return answer
+
+    async def play(self, tenants: list[Tenant]) -> dict[str, Any]:
+        """All that clients were told, and the final state of every model."""
+        loop = asyncio.get_running_loop()
+        policy = StorePolicy(job_attempts=10**6)  # here everybody is killed often, poison or not
+        store = MemoryStore(clock=lambda: START_S + loop.time(), policy=policy)
+        self.store = store
+        for tenant in tenants:
+            await store.put(tenant.session_record())
+        background = [
+            asyncio.create_task(self._keep_worker(f"worker-{n}"))
+            for n in range(self.faults.workers)
+        ]
+        background += [asyncio.create_task(self._sweep()), asyncio.create_task(self._outages())]
+        clients = [
+            Client(tenant, _Line(self), self.pause, random.Random(self.seed)) for tenant in tenants
+        ]
+        playing = asyncio.gather(*(client.run() for client in clients))
+        done, _ = await asyncio.wait(
+            [playing, *background], timeout=3600, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert done, "clients still wait after an hour"
+        for task in done:
+            task.result()
+        for task in background:
+            task.cancel()
+        await asyncio.gather(*background, return_exceptions=True)
+        await self._check(tenants, clients)
+        results = {client.tenant.name: client.results for client in clients}
+        root = self.folder / "files"
+        states = {t.name: state_bits(root / t.final_file, FAKE_INFO.name) for t in tenants}
+        await store.close()
+        return {"results": results, "states": states}
+
+    async def _check(self, tenants: list[Tenant], clients: list[Client]) -> None:
+        for tenant, client in zip(tenants, clients, strict=True):
+            model = await self.store.get(Model, tenant.model_id)
+            assert model is not None and not model.diverged, f"{tenant.model_id} is {model}"
+            assert len(client.results) == 2 + sum(
+                len(tenant.round(i)) + len(tenant.samples(i)) for i in range(tenant.rounds)
+            )
+
+    async def _keep_worker(self, name: str) -> None:
+        """Runs workers under the name, one after the other; each is killed after a while."""
+        policy = WorkerPolicy(
+            points=PointPolicy(interval_s=1.0, steps=3),
+            renew_s=0.5,
+            clock=asyncio.get_running_loop().time,
+            device=Inline,
+            disk=Inline,
+        )
+        while True:
+            worker = Worker(
+                self._connect,
+                self.make_operations(self.folder / "files"),
+                FAKE_INFO,
+                name=name,
+                policy=policy,
+            )
+            task = asyncio.create_task(worker.run())
+            lives_s = self.draw.expovariate(1 / self.faults.crash_s) if self.faults.crash_s else 1e9
+            await asyncio.wait([task], timeout=lives_s)
+            if task.done() and not isinstance(task.exception(), Fenced):
+                task.result()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self.crashes += 1
+            self.trace.append(f"{name} died")
+            await asyncio.sleep(self.draw.random() * 2)
+
+    async def _connect(self) -> Any:
+        await self.pause()
+        await self.reachable.wait()
+        return _Line(self)
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(1.0)
+            if self.reachable.is_set():
+                await self.store.sweep(START_S + loop.time(), SweepPolicy(park_s=1.5))
+
+    async def _outages(self) -> None:
+        if not self.faults.outage_s:
+            await asyncio.Event().wait()
+        while True:
+            await asyncio.sleep(self.draw.expovariate(1 / self.faults.outage_s))
+            self.reachable.clear()
+            self.trace.append("API away")
+            await asyncio.sleep(self.draw.random() * 3)
+            self.reachable.set()
+
+
+class _Line:
+    """A caller's way to the store, through the world's network."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method not in QUEUE_METHODS:
+            raise AttributeError(method)
+        return lambda *given, **named: self._call(method, *given, **named)
+
+    async def _call(self, method: str, *given: Any, **named: Any) -> Any:
+        call = getattr(self._world.store, method)
+        return await self._world.call(method, lambda: call(*given, **named))
+
+    async def submit(self, *given: Any) -> Submitted:
+        submitted: Submitted = await self._call("submit", *given)
+        return submitted
+
+    async def wait(self, request_id: str, timeout_s: float) -> Any:
+        return await self._call("wait", request_id, timeout_s)
+
+
+def fake_operations(folder: Path) -> Operations:
+    return Operations(FakeBackend(), FileStore(folder, UnsyncedFs()))
+
+
+def play(
+    seed: int,
+    folder: Path,
+    faults: Faults = SOME,
+    *,
+    rounds: int = 3,
+    first: int = 0,
+    make_operations: Callable[[Path], Operations] = fake_operations,
+) -> tuple[dict[str, Any], World]:
+    """What three tenants got under this seed's faults, and the world it happened in."""
+    folder.mkdir(parents=True)
+    tenants = [Tenant(first + n, FAKE_INFO.name, rounds) for n in range(3)]
+    worlds: list[World] = []
+
+    async def main() -> dict[str, Any]:
+        worlds.append(World(seed, folder, faults, make_operations))
+        return await worlds[0].play(tenants)
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        results = runner.run(main())
+    return results, worlds[0]

@@ -1,0 +1,125 @@
+"""T2: real workers, ended by SIGKILL at random places of their work, over a real store.
+
+No acknowledged request is lost; results and states are those of an undisturbed run, bit for bit.
+"""
+
+import asyncio
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.faults.killed_worker import KILL_POINTS, Life
+from tests.faults.simulation import Faults, play
+from tests.faults.workload import Client, Tenant, state_bits
+from tuneserve_engine.backend.fake import FAKE_INFO
+from tuneserve_engine.config import CommonSettings
+from tuneserve_engine.queue import remote
+from tuneserve_engine.queue.base import Store
+from tuneserve_engine.queue.opening import open_store
+from tuneserve_engine.records import Model
+
+ROUNDS = 12
+
+
+@asynccontextmanager
+async def opened(settings: CommonSettings) -> AsyncIterator[Store]:
+    """The store as the API process has it."""
+    store = await open_store(settings)
+    try:
+        if settings.store_kind == "sqlite":
+            async with remote.serve(store, settings.store_socket):
+                yield store
+        else:
+            yield store
+    finally:
+        await store.close()
+
+
+class Killer:
+    """Keeps a worker running that dies again and again."""
+
+    def __init__(self, settings: CommonSettings, seed: int, kills: int) -> None:
+        self.settings = settings
+        self.draw = random.Random(seed)
+        self.wanted = kills
+        self.kills: dict[str, int] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return sum(self.kills.values()) >= self.wanted
+
+    async def run(self) -> None:
+        while True:
+            life = Life(self.settings, "worker")
+            if not self.is_done:
+                point = self.draw.choice(KILL_POINTS)
+                life = Life(self.settings, "worker", point, self.draw.randint(1, 4))
+            process = await asyncio.to_thread(life.start)
+            try:
+                # A worker that does not come to its kill point would keep the others from dying.
+                await asyncio.to_thread(process.join, None if self.is_done else 3.0)
+                if process.exitcode == -signal.SIGKILL:
+                    self.kills[life.kill_at] = self.kills.get(life.kill_at, 0) + 1
+                else:
+                    assert process.exitcode is None, f"a worker ended with {process.exitcode}"
+            finally:
+                process.kill()
+                await asyncio.to_thread(process.join)
+
+
+async def disturbed(settings: CommonSettings, kills: int, seed: int) -> list[dict[str, Any]]:
+    """Groups of three tenants, one after the other until there were enough kills."""
+    async with opened(settings) as store:
+        killer = Killer(settings, seed, kills)
+        killing = asyncio.create_task(killer.run())
+        groups: list[dict[str, Any]] = []
+        try:
+            while not killer.is_done:
+                playing = asyncio.create_task(_group(store, settings, len(groups)))
+                await asyncio.wait([playing, killing], return_when=asyncio.FIRST_COMPLETED)
+                if killing.done():
+                    killing.result()
+                groups.append(await playing)
+        finally:
+            killing.cancel()
+            with suppress(asyncio.CancelledError):
+                await killing
+    print(f"{settings.store_kind}: {killer.kills} killed, {len(groups)} groups of three models")
+    return groups
+
+
+async def _group(store: Store, settings: CommonSettings, index: int) -> dict[str, Any]:
+    async def pause() -> None:
+        await asyncio.sleep(0)
+
+    tenants = [Tenant(3 * index + n, FAKE_INFO.name, ROUNDS) for n in range(3)]
+    for tenant in tenants:
+        await store.put(tenant.session_record())
+    clients = [Client(tenant, store, pause, random.Random(index)) for tenant in tenants]
+    await asyncio.gather(*(client.run() for client in clients))
+    for tenant in tenants:
+        model = await store.get(Model, tenant.model_id)
+        assert model is not None and not model.diverged
+    root = Path(settings.files_dir)
+    return {
+        "results": {client.tenant.name: client.results for client in clients},
+        "states": {t.name: state_bits(root / t.final_file, FAKE_INFO.name) for t in tenants},
+    }
+
+
+def undisturbed(folder: Path, group: int) -> dict[str, Any]:
+    return play(0, folder, Faults(), rounds=ROUNDS, first=3 * group)[0]
+
+
+def check(settings: CommonSettings, tmp_path: Path, kills: int, seed: int) -> None:
+    groups = asyncio.run(disturbed(settings, kills, seed))
+    for index, group in enumerate(groups):
+        assert group == undisturbed(tmp_path / f"undisturbed-{index}", index), f"group {index}"
+
+
+def test_killed_workers_lose_nothing_on_sqlite(tmp_path: Path) -> None:
+    settings = CommonSettings(data_dir=tmp_path / "data", job_attempts=1000)
+    check(settings, tmp_path, kills=100, seed=1)

@@ -1,0 +1,139 @@
+"""T3: the JAX worker on the embedded model, ended by ``kill -9`` while three tenants train.
+
+Final weights, moments and every returned result equal those of an undisturbed run, bit for bit.
+"""
+
+import asyncio
+import os
+import random
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.test_kills import opened
+from tests.faults.workload import Client, Tenant, state_bits
+from tuneserve_engine.config import CommonSettings
+from tuneserve_engine.queue.base import Store
+from tuneserve_engine.records import Model
+
+BASE_MODEL = "tuneserve/tiny"
+
+
+class JaxWorker:
+    """A worker process that is started again whenever it has died."""
+
+    def __init__(self, settings: CommonSettings, compiled: Path) -> None:
+        self._environment = {
+            **os.environ,
+            "TUNESERVE_DATA_DIR": str(settings.data_dir),
+            "TUNESERVE_STORE": settings.store,
+            "TUNESERVE_JOB_ATTEMPTS": str(settings.job_attempts),
+            "TUNESERVE_COMPILE_CACHE": str(compiled),
+            "TUNESERVE_WORKER_NAME": "worker",
+            "TUNESERVE_POINT_S": "0.5",
+            "TUNESERVE_POINT_STEPS": "3",
+        }
+        self._log = settings.data_dir / "worker.log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def keep(self) -> None:
+        with self._log.open("ab") as log:
+            while True:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    sys.executable, "-m", "tuneserve_engine", env=self._environment, stderr=log
+                )
+                try:
+                    status = await process.wait()
+                finally:
+                    with suppress(ProcessLookupError):
+                        process.kill()
+                    await process.wait()
+                assert status < 0, f"it ended with {status}: {self._log.read_text()[-3000:]}"
+
+    def kill(self) -> None:
+        assert self._process is not None, "results came without a worker"
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+
+async def train(
+    settings: CommonSettings, compiled: Path, rounds: int, kills: int, seed: int = 0
+) -> dict[str, Any]:
+    """What three tenants got, and the end states of their models; ``kills`` workers died."""
+    tenants = [Tenant(n, BASE_MODEL, rounds, length=12) for n in range(3)]
+    worker = JaxWorker(settings, compiled)
+    progress = Progress(kills, sum(len(t.round(0)) + len(t.samples(0)) for t in tenants) * rounds)
+    draw = random.Random(seed)
+
+    async def pause() -> None:
+        # Called between any two things that a client does: a good place for somebody else to die.
+        if progress.is_time_to_die(sum(len(client.results) for client in clients), draw):
+            worker.kill()
+
+    async with opened(settings) as store:
+        for tenant in tenants:
+            await store.put(tenant.session_record())
+        clients = [
+            Client(tenant, store, pause, random.Random(n)) for n, tenant in enumerate(tenants)
+        ]
+        keeping = asyncio.create_task(worker.keep())
+        playing = asyncio.gather(*(client.run() for client in clients))
+        try:
+            await asyncio.wait([keeping, playing], return_when=asyncio.FIRST_COMPLETED)
+            if keeping.done():
+                keeping.result()
+            await playing
+        finally:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await keeping
+        await check_models(store, tenants)
+    assert progress.kills == kills, f"only {progress.kills} were killed"
+    root = Path(settings.files_dir)
+    return {
+        "results": {client.tenant.name: client.results for client in clients},
+        "states": {t.name: state_bits(root / t.final_file, BASE_MODEL) for t in tenants},
+    }
+
+
+class Progress:
+    """Spreads the kills over a run of ``total`` results."""
+
+    def __init__(self, wanted: int, total: int) -> None:
+        self.kills = 0
+        self._wanted = wanted
+        self._every = total / (wanted + 1)
+
+    def is_time_to_die(self, results: int, draw: random.Random) -> bool:
+        at = max(1.0, (self.kills + draw.random()) * self._every)
+        due = self.kills < self._wanted and results >= at
+        self.kills += due
+        return due
+
+
+async def check_models(store: Store, tenants: list[Tenant]) -> None:
+    for tenant in tenants:
+        model = await store.get(Model, tenant.model_id)
+        assert model is not None and not model.diverged, f"{tenant.model_id} diverged"
+
+
+def compare(folder: Path, store: str, rounds: int, kills: int) -> None:
+    compiled = folder / "compiled"
+    calm = CommonSettings(data_dir=folder / "calm")
+    wanted = asyncio.run(train(calm, compiled, rounds, 0))
+    stormy = CommonSettings(data_dir=folder / "stormy", store=store, job_attempts=1000)
+    assert asyncio.run(train(stormy, compiled, rounds, kills)) == wanted
+    print(f"{stormy.store_kind}: {kills} kills, {3 * rounds} rounds of training, equal bits")
+
+
+def test_three_kills_of_the_jax_worker_change_no_bit(tmp_path: Path) -> None:
+    compare(tmp_path, "", rounds=4, kills=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills_of_the_jax_worker_change_no_bit(tmp_path: Path) -> None:
+    compare(tmp_path, "", rounds=60, kills=100)

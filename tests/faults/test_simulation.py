@@ -1,0 +1,62 @@
+"""T1: random schedules of crashes, lost messages, resends and restarts, reproducible from a seed.
+
+Whatever happens, clients are told what they are told in an undisturbed run, and models end in the
+same state, bit for bit.
+"""
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.simulation import Faults, play
+
+SEEDS = 500
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Workers die by the thousand here; their last words are not news."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return play(0, tmp_path_factory.mktemp("undisturbed") / "data", Faults())[0]
+
+
+def check(seeds: range, folder: Path, wanted: dict[str, Any]) -> int:
+    crashes = 0
+    for seed in seeds:
+        got, world = play(seed, folder / str(seed))
+        assert got == wanted, f"seed {seed} gives something else"
+        crashes += world.crashes
+        shutil.rmtree(folder / str(seed))
+    return crashes
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_no_schedule_changes_a_bit(part: int, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    size = SEEDS // 10
+    crashes = check(range(part * size, (part + 1) * size), tmp_path, undisturbed)
+    print(f"{size} schedules, {crashes} crashes")
+    assert crashes > size
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_no_schedule_of_many_changes_a_bit(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+    crashes = check(range(SEEDS, SEEDS + 20_000), tmp_path, undisturbed)
+    print(f"20,000 schedules, {crashes} crashes")
+
+
+def test_a_seed_is_one_schedule(tmp_path: Path) -> None:
+    first = play(7, tmp_path / "first")[1]
+    second = play(7, tmp_path / "second")[1]
+    assert first.crashes > 0
+    assert first.trace == second.trace

@@ -1,0 +1,253 @@
+"""What tenants do in the tests of faults: supervised and reinforcement training in small.
+
+Every request is fixed by the tenant's number alone, so that a disturbed run can be compared with
+an undisturbed one, bit for bit. ``Client`` sends them as the SDK does: several in flight, in any
+order, again when an answer is lost.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine.adapters import AdamParams, AdapterConfig
+from tuneserve_engine.jobs import (
+    CreateModel,
+    Job,
+    JobKind,
+    OptimStep,
+    Outcome,
+    Sample,
+    SaveWeights,
+    encode,
+)
+from tuneserve_engine.queue.base import Submitted
+from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, Record, Session
+
+Pause = Callable[[], Awaitable[None]]
+
+
+class Api(Protocol):
+    """The API's half of a store, however it is reached."""
+
+    async def submit(self, job: Job, *records: Record) -> Submitted: ...
+
+    async def wait(self, request_id: str, timeout_s: float) -> Outcome | None: ...
+
+
+def file_id(*names: object) -> str:
+    """A file id that is the same in every run."""
+    return hashlib.md5(repr(names).encode()).hexdigest()
+
+
+def gradient_body(tokens: Sequence[int], targets: Sequence[int], advantage: float | None) -> bytes:
+    """A request of two datums; importance sampling if there is an advantage."""
+    body = wire.ForwardBackwardRequest(
+        loss_fn="cross_entropy" if advantage is None else "importance_sampling"
+    )
+    for shift in (0, 1):
+        datum = body.data.add()
+        ids = np.roll(np.array(tokens, "<i4"), shift)
+        datum.model_input.add().encoded_text.tokens = ids.tobytes()
+        datum.loss_fn_inputs["target_tokens"].dense = np.array(targets, "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].dtype = wire.DTYPE_INT64
+        if advantage is not None:
+            for name, value in (("advantages", advantage), ("logprobs", -1.0)):
+                column = np.full(len(targets), value, "<f4")
+                datum.loss_fn_inputs[name].dense = column.tobytes()
+                datum.loss_fn_inputs[name].dtype = wire.DTYPE_FLOAT32
+    return body.SerializeToString()
+
+
+@dataclass
+class Tenant:
+    """One model's requests, in order. Odd tenants sample between steps, as in RL."""
+
+    number: int
+    base_model: str
+    rounds: int
+    vocabulary: int = 60
+    length: int = 6
+
+    @property
+    def name(self) -> str:
+        return f"tenant-{self.number}"
+
+    @property
+    def session(self) -> str:
+        return f"s-{self.number}"
+
+    @property
+    def model_id(self) -> str:
+        return f"{self.session}:train:0"
+
+    @property
+    def checkpoint(self) -> str:
+        return f"tinker://{self.model_id}/weights/final"
+
+    @property
+    def config(self) -> AdapterConfig:
+        return AdapterConfig(rank=4, alpha=8.0, seed=self.number, train_unembed=False)
+
+    def creation(self) -> tuple[Job, tuple[Record, ...]]:
+        payload = encode(CreateModel(self.base_model, self.config))
+        job = Job(self.name, JobKind.CREATE_MODEL, self.session, 0, payload)
+        model = Model(
+            self.model_id, self.name, self.session, self.base_model, self.config, 0.0, 0.0
+        )
+        return self._of_model(job, 0), (model,)
+
+    def round(self, index: int) -> list[Job]:
+        """The jobs of one round: gradients, a step, and in RL weights to sample from."""
+        draw = random.Random(1000 * self.number + index)
+        jobs = [(JobKind.FORWARD_BACKWARD, self._gradient(draw)) for _ in range(2)]
+        step = OptimStep(AdamParams(learning_rate=0.01 * (1 + index % 3), weight_decay=0.01))
+        jobs.append((JobKind.OPTIM_STEP, encode(step)))
+        if self.is_rl:
+            save = SaveWeights(
+                CheckpointKind.SAMPLER,
+                self.snapshot(index),
+                self._checkpoint(f"round-{index}", CheckpointKind.SAMPLER, self.snapshot(index)),
+            )
+            jobs.append((JobKind.SAVE_WEIGHTS, encode(save)))
+        first = 1 + index * len(jobs)
+        return [self._job(first + n, kind, payload) for n, (kind, payload) in enumerate(jobs)]
+
+    def samples(self, index: int) -> list[Job]:
+        if not self.is_rl:
+            return []
+        commands = [
+            Sample([1 + index, 2], seed=97 * index + n, file_id=self.snapshot(index), max_tokens=3)
+            for n in range(2)
+        ]
+        scope = f"{self.session}:sample:0"
+        return [
+            Job(
+                self.name,
+                JobKind.SAMPLE,
+                scope,
+                2 * index + n,
+                encode(command),
+                base_model=self.base_model,
+            )
+            for n, command in enumerate(commands)
+        ]
+
+    def final(self) -> Job:
+        file = file_id(self.number, "final")
+        record = self._checkpoint("final", CheckpointKind.TRAINING, file)
+        save = SaveWeights(CheckpointKind.TRAINING, file, record)
+        return self._job(1 + self.rounds * len(self.round(0)), JobKind.SAVE_WEIGHTS, encode(save))
+
+    @property
+    def final_file(self) -> str:
+        return file_id(self.number, "final")
+
+    @property
+    def is_rl(self) -> bool:
+        return self.number % 2 == 1
+
+    def snapshot(self, index: int) -> str:
+        return file_id(self.number, index)
+
+    def _gradient(self, draw: random.Random) -> bytes:
+        tokens = [draw.randrange(self.vocabulary) for _ in range(self.length)]
+        targets = [draw.randrange(self.vocabulary) for _ in range(self.length)]
+        return gradient_body(tokens, targets, draw.uniform(-1, 1) if self.is_rl else None)
+
+    def _job(self, seq: int, kind: JobKind, payload: bytes) -> Job:
+        return self._of_model(Job(self.name, kind, self.model_id, seq, payload), seq)
+
+    def _of_model(self, job: Job, position: int) -> Job:
+        return Job(
+            job.tenant,
+            job.kind,
+            job.scope,
+            job.seq,
+            job.payload,
+            self.model_id,
+            position,
+            self.base_model,
+        )
+
+    def _checkpoint(self, name: str, kind: CheckpointKind, file: str) -> Checkpoint:
+        return Checkpoint(
+            f"tinker://{self.model_id}/{kind.value}/{name}",
+            self.name,
+            self.model_id,
+            kind,
+            name,
+            file,
+            self.base_model,
+            self.config,
+            0.0,
+        )
+
+    def session_record(self) -> Session:
+        return Session(self.session, self.name, created_s=0.0, last_seen_s=1e12)
+
+
+@dataclass
+class Client:
+    """Plays a tenant. ``results`` are the bodies by (scope, seq): all that the client was told."""
+
+    tenant: Tenant
+    api: Api
+    pause: Pause  # between any two things that it does
+    draw: random.Random = field(default_factory=lambda: random.Random(0))
+    resends: float = 0.1
+    results: dict[tuple[str, int], bytes] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        job, records = self.tenant.creation()
+        await self._one(job, *records)
+        for index in range(self.tenant.rounds):
+            await self._together(self.tenant.round(index))
+            await self._together(self.tenant.samples(index))
+        await self._one(self.tenant.final())
+
+    async def _together(self, jobs: Sequence[Job]) -> None:
+        shuffled = list(jobs)
+        self.draw.shuffle(shuffled)
+        await asyncio.gather(*(self._one(job) for job in shuffled))
+
+    async def _one(self, job: Job, *records: Record) -> None:
+        request_id = await self._submit(job, *records)
+        if self.draw.random() < self.resends:
+            assert await self._submit(job, *records) == request_id, "a resend is the same request"
+        while True:
+            await self.pause()
+            try:
+                outcome = await self.api.wait(request_id, 5.0)
+            except ConnectionError:
+                continue
+            if outcome is not None:
+                break
+        assert outcome.rejection is None, f"{job.kind} {job.seq}: {outcome.rejection}"
+        key = (job.scope, job.seq)
+        assert self.results.setdefault(key, outcome.body) == outcome.body, "a result changed"
+
+    async def _submit(self, job: Job, *records: Record) -> str:
+        while True:
+            await self.pause()
+            try:
+                return (await self.api.submit(job, *records)).request_id
+            except ConnectionError:
+                continue
+
+
+def state_bits(directory: object, base_model: str) -> list[object]:
+    """Everything in a saved state, as bytes."""
+    from tuneserve_engine import checkpoint
+
+    state = checkpoint.read(directory, base_model)  # type: ignore[arg-type]
+    groups = (state.weights, state.first_moment, state.second_moment, state.accumulator)
+    return [
+        state.step,
+        *[(g, name, a.tobytes()) for g, group in enumerate(groups) for name, a in group.items()],
+    ]
