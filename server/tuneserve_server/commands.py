@@ -69,7 +69,8 @@ async def adapter_config(
     max_rank = info.max_rank if info else MAX_INT32  # the worker to come refuses what it cannot do
     if not 1 <= lora.rank <= max_rank:
         raise UserError(
-            f"lora_config.rank is {shown(lora.rank)}; {base_model} takes 1 to {max_rank} here"
+            f"lora_config.rank is {shown(lora.rank)}; this server takes 1 to {max_rank} for "
+            f"{base_model!r}"
         )
     config = AdapterConfig(
         rank=lora.rank,

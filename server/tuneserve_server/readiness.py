@@ -18,7 +18,7 @@ async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> 
     while not health:
         await asyncio.sleep(_PAUSE_S)
         health = await asyncio.to_thread(health_of, settings.url)
-    say(f"loading {health['base_model']} ...")
+    say(f"loading {settings.served_name} ...")
     while health.get("worker") != "ready":
         await asyncio.sleep(_PAUSE_S)
         health = await asyncio.to_thread(health_of, settings.url)

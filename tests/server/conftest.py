@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 from fastapi import FastAPI
 
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine.backend.fake import FakeBackend
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Queue
-from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.queue.opening import open_store
 from tuneserve_engine.worker import Worker
 from tuneserve_server.app import create_app
 from tuneserve_server.deps import Services
+from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
 
 JSON = {"Content-Type": "application/json"}
@@ -26,31 +29,45 @@ PROTOBUF = "application/x-protobuf"
 
 
 class Api:
-    """The API as a tenant sees it; ``backend`` is what its worker computes with."""
+    """The API as a tenant sees it; ``backend`` is what its newest worker computes with."""
 
     def __init__(self, app: FastAPI, http: httpx.AsyncClient) -> None:
         self.app = app
         self.http = http
         self.services: Services = app.state.services
         self.backend = FakeBackend()
-        self._worker: asyncio.Task[None] | None = None
+        self._workers: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
 
-    async def start_worker(self) -> None:
+    async def start_worker(self, name: str = "worker", info: BaseModelInfo = FAKE_INFO) -> None:
+        """A worker with an empty memory; under a name that was used before, its successor."""
+
         async def connect() -> Queue:
-            return self.services.watch
+            return self.services.store
 
+        self.backend = FakeBackend(info)
         operations = Operations(self.backend, self.services.files)
-        worker = Worker(connect, operations, self.backend.info)
-        self._worker = asyncio.create_task(worker.run())
-        while not self.services.watch.is_present:
+        worker = Worker(connect, operations, info, name=name)
+        running = asyncio.create_task(worker.run())
+        self._workers[name] = worker, running
+        while not worker.link.is_up:
+            assert not running.done(), running.exception()
             await asyncio.sleep(0.005)
 
-    async def stop_worker(self) -> None:
-        if self._worker is not None:
-            self._worker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._worker
-            self._worker = None
+    async def kill_worker(self, name: str = "worker") -> None:
+        """Ends the worker as its death would: the store has not heard of it."""
+        _, running = self._workers.pop(name)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+    async def stop_worker(self, name: str = "worker") -> None:
+        worker, running = self._workers.pop(name)
+        worker.stop()
+        await running
+
+    async def kill_workers(self) -> None:
+        for name in list(self._workers):
+            await self.kill_worker(name)
 
     async def call(
         self, method: str, path: str, *, key: str | None = "tml-a", **options: Any
@@ -200,16 +217,20 @@ def settings(tmp_path: Path) -> ApiSettings:
 @pytest.fixture
 async def api(settings: ApiSettings, anyio_backend: str) -> AsyncIterator[Api]:
     """The API without a worker: what is accepted waits."""
-    store = await SqliteStore.open(settings.data_dir / "store.db")
+    store = await open_store(settings)
     app = create_app(settings, store)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://test") as http,
     ):
+        services = app.state.services
+        # What was true half a second ago is too old for a test.
+        served = ServedModels(store, settings.served_name, fresh_s=0.0)
+        app.state.services = replace(services, served=served)
         api = Api(app, http)
         yield api
-        await api.stop_worker()
+        await api.kill_workers()
     await store.close()
 
 

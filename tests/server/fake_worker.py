@@ -15,17 +15,16 @@ from tuneserve_server.supervisor import end_with
 
 
 async def main(data_dir: Path) -> None:
-    backend = FakeBackend()
+    backend, files = FakeBackend(), FileStore(data_dir / "files")
 
     async def connect() -> Queue:
         queue = RemoteQueue(data_dir / "store.sock")
         await queue.connect()
         return queue
 
-    worker = Worker(connect, Operations(backend, FileStore(data_dir / "files")), backend.info)
-    task = asyncio.ensure_future(worker.run())
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await asyncio.wait([task])
+    worker = Worker(connect, Operations(backend, files), backend.info, name="worker")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    await worker.run()
 
 
 if __name__ == "__main__":

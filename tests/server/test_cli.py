@@ -5,14 +5,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from tuneserve_engine.config import CommonSettings, WorkerSettings
-from tuneserve_server import cli
+from tuneserve_engine.queue.base import StorePolicy, SweepPolicy
+from tuneserve_server import cli, supervisor
 from tuneserve_server.settings import ApiSettings
+from tuneserve_server.supervisor import ChildSpec
 
 
 def tuneserve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -74,6 +77,140 @@ def test_flags_override_the_environment_and_it_the_file(
     monkeypatch.setenv("TUNESERVE_POLL_S", "4")
     settings = ApiSettings(port=3333)
     assert (settings.port, settings.poll_s, settings.lora_alpha) == (3333, 4.0, 8.0)
+
+
+def test_files_lie_in_the_data_directory_or_where_all_hosts_find_them() -> None:
+    assert CommonSettings(data_dir=Path("/srv")).files_dir == Path("/srv/files")
+    shared = CommonSettings(data_dir=Path("/srv"), files_dir=Path("/shared"))
+    assert shared.files_dir == Path("/shared")
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("redis://:hunter2@host:6379/0", "redis://***@host:6379/0"),
+        ("rediss://user:hunter2@host", "rediss://***@host"),
+        ("redis://user:a@hunter2@host/1", "redis://***@host/1"),
+        ("redis://host/0?password=hunter2&db=1", "redis://host/0?password=***&db=1"),
+        ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
+        ("unix://user:hunter2@/run/redis.sock", "unix://***@/run/redis.sock"),
+    ],
+)
+def test_the_address_of_the_store_is_shown_without_its_password(address: str, shown: str) -> None:
+    settings = CommonSettings(store=address)
+    assert (settings.store_kind, settings.store_shown) == ("redis", shown)
+    assert "hunter2" not in f"{settings!r} {settings}"
+
+
+def test_without_an_address_the_store_is_sqlite() -> None:
+    settings = CommonSettings(data_dir=Path("/srv"))
+    assert (settings.store_kind, settings.store_shown) == ("sqlite", "/srv/store.db")
+
+
+@pytest.mark.parametrize("origin", ["--store", "TUNESERVE_STORE"])
+@pytest.mark.parametrize("value", ["user:hunter2@host", "http://user:hunter2@host", "redis"])
+def test_an_address_that_is_none_is_refused_without_its_password(origin: str, value: str) -> None:
+    option = (origin, value) if origin == "--store" else ()
+    result = tuneserve("api", *option, **({origin: value} if not option else {}))
+    assert result.returncode == 2
+    assert f"(from {origin})" in result.stderr and "redis://host:6379/0" in result.stderr
+    assert "hunter2" not in result.stderr + result.stdout
+    with pytest.raises(ValidationError) as error:
+        CommonSettings(store=value)
+    assert "hunter2" not in str(error.value)
+
+
+def test_the_defaults_of_limits_are_the_stores() -> None:
+    assert ApiSettings().store_policy == StorePolicy()
+    assert ApiSettings().sweep_policy == SweepPolicy()
+    assert WorkerSettings().store_policy == StorePolicy()
+
+
+def test_every_limit_of_the_store_is_a_setting() -> None:
+    settings = ApiSettings(
+        lease_ttl_s=1,
+        job_attempts=2,
+        max_model_jobs=3,
+        max_model_bytes=4,
+        max_tenant_jobs=5,
+        max_tenant_bytes=6,
+        max_tenant_models=7,
+        max_server_jobs=8,
+        max_server_bytes=9,
+        park_s=10,
+        sample_ttl_s=110,
+        session_ttl_s=120,
+        gap_ttl_s=300,
+        result_ttl_s=600,
+    )
+    assert settings.store_policy == StorePolicy(1.0, 2, 3, 4, 5, 6, 7, 8, 9)
+    assert settings.sweep_policy == SweepPolicy(120.0, 10.0, 110.0, 300.0, 600.0)
+
+
+def test_a_worker_is_named_after_its_host_and_process() -> None:
+    name = f"{socket.gethostname()}-{os.getpid()}"
+    assert WorkerSettings().lease_name == name
+    assert WorkerSettings(worker_name="gpu-0").lease_name == "gpu-0"
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "worker"),
+        (["--worker-name", "mine"], "mine"),
+        (["--store", "redis://host"], f"worker-{socket.gethostname()}-8498"),
+    ],
+)
+def test_up_gives_its_workers_one_name_that_no_other_up_gives(
+    options: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is started again takes over at once from the one that died."""
+    seen: list[ChildSpec] = []
+
+    class Keeper:
+        def __init__(self, children: list[ChildSpec], *_: object) -> None:
+            seen.extend(children)
+
+        async def run(self, _: object) -> int:
+            return 0
+
+    monkeypatch.setattr(supervisor, "Supervisor", Keeper)
+    result = CliRunner().invoke(cli.app, ["up", "--port", "8498", *options])
+    assert result.exit_code == 0, result.output
+    assert {child.environment["TUNESERVE_WORKER_NAME"] for child in seen} == {name}
+    if "--store" in options:
+        assert {child.environment["TUNESERVE_STORE"] for child in seen} == {"redis://host"}
+        assert not any("redis://host" in child.command for child in seen)
+
+
+@pytest.mark.parametrize("origin", ["--tenant-weights", "TUNESERVE_TENANT_WEIGHTS"])
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("t-1=2", "it is no JSON object"),
+        ("[1]", "input should be a valid dictionary"),
+        ('{"t-1": 0}', "input should be greater than 0"),
+        ('{"t-1": "much"}', "input should be a valid number"),
+    ],
+)
+def test_weights_that_are_none_are_refused(origin: str, value: str, named: str) -> None:
+    option = (origin, value) if origin.startswith("--") else ()
+    result = tuneserve("up", *option, **({origin: value} if not option else {}))
+    assert result.returncode == 2
+    assert f"(from {origin}); {named}" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_weights_come_from_options_the_environment_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tuneserve.toml").write_text("[tenant_weights]\n't-1' = 2\n")
+    assert WorkerSettings().tenant_weights == {"t-1": 2.0}
+    monkeypatch.setenv("TUNESERVE_TENANT_WEIGHTS", '{"t-2": 0.5}')
+    assert WorkerSettings().tenant_weights == {"t-2": 0.5}
+    given: dict[str, Any] = {"tenant_weights": '{"t-3": 4}'}
+    assert WorkerSettings(**given).tenant_weights == {"t-3": 4.0}
 
 
 def test_settings_do_not_change() -> None:

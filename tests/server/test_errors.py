@@ -10,6 +10,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from tuneserve_engine.queue.base import StoreFailed
 from tuneserve_server.app import PREFIX, ROUTERS
 
 pytestmark = pytest.mark.anyio
@@ -30,9 +31,11 @@ def concrete(path: str) -> str:
     return re.sub(r"\{\w+\}", "x", path)
 
 
-def assert_failure(response: httpx.Response, status: int | None = None) -> None:
+def assert_failure(
+    response: httpx.Response, status: int | None = None, *, below: int = 500
+) -> None:
     assert status is None or response.status_code == status, response.text
-    assert 400 <= response.status_code < 500, response.text
+    assert 400 <= response.status_code < below, response.text
     assert set(response.json()) == {"detail", "code"}
     assert response.json()["detail"]
     assert int(response.headers["content-length"]) == len(response.content) > 0
@@ -114,18 +117,18 @@ async def test_an_unexpected_error_is_500_without_details(
     assert "secret" not in response.text
 
 
+@pytest.mark.parametrize("error", [StoreFailed, ConnectionError])
 async def test_an_unusable_store_is_503_with_a_time_to_come_back(
-    api: Any, monkeypatch: pytest.MonkeyPatch
+    api: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
-    import sqlite3
-
     async def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+        raise error("database or disk is full")
 
     monkeypatch.setattr(api.services.store, "put_new", full)
     response = await api.call("POST", "/create_session", json={})
     assert (response.status_code, response.json()["code"]) == (503, "store_unavailable")
-    assert 1 <= int(response.headers["retry-after"]) <= 30
+    assert int(response.headers["retry-after"]) == 1
+    assert_failure(response, 503, below=600)
 
 
 async def test_what_belongs_to_another_tenant_looks_absent_on_every_route(

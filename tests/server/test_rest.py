@@ -199,7 +199,7 @@ async def test_the_reason_of_the_first_finish_stays(api: Any) -> None:
     assert (await api.services.store.get(Session, session)).ended == "errored"
 
 
-async def test_the_capabilities_are_the_one_base_model(service: Any) -> None:
+async def test_the_capabilities_are_the_base_model_that_is_served(service: Any) -> None:
     assert await service.get("/get_server_capabilities") == {
         "supported_models": [
             {
@@ -214,10 +214,23 @@ async def test_the_capabilities_are_the_one_base_model(service: Any) -> None:
 
 async def test_health_needs_no_key_and_tells_of_the_worker(api: Any) -> None:
     before = await api.get("/healthz", key=None)
-    assert before == {"status": "ok", "worker": "absent", "base_model": "tuneserve/fake"}
+    assert before == {
+        "status": "ok",
+        "worker": "absent",
+        "base_model": "tuneserve/fake",
+        "base_models": [],
+        "store": "sqlite",
+        "durability": "checked",
+    }
     await api.start_worker()
     after = await api.get("/healthz", key=None)
-    assert (after["worker"], after["context_length"]) == ("ready", 64)
+    model = {"architecture": "fake", "context_length": 64, "max_rank": 32}
+    assert after == {
+        **before,
+        **model,
+        "worker": "ready",
+        "base_models": [{"name": "tuneserve/fake", "workers": 1, **model}],
+    }
 
 
 async def test_telemetry_is_accepted_and_dropped(api: Any) -> None:
