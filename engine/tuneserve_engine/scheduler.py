@@ -1,44 +1,158 @@
-"""Which jobs run together next. Pure: values in, jobs out."""
+"""Which jobs run together next, and whose turn it is. Plain Python; the caller measures time.
 
-from collections.abc import Mapping, Sequence
+Every tenant has a counter: the seconds of the device that it used, divided by its weight. The
+lowest goes first, so that the counters of tenants with work stay together.
+"""
 
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+from tuneserve_engine.costs import Costs, Estimates
 from tuneserve_engine.jobs import Job, JobKind
 
 _SHARED = {JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP, JobKind.SAMPLE}
 """Kinds of which many jobs can share a unit."""
 
 MAX_JOBS = 32
-"""Jobs of one unit: bounds how long everyone else waits for it."""
+"""Jobs of one unit: each has a gradient on the device."""
 
 MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
 
+UNIT_S = 0.1
+"""Device time after which a unit takes no further job: everyone else waits for it."""
 
-def next_unit(pending: Sequence[Job], last_served: Mapping[str, int]) -> list[Job]:
-    """The jobs of the next pass, in ``release`` order; empty only if nothing is pending.
 
-    ``pending`` is in release order; ``last_served`` counts up with every unit. The tenant that was
-    served longest ago goes first, with its oldest runnable job; runnable jobs of that kind join, in
-    the same order of tenants, as room allows. A model's jobs run in order: behind its first pending
-    job only more of the same ``forward_backward`` run can share the unit.
+class Scheduler:
+    """Shares the device among tenants by ``weights``, 1 for those not named.
+
+    Of two tenants that both have work, neither gets ahead of the other by more than one request, or
+    ``unit_s`` if that is more: in device time, each divided by its tenant's weight. A tenant that
+    had no work gains nothing by it: it comes back at the lowest counter of those that had.
     """
-    runnable = _runnable(pending)
-    if not runnable:
-        return []
-    in_turn = sorted(runnable, key=lambda job: (last_served.get(job.tenant, -1), job.release))
-    first = in_turn[0]
-    if first.kind not in _SHARED:
-        return [first]
-    chosen = {first.request_id}
-    size = len(first.payload)
-    for job in in_turn:
-        if job.kind != first.kind or job.request_id in chosen or len(chosen) == MAX_JOBS:
-            continue
-        if size + len(job.payload) > MAX_BYTES or _overtakes(job, runnable, chosen):
-            continue
-        chosen.add(job.request_id)
-        size += len(job.payload)
-    return [job for job in runnable if job.request_id in chosen]
+
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        unit_s: float = UNIT_S,
+        costs: Costs | None = None,
+    ) -> None:
+        self._weights = dict(weights or {})
+        self._unit_s = unit_s
+        self._estimates = Estimates(costs or Costs())
+        self._counters: dict[str, float] = {}
+        self._floor = 0.0  # the lowest counter of a tenant with work; never falls
+        self._units = 0
+        self._last_unit: dict[str, int] = {}
+
+    def next_unit(self, pending: Sequence[Job]) -> list[Job]:
+        """The jobs of the next pass, in ``release`` order; empty only if nothing is pending.
+
+        ``pending`` is in release order. The tenant with the lowest counter goes first, with its
+        oldest runnable job; runnable jobs of that kind join, again by the lowest counter, as room
+        and fairness allow. A model's jobs run in order: behind its first pending job only more of
+        the same ``forward_backward`` run can share the unit.
+        """
+        self._estimates.forget_all_but(pending)
+        waiting: dict[str, list[Job]] = {}
+        for job in _runnable(pending):
+            waiting.setdefault(job.tenant, []).append(job)
+        self._arrive(waiting)
+        if not waiting:
+            return []
+        first = waiting[min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))][0]
+        unit = self._filled(first, waiting) if _can_share(first) else [first]
+        return sorted(unit, key=lambda job: job.release)
+
+    def charge(self, unit: Sequence[Job], seconds: float) -> None:
+        """Accounts for a unit that took ``seconds`` of the device."""
+        self._units += 1
+        self._counters |= self._charged(unit, seconds)
+        self._last_unit |= {job.tenant: self._units for job in unit}
+        self._estimates.learn(unit, seconds)
+
+    def _arrive(self, waiting: Mapping[str, object]) -> None:
+        """Lifts tenants that come back to the floor, and forgets absent ones below it."""
+        busy = [self._counters[tenant] for tenant in waiting if tenant in self._counters]
+        if not waiting:  # nobody missed what the others used
+            busy = [max(self._counters.values(), default=self._floor)]
+        self._floor = max(self._floor, min(busy, default=self._floor))
+        for tenant in [name for name, at in self._counters.items() if at <= self._floor]:
+            if tenant not in waiting:
+                del self._counters[tenant]
+                self._last_unit.pop(tenant, None)
+        for tenant in waiting:
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
+
+    def _turn(
+        self, tenant: str, job: Job, charged: Mapping[str, float] | None = None
+    ) -> tuple[float, int, int]:
+        """The least goes first: lowest counter, then served longest ago, then released first.
+        Tenants in ``charged`` are served right now."""
+        served = self._last_unit.get(tenant, 0)
+        if charged and tenant in charged:
+            return charged[tenant], self._units + 1, job.release
+        return self._counters[tenant], served, job.release
+
+    def _filled(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
+        """The first job and those of its kind that may join it, in turn.
+
+        A tenant whose next job may not join adds no other: none overtakes, of a model or a tenant.
+        """
+        unit = [first]
+        room_s = max(self._unit_s, self._estimates.room_s(first))
+        candidates = {
+            tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
+            for tenant, jobs in waiting.items()
+        }
+        while len(unit) < MAX_JOBS:
+            candidates = {tenant: jobs for tenant, jobs in candidates.items() if jobs}
+            if not candidates:
+                break
+            counters = self._charged(unit, self._estimates.unit_s(unit) or 0.0)
+            tenant = min(candidates, key=lambda t: self._turn(t, candidates[t][0], counters))
+            job = candidates[tenant].popleft()
+            if self._may_join(job, unit, room_s, waiting):
+                unit.append(job)
+            else:
+                del candidates[tenant]
+        return unit
+
+    def _may_join(
+        self, job: Job, unit: Sequence[Job], room_s: float, waiting: Collection[str]
+    ) -> bool:
+        """Whether there is room, and the job's tenant stays near whoever has the lowest counter:
+        that one may have nothing to put into this unit."""
+        if not _can_share(job):
+            return False
+        if sum(len(each.payload) for each in unit) + len(job.payload) > MAX_BYTES:
+            return False
+        together = [*unit, job]
+        seconds = self._estimates.unit_s(together)
+        if seconds is None or seconds > room_s:
+            return False
+        charged = self._charged(together, seconds)
+        lowest = min(charged.get(tenant, self._counters[tenant]) for tenant in waiting)
+        return (charged[job.tenant] - lowest) * self._weight(job.tenant) <= room_s
+
+    def _charged(self, unit: Sequence[Job], seconds: float) -> dict[str, float]:
+        """The counters of the unit's tenants after it."""
+        counters: dict[str, float] = {}
+        for job, share in zip(unit, self._estimates.shares(unit), strict=True):
+            tenant = job.tenant
+            before = counters.get(tenant, self._counters.get(tenant, self._floor))
+            counters[tenant] = before + seconds * share / self._weight(tenant)
+        return counters
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+
+def _can_share(job: Job) -> bool:
+    """Whether the job may share a unit. Not one that may have killed a worker, nor one that needs
+    halved micro-batches."""
+    return job.kind in _SHARED and job.attempts == 0 and job.halvings == 0
 
 
 def _runnable(pending: Sequence[Job]) -> list[Job]:
@@ -58,13 +172,3 @@ def _runnable(pending: Sequence[Job]) -> list[Job]:
         runnable.append(job)
         (only_gradients if gradient else blocked).add(model)
     return runnable
-
-
-def _overtakes(job: Job, runnable: Sequence[Job], chosen: set[str]) -> bool:
-    """Whether an earlier job of the same model was left out."""
-    return job.model_id is not None and any(
-        other.model_id == job.model_id
-        and other.release < job.release
-        and other.request_id not in chosen
-        for other in runnable
-    )

@@ -1,14 +1,16 @@
-"""Which jobs run together: order per model, sharing, turns between tenants, and limits."""
+"""Which jobs run together: order per model, sharing, limits. Turns and shares: test_fairness."""
+
+from dataclasses import replace
+from itertools import count
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tuneserve_engine.jobs import Job, JobKind
-from tuneserve_engine.scheduler import MAX_BYTES, MAX_JOBS, next_unit
+from tuneserve_engine.jobs import Job, JobKind, Sample, encode
+from tuneserve_engine.scheduler import MAX_BYTES, MAX_JOBS, Scheduler
 
 CREATE, GRADIENT, STEP = JobKind.CREATE_MODEL, JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP
 SAVE, SAMPLE, UNLOAD = JobKind.SAVE_WEIGHTS, JobKind.SAMPLE, JobKind.UNLOAD_MODEL
+ids = count()
 
 
 def pending(*jobs: tuple[str, JobKind] | tuple[str, JobKind, int]) -> list[Job]:
@@ -22,20 +24,31 @@ def pending(*jobs: tuple[str, JobKind] | tuple[str, JobKind, int]) -> list[Job]:
             seq=number,
             payload=bytes(*size),
             model_id=None if kind == SAMPLE else name,
-            request_id=f"{name}-{number}",
+            request_id=f"{name}-{next(ids)}",
             release=number,
         )
         for number, (name, kind, *size) in enumerate(jobs)
     ]
 
 
-def unit(jobs: list[Job], last_served: dict[str, int] | None = None) -> list[int]:
+def scheduler(used: dict[str, float] | None = None, *, fast: bool = True) -> Scheduler:
+    """One that knows every kind to be fast, so that time limits no unit; its tenants used the
+    device for so many seconds."""
+    device = Scheduler(unit_s=10.0)
+    for kind in JobKind:
+        device.charge(pending(("z", kind, 1000)), 1e-6 if fast else 1.0)
+    for tenant, seconds in (used or {}).items():
+        device.charge(pending((tenant, SAVE)), seconds)
+    return device
+
+
+def unit(jobs: list[Job], used: dict[str, float] | None = None) -> list[int]:
     """The places of the next unit's jobs in the list."""
-    return [job.release for job in next_unit(jobs, last_served or {})]
+    return [job.release for job in scheduler(used).next_unit(jobs)]
 
 
 def test_nothing_pending_gives_nothing() -> None:
-    assert next_unit([], {}) == []
+    assert Scheduler().next_unit([]) == []
 
 
 def test_a_run_of_gradients_of_one_model_shares_a_unit_up_to_the_step() -> None:
@@ -46,7 +59,8 @@ def test_a_run_of_gradients_of_one_model_shares_a_unit_up_to_the_step() -> None:
 
 
 def test_a_gradient_waits_for_the_step_before_it() -> None:
-    assert unit(pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT)), {"a": 1}) == [2]
+    jobs = pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT))
+    assert unit(jobs, {"a": 1.0, "b": 0.5}) == [2]
 
 
 @pytest.mark.parametrize("kind", [CREATE, SAVE, JobKind.LOAD_WEIGHTS, UNLOAD])
@@ -60,26 +74,26 @@ def test_steps_of_different_models_share_a_unit() -> None:
 
 def test_samples_wait_for_no_model() -> None:
     jobs = pending(("a", CREATE), ("a", SAMPLE), ("b", SAMPLE))
-    assert unit(jobs, {"a": 2, "b": 1}) == [1, 2]
+    assert unit(jobs, {"a": 2.0, "b": 1.0}) == [1, 2]
 
 
 def test_gradients_of_all_tenants_share_a_unit_in_release_order() -> None:
     jobs = pending(("c", GRADIENT), ("a", GRADIENT), ("b", GRADIENT), ("a", GRADIENT))
-    assert unit(jobs, {"a": 3, "b": 9, "c": 5}) == [0, 1, 2, 3]
+    assert unit(jobs, {"a": 3.0, "b": 9.0, "c": 5.0}) == [0, 1, 2, 3]
 
 
-def test_the_tenant_served_longest_ago_decides_the_kind() -> None:
+def test_the_tenant_that_used_the_least_decides_the_kind() -> None:
     jobs = pending(("a", GRADIENT), ("b", STEP), ("c", GRADIENT))
-    assert unit(jobs) == [0, 2]  # nobody was served: the oldest
-    assert unit(jobs, {"a": 1, "c": 1}) == [1]
-    assert unit(jobs, {"a": 2, "b": 3, "c": 1}) == [0, 2]
+    assert unit(jobs) == [0, 2]  # nobody used anything: the oldest
+    assert unit(jobs, {"a": 2.0, "b": 1.0, "c": 2.0}) == [1]
+    assert unit(jobs, {"a": 2.0, "b": 3.0, "c": 1.0}) == [0, 2]
 
 
 def test_one_tenants_backlog_leaves_room_for_the_others() -> None:
     jobs = pending(*[("a", GRADIENT)] * 50, ("b", GRADIENT), ("c", GRADIENT))
-    assert unit(jobs) == list(range(MAX_JOBS))
-    assert unit(jobs[MAX_JOBS:], {"a": 1}) == [*range(32, 52)]
-    assert unit(jobs, {"a": 1}) == [*range(MAX_JOBS - 2), 50, 51]
+    assert unit(jobs) == [*range(MAX_JOBS - 2), 50, 51]
+    assert unit(jobs[MAX_JOBS:], {"a": 1.0}) == [*range(32, 52)]
+    assert unit(jobs, {"a": 1.0, "b": 1.0, "c": 2.0}) == [*range(MAX_JOBS - 1), 50]
 
 
 def test_a_unit_has_a_limit_of_bytes_and_a_larger_job_runs_alone() -> None:
@@ -89,60 +103,89 @@ def test_a_unit_has_a_limit_of_bytes_and_a_larger_job_runs_alone() -> None:
     assert unit(pending(("a", GRADIENT, 3 * MAX_BYTES), ("b", GRADIENT, 1))) == [0]
 
 
-def test_a_gradient_that_found_no_room_is_not_overtaken_by_its_model() -> None:
+def test_a_job_that_found_no_room_is_not_overtaken_by_its_tenant() -> None:
     jobs = pending(
-        ("a", GRADIENT, MAX_BYTES - 10), ("b", GRADIENT, 20), ("b", GRADIENT, 1), ("c", GRADIENT, 1)
+        ("a", GRADIENT, MAX_BYTES - 10),
+        *[("b", GRADIENT, 20), ("b", GRADIENT, 1), ("b2", GRADIENT, 1)],
+        ("c", GRADIENT, 1),
     )
-    assert unit(jobs) == [0, 3]
+    assert unit(jobs) == [0, 4]
 
 
-models = st.sampled_from(["a1", "a2", "b1", "c1", "c2", "d1"])
-sizes = st.sampled_from([1, 1000, MAX_BYTES // 3, MAX_BYTES // 2, MAX_BYTES, 2 * MAX_BYTES])
-backlog = st.lists(st.tuples(models, st.sampled_from(list(JobKind)), sizes), max_size=60)
+def with_fields(jobs: list[Job], at: int, **fields: int) -> list[Job]:
+    return [replace(job, **fields) if job.release == at else job for job in jobs]
 
 
-@given(backlog, st.data())
-@settings(deadline=None, max_examples=150)
-def test_a_backlog_drains_in_order_within_limits_and_in_turn(
-    described: list[tuple[str, JobKind, int]], data: st.DataObject
+@pytest.mark.parametrize("fields", [{"attempts": 1}, {"attempts": 2}, {"halvings": 1}])
+@pytest.mark.parametrize("kind", [GRADIENT, SAMPLE, STEP])
+def test_a_suspect_and_a_job_too_large_for_the_device_run_alone(
+    kind: JobKind, fields: dict[str, int]
 ) -> None:
-    """Jobs also arrive while units run, in random groups."""
-    arriving = pending(*described)
-    waiting: list[Job] = []
-    done: list[Job] = []
-    last_served: dict[str, int] = {}
-    waited: dict[str, int] = {}  # units since the tenant's first runnable job was passed over
-    units = 0
-    while arriving or waiting:
-        count = data.draw(st.integers(0 if waiting else 1, 20))
-        waiting += arriving[:count]
-        del arriving[:count]
-        chosen = next_unit(waiting, last_served)
-        check_unit(chosen, waiting)
-        units += 1
-        served = {job.tenant for job in chosen}
-        backlogged = {job.tenant for job in waiting}
-        for tenant in backlogged:
-            waited[tenant] = 0 if tenant in served else waited.get(tenant, 0) + 1
-            assert waited[tenant] < 4, f"tenant {tenant} of 4 waited {waited[tenant]} units"
-        for tenant in served:
-            last_served[tenant] = units
-        done += chosen
-        waiting = [job for job in waiting if job not in chosen]
-    assert sorted(job.release for job in done) == list(range(len(described)))
-    for model in {job.model_id for job in done if job.model_id is not None}:
-        order = [job.release for job in done if job.model_id == model]
-        assert order == sorted(order)
+    jobs = pending(*[(name, kind) for name in "abcd"])
+    suspect = with_fields(jobs, 1, **fields)
+    assert unit(suspect) == [0, 2, 3]
+    assert unit(suspect, {"a": 2.0, "b": 1.0, "c": 2.0, "d": 2.0}) == [1]
+    assert unit(with_fields(jobs, 0, **fields)) == [0]
 
 
-def check_unit(chosen: list[Job], waiting: list[Job]) -> None:
-    assert chosen
-    assert len({job.kind for job in chosen}) == 1
-    assert len(chosen) <= MAX_JOBS
-    assert len(chosen) == 1 or sum(len(job.payload) for job in chosen) <= MAX_BYTES
-    assert [job.release for job in chosen] == sorted({job.release for job in chosen})
-    assert all(job in waiting for job in chosen)
-    for job in chosen:  # nothing of its model that must come first stays behind
-        earlier = [w for w in waiting if w.model_id == job.model_id and w.release < job.release]
-        if job.model_id is not None:
-            assert all(w in chosen and w.kind == GRADIENT for w in earlier)
+def test_a_suspect_is_not_overtaken_by_the_gradients_behind_it() -> None:
+    jobs = with_fields(pending(*[("a", GRADIENT)] * 4), 1, attempts=1)
+    chosen = [unit(jobs), unit(jobs[1:]), unit(jobs[2:])]
+    assert chosen == [[0], [1], [2, 3]]
+
+
+def test_the_first_job_of_a_kind_runs_alone_because_nobody_knows_how_long_it_takes() -> None:
+    device, jobs = Scheduler(unit_s=1.0), pending(*[(name, GRADIENT) for name in "abc"])
+    assert device.next_unit(jobs) == jobs[:1]
+    device.charge(jobs[:1], 0.1)
+    assert device.next_unit(jobs[1:]) == jobs[1:]
+
+
+def test_a_unit_takes_no_more_jobs_than_its_time_allows() -> None:
+    device = Scheduler(unit_s=1.0)
+    device.charge(pending(("z", GRADIENT, 10_000)), 0.3)
+    jobs = pending(*[(name, GRADIENT, 10_000) for name in "abcde"])
+    assert device.next_unit(jobs) == jobs[:3]
+    long = pending(("a", GRADIENT, 100_000), ("b", GRADIENT, 1))
+    assert device.next_unit(long) == long[:1]
+
+
+def test_a_unit_that_had_to_compile_is_soon_forgotten() -> None:
+    device = Scheduler(unit_s=1.0)
+    jobs = pending(*[(name, GRADIENT, 1000) for name in "abcdefgh"])
+    device.charge(jobs[:1], 60.0)
+    assert len(device.next_unit(jobs[1:])) == 1
+    device.charge(jobs[1:2], 0.01)
+    assert len(device.next_unit(jobs[2:])) == 6
+
+
+def sampling(*asked: tuple[str, int, int, int]) -> list[Job]:
+    """Samples from (tenant, prompt tokens, most tokens, samples)."""
+    jobs = pending(*[(tenant, SAMPLE) for tenant, *_ in asked])
+    return [
+        replace(
+            job, payload=encode(Sample([0] * prompt, 1, max_tokens=tokens, num_samples=samples))
+        )
+        for job, (_, prompt, tokens, samples) in zip(jobs, asked, strict=True)
+    ]
+
+
+def test_samples_that_decode_side_by_side_cost_the_time_of_one() -> None:
+    """At a millisecond per step a sample of 1,000 tokens takes a second: more than a unit's time,
+    but eight lanes hold eight of them."""
+    device = Scheduler(unit_s=0.1)
+    device.charge(sampling(("z", 32, 1000, 1)), 1.0)
+    jobs = sampling(*[("a", 32, 1000, 1)] * 20)
+    assert device.next_unit(jobs) == jobs[:8]
+    jobs = sampling(*[("a", 32, 1000, 8)] * 20)
+    assert device.next_unit(jobs) == jobs[:1]
+
+
+def test_a_short_sample_is_not_kept_waiting_by_long_ones() -> None:
+    device = Scheduler(unit_s=0.1)
+    device.charge(sampling(("z", 32, 1000, 1)), 1.0)
+    jobs = sampling(("a", 32, 20, 1), ("b", 32, 1000, 1), ("a", 32, 20, 1))
+    assert device.next_unit(jobs) == [jobs[0], jobs[2]]
+    # Those that decode in lanes of another length would run after the others, not beside them.
+    jobs = sampling(("b", 500, 1000, 1), ("b", 600, 900, 1), ("b", 32, 900, 1), ("a", 32, 600, 1))
+    assert device.next_unit(jobs) == jobs[:2]

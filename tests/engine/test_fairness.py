@@ -1,0 +1,275 @@
+"""Whose turn it is: shares by weight, returning from idle, and a light tenant beside a flood.
+
+A device is simulated: a unit takes the sum of what its jobs take, and a kind's first unit also has
+to compile. The scheduler sees sizes and measured units, and has to learn the rest.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count, cycle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tuneserve_engine.costs import Cost, Costs
+from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.scheduler import MAX_BYTES, MAX_JOBS, Scheduler
+
+GRADIENT, SAMPLE, STEP = JobKind.FORWARD_BACKWARD, JobKind.SAMPLE, JobKind.OPTIM_STEP
+SAVE = JobKind.SAVE_WEIGHTS
+KINDS = (GRADIENT, SAMPLE, STEP, SAVE)
+ids = count()
+
+
+class Sizes(Costs):
+    """A job costs what its ``seq`` says."""
+
+    def of(self, job: Job) -> Cost:
+        return Cost(float(job.seq))
+
+
+@dataclass
+class Device:
+    """Runs what the scheduler chooses, one unit after another, on a clock of its own."""
+
+    scheduler: Scheduler
+    rates: Mapping[JobKind, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.001))
+    compile_s: float = 0.0
+    now: float = 0.0
+    pending: list[Job] = field(default_factory=list)
+    used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    done: dict[str, float] = field(default_factory=dict)  # when, by request id
+    units: list[list[Job]] = field(default_factory=list)
+    compiled: set[JobKind] = field(default_factory=set)
+    largest_s: float = 0.0  # of any request so far
+
+    def submit(self, tenant: str, kind: JobKind, size: int, model: str | None = None) -> str:
+        """A request of ``size``; without a model it waits for nobody."""
+        number = next(ids)
+        job = Job(
+            tenant, kind, "scope", seq=size, payload=b"x", model_id=model,
+            request_id=f"{tenant}-{number}", release=number,
+        )  # fmt: skip
+        self.pending.append(job)
+        return job.request_id
+
+    def run_unit(self) -> list[Job]:
+        unit = self.scheduler.next_unit(self.pending)
+        check_unit(unit, self.pending)
+        kind = unit[0].kind
+        times = [job.seq * self.rates[kind] for job in unit]
+        first_s = 0.0 if kind in self.compiled else self.compile_s
+        self.compiled.add(kind)
+        self.largest_s = max(self.largest_s, *(time + first_s for time in times))
+        seconds = sum(times) + first_s
+        for job, time in zip(unit, times, strict=True):
+            self.used[job.tenant] += seconds * time / sum(times)
+        self.now += seconds
+        ended = {job.request_id: self.now for job in unit}
+        self.pending = [job for job in self.pending if job.request_id not in ended]
+        self.done |= ended
+        self.units.append(unit)
+        self.scheduler.charge(unit, seconds)
+        return unit
+
+
+def check_unit(unit: list[Job], pending: list[Job]) -> None:
+    assert unit
+    assert len({job.kind for job in unit}) == 1
+    assert len(unit) <= MAX_JOBS
+    assert len(unit) == 1 or sum(len(job.payload) for job in unit) <= MAX_BYTES
+    assert [job.release for job in unit] == sorted({job.release for job in unit})
+    assert {job.request_id for job in unit} <= {job.request_id for job in pending}
+    assert len(unit) == 1 or not any(job.attempts for job in unit)
+    for job in unit[:1] if unit[0].model_id is None else unit:
+        # Nothing of its model that must come first stays behind.
+        earlier = [w for w in pending if w.model_id == job.model_id and w.release < job.release]
+        if job.model_id is not None:
+            assert all(w in unit and w.kind == GRADIENT for w in earlier)
+
+
+tenant_weights = st.dictionaries(
+    st.sampled_from("abcde"), st.sampled_from([0.25, 1.0, 1.5, 4.0]), min_size=2
+)
+job_sizes = st.sampled_from([1, 3, 10, 30, 100, 1000])
+
+
+@given(
+    weights=tenant_weights,
+    unit_s=st.sampled_from([0.0, 0.05, 0.5]),
+    compile_s=st.sampled_from([0.0, 2.0]),
+    rates=st.tuples(*[st.sampled_from([0.0001, 0.001, 0.01])] * 4),
+    kinds=st.sets(st.sampled_from(KINDS), min_size=1),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
+    weights: dict[str, float],
+    unit_s: float,
+    compile_s: float,
+    rates: tuple[float, ...],
+    kinds: set[JobKind],
+    data: st.DataObject,
+) -> None:
+    """Whatever they ask for, in whatever sizes, and before anything is known about their times."""
+    scheduler = Scheduler(weights, unit_s=unit_s, costs=Sizes())
+    device = Device(scheduler, dict(zip(KINDS, rates, strict=True)), compile_s)
+    jobs = st.tuples(st.sampled_from(sorted(kinds, key=str)), job_sizes)
+    backlogs = {tenant: data.draw(st.lists(jobs, min_size=1, max_size=8)) for tenant in weights}
+    models = {tenant: data.draw(st.booleans()) for tenant in weights}
+    turns = {tenant: cycle(backlog) for tenant, backlog in backlogs.items()}
+    wanting = [tenant for tenant in weights for _ in range(MAX_JOBS + 1)]  # more than a unit takes
+    for _ in range(40):
+        for tenant in wanting:  # each has work, always
+            kind, size = next(turns[tenant])
+            model = f"{tenant}-model" if models[tenant] and kind != SAMPLE else None
+            device.submit(tenant, kind, size, model)
+        wanting = [job.tenant for job in device.run_unit()]
+        ahead_s = max(unit_s, device.largest_s) + 1e-9
+        service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
+        for tenant, served in service.items():
+            assert served - min(service.values()) <= ahead_s / weights[tenant]
+
+
+@given(weights=tenant_weights, data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_equal_requests_are_done_in_proportion_to_the_weights(
+    weights: dict[str, float], data: st.DataObject
+) -> None:
+    """Requests of one kind, as those of a flood are: not even a unit's time comes in between."""
+    device = Device(Scheduler(weights, unit_s=1.0, costs=Sizes()))
+    size = data.draw(st.integers(1, 400))
+    for tenant in [*weights] * 101:
+        device.submit(tenant, GRADIENT, size)
+    while len(device.done) < 70:
+        device.run_unit()
+        done = {t: sum(name.startswith(t) for name in device.done) for t in weights}
+        per_weight = {tenant: done[tenant] / weight for tenant, weight in weights.items()}
+        for tenant, weight in weights.items():
+            assert per_weight[tenant] - min(per_weight.values()) <= 1 / weight + 1e-9
+
+
+models = st.sampled_from(["a1", "a2", "b1", "c1", "c2", "d1"])
+arrivals = st.lists(
+    st.tuples(models, st.sampled_from(list(JobKind)), job_sizes, st.sampled_from([0, 0, 0, 1])),
+    max_size=60,
+)
+
+
+@given(arrivals, st.sampled_from([0.0, 0.1, 10.0]), st.data())
+@settings(deadline=None, max_examples=150)
+def test_a_backlog_drains_and_every_model_in_order(
+    described: list[tuple[str, JobKind, int, int]], unit_s: float, data: st.DataObject
+) -> None:
+    """Jobs also arrive while units run, in random groups; some have killed a worker."""
+    arriving = [
+        Job(
+            model[0], kind, "scope", seq=size, payload=b"x", attempts=attempts,
+            model_id=None if kind == SAMPLE else model, request_id=str(number), release=number,
+        )
+        for number, (model, kind, size, attempts) in enumerate(described)
+    ]  # fmt: skip
+    device = Device(Scheduler(unit_s=unit_s, costs=Sizes()), dict.fromkeys(JobKind, 0.001))
+    while arriving or device.pending:
+        number = data.draw(st.integers(0 if device.pending else 1, 20))
+        device.pending += arriving[:number]
+        del arriving[:number]
+        device.run_unit()
+    done = [job for unit in device.units for job in unit]
+    assert sorted(job.release for job in done) == list(range(len(described)))
+    for model in {job.model_id for job in done if job.model_id is not None}:
+        order = [job.release for job in done if job.model_id == model]
+        assert order == sorted(order)
+
+
+def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
+    device = Device(Scheduler(unit_s=0.05, costs=Sizes()))
+    for _ in range(1000):
+        device.submit("a", GRADIENT, 20)
+    while device.now < 10:
+        device.run_unit()
+    before = dict(device.used)
+    for _ in range(1000):
+        device.submit("b", GRADIENT, 20)
+    while device.now < 15:
+        device.run_unit()
+        since = device.used["a"] - before["a"]
+        assert abs(device.used["b"] - since) <= 0.05 + 0.02  # the unit at its arrival counts as one
+
+
+def test_a_tenant_that_was_alone_owes_nothing_for_it() -> None:
+    """It used the device while nobody else wanted it."""
+    device = Device(Scheduler(unit_s=0.05, costs=Sizes()))
+    for _ in range(100):
+        device.submit("a", GRADIENT, 100)
+        device.run_unit()
+        assert device.scheduler.next_unit(device.pending) == []
+    before = device.used["a"]
+    for _ in range(100):
+        device.submit("a", GRADIENT, 20)
+        device.submit("b", GRADIENT, 20)
+    for _ in range(40):
+        device.run_unit()
+        assert abs(device.used["b"] - (device.used["a"] - before)) <= 0.05
+
+
+def test_one_that_leaves_and_comes_back_cannot_dodge_what_it_owes() -> None:
+    device = Device(Scheduler(unit_s=0.05, costs=Sizes()))
+    for _ in range(1000):
+        device.submit("a", GRADIENT, 10)
+    for _ in range(9):
+        name = device.submit("dodger", GRADIENT, 1000)
+        while name not in device.done:
+            device.run_unit()
+    assert device.used["dodger"] == 9
+    assert 8 - 0.1 <= device.used["a"] < 10
+
+
+@pytest.mark.parametrize("floods", [1, 2, 5])
+@pytest.mark.parametrize("kind", [GRADIENT, SAMPLE])
+def test_a_light_tenant_waits_for_the_running_unit_and_its_own(floods: int, kind: JobKind) -> None:
+    """Five times more work arrives than the device can do: requests of 2 to 40 ms, for 10 s. The
+    light tenant sends one of 5 ms now and then, which may arrive at any moment of a unit."""
+    unit_s = 0.1
+    device = Device(Scheduler(unit_s=unit_s, costs=Sizes()))
+    sizes = (2, 7, 20, 40)
+    arrived = next_light = 0.0
+    sent: dict[str, float] = {}
+    while device.now < 10:
+        while arrived < 5 * device.now + 1:
+            number = len(device.done) + len(device.pending)
+            size = sizes[number % len(sizes)]
+            device.submit(f"flood-{number % floods}", GRADIENT, size)
+            arrived += size * 0.001
+        if device.now >= next_light:
+            name = device.submit("light", kind, 5)
+            sent[name] = next_light  # while the last unit ran
+            next_light = device.now + 0.17 * (floods + 1)
+        device.run_unit()
+    waits = [device.done[name] - at for name, at in sent.items() if name in device.done]
+    assert len(waits) > 8
+    longest_unit_s = max(sum(job.seq for job in unit) * 0.001 for unit in device.units)
+    assert longest_unit_s <= unit_s + 1e-9
+    assert max(waits) <= 2 * unit_s + 1e-9
+    for unit in device.units:  # nobody has to wait for more than others' units to be full
+        assert len({job.kind for job in unit}) == 1
+
+
+def test_an_overloaded_device_serves_by_weight_and_remembers_only_who_has_work() -> None:
+    weights = {"gold": 3.0, "plain": 1.0, "cheap": 0.5}
+    device = Device(Scheduler(weights, unit_s=0.05, costs=Sizes()), compile_s=3.0)
+    for number in range(3000):
+        device.submit(list(weights)[number % 3], (GRADIENT, SAMPLE)[number % 2], 5 + number % 20)
+    for number in range(200):
+        device.submit(f"once-{number}", GRADIENT, 5)
+    while device.now < 20:
+        device.run_unit()
+    service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
+    assert max(service.values()) - min(service.values()) <= 3.03 / 0.5
+    device.pending = [job for job in device.pending if job.tenant in weights]
+    while device.pending:
+        device.run_unit()
+    device.scheduler.next_unit([])
+    assert not device.scheduler._counters and not device.scheduler._last_unit
