@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.kill_points import kill_point
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
@@ -24,7 +25,7 @@ MAX_GROUP = 256  # bounds what the first operation of a group waits for
 class News:
     """What a commit changed that somebody may be waiting for."""
 
-    take: bool = False  # jobs were released, or the lease moved
+    take: bool = False  # jobs were placed with a worker, or a lease is over
     ended: list[Outcome] = field(default_factory=list)
 
     def add(self, other: "News") -> None:
@@ -57,7 +58,7 @@ class Transaction:
 
 
 Operation = Callable[[Transaction], T]
-_Call = tuple[Operation[Any], "asyncio.Future[Any]"]
+Call = tuple[Operation[Any], "asyncio.Future[Any]"]
 
 
 class GroupCommit:
@@ -69,7 +70,7 @@ class GroupCommit:
     def __init__(self, clock: Callable[[], float], announce: Callable[[News], None]) -> None:
         self._clock = clock
         self._announce = announce
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -105,20 +106,20 @@ class GroupCommit:
         try:
             connection = connect()
         except Exception as error:
-            self._loop.call_soon_threadsafe(_settle, opened, error)
+            self._loop.call_soon_threadsafe(settle, opened, error)
             return
-        self._loop.call_soon_threadsafe(_settle, opened, None)
+        self._loop.call_soon_threadsafe(settle, opened, None)
         try:
             while calls := self._next_group():
-                results, news = _commit(connection, calls, self._clock())
+                results, news = commit(connection, calls, self._clock())
                 futures = [future for _, future in calls]
                 self._loop.call_soon_threadsafe(self._deliver, futures, results, news)
         finally:
             connection.close()
 
-    def _next_group(self) -> list[_Call]:
+    def _next_group(self) -> list[Call]:
         """Waits for a call and takes what else is there; empty when it is time to stop."""
-        calls: list[_Call] = []
+        calls: list[Call] = []
         while (call := self._calls.get()) is not None:
             calls.append(call)
             if len(calls) == MAX_GROUP or self._calls.empty():
@@ -132,10 +133,11 @@ class GroupCommit:
     ) -> None:
         self._announce(news)
         for future, result in zip(futures, results, strict=True):
-            _settle(future, result)
+            settle(future, result)
 
 
-def _settle(future: "asyncio.Future[Any]", result: Any) -> None:
+def settle(future: "asyncio.Future[Any]", result: Any) -> None:
+    """Ends ``future`` with the result, or the exception that it is."""
     if future.done():  # its caller was cancelled
         return
     if isinstance(result, Exception):
@@ -144,8 +146,8 @@ def _settle(future: "asyncio.Future[Any]", result: Any) -> None:
         future.set_result(result)
 
 
-def _commit(
-    connection: sqlite3.Connection, calls: list[_Call], now_s: float
+def commit(
+    connection: sqlite3.Connection, calls: list[Call], now_s: float
 ) -> tuple[list[Any], News]:
     """Results (or exceptions) in the order of ``calls``, and the news; all durable. When the
     commit fails every call gets its exception and nothing has changed."""
@@ -155,12 +157,18 @@ def _commit(
         if connection.in_transaction:  # an earlier rollback failed
             connection.execute("ROLLBACK")
         connection.execute("BEGIN")
+        before = connection.total_changes
         for operation, _ in calls:
             transaction = Transaction(connection, now_s)
             results.append(_run(connection, operation, transaction))
             if not isinstance(results[-1], Exception):
                 news.add(transaction.news)
-        connection.execute("COMMIT")
+        if connection.total_changes == before:
+            connection.execute("COMMIT")
+        else:
+            kill_point("store-before-commit")
+            connection.execute("COMMIT")
+            kill_point("store-after-commit")
     except Exception as error:
         with suppress(sqlite3.Error):  # if it fails, the next group tries it again
             if connection.in_transaction:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tuneserve_engine.jobs import Job, JobKind, Rejection
+from tuneserve_engine.queue.base import Overloaded
 from tuneserve_engine.records import Model, ModelStatus, Session
 
 ALIVE = (ModelStatus.CREATING, ModelStatus.READY)
@@ -51,25 +52,18 @@ def failed(model_id: str) -> Rejection:
 
 def lost(model_id: str) -> Rejection:
     return Rejection(
-        f"model {model_id} is gone: its worker stopped and its state was lost; create a new model "
-        "from your last checkpoint",
+        f"model {model_id} cannot be restored: its recovery points and log could not be read; "
+        "create a new model from your last checkpoint, and tell the operator: the worker's log "
+        "says which file it was",
         "server",
     )
 
 
 def fatal(workers: int) -> Rejection:
     return Rejection(
-        f"{workers} workers in a row stopped before they had finished this request; it is not "
-        "tried again, because it may be what stops them; ask for less at once, and tell the "
-        "operator: the worker's log says why it stopped",
-        "server",
-    )
-
-
-def other_base_model(earlier: str, served: str) -> Rejection:
-    return Rejection(
-        f"this request was meant for {earlier}; the server has been restarted with {served}; "
-        f"start anew on {served}, or ask the operator for {earlier}",
+        f"{workers} workers stopped while they ran this request; it is not tried again, because "
+        "it may be what stops them; ask for less at once, and tell the operator: the worker's log "
+        "says why it stopped",
         "server",
     )
 
@@ -84,6 +78,14 @@ def gap_at_end(session_key: str, reason: str) -> Rejection:
     return Rejection(
         f"session {session_key} ended ({reason}) while this request was waiting for an earlier "
         "seq_id; send it again in a new session"
+    )
+
+
+def silent(session_key: str, ttl_s: float) -> Rejection:
+    return Rejection(
+        f"session {session_key} was not heard of for {ttl_s:g} s while this sample was waiting, so "
+        "it was dropped; keep the client running, which tells the server that somebody waits, and "
+        "submit the sample again with a new seq_id"
     )
 
 
@@ -106,3 +108,31 @@ def gap(missing: Sequence[tuple[int, int]], waited_s: float) -> Rejection:
 
 def checkpoint_exists(key: str) -> Rejection:
     return Rejection(f"checkpoint {key} exists; pass overwrite=true or choose another name")
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def too_many_jobs(whose: str, limit: int, retry_after_s: int) -> Overloaded:
+    return Overloaded(
+        f"{whose} has {limit} unfinished requests, which is the limit; nothing was accepted; wait "
+        "until some have ended and send this one again",
+        retry_after_s,
+    )
+
+
+def too_many_bytes(whose: str, size: int, held: int, limit: int, retry_after_s: int) -> Overloaded:
+    return Overloaded(
+        f"{whose} has {held} bytes of unfinished requests; with the {size} of this one it would "
+        f"pass the limit of {limit}; nothing was accepted; wait until some have ended and send it "
+        "again",
+        retry_after_s,
+    )
+
+
+def too_many_models(limit: int) -> Overloaded:
+    return Overloaded(
+        f"you have {limit} models in use, which is the limit; nothing was accepted; end a session "
+        "that you no longer need, or let a model rest until it is parked, and send this again",
+        30,
+    )

@@ -1,20 +1,62 @@
-"""The SQLite file behind the store: its tables, and how it is opened."""
+"""The SQLite database behind the store: its tables, and how its file is opened."""
 
+import re
 import secrets
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-VERSION = 1
+from tuneserve_engine.queue.base import StoreUnusable
+
+VERSION = 2
 BUSY_S = 5.0  # a restarted process may meet the last breath of its predecessor
 CHECKPOINT_PAGES = 4000  # 16 MB of WAL: with 100 KB payloads, one checkpoint per ~150 commits
 
-# Payload and body are the last columns: reading the ones before never touches overflow pages.
-# Rows of ended jobs stay as tombstones, so that a key is never executed twice.
+UNFINISHED = "state IN ('held', 'ready')"  # as the indices below have it
+
+# Rows of ended jobs stay as tombstones, so that a key is never executed twice. Payloads have a
+# table of their own: a job's row changes several times, and would be written with its payload each
+# time. A body is written once, in the last column: reading what is before it never touches overflow
+# pages.
 _TABLES = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
-    "CREATE TABLE lanes (model_id TEXT PRIMARY KEY, next INTEGER NOT NULL) WITHOUT ROWID",
+    # Unfinished jobs and their bytes, kept up to date so that a limit costs no scan.
+    """CREATE TABLE counts (
+        scope TEXT PRIMARY KEY,
+        jobs INTEGER NOT NULL,
+        bytes INTEGER NOT NULL
+    ) WITHOUT ROWID""",
+    """CREATE TABLE workers (
+        epoch INTEGER PRIMARY KEY,
+        name TEXT NOT NULL UNIQUE,
+        owner TEXT NOT NULL,
+        base_model TEXT NOT NULL,
+        samples INTEGER NOT NULL,
+        seen_s REAL NOT NULL
+    )""",
+    # seen_s counts those workers that are gone; the others' is in their own rows.
+    """CREATE TABLE served (
+        base_model TEXT PRIMARY KEY,
+        seen_s REAL NOT NULL,
+        info TEXT NOT NULL
+    ) WITHOUT ROWID""",
+    # One per model: its place in its log (next), its worker's epoch, its share of the counts.
+    """CREATE TABLE lanes (
+        model_id TEXT PRIMARY KEY,
+        tenant TEXT NOT NULL,
+        base_model TEXT NOT NULL,
+        next INTEGER NOT NULL,
+        worker INTEGER,
+        park INTEGER NOT NULL,
+        jobs INTEGER NOT NULL,
+        bytes INTEGER NOT NULL,
+        requested_s REAL NOT NULL
+    ) WITHOUT ROWID""",
+    "CREATE INDEX lanes_placed ON lanes (worker) WHERE worker IS NOT NULL",
+    "CREATE INDEX lanes_in_use ON lanes (tenant) WHERE worker IS NOT NULL OR jobs > 0",
+    # digest and halvings are set while the payload is kept for replay.
     """CREATE TABLE jobs (
+        n INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
         tenant TEXT NOT NULL,
         kind TEXT NOT NULL,
@@ -22,21 +64,39 @@ _TABLES = (
         seq INTEGER NOT NULL,
         model_id TEXT,
         position INTEGER,
+        base_model TEXT NOT NULL,
         state TEXT NOT NULL CHECK (state IN ('held', 'ready', 'done', 'expired')),
+        worker INTEGER,
         release INTEGER NOT NULL,
+        attempts INTEGER NOT NULL,
+        size INTEGER NOT NULL,
         created_s REAL NOT NULL,
         finished_s REAL,
+        digest BLOB,
+        halvings INTEGER,
         category TEXT,
         error TEXT,
         content_type TEXT,
-        payload BLOB,
         body BLOB,
         UNIQUE (tenant, scope, seq)
     )""",
-    "CREATE INDEX jobs_ready ON jobs (release) WHERE state = 'ready'",
-    "CREATE INDEX jobs_unfinished ON jobs (model_id) WHERE state IN ('held', 'ready')",
+    "CREATE INDEX jobs_ready ON jobs (worker, release) WHERE state = 'ready'",
+    f"CREATE INDEX jobs_unfinished ON jobs (model_id, state) WHERE {UNFINISHED}",
+    f"CREATE INDEX jobs_sampling ON jobs (scope) WHERE kind = 'sample' AND {UNFINISHED}",
     "CREATE INDEX jobs_done ON jobs (finished_s) WHERE state = 'done'",
     "CREATE UNIQUE INDEX jobs_log ON jobs (model_id, position) WHERE position IS NOT NULL",
+    "CREATE INDEX jobs_kept ON jobs (model_id, position) WHERE digest IS NOT NULL",
+    """CREATE INDEX jobs_loads ON jobs (model_id)
+        WHERE kind = 'load_weights' AND digest IS NOT NULL""",
+    "CREATE TABLE payloads (job INTEGER PRIMARY KEY, payload BLOB NOT NULL)",
+    """CREATE TABLE points (
+        n INTEGER PRIMARY KEY AUTOINCREMENT,
+        model_id TEXT NOT NULL,
+        position INTEGER NOT NULL,
+        file_id TEXT NOT NULL,
+        numerics_id TEXT NOT NULL
+    )""",
+    "CREATE INDEX points_by_model ON points (model_id, n)",
     """CREATE TABLE records (
         n INTEGER PRIMARY KEY AUTOINCREMENT,
         type TEXT NOT NULL,
@@ -50,14 +110,17 @@ _TABLES = (
     "CREATE INDEX records_by_parent ON records (type, parent, n)",
 )
 
-
-class StoreUnusable(Exception):
-    """The store's file cannot be used; the message names the way out."""
+NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 cifs smb3 smbfs ncpfs afs ceph lustre beegfs davfs fuse.sshfs fuse.s3fs fuse.gcsfuse "
+    "fuse.rclone fuse.glusterfs fuse.ceph fuse.davfs fuse.smbnetfs".split()
+)
+_MOUNTS = Path("/proc/self/mounts")
 
 
 def open_database(path: Path, trace: Callable[[str], None] | None = None) -> sqlite3.Connection:
     """The only connection to the store at ``path``, which is created if missing. It belongs to
     the calling thread. Raises ``StoreUnusable``."""
+    _check_local(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
@@ -75,6 +138,34 @@ def open_database(path: Path, trace: Callable[[str], None] | None = None) -> sql
         raise
     connection.set_trace_callback(trace)
     return connection
+
+
+def _check_local(path: Path) -> None:
+    try:
+        mounts = _MOUNTS.read_text(errors="replace")
+    except OSError:  # not Linux
+        return
+    if kind := network_file_system(path.resolve(), mounts):
+        raise StoreUnusable(
+            f"the store {path} is on a network file system ({kind}), where neither its lock nor "
+            "its fsync can be relied on; put the data directory on a local disk, or keep the store "
+            "in Redis"
+        )
+
+
+def network_file_system(path: Path, mounts: str) -> str | None:
+    """The kind of network file system that ``path`` (absolute, without links) is on; None for any
+    other. ``mounts`` is in the format of ``/proc/self/mounts``."""
+    kind, depth = "", 0
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        escaped = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[1])
+        point = Path(escaped)
+        if path.is_relative_to(point) and len(point.parts) >= depth:  # the last one hides others
+            kind, depth = fields[2], len(point.parts)
+    return kind if kind in NETWORK_FILE_SYSTEMS else None
 
 
 def _explain(path: Path, error: sqlite3.Error) -> str:
@@ -100,14 +191,19 @@ def _configure(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA {pragma}").fetchall()
 
 
+def create_tables(connection: sqlite3.Connection, secret: bytes) -> None:
+    """Makes an empty database a store."""
+    for statement in _TABLES:
+        connection.execute(statement)
+    start = {"version": VERSION, "secret": secret, "epoch": 0, "release": 0}
+    connection.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
+
+
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     """Leaves the tables of this version behind; refuses those of any other."""
     connection.execute("BEGIN IMMEDIATE")
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
-        for statement in _TABLES:
-            connection.execute(statement)
-        start = {"version": VERSION, "secret": secrets.token_bytes(32), "epoch": 0, "release": 0}
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
+        create_tables(connection, secrets.token_bytes(32))
     row = connection.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()
     connection.execute("COMMIT")
     found = row[0] if row else None

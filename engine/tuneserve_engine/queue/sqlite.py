@@ -1,55 +1,67 @@
 """The default store: SQLite in the API process, no server to start.
 
-One connection in one thread owns the file (``group_commit``); this class puts the event loop's
+One connection in one thread owns the file (``group_commit``); ``SqlStore`` puts the event loop's
 side around it: who waits for what, and who is woken by which commit.
 """
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Self, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome
 from tuneserve_engine.queue import sqlite_jobs as jobs
+from tuneserve_engine.queue import sqlite_leases as leases
 from tuneserve_engine.queue import sqlite_lifecycle as lifecycle
+from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
-from tuneserve_engine.queue.base import Lease, Page, R, Submitted, SweepPolicy
-from tuneserve_engine.queue.group_commit import GroupCommit, News, Transaction
+from tuneserve_engine.queue.base import (
+    Lease,
+    LogEntry,
+    Page,
+    R,
+    RecoveryPoint,
+    ServedModel,
+    StoreFailed,
+    StorePolicy,
+    Submitted,
+    SweepPolicy,
+)
+from tuneserve_engine.queue.group_commit import GroupCommit, News, Operation, Transaction
 from tuneserve_engine.queue.schema import open_database
 from tuneserve_engine.records import Record, Update
 
 P = ParamSpec("P")
 T = TypeVar("T")
+DEFAULT_POLICY = StorePolicy()
 
 
-class SqliteStore:
-    """A ``Store`` in one file. ``open`` it and call its methods in one event loop; ``close`` it.
+class Committer(Protocol):
+    """Runs operations on the database that it owns, in the order of the calls. Announces what they
+    changed before their callers resume."""
 
-    A method that raises ``sqlite3.Error`` (a full disk, an I/O error) has changed nothing.
+    def call(self, operation: Operation[T]) -> "asyncio.Future[T]": ...
+
+    async def stop(self) -> None: ...
+
+
+class SqlStore:
+    """A ``Store`` in a SQLite database. Call its methods in one event loop; ``close`` it.
+
+    A method that raises ``StoreFailed`` (a full disk, an I/O error) has changed nothing.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._commit = GroupCommit(clock, self._announce)
+    def __init__(self, policy: StorePolicy) -> None:
+        self._commit: Committer
+        self._policy = policy
+        self._leases = leases.Leases(policy)
         self._waiting: dict[str, set[asyncio.Future[Outcome | None]]] = {}
         self._news = asyncio.Event()  # replaced after each use: holders of the old one wake
         self._closed = False
-
-    @classmethod
-    async def open(
-        cls,
-        path: Path | str,
-        *,
-        clock: Callable[[], float] = time.time,
-        trace: Callable[[str], None] | None = None,
-    ) -> Self:
-        """The store at ``path``, created if missing; ``trace`` sees every SQL statement.
-        Raises ``schema.StoreUnusable``."""
-        store = cls(clock)
-        await store._commit.start(partial(open_database, Path(path), trace))
-        return store
 
     async def close(self) -> None:
         """Finishes what was called. Parked waits return None; parked takes raise."""
@@ -61,13 +73,19 @@ class SqliteStore:
                     future.set_result(None)
         self._wake_takes()
 
-    def _call(
+    async def _call(
         self,
         operation: Callable[Concatenate[Transaction, P], T],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> asyncio.Future[T]:
-        return self._commit.call(lambda tx: operation(tx, *args, **kwargs))
+    ) -> T:
+        try:
+            return await self._commit.call(lambda tx: operation(tx, *args, **kwargs))
+        except sqlite3.Error as error:
+            raise StoreFailed(
+                f"the store failed: {error}; nothing was changed; free some disk space or check "
+                "the disk, and try again"
+            ) from error
 
     def _announce(self, news: News) -> None:
         for outcome in news.ended:
@@ -84,10 +102,7 @@ class SqliteStore:
     # --- jobs -----------------------------------------------------------------------------------
 
     async def submit(self, job: Job, *new_records: Record) -> Submitted:
-        return await self._call(jobs.submit, job, new_records)
-
-    async def lease(self, owner: str, info: BaseModelInfo) -> Lease:
-        return await self._call(lifecycle.lease, owner, info)
+        return await self._call(jobs.submit, self._policy, job, new_records)
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:
@@ -116,8 +131,37 @@ class SqliteStore:
             if not waiting:
                 del self._waiting[request_id]
 
-    async def job_tenant(self, request_id: str) -> str | None:
-        return await self._call(jobs.tenant, request_id)
+    async def job_key(self, request_id: str) -> tuple[str, str] | None:
+        return await self._call(jobs.key, request_id)
+
+    # --- workers and their models ---------------------------------------------------------------
+
+    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
+        return await self._call(self._leases.lease, name, owner, info)
+
+    async def renew(self, epoch: int) -> list[str]:
+        return await self._call(self._leases.renew, epoch)
+
+    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
+        await self._call(self._leases.begin, epoch, request_ids)
+
+    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+        return await self._call(points.points, epoch, model_id)
+
+    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+        return await self._call(jobs.log, epoch, model_id, start)
+
+    async def save_point(self, epoch: int, point: RecoveryPoint) -> None:
+        await self._call(points.save_point, epoch, point)
+
+    async def release(self, epoch: int, model_id: str) -> None:
+        await self._call(leases.release, epoch, model_id)
+
+    async def resign(self, epoch: int) -> None:
+        await self._call(self._leases.resign, epoch)
+
+    async def served(self) -> list[ServedModel]:
+        return await self._call(self._leases.served)
 
     # --- records --------------------------------------------------------------------------------
 
@@ -157,11 +201,28 @@ class SqliteStore:
     async def sweep(self, now_s: float, policy: SweepPolicy) -> None:
         await self._call(lifecycle.sweep, now_s, policy)
 
-    async def base_model(self) -> BaseModelInfo | None:
-        return await self._call(lifecycle.base_model)
-
     async def files_in_use(self) -> set[str]:
         return await self._call(lifecycle.files_in_use)
 
     async def secret(self) -> bytes:
-        return await self._call(lambda tx: bytes(jobs.meta(tx, "secret")))
+        return await self._call(lambda tx: bytes(records.meta(tx, "secret")))
+
+
+class SqliteStore(SqlStore):
+    """The store in one file: durable before any method returns."""
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path | str,
+        *,
+        clock: Callable[[], float] = time.time,
+        policy: StorePolicy = DEFAULT_POLICY,
+        trace: Callable[[str], None] | None = None,
+    ) -> Self:
+        """The store at ``path``, created if missing; ``trace`` sees every SQL statement.
+        Raises ``StoreUnusable``."""
+        store = cls(policy)
+        store._commit = commit = GroupCommit(clock, store._announce)
+        await commit.start(partial(open_database, Path(path), trace))
+        return store

@@ -6,31 +6,31 @@ States: ``held`` (waits for a missing position) → ``ready`` (released) → ``d
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue import rules
+from tuneserve_engine.queue import sqlite_limits as limits
+from tuneserve_engine.queue import sqlite_placement as placement
+from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
-from tuneserve_engine.queue.base import Fenced, KeyReused, ResultExpired, Submitted
-from tuneserve_engine.queue.group_commit import Transaction
+from tuneserve_engine.queue.base import (
+    Fenced,
+    KeyReused,
+    LogEntry,
+    ResultExpired,
+    StorePolicy,
+    Submitted,
+)
+from tuneserve_engine.queue.group_commit import Row, Transaction
+from tuneserve_engine.queue.schema import UNFINISHED
 from tuneserve_engine.records import Checkpoint, Model, ModelStatus, Record, Session
-
-UNFINISHED = "state IN ('held', 'ready')"
-
-
-def meta(tx: Transaction, name: str) -> Any:
-    row = tx.one("SELECT value FROM meta WHERE name = ?", name)
-    return None if row is None else row[0]
-
-
-def set_meta(tx: Transaction, name: str, value: Any) -> None:
-    tx.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", name, value)
-
 
 # --- entering -----------------------------------------------------------------------------------
 
 
-def submit(tx: Transaction, job: Job, new_records: Sequence[Record]) -> Submitted:
+def submit(
+    tx: Transaction, policy: StorePolicy, job: Job, new_records: Sequence[Record]
+) -> Submitted:
     known = tx.one(
         "SELECT request_id, kind FROM jobs WHERE tenant = ? AND scope = ? AND seq = ?",
         job.tenant,
@@ -41,19 +41,19 @@ def submit(tx: Transaction, job: Job, new_records: Sequence[Record]) -> Submitte
         if known[1] != job.kind:
             raise KeyReused(rules.reused(job, known[1]))
         return Submitted(known[0], duplicate=True)
-    rejection = _ended_session(tx, new_records)
-    if rejection is None:
+    refused = _ended_session(tx, new_records)
+    model = None if job.model_id is None else records.get(tx, Model, job.model_id)
+    job = replace(job, rejection=job.rejection or refused or _no_place(tx, job, model))
+    if job.rejection is None:
+        limits.check_jobs(tx, job, policy)
+        if any(isinstance(record, Model) for record in new_records):
+            limits.check_models(tx, job.tenant, policy)
+        if model is not None:
+            records.put(tx, replace(model, last_request_s=tx.now_s))
+    if refused is None:
         for record in new_records:
             records.put(tx, record)
-    rejection = job.rejection or rejection
-    model = None if job.model_id is None else records.get(tx, Model, job.model_id)
-    if model is not None:
-        rejection = rejection or rules.dead_model(model, job.kind)
-        if rejection is None:
-            records.put(tx, replace(model, last_request_s=tx.now_s))
-    job = replace(job, request_id=rules.request_id(meta(tx, "secret"), job), rejection=rejection)
-    _enter(tx, job)
-    return Submitted(job.request_id, duplicate=False)
+    return Submitted(_enter(tx, job), duplicate=False)
 
 
 def _ended_session(tx: Transaction, new_records: Sequence[Record]) -> Rejection | None:
@@ -65,47 +65,88 @@ def _ended_session(tx: Transaction, new_records: Sequence[Record]) -> Rejection 
     return None
 
 
-def _enter(tx: Transaction, job: Job) -> None:
-    """Stores a new job in the state that its place in the log gives it."""
-    model_id, position = job.model_id, job.position
-    if model_id is None or position is None:
-        _insert(tx, job, "ready")
-        return
-    following = _next_position(tx, model_id)
-    if position < following and job.rejection is None:
-        job = replace(job, rejection=rules.too_late(job, following + job.seq - position))
-    _insert(tx, job, "ready" if position == following else "held")
-    if position == following:
-        advance(tx, model_id, following + 1)
+def _no_place(tx: Transaction, job: Job, model: Model | None) -> Rejection | None:
+    """Why the model's log has no place for the job; None if it has."""
+    if model is not None and (rejection := rules.dead_model(model, job.kind)):
+        return rejection
+    if job.model_id is None or job.position is None:
+        return None
+    following = _next_position(tx, job.model_id)
+    if job.position >= following:
+        return None
+    return rules.too_late(job, following + job.seq - job.position)
 
 
-def _insert(tx: Transaction, job: Job, state: str) -> None:
-    """Stores the job; one with a rejection ends at once, whatever its state would be."""
+def _enter(tx: Transaction, job: Job) -> str:
+    """Stores a new job in the state that its place in the log gives it; its request id."""
+    request_id = rules.request_id(records.meta(tx, "secret"), job)
+    if job.model_id is not None:
+        job = replace(job, base_model=_open_lane(tx, job))
+    n = _insert(tx, job, request_id)
     if job.rejection is not None:
-        state = "held"
+        end(tx, Outcome(request_id, rejection=job.rejection))
+    elif job.position is None or job.model_id is None:
+        placement.make_ready(tx, n, job.model_id, job.base_model)
+    if job.model_id is not None and job.position == _next_position(tx, job.model_id):
+        advance(tx, job.model_id, job.position)
+    return request_id
+
+
+def _open_lane(tx: Transaction, job: Job) -> str:
+    """Makes sure that the job's model has a lane, in use from now on; its base model."""
+    model_id = job.model_id or ""
+    if job.rejection is None:
+        row = tx.one(
+            "UPDATE lanes SET park = 0, requested_s = ? WHERE model_id = ? RETURNING base_model",
+            tx.now_s,
+            model_id,
+        )
+    else:
+        row = tx.one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
+    if row is not None:
+        return str(row[0])
+    model = records.get(tx, Model, model_id)
+    base_model = job.base_model if model is None else model.base_model
     tx.run(
-        "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, state, "
-        "release, created_s, payload) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        job.request_id,
+        "INSERT INTO lanes (model_id, tenant, base_model, next, park, jobs, bytes, requested_s) "
+        "VALUES (?, ?, ?, 0, 0, 0, 0, ?)",
+        model_id,
+        job.tenant,
+        base_model,
+        tx.now_s,
+    )
+    return base_model
+
+
+def _insert(tx: Transaction, job: Job, request_id: str) -> int:
+    """Stores the job as held and counts it; its row number."""
+    row = tx.one(
+        "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
+        "state, release, attempts, size, created_s) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?) RETURNING n",
+        request_id,
         job.tenant,
         job.kind.value,
         job.scope,
         job.seq,
         job.model_id,
         job.position,
-        state,
-        next_release(tx) if state == "ready" else 0,
+        job.base_model,
+        len(job.payload),
         tx.now_s,
-        job.payload,
     )
-    if job.rejection is not None:
-        end(tx, Outcome(job.request_id, rejection=job.rejection))
+    assert row is not None
+    if job.rejection is None:
+        tx.run("INSERT INTO payloads VALUES (?, ?)", row[0], job.payload)
+    limits.count(tx, job.tenant, job.model_id, 1, len(job.payload))
+    return int(row[0])
 
 
 def unload(tx: Transaction, model: Model) -> None:
-    """Queues the model's unload behind its log, once."""
-    job = Job(model.tenant, JobKind.UNLOAD_MODEL, f"{model.key}/unload", 0, model_id=model.key)
-    submit(tx, job, ())
+    """Queues the model's unload behind its log. No limit keeps it out."""
+    scope = f"{model.key}/unload"
+    job = Job(model.tenant, JobKind.UNLOAD_MODEL, scope, 0, model_id=model.key)
+    _enter(tx, replace(job, base_model=model.base_model))
 
 
 def _next_position(tx: Transaction, model_id: str) -> int:
@@ -116,65 +157,79 @@ def _next_position(tx: Transaction, model_id: str) -> int:
 def advance(tx: Transaction, model_id: str, position: int) -> None:
     """Releases the contiguous run from ``position`` on; spent positions count as present."""
     while row := tx.one(
-        "SELECT request_id, state FROM jobs WHERE model_id = ? AND position = ?", model_id, position
+        "SELECT n, state, base_model FROM jobs WHERE model_id = ? AND position = ?",
+        model_id,
+        position,
     ):
-        if row[1] == "held":
-            tx.run(
-                "UPDATE jobs SET state = 'ready', release = ? WHERE request_id = ?",
-                next_release(tx),
-                row[0],
-            )
+        n, state, base_model = row
+        if state == "held":
+            placement.make_ready(tx, n, model_id, base_model)
         position += 1
-    tx.run("INSERT OR REPLACE INTO lanes VALUES (?, ?)", model_id, position)
-
-
-def next_release(tx: Transaction) -> int:
-    row = tx.one("UPDATE meta SET value = value + 1 WHERE name = 'release' RETURNING value")
-    assert row is not None
-    tx.news.take = True
-    return int(row[0])
+    tx.run("UPDATE lanes SET next = ? WHERE model_id = ?", position, model_id)
 
 
 # --- running ------------------------------------------------------------------------------------
 
+_JOB = (
+    "tenant, kind, scope, seq, payload, model_id, position, base_model, request_id, release, "
+    "attempts"
+)
 
-def check_epoch(tx: Transaction, epoch: int) -> None:
-    current = meta(tx, "epoch")
-    if epoch != current:
-        raise Fenced(
-            f"lease epoch {epoch} is over, the current one is {current}: another worker took the "
-            "models; stop this worker"
-        )
+
+def _job(row: Row) -> Job:
+    """The job in a row of ``_JOB``."""
+    tenant, kind, scope, seq, payload, model_id, position, base_model, request_id, *rest = row
+    release, attempts = rest
+    return Job(
+        tenant=tenant,
+        kind=JobKind(kind),
+        scope=scope,
+        seq=seq,
+        payload=payload,
+        model_id=model_id,
+        position=position,
+        base_model=base_model,
+        request_id=request_id,
+        release=release,
+        attempts=attempts,
+    )
 
 
 def take(tx: Transaction, epoch: int, after: int, max_jobs: int) -> list[Job]:
-    check_epoch(tx, epoch)
+    placement.check_epoch(tx, epoch)
     jobs: list[Job] = []
     size = 0
     for row in tx.each(
-        "SELECT tenant, kind, scope, seq, payload, model_id, position, request_id, release "
-        "FROM jobs WHERE state = 'ready' AND release > ? ORDER BY release LIMIT ?",
+        f"SELECT {_JOB} FROM jobs CROSS JOIN payloads ON job = n "
+        "WHERE state = 'ready' AND worker = ? AND release > ? ORDER BY release LIMIT ?",
+        epoch,
         after,
         max_jobs,
     ):
-        tenant, kind, scope, seq, payload, model_id, position, request_id, release = row
-        size += len(payload)
+        job = _job(row)
+        size += len(job.payload)
         if jobs and size > rules.TAKE_BYTES:
             break
-        jobs.append(
-            Job(
-                tenant=tenant,
-                kind=JobKind(kind),
-                scope=scope,
-                seq=seq,
-                payload=payload,
-                model_id=model_id,
-                position=position,
-                request_id=request_id,
-                release=release,
-            )
-        )
+        jobs.append(job)
     return jobs
+
+
+def log(tx: Transaction, epoch: int, model_id: str, start: int) -> list[LogEntry]:
+    placement.check_epoch(tx, epoch)
+    entries: list[LogEntry] = []
+    size = 0
+    for *columns, digest, halvings in tx.each(
+        f"SELECT {_JOB}, digest, halvings FROM jobs CROSS JOIN payloads ON job = n "
+        "WHERE model_id = ? AND position >= ? AND digest IS NOT NULL ORDER BY position",
+        model_id,
+        start,
+    ):
+        job = _job(tuple(columns))
+        size += len(job.payload)
+        if entries and size > rules.TAKE_BYTES:
+            break
+        entries.append(LogEntry(job, digest, halvings))
+    return entries
 
 
 def outcome(tx: Transaction, request_id: str) -> Outcome | None:
@@ -195,16 +250,25 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
     return Outcome(request_id, body, content_type)
 
 
-def tenant(tx: Transaction, request_id: str) -> str | None:
-    row = tx.one("SELECT tenant FROM jobs WHERE request_id = ?", request_id)
-    return None if row is None else str(row[0])
+def key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
+    row = tx.one("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id)
+    return None if row is None else (row[0], row[1])
 
 
 # --- ending -------------------------------------------------------------------------------------
 
 
 def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
-    check_epoch(tx, epoch)
+    placement.check_epoch(tx, epoch)
+    for each in outcomes:
+        row = tx.one(
+            f"SELECT worker FROM jobs WHERE request_id = ? AND {UNFINISHED}", each.request_id
+        )
+        if row is not None and row[0] != epoch:
+            raise Fenced(
+                f"request {each.request_id} is not placed with lease epoch {epoch} any more: "
+                "its model was given up, or moved; stop this worker"
+            )
     for each in outcomes:
         if is_unfinished(tx, each.request_id):
             _finish_one(tx, each)
@@ -233,28 +297,57 @@ def _finish_one(tx: Transaction, result: Outcome) -> None:
     end(tx, result)
     for change in result.updates:
         record = records.update(tx, change)
-        if isinstance(record, Model) and record.status is ModelStatus.FAILED:
-            end_jobs_of(tx, record.key, rules.failed(record.key))
+        status = change.changes.get("status")
+        if not isinstance(record, Model):
+            continue
+        if status == ModelStatus.FAILED:
+            end_model(tx, record.key, rules.failed(record.key))
+            points.forget(tx, record.key)
+        elif status == ModelStatus.LOST:
+            end_model(tx, record.key, rules.lost(record.key))
+
+
+def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
+    """Ends the model's unfinished jobs and takes it from its worker."""
+    end_jobs_of(tx, model_id, rejection)
+    placement.unplace(tx, model_id)
 
 
 def end(tx: Transaction, result: Outcome) -> None:
-    """Stores how an unfinished job ended, drops its payload, and makes it news."""
-    rejection = result.rejection
-    result = Outcome(result.request_id, result.body, result.content_type, rejection)
-    if rejection is not None:
-        result = Outcome(result.request_id, rejection=rejection)
-    changed = tx.run(
-        "UPDATE jobs SET state = 'done', category = ?, error = ?, content_type = ?, body = ?, "
-        f"payload = NULL, finished_s = ? WHERE request_id = ? AND {UNFINISHED}",
-        None if rejection is None else rejection.category,
-        None if rejection is None else rejection.message,
-        result.content_type,
-        result.body,
-        tx.now_s,
+    """Stores how an unfinished job ended and makes it news. Its payload is dropped, unless the job
+    changed its model's state: then it may have to be done again."""
+    row = tx.one(
+        "SELECT n, tenant, kind, model_id, position, worker, size FROM jobs "
+        f"WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
     )
-    assert changed == 1, f"{result.request_id} had already ended"
-    tx.news.ended.append(result)
+    assert row is not None, f"{result.request_id} had already ended"
+    n, tenant, kind, model_id, position, worker, size = row
+    rejection = result.rejection
+    is_kept = result.changed and rejection is None and position is not None
+    stored = Outcome(result.request_id, result.body, result.content_type)
+    if rejection is not None:
+        stored = Outcome(result.request_id, rejection=rejection)
+    tx.run(
+        "UPDATE jobs SET state = 'done', category = ?, error = ?, content_type = ?, body = ?, "
+        "digest = ?, halvings = ?, finished_s = ? WHERE n = ?",
+        None if rejection is None else rejection.category,
+        None if rejection is None else rejection.message,
+        stored.content_type,
+        stored.body,
+        rules.digest(stored.body) if is_kept else None,
+        result.halvings if is_kept else None,
+        tx.now_s,
+        n,
+    )
+    if not is_kept:
+        tx.run("DELETE FROM payloads WHERE job = ?", n)
+    limits.count(tx, tenant, model_id, -1, -size)
+    if model_id is None:
+        tx.run("UPDATE workers SET samples = samples - 1 WHERE epoch = ?", worker)
+    elif kind == JobKind.UNLOAD_MODEL:
+        points.forget(tx, model_id)
+    tx.news.ended.append(stored)
 
 
 def end_jobs_of(

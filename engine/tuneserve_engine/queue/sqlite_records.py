@@ -1,6 +1,8 @@
-"""Records in SQLite: one table for every type, the record itself as JSON."""
+"""Records in SQLite: one table for every type, the record itself as JSON. Beside them, the store's
+own few values (``meta``)."""
 
 import dataclasses
+from typing import Any
 
 import msgspec
 
@@ -8,6 +10,19 @@ from tuneserve_engine.queue.base import Page, R
 from tuneserve_engine.queue.group_commit import Transaction
 from tuneserve_engine.queue.rules import ALIVE
 from tuneserve_engine.records import RECORD_NAME, RECORD_TYPES, Model, Record, Update
+
+
+def meta(tx: Transaction, name: str) -> Any:
+    row = tx.one("SELECT value FROM meta WHERE name = ?", name)
+    assert row is not None
+    return row[0]
+
+
+def next_of(tx: Transaction, name: str) -> int:
+    """The value of a counter, increased by one."""
+    row = tx.one("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)
+    assert row is not None
+    return int(row[0])
 
 
 def decode(record_type: type[R], body: str) -> R:

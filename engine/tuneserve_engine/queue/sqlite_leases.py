@@ -1,0 +1,164 @@
+"""Leases in SQLite: which processes are workers, and what becomes of one's work when it is over."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.queue import rules
+from tuneserve_engine.queue import sqlite_placement as placement
+from tuneserve_engine.queue import sqlite_points as points
+from tuneserve_engine.queue import sqlite_records as records
+from tuneserve_engine.queue.base import Lease, ServedModel, StorePolicy
+from tuneserve_engine.queue.group_commit import Transaction
+from tuneserve_engine.queue.sqlite_jobs import end, end_model
+from tuneserve_engine.records import Model, ModelStatus
+
+
+@dataclass
+class Leases:
+    """The policy, and what each epoch runs by its last ``begin``: in memory only, for a worker
+    that dies together with this process is not known to have died of its jobs."""
+
+    policy: StorePolicy
+    running: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def lease(self, tx: Transaction, name: str, owner: str, info: BaseModelInfo) -> Lease:
+        self._forgive_silence(tx)
+        self._note_served(tx, info)
+        row = tx.one("SELECT epoch, owner FROM workers WHERE name = ?", name)
+        if row is not None and row[1] == owner:
+            tx.run("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
+            return Lease(row[0], resumed=True)
+        orphaned = {info.name}
+        if row is not None:
+            orphaned.add(self._end(tx, row[0], died=True))
+        epoch = records.next_of(tx, "epoch")
+        tx.run(
+            "INSERT INTO workers VALUES (?, ?, ?, ?, 0, ?)", epoch, name, owner, info.name, tx.now_s
+        )
+        for base_model in sorted(orphaned):
+            placement.place_waiting(tx, base_model)
+        return Lease(epoch, resumed=False)
+
+    def renew(self, tx: Transaction, epoch: int) -> list[str]:
+        placement.check_epoch(tx, epoch)
+        self._forgive_silence(tx)
+        tx.run("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, epoch)
+        silent = tx.all(
+            "SELECT epoch FROM workers WHERE seen_s < ?", tx.now_s - self.policy.lease_ttl_s
+        )
+        for base_model in sorted({self._end(tx, each, died=True) for (each,) in silent}):
+            placement.place_waiting(tx, base_model)
+        return _to_be_given_up(tx, epoch)
+
+    def resign(self, tx: Transaction, epoch: int) -> None:
+        placement.check_epoch(tx, epoch)
+        placement.place_waiting(tx, self._end(tx, epoch, died=False))
+
+    def begin(self, tx: Transaction, epoch: int, request_ids: Sequence[str]) -> None:
+        placement.check_epoch(tx, epoch)
+        live = {each for (each,) in tx.all("SELECT epoch FROM workers")}
+        self.running = {each: ids for each, ids in self.running.items() if each in live}
+        self.running[epoch] = tuple(request_ids)
+
+    def served(self, tx: Transaction) -> list[ServedModel]:
+        rows = tx.all(
+            "SELECT info, MAX(served.seen_s, IFNULL(MAX(workers.seen_s), 0)), "
+            "COUNT(*) FILTER (WHERE workers.seen_s >= ?) "
+            "FROM served LEFT JOIN workers USING (base_model) "
+            "GROUP BY base_model ORDER BY base_model",
+            tx.now_s - self.policy.lease_ttl_s,
+        )
+        return [
+            ServedModel(msgspec.json.decode(info, type=BaseModelInfo), workers, seen_s)
+            for info, seen_s, workers in rows
+        ]
+
+    def _forgive_silence(self, tx: Transaction) -> None:
+        """If nobody could be heard, it was the store that was away: nobody's time has run out."""
+        row = tx.one(
+            "SELECT MAX(seen_s) "
+            "FROM (SELECT seen_s FROM workers UNION ALL SELECT seen_s FROM served)"
+        )
+        assert row is not None
+        if row[0] is not None and row[0] < tx.now_s - self.policy.lease_ttl_s / 2:
+            tx.run("UPDATE workers SET seen_s = ?", tx.now_s)
+
+    def _note_served(self, tx: Transaction, info: BaseModelInfo) -> None:
+        tx.run(
+            "INSERT OR REPLACE INTO served (base_model, seen_s, info) VALUES (?, ?, ?)",
+            info.name,
+            tx.now_s,
+            msgspec.json.encode(info).decode(),
+        )
+
+    def _end(self, tx: Transaction, epoch: int, *, died: bool) -> str:
+        """Ends the lease. Its models and jobs are with nobody until they are placed again; returns
+        the base model of the workers that they need."""
+        if died:
+            self._count_attempts(tx, epoch)
+        row = tx.one("SELECT base_model, seen_s FROM workers WHERE epoch = ?", epoch)
+        assert row is not None
+        base_model, seen_s = row
+        tx.run("DELETE FROM workers WHERE epoch = ?", epoch)
+        tx.run("UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model)
+        tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
+        tx.run("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)
+        tx.news.take = True  # parked takes of the epoch must learn that it is over
+        return str(base_model)
+
+    def _count_attempts(self, tx: Transaction, epoch: int) -> None:
+        """Ends the jobs that too many workers have died with."""
+        for request_id in self.running.get(epoch, ()):
+            row = tx.one(
+                "UPDATE jobs SET attempts = attempts + 1 "
+                "WHERE request_id = ? AND state = 'ready' AND worker = ? "
+                "RETURNING attempts, model_id",
+                request_id,
+                epoch,
+            )
+            if row is not None and row[0] >= self.policy.job_attempts:
+                end(tx, Outcome(request_id, rejection=rules.fatal(row[0])))
+                _fail_if_never_created(tx, row[1])
+
+
+def _fail_if_never_created(tx: Transaction, model_id: str | None) -> None:
+    """A model whose creation has ended for good, without success, has failed."""
+    model = None if model_id is None else records.get(tx, Model, model_id)
+    if model is not None and model.status is ModelStatus.CREATING:
+        records.put(tx, replace(model, status=ModelStatus.FAILED))
+        end_model(tx, model.key, rules.failed(model.key))
+        points.forget(tx, model.key)
+
+
+def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
+    """The worker's models that are to be parked, and so many more that another worker of the base
+    model, which has at least two fewer, gets half the difference: idle ones first."""
+    models = tx.all(
+        "SELECT model_id, park FROM lanes WHERE worker = ? ORDER BY park DESC, jobs > 0, model_id",
+        epoch,
+    )
+    row = tx.one(
+        "SELECT MIN((SELECT COUNT(*) FROM lanes WHERE lanes.worker = other.epoch)) "
+        "FROM workers AS other JOIN workers AS this USING (base_model) "
+        "WHERE this.epoch = ? AND other.epoch != ?",
+        epoch,
+        epoch,
+    )
+    assert row is not None
+    surplus = 0 if row[0] is None else (len(models) - row[0]) // 2
+    parked = sum(park for _, park in models)
+    return [model_id for model_id, _ in models[: max(parked, surplus)]]
+
+
+def release(tx: Transaction, epoch: int, model_id: str) -> None:
+    placement.check_epoch(tx, epoch)
+    if placement.worker_of(tx, model_id) != epoch:
+        return
+    row = tx.one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
+    assert row is not None
+    placement.unplace(tx, model_id)
+    placement.place_waiting(tx, row[0])

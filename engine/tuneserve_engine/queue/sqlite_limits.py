@@ -1,0 +1,85 @@
+"""Limits in SQLite: running counts of unfinished jobs, and what is refused because of them."""
+
+from tuneserve_engine.jobs import Job
+from tuneserve_engine.queue import rules
+from tuneserve_engine.queue.base import StorePolicy
+from tuneserve_engine.queue.group_commit import Row, Transaction
+
+_SERVER = "server"
+_Counts = tuple[int, int]  # jobs, bytes of their payloads
+
+
+def _tenant(tenant: str) -> str:
+    return f"tenant {tenant}"
+
+
+def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: int) -> None:
+    """Adds to the unfinished jobs and bytes of the server, the tenant and the model."""
+    tx.run(
+        "INSERT INTO counts VALUES (?, ?, ?), (?, ?, ?) ON CONFLICT (scope) DO UPDATE SET "
+        "jobs = jobs + excluded.jobs, bytes = bytes + excluded.bytes",
+        *(_SERVER, jobs, size),
+        *(_tenant(tenant), jobs, size),
+    )
+    if model_id is not None:
+        tx.run(
+            "UPDATE lanes SET jobs = jobs + ?, bytes = bytes + ? WHERE model_id = ?",
+            jobs,
+            size,
+            model_id,
+        )
+
+
+def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
+    """Raises ``Overloaded`` if there is no room for the job."""
+    server, tenant = _counts(tx, _SERVER), _counts(tx, _tenant(job.tenant))
+    _check("the server", job, server, (policy.server_jobs, policy.server_bytes), 10)
+    if _is_awaited(tx, job):
+        return
+    _check("your key", job, tenant, (policy.tenant_jobs, policy.tenant_bytes), 5)
+    if job.model_id is not None:
+        row = tx.one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
+        limits = (policy.model_jobs, policy.model_bytes)
+        _check(f"model {job.model_id}", job, _as_counts(row), limits, 2)
+
+
+def _counts(tx: Transaction, scope: str) -> _Counts:
+    return _as_counts(tx.one("SELECT jobs, bytes FROM counts WHERE scope = ?", scope))
+
+
+def _as_counts(row: Row | None) -> _Counts:
+    return (0, 0) if row is None else (row[0], row[1])
+
+
+def _check(whose: str, job: Job, held: _Counts, limits: _Counts, retry_after_s: int) -> None:
+    size = len(job.payload)
+    if held[0] >= limits[0]:
+        raise rules.too_many_jobs(whose, limits[0], retry_after_s)
+    if held[0] and held[1] + size > limits[1]:
+        raise rules.too_many_bytes(whose, size, held[1], limits[1], retry_after_s)
+
+
+def _is_awaited(tx: Transaction, job: Job) -> bool:
+    """Whether everything that the model has waits for this job: without it, none would ever end."""
+    if job.model_id is None or job.position is None:
+        return False
+    row = tx.one(
+        "SELECT EXISTS (SELECT 1 FROM jobs WHERE model_id = ?1 AND state = 'held'), "
+        "EXISTS (SELECT 1 FROM jobs WHERE model_id = ?1 AND state = 'ready'), "
+        "(SELECT next FROM lanes WHERE model_id = ?1)",
+        job.model_id,
+    )
+    return row == (1, 0, job.position)
+
+
+def check_models(tx: Transaction, tenant: str, policy: StorePolicy) -> None:
+    """Raises ``Overloaded`` if the tenant has as many models in use as it may."""
+    row = tx.one(
+        "SELECT COUNT(*) FROM lanes CROSS JOIN records ON type = 'model' AND key = model_id "
+        "WHERE lanes.tenant = ? AND (worker IS NOT NULL OR jobs > 0) "
+        "AND json_extract(body, '$.status') IN ('creating', 'ready')",
+        tenant,
+    )
+    assert row is not None
+    if row[0] >= policy.tenant_models:
+        raise rules.too_many_models(policy.tenant_models)

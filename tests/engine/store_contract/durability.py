@@ -1,0 +1,77 @@
+"""What a store that outlives its process still knows."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.engine.store_contract.bench import (
+    INFO,
+    START_S,
+    Contract,
+    job,
+    model,
+    point,
+    sample,
+    session,
+)
+from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.queue.base import Lease, Overloaded, ServedModel, StorePolicy, Submitted
+from tuneserve_engine.records import Session
+
+
+class DurabilityContract(Contract):
+    def test_a_reopened_store_knows_everything(self, tmp_path: Path) -> None:
+        async def before() -> tuple[dict[int, str], bytes]:
+            async with self.bench(tmp_path) as bench:
+                await bench.lease()
+                await bench.store.put(session())
+                await bench.submit(1, 2, 4)
+                await bench.finish(Outcome(bench.ids[1], b"result", "application/x-protobuf"))
+                return bench.ids, await bench.store.secret()
+
+        async def after(ids: dict[int, str], secret: bytes) -> None:
+            async with self.bench(tmp_path) as bench:
+                assert await bench.store.served() == [ServedModel(INFO, 1, START_S)]
+                assert await bench.lease() == Lease(1, resumed=True)
+                assert await bench.store.get(Session, "s") == session()
+                want = Outcome(ids[1], b"result", "application/x-protobuf")
+                assert await bench.ended(ids[1]) == want
+                assert await bench.store.submit(job(4)) == Submitted(ids[4], duplicate=True)
+                await bench.submit(3)
+                assert await bench.released() == [2, 3, 4]
+                assert await bench.store.secret() == secret
+                assert len(secret) >= 16
+
+        asyncio.run(after(*asyncio.run(before())))
+
+    def test_a_reopened_store_can_rebuild_its_models(self, tmp_path: Path) -> None:
+        policy = StorePolicy(tenant_jobs=3)
+
+        async def before() -> None:
+            async with self.bench(tmp_path, policy) as bench:
+                await bench.lease()
+                await bench.store.put(model())
+                await bench.submit(1, 2)
+                await bench.finish_changed(1, 2)
+                await bench.queue.save_point(bench.epoch, point(1))
+                await bench.submit(3)
+                await bench.store.submit(sample(1))
+                for _ in range(2):
+                    await bench.queue.begin(bench.epoch, [bench.ids[3]])
+                    await bench.lease(f"process {bench.epoch}")
+
+        async def after() -> None:
+            async with self.bench(tmp_path, policy) as bench:
+                assert await bench.lease("yet another") == Lease(4, resumed=False)
+                assert await bench.queue.points(4, "s:train:0") == [point(1)]
+                log = await bench.queue.log(4, "s:train:0", start=1)
+                assert [each.job.seq for each in log] == [2]
+                taken = await bench.take()
+                assert [(each.seq, each.attempts) for each in taken] == [(3, 2), (1, 0)]
+                await bench.store.submit(sample(2))
+                with pytest.raises(Overloaded):
+                    await bench.store.submit(sample(3))
+
+        asyncio.run(before())
+        asyncio.run(after())

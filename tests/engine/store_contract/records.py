@@ -1,0 +1,83 @@
+"""Records: stored, listed, changed."""
+
+import pytest
+
+from tests.engine.store_contract.bench import (
+    START_S,
+    Bench,
+    Contract,
+    checkpoint,
+    model,
+    sampler,
+    scenario,
+    session,
+)
+from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.records import Checkpoint, Model, Session, Update
+
+
+class RecordsContract(Contract):
+    # --- records ------------------------------------------------------------------------------
+
+    @scenario
+    async def test_records_come_back_as_they_went_in(self, bench: Bench) -> None:
+        metadata = {"name": "läuft ✓", "": "\x00"}
+        for record in (
+            session(tags=["a"], user_metadata=metadata),
+            model(user_metadata=metadata),
+            sampler(model_path="tinker://x"),
+            checkpoint(expires_s=1.5, user_metadata=metadata),
+        ):
+            await bench.store.put(record)
+            assert await bench.store.get(type(record), record.key) == record
+            await bench.store.delete(type(record), record.key)
+            assert await bench.store.get(type(record), record.key) is None
+
+    @scenario
+    async def test_put_new_keeps_what_is_there(self, bench: Bench) -> None:
+        assert await bench.store.put_new(session(sdk_version="1")) == session(sdk_version="1")
+        assert await bench.store.put_new(session(sdk_version="2")) == session(sdk_version="1")
+
+    @scenario
+    async def test_an_update_changes_only_what_it_names(self, bench: Bench) -> None:
+        await bench.store.put(checkpoint())
+        await bench.store.update(
+            Update("checkpoint", checkpoint().key, {"public": True, "expires_s": 5.0}),
+            Update("checkpoint", "missing", {"public": True}),
+        )
+        want = checkpoint(public=True, expires_s=5.0)
+        assert await bench.store.get(Checkpoint, checkpoint().key) == want
+
+    @scenario
+    async def test_an_update_that_does_not_fit_changes_nothing(self, bench: Bench) -> None:
+        await bench.store.put(checkpoint())
+        good = Update("checkpoint", checkpoint().key, {"public": True})
+        for changes in ({"colour": "red"}, {"size_bytes": "many"}, {"key": "other"}):
+            with pytest.raises(ValueError, match=r"colour|size_bytes|key"):
+                await bench.store.update(good, Update("checkpoint", checkpoint().key, changes))
+        assert await bench.store.get(Checkpoint, checkpoint().key) == checkpoint()
+
+    @scenario
+    async def test_pages_list_the_newest_first(self, bench: Bench) -> None:
+        for n in range(5):
+            await bench.store.put(model(f"s:train:{n}"))
+        await bench.store.put(model("t:train:0", tenant="bob"))
+        await bench.store.put(model("s:train:1", last_request_s=START_S + 1))
+        mine = await bench.store.page(Model, tenant="alice", limit=2, offset=1)
+        assert ([each.key for each in mine.items], mine.total) == (["s:train:3", "s:train:2"], 5)
+        other = await bench.store.page(Model, parent="t")
+        assert ([each.key for each in other.items], other.total) == (["t:train:0"], 1)
+        assert (await bench.store.page(Model)).total == 6
+        assert (await bench.store.page(Model, tenant="alice", parent="t")).items == []
+        assert (await bench.store.page(Session)).total == 0
+
+    @scenario
+    async def test_an_overwritten_checkpoint_is_listed_as_new(self, bench: Bench) -> None:
+        await bench.submit(1, 2, 3)
+        await bench.finish(
+            Outcome(bench.ids[1], checkpoint=checkpoint("one")),
+            Outcome(bench.ids[2], checkpoint=checkpoint("two")),
+            Outcome(bench.ids[3], checkpoint=checkpoint("one"), overwrite=True),
+        )
+        page = await bench.store.page(Checkpoint, parent="s:train:0")
+        assert [each.name for each in page.items] == ["one", "two"]
