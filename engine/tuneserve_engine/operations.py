@@ -163,7 +163,7 @@ class Operations:
                 self._residents[job.model_id].missing_gradients = True
         return [outcomes[job.request_id] for job in unit]
 
-    def _sample(self, unit: Sequence[Job], _: int) -> list[Outcome]:
+    def _sample(self, unit: Sequence[Job], _halvings: int) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
         requests = []
         for job in unit:

@@ -40,8 +40,8 @@ def gradient_body(token: int) -> bytes:
 class Counting(FakeBackend):
     """Counts what it executes, and can be made to fail or to wait."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, memory_tokens: int | None = None) -> None:
+        super().__init__(memory_tokens=memory_tokens)
         self.gradients: list[str] = []
         self.steps: list[str] = []
         self.victim = ""
@@ -53,8 +53,9 @@ class Counting(FakeBackend):
         names = [request.adapter_id for request in unit.requests]
         if self.victim in names:
             raise RuntimeError("the device is on fire")
+        result = super().forward_backward(unit)
         self.gradients += names
-        return super().forward_backward(unit)
+        return result
 
     def optim_step(self, adapter_id: str, params: AdamParams) -> Any:
         self.steps.append(adapter_id)
@@ -121,10 +122,10 @@ class Bench:
         self.positions: dict[str, int] = {}
         self.start()
 
-    def start(self, name: str = "worker") -> None:
+    def start(self, backend: "Counting | None" = None, name: str = "worker") -> None:
         """A worker with an empty memory; the one before must have ended."""
         self.line = Line(self.store)
-        self.backend = Counting()
+        self.backend = backend or Counting()
         operations = Operations(self.backend, FileStore(self.root / "files"))
         connect = self.line.connect
         self.worker = Worker(connect, operations, FAKE_INFO, name=name, policy=self.policy)
@@ -206,7 +207,7 @@ def run(
 
 def state_bits(state: AdapterState) -> list[Any]:
     groups = (state.weights, state.first_moment, state.second_moment)
-    return [state.step, *[(n, x.tobytes()) for group in groups for n, x in group.items()]]
+    return [state.step, *[(n, x.tobytes()) for group in groups for n, x in sorted(group.items())]]
 
 
 def loss(body: bytes) -> float:
