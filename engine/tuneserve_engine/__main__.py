@@ -11,6 +11,7 @@ from pydantic_settings import CliApp
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
+from tuneserve_engine.costs import Costs
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.link import LeaseLost
 from tuneserve_engine.lock import lock_name
@@ -60,7 +61,9 @@ async def _work(settings: WorkerSettings, operations: Operations, info: BaseMode
             operations,
             info,
             name=settings.lease_name,
-            scheduler=Scheduler(settings.tenant_weights),
+            scheduler=Scheduler(
+                settings.tenant_weights, costs=Costs(settings.sample_rows, info.context_length)
+            ),
             policy=WorkerPolicy(
                 points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
                 renew_s=settings.lease_ttl_s / 3,
