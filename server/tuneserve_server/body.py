@@ -103,18 +103,19 @@ def parse_keyed(raw: bytes, key_type: type[K], body_type: type[B]) -> tuple[K, B
     try:
         body = parse(body_type, raw)
     except Malformed as error:
-        return _read_json(key_type, raw), UserError(str(error))
+        return _read_json(key_type, raw, finite=False), UserError(str(error))
     key: Request = body
     assert isinstance(key, key_type), f"{body_type} does not extend {key_type}"
     return key, body
 
 
-def _read_json(body_type: type[B], raw: bytes) -> B:
+def _read_json(body_type: type[B], raw: bytes, *, finite: bool = True) -> B:
     _check_structure(raw)
     try:
-        if b"NaN" in raw or b"Infinity" in raw:
+        body = body_type.model_validate_json(raw)
+        if finite and (b"NaN" in raw or b"Infinity" in raw):
             from_json(raw, allow_inf_nan=False)  # also in fields that nobody reads
-        return body_type.model_validate_json(raw)
+        return body
     except ValidationError as error:
         raise Malformed(describe(error)) from None
     except ValueError:
