@@ -91,6 +91,12 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             settings.store_shown,
             settings.files_dir.resolve(),
         )
+        if settings.trusted_network:
+            logger.warning(
+                "any API key is accepted: the operator vouches that strangers cannot reach %s "
+                "(trusted_network)",
+                settings.url,
+            )
         if not stopped.is_set():
             await _Server(config, polls).serve(sockets=[listener])
         return 0

@@ -16,8 +16,17 @@ GIB = 1024 * MIB
 class ApiSettings(CommonSettings):
     """Settings of ``tuneserve api``."""
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on; loopback only.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen on; loopback only, unless `trusted_network` is set.",
+    )
     port: Port = Field(default=8410, description="Port to listen on.")
+    trusted_network: bool = Field(
+        default=False,
+        description="The operator vouches that nobody reaches `host` who may not use every "
+        "tenant's models, because a firewall, a container's network or an authenticating proxy is "
+        "in between: any API key is accepted.",
+    )
     public_url: str | None = Field(
         default=None,
         description="Address clients use, for download links; default: the one they called.",
@@ -115,11 +124,12 @@ class ApiSettings(CommonSettings):
 
     @model_validator(mode="after")
     def _loopback_only(self) -> Self:
-        if not _is_loopback(self.host):
+        if not self.trusted_network and not _is_loopback(self.host):
             raise ValueError(
                 f"host {self.host!r} is not a loopback address. This server accepts any API key, "
                 "so it may only listen where nobody else can reach it: use 127.0.0.1, and an SSH "
-                "tunnel or an authenticating proxy for other machines"
+                "tunnel or an authenticating proxy for other machines. If something else keeps "
+                "strangers away from this address, say so with trusted_network = true"
             )
         return self
 
