@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from tuneserve_engine.files import FileStore
@@ -10,22 +11,30 @@ from tuneserve_engine.queue.base import Store, SweepPolicy
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 120.0  # after a start, clients need time to send the heartbeats they could not
+_GRACE_S = 120.0
+"""After a start, and after the store was away, clients need time to send the heartbeats that they
+could not, and workers to name the files that they have written."""
 _UNNAMED_S = 900.0  # a recovery point's file exists before the store knows it
 
 
 async def sweep_forever(
-    store: Store, files: FileStore, policy: SweepPolicy, interval_s: float
+    store: Store,
+    files: FileStore,
+    policy: SweepPolicy,
+    interval_s: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Sweeps every ``interval_s`` until cancelled. A failed sweep is logged and tried again."""
-    started_s = time.monotonic()
+    steady_s = clock()  # since when nobody had to wait for us or for the store
     while True:
         await asyncio.sleep(interval_s)
         try:
-            uptime_s = time.monotonic() - started_s
-            await store.sweep(time.time(), policy if uptime_s > _GRACE_S else patient(policy))
-            await delete_unused(store, files)
+            is_steady = clock() - steady_s > _GRACE_S
+            await store.sweep(time.time(), policy if is_steady else patient(policy))
+            if is_steady:
+                await delete_unused(store, files)
         except Exception:
+            steady_s = clock()
             logger.exception("the clean-up failed; it is tried again in %g s", interval_s)
 
 

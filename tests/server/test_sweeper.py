@@ -1,5 +1,6 @@
 """The clean-up of files: what is old and named by nobody goes, everything else stays."""
 
+import asyncio
 import errno
 import logging
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from tuneserve_engine.files import FileStore, LocalFs
-from tuneserve_engine.queue.base import Store
-from tuneserve_server.sweeper import delete_unused
+from tuneserve_engine.queue.base import Store, StoreFailed, SweepPolicy
+from tuneserve_server.sweeper import delete_unused, sweep_forever
 
 pytestmark = pytest.mark.anyio
 NOW_S = 1_000_000.0
@@ -40,6 +41,23 @@ class Names:
 
     async def files_in_use(self) -> set[str]:
         return self.file_ids
+
+
+class FailingStore(Names):
+    """A store whose sweeps take a minute each, and some of which fail."""
+
+    def __init__(self, files: FileStore, *fails: int) -> None:
+        super().__init__()
+        self.files = files
+        self.fails = fails
+        self.now_s = 0.0
+        self.seen: list[tuple[bool, int]] = []  # whether it was to be patient, files there were
+
+    async def sweep(self, now_s: float, policy: SweepPolicy) -> None:
+        self.now_s += 60
+        self.seen.append((policy.session_ttl_s > 1e8, len(self.files.ids())))
+        if len(self.seen) in self.fails:
+            raise StoreFailed("no room")
 
 
 def named(*file_ids: str) -> Store:
@@ -97,3 +115,20 @@ async def test_one_file_that_cannot_be_deleted_does_not_keep_the_others(
         await delete_unused(named(), files)
     assert files.ids() == {B}
     assert "b" * 32 in caplog.text and "Input/output error" in caplog.text
+
+
+async def test_nothing_is_held_against_anybody_after_a_start_and_after_a_failure(
+    files: FileStore, fs: AgedFs
+) -> None:
+    """While the store was away no heartbeat could arrive, and no finished file be named."""
+    fs.modified = {A: 0.0, B: 0.0, C: 0.0}
+    store = FailingStore(files, 2, 7)
+    sweeping = asyncio.create_task(
+        sweep_forever(cast(Store, store), files, SweepPolicy(), 0.001, lambda: store.now_s)
+    )
+    while len(store.seen) < 11:
+        await asyncio.sleep(0.001)
+    sweeping.cancel()
+    # Two minutes from the start, again from the failures at the end of minutes 2 and 7.
+    assert store.seen[:7] == [(True, 3)] * 5 + [(False, 3), (False, 0)]
+    assert store.seen[7:11] == [(True, 0)] * 3 + [(False, 0)]
