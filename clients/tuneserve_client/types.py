@@ -78,8 +78,8 @@ class HealthResponse(Response):
     max_rank: int | None = None
     base_models: list[ServedBaseModel]
     store: Literal["sqlite", "redis"]
-    durability: Literal["checked", "asserted"] = Field(
-        description="Whether it was found, or the operator said, that what was accepted is on disk."
+    durability: Literal["always", "asserted"] = Field(
+        description="What was accepted is on disk, as was found (always) or the operator says."
     )
 
 

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue import remote
-from tuneserve_engine.queue.base import Store
+from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_server import errors
 from tuneserve_server.deps import Services
 from tuneserve_server.last_seen import LastSeen
@@ -34,7 +34,7 @@ ROUTERS = (service, models, training, weights, sampling, futures, rest, files)
 PREFIX = "/api/v1"
 
 
-def create_app(settings: ApiSettings, store: Store, polls: Polls | None = None) -> FastAPI:
+def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = None) -> FastAPI:
     """The API on an open store; while it runs, workers reach a SQLite store through its socket.
 
     ``polls`` is passed in by a server that releases them when it stops.
@@ -77,7 +77,7 @@ class _Api(FastAPI):
         return describe(self)
 
 
-async def _services(settings: ApiSettings, store: Store, polls: Polls) -> Services:
+async def _services(settings: ApiSettings, store: OpenStore, polls: Polls) -> Services:
     files = FileStore(settings.files_dir)
     disks = [settings.files_dir]
     if settings.store_kind == "sqlite":

@@ -12,6 +12,7 @@ from fastapi.security import APIKeyHeader
 from tuneserve_client.body import Response
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue.base import Store
+from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Session
 from tuneserve_server import body
 from tuneserve_server.errors import NotFound, SessionEnded, Unauthorized
@@ -31,7 +32,7 @@ class Services:
     """What lives as long as the process."""
 
     settings: ApiSettings
-    store: Store
+    store: OpenStore
     files: FileStore
     served: ServedModels
     last_seen: LastSeen

@@ -220,7 +220,7 @@ async def test_health_needs_no_key_and_tells_of_the_worker(api: Any) -> None:
         "base_model": "tuneserve/fake",
         "base_models": [],
         "store": "sqlite",
-        "durability": "checked",
+        "durability": "always",
     }
     await api.start_worker()
     after = await api.get("/healthz", key=None)

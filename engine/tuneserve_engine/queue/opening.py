@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue.base import Queue, Store, StorePolicy, StoreUnusable
@@ -18,11 +18,17 @@ from tuneserve_engine.queue.sqlite import SqliteStore
 
 logger = logging.getLogger(__name__)
 
+Durability = Literal["always", "asserted"]
+"""Why what was accepted is on disk: it always is, as was found, or the operator says so."""
+
 _RETRY_S = 1.0
 
 
 class OpenStore(Store, Protocol):
-    """A store that must be closed."""
+    """A store that outlives its processes, and must be closed."""
+
+    @property
+    def durability(self) -> Durability: ...
 
     async def close(self) -> None: ...
 

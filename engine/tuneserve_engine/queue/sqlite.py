@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome
@@ -210,6 +210,8 @@ class SqlStore:
 
 class SqliteStore(SqlStore):
     """The store in one file: durable before any method returns."""
+
+    durability: Final = "always"
 
     @classmethod
     async def open(

@@ -131,6 +131,6 @@ async def healthz(services: ServicesDep) -> Response:
             **first,
             base_models=models,
             store=settings.store_kind,
-            durability="asserted" if settings.store_durability_asserted else "checked",
+            durability=services.store.durability,
         )
     )
