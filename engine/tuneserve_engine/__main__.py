@@ -13,6 +13,7 @@ from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
 from tuneserve_engine.costs import Costs
 from tuneserve_engine.files import FileStore
+from tuneserve_engine.health import Pulse
 from tuneserve_engine.link import LeaseLost
 from tuneserve_engine.lock import lock_name
 from tuneserve_engine.operations import Operations
@@ -33,6 +34,7 @@ def main() -> int:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
         lock = lock_name(settings.data_dir, settings.lease_name, timeout_s=_LOCK_S)
+        pulse = Pulse(settings.alive_file)
         backend = JaxBackend.from_settings(settings)
         files = FileStore(settings.files_dir)
         files.discard_partial()
@@ -40,7 +42,7 @@ def main() -> int:
         return _refuse(error)
     try:
         with lock:
-            asyncio.run(_work(settings, Operations(backend, files), backend.info))
+            asyncio.run(_work(settings, Operations(backend, files), backend.info, pulse))
     except (Fenced, LeaseLost) as error:
         logger.error("stopped: %s", error)
         return 1
@@ -54,7 +56,9 @@ def _refuse(error: Exception) -> int:
     return REFUSED
 
 
-async def _work(settings: WorkerSettings, operations: Operations, info: BaseModelInfo) -> None:
+async def _work(
+    settings: WorkerSettings, operations: Operations, info: BaseModelInfo, pulse: Pulse
+) -> None:
     async with open_queue(settings) as connect:
         worker = Worker(
             connect,
@@ -62,11 +66,13 @@ async def _work(settings: WorkerSettings, operations: Operations, info: BaseMode
             info,
             name=settings.lease_name,
             scheduler=Scheduler(
-                settings.tenant_weights, costs=Costs(settings.sample_rows, info.context_length)
+                settings.tenant_weights,
+                costs=Costs(context=info.context_length, lanes=settings.sample_rows),
             ),
             policy=WorkerPolicy(
                 points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
                 renew_s=settings.lease_ttl_s / 3,
+                renewed=pulse.beat,
             ),
         )
         loop = asyncio.get_running_loop()

@@ -169,6 +169,11 @@ class WorkerSettings(CommonSettings):
         description="What the store knows this worker by; a second worker under the name takes "
         "over from the first. Default: <host>-<process id>.",
     )
+    alive_file: Path | None = Field(
+        default=None,
+        description="Touched whenever the lease is renewed; `python -m tuneserve_engine.health` "
+        "with the same settings looks at it, for health checks.",
+    )
     point_s: PositiveFloat = Field(
         default=60.0, description="Time between recovery points of a model in use."
     )

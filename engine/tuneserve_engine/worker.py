@@ -38,15 +38,21 @@ def _one_thread() -> Executor:
     return ThreadPoolExecutor(max_workers=1)
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class WorkerPolicy:
-    """How a worker goes about it. ``device`` and ``disk`` run one call at a time each."""
+    """How a worker goes about it. ``device`` and ``disk`` run one call at a time each; ``renewed``
+    is called after every renewal of the lease."""
 
     points: PointPolicy = field(default_factory=PointPolicy)
     renew_s: float = 2.0
     clock: Callable[[], float] = time.monotonic
     device: Callable[[], Executor] = _one_thread
     disk: Callable[[], Executor] = _one_thread
+    renewed: Callable[[], None] = _nothing
 
 
 class Worker:
@@ -73,7 +79,8 @@ class Worker:
         self._device = policy.device()
         self._disk = policy.disk()
         self._residents = Residents(operations, policy.points, self)
-        self.link = Link(connect, name, info, self._residents.give_up, policy.renew_s)
+        self._on_renewed = policy.renewed
+        self.link = Link(connect, name, info, self._renewed, policy.renew_s)
         self._cursor = 0
         self._taking = asyncio.Lock()
         self._pause = asyncio.Event()
@@ -121,6 +128,10 @@ class Worker:
         raise _Stopped
 
     # --- the store's side -----------------------------------------------------------------------
+
+    def _renewed(self, leaving: list[str]) -> None:
+        self._on_renewed()
+        self._residents.give_up(leaving)
 
     async def _take(self, queue: Queue, epoch: int) -> None:
         while True:
