@@ -15,19 +15,34 @@ from typing import Any
 
 import pytest
 
-from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.adapters import AdapterConfig, BaseModelInfo
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
-from tuneserve_engine.queue.base import SweepPolicy
+from tuneserve_engine.queue.base import (
+    RecoveryPoint,
+    StoreFailed,
+    StorePolicy,
+    StoreUnusable,
+    SweepPolicy,
+)
 from tuneserve_engine.queue.group_commit import GroupCommit, News, Transaction
-from tuneserve_engine.queue.schema import StoreUnusable
+from tuneserve_engine.queue.schema import network_file_system
 from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.records import Model, ModelStatus
 
 INFO = BaseModelInfo("tiny", "qwen3", 512, 1024, 64, "tiny")
+CONFIG = AdapterConfig(rank=4, alpha=32.0, seed=1)
+MODEL = Model("m", "alice", "s", "tiny", CONFIG, 0.0, 0.0, status=ModelStatus.READY)
+ALL: dict[str, Any] = {"after": 0, "max_jobs": 10}
 
 
 def job(seq: int) -> Job:
     """The ``seq``-th request of a model, counted from 1 as the SDK does."""
-    return Job("alice", JobKind.OPTIM_STEP, "m", seq, b"payload", model_id="m", position=seq - 1)
+    kind, place = JobKind.OPTIM_STEP, {"model_id": "m", "position": seq - 1}
+    return Job("alice", kind, "m", seq, b"payload", base_model="tiny", **place)
+
+
+async def lease(store: SqliteStore) -> int:
+    return (await store.lease("worker", "process", INFO)).epoch
 
 
 def test_an_idle_store_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +53,7 @@ def test_an_idle_store_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db", trace=statements.append)
         loop = asyncio.get_running_loop()
-        epoch = (await store.lease("worker", INFO)).epoch
+        epoch = await lease(store)
         waited = (await store.submit(job(2))).request_id
         taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
         await asyncio.sleep(0.05)
@@ -99,7 +114,7 @@ def test_waits_leave_nothing_behind(tmp_path: Path) -> None:
 def test_a_closed_store_releases_the_parked_and_refuses_the_rest(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
-        epoch = (await store.lease("worker", INFO)).epoch
+        epoch = await lease(store)
         request_id = (await store.submit(job(2))).request_id
         waiting = asyncio.create_task(store.wait(request_id, 10))
         taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
@@ -137,10 +152,11 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path)
 
     path = tmp_path / "store.db"
     asyncio.run(open_and_close(path))
-    with contextlib.closing(sqlite3.connect(path)) as other, other:
-        other.execute("UPDATE meta SET value = 7 WHERE name = 'version'")
-    with pytest.raises(StoreUnusable, match="schema version 7, this release reads version 1"):
-        asyncio.run(open_and_close(path))
+    for version in (1, 7):
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("UPDATE meta SET value = ? WHERE name = 'version'", (version,))
+        with pytest.raises(StoreUnusable, match=f"version {version}, this release reads version 2"):
+            asyncio.run(open_and_close(path))
     garbage = tmp_path / "garbage.db"
     garbage.write_bytes(b"not a database" * 1000)
     with pytest.raises(StoreUnusable, match="restore a backup"):
@@ -168,12 +184,13 @@ def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> N
 def test_an_ended_job_keeps_its_key_but_not_its_payload(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
-        epoch = (await store.lease("worker", INFO)).epoch
+        epoch = await lease(store)
         request_id = (await store.submit(job(1))).request_id
         await store.submit(replace(job(2), rejection=Rejection("bad")))
         await store.finish(epoch, [Outcome(request_id, b"result")])
-        rows = await store._call(lambda tx: tx.all("SELECT seq, payload, body FROM jobs"))
-        assert rows == [(1, None, b"result"), (2, None, b"")]
+        rows = await store._call(lambda tx: tx.all("SELECT seq, body FROM jobs"))
+        assert rows == [(1, b"result"), (2, b"")]
+        assert await store._call(lambda tx: tx.all("SELECT * FROM payloads")) == []
         await store.close()
 
     asyncio.run(main())
@@ -187,9 +204,9 @@ def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> N
         assert row is not None
         await store._call(lambda tx: tx.one(f"PRAGMA max_page_count = {row[0] + 2}"))
         large = replace(job(2), payload=bytes(10**6))
-        with pytest.raises(sqlite3.OperationalError, match="full"):
+        with pytest.raises(StoreFailed, match="disk is full; nothing was changed; free some"):
             await store.submit(large)
-        assert await store.job_tenant(before) == "alice"
+        assert await store.job_key(before) == ("alice", "m")
         await store._call(lambda tx: tx.one("PRAGMA max_page_count = 1000000"))
         assert not (await store.submit(large)).duplicate
         await store.close()
@@ -258,6 +275,17 @@ def test_a_rollback_that_fails_stops_nobody() -> None:
     asyncio.run(limited())
 
 
+async def plans(store: SqliteStore, statements: list[str], table: str) -> list[tuple[str, str]]:
+    """Every statement so far that names the table, with how SQLite finds its rows."""
+    found = []
+    for each in [each for each in statements if f" {table} " in each]:
+        if not each.startswith(("INSERT", "CREATE")):
+            plan = await store._call(lambda tx, sql=each: tx.all(f"EXPLAIN QUERY PLAN {sql}"))
+            found += [(each, step) for *_, step in plan if table in step]
+    assert found
+    return found
+
+
 def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
     """Their rows stay for good: a sweep every few seconds must not go through all of them."""
     statements: list[str] = []
@@ -267,29 +295,131 @@ def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
         statements.clear()
         await store.sweep(time.time(), SweepPolicy())
         await store.files_in_use()
-        about_jobs = [each for each in statements if " jobs " in each]
-        assert len(about_jobs) >= 3
-        for statement in about_jobs:
-            plan = await store._call(lambda tx, sql=statement: tx.all(f"EXPLAIN QUERY PLAN {sql}"))
-            steps = [step for *_, step in plan]
-            assert any("USING INDEX jobs_" in step for step in steps), (statement, steps)
+        assert len([each for each in statements if " jobs " in each]) >= 5
+        for statement, step in await plans(store, list(statements), "jobs"):
+            assert "INDEX jobs_" in step, statement
         await store.close()
 
     asyncio.run(main())
 
 
+def test_what_the_store_does_all_day_is_a_few_look_ups(tmp_path: Path) -> None:
+    """However many jobs there are: of this model, of others, ended or waiting."""
+    statements: list[str] = []
+
+    async def main() -> None:
+        policy = StorePolicy(model_jobs=1)
+        path = tmp_path / "store.db"
+        store = await SqliteStore.open(path, policy=policy, trace=statements.append)
+        epoch = await lease(store)
+        await store.put(MODEL)
+        await store.submit(Job("alice", JobKind.SAMPLE, "s", 1, base_model="tiny"))
+        statements.clear()
+        await store.submit(job(2))
+        await store.submit(job(1))  # is awaited, so the limit does not hold
+        await store.begin(epoch, [each.request_id for each in await store.take(epoch, **ALL)])
+        await store.renew(epoch)
+        await store.release(epoch, "m")
+        taken = await store.take(epoch, **ALL)
+        await store.finish(epoch, [Outcome(each.request_id, changed=True) for each in taken])
+        await store.wait(taken[0].request_id, 0)
+        for position in (1, 2, 2):
+            await store.save_point(epoch, RecoveryPoint("m", position, "file", "numerics"))
+        await store.log(epoch, "m", start=0)
+        await store.submit(job(3), replace(MODEL, key="another"))
+        await store.resign(epoch)
+        for table in ("jobs", "payloads", "lanes", "counts", "points", "records"):
+            for statement, step in await plans(store, list(statements), table):
+                assert step.startswith("SEARCH"), (statement, step)
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_only_renews_writes_one_row(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "store.db")
+        epoch = await lease(store)
+        request_id = (await store.submit(job(1))).request_id
+
+        async def changes() -> int:
+            return await store._call(lambda tx: tx._connection.total_changes)
+
+        before = await changes()
+        for _ in range(10):
+            await store.renew(epoch)
+        assert await changes() == before + 10
+        for _ in range(10):
+            await store.begin(epoch, [request_id])
+        assert await changes() == before + 10
+        await store.close()
+
+    asyncio.run(main())
+
+
+MOUNTS = r"""
+sysfs /sys sysfs rw,relatime 0 0
+/dev/sda1 / ext4 rw,relatime 0 0
+nas:/home /home nfs4 rw,relatime,vers=4.2 0 0
+//nas/share /mnt/two\040words cifs rw 0 0
+/dev/sdb1 /home/alice xfs rw 0 0
+me@host: /data fuse.sshfs rw 0 0
+/dev/sdc1 /data ext4 rw 0 0
+/dev/sdd1 /srv ext4 rw 0 0
+nas:/srv /srv nfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib/tuneserve/store.db", None),
+        ("/home/bob/store.db", "nfs4"),
+        ("/homes/store.db", None),
+        ("/home/alice/store.db", None),
+        ("/mnt/two words/store.db", "cifs"),
+        ("/data/store.db", None),  # a local disk was mounted over it
+        ("/srv/data/store.db", "nfs"),
+    ],
+)
+def test_a_network_file_system_is_known_by_its_mount(path: str, kind: str | None) -> None:
+    assert network_file_system(Path(path), MOUNTS) == kind
+
+
+def test_a_store_on_a_network_file_system_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr("tuneserve_engine.queue.schema._MOUNTS", mounts)
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nnas:/x {tmp_path} nfs rw 0 0\n")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "new folder" / "store.db", tmp_path / "link" / "store.db"):
+        with pytest.raises(StoreUnusable, match=r"network file system \(nfs\).*local disk"):
+            asyncio.run(SqliteStore.open(path))
+        assert not path.exists()
+    mounts.unlink()  # as where there is no /proc
+
+    async def open_and_close() -> None:
+        await (await SqliteStore.open(tmp_path / "store.db")).close()
+
+    asyncio.run(open_and_close())
+
+
 CHILD = """
 import asyncio, sys
-from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
+from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.queue.base import StorePolicy
 from tuneserve_engine.queue.sqlite import SqliteStore
 
 async def submit(store, worker):
     for n in range(10**6):
-        job = Job("alice", JobKind.SAMPLE, f"scope {worker}", n, bytes(10_000))
+        key = f"scope {worker}", n
+        job = Job("alice", JobKind.SAMPLE, *key, bytes(10_000), base_model="tiny")
         print((await store.submit(job)).request_id, flush=True)
 
 async def main():
-    store = await SqliteStore.open(sys.argv[1])
+    policy = StorePolicy(tenant_jobs=10**9, server_jobs=10**9)
+    store = await SqliteStore.open(sys.argv[1], policy=policy)
     await asyncio.gather(*(submit(store, worker) for worker in range(8)))
 
 asyncio.run(main())
@@ -308,11 +438,51 @@ def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path) -> 
 
     async def main() -> None:
         store = await SqliteStore.open(path)
-        owners = await asyncio.gather(*(store.job_tenant(each) for each in acknowledged))
-        assert owners == ["alice"] * len(acknowledged)
-        epoch = (await store.lease("worker", INFO)).epoch
+        owners = await asyncio.gather(*(store.job_key(each) for each in acknowledged))
+        assert {owner[0] for owner in owners if owner} == {"alice"} and None not in owners
+        epoch = await lease(store)
         taken = await store.take(epoch, after=0, max_jobs=10**6)
         assert {each.request_id for each in taken} >= set(acknowledged)
+        await store.close()
+
+    asyncio.run(main())
+
+
+CHILD_AT_A_KILL_POINT = """
+import asyncio, sys
+from tuneserve_engine import kill_points
+from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.queue.sqlite import SqliteStore
+
+async def main():
+    store = await SqliteStore.open(sys.argv[1])
+    kill_points.arm(sys.argv[2], nth=3)
+    for n in range(1, 10):
+        job = Job("alice", JobKind.SAMPLE, "scope", n, b"payload")
+        request_id = (await store.submit(job)).request_id
+        await store.wait(request_id, 0)  # what writes nothing passes no kill point
+        print(request_id, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "stored"), [("store-before-commit", 2), ("store-after-commit", 3)]
+)
+def test_kill_points_are_on_both_sides_of_the_commit(
+    tmp_path: Path, point: str, stored: int
+) -> None:
+    path = tmp_path / "store.db"
+    command = [sys.executable, "-c", CHILD_AT_A_KILL_POINT, str(path), point]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert child.returncode == -signal.SIGKILL
+    assert len(child.stdout.splitlines()) == 2
+
+    async def main() -> None:
+        store = await SqliteStore.open(path)
+        rows = await store._call(lambda tx: tx.all("SELECT seq FROM jobs"))
+        assert len(rows) == stored
         await store.close()
 
     asyncio.run(main())

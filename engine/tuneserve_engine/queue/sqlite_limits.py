@@ -2,8 +2,9 @@
 
 from tuneserve_engine.jobs import Job
 from tuneserve_engine.queue import rules
-from tuneserve_engine.queue.base import StorePolicy
+from tuneserve_engine.queue.base import Overloaded, StorePolicy
 from tuneserve_engine.queue.group_commit import Row, Transaction
+from tuneserve_engine.queue.schema import UNFINISHED
 
 _SERVER = "server"
 _Counts = tuple[int, int]  # jobs, bytes of their payloads
@@ -32,15 +33,18 @@ def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: i
 
 def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
     """Raises ``Overloaded`` if there is no room for the job."""
-    server, tenant = _counts(tx, _SERVER), _counts(tx, _tenant(job.tenant))
-    _check("the server", job, server, (policy.server_jobs, policy.server_bytes), 10)
-    if _is_awaited(tx, job):
-        return
-    _check("your key", job, tenant, (policy.tenant_jobs, policy.tenant_bytes), 5)
-    if job.model_id is not None:
-        row = tx.one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
-        limits = (policy.model_jobs, policy.model_bytes)
-        _check(f"model {job.model_id}", job, _as_counts(row), limits, 2)
+    server = (policy.server_jobs, policy.server_bytes)
+    _check("the server", job, _counts(tx, _SERVER), server, 10)
+    try:
+        tenant = (policy.tenant_jobs, policy.tenant_bytes)
+        _check("your key", job, _counts(tx, _tenant(job.tenant)), tenant, 5)
+        if job.model_id is not None:
+            row = tx.one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
+            model = (policy.model_jobs, policy.model_bytes)
+            _check(f"model {job.model_id}", job, _as_counts(row), model, 2)
+    except Overloaded:
+        if not _is_awaited(tx, job):
+            raise
 
 
 def _counts(tx: Transaction, scope: str) -> _Counts:
@@ -63,9 +67,10 @@ def _is_awaited(tx: Transaction, job: Job) -> bool:
     """Whether everything that the model has waits for this job: without it, none would ever end."""
     if job.model_id is None or job.position is None:
         return False
+    of_model = "AND model_id = ?1"
     row = tx.one(
-        "SELECT EXISTS (SELECT 1 FROM jobs WHERE model_id = ?1 AND state = 'held'), "
-        "EXISTS (SELECT 1 FROM jobs WHERE model_id = ?1 AND state = 'ready'), "
+        f"SELECT EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'held' {of_model}), "
+        f"EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'ready' {of_model}), "
         "(SELECT next FROM lanes WHERE model_id = ?1)",
         job.model_id,
     )

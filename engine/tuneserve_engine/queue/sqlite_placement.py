@@ -6,6 +6,7 @@ A job that is placed gets a new ``release`` number, so that no worker's cursor i
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import Fenced
 from tuneserve_engine.queue.group_commit import Transaction
+from tuneserve_engine.queue.schema import UNFINISHED
 
 
 def check_epoch(tx: Transaction, epoch: int) -> None:
@@ -49,7 +50,7 @@ def place_waiting(tx: Transaction, base_model: str) -> None:
 def unplace(tx: Transaction, model_id: str) -> None:
     """Takes the model and its released jobs from their worker."""
     tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE model_id = ?", model_id)
-    tx.run("UPDATE jobs SET worker = NULL WHERE model_id = ? AND state = 'ready'", model_id)
+    tx.run(f"UPDATE jobs SET worker = NULL WHERE model_id = ? AND {UNFINISHED}", model_id)
 
 
 def worker_of(tx: Transaction, model_id: str) -> int | None:
