@@ -36,6 +36,7 @@ fix: .venv/dev.stamp
 
 bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/results.md
 	$(BIN)/python benchmarks/latency.py $(ARGS)
+	$(BIN)/python benchmarks/queue_alone.py $(ARGS)
 
 compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its own
 	$(BIN)/pytest tests/compat $(ARGS)
