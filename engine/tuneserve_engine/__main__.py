@@ -8,7 +8,6 @@ import sys
 
 from pydantic_settings import CliApp
 
-from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
 from tuneserve_engine.costs import Costs
@@ -42,7 +41,7 @@ def main() -> int:
         return _refuse(error)
     try:
         with lock:
-            asyncio.run(_work(settings, Operations(backend, files), backend.info, pulse))
+            asyncio.run(_work(settings, backend, files, pulse))
     except (Fenced, LeaseLost) as error:
         logger.error("stopped: %s", error)
         return 1
@@ -57,18 +56,16 @@ def _refuse(error: Exception) -> int:
 
 
 async def _work(
-    settings: WorkerSettings, operations: Operations, info: BaseModelInfo, pulse: Pulse
+    settings: WorkerSettings, backend: JaxBackend, files: FileStore, pulse: Pulse
 ) -> None:
+    costs = Costs(backend.lattice, context=backend.info.context_length, lanes=settings.sample_rows)
     async with open_queue(settings) as connect:
         worker = Worker(
             connect,
-            operations,
-            info,
+            Operations(backend, files),
+            backend.info,
             name=settings.lease_name,
-            scheduler=Scheduler(
-                settings.tenant_weights,
-                costs=Costs(context=info.context_length, lanes=settings.sample_rows),
-            ),
+            scheduler=Scheduler(settings.tenant_weights, costs=costs),
             policy=WorkerPolicy(
                 points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
                 renew_s=settings.lease_ttl_s / 3,

@@ -1,19 +1,24 @@
 """How long jobs will take: a cost that a job's payload tells, times what units of its kind took per
 cost so far. Plain Python; the caller measures time."""
 
-from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median_low
-from typing import NamedTuple
 
 import msgspec
 
+from tuneserve_client.proto.head import datum_lengths
+from tuneserve_engine.backend.base import Lattice
+from tuneserve_engine.errors import EngineError
 from tuneserve_engine.jobs import Job, JobKind
-from tuneserve_engine.lattice import power_of_two_from
+from tuneserve_engine.lattice import ShapeLattice, power_of_two_from
 
-_REQUEST_BYTES = 1024
-"""A gradient of no data would cost about as much as this many bytes of it."""
+_REQUEST_TOKENS = 16
+"""A gradient of no data would cost about as much as these."""
+
+_MOST_FIELDS = 16_384
+"""Fields of a request that are looked at: a thousand datums have fewer."""
 
 _PROMPT_TOKENS_PER_STEP = 32
 """Tokens of a prompt that cost as much as one decoded token: they run together, those alone."""
@@ -22,63 +27,97 @@ _REMEMBERED = 9
 """Units of a kind that count. The median passes over those that had to compile a program."""
 
 
-class Cost(NamedTuple):
-    """``work`` adds up over jobs: a tenant is charged by it. Samples of one ``group`` decode side
-    by side, so that the time of a unit is less than the sum."""
+@dataclass(frozen=True)
+class Cost:
+    """What one job costs. Costs compare within a kind only.
+
+    ``work`` adds up over jobs: a tenant is charged by it. A unit takes less than the sum where its
+    jobs share rows or lanes that would be empty: a gradient has ``rows`` of (bucket, rows of the
+    micro-batch); a sample decodes ``sequences`` side by side, ``steps`` one after the other, in
+    lanes of one ``capacity``.
+    """
 
     work: float
-    prompt: float = 0  # steps before the first token
-    steps: int = 0  # decoded one after the other
-    sequences: int = 0  # side by side
-    group: int = 0
+    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    prompt: float = 0  # in steps
+    steps: int = 0
+    sequences: int = 0
+    capacity: int = 0
 
 
-@dataclass(frozen=True)
 class Costs:
-    """``lanes`` sequences decode side by side; a sample without a limit goes on until the prompt
-    and it have ``context_tokens``."""
+    """What jobs cost on a device with this lattice and so many lanes for decoding."""
 
-    lanes: int = 8
-    context_tokens: int = 4096
+    def __init__(self, lattice: Lattice | None = None, *, context: int = 4096, lanes: int = 8):
+        self._lattice = lattice or ShapeLattice(context)
+        self._context = context
+        self._lanes = lanes
 
     def of(self, job: Job) -> Cost:
-        """What a job costs, by its payload alone. Costs compare within a kind only."""
-        if job.kind == JobKind.FORWARD_BACKWARD:
-            return Cost(_REQUEST_BYTES + len(job.payload))
-        if job.kind != JobKind.SAMPLE:
-            return Cost(1)
         try:
-            return self._of_sample(msgspec.msgpack.decode(job.payload, type=_Asked))
-        except msgspec.DecodeError:
-            return Cost(1)  # it will fail at once
-
-    def _of_sample(self, asked: "_Asked") -> Cost:
-        limit = max(self.context_tokens - len(asked.prompt), 1)
-        steps = max(min(asked.max_tokens or limit, limit), 1)
-        sequences = max(asked.num_samples, 1)
-        prompt = len(asked.prompt) / _PROMPT_TOKENS_PER_STEP
-        group = power_of_two_from(len(asked.prompt) + steps)
-        return Cost(prompt + steps * sequences, prompt, steps, sequences, group)
+            if job.kind == JobKind.FORWARD_BACKWARD:
+                return self._of_gradient(datum_lengths(job.payload, _MOST_FIELDS))
+            if job.kind == JobKind.SAMPLE:
+                return self._of_sample(msgspec.msgpack.decode(job.payload, type=_Asked))
+        except (EngineError, msgspec.DecodeError):
+            pass  # it will be refused at once
+        return Cost(1)
 
     def of_unit(self, costs: Sequence[Cost]) -> float:
-        """What jobs of one kind cost together: their time, where ``work`` is their effort."""
-        groups: defaultdict[int, list[Cost]] = defaultdict(list)
-        for cost in costs:
-            groups[cost.group].append(cost)
-        return sum(self._of_group(group) for group in groups.values())
+        """What jobs of one kind cost together."""
+        if any(cost.rows for cost in costs):
+            return _of_gradients(costs)
+        if any(cost.steps for cost in costs):
+            return self._of_samples(costs)
+        return sum(cost.work for cost in costs)
 
     def beside(self, cost: Cost) -> float:
         """What a unit may cost that this job starts: as much as the job, alone or, if it is a
         sample, with its like in the other lanes."""
-        alike = max(self.lanes // cost.sequences, 1) if cost.sequences else 1
+        alike = max(self._lanes // cost.sequences, 1) if cost.sequences else 1
         return self.of_unit([cost] * alike)
 
-    def _of_group(self, costs: Sequence[Cost]) -> float:
-        decoded = sum(cost.steps * cost.sequences for cost in costs)
-        if not decoded:
-            return sum(cost.work for cost in costs)
-        longest = max(cost.steps for cost in costs)
-        return sum(cost.prompt for cost in costs) + max(longest, decoded / self.lanes)
+    def _of_gradient(self, lengths: Sequence[int]) -> Cost:
+        buckets = Counter(self._lattice.bucket(length) for length in lengths)
+        return Cost(
+            work=_REQUEST_TOKENS + sum(bucket * count for bucket, count in buckets.items()),
+            rows={
+                (bucket, self._lattice.rows(bucket, count)): count
+                for bucket, count in buckets.items()
+            },
+        )
+
+    def _of_sample(self, asked: "_Asked") -> Cost:
+        limit = max(self._context - len(asked.prompt), 1)
+        steps = max(min(asked.max_tokens or limit, limit), 1)
+        sequences = max(asked.num_samples, 1)
+        prompt = len(asked.prompt) / _PROMPT_TOKENS_PER_STEP
+        return Cost(
+            work=prompt + steps * sequences,
+            prompt=prompt,
+            steps=steps,
+            sequences=sequences,
+            capacity=power_of_two_from(len(asked.prompt) + steps),
+        )
+
+    def _of_samples(self, costs: Sequence[Cost]) -> float:
+        """Lanes of one capacity after the other; in each, the longest or the sum over lanes."""
+        longest: defaultdict[int, int] = defaultdict(int)
+        decoded: defaultdict[int, int] = defaultdict(int)
+        for cost in costs:
+            longest[cost.capacity] = max(longest[cost.capacity], cost.steps)
+            decoded[cost.capacity] += cost.steps * cost.sequences
+        steps = sum(max(longest[c], decoded[c] / self._lanes) for c in longest)
+        return sum(cost.prompt for cost in costs) + steps
+
+
+def _of_gradients(costs: Sequence[Cost]) -> float:
+    """Tokens of the micro-batches, padding included."""
+    rows: Counter[tuple[int, int]] = Counter()
+    for cost in costs:
+        rows.update(cost.rows)
+    padded = (-(-count // height) * height * bucket for (bucket, height), count in rows.items())
+    return _REQUEST_TOKENS + sum(padded)
 
 
 class Estimates:

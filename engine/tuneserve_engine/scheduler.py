@@ -19,8 +19,9 @@ MAX_JOBS = 32
 MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
 
-UNIT_S = 0.1
-"""Device time after which a unit takes no further job: everyone else waits for it."""
+UNIT_S = 0.03
+"""Device time after which a unit takes no further job, unless that costs no more time: everyone
+else waits for it."""
 
 
 class Scheduler:

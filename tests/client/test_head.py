@@ -3,11 +3,11 @@
 import time
 
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_client.proto.head import Head, count_fields, read_head
+from tuneserve_client.proto.head import Head, count_fields, datum_lengths, read_head
 
 MESSAGES = st.builds(
     wire.ForwardBackwardRequest,
@@ -88,3 +88,35 @@ def test_the_fields_of_a_message_and_of_its_datums_are_counted(data, seq_id, mos
 @given(st.binary(max_size=200))
 def test_counting_never_raises(body):
     assert 0 <= count_fields(body, 1000) <= 200
+
+
+LENGTHS = st.integers(0, 600_000) | st.integers(4090, 4100) | st.integers(28, 36)
+
+
+@given(st.lists(st.lists(LENGTHS, max_size=3), max_size=4), st.integers(0, 1))
+@example([[size] for size in range(28, 36)], 0)
+@example([[size] for size in range(4090, 4100)], 0)
+@example([[524_285, 524_287], [524_288], [524_289]], 0)
+@settings(max_examples=50)
+def test_the_lengths_of_the_data_are_those_of_their_chunks(data, seq_id):
+    body = wire.ForwardBackwardRequest(seq_id=seq_id, loss_fn="ppo")
+    for lengths in data:
+        datum = body.data.add()
+        datum.loss_fn_inputs["advantages"].dense = bytes(12)
+        for length in lengths:
+            datum.model_input.add().encoded_text.tokens = bytes(4 * length)
+    assert datum_lengths(body.SerializeToString(), 100) == [sum(lengths) for lengths in data]
+
+
+@given(st.binary(max_size=200), st.integers(0, 20))
+def test_measuring_data_never_raises_and_ends(body, most):
+    lengths = datum_lengths(body, most)
+    assert len(lengths) <= max(most, 1) and all(0 <= length <= 200 for length in lengths)
+
+
+def test_measuring_a_body_of_millions_of_fields_is_given_up_soon():
+    body = wire.ForwardBackwardRequest(data=[wire.Datum()]).SerializeToString()
+    started_s = time.process_time()
+    assert len(datum_lengths(body * 8_000_000, 1000)) == 1000
+    assert len(datum_lengths(b"\x1a\x80\x80\x80\x07" + b"\x0a\x00" * 8_000_000, 1000)) == 1
+    assert time.process_time() - started_s < 1

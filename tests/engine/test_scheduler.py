@@ -5,6 +5,7 @@ from itertools import count
 
 import pytest
 
+from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.jobs import Job, JobKind, Sample, encode
 from tuneserve_engine.scheduler import MAX_BYTES, MAX_JOBS, Scheduler
 
@@ -141,13 +142,34 @@ def test_the_first_job_of_a_kind_runs_alone_because_nobody_knows_how_long_it_tak
     assert device.next_unit(jobs[1:]) == jobs[1:]
 
 
+def gradients(*asked: tuple[str, int, int]) -> list[Job]:
+    """Gradients from (tenant, datums, tokens of each)."""
+    jobs = []
+    for job, (_, datums, tokens) in zip(
+        pending(*[(tenant, GRADIENT) for tenant, *_ in asked]), asked, strict=True
+    ):
+        body = wire.ForwardBackwardRequest()
+        for _ in range(datums):
+            body.data.add().model_input.add().encoded_text.tokens = bytes(4 * tokens)
+        jobs.append(replace(job, payload=body.SerializeToString()))
+    return jobs
+
+
 def test_a_unit_takes_no_more_jobs_than_its_time_allows() -> None:
     device = Scheduler(unit_s=1.0)
-    device.charge(pending(("z", GRADIENT, 10_000)), 0.3)
-    jobs = pending(*[(name, GRADIENT, 10_000) for name in "abcde"])
+    device.charge(gradients(("z", 1, 512)), 0.3)
+    jobs = gradients(*[(name, 1, 512) for name in "abcde"])
     assert device.next_unit(jobs) == jobs[:3]
-    long = pending(("a", GRADIENT, 100_000), ("b", GRADIENT, 1))
+    long = gradients(("a", 1, 4096), ("b", 1, 10))
     assert device.next_unit(long) == long[:1]
+
+
+def test_gradients_that_fill_the_empty_rows_of_another_join_whatever_its_time() -> None:
+    """Eight rows of 64 tokens fit a micro-batch, and requests of two datums leave six empty."""
+    device = Scheduler(unit_s=0.01)
+    device.charge(gradients(("z", 2, 64)), 0.5)
+    jobs = gradients(*[(name, 2, 64) for name in "abcde"])
+    assert device.next_unit(jobs) == jobs[:4]
 
 
 def test_a_unit_that_had_to_compile_is_soon_forgotten() -> None:

@@ -1,0 +1,114 @@
+"""What jobs cost, from their payloads; expected values are counted by hand."""
+
+import numpy as np
+import pytest
+
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine.costs import Costs, Estimates
+from tuneserve_engine.jobs import Job, JobKind, Sample, encode
+from tuneserve_engine.lattice import ShapeLattice
+
+COSTS = Costs(ShapeLattice(256, token_budget=128, max_rows=4), context=256, lanes=4)
+"""Buckets 16 and 32 have 4 rows, 64 and longer ones 2; a single datum has one row."""
+
+
+def gradient(*lengths: int) -> Job:
+    body = wire.ForwardBackwardRequest(loss_fn="cross_entropy")
+    for length in lengths:
+        tokens = np.zeros(length, "<i4").tobytes()
+        body.data.add().model_input.add().encoded_text.tokens = tokens
+    payload = body.SerializeToString()
+    return Job("t", JobKind.FORWARD_BACKWARD, "s", 0, payload, request_id=str(lengths))
+
+
+def sample(prompt: int, max_tokens: int | None, num_samples: int = 1) -> Job:
+    command = Sample([0] * prompt, 1, max_tokens=max_tokens, num_samples=num_samples)
+    return Job("t", JobKind.SAMPLE, "s", 0, encode(command))
+
+
+def together(*jobs: Job) -> float:
+    return COSTS.of_unit([COSTS.of(job) for job in jobs])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ([[10]], 16),
+        ([[17]], 32),
+        ([[10, 10]], 4 * 16),  # two of four rows
+        ([[10] * 5], 8 * 16),
+        ([[10, 30]], 16 + 32),  # each alone in its bucket: one row
+        ([[10], [10], [10]], 3 * 16),
+        ([[10, 10], [10, 10]], 4 * 16),  # they share a micro-batch
+        ([[10, 10], [10, 10], [10, 10]], 8 * 16),
+        ([[10, 10], [60, 60]], 4 * 16 + 2 * 64),
+        ([[200]], 256),
+    ],
+)
+def test_gradients_take_the_rows_of_their_micro_batches(
+    lengths: list[list[int]], tokens: int
+) -> None:
+    assert together(*[gradient(*each) for each in lengths]) == 16 + tokens
+
+
+def test_a_gradient_is_charged_for_its_own_tokens() -> None:
+    assert [COSTS.of(gradient(*n)).work for n in ([10], [10, 10], [60] * 3)] == [32, 48, 208]
+
+
+def test_samples_share_lanes() -> None:
+    alone = together(sample(32, 100))
+    assert alone == 1 + 100
+    assert together(*[sample(32, 100)] * 4) == 4 + 100
+    assert together(sample(32, 100, num_samples=4)) == 1 + 100
+    assert together(*[sample(32, 100)] * 5) == 5 + 125
+    assert together(sample(32, 100), sample(32, 97)) == 2 + 100
+    # 132 tokens have a capacity of 256, 42 one of 64: these decode one after the other.
+    assert together(sample(32, 100), sample(32, 10)) == 2 + 110
+    assert COSTS.of(sample(64, 100, num_samples=4)).work == 2 + 400
+
+
+def test_a_sample_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
+    assert together(sample(32, None)) == 1 + 224
+    assert together(sample(32, 1000)) == 1 + 224
+
+
+def test_a_unit_that_a_sample_starts_has_room_for_its_like_in_the_other_lanes() -> None:
+    assert COSTS.beside(COSTS.of(sample(32, 100))) == together(*[sample(32, 100)] * 4)
+    assert COSTS.beside(COSTS.of(sample(32, 100, 3))) == together(sample(32, 100, 3))
+    assert COSTS.beside(COSTS.of(gradient(10, 10))) == together(gradient(10, 10))
+
+
+@pytest.mark.parametrize("kind", list(JobKind))
+def test_a_job_that_makes_no_sense_costs_something(kind: JobKind) -> None:
+    for payload in (b"", b"\xff\xff", encode(Sample([], 1, num_samples=0, max_tokens=-5))):
+        cost = COSTS.of(Job("t", kind, "s", 0, payload))
+        assert cost.work > 0
+        assert COSTS.of_unit([cost]) > 0
+    assert COSTS.of(gradient(257)).work > 0
+
+
+def test_estimates_follow_the_median_of_what_was_measured() -> None:
+    estimates, job = Estimates(COSTS), gradient(10)
+    assert estimates.unit_s([job]) is None
+    for seconds in (9.0, 0.1, 0.1, 0.3):
+        estimates.learn([job], seconds)
+    assert estimates.unit_s([job]) == pytest.approx(0.1)
+    assert estimates.unit_s([gradient(10, 10)]) == pytest.approx(0.1 * (16 + 64) / 32)
+    assert estimates.room_s(job) == pytest.approx(0.1)
+    for _ in range(8):
+        estimates.learn([job], 2.0)
+    assert estimates.unit_s([job]) == pytest.approx(2.0)
+    assert estimates.unit_s([sample(1, 1)]) is None
+
+
+def test_jobs_of_a_unit_share_its_time_by_their_work() -> None:
+    jobs = [gradient(10), gradient(10, 10), gradient(17)]
+    assert Estimates(COSTS).shares(jobs) == [32 / 128, 48 / 128, 48 / 128]
+
+
+def test_only_pending_jobs_are_remembered() -> None:
+    estimates = Estimates(COSTS)
+    jobs = [gradient(*[1] * n) for n in range(1, 41)]
+    estimates.shares(jobs)
+    estimates.forget_all_but(jobs[:2])
+    assert len(estimates._known) == 2
