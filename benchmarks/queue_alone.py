@@ -179,8 +179,8 @@ def main() -> None:
     lines = [
         f"## The queue alone, {commit_name()}",
         "",
-        f"`benchmarks/queue_alone.py --requests {arguments.requests}`: payloads of 100 KB, results of "
-        f"40 KB, two processes, {os.cpu_count()} cores.",
+        f"`benchmarks/queue_alone.py --requests {arguments.requests}`: payloads of 100 KB, results "
+        f"of 40 KB, two processes, {os.cpu_count()} cores.",
         "",
         f"| | 1 in flight, p50 ms | {IN_FLIGHT} in flight, requests/s | over disk alone |",
         "|---|---|---|---|",

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyrage
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,8 @@ from tuneserve_engine.errors import ServerError, UserError
 
 MEMBER = "adapter.safetensors"
 FORMAT = "tuneserve-adapter-1"
+MAX_HEADER_BYTES = 2**20
+"""The largest list of tensors that is parsed; ours take a few kilobytes."""
 _GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
 
 
@@ -52,6 +55,7 @@ def read(directory: Path, base_model: str) -> AdapterState:
             "the checkpoint's file is gone: it was deleted or has expired; load another"
         )
     try:
+        _check_header_size(path)
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT:
@@ -66,14 +70,43 @@ def read(directory: Path, base_model: str) -> AdapterState:
             groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
             for key in file.keys():
                 group, name = key.split("/", 1)
-                groups[group][name] = file.get_tensor(key)
+                groups[group][name] = _float32(key, file.get_tensor(key))
             return AdapterState(
-                config=AdapterConfig(**json.loads(metadata["config"])),
-                step=int(metadata["step"]),
-                **groups,
+                config=_config(metadata["config"]), step=int(metadata["step"]), **groups
             )
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise ServerError(f"checkpoint file is damaged: {error}; load another") from error
+
+
+_DAMAGE = (
+    SafetensorError,
+    msgspec.MsgspecError,
+    OSError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RecursionError,
+)
+
+
+def _check_header_size(path: Path) -> None:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"its header claims {size} bytes; at most {MAX_HEADER_BYTES} are read")
+
+
+def _float32(name: str, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if tensor.dtype != np.float32:
+        raise ValueError(f"{name} is {tensor.dtype}, not float32")
+    return tensor
+
+
+def _config(text: str) -> AdapterConfig:
+    config = msgspec.json.decode(text, type=AdapterConfig)  # checks types, refuses NaN
+    if config.rank < 1:
+        raise ValueError(f"its rank is {config.rank}")
+    return config
 
 
 def peft_members(state: AdapterState, base_model: str) -> dict[str, bytes]:

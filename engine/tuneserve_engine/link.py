@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.queue.base import Queue, StoreFailed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Call = Callable[[Queue, int], Awaitable[T]]
+Call = Callable[[Queue, int], Coroutine[Any, Any, T]]
 
 RETRY_S = 1.0
 _RECONNECT_S = 0.05
@@ -79,7 +79,7 @@ class Link:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._renew(queue, lease.epoch))
             for call in traffic:
-                tasks.create_task(_as_coroutine(call(queue, lease.epoch)))
+                tasks.create_task(call(queue, lease.epoch))
 
     async def _renew(self, queue: Queue, epoch: int) -> None:
         while True:
@@ -107,10 +107,6 @@ class Link:
                 await call(self._queue, self._epoch)
             except (ConnectionError, StoreFailed):
                 pass
-
-
-async def _as_coroutine(awaitable: Awaitable[None]) -> None:
-    await awaitable
 
 
 def cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

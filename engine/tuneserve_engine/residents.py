@@ -7,7 +7,7 @@ model's state again, bit for bit.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -58,7 +58,7 @@ class Host(Protocol):
     link: Link
     backlog: Backlog
 
-    def spawn(self, task: Awaitable[None]) -> None:
+    def spawn(self, task: Coroutine[Any, Any, None]) -> None:
         """Runs beside everything else; what it raises ends the worker."""
         ...
 

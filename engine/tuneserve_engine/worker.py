@@ -9,11 +9,11 @@ over brings them back (``residents``).
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backlog import Backlog
@@ -240,9 +240,9 @@ class Worker:
 
     # --- what the models need -------------------------------------------------------------------
 
-    def spawn(self, task: Awaitable[None]) -> None:
+    def spawn(self, task: Coroutine[Any, Any, None]) -> None:
         assert self._tasks is not None
-        self._tasks.create_task(_as_coroutine(task))
+        self._tasks.create_task(task)
 
     async def on_device(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._device, call)
@@ -253,10 +253,6 @@ class Worker:
 
 class _Stopped(Exception):
     """Ends the other tasks of a worker that has stopped."""
-
-
-async def _as_coroutine(task: Awaitable[None]) -> None:
-    await task
 
 
 def _first_of(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -117,6 +117,14 @@ def metadata(**changes: str) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["__metadata__"].update(changes)
 
 
+def config(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    def change(header: dict[str, Any]) -> None:
+        known = json.loads(header["__metadata__"]["config"])
+        header["__metadata__"]["config"] = json.dumps({**known, **changes})
+
+    return change
+
+
 DAMAGED: dict[str, Callable[[], bytes]] = {
     "empty": lambda: b"",
     "a few bytes": lambda: b"12345",
@@ -131,6 +139,15 @@ DAMAGED: dict[str, Callable[[], bytes]] = {
     "config that is no JSON": lambda: rewritten(metadata(config="{")),
     "config of another shape": lambda: rewritten(metadata(config='{"ranks": 3}')),
     "config that is a list": lambda: rewritten(metadata(config="[]")),
+    "rank that is text": lambda: rewritten(config(rank="3")),
+    "rank that is missing": lambda: rewritten(config(rank=None)),
+    "rank zero": lambda: rewritten(config(rank=0)),
+    "alpha that is NaN": lambda: rewritten(config(alpha=float("nan"))),
+    "config that is deep": lambda: rewritten(metadata(config="[" * 100_000)),
+    "header of two megabytes": lambda: rewritten(metadata(padding="x" * 2**21)),
+    "tensor of another type": lambda: rewritten(
+        lambda header: header["weights/q_proj.A"].update(dtype="I32")
+    ),
     "step that is no number": lambda: rewritten(metadata(step="seven")),
     "unknown group": lambda: rewritten(
         lambda header: header.update({"other/x": header.pop("weights/q_proj.A")})
@@ -139,6 +156,13 @@ DAMAGED: dict[str, Callable[[], bytes]] = {
         lambda header: header.update({"x": header.pop("weights/q_proj.A")})
     ),
 }
+
+
+def test_a_large_header_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *_, **__: pytest.fail("it was parsed"))
+    (tmp_path / checkpoint.MEMBER).write_bytes(struct.pack("<Q", 2**20 + 1) + b"{")
+    with pytest.raises(ServerError, match="claims 1048577 bytes; at most 1048576"):
+        checkpoint.read(tmp_path, "base")
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
