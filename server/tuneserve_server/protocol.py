@@ -50,6 +50,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self.resume_writing()
         super().connection_lost(exc)
 
+    def eof_received(self) -> None:
+        """The client says no more, and is taken to be gone: nothing is written any more."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+
     def data_received(self, data: bytes) -> None:
         if self._refused or self.transport.is_closing():
             return
@@ -90,6 +95,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._refused:
+            self.transport.close()
         if self.transport.is_closing():
             self._watch_writing()
         elif self._in_body:  # answered early; the client still sends
@@ -109,7 +116,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline = None
         if self.flow.read_paused:  # by us: what is missing may lie in the socket
             self._expect(self.header_timeout_s)
-        elif self._refused or self._in_body or not self._unparsed:
+        elif self._in_body or self._refused or not (self._unparsed or self._is_answering):
             self.transport.abort()
         else:
             self._refuse(
@@ -124,24 +131,34 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._problem or InvalidRequest("this is no HTTP/1.1 request"))
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _refuse(self, error: ApiError) -> None:
-        """Answers, unless another answer is under way, and ends the connection.
+        """Ends the connection with this answer, or after the one that is under way.
 
         What the client still sends is dropped for a while: closing with unread bytes would take
         the answer from it.
         """
         if self._refused or self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()
+        self._refused = True
+        self._met()
+        if self._is_answering and (self.pipeline or not self._in_body):
+            self.pipeline.clear()
             return
+        if self._is_answering:  # this very request, whose body is at fault
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
         body = json.dumps(Failure(detail=str(error), code=error.code).model_dump()).encode()
         head = (
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
             "connection: close\r\n\r\n"
         )
-        self._refused = True
-        self._met()
         self._expect(self.header_timeout_s)
         self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         self.transport.write_eof()

@@ -169,6 +169,30 @@ async def test_what_is_no_http_is_answered_in_the_one_shape(stream: Stream) -> N
     assert b"secret" not in answer
 
 
+@pytest.mark.parametrize(
+    "after", [b"\x16\x03\x01", b"GET / HTTP/1.1\r\nX: "], ids=["noise", "half"]
+)
+async def test_an_answer_under_way_is_still_given_when_nonsense_follows(
+    stream: Stream, seen: Seen, after: bytes
+) -> None:
+    seen.pause_s = 2 * TIMES["header_timeout_s"]
+    reader, writer = stream
+    writer.write(GET)
+    await asyncio.sleep(0.05)
+    writer.write(after)
+    assert (await ended(reader)).endswith(b"\r\n\r\nok")
+
+
+async def test_a_client_that_ends_its_side_is_gone(
+    stream: Stream, seen: Seen, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = stream
+    writer.write(GET)
+    writer.write_eof()
+    assert await ended(reader) == b""
+    assert not caplog.records
+
+
 async def test_trailers_are_read_and_dropped(stream: Stream, seen: Seen) -> None:
     reader, writer = stream
     chunked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
@@ -185,7 +209,13 @@ async def test_endless_trailers_end_the_connection(stream: Stream) -> None:
     for _ in range(100):
         writer.write(b"a" * 1000)
         await asyncio.sleep(0)
-    assert await ended(reader) == b""
+    assert_failure(await answered(reader), 431, "headers_too_large")
+
+
+async def test_a_body_that_is_no_http_is_answered_too(stream: Stream) -> None:
+    reader, writer = stream
+    writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+    assert_failure(await ended(reader), 400, "invalid_request")
 
 
 async def test_a_body_after_its_answer_is_not_waited_for_long(stream: Stream, seen: Seen) -> None:

@@ -1,0 +1,248 @@
+"""The clients of the fuzz tests: what they send, and what must hold for every answer."""
+
+import asyncio
+import json
+import random
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tests.faults import asgi
+from tests.faults.mutations import CANARY, NAMES, compressed, mutated_json, mutated_message
+from tests.server.conftest import Api
+from tuneserve_client.proto import wire_pb2 as wire
+
+PREFIX = "/api/v1"
+Template = tuple[str, str, Any]
+"""Method, path as described, body."""
+
+
+@dataclass
+class Checked:
+    """Everything sent to the API is checked here, and what was accepted is remembered."""
+
+    api: Api
+    documented: dict[tuple[str, str], set[int]]
+    accepted: dict[str, str] = field(default_factory=dict)  # request ids, and whose they are
+    statuses: Counter[int] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, api: Api) -> "Checked":
+        paths = api.app.openapi()["paths"]
+        statuses = {
+            (method.upper(), path): {int(status) for status in operation["responses"]}
+            for path, operations in paths.items()
+            for method, operation in operations.items()
+        }
+        return cls(api, statuses)
+
+    async def send(
+        self, method: str, described: str, target: str, body: bytes, headers: dict[str, str]
+    ) -> asgi.Answer:
+        answer = await asgi.call(self.api.app, method, target, body, headers)
+        self.statuses[answer.status] += 1
+        assert answer.status < 500, (target, body[:1000], answer)
+        assert answer.status in self.documented[method, described], (target, answer)
+        assert int(answer.headers["content-length"]) == len(answer.body)
+        if answer.status == 200:
+            self._note(answer, headers["X-API-Key"])
+        elif answer.status != 408:  # of a poll: there is no result yet
+            assert set(answer.json) == {"detail", "code"}, answer
+            assert answer.headers["content-type"] == "application/json"
+            assert CANARY.encode() not in answer.body or _names_canary(body), (body, answer)
+        return answer
+
+    def _note(self, answer: asgi.Answer, key: str) -> None:
+        if answer.headers["content-type"] == "application/json" and answer.body != b"":
+            found = answer.json.get("request_id")
+            if found is not None:
+                self.accepted[found] = key
+
+    async def all_end(self) -> Counter[str]:
+        """How the accepted requests ended: each must, and none by our fault."""
+        endings: Counter[str] = Counter()
+        polls = list(self.accepted.items())
+        for start in range(0, len(polls), 64):
+            part = polls[start : start + 64]
+            endings.update(await asyncio.gather(*(self._ending(*poll) for poll in part)))
+        return endings
+
+    async def _ending(self, request_id: str, key: str) -> str:
+        body = json.dumps({"request_id": request_id}).encode()
+        async with asyncio.timeout(20):
+            while True:
+                answer = await asgi.call(
+                    self.api.app, "POST", f"{PREFIX}/retrieve_future", body, {"X-API-Key": key}
+                )
+                if answer.status != 408:
+                    break
+        assert answer.status == 200, answer
+        if answer.headers["content-type"] != "application/json" or "error" not in answer.json:
+            return "done"
+        assert answer.json["category"] == "user", answer.json
+        return "rejected"
+
+
+def _names_canary(body: bytes) -> bool:
+    """Whether the body names something by the canary: an error may say what does not exist."""
+    given = json.loads(body)
+    return isinstance(given, dict) and any(CANARY in str(given.get(name)) for name in NAMES)
+
+
+@dataclass
+class Lane:
+    """One model of one tenant, and everything else that its requests name."""
+
+    key: str
+    session: str
+    ended: str
+    model: str
+    sampler: str
+    checkpoint: str
+    done: str
+    seq: int = 2  # of the model's next request
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @classmethod
+    async def open(cls, api: Api, number: int) -> "Lane":
+        key = f"tml-{number % 4}"
+        session, ended = [await api.session(key=key) for _ in "12"]
+        model = await api.model(session, key=key)
+        sampler = await api.sampler(session, key=key)
+        save = {"model_id": model, "seq_id": 1, "path": "a"}
+        answer = await api.post("/save_weights", save, key=key)
+        path = (await api.result(answer, key=key))["path"]
+        return cls(key, session, ended, model, sampler, path, answer["request_id"])
+
+    def templates(self, bodies: Any) -> list[Template]:
+        """A valid body for each route that takes JSON."""
+        number = next(self.numbers)
+        model = {"model_id": self.model, "seq_id": self.seq}
+        load = {"path": self.checkpoint, "optimizer": True}
+        named = {"path": f"c{number}", "ttl_seconds": 3600, "user_metadata": {"a": "b"}}
+        adam = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+        session = {"session_id": self.session}
+        return [
+            ("POST", "/create_session", {"tags": ["a"], "user_metadata": {"a": "b"}}),
+            ("POST", "/session_heartbeat", session),
+            ("POST", "/sessions/{session_id}/finish", {"reason": {"type": "success"}}),
+            ("POST", "/telemetry", {"events": [{"event": CANARY}], **session}),
+            ("POST", "/create_model", bodies.create_model(self.session, number)),
+            ("POST", "/get_info", {"model_id": self.model}),
+            ("POST", "/optim_step", {**model, "adam_params": {**adam, "grad_clip_norm": 1.0}}),
+            ("POST", "/save_weights", {**model, **named, "overwrite": False}),
+            ("POST", "/save_weights_for_sampler", {**model, "sampling_session_seq_id": number}),
+            ("POST", "/save_weights_external", {**model, "path": f"e{number}"}),
+            ("POST", "/load_weights", {**model, **load}),
+            ("POST", "/load_weights", {**session, "model_seq_id": 10**6 + number, **load}),
+            ("POST", "/weights_info", {"tinker_path": self.checkpoint}),
+            (
+                "POST",
+                "/create_sampling_session",
+                {**session, "sampling_session_seq_id": number, "model_path": self.checkpoint},
+            ),
+            ("POST", "/asample", self._sample(bodies, number)),
+            ("POST", "/retrieve_future", {"request_id": self.done, "allow_metadata_only": True}),
+            (
+                "PUT",
+                "/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",
+                {"ttl_seconds": 86_400},
+            ),
+        ]
+
+    def _sample(self, bodies: Any, number: int) -> Any:
+        targets = {
+            "data": [1, 2],
+            "dtype": "int64",
+            "shape": [1, 2],
+            "sparse_crow_indices": [0, 2],
+            "sparse_col_indices": [0, 1],
+        }
+        params = {"max_tokens": 2, "stop": ["a"], "top_k": 3, "top_p": 0.5, "temperature": 0.7}
+        return bodies.asample(
+            self.sampler,
+            number,
+            num_samples=2,
+            sampling_params={**params, "seed": 3},
+            target_prompt_logprobs=targets,
+            prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            topk_sample_logprobs=1,
+            prompt_alt_tokens_k=1,
+        )
+
+    def target(self, described: str) -> str:
+        """The path with this lane's objects in it."""
+        *_, kind, name = self.checkpoint.split("/")
+        return PREFIX + described.format(
+            session_id=self.ended, model_id=self.model, kind=kind, name=name
+        )
+
+    async def send_json(self, checked: Checked, bodies: Any, rng: random.Random) -> None:
+        method, described, body = rng.choices(self.templates(bodies), _WEIGHTS)[0]
+        await checked.send(
+            method,
+            PREFIX + described,
+            self.target(described),
+            mutated_json(rng, body),
+            {"X-API-Key": self.key, "Content-Type": "application/json"},
+        )
+        if "seq_id" in body and "model_id" in body:
+            await self.spend(checked)
+
+    async def send_message(self, checked: Checked, rng: random.Random) -> None:
+        head = wire.ForwardBackwardRequest(model_id=self.model, seq_id=self.seq)
+        key_bytes = head.SerializeToString()
+        body = mutated_message(rng, key_bytes + rng.choice(_MESSAGES), len(key_bytes))
+        headers = {"X-API-Key": self.key, "Content-Type": "application/x-protobuf"}
+        if rng.random() < 0.3:
+            body, headers["Content-Encoding"] = compressed(rng, body)
+        path = PREFIX + "/forward_backward"
+        await checked.send("POST", path, path, body, headers)
+        await self.spend(checked)
+
+    async def spend(self, checked: Checked) -> None:
+        """Makes sure that the number is taken, by a request that means nothing: later ones wait
+        for it otherwise. If the mutated request has it, this one is refused."""
+        step = {"model_id": self.model, "seq_id": self.seq, "adam_params": {}}
+        path = PREFIX + "/optim_step"
+        headers = {"X-API-Key": self.key}
+        answer = await checked.send("POST", path, path, json.dumps(step).encode(), headers)
+        assert answer.status in (200, 422), answer
+        self.seq += 1
+
+
+# One for each template: those that write files to a disk are rarer.
+_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 5]
+
+
+def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:
+    """Everything of a valid request but its key: two datums."""
+    datum = wire.Datum()
+    datum.model_input.add().encoded_text.tokens = struct.pack("<2i", 1, 2)
+    datum.model_input.add().encoded_text.tokens = struct.pack("<1i", 3)
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype = wire.DTYPE_INT64
+    if sparse:
+        targets.shape.extend([3, 4])
+        targets.sparse_csr.values = struct.pack("<3q", 5, 6, 7)
+        targets.sparse_csr.crow_indices = struct.pack("<4q", 0, 1, 2, 3)
+        targets.sparse_csr.col_indices = struct.pack("<3q", 0, 3, 1)
+    else:
+        targets.dense = struct.pack("<3q", 2, 3, 4)
+    for name, values in inputs.items():
+        datum.loss_fn_inputs[name].dense = struct.pack(f"<{len(values)}f", *values)
+        datum.loss_fn_inputs[name].dtype = wire.DTYPE_FLOAT32
+    return wire.ForwardBackwardRequest(data=[datum] * 2, loss_fn=loss).SerializeToString()
+
+
+_POLICY = {"logprobs": [-1.0, -2.0, -0.5], "advantages": [0.5, -0.5, 1.0]}
+_MESSAGES = [
+    _data_of("cross_entropy", {"weights": [1.0, 0.5, 0.0]}),
+    _data_of("cross_entropy", {}, sparse=True),
+    _data_of("ppo", _POLICY),
+    _data_of("gspo", {**_POLICY, "sequence_ratio_mask": [1.0, 0.0, 1.0]}),
+]

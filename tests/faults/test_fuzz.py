@@ -1,0 +1,217 @@
+"""No input makes a 5xx, kills the worker or is lost: mutated JSON, mutated protobuf, and cases made
+from the API's own description."""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from schemathesis.generation import GenerationMode
+
+from tests.faults import asgi
+from tests.faults.fuzzing import PREFIX, Checked, Lane
+from tests.server.conftest import Api
+from tuneserve_server.settings import ApiSettings
+
+pytestmark = pytest.mark.anyio
+
+JSON_BODIES, MESSAGES, CASES = 10_000, 2_000, 500
+LANES = 24
+FOREVER_S = 1e12
+
+
+@pytest.fixture
+def settings(settings: ApiSettings) -> ApiSettings:
+    """Limits that a flood of accepted requests does not reach: those are tested elsewhere."""
+    return settings.model_copy(
+        update={"max_tenant_models": 10**6, "max_tenant_jobs": 10**6, "max_server_jobs": 10**6}
+    )
+
+
+async def shared_out(
+    lanes: list[Lane], total: int, send: Callable[[Lane], Awaitable[None]]
+) -> None:
+    """Each lane's requests one after the other, the lanes beside each other."""
+
+    async def run(lane: Lane) -> None:
+        for _ in range(total // len(lanes)):
+            await send(lane)
+
+    async with asyncio.TaskGroup() as tasks:
+        for lane in lanes:
+            tasks.create_task(run(lane))
+
+
+@pytest.fixture
+async def lanes(service: Api) -> list[Lane]:
+    return list(await asyncio.gather(*(Lane.open(service, n) for n in range(LANES))))
+
+
+async def all_end(checked: Checked) -> Counter[str]:
+    """How everything that was accepted ended, once no more gaps are waited for."""
+    services = checked.api.services
+    policy = replace(
+        services.settings.sweep_policy,
+        session_ttl_s=FOREVER_S,
+        sample_ttl_s=FOREVER_S,
+        park_s=FOREVER_S,
+    )
+    await services.store.sweep(time.time() + policy.gap_ttl_s + 60, policy)
+    return await checked.all_end()
+
+
+async def assert_alive(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    """The worker that was there from the start trains a new model; nobody logged an error."""
+    model = await api.model(await api.session())
+    output = await api.output(await api.forward_backward(model, 1))
+    assert output.metrics["loss:sum"] == pytest.approx((1 + 3) / 8 + (1 + 5) / 8)
+    assert (await api.get("/healthz"))["worker"] == "ready"
+    errors = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert not errors, errors[0].getMessage()
+
+
+async def test_mutated_json_is_answered_and_what_is_accepted_ends(
+    service: Api, lanes: list[Lane], bodies: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    checked, rng = Checked.of(service), random.Random(11)
+    described = {PREFIX + path for _, path, _ in lanes[0].templates(bodies)}
+    assert described == set(_json_paths(service))  # no route is forgotten
+    await shared_out(lanes, JSON_BODIES, lambda lane: lane.send_json(checked, bodies, rng))
+    endings = await all_end(checked)
+    print(f"\n{JSON_BODIES} mutated JSON: {dict(checked.statuses)}, ended: {dict(endings)}")
+    assert sum(checked.statuses.values()) >= JSON_BODIES // LANES * LANES
+    assert min(checked.statuses[200], checked.statuses[422], checked.statuses[404]) > 100
+    assert min(endings.values()) > 100
+    await assert_alive(service, caplog)
+
+
+def _json_paths(api: Api) -> Iterator[str]:
+    for path, operations in api.app.openapi()["paths"].items():
+        for operation in operations.values():
+            if "application/json" in operation.get("requestBody", {}).get("content", ()):
+                yield path
+
+
+async def test_mutated_protobuf_is_answered_and_what_is_accepted_ends(
+    service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
+) -> None:
+    checked, rng = Checked.of(service), random.Random(12)
+    await shared_out(lanes, MESSAGES, lambda lane: lane.send_message(checked, rng))
+    endings = await all_end(checked)
+    print(f"\n{MESSAGES} mutated protobuf: {dict(checked.statuses)}, ended: {dict(endings)}")
+    assert min(endings.values()) > 100
+    await assert_alive(service, caplog)
+
+
+# --- cases from the description ------------------------------------------------------------------
+
+schemathesis.openapi.media_type("application/x-protobuf", st.binary(max_size=300))
+
+
+@schemathesis.serializer("application/x-protobuf")
+def _message(_: Any, value: Any) -> Any:
+    return value
+
+
+def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
+    """Cases that follow the description, and as many that do not, where that is possible."""
+    schema = schemathesis.openapi.from_dict(api.app.openapi())
+    cases: list[schemathesis.Case] = []
+    for found in schema.get_all_operations():
+        for mode in GenerationMode:
+            strategy = found.ok().as_strategy(generation_mode=mode)
+
+            @hypothesis_settings(
+                max_examples=per_operation,
+                deadline=None,
+                database=None,
+                derandomize=True,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(strategy)
+            def collect(case: schemathesis.Case) -> None:
+                cases.append(case)
+
+            try:
+                collect()
+            except Unsatisfiable:
+                assert mode is GenerationMode.NEGATIVE  # there is nothing to do wrong
+    return cases
+
+
+def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> requests.PreparedRequest:
+    """The request of the case, about the lane's objects in every other case."""
+    ids = {
+        "session_id": lane.ended,
+        "model_id": lane.model,
+        "sampler_id": lane.sampler,
+        "sampling_session_id": lane.sampler,
+        "request_id": lane.done,
+        "path": lane.checkpoint,
+        "model_path": lane.checkpoint,
+        "kind": "weights",
+        "name": "a",
+    }
+    if rng.random() < 0.5:
+        for part in (case.path_parameters, case.body):
+            if isinstance(part, dict):
+                part.update({name: value for name, value in ids.items() if name in part})
+    case.headers = {**(case.headers or {}), "X-API-Key": lane.key}
+    return requests.Request(**case.as_transport_kwargs(base_url="http://test")).prepare()
+
+
+CONFORMANCE = (
+    schemathesis.checks.not_a_server_error,
+    schemathesis.checks.status_code_conformance,
+    schemathesis.checks.content_type_conformance,
+    schemathesis.checks.response_schema_conformance,
+)
+
+
+def as_response(request: requests.PreparedRequest, answer: asgi.Answer) -> schemathesis.Response:
+    """The answer as schemathesis checks it."""
+    response = httpx.Response(
+        answer.status,
+        headers=answer.headers,
+        content=answer.body,
+        request=httpx.Request(str(request.method), str(request.url)),
+    )
+    response.elapsed = timedelta(0)
+    return schemathesis.Response.from_httpx(response, verify=False)
+
+
+async def test_cases_from_the_description_are_answered_as_described(
+    service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
+) -> None:
+    checked, rng = Checked.of(service), random.Random(13)
+    cases = described_cases(service, per_operation=9)
+    for case in cases:
+        request = prepared(case, rng.choice(lanes), rng)
+        assert request.method is not None
+        body = request.body or b""
+        answer = await checked.send(
+            request.method,
+            case.operation.path,
+            request.path_url,
+            body.encode() if isinstance(body, str) else body,
+            {name: str(value) for name, value in request.headers.items()},
+        )
+        case.validate_response(as_response(request, answer), checks=[*CONFORMANCE])
+    endings = await all_end(checked)
+    print(f"\n{len(cases)} described cases: {dict(checked.statuses)}, ended: {dict(endings)}")
+    assert len(cases) >= CASES
+    await assert_alive(service, caplog)

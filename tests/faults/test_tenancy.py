@@ -1,0 +1,497 @@
+"""What belongs to another tenant looks absent on every route; names lead nowhere; keys stay out of
+logs and stores."""
+
+import asyncio
+import base64
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import httpx
+import pytest
+
+from tests.faults import asgi
+from tests.faults.processes import running_service
+from tests.server.conftest import Api
+from tuneserve_server.routes import files
+
+pytestmark = pytest.mark.anyio
+
+PREFIX = "/api/v1"
+OWNER, OTHER = "tml-owner", "tml-other"
+Call = tuple[str, Any]
+"""A path and a body. ``@name`` stands for an object of the owner, ``@my_name`` for the caller's."""
+
+CHECKPOINT = "/training_runs/@model/checkpoints/weights/a"
+EXPORT = "/training_runs/@model/checkpoints/external_weights/e"
+LOAD = {"optimizer": True}
+SEQ, NUMBER = -71, -72
+"""Stand for the next ``seq_id`` of the model that is trained, and for a number not used before."""
+
+# Every route that names an object, once for each object that it names. Those that end something
+# come last, because the owner's calls are carried out.
+NAMING: dict[str, list[Call]] = {
+    "POST /session_heartbeat": [("/session_heartbeat", {"session_id": "@session"})],
+    "POST /create_model": [
+        (
+            "/create_model",
+            {"session_id": "@session", "model_seq_id": NUMBER, "base_model": "@base"},
+        ),
+    ],
+    "POST /get_info": [("/get_info", {"model_id": "@model"})],
+    "POST /forward_backward": [("/forward_backward", "@gradient")],
+    "POST /optim_step": [
+        ("/optim_step", {"model_id": "@model", "seq_id": SEQ, "adam_params": {}}),
+        ("/optim_step", {"model_id": "@model", "seq_id": SEQ, "adam_params": 3}),
+    ],
+    "POST /save_weights": [("/save_weights", {"model_id": "@model", "seq_id": SEQ, "path": "b"})],
+    "POST /save_weights_for_sampler": [
+        ("/save_weights_for_sampler", {"model_id": "@model", "seq_id": SEQ, "path": "b"}),
+        (
+            "/save_weights_for_sampler",
+            {"model_id": "@model", "seq_id": SEQ, "sampling_session_seq_id": NUMBER},
+        ),
+    ],
+    "POST /save_weights_external": [
+        ("/save_weights_external", {"model_id": "@model", "seq_id": SEQ, "path": "b"}),
+    ],
+    "POST /load_weights": [
+        ("/load_weights", {"model_id": "@model", "seq_id": SEQ, "path": "@my_path", **LOAD}),
+        ("/load_weights", {"model_id": "@my_model", "seq_id": SEQ, "path": "@path", **LOAD}),
+        (
+            "/load_weights",
+            {"session_id": "@session", "model_seq_id": NUMBER, "path": "@my_path", **LOAD},
+        ),
+        (
+            "/load_weights",
+            {"session_id": "@my_session", "model_seq_id": NUMBER, "path": "@path", **LOAD},
+        ),
+    ],
+    "POST /weights_info": [("/weights_info", {"tinker_path": "@path"})],
+    "POST /create_sampling_session": [
+        (
+            "/create_sampling_session",
+            {"session_id": "@session", "sampling_session_seq_id": NUMBER, "base_model": "@base"},
+        ),
+        (
+            "/create_sampling_session",
+            {"session_id": "@my_session", "sampling_session_seq_id": NUMBER, "model_path": "@path"},
+        ),
+    ],
+    "GET /samplers/{sampler_id}": [("/samplers/@sampler", None)],
+    "POST /asample": [("/asample", "@sample")],
+    "POST /retrieve_future": [("/retrieve_future", {"request_id": "@request"})],
+    "GET /training_runs/{model_id}": [("/training_runs/@model", None)],
+    "GET /training_runs/{model_id}/checkpoints": [("/training_runs/@model/checkpoints", None)],
+    "GET /sessions/{session_id}": [("/sessions/@session", None)],
+    "GET /training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls": [
+        (f"{EXPORT}/external_weights_urls", None),
+        (f"{CHECKPOINT}/external_weights_urls", None),
+    ],
+    "PUT /training_runs/{model_id}/checkpoints/{kind}/{name}/ttl": [
+        (f"{CHECKPOINT}/ttl", {"ttl_seconds": None}),
+        (f"{CHECKPOINT}/ttl", {"ttl_seconds": 1}),
+        (f"{CHECKPOINT}/ttl", []),
+    ],
+    "POST /training_runs/{model_id}/checkpoints/{kind}/{name}/publish": [
+        (f"{CHECKPOINT}/publish", None),
+    ],
+    "DELETE /training_runs/{model_id}/checkpoints/{kind}/{name}/publish": [
+        (f"{CHECKPOINT}/publish", None),
+    ],
+    "DELETE /training_runs/{model_id}/checkpoints/{kind}/{name}": [(CHECKPOINT, None)],
+    "POST /sessions/{session_id}/finish": [
+        ("/sessions/@session/finish", {"reason": {"type": "success"}}),
+    ],
+}
+LISTING = {"GET /training_runs", "GET /checkpoints", "GET /sessions"}
+NAMING_NOTHING = {
+    *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
+    *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz"),
+}
+BY_LINK = {"GET /files/{file_id}/{member}"}
+
+
+@dataclass
+class Objects:
+    """What one tenant has; ``ids`` by the names that calls use."""
+
+    key: str
+    ids: dict[str, str]
+    seq: int = 4  # of the model's next request
+
+    @classmethod
+    async def made(cls, api: Api, key: str) -> "Objects":
+        session = await api.session(key=key)
+        model = await api.model(session, key=key)
+        sampler = await api.sampler(session, key=key)
+        saved = []
+        for seq, (route, name) in enumerate(
+            [("save_weights", "a"), ("save_weights_external", "e"), ("save_weights", "z")], 1
+        ):
+            body = {"model_id": model, "seq_id": seq, "path": name}
+            saved.append(await api.post(f"/{route}", body, key=key))
+            await api.result(saved[-1], key=key)
+        ids = {
+            "session": session,
+            "model": model,
+            "sampler": sampler,
+            "path": f"tinker://{model}/weights/a",
+            "request": saved[0]["request_id"],
+        }
+        return cls(key, ids)
+
+    def absent(self) -> Iterator[dict[str, str]]:
+        """Ids as long as these that name nothing: in no session, and in this one."""
+        fake = self.ids["session"][:-4] + "zzzz"
+        yield {
+            **{name: id_.replace(self.ids["session"], fake) for name, id_ in self.ids.items()},
+            "request": self.ids["request"][:-4] + "zzzz",
+        }
+        yield {
+            **{name: id_.replace(":0", ":9") for name, id_ in self.ids.items()},
+            "session": fake,
+            "request": self.ids["request"][::-1],
+        }
+
+
+@dataclass(frozen=True)
+class Tenancy:
+    api: Api
+    owner: Objects
+    other: Objects
+    bodies: Any
+    numbers: Iterator[int]
+
+    async def call(
+        self, operation: str, call: Call, caller: Objects, ids: dict[str, str]
+    ) -> tuple[Any, ...]:
+        """Status, headers and body of the answer, or what its future says if it has one; ids
+        replaced by their names."""
+        path, body = call
+        names = {**ids, **{f"my_{name}": id_ for name, id_ in caller.ids.items()}}
+        answer = await asgi.call(
+            self.api.app,
+            operation.split()[0],
+            PREFIX + quote(_filled(path, names)),
+            self._content(body, names, caller.seq),
+            {"X-API-Key": caller.key, "Content-Type": "application/json"},
+        )
+        text = _named(answer.body.decode(), ids)
+        if answer.status != 200 or "request_id" not in text:
+            return answer.status, answer.headers, text
+        caller.seq += body == "@gradient" or str(SEQ) in str(body)
+        result = await self.api.poll(answer.json["request_id"], key=caller.key)
+        return answer.status, "accepted", _named(result.text, ids)
+
+    def _content(self, body: Any, names: dict[str, str], seq: int) -> bytes:
+        if body is None:
+            return b""
+        if body == "@gradient":
+            content: bytes = self.bodies.forward_backward(names["model"], seq)
+            return content
+        number = next(self.numbers)
+        if body == "@sample":
+            body = self.bodies.asample(names["sampler"], number)
+        text = _filled(json.dumps(body), names)
+        return text.replace(str(SEQ), str(seq)).replace(str(NUMBER), str(number)).encode()
+
+
+def _filled(text: str, names: dict[str, str]) -> str:
+    for name, id_ in sorted(names.items(), reverse=True):  # my_model before model
+        text = text.replace(f"@{name}", id_)
+    return text.replace("@base", "tuneserve/fake")
+
+
+def _named(text: str, ids: dict[str, str]) -> str:
+    """The text with ids replaced by their names, longest first: a model's contains a session's."""
+    for name, id_ in sorted(ids.items(), key=lambda item: -len(item[1])):
+        text = text.replace(id_, f"@{name}")
+    return text
+
+
+@pytest.fixture
+async def tenancy(service: Api, bodies: Any) -> Tenancy:
+    owner, other = await asyncio.gather(Objects.made(service, OWNER), Objects.made(service, OTHER))
+    return Tenancy(service, owner, other, bodies, count(10))
+
+
+def operations(api: Api) -> set[str]:
+    paths = api.app.openapi()["paths"]
+    return {
+        f"{method.upper()} {path.removeprefix(PREFIX)}" for path in paths for method in paths[path]
+    }
+
+
+async def holdings(api: Api, owner: Objects) -> list[Any]:
+    """Everything of the owner that can be listed."""
+    paths = ["/training_runs", "/checkpoints", "/sessions", f"/sessions/{owner.ids['session']}"]
+    return [await api.get(path, key=owner.key) for path in paths]
+
+
+async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> None:
+    known = [*NAMING, *LISTING, *NAMING_NOTHING, *BY_LINK]
+    assert len(known) == len(set(known))
+    assert operations(service) == set(known)
+
+
+async def test_what_is_anothers_is_answered_like_what_does_not_exist(tenancy: Tenancy) -> None:
+    owner, other = tenancy.owner, tenancy.other
+    before = await holdings(tenancy.api, owner)
+    compared = 0
+    for operation, calls in NAMING.items():
+        for call in calls:
+            foreign = await tenancy.call(operation, call, other, owner.ids)
+            assert foreign[0] == 404 or '"category":"user"' in foreign[2].replace(" ", ""), call
+            for ids in owner.absent():
+                absent = await tenancy.call(operation, call, other, ids)
+                assert absent == foreign, call
+                compared += 1
+    assert await holdings(tenancy.api, owner) == before
+    assert compared == 2 * sum(map(len, NAMING.values()))
+
+
+async def test_the_owner_is_answered_on_every_one_of_these_routes(tenancy: Tenancy) -> None:
+    """Else nothing would follow from the others' not being."""
+    owner = tenancy.owner
+    wrong = ({"ttl_seconds": 1}, [])
+    for operation, calls in NAMING.items():
+        for call in calls:
+            status, _, text = await tenancy.call(operation, call, owner, owner.ids)
+            if call[1] in wrong or (call[0].startswith(CHECKPOINT) and "urls" in call[0]):
+                assert status in (400, 422), (call, text)
+            else:
+                assert status == 200, (call, text)
+
+
+async def test_lists_show_only_what_is_the_callers(tenancy: Tenancy) -> None:
+    for operation in LISTING:
+        path = operation.split()[1]
+        listed = {key: await tenancy.api.get(path, key=key) for key in (OWNER, OTHER, "tml-new")}
+        assert next(iter(listed["tml-new"].values())) == []
+        for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+            assert mine.ids["session"] in json.dumps(listed[mine.key])
+            assert mine.ids["session"] not in json.dumps(listed[others])
+
+
+async def test_an_idempotency_key_is_only_its_tenants(service: Api) -> None:
+    headers = {"X-Idempotency-Key": "same"}
+    made = [
+        (await service.post("/create_session", {}, key=key, headers=headers))["session_id"]
+        for key in (OWNER, OTHER, OWNER)
+    ]
+    assert made[0] == made[2] != made[1]
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+async def test_a_link_gives_what_it_was_signed_for_and_nothing_else(tenancy: Tenancy) -> None:
+    path = f"/training_runs/{tenancy.owner.ids['model']}/checkpoints/external_weights/e"
+    urls = (await tenancy.api.get(f"{path}/external_weights_urls", key=OWNER))["urls"]
+    (link, *_) = [urlsplit(url) for url in urls.values()]
+    query = dict(part.split("=") for part in link.query.split("&"))
+    real = await tenancy.api.http.get(f"{link.path}?{link.query}")
+    assert real.status_code == 200
+    file_id, member = link.path.split("/")[-2:]
+    other_id = ("0" if file_id[0] != "0" else "1") + file_id[1:]
+    tenant = "t-" + "0" * 16
+    refused = set()
+    for changed_path, changed in (
+        (link.path, {"tenant": tenant}),
+        (link.path, {"expires": str(int(query["expires"]) + 1)}),
+        (link.path, {"signature": "0" * 64}),
+        (link.path, {"signature": "\u00e9"}),
+        (link.path.replace(file_id, other_id), {}),
+        (link.path.replace(member, "other"), {}),
+    ):
+        answer = await tenancy.api.http.get(changed_path, params={**query, **changed})
+        refused.add((answer.status_code, answer.content))
+    assert len(refused) == 1
+    assert refused.pop()[0] == 403
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+TRAVERSALS = [
+    *("..", ".", "../..", "../store.db", "../../../../etc/passwd", "/etc/passwd", "//etc/passwd"),
+    *("..%2f..%2fstore.db", "%2e%2e/store.db", "%252e%252e%252f", "..\\..\\store.db", "C:\\boot"),
+    *("....//store.db", "a/../../store.db", "a/..", "store.db\0", "\0", "a\0.safetensors", "~root"),
+    *("file:///etc/passwd", "tinker://../weights/..", "tinker:///etc/passwd", "\u2024\u2024/a"),
+    *("\uff0e\uff0e/a", "..;/a", ".hidden", "-rf", "a" * 300, "a b", "a\n", "$(id)", "*"),
+    *("%", "%zz", "\ufffd", "a/b", "weights/../a", " ", "'; DROP TABLE jobs; --"),
+]
+NAME_FIELDS = [
+    ("/save_weights", {"model_id": "@model", "seq_id": 0, "path": ""}),
+    ("/save_weights_for_sampler", {"model_id": "@model", "seq_id": 0, "path": ""}),
+    ("/save_weights_external", {"model_id": "@model", "seq_id": 0, "path": ""}),
+    ("/load_weights", {"model_id": "@model", "seq_id": 0, "path": "", **LOAD}),
+]
+ID_FIELDS = [
+    ("/session_heartbeat", "session_id", {}),
+    ("/get_info", "model_id", {}),
+    ("/weights_info", "tinker_path", {}),
+    ("/retrieve_future", "request_id", {}),
+    ("/optim_step", "model_id", {"seq_id": 1, "adam_params": {}}),
+    ("/create_model", "session_id", {"model_seq_id": 0, "base_model": "tuneserve/fake"}),
+]
+
+
+def parametrized(api: Api) -> Iterator[tuple[str, str, str]]:
+    """Method, path and parameter, for each parameter of each path."""
+    for path, methods in api.app.openapi()["paths"].items():
+        for method, operation in methods.items():
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":
+                    yield method.upper(), path, parameter["name"]
+
+
+async def test_no_path_parameter_leads_to_a_file(tenancy: Tenancy, tmp_path: Path) -> None:
+    ids = tenancy.owner.ids
+    valid = {
+        "session_id": ids["session"],
+        "model_id": ids["model"],
+        "sampler_id": ids["sampler"],
+        "kind": "weights",
+        "name": "a",
+        "file_id": "0" * 32,
+        "member": "adapter_config.json",
+    }
+    before = everything(tmp_path)
+    tried = 0
+    for method, path, parameter in parametrized(tenancy.api):
+        for evil in TRAVERSALS:
+            values = {name: quote(value, safe="") for name, value in valid.items()}
+            for spelt in {quote(evil, safe=""), quote(evil, safe="/%")}:
+                answer = await asgi.call(
+                    tenancy.api.app,
+                    method,
+                    path.format(**{**values, parameter: spelt}),
+                    b'{"ttl_seconds": null, "reason": {"type": "success"}}',
+                    {"X-API-Key": OWNER},
+                )
+                assert answer.status in (403, 404, 405), (method, path, evil, answer)
+                assert b"root:" not in answer.body
+                tried += 1
+    assert tried > 1000
+    assert everything(tmp_path) == before
+
+
+async def test_a_signed_link_leads_to_no_other_file(tenancy: Tenancy) -> None:
+    """Even with our own signature: only a file's members are served."""
+    services = tenancy.api.services
+    tenant, expires = "t-0", int(time.time()) + 60
+    for file_id in (*sorted(services.files.ids()), "0" * 32):
+        for member in ("../../store.db", "../../../etc/passwd", "/etc/passwd", "..", ".", ""):
+            query = {
+                "expires": expires,
+                "tenant": tenant,
+                "signature": files._signature(services.secret, file_id, member, expires, tenant),
+            }
+            target = f"{PREFIX}/files/{file_id}/{quote(member, safe='')}"
+            answer = await asgi.call(
+                tenancy.api.app, "GET", f"{target}?{urlencode(query)}", b"", {}
+            )
+            assert answer.status == 404, (file_id, member, answer)
+
+
+async def test_no_name_in_a_body_leads_to_a_file(tenancy: Tenancy, tmp_path: Path) -> None:
+    ids = tenancy.owner.ids
+    before = everything(tmp_path)
+    seq = 3
+    for path, body in NAME_FIELDS:
+        for evil in TRAVERSALS:
+            seq += 1
+            named = {**body, "model_id": ids["model"], "seq_id": seq, "path": evil}
+            answer = await tenancy.api.post(path, named, key=OWNER)
+            await tenancy.api.error(answer, key=OWNER)
+    for path, field, rest in ID_FIELDS:
+        for evil in TRAVERSALS:
+            answer = await tenancy.api.call("POST", path, json={field: evil, **rest}, key=OWNER)
+            assert answer.status_code in (404, 422), (path, evil, answer.text)
+    assert everything(tmp_path) == before
+
+
+def everything(data_dir: Path) -> set[str]:
+    """Every file in and around the data directory, but the store's own."""
+    return {
+        str(path)
+        for path in data_dir.parent.rglob("*")
+        if not path.name.startswith("store.") and path.is_file()
+    }
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+class Remote(Api):
+    """A tenant's calls to a process of its own."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+
+async def use_everything(api: Api, key: str, bodies: Any) -> None:
+    """Trains, saves, samples and fails in the name of the key, and reports as the SDK does."""
+    session = await api.session(key=key)
+    model = await api.model(session, key=key)
+    await api.poll((await api.forward_backward(model, 1, key=key))["request_id"], key=key)
+    for seq, (route, body) in enumerate(
+        [
+            ("optim_step", {"adam_params": {"learning_rate": -1.0}}),
+            ("optim_step", {"adam_params": {}}),
+            ("save_weights", {"path": "a"}),
+            ("save_weights_external", {"path": "e"}),
+            ("load_weights", {"path": "tinker://nowhere/weights/a", "optimizer": True}),
+        ],
+        start=2,
+    ):
+        named = {"model_id": model, "seq_id": seq, **body}
+        await api.result(await api.post(f"/{route}", named, key=key), key=key)
+    sampler = await api.sampler(session, key=key)
+    sampled = await api.post("/asample", bodies.asample(sampler, 1), key=key)
+    await api.poll(sampled["request_id"], key=key)
+    report = {"events": [{"event": "UNHANDLED_EXCEPTION", "traceback": f"api_key={key}"}]}
+    await api.post("/telemetry", report, key=key)
+    for content in (b"{", b'{"model_id": NaN}', key.encode(), json.dumps({key: key}).encode()):
+        await api.call("POST", "/optim_step", content=content, key=key)
+        await api.call("POST", "/forward_backward", content=content, key=key)
+        encoded = {"Content-Encoding": "zstd"}
+        await api.call("POST", "/forward_backward", content=content, key=key, headers=encoded)
+    for path in ("/sessions", "/training_runs", "/checkpoints", f"/training_runs/{key}", "/none"):
+        await api.call("GET", path, key=key)
+    await api.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}}, key=key)
+
+
+def holding(folder: Path, text: str) -> set[Path]:
+    """Files with the text in them, as it is or in the usual disguises."""
+    plain = text.encode()
+    disguises = [plain, plain.hex().encode(), base64.b64encode(plain)[:-4], plain[::-1]]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path for path in files if any(each in path.read_bytes() for each in disguises)}
+
+
+async def test_a_key_is_in_no_log_and_in_no_file(tmp_path: Path, bodies: Any) -> None:
+    secret = "canary0f3b7c9e"
+    key = f"tml-{secret}"
+    with running_service(tmp_path, log_level="debug") as service:
+        url = f"http://127.0.0.1:{service.port}"
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as http:
+            await use_everything(Remote(http), key, bodies)
+            for headers in ({"X-API-Key": secret}, {"Authorization": f"Bearer {key}"}):
+                answer = await http.get(f"{PREFIX}/sessions", headers=headers)
+                assert answer.status_code == 401
+        _, writer = await asyncio.open_connection("127.0.0.1", service.port)
+        writer.write(f"GET / HTTP/1.1\r\nX-API-Key: {key}\r\n: \r\n\r\n".encode())
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.close()
+        while_running = holding(tmp_path, secret)
+    assert service.log in holding(tmp_path, "INFO")  # the search finds what is there
+    assert len(holding(tmp_path, "train:0")) >= 1
+    assert while_running == holding(tmp_path, secret) == set()
