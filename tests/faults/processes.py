@@ -1,4 +1,4 @@
-"""The service as processes of its own: one API, one worker that needs no model."""
+"""The service as processes of its own: one API, and a worker that needs no model."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.server.test_supervisor import free_port
@@ -17,13 +16,39 @@ WORKER = Path(__file__).parents[1] / "server" / "fake_worker.py"
 BASE_MODEL = "tuneserve/fake"
 
 
-@dataclass(frozen=True)
 class Service:
-    """``port`` of the API on 127.0.0.1, its process, and the log of both processes."""
+    """``port`` of the API on 127.0.0.1, and ``log`` of its processes."""
 
-    port: int
-    api_pid: int
-    log: Path
+    def __init__(self, data_dir: Path, settings: dict[str, object]) -> None:
+        self.data_dir = data_dir
+        self.port = free_port()
+        self.log = data_dir / "log"
+        self._settings = settings
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start_api(self) -> None:
+        own = {"data_dir": self.data_dir, "port": self.port, "base_model_name": BASE_MODEL}
+        variables = {**own, **self._settings}
+        environment = {f"TUNESERVE_{name.upper()}": str(value) for name, value in variables.items()}
+        self._start([sys.executable, "-m", "tuneserve_server", "api"], environment)
+        self._until({"absent", "ready"})
+
+    def start_worker(self, script: Path = WORKER) -> None:
+        self._start([sys.executable, str(script), str(self.data_dir)], {})
+        self._until({"ready"})
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                command, env={**os.environ, **environment}, stdout=log, stderr=log
+            )
+        self._processes.append(process)
+
+    def _until(self, states: set[str]) -> None:
+        deadline_s = time.monotonic() + 30
+        while self.health() not in states:
+            assert time.monotonic() < deadline_s, self.log.read_text()
+            time.sleep(0.05)
 
     def health(self) -> str:
         """``ready``, ``absent``, or ``unreachable``."""
@@ -38,38 +63,28 @@ class Service:
 
     def api_memory_bytes(self) -> int:
         """What the API process holds of main memory now."""
-        status = Path(f"/proc/{self.api_pid}/status").read_text()
+        status = Path(f"/proc/{self._processes[0].pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    def stop(self) -> None:
+        """Stops all as an operator does, the last first. None may have ended in a traceback."""
+        for process in reversed(self._processes):
+            process.terminate()
+            process.wait(timeout=30)
+        text = self.log.read_text(errors="replace")
+        assert "Traceback" not in text and " ERROR " not in text, text[-4000:]
 
 
 @contextmanager
 def running_service(
-    data_dir: Path, *, worker: Path = WORKER, **settings: object
+    data_dir: Path, *, worker: bool = True, **settings: object
 ) -> Iterator[Service]:
-    """The service with these settings of its API, until the block ends; stopped as by an operator.
-    Nothing may have ended in a traceback."""
-    port, log = free_port(), data_dir / "log"
-    variables = {"data_dir": data_dir, "port": port, "base_model_name": BASE_MODEL, **settings}
-    environment = {f"TUNESERVE_{name.upper()}": str(value) for name, value in variables.items()}
-    commands = [
-        [sys.executable, "-m", "tuneserve_server", "api"],
-        [sys.executable, str(worker), str(data_dir)],
-    ]
-    with log.open("wb") as output:
-        processes = [
-            subprocess.Popen(each, env={**os.environ, **environment}, stdout=output, stderr=output)
-            for each in commands
-        ]
-    service = Service(port, processes[0].pid, log)
+    """The service with these settings of its API, until the block ends."""
+    service = Service(data_dir, settings)
     try:
-        deadline_s = time.monotonic() + 30
-        while service.health() != "ready":
-            assert time.monotonic() < deadline_s, log.read_text()
-            time.sleep(0.05)
+        service.start_api()
+        if worker:
+            service.start_worker()
         yield service
     finally:
-        for process in reversed(processes):
-            process.terminate()
-            process.wait(timeout=30)
-    text = log.read_text(errors="replace")
-    assert "Traceback" not in text and " ERROR " not in text, text[-4000:]
+        service.stop()
