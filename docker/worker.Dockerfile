@@ -1,0 +1,33 @@
+# A worker: jobs in, results out, over the store. It listens on no port.
+#   docker build --file docker/worker.Dockerfile --tag tuneserve-worker .
+#   docker build --file docker/worker.Dockerfile --tag tuneserve-worker:cuda --build-arg EXTRA=cuda .
+ARG PYTHON=3.11.14-slim-bookworm
+
+FROM python:${PYTHON} AS build
+# engine: JAX for the CPU. cuda: with CUDA's libraries; the driver is the host's.
+ARG EXTRA=engine
+WORKDIR /src
+COPY constraints.txt LICENSE pyproject.toml README.md ./
+COPY clients/tuneserve_client clients/tuneserve_client
+COPY engine/tuneserve_engine engine/tuneserve_engine
+COPY server/tuneserve_server server/tuneserve_server
+RUN python -m venv /opt/tuneserve \
+    && /opt/tuneserve/bin/pip install --no-cache-dir --constraint constraints.txt ".[${EXTRA}]"
+
+FROM python:${PYTHON}
+# The same number as the API's: both write to one volume.
+RUN groupadd --gid 10001 tuneserve \
+    && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home tuneserve \
+    && install --directory --owner 10001 --group 10001 /data
+COPY --from=build /opt/tuneserve /opt/tuneserve
+ENV PATH=/opt/tuneserve/bin:${PATH} \
+    HOME=/data \
+    TUNESERVE_DATA_DIR=/data \
+    TUNESERVE_ALIVE_FILE=/tmp/alive
+USER 10001:10001
+WORKDIR /data
+VOLUME /data
+# A base model may have to be downloaded, loaded and compiled before there is a lease to renew.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=2 \
+    CMD ["python", "-m", "tuneserve_engine.health"]
+CMD ["python", "-m", "tuneserve_engine"]
