@@ -7,17 +7,19 @@ point is a dictionary look-up.
 import os
 import signal
 
-_armed: dict[str, int] = {}
+_armed: dict[str, tuple[int, signal.Signals]] = {}
 
 
-def arm(name: str, nth: int = 1) -> None:
-    """Makes the ``nth`` passage of the kill point ``name`` the end of this process."""
-    _armed[name] = nth
+def arm(name: str, nth: int = 1, number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends this process the signal at the ``nth`` passage of the kill point ``name``: by default
+    its end, with SIGSTOP a sleep."""
+    _armed[name] = nth, number
 
 
 def kill_point(name: str) -> None:
     """Does nothing, unless the point is armed and this is the passage it is armed for."""
     if name in _armed:
-        _armed[name] -= 1
-        if _armed[name] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        nth, number = _armed[name]
+        _armed[name] = nth - 1, number
+        if nth == 1:
+            os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""A real worker process on the fake backend that ends by SIGKILL at a kill point.
+"""A real worker process on the fake backend that is killed, or put to sleep, at a kill point.
 
 Forked from a server that has everything imported, so that a hundred of them take seconds.
 """
@@ -6,15 +6,21 @@ Forked from a server that has everything imported, so that a hundred of them tak
 import asyncio
 import logging
 import multiprocessing
+import signal
+import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tests.faults.diary import Diary, Watched
 from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.kill_points import arm
+from tuneserve_engine.link import LeaseLost
 from tuneserve_engine.operations import Operations
+from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.queue.opening import open_queue
 from tuneserve_engine.residents import PointPolicy
 from tuneserve_engine.worker import Worker, WorkerPolicy
@@ -32,18 +38,26 @@ KILL_POINTS = (
     "file-after-rename",
 )
 
+FENCED = 3
+"""Exit status of a worker that learned that its lease is over."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.faults.killed_worker"])
 
 
 @dataclass(frozen=True)
 class Life:
-    """A worker process: where it works, as whom, and where it is to die."""
+    """A worker process: where it works, as whom, and where it is to die, or to sleep."""
 
     settings: CommonSettings
     name: str
     kill_at: str = ""
     nth: int = 1
+    number: signal.Signals = signal.SIGKILL
+    renew_s: float = 0.3
+    new_backend: Callable[[], FakeBackend] = FakeBackend
+    diary: Path | None = None  # where its calls of the store are noted
+    log: Path | None = None
 
     def start(self) -> BaseProcess:
         process = _context.Process(target=_live, args=(self,), daemon=True)
@@ -52,14 +66,37 @@ class Life:
 
 
 def _live(life: Life) -> None:
-    logging.disable(logging.CRITICAL)
+    if life.log is None:
+        logging.disable(logging.CRITICAL)
+    else:
+        logging.basicConfig(filename=life.log, level=logging.INFO)
     if life.kill_at:
-        arm(life.kill_at, life.nth)
-    asyncio.run(_work(life))
+        arm(life.kill_at, life.nth, life.number)
+    try:
+        asyncio.run(_work(life))
+    except (Fenced, LeaseLost):
+        sys.exit(FENCED)
 
 
 async def _work(life: Life) -> None:
-    operations = Operations(FakeBackend(), FileStore(Path(life.settings.files_dir)))
-    policy = WorkerPolicy(points=PointPolicy(interval_s=0.2, steps=3), renew_s=0.3)
+    operations = Operations(life.new_backend(), FileStore(Path(life.settings.files_dir)))
+    policy = WorkerPolicy(points=PointPolicy(interval_s=0.2, steps=3), renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
-        await Worker(connect, operations, FAKE_INFO, name=life.name, policy=policy).run()
+        worker = Worker(
+            _watching(connect, life.diary), operations, FAKE_INFO, name=life.name, policy=policy
+        )
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+        await worker.run()
+
+
+def _watching(
+    connect: Callable[[], Awaitable[Queue]], path: Path | None
+) -> Callable[[], Awaitable[Queue]]:
+    if path is None:
+        return connect
+    diary = Diary(path)
+
+    async def watched() -> Queue:
+        return Watched(await connect(), diary)  # type: ignore[return-value]
+
+    return watched

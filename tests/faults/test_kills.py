@@ -78,7 +78,7 @@ async def disturbed(settings: CommonSettings, kills: int, seed: int) -> list[dic
         groups: list[dict[str, Any]] = []
         try:
             while not killer.is_done:
-                playing = asyncio.create_task(_group(store, settings, len(groups)))
+                playing = asyncio.create_task(play_group(store, settings, len(groups)))
                 await asyncio.wait([playing, killing], return_when=asyncio.FIRST_COMPLETED)
                 if killing.done():
                     killing.result()
@@ -91,7 +91,7 @@ async def disturbed(settings: CommonSettings, kills: int, seed: int) -> list[dic
     return groups
 
 
-async def _group(store: Store, settings: CommonSettings, index: int) -> dict[str, Any]:
+async def play_group(store: Store, settings: CommonSettings, index: int) -> dict[str, Any]:
     async def pause() -> None:
         await asyncio.sleep(0)
 

@@ -23,35 +23,44 @@ BASE_MODEL = "tuneserve/tiny"
 
 
 class JaxWorker:
-    """A worker process that is started again whenever it has died."""
+    """A worker process; ``keep`` starts another one whenever it has died. Keyword arguments are
+    settings by their names."""
 
-    def __init__(self, settings: CommonSettings, compiled: Path) -> None:
+    def __init__(
+        self, settings: CommonSettings, compiled: Path, name: str = "worker", **options: object
+    ) -> None:
         self._environment = {
             **os.environ,
             "TUNESERVE_DATA_DIR": str(settings.data_dir),
             "TUNESERVE_STORE": settings.store,
             "TUNESERVE_JOB_ATTEMPTS": str(settings.job_attempts),
             "TUNESERVE_COMPILE_CACHE": str(compiled),
-            "TUNESERVE_WORKER_NAME": "worker",
-            "TUNESERVE_POINT_S": "0.5",
-            "TUNESERVE_POINT_STEPS": "3",
+            "TUNESERVE_WORKER_NAME": name,
+            **{f"TUNESERVE_{each.upper()}": str(value) for each, value in options.items()},
         }
-        self._log = settings.data_dir / "worker.log"
+        self._log = settings.data_dir / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
 
-    async def keep(self) -> None:
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def start(self) -> asyncio.subprocess.Process:
         with self._log.open("ab") as log:
-            while True:
-                self._process = process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", "tuneserve_engine", env=self._environment, stderr=log
-                )
-                try:
-                    status = await process.wait()
-                finally:
-                    with suppress(ProcessLookupError):
-                        process.kill()
-                    await process.wait()
-                assert status < 0, f"it ended with {status}: {self._log.read_text()[-3000:]}"
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "tuneserve_engine", env=self._environment, stderr=log
+            )
+        return self._process
+
+    async def keep(self) -> None:
+        while True:
+            process = await self.start()
+            try:
+                status = await process.wait()
+            finally:
+                self.kill()
+                await process.wait()
+            assert status < 0, f"it ended with {status}: {self.log[-3000:]}"
 
     def kill(self) -> None:
         assert self._process is not None, "results came without a worker"
@@ -64,7 +73,7 @@ async def train(
 ) -> dict[str, Any]:
     """What three tenants got, and the end states of their models; ``kills`` workers died."""
     tenants = [Tenant(n, BASE_MODEL, rounds, length=12) for n in range(3)]
-    worker = JaxWorker(settings, compiled)
+    worker = JaxWorker(settings, compiled, point_s=0.5, point_steps=3)
     progress = Progress(kills, sum(len(t.round(0)) + len(t.samples(0)) for t in tenants) * rounds)
     draw = random.Random(seed)
 
@@ -120,8 +129,7 @@ async def check_models(store: Store, tenants: list[Tenant]) -> None:
         assert model is not None and not model.diverged, f"{tenant.model_id} diverged"
 
 
-def compare(folder: Path, store: str, rounds: int, kills: int) -> None:
-    compiled = folder / "compiled"
+def compare(folder: Path, compiled: Path, store: str, rounds: int, kills: int) -> None:
     calm = CommonSettings(data_dir=folder / "calm")
     wanted = asyncio.run(train(calm, compiled, rounds, 0))
     stormy = CommonSettings(data_dir=folder / "stormy", store=store, job_attempts=1000)
@@ -129,11 +137,11 @@ def compare(folder: Path, store: str, rounds: int, kills: int) -> None:
     print(f"{stormy.store_kind}: {kills} kills, {3 * rounds} rounds of training, equal bits")
 
 
-def test_three_kills_of_the_jax_worker_change_no_bit(tmp_path: Path) -> None:
-    compare(tmp_path, "", rounds=4, kills=3)
+def test_three_kills_of_the_jax_worker_change_no_bit(tmp_path: Path, compiled: Path) -> None:
+    compare(tmp_path, compiled, "", rounds=4, kills=3)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_a_hundred_kills_of_the_jax_worker_change_no_bit(tmp_path: Path) -> None:
-    compare(tmp_path, "", rounds=60, kills=100)
+def test_a_hundred_kills_of_the_jax_worker_change_no_bit(tmp_path: Path, compiled: Path) -> None:
+    compare(tmp_path, compiled, "", rounds=60, kills=100)

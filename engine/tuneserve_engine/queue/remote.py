@@ -172,11 +172,11 @@ class _Connection:
         except (ValueError, msgspec.MsgspecError) as error:
             logger.warning("closing a worker's connection that sent an unreadable frame: %s", error)
         finally:
+            self._writer.close()  # first: the server may stop, and cancel this, meanwhile
             calls = list(self._calls.values())
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-            self._writer.close()
 
     def _start(self, call_id: int, method: str, arguments: msgspec.Raw) -> None:
         if method == "cancel":

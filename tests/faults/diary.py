@@ -1,0 +1,90 @@
+"""Who asked the store for what, and what it answered: noted by several processes in one file."""
+
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tuneserve_engine.queue.base import Queue
+
+QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of a worker: when it was begun, and, once it has ended, how."""
+
+    method: str
+    epoch: int  # of a lease: the one that it gave
+    begun_s: float  # the same clock in every process of this machine
+    ended: str = ""  # "", or "ok", or the name of what it raised
+    models: tuple[str, ...] = ()  # that the call is about; of a take: what it gave
+    name: str = ""  # who leases
+
+
+class Diary:
+    """Entries at the end of a file that others write to, too. ``news`` gives those not yet read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._read = 0
+        self._rest = b""
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def note(self, entry: Entry) -> None:
+        os.write(self._file, json.dumps(asdict(entry)).encode() + b"\n")
+
+    def news(self) -> Iterator[Entry]:
+        while chunk := os.pread(self._file, 1 << 20, self._read):
+            self._read += len(chunk)
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                fields = json.loads(line)
+                yield Entry(**{**fields, "models": tuple(fields["models"])})
+
+
+class Watched:
+    """A queue whose every call is in the diary twice: before it is passed on, and when it ended."""
+
+    def __init__(self, queue: Queue, diary: Diary) -> None:
+        self._queue = queue
+        self._diary = diary
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method not in QUEUE_METHODS:
+            raise AttributeError(method)
+
+        async def call(*given: Any, **named: Any) -> Any:
+            arguments = dict(zip(_PARAMETERS[method], given, strict=False)) | named
+            return await self._call(method, arguments)
+
+        return call
+
+    async def _call(self, method: str, arguments: dict[str, Any]) -> Any:
+        begun_s = time.monotonic()
+        epoch = arguments.get("epoch", 0)
+        models = tuple([arguments["model_id"]] if "model_id" in arguments else [])
+        self._diary.note(Entry(method, epoch, begun_s, models=models))
+        try:
+            answer = await getattr(self._queue, method)(**arguments)
+        except BaseException as error:
+            self._diary.note(Entry(method, epoch, begun_s, type(error).__name__, models))
+            raise
+        if method == "lease":
+            epoch = answer.epoch
+        elif method == "take":
+            models = tuple({job.model_id for job in answer if job.model_id is not None})
+        name = arguments.get("name", "")
+        self._diary.note(Entry(method, epoch, begun_s, "ok", models, name))
+        return answer
+
+
+_PARAMETERS = {
+    method: [name for name in getattr(Queue, method).__annotations__ if name != "return"]
+    for method in QUEUE_METHODS
+}
