@@ -272,16 +272,28 @@ def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, compil
         client.close("success")
 
 
-def test_a_worker_that_dies_fails_its_models_and_is_replaced(tmp_path, compiled):
-    with LocalServer(tmp_path, compile_cache=compiled) as running:
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_training_goes_on_bit_for_bit_when_the_worker_dies_and_when_all_stops(
+    tmp_path, compiled, request, store
+):
+    settings = {}
+    if store == "redis":
+        settings["store"] = request.getfixturevalue("redis_server").url
+    with LocalServer(tmp_path, compile_cache=compiled, **settings) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-death")
+        undisturbed = losses(new_trainer(client, running), 6)
         trainer = new_trainer(client, running)
-        losses(trainer, 1)
+        before = losses(trainer, 2)
+        under_way = trainer.forward_backward(DATA, "cross_entropy")
         kill_child(running, "tuneserve_engine")
-        with pytest.raises(tinker.RequestFailedError, match="checkpoint") as caught:
-            trainer.forward_backward(DATA, "cross_entropy").result(timeout=120)
-        assert caught.value.category == types.RequestErrorCategory.Server
-        assert losses(new_trainer(client, running), 1)  # the next one is there
+        trainer.optim_step(ADAM).result(timeout=120)
+        during = under_way.result(timeout=120).metrics["loss:sum"]
+        after = losses(trainer, 1)
+        running.stop()
+        running.start()
+        assert [*before, during, *after, *losses(trainer, 2)] == undisturbed
+        with urllib.request.urlopen(f"{running.url}/api/v1/healthz") as health:
+            assert json.load(health)["store"] == store
         client.close("success")
 
 
