@@ -1,0 +1,79 @@
+"""A worker whose device takes time: ``slow_worker.py <data directory>``.
+
+A micro-batch takes ``TOKEN_S`` per token of it, padding included, and no processor meanwhile: as on
+a GPU. Units, whom they were charged to, and who waited, go to ``units.jsonl``.
+"""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from tuneserve_engine.backend.base import TrainResult, TrainUnit
+from tuneserve_engine.backend.fake import FakeBackend
+from tuneserve_engine.config import WorkerSettings
+from tuneserve_engine.costs import Costs
+from tuneserve_engine.files import FileStore
+from tuneserve_engine.jobs import Job
+from tuneserve_engine.operations import Operations
+from tuneserve_engine.queue.base import Queue
+from tuneserve_engine.queue.remote import RemoteQueue
+from tuneserve_engine.scheduler import Scheduler
+from tuneserve_engine.worker import Worker
+
+TOKEN_S = 0.0004
+UNITS = "units.jsonl"
+
+
+class SlowBackend(FakeBackend):
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        started_s = time.monotonic()
+        result = super().forward_backward(unit)
+        needed_s = TOKEN_S * sum(batch.tokens.size for batch in unit.batches)
+        time.sleep(max(0.0, started_s + needed_s - time.monotonic()))
+        return result
+
+
+class Noting(Scheduler):
+    """Writes a line per unit: its kind, each tenant's seconds, and the tenants with work then."""
+
+    def __init__(self, weights: dict[str, float], path: Path) -> None:
+        super().__init__(weights, costs=Costs(FakeBackend().lattice))
+        self._file = path.open("w")
+        self._waiting: list[str] = []
+
+    def next_unit(self, pending: Sequence[Job]) -> list[Job]:
+        self._waiting = sorted({job.tenant for job in pending})
+        return super().next_unit(pending)
+
+    def charge(self, unit: Sequence[Job], seconds: float) -> None:
+        shares: defaultdict[str, float] = defaultdict(float)
+        for job, share in zip(unit, self._estimates.shares(unit), strict=True):
+            shares[job.tenant] += share * seconds
+        line = {"kind": unit[0].kind, "seconds": shares, "jobs": len(unit)}
+        self._file.write(json.dumps(line | {"waiting": self._waiting}) + "\n")
+        self._file.flush()
+        super().charge(unit, seconds)
+
+
+async def main(data_dir: Path) -> None:
+    backend, files = SlowBackend(), FileStore(data_dir / "files")
+    scheduler = Noting(WorkerSettings().tenant_weights, data_dir / UNITS)
+
+    async def connect() -> Queue:
+        queue = RemoteQueue(data_dir / "store.sock")
+        await queue.connect()
+        return queue
+
+    operations = Operations(backend, files)
+    worker = Worker(connect, operations, backend.info, name="worker", scheduler=scheduler)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    await worker.run()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
