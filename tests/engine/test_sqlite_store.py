@@ -1,10 +1,8 @@
 """What SQLite adds to the store's contract (``test_store``): one file, one thread, one fsync."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -21,11 +19,8 @@ from tuneserve_engine.queue.base import (
     RecoveryPoint,
     StoreFailed,
     StorePolicy,
-    StoreUnusable,
     SweepPolicy,
 )
-from tuneserve_engine.queue.group_commit import GroupCommit, News, Transaction
-from tuneserve_engine.queue.schema import network_file_system
 from tuneserve_engine.queue.sqlite import SqliteStore
 from tuneserve_engine.records import Model, ModelStatus
 
@@ -133,54 +128,6 @@ def test_a_closed_store_releases_the_parked_and_refuses_the_rest(tmp_path: Path)
     asyncio.run(main())
 
 
-def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneserve_engine.queue.schema.BUSY_S", 0.1)
-
-    async def main() -> None:
-        first = await SqliteStore.open(tmp_path / "store.db")
-        with pytest.raises(StoreUnusable, match="in use by another process"):
-            await SqliteStore.open(tmp_path / "store.db")
-        await first.close()
-        await (await SqliteStore.open(tmp_path / "store.db")).close()
-
-    asyncio.run(main())
-
-
-def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    async def open_and_close(path: Path) -> None:
-        await (await SqliteStore.open(path)).close()
-
-    path = tmp_path / "store.db"
-    asyncio.run(open_and_close(path))
-    for version in (1, 7):
-        with contextlib.closing(sqlite3.connect(path)) as other, other:
-            other.execute("UPDATE meta SET value = ? WHERE name = 'version'", (version,))
-        with pytest.raises(StoreUnusable, match=f"version {version}, this release reads version 2"):
-            asyncio.run(open_and_close(path))
-    garbage = tmp_path / "garbage.db"
-    garbage.write_bytes(b"not a database" * 1000)
-    with pytest.raises(StoreUnusable, match="restore a backup"):
-        asyncio.run(open_and_close(garbage))
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreUnusable, match="check the path"):
-        asyncio.run(open_and_close(tmp_path / "file" / "store.db"))
-
-
-def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = await SqliteStore.open(tmp_path / "data" / "store.db")
-        pragmas = [
-            await store._call(lambda tx, name=name: tx.one(f"PRAGMA {name}"))
-            for name in ("journal_mode", "synchronous")
-        ]
-        assert pragmas == [("wal",), (2,)]  # 2 = FULL
-        for file in (tmp_path / "data").iterdir():
-            assert file.stat().st_mode & 0o077 == 0
-        await store.close()
-
-    asyncio.run(main())
-
-
 def test_an_ended_job_keeps_its_key_but_not_its_payload(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
@@ -212,67 +159,6 @@ def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> N
         await store.close()
 
     asyncio.run(main())
-
-
-def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
-    def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(":memory:", isolation_level=None)
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("CREATE TABLE a (id INTEGER PRIMARY KEY)")
-        deferred = "REFERENCES a (id) DEFERRABLE INITIALLY DEFERRED"
-        connection.execute(f"CREATE TABLE b (a INTEGER {deferred})")
-        return connection
-
-    def insert(tx: Transaction) -> int:
-        tx.news.take = True
-        return tx.run("INSERT INTO a VALUES (NULL)")
-
-    async def main() -> None:
-        news: list[News] = []
-        commit = GroupCommit(time.time, news.append)
-        await commit.start(connect)
-        calls = [commit.call(insert), commit.call(lambda tx: tx.run("INSERT INTO b VALUES (99)"))]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(each) for each in results] == [sqlite3.IntegrityError] * 2
-        assert not any(each.take for each in news)
-        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
-        assert await commit.call(insert) == 1
-        assert news[-1].take
-        await commit.stop()
-
-    asyncio.run(main())
-
-
-def test_a_rollback_that_fails_stops_nobody() -> None:
-    """The thread must live: without it every later call would wait for ever."""
-
-    class Broken(sqlite3.Connection):
-        refuses: frozenset[str] = frozenset()
-
-        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-            if sql in self.refuses:
-                raise sqlite3.OperationalError("disk I/O error")
-            return super().execute(sql, *values)
-
-    async def main() -> None:
-        commit = GroupCommit(time.time, lambda news: None)
-        await commit.start(
-            lambda: sqlite3.connect(":memory:", isolation_level=None, factory=Broken)
-        )
-        await commit.call(lambda tx: tx.run("CREATE TABLE a (id)"))
-        Broken.refuses = frozenset({"COMMIT", "ROLLBACK"})
-        for _ in range(2):
-            with pytest.raises(sqlite3.OperationalError, match="I/O"):
-                await commit.call(lambda tx: tx.run("INSERT INTO a VALUES (1)"))
-        Broken.refuses = frozenset()
-        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
-        await commit.stop()
-
-    async def limited() -> None:
-        async with asyncio.timeout(10):
-            await main()
-
-    asyncio.run(limited())
 
 
 async def plans(store: SqliteStore, statements: list[str], table: str) -> list[tuple[str, str]]:
@@ -357,54 +243,6 @@ def test_a_worker_that_only_renews_writes_one_row(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-MOUNTS = r"""
-sysfs /sys sysfs rw,relatime 0 0
-/dev/sda1 / ext4 rw,relatime 0 0
-nas:/home /home nfs4 rw,relatime,vers=4.2 0 0
-//nas/share /mnt/two\040words cifs rw 0 0
-/dev/sdb1 /home/alice xfs rw 0 0
-me@host: /data fuse.sshfs rw 0 0
-/dev/sdc1 /data ext4 rw 0 0
-/dev/sdd1 /srv ext4 rw 0 0
-nas:/srv /srv nfs rw 0 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/lib/tuneserve/store.db", None),
-        ("/home/bob/store.db", "nfs4"),
-        ("/homes/store.db", None),
-        ("/home/alice/store.db", None),
-        ("/mnt/two words/store.db", "cifs"),
-        ("/data/store.db", None),  # a local disk was mounted over it
-        ("/srv/data/store.db", "nfs"),
-    ],
-)
-def test_a_network_file_system_is_known_by_its_mount(path: str, kind: str | None) -> None:
-    assert network_file_system(Path(path), MOUNTS) == kind
-
-
-def test_a_store_on_a_network_file_system_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    monkeypatch.setattr("tuneserve_engine.queue.schema._MOUNTS", mounts)
-    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nnas:/x {tmp_path} nfs rw 0 0\n")
-    (tmp_path / "link").symlink_to(tmp_path)
-    for path in (tmp_path / "new folder" / "store.db", tmp_path / "link" / "store.db"):
-        with pytest.raises(StoreUnusable, match=r"network file system \(nfs\).*local disk"):
-            asyncio.run(SqliteStore.open(path))
-        assert not path.exists()
-    mounts.unlink()  # as where there is no /proc
-
-    async def open_and_close() -> None:
-        await (await SqliteStore.open(tmp_path / "store.db")).close()
-
-    asyncio.run(open_and_close())
-
-
 CHILD = """
 import asyncio, sys
 from tuneserve_engine.jobs import Job, JobKind
@@ -443,46 +281,6 @@ def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path) -> 
         epoch = await lease(store)
         taken = await store.take(epoch, after=0, max_jobs=10**6)
         assert {each.request_id for each in taken} >= set(acknowledged)
-        await store.close()
-
-    asyncio.run(main())
-
-
-CHILD_AT_A_KILL_POINT = """
-import asyncio, sys
-from tuneserve_engine import kill_points
-from tuneserve_engine.jobs import Job, JobKind
-from tuneserve_engine.queue.sqlite import SqliteStore
-
-async def main():
-    store = await SqliteStore.open(sys.argv[1])
-    kill_points.arm(sys.argv[2], nth=3)
-    for n in range(1, 10):
-        job = Job("alice", JobKind.SAMPLE, "scope", n, b"payload")
-        request_id = (await store.submit(job)).request_id
-        await store.wait(request_id, 0)  # what writes nothing passes no kill point
-        print(request_id, flush=True)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize(
-    ("point", "stored"), [("store-before-commit", 2), ("store-after-commit", 3)]
-)
-def test_kill_points_are_on_both_sides_of_the_commit(
-    tmp_path: Path, point: str, stored: int
-) -> None:
-    path = tmp_path / "store.db"
-    command = [sys.executable, "-c", CHILD_AT_A_KILL_POINT, str(path), point]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    assert child.returncode == -signal.SIGKILL
-    assert len(child.stdout.splitlines()) == 2
-
-    async def main() -> None:
-        store = await SqliteStore.open(path)
-        rows = await store._call(lambda tx: tx.all("SELECT seq FROM jobs"))
-        assert len(rows) == stored
         await store.close()
 
     asyncio.run(main())
