@@ -1,7 +1,19 @@
 """Every test runs JAX in its strict modes, on four CPU devices."""
 
+from collections.abc import Iterator
+
 import jax
+import pytest
+
+from tests.redis_server import RedisServer
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for all tests that do not kill it: each takes a key prefix of its own."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server

@@ -1,0 +1,298 @@
+"""The store for several hosts: a Redis server that every process opens.
+
+One Lua script per step (``redis_scripts``); this class turns calls into steps, rules into words,
+and news from the server into results for those who wait.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import msgspec
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.jobs import Job, Outcome, Rejection
+from tuneserve_engine.kill_points import kill_point
+from tuneserve_engine.queue import redis_forms as forms
+from tuneserve_engine.queue import rules
+from tuneserve_engine.queue.base import (
+    Fenced,
+    KeyReused,
+    Lease,
+    LogEntry,
+    Page,
+    R,
+    RecoveryPoint,
+    ServedModel,
+    StorePolicy,
+    StoreUnusable,
+    Submitted,
+    SweepPolicy,
+)
+from tuneserve_engine.queue.redis_news import News
+from tuneserve_engine.queue.redis_server import Server
+from tuneserve_engine.queue.redis_sweep import end_session, sweep
+from tuneserve_engine.records import RECORD_NAME, Model, Record, Session, Update
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+DEFAULT_POLICY = StorePolicy()
+
+
+class RedisStore:
+    """A ``Store`` in a Redis server. ``open`` it and call its methods in one event loop; ``close``
+    it. Any number of processes may have it open.
+
+    A method that raises ``ConnectionError`` may or may not have changed something; it can be called
+    again, and does nothing twice.
+    """
+
+    def __init__(self, server: Server, clock: Callable[[], float] | None, policy: StorePolicy):
+        self._server = server
+        self._clock = clock
+        self._policy = policy
+        self._secret = b""
+        self._news = News(server)
+        self._lease_policy = forms.pack(
+            {
+                "ttl": policy.lease_ttl_s,
+                "attempts": policy.job_attempts,
+                "fatal": rules.fatal(policy.job_attempts).message,
+                "failed": rules.failed("\n").message.split("\n"),
+            }
+        )
+
+    @classmethod
+    async def open(
+        cls,
+        url: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        policy: StorePolicy = DEFAULT_POLICY,
+        prefix: str = "tuneserve",
+        durability_asserted: bool = False,
+    ) -> Self:
+        """The store at ``url``, made if it is new. Without a ``clock`` the time is the server's,
+        which is the same for all hosts. Raises ``StoreUnusable``; ``ConnectionError`` if there is
+        no server."""
+        server = Server(url, prefix, durability_asserted)
+        store = cls(server, clock, policy)
+        try:
+            await server.check()
+            await store._make()
+            await store._news.start()
+        except BaseException:
+            await store.close()
+            raise
+        return store
+
+    async def _make(self) -> None:
+        """Makes the store if it is new; refuses one of another format."""
+        found, secret = await self._run("open", FORMAT, secrets.token_bytes(32))
+        if found != str(FORMAT).encode():
+            raise StoreUnusable(
+                f"the store in Redis has format {found.decode()}, this release reads format "
+                f"{FORMAT}; start the release that wrote it, or choose another key prefix or "
+                "database"
+            )
+        self._secret = secret
+
+    async def close(self) -> None:
+        """Parked waits return None; parked takes raise."""
+        await self._news.stop()
+        await self._server.close()
+
+    @property
+    def durability(self) -> Literal["always", "asserted"]:
+        """Why an accepted request is on disk: Redis said so, or the operator does."""
+        return self._server.checker.durability
+
+    async def _run(self, step: str, *args: Any) -> Any:
+        """What a script returns."""
+        self._news.check_open()
+        now = "" if self._clock is None else repr(self._clock())
+        return await self._server.run(step, *args, now=now)
+
+    async def _run_leased(self, step: str, epoch: int, *args: Any) -> Any:
+        """What a script returns to a worker whose lease is not over. Raises ``Fenced``."""
+        answer = await self._run(step, epoch, *args)
+        if answer[0] != b"fenced":
+            return answer[1] if len(answer) > 1 else None
+        if len(answer) > 1:
+            raise Fenced(
+                f"request {answer[1].decode()} is not placed with lease epoch {epoch} any more: "
+                "its model was given up, or moved; stop this worker"
+            )
+        raise Fenced(
+            f"lease epoch {epoch} is over: another process has this worker's name, or it was "
+            "silent for too long and others have its models; stop this worker"
+        )
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    async def submit(self, job: Job, *records: Record) -> Submitted:
+        request_id = rules.request_id(self._secret, job)
+        new = [forms.with_parent(each) for each in records]
+        limits = forms.pack(self._policy)
+        while True:
+            packed = forms.pack(forms.job(job, request_id))
+            kill_point("store-before-commit")
+            answer = await self._run("submit", packed, job.payload, forms.pack(new), limits)
+            kill_point("store-after-commit")
+            if answer[0] == b"accepted":
+                return Submitted(request_id, duplicate=False)
+            if answer[0] == b"known":
+                known, kind = answer[1].decode(), answer[2].decode()
+                if kind != job.kind:
+                    raise KeyReused(rules.reused(job, kind))
+                return Submitted(known, duplicate=True)
+            job = replace(job, rejection=await self._refusal(job, records, answer))
+
+    async def _refusal(self, job: Job, records: Sequence[Record], answer: list[Any]) -> Rejection:
+        """The words for the rule by which the job is turned away. Raises ``Overloaded`` for a
+        limit, ``ConnectionError`` if what the rule was about is gone: then it may be new."""
+        rule = answer[0]
+        if rule == b"over":
+            raise forms.overloaded(job, *answer[1:])
+        if rule == b"late":
+            return rules.too_late(job, int(answer[1]) + job.seq - (job.position or 0))
+        if rule == b"ended":
+            session = await self.get(Session, answer[1].decode())
+            found = None if session is None else rules.ended_session(session)
+        else:
+            model = await self.get(Model, job.model_id or "")
+            found = None if model is None else rules.dead_model(model, job.kind)
+        if found is None:
+            raise ConnectionError(
+                "the store changed while the request was looked at; send it again"
+            )
+        return found
+
+    async def job_key(self, request_id: str) -> tuple[str, str] | None:
+        tenant, scope = await self._run("job_key", request_id)
+        return None if tenant is None else (tenant.decode(), scope.decode())
+
+    async def wait(self, request_id: str, timeout_s: float) -> Outcome | None:
+        self._news.check_open()
+        return await self._news.outcome(request_id, timeout_s)
+
+    # --- the worker's half ----------------------------------------------------------------------
+
+    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
+        facts = msgspec.json.encode(info)
+        epoch, resumed = await self._run("lease", name, owner, info.name, facts, self._lease_policy)
+        return Lease(epoch, resumed=bool(resumed))
+
+    async def renew(self, epoch: int) -> list[str]:
+        models = await self._run_leased("renew", epoch, self._lease_policy)
+        return [model.decode() for model in models]
+
+    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+        while True:
+            placed = self._news.placed  # before the read: what is placed during it wakes us too
+            rows = await self._run_leased(
+                "take", epoch, after, max_jobs, rules.TAKE_BYTES, forms.pack(forms.JOB_FIELDS)
+            )
+            if rows:
+                return [forms.read_job(row) for row in rows]
+            await placed.wait()
+
+    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
+        await self._run_leased("begin", epoch, *request_ids)
+
+    async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
+        packed = forms.pack([forms.outcome(each) for each in outcomes])
+        bodies = [b"" if each.rejection else each.body for each in outcomes]
+        kill_point("store-before-commit")
+        await self._run_leased("finish", epoch, packed, *bodies)
+        kill_point("store-after-commit")
+
+    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+        stored = await self._run_leased("points", epoch, model_id)
+        return [forms.read_point(each) for each in stored]
+
+    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+        fields = forms.pack(forms.JOB_FIELDS)
+        rows = await self._run_leased("log", epoch, model_id, start, rules.TAKE_BYTES, fields)
+        return [forms.read_entry(row) for row in rows]
+
+    async def save_point(self, epoch: int, point: RecoveryPoint) -> None:
+        found = await self._run_leased(
+            "save_point", epoch, point.model_id, point.position, forms.point(point)
+        )
+        if found is None:
+            return
+        reason, position = found[0].decode(), int(found[1])
+        why = {
+            "early": f"position {position} has not ended; finish it first",
+            "passed": f"there is one at {position} already; save them in order",
+        }
+        raise ValueError(
+            f"a recovery point of {point.model_id} at position {point.position}, but {why[reason]}"
+        )
+
+    async def release(self, epoch: int, model_id: str) -> None:
+        await self._run_leased("release", epoch, model_id)
+
+    async def resign(self, epoch: int) -> None:
+        await self._run_leased("resign", epoch)
+
+    # --- records --------------------------------------------------------------------------------
+
+    async def put(self, record: Record) -> None:
+        await self._run("put", forms.pack(forms.record(record)), 0)
+
+    async def put_new(self, record: R) -> R:
+        stored = await self._run("put", forms.pack(forms.record(record)), 1)
+        return forms.read_record(type(record), stored) or record
+
+    async def update(self, *updates: Update) -> None:
+        await self._run("update", forms.pack([forms.update(each) for each in updates]))
+
+    async def get(self, record_type: type[R], key: str) -> R | None:
+        fields = await self._run("get", RECORD_NAME[record_type], key)
+        return forms.read_record(record_type, fields)
+
+    async def page(
+        self,
+        record_type: type[R],
+        *,
+        tenant: str | None = None,
+        parent: str | None = None,
+        limit: int | None = None,
+        offset: int = 0,
+    ) -> Page[R]:
+        listing = forms.listing(tenant, parent)
+        total, rows = await self._run(
+            "page", RECORD_NAME[record_type], listing, offset, -1 if limit is None else limit
+        )
+        items = (forms.read_record(record_type, row) for row in rows)
+        return Page([item for item in items if item is not None], total)
+
+    async def delete(self, record_type: type[R], key: str) -> None:
+        await self._run("delete", RECORD_NAME[record_type], key)
+
+    # --- the rest -------------------------------------------------------------------------------
+
+    async def end_session(self, key: str, reason: str) -> None:
+        await end_session(self, self._run, key, reason)
+
+    async def sweep(self, now_s: float, policy: SweepPolicy) -> None:
+        await sweep(self, self._run, now_s, policy)
+
+    async def served(self) -> list[ServedModel]:
+        rows = await self._run("served", self._policy.lease_ttl_s)
+        found = [
+            ServedModel(msgspec.json.decode(info, type=BaseModelInfo), workers, float(seen_s))
+            for _, info, workers, seen_s in rows
+        ]
+        return sorted(found, key=lambda each: each.info.name)
+
+    async def files_in_use(self) -> set[str]:
+        return forms.read_files(*await self._run("files"))
+
+    async def secret(self) -> bytes:
+        return self._secret

@@ -1,0 +1,242 @@
+"""What jobs and records look like in Redis: hashes of short texts, payloads and bodies beside them.
+
+A record is a hash of field -> JSON text. Scripts get structured arguments in MessagePack, without
+bytes, which Redis' reader does not know, and integers that Lua's doubles could not hold.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
+from tuneserve_engine.queue import rules
+from tuneserve_engine.queue.base import LogEntry, Overloaded, R, RecoveryPoint, ResultExpired
+from tuneserve_engine.records import (
+    RECORD_NAME,
+    RECORD_TYPES,
+    Model,
+    ModelStatus,
+    Record,
+    Update,
+)
+
+_SUBMITTED = ("tenant", "kind", "scope", "seq", "model", "position", "base")
+JOB_FIELDS = (*_SUBMITTED, "release", "attempts", "digest", "halvings")
+UNREADABLE = "?"  # stands for the file id of a command that cannot be read: no id has that form
+_FILE_KINDS = (JobKind.SAVE_WEIGHTS, JobKind.LOAD_WEIGHTS, JobKind.SAMPLE)
+
+pack = msgspec.msgpack.encode
+
+
+def _json(plain: Any) -> str:
+    return msgspec.json.encode(plain).decode()
+
+
+class _Command(msgspec.Struct):
+    """The file that a command names, if any; decoding skips the other fields."""
+
+    file_id: str | None = None
+
+
+# --- records ------------------------------------------------------------------------------------
+
+
+def record(value: Record, **more: Any) -> dict[str, Any]:
+    """A record for a script."""
+    fields: list[Any] = []
+    for name, plain in msgspec.to_builtins(value).items():
+        fields += [name, _json(plain)]
+    return {"type": RECORD_NAME[type(value)], "key": value.key, "fields": fields} | more
+
+
+def with_parent(value: Record) -> dict[str, Any]:
+    """A record of a session, for a script that has to look at the session."""
+    return record(value, parent=value.parent)
+
+
+def read_record(record_type: type[R], fields: Sequence[bytes]) -> R | None:
+    """The record in ``name, JSON text, …``; None if there is nothing."""
+    if not fields:
+        return None
+    pairs = zip(fields[::2], fields[1::2], strict=True)
+    body = b",".join(b'"' + name + b'":' + text for name, text in pairs)
+    return msgspec.json.decode(b"{" + body + b"}", type=record_type)
+
+
+def listing(tenant: str | None, parent: str | None) -> str:
+    """The end of the key of a listing."""
+    if tenant is None and parent is None:
+        return ""
+    names = [_json(name) for name in (tenant, parent) if name is not None]
+    which = "b" if len(names) == 2 else "p" if tenant is None else "t"
+    return f":{which}{''.join(names)}"
+
+
+_TYPES = {record_type: typing.get_type_hints(record_type) for record_type in RECORD_NAME}
+
+
+def update(change: Update) -> dict[str, Any]:
+    """An update for a script. Raises ``ValueError`` for one that does not fit its record."""
+    record_type = RECORD_TYPES[change.record]
+    known = {field.name for field in dataclasses.fields(record_type)} - {"key"}
+    if unknown := change.changes.keys() - known:
+        raise ValueError(
+            f"a {change.record} has no changeable field {sorted(unknown)}; fields: {sorted(known)}"
+        )
+    fields: list[Any] = []
+    for name, value in change.changes.items():
+        plain = msgspec.to_builtins(value)
+        try:
+            msgspec.convert(plain, type=_TYPES[record_type][name])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name} of a {change.record}: {error}") from error
+        fields += [name, _json(plain)]
+    found: dict[str, Any] = {"type": change.record, "key": change.key, "fields": fields}
+    status = change.changes.get("status") if record_type is Model else None
+    if status == ModelStatus.FAILED:
+        found["ends"] = {"status": '"failed"'} | rejection(rules.failed(change.key))
+    elif status == ModelStatus.LOST:
+        found["ends"] = {"status": '"lost"'} | rejection(rules.lost(change.key))
+    return found
+
+
+def rejection(of: Rejection) -> dict[str, Any]:
+    return {"error": of.message, "category": of.category}
+
+
+# --- jobs ---------------------------------------------------------------------------------------
+
+
+def job(new: Job, request_id: str) -> dict[str, Any]:
+    """A job to submit; its payload goes beside it."""
+    fields: list[Any] = ["tenant", new.tenant, "kind", new.kind.value, "scope", new.scope]
+    fields += ["seq", str(new.seq), "base", new.base_model]
+    if new.model_id is not None:
+        fields += ["model", new.model_id]
+    if new.position is not None:
+        fields += ["position", new.position]
+    found = {
+        "id": request_id,
+        "tenant": new.tenant,
+        "kind": new.kind.value,
+        "scope": new.scope,
+        "seq": str(new.seq),
+        "model": new.model_id,
+        "position": None if new.model_id is None else new.position,
+        "base": new.base_model,
+        "file": _file_of(new),
+        "fields": fields,
+    }
+    found |= {} if new.rejection is None else rejection(new.rejection)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _file_of(new: Job) -> str | None:
+    """The file that a job reads or writes."""
+    if new.kind not in _FILE_KINDS:
+        return None
+    try:
+        return msgspec.msgpack.decode(new.payload, type=_Command).file_id
+    except msgspec.DecodeError:
+        return UNREADABLE
+
+
+def read_job(row: Sequence[Any]) -> Job:
+    """The job in ``id, *JOB_FIELDS, payload``."""
+    request_id, tenant, kind, scope, seq, model, position, base, release, attempts, *_ = row
+    return Job(
+        tenant=tenant.decode(),
+        kind=JobKind(kind.decode()),
+        scope=scope.decode(),
+        seq=int(seq),
+        payload=row[-1],
+        model_id=None if model is None else model.decode(),
+        position=None if position is None else int(position),
+        base_model=base.decode(),
+        request_id=request_id.decode(),
+        release=int(release),
+        attempts=int(attempts or 0),
+    )
+
+
+def read_entry(row: Sequence[Any]) -> LogEntry:
+    digest, halvings = row[-3:-1]
+    return LogEntry(read_job(row), bytes.fromhex(digest.decode()), int(halvings))
+
+
+def overloaded(new: Job, scope: bytes, what: bytes, held: int, limit: int) -> Overloaded:
+    """The words for a limit that a job would pass."""
+    if what == b"models":
+        return rules.too_many_models(limit)
+    whose = {b"server": "the server", b"tenant": "your key", b"model": f"model {new.model_id}"}
+    retry_after_s = {b"server": 10, b"tenant": 5, b"model": 2}[scope]
+    if what == b"jobs":
+        return rules.too_many_jobs(whose[scope], limit, retry_after_s)
+    return rules.too_many_bytes(whose[scope], len(new.payload), held, limit, retry_after_s)
+
+
+# --- outcomes -----------------------------------------------------------------------------------
+
+
+def outcome(result: Outcome) -> dict[str, Any]:
+    """An outcome to store; its body goes beside it."""
+    found: dict[str, Any] = {"id": result.request_id, "ctype": result.content_type}
+    found["updates"] = [update(change) for change in result.updates]
+    if result.rejection is not None:
+        return found | rejection(result.rejection)
+    if result.checkpoint is not None:
+        found["checkpoint"] = record(result.checkpoint)
+        found["overwrite"] = result.overwrite
+        found["exists"] = rules.checkpoint_exists(result.checkpoint.key).message
+    if result.sampler is not None:
+        found["sampler"] = with_parent(result.sampler)
+    if result.changed:
+        found |= {"digest": rules.digest(result.body).hex(), "halvings": result.halvings}
+    return found
+
+
+def read_outcome(request_id: str, row: Sequence[Any]) -> Outcome | None:
+    """The stored outcome, None while there is none. Raises ``KeyError``, ``ResultExpired``."""
+    if not row:
+        raise KeyError(request_id)
+    state, category, content_type, result = row
+    if state == b"expired":
+        raise ResultExpired(f"the result of {request_id} was dropped after its retention time")
+    if state != b"done":
+        return None
+    if category is not None:
+        return Outcome(request_id, rejection=Rejection(result.decode(), category.decode()))
+    return Outcome(request_id, result, content_type.decode())
+
+
+# --- recovery points ----------------------------------------------------------------------------
+
+
+def point(new: RecoveryPoint) -> bytes:
+    """A recovery point; scripts read the position at its start."""
+    return str(new.position).encode() + b" " + msgspec.json.encode(new)
+
+
+def read_point(stored: bytes) -> RecoveryPoint:
+    return msgspec.json.decode(stored.partition(b" ")[2], type=RecoveryPoint)
+
+
+def read_files(
+    of_jobs: Iterable[bytes], of_records: Iterable[bytes], points: Iterable[bytes]
+) -> set[str]:
+    """File ids in use. Raises ``ValueError`` if there is a command that cannot be read: a file too
+    many is cheaper than one too few."""
+    found: set[str | None] = set()
+    for file_id in of_jobs:
+        if file_id == UNREADABLE.encode():
+            raise ValueError(
+                "a queued request names a file in a form that this release cannot read; start the "
+                "release that accepted it"
+            )
+        found.add(file_id.decode())
+    found |= {msgspec.json.decode(text, type=str | None) for text in of_records}
+    found |= {read_point(each).file_id for each in points}
+    return {file_id for file_id in found if file_id is not None}

@@ -1,0 +1,43 @@
+-- What every script needs. KEYS[1] is the hash "meta", ARGV[1] the time, or empty for the server's.
+-- A user's string is the end of a key, or stands behind its length, or is JSON text in its quotes:
+-- none can be chosen so that two keys become one.
+local call = redis.call
+local META = KEYS[1]
+local P = string.sub(META, 1, -5)
+local NOW = ARGV[1]
+if NOW == '' then
+  local time = call('TIME')
+  NOW = string.format('%s.%06d', time[1], time[2])
+end
+
+local function job_key(id) return P .. 'job:' .. id end
+local function payload_key(id) return P .. 'payload:' .. id end
+local function result_key(id) return P .. 'result:' .. id end
+local function lane_key(model) return P .. 'lane:' .. model end
+local function tenant_key(tenant) return P .. 'tenant:' .. tenant end
+local function worker_key(epoch) return P .. 'worker:' .. epoch end
+local function queue_key(epoch) return P .. 'queue:' .. epoch end
+local function seqs_key(tenant, scope) return P .. 'seqs:' .. #tenant .. ':' .. tenant .. scope end
+
+-- The jobs of a lane: released, by release; ahead of their turn, waiting or spent, by position;
+-- done and kept to be done again, by position.
+local function ready_key(model) return P .. 'lane-ready:' .. model end
+local function ahead_key(model) return P .. 'lane-ahead:' .. model end
+local function log_key(model) return P .. 'lane-log:' .. model end
+local function points_key(model) return P .. 'points:' .. model end
+
+-- Whether jobs were placed or a lease ended, and which jobs did: for those who wait.
+local news = { placed = false, ended = {} }
+
+local function announce()
+  if news.placed or #news.ended > 0 then
+    local first = news.placed and '1' or '0'
+    call('PUBLISH', P .. 'news', first .. ' ' .. table.concat(news.ended, ' '))
+  end
+end
+
+local function is_live(epoch)
+  return call('ZSCORE', P .. 'workers', epoch) ~= false
+end
+
+local function number(text) return tonumber(text or '0') end

@@ -1,0 +1,40 @@
+-- flags: allow-oom
+-- uses: records placing jobs
+-- Ends a session that was last seen before a time: {'ended'} if it has, now or before; {'models'}
+-- if it has another model than the caller knew.
+-- models: for each, its unload job and the error of what is held.
+local key, reason, before = ARGV[2], ARGV[3], number(ARGV[4])
+local models = cmsgpack.unpack(ARGV[5])
+
+local session = call('HMGET', record_key('session', key), 'ended', 'last_seen_s', 'key')
+if session[1] ~= 'null' or tonumber(session[2]) >= before then
+  return { 'ended' }
+end
+local parent = session[3]
+for _, model in ipairs(records.under('model', parent)) do
+  if not models[model] then
+    return { 'models' }
+  end
+end
+
+records.put('session', key, { 'ended', reason })
+for _, model in ipairs(records.under('model', parent)) do
+  local its = models[model]
+  if is_alive(call('HGET', record_key('model', model), 'status')) then
+    records.put('model', model, { 'status', '"ended"' })
+    jobs.finish_all(model, its.held, true)
+  end
+  local lane = call('HMGET', lane_key(model), 'worker', 'jobs', 'base')
+  if not lane[1] and number(lane[2]) == 0 then
+    jobs.unloaded(model)
+  else
+    its.unload.fields[#its.unload.fields + 1] = 'base'
+    its.unload.fields[#its.unload.fields + 1] = lane[3]
+    jobs.enter(its.unload, '')
+  end
+end
+for _, sampler in ipairs(records.under('sampler', parent)) do
+  records.delete('sampler', sampler)
+end
+announce()
+return { 'ended' }

@@ -1,0 +1,77 @@
+-- flags: allow-oom
+-- uses: records placing jobs
+-- Stores how jobs ended and what their outcomes change, or nothing of it: {'fenced', job's id}.
+local epoch = ARGV[2]
+local outcomes = cmsgpack.unpack(ARGV[3])
+
+local function foreign()
+  for _, outcome in ipairs(outcomes) do
+    local job = call('HMGET', job_key(outcome.id), 'state', 'worker')
+    if is_unfinished(job[1]) and job[2] ~= epoch then
+      return outcome.id
+    end
+  end
+end
+
+local function checkpoint_is_taken(outcome)
+  if not outcome.checkpoint or outcome.overwrite then
+    return false
+  end
+  local expires = call('HGET', record_key('checkpoint', outcome.checkpoint.key), 'expires_s')
+  return expires and (expires == 'null' or tonumber(expires) > tonumber(NOW))
+end
+
+-- The records that come with a result.
+local function put_records(outcome)
+  local checkpoint, sampler = outcome.checkpoint, outcome.sampler
+  if checkpoint then
+    records.delete('checkpoint', checkpoint.key) -- an overwritten one is listed as new
+    records.put('checkpoint', checkpoint.key, checkpoint.fields)
+  end
+  if sampler then
+    local ended = call('HGET', record_key('session', sampler.parent), 'ended')
+    if not ended or ended == 'null' then
+      records.put('sampler', sampler.key, sampler.fields)
+    end
+  end
+end
+
+local function finish(outcome, body)
+  if not is_unfinished(call('HGET', job_key(outcome.id), 'state')) then
+    return
+  end
+  if not outcome.error and checkpoint_is_taken(outcome) then
+    jobs.finish(outcome.id, { error = outcome.exists, category = 'user' })
+    return
+  end
+  if not outcome.error then
+    put_records(outcome)
+  end
+  outcome.body = body
+  jobs.finish(outcome.id, outcome)
+  for _, update in ipairs(outcome.updates) do
+    records.update(update.type, update.key, update.fields)
+    local ends = update.ends
+    if ends and call('HGET', record_key('model', update.key), 'status') == ends.status then
+      jobs.finish_all(update.key, ends)
+      if ends.status == '"failed"' then
+        jobs.unloaded(update.key)
+      else
+        placing.release(update.key)
+      end
+    end
+  end
+end
+
+if not is_live(epoch) then
+  return { 'fenced' }
+end
+local other = foreign()
+if other then
+  return { 'fenced', other }
+end
+for i, outcome in ipairs(outcomes) do
+  finish(outcome, ARGV[3 + i])
+end
+announce()
+return { 'finished' }

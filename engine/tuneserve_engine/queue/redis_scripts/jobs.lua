@@ -1,0 +1,159 @@
+-- Jobs: held (waits for a missing position) -> ready (released) -> done -> expired. The hash of an
+-- ended job stays, so that its key is known for good; all that it keeps is short.
+local jobs = {}
+
+local function is_unfinished(state) return state == 'held' or state == 'ready' end
+
+-- Unfinished jobs and the bytes of their payloads: of the server, of a tenant, of a model.
+local function count(tenant, model, jobs_by, bytes_by)
+  local scopes = { META, tenant_key(tenant) }
+  if model then
+    scopes[3] = lane_key(model)
+  end
+  for _, scope in ipairs(scopes) do
+    call('HINCRBY', scope, 'jobs', jobs_by)
+    call('HINCRBY', scope, 'bytes', bytes_by)
+  end
+end
+
+-- Releases the contiguous run from `position` on; spent positions count as present.
+function jobs.advance(model, position)
+  local ahead = ahead_key(model)
+  while true do
+    local first = call('ZRANGE', ahead, 0, 0, 'WITHSCORES')
+    if not first[1] or number(first[2]) > position then
+      break
+    end
+    call('ZREM', ahead, first[1])
+    if call('HGET', job_key(first[1]), 'state') == 'held' then
+      call('ZREM', P .. 'held', first[1])
+      placing.place(first[1])
+    end
+    if number(first[2]) == position then
+      position = position + 1
+    end
+  end
+  call('HSET', lane_key(model), 'next', position)
+end
+
+-- Stores how a job ended, and makes it news.
+-- how: error and category, or ctype; body; digest and halvings of one that is kept.
+local function store(id, how)
+  local at = job_key(id)
+  call('HSET', at, 'state', 'done')
+  if how.error then
+    call('HSET', at, 'category', how.category)
+    call('SET', result_key(id), how.error)
+  else
+    call('HSET', at, 'ctype', how.ctype)
+    call('SET', result_key(id), how.body)
+  end
+  call('ZADD', P .. 'ended', NOW, id)
+  news.ended[#news.ended + 1] = id
+end
+
+-- Stores a new job, counted among the unfinished, or ended at once if it has an error; then
+-- releases what was waiting for it. Its model's lane exists.
+function jobs.enter(job, payload)
+  local at = job_key(job.id)
+  call('HSET', at, unpack(job.fields))
+  call('HSET', seqs_key(job.tenant, job.scope), job.seq, job.id)
+  if job.error then
+    store(job.id, job)
+  else
+    call('HSET', at, 'state', 'held', 'created', NOW, 'size', #payload)
+    call('SET', payload_key(job.id), payload)
+    count(job.tenant, job.model, 1, #payload)
+    if job.model then
+      settle_lane(job.model)
+    end
+    if job.file then
+      call('HSET', P .. 'files', job.id, job.file)
+    end
+    if job.kind == 'sample' then
+      call('ZADD', P .. 'samples', NOW, job.id)
+    end
+  end
+  local following = job.position and number(call('HGET', lane_key(job.model), 'next'))
+  if following and job.position >= following then
+    call('ZADD', ahead_key(job.model), job.position, job.id)
+    if job.position == following then
+      jobs.advance(job.model, following)
+      return
+    end
+  end
+  if not job.error then
+    if following then
+      call('ZADD', P .. 'held', NOW, job.id)
+    else
+      placing.place(job.id)
+    end
+  end
+end
+
+-- Forgets what is needed to do a job again.
+local function drop_payload(id)
+  call('DEL', payload_key(id))
+  call('HDEL', P .. 'files', id)
+end
+
+-- Ends an unfinished job. It is kept to be done again if it changed its model's state.
+function jobs.finish(id, how)
+  local at = job_key(id)
+  local job = call('HMGET', at, 'state', 'tenant', 'model', 'size', 'position', 'kind')
+  local model = job[3]
+  if job[1] == 'held' then
+    call('ZREM', P .. 'held', id)
+  else
+    placing.withdraw(id)
+  end
+  if job[6] == 'sample' then
+    call('ZREM', P .. 'samples', id)
+  end
+  count(job[2], model, -1, 0 - number(job[4]))
+  if model then
+    settle_lane(model)
+  end
+  if how.digest and not how.error and job[5] then
+    call('HSET', at, 'digest', how.digest, 'halvings', how.halvings)
+    call('ZADD', log_key(model), job[5], id)
+    if job[6] ~= 'load_weights' then
+      call('HDEL', P .. 'files', id)
+    end
+  else
+    drop_payload(id)
+  end
+  store(id, how)
+  if job[6] == 'unload_model' and model then
+    jobs.unloaded(model)
+  end
+end
+
+-- Ends a model's unfinished jobs; with `held`, only those that wait for a gap.
+function jobs.finish_all(model, how, held)
+  local ids = held and {} or call('ZRANGE', ready_key(model), 0, -1)
+  for _, id in ipairs(call('ZRANGE', ahead_key(model), 0, -1)) do
+    ids[#ids + 1] = id
+  end
+  for _, id in ipairs(ids) do
+    if is_unfinished(call('HGET', job_key(id), 'state')) then
+      jobs.finish(id, how)
+    end
+  end
+end
+
+-- Drops the payloads of done jobs that no kept point needs.
+function jobs.trim(model, before)
+  for _, id in ipairs(call('ZRANGEBYSCORE', log_key(model), '-inf', '(' .. before)) do
+    drop_payload(id)
+  end
+  call('ZREMRANGEBYSCORE', log_key(model), '-inf', '(' .. before)
+end
+
+-- Drops what would bring a model back, and its place on a worker.
+function jobs.unloaded(model)
+  jobs.trim(model, '+inf')
+  call('DEL', points_key(model))
+  call('SREM', P .. 'pointed', model)
+  placing.release(model)
+end

@@ -1,0 +1,43 @@
+-- Who is alive.
+local leases = {}
+
+-- Notes that a worker was heard of. When nobody was for a while, the store was away: a silence that
+-- was not theirs.
+function leases.hear(epoch, ttl)
+  if tonumber(NOW) - number(call('HGET', META, 'heard')) > ttl / 2 then
+    for _, each in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
+      call('ZADD', P .. 'workers', NOW, each)
+    end
+  end
+  call('HSET', META, 'heard', NOW)
+  call('ZADD', P .. 'workers', NOW, epoch)
+  call('HSET', P .. 'served-seen', call('HGET', worker_key(epoch), 'base'), NOW)
+end
+
+-- A model whose creation has ended for good, without success, has failed.
+local function fail_if_never_created(model, failed)
+  if call('HGET', record_key('model', model), 'status') == '"creating"' then
+    records.put('model', model, { 'status', '"failed"' })
+    jobs.finish_all(model, { error = failed[1] .. model .. failed[2], category = 'user' })
+    jobs.unloaded(model)
+  end
+end
+
+-- Ends the lease of a worker that died: an attempt for each job that it ran, the last for some.
+-- Returns the base model that it served. policy: ttl, attempts; fatal, the error of the last
+-- attempt; failed, that of a model that was never created, around its name.
+function leases.died(epoch, policy)
+  local running = call('GET', P .. 'running:' .. epoch) or ''
+  for id in string.gmatch(running, '%S+') do
+    local job = call('HMGET', job_key(id), 'state', 'worker', 'model')
+    if job[1] == 'ready' and job[2] == epoch then
+      if call('HINCRBY', job_key(id), 'attempts', 1) >= policy.attempts then
+        jobs.finish(id, { error = policy.fatal, category = 'server' })
+        if job[3] then
+          fail_if_never_created(job[3], policy.failed)
+        end
+      end
+    end
+  end
+  return placing.end_lease(epoch)
+end

@@ -1,0 +1,20 @@
+-- flags: no-writes
+-- How jobs ended: for each id {state, error's category, content type, error or body}, or nothing
+-- if it is unknown. Fewer than asked for when the bodies are large.
+local MOST = 16 * 1024 * 1024
+local found, size = {}, 0
+for i = 2, #ARGV do
+  local id = ARGV[i]
+  local job = call('HMGET', job_key(id), 'state', 'category', 'ctype')
+  if not job[1] then
+    found[#found + 1] = {}
+  else
+    local result = job[1] == 'done' and call('GET', result_key(id))
+    found[#found + 1] = { job[1], job[2], job[3], result }
+    size = size + #(result or '')
+    if size > MOST then
+      break
+    end
+  end
+end
+return found

@@ -1,0 +1,51 @@
+-- flags: no-writes
+-- uses: records
+-- What the sweep has to look at: {sessions, samples of silent sessions {id, session}, lanes that
+-- waited too long for a gap {model, next, {position, seq, is held, ...}}}.
+local session_before, sample_before, gap_before = ARGV[2], number(ARGV[3]), ARGV[4]
+
+-- The silent session of a tenant's sampler, or false.
+local function silent_session(tenant, sampler)
+  local its = call('HMGET', record_key('sampler', sampler), 'parent', 'tenant')
+  if not its[1] or unquote(its[2]) ~= tenant then
+    return false
+  end
+  local session = unquote(its[1])
+  local seen = call('HGET', record_key('session', session), 'last_seen_s')
+  return seen and tonumber(seen) < sample_before and session
+end
+
+local function silent_samples()
+  local found, is_silent = {}, {}
+  for _, id in ipairs(call('ZRANGE', P .. 'samples', 0, -1)) do
+    local job = call('HMGET', job_key(id), 'tenant', 'scope')
+    local whose = #job[1] .. ':' .. job[1] .. job[2]
+    if is_silent[whose] == nil then
+      is_silent[whose] = silent_session(job[1], job[2])
+    end
+    if is_silent[whose] then
+      found[#found + 1] = { id, is_silent[whose] }
+    end
+  end
+  return found
+end
+
+local function gaps()
+  local found, is_known = {}, {}
+  for _, id in ipairs(call('ZRANGEBYSCORE', P .. 'held', '-inf', '(' .. gap_before)) do
+    local model = call('HGET', job_key(id), 'model')
+    if not is_known[model] then
+      is_known[model] = true
+      local ahead = {}
+      for _, each in ipairs(call('ZRANGE', ahead_key(model), 0, -1)) do
+        local job = call('HMGET', job_key(each), 'position', 'seq', 'state')
+        ahead[#ahead + 1] = { job[1], job[2], job[3] == 'held' and 1 or 0 }
+      end
+      found[#found + 1] = { model, call('HGET', lane_key(model), 'next') or '0', ahead }
+    end
+  end
+  return found
+end
+
+local sessions = call('ZRANGEBYSCORE', P .. 'sessions', '-inf', '(' .. session_before)
+return { sessions, silent_samples(), gaps() }

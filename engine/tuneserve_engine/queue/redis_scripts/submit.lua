@@ -1,0 +1,135 @@
+-- uses: records placing jobs
+-- Accepts a job: {'accepted'} or {'known', id, kind}. Otherwise nothing has changed, and the answer
+-- is a limit, or a rule by which the caller has to reject the job before it comes again:
+-- {'over', scope, what, value, limit}, {'ended', session}, {'dead'}, {'late', next position}.
+local job = cmsgpack.unpack(ARGV[2])
+local payload = ARGV[3]
+local new = cmsgpack.unpack(ARGV[4])
+local limits = cmsgpack.unpack(ARGV[5])
+
+local function known()
+  local id = call('HGET', seqs_key(job.tenant, job.scope), job.seq)
+  return id and { 'known', id, call('HGET', job_key(id), 'kind') }
+end
+
+-- A model that enters an ended session would never be unloaded.
+local function ended_session()
+  for _, record in ipairs(new) do
+    if record.type == 'model' then
+      local ended = call('HGET', record_key('session', record.parent), 'ended')
+      if ended and ended ~= 'null' then
+        return record.parent
+      end
+    end
+  end
+end
+
+local function is_dead()
+  local status = call('HGET', record_key('model', job.model), 'status')
+  local unloads = status == '"ended"' and job.kind == 'unload_model'
+  return status and not is_alive(status) and not unloads
+end
+
+-- Models of the tenant that are neither ended nor parked.
+local function models_in_use()
+  local found = 0
+  for _, model in ipairs(call('SMEMBERS', P .. 'active:' .. job.tenant)) do
+    local status = call('HGET', record_key('model', model), 'status')
+    if status and is_alive(status) then
+      found = found + 1
+    end
+  end
+  return found
+end
+
+local function exceeded(scope, key)
+  local at = call('HMGET', key, 'jobs', 'bytes')
+  local count, bytes = number(at[1]), number(at[2])
+  if count >= limits[scope .. '_jobs'] then
+    return { 'over', scope, 'jobs', count, limits[scope .. '_jobs'] }
+  end
+  -- A job that is too large for the limit alone still has to run.
+  if count > 0 and bytes + #payload > limits[scope .. '_bytes'] then
+    return { 'over', scope, 'bytes', bytes, limits[scope .. '_bytes'] }
+  end
+end
+
+-- Whether everything that the model has waits for this job: without it, none would ever end.
+local function is_awaited()
+  if not job.position then
+    return false
+  end
+  local lane = call('HMGET', lane_key(job.model), 'next', 'jobs')
+  return number(lane[1]) == job.position
+    and number(lane[2]) > 0
+    and call('ZCARD', ready_key(job.model)) == 0
+end
+
+local function over()
+  local found = exceeded('server', META)
+  if not found and not is_awaited() then
+    found = exceeded('tenant', tenant_key(job.tenant))
+      or job.model and exceeded('model', lane_key(job.model))
+  end
+  for _, record in ipairs(new) do
+    if not found and record.type == 'model' and models_in_use() >= limits.tenant_models then
+      found = { 'over', 'tenant', 'models', 0, limits.tenant_models }
+    end
+  end
+  return found
+end
+
+local function refusal()
+  local session = ended_session()
+  if session then
+    new = {}
+    if not job.error then
+      return { 'ended', session }
+    end
+  end
+  if job.error then
+    return
+  end
+  if job.model and is_dead() then
+    return { 'dead' }
+  end
+  local following = job.position and number(call('HGET', lane_key(job.model), 'next'))
+  if following and job.position < following then
+    return { 'late', following }
+  end
+  return over()
+end
+
+-- Makes sure that the job's model has a lane, in use from now on; the job needs its base model.
+local function open_lane()
+  local lane = lane_key(job.model)
+  local base = call('HGET', lane, 'base')
+  if not base then
+    local stored = call('HGET', record_key('model', job.model), 'base_model')
+    base = stored and unquote(stored) or job.base
+    call('HSET', lane, 'tenant', job.tenant, 'base', base, 'next', 0, 'requested', NOW)
+  end
+  if not job.error then
+    call('HDEL', lane, 'park')
+    call('HSET', lane, 'requested', NOW)
+  end
+  job.fields[#job.fields + 1] = 'base'
+  job.fields[#job.fields + 1] = base
+end
+
+local earlier = known() or refusal()
+if earlier then
+  return earlier
+end
+if job.model and not job.error and call('EXISTS', record_key('model', job.model)) == 1 then
+  records.put('model', job.model, { 'last_request_s', NOW })
+end
+for _, record in ipairs(new) do
+  records.put(record.type, record.key, record.fields)
+end
+if job.model then
+  open_lane()
+end
+jobs.enter(job, payload)
+announce()
+return { 'accepted' }

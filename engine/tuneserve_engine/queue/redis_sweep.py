@@ -1,0 +1,74 @@
+"""Steps that need words for what they find: what is read first is compared again by the script
+that acts on it, so that nothing that happened in between is overlooked."""
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.queue import redis_forms as forms
+from tuneserve_engine.queue import rules
+from tuneserve_engine.queue.base import Store, SweepPolicy
+from tuneserve_engine.records import Model
+
+Run = Callable[..., Awaitable[Any]]
+
+
+async def end_session(
+    store: Store, run: Run, key: str, reason: str, before_s: float = float("inf")
+) -> None:
+    """Ends a session that was last seen before ``before_s``."""
+    secret = await store.secret()
+    while True:
+        models = (await store.page(Model, parent=key)).items
+        held = forms.rejection(rules.gap_at_end(key, reason))
+        known = {each.key: {"unload": _unload(secret, each), "held": held} for each in models}
+        text = msgspec.json.encode(reason)
+        (answer,) = await run("end_session", key, text, before_s, forms.pack(known))
+        if answer == b"ended":
+            return
+
+
+def _unload(secret: bytes, model: Model) -> dict[str, Any]:
+    """A job that ends the model's log. No limit keeps it out."""
+    job = Job(model.tenant, JobKind.UNLOAD_MODEL, f"{model.key}/unload", 0, model_id=model.key)
+    return forms.job(job, rules.request_id(secret, job))
+
+
+async def sweep(store: Store, run: Run, now_s: float, policy: SweepPolicy) -> None:
+    """As ``Store.sweep``."""
+    session_before, sample_before, gap_before = (
+        now_s - ttl_s for ttl_s in (policy.session_ttl_s, policy.sample_ttl_s, policy.gap_ttl_s)
+    )
+    sessions, samples, gaps = await run("stale", session_before, sample_before, gap_before)
+    for key in sessions:
+        await end_session(store, run, key.decode(), "expired", session_before)
+    if samples:
+        silent = [
+            _silent(request_id, session, policy.sample_ttl_s) for request_id, session in samples
+        ]
+        await run("drop_samples", sample_before, forms.pack(silent))
+    for model, following, ahead in gaps:
+        rejection = rules.gap(_missing(int(following), ahead), policy.gap_ttl_s)
+        args = (model, following, len(ahead), rejection.message, rejection.category)
+        await run("give_up_gap", *args)
+    await run("park", now_s - policy.park_s)
+    while await run("expire", now_s - policy.result_ttl_s, now_s):
+        pass
+
+
+def _silent(request_id: bytes, session: bytes, ttl_s: float) -> dict[str, Any]:
+    rejection = rules.silent(session.decode(), ttl_s)
+    return {"id": request_id.decode(), "session": session.decode()} | forms.rejection(rejection)
+
+
+def _missing(expected: int, ahead: Iterable[list[Any]]) -> list[tuple[int, int]]:
+    """The inclusive ranges of seq_ids not received between ``expected`` and the last position."""
+    missing = []
+    for position, seq, _ in ((int(p), int(s), h) for p, s, h in ahead):
+        if position > expected:
+            offset = seq - position
+            missing.append((expected + offset, position - 1 + offset))
+        expected = position + 1
+    return missing
