@@ -96,7 +96,8 @@ def tenant_of(api_key: str | None) -> str:
     return "t-" + hashlib.sha256(api_key.encode()).hexdigest()[:16]
 
 
-def _services(request: Request) -> Services:
+# Not plain functions, which the framework would run in threads: two hops for each request.
+async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
     return services
 
@@ -104,8 +105,10 @@ def _services(request: Request) -> Services:
 _API_KEY = APIKeyHeader(name="X-API-Key", auto_error=False, description="tml-...")
 
 
-def _caller(request: Request, api_key: Annotated[str | None, Security(_API_KEY)]) -> Caller:
-    return Caller(**vars(_services(request)), tenant=tenant_of(api_key))
+async def _caller(
+    services: "ServicesDep", api_key: Annotated[str | None, Security(_API_KEY)]
+) -> Caller:
+    return Caller(**vars(services), tenant=tenant_of(api_key))
 
 
 async def _raw_body(request: Request, caller: "CallerDep") -> bytes:
