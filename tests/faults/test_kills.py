@@ -11,9 +11,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.killed_worker import KILL_POINTS, Life
 from tests.faults.simulation import Faults, play
 from tests.faults.workload import Client, Tenant, state_bits
+from tests.redis_server import RedisServer
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue import remote
@@ -120,6 +123,22 @@ def check(settings: CommonSettings, tmp_path: Path, kills: int, seed: int) -> No
         assert group == undisturbed(tmp_path / f"undisturbed-{index}", index), f"group {index}"
 
 
-def test_killed_workers_lose_nothing_on_sqlite(tmp_path: Path) -> None:
-    settings = CommonSettings(data_dir=tmp_path / "data", job_attempts=1000)
-    check(settings, tmp_path, kills=100, seed=1)
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_killed_workers_lose_nothing(tmp_path: Path, store: str) -> None:
+    run_on(store, tmp_path, kills=100)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_two_thousand_killed_workers_lose_nothing(tmp_path: Path, store: str) -> None:
+    run_on(store, tmp_path, kills=2000)
+
+
+def run_on(store: str, tmp_path: Path, kills: int) -> None:
+    settings = CommonSettings(data_dir=tmp_path / "data", job_attempts=10**6)
+    if store == "sqlite":
+        check(settings, tmp_path, kills, seed=1)
+        return
+    with RedisServer(tmp_path / "redis") as server:
+        check(settings.model_copy(update={"store": server.url}), tmp_path, kills, seed=2)

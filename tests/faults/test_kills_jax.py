@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults.test_kills import opened
 from tests.faults.workload import Client, Tenant, state_bits
+from tests.redis_server import RedisServer
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue.base import Store
 from tuneserve_engine.records import Model
@@ -142,6 +143,13 @@ def test_three_kills_of_the_jax_worker_change_no_bit(tmp_path: Path, compiled: P
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_a_hundred_kills_of_the_jax_worker_change_no_bit(tmp_path: Path, compiled: Path) -> None:
-    compare(tmp_path, compiled, "", rounds=60, kills=100)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_a_hundred_kills_of_the_jax_worker_change_no_bit(
+    tmp_path: Path, compiled: Path, store: str
+) -> None:
+    if store == "sqlite":
+        compare(tmp_path, compiled, "", rounds=60, kills=100)
+        return
+    with RedisServer(tmp_path / "redis") as server:
+        compare(tmp_path, compiled, server.url, rounds=60, kills=100)
