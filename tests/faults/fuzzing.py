@@ -72,7 +72,7 @@ class Checked:
 
     async def _ending(self, request_id: str, key: str) -> str:
         body = json.dumps({"request_id": request_id}).encode()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 answer = await asgi.call(
                     self.api.app, "POST", f"{PREFIX}/retrieve_future", body, {"X-API-Key": key}

@@ -42,10 +42,10 @@ async def test_a_body_that_stalls_is_given_up_when_its_time_is_over() -> None:
 
 @pytest.mark.anyio
 async def test_a_large_body_has_a_second_more_for_each_16_kib() -> None:
-    """By hand: the last piece comes after 0.8 s, and 0.15 s + 7 x 2 KiB / 16 KiB/s = 1.0 s are
-    allowed by then; the second piece would be late without its summand."""
-    pieces = [b"a" * 2048] * 8
-    assert len(await arriving(pieces, pause_s=0.1, timeout_s=0.15)) == 8 * 2048
+    """By hand: the last piece comes after 1.6 s, and 0.5 s + 7 x 8 KiB / 16 KiB/s = 4 s are allowed
+    by then; the third piece would be late without its summand."""
+    pieces = [b"a" * 8192] * 8
+    assert len(await arriving(pieces, pause_s=0.2, timeout_s=0.5)) == 8 * 8192
 
 
 @pytest.mark.anyio

@@ -257,7 +257,7 @@ async def test_an_answer_that_nobody_reads_is_given_up(
 async def test_an_answer_that_is_read_slowly_arrives_whole(
     port: int, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "_STALLED_S", 0.2)
+    monkeypatch.setattr(protocol, "_STALLED_S", 1.0)
     seen.answer = b"a" * 2**24
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(GET)
@@ -265,7 +265,7 @@ async def test_an_answer_that_is_read_slowly_arrives_whole(
     async with asyncio.timeout(10):
         while received < len(seen.answer):
             received += len(await reader.read(2**20))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
     writer.close()
 
 
