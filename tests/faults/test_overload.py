@@ -1,8 +1,8 @@
 """T12: three tenants, and for ten seconds five times the work that the device can do.
 
-Memory stays bounded, refusals are 429 and 408 and nothing else, what was accepted is done, and shares
-follow the weights, within one request of each. A tenant that keeps to its share, with requests of
-the same size as the floods', waits at most three times (p99) as long as when it is alone (p50).
+Memory stays bounded, refusals are 429 and 408 and nothing else, what was accepted is done, and
+shares follow the weights, within one request of each. A tenant that keeps to its share, with
+requests as large as the floods', waits at most three times as long (p99) as when it is alone (p50).
 """
 
 import asyncio
