@@ -148,11 +148,11 @@ class FaultProxy:
         if first != second and request.headers["x-api-key"] not in self._finished:
             self.disagreements.append(f"{request.path}: {first}, then {second}")
 
-    async def _deliver(self, request: Message) -> Message:
+    async def _deliver(self, request: Message, port: int | None = None) -> Message:
         """The service's answer, over a connection of its own."""
         if (key := _training_key(request)) is not None:
             self.arrivals.append(key)
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port or self._port)
         try:
             writer.write(request.encode(connection="close"))
             answer = await _read(reader)
