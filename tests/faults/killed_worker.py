@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.faults.diary import Diary, Watched
-from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
+from tuneserve_engine.backend.fake import FakeBackend
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.kill_points import arm
@@ -79,11 +79,12 @@ def _live(life: Life) -> None:
 
 
 async def _work(life: Life) -> None:
-    operations = Operations(life.new_backend(), FileStore(Path(life.settings.files_dir)))
+    backend = life.new_backend()
+    operations = Operations(backend, FileStore(Path(life.settings.files_dir)))
     policy = WorkerPolicy(points=PointPolicy(interval_s=0.2, steps=3), renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
         worker = Worker(
-            _watching(connect, life.diary), operations, FAKE_INFO, name=life.name, policy=policy
+            _watching(connect, life.diary), operations, backend.info, name=life.name, policy=policy
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
         await worker.run()

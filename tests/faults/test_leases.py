@@ -20,7 +20,7 @@ from tests.faults.diary import Diary, Entry, Watched
 from tests.faults.killed_worker import FENCED, KILL_POINTS, Life
 from tests.faults.test_kills import play_group, undisturbed
 from tests.faults.test_kills_jax import BASE_MODEL, JaxWorker, check_models
-from tests.faults.workload import Client, Tenant
+from tests.faults.workload import Client, Tenant, no_pause
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue import remote
@@ -277,10 +277,6 @@ class Training:
             ),
             timeout_s,
         ), f"no result in {timeout_s:g} s"
-
-
-async def no_pause() -> None:
-    await asyncio.sleep(0)
 
 
 def test_a_second_worker_takes_its_share(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ class Api(Protocol):
     async def wait(self, request_id: str, timeout_s: float) -> Outcome | None: ...
 
 
+async def no_pause() -> None:
+    await asyncio.sleep(0)
+
+
 def file_id(*names: object) -> str:
     """A file id that is the same in every run."""
     return hashlib.md5(repr(names).encode()).hexdigest()

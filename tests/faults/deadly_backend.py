@@ -1,0 +1,83 @@
+"""A device that some requests crash, worker and all, as a bug in a kernel would."""
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.backend.base import SampleRequest, SampleResult, TrainResult, TrainUnit
+from tuneserve_engine.backend.fake import FakeBackend
+
+DEADLY = {61: signal.SIGABRT, 62: signal.SIGSEGV}
+"""Tokens that nobody else may use, and what the process ends with."""
+
+DEADLY_RANK = 31
+
+
+def deadly_gradient(adapter_id: str) -> str:
+    """What such a request is called in the notes; others are called by their adapter."""
+    return f"{adapter_id}, deadly"
+
+
+@dataclass(frozen=True)
+class NewDeadlyBackend:
+    """Makes one; each notes in the file ``deaths`` what shared the unit that it died of."""
+
+    deaths: Path
+
+    def __call__(self) -> "DeadlyBackend":
+        return DeadlyBackend(self.deaths)
+
+    def noted(self) -> list[list[str]]:
+        return [json.loads(line) for line in self.deaths.read_text().splitlines()]
+
+
+class DeadlyBackend(FakeBackend):
+    """The first gradients of a life are slow, so that others gather behind them and share the next
+    unit."""
+
+    def __init__(self, deaths: Path) -> None:
+        super().__init__()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self._deaths = deaths
+        self._is_first = True
+
+    def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
+        if config.rank == DEADLY_RANK:
+            self._die(signal.SIGABRT, [adapter_id])
+        super().create_adapter(adapter_id, config)
+
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        names = [request.adapter_id for request in unit.requests]
+        found: set[int] = set()
+        for batch in unit.batches:
+            for index, row in zip(batch.row_request.tolist(), batch.tokens.tolist(), strict=True):
+                if index >= 0 and {*row} & {*DEADLY}:
+                    names[index] = deadly_gradient(unit.requests[index].adapter_id)
+                    found |= {*row} & {*DEADLY}
+        self._check(found, names)
+        if self._is_first:
+            self._is_first = False
+            time.sleep(0.1)
+        return super().forward_backward(unit)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+        tokens = {token for request in requests for token in request.prompt.tolist()}
+        self._check(tokens, [f"{each.snapshot_id}/{each.seed}" for each in requests])
+        return super().sample(requests)
+
+    def _check(self, tokens: set[int], unit: list[str]) -> None:
+        for token, number in DEADLY.items():
+            if token in tokens:
+                self._die(number, unit)
+
+    def _die(self, number: signal.Signals, unit: list[str]) -> None:
+        with self._deaths.open("a") as notes:
+            notes.write(json.dumps(unit) + "\n")
+        os.kill(os.getpid(), number)
+        signal.pause()  # another thread may be the one that it hits
