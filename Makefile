@@ -18,10 +18,10 @@ run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:84
 test: .venv/dev.stamp redis-server  ## Every quick test; make test ARGS=tests/engine for some
 	$(BIN)/pytest $(ARGS)
 
-test-faults: .venv/dev.stamp  ## Killed processes, hostile clients, full disks: a few minutes
+test-faults: .venv/dev.stamp redis-server  ## Killed processes, hostile clients, full disks: a few minutes
 	$(BIN)/pytest -m "not nightly" $(or $(ARGS),tests/faults)
 
-test-nightly: .venv/dev.stamp  ## The same for longer, and planted bugs
+test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests/faults tests/nightly)
 
 lint: .venv/dev.stamp

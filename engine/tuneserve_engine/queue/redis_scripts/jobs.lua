@@ -91,10 +91,29 @@ function jobs.enter(job, payload)
   end
 end
 
+-- Leaves of a job what is needed to know it again: whose it was, its key and its kind.
+local function shrink(id)
+  call('HDEL', job_key(id), 'model', 'position', 'base', 'created', 'size', 'release', 'worker',
+    'attempts', 'category', 'ctype', 'digest', 'halvings')
+end
+
 -- Forgets what is needed to do a job again.
 local function drop_payload(id)
   call('DEL', payload_key(id))
   call('HDEL', P .. 'files', id)
+  if call('HGET', job_key(id), 'state') == 'expired' then
+    shrink(id)
+  end
+end
+
+-- Drops the result of a job.
+function jobs.expire(id)
+  call('HSET', job_key(id), 'state', 'expired')
+  call('DEL', result_key(id))
+  call('ZREM', P .. 'ended', id)
+  if call('EXISTS', payload_key(id)) == 0 then
+    shrink(id)
+  end
 end
 
 -- Ends an unfinished job. It is kept to be done again if it changed its model's state.

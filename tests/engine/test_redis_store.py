@@ -1,0 +1,548 @@
+"""Redis keeps the contract (``store_contract``), and what it adds: several processes, a server that
+may be wrong, full or gone, and memory that has to be given back."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.engine.store_contract import Clock, DurableStoreContract
+from tests.engine.store_contract.bench import (
+    INFO,
+    START_S,
+    checkpoint,
+    create,
+    job,
+    model,
+    point,
+    sample,
+    sampler,
+    session,
+)
+from tests.redis_server import RedisServer
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.queue import redis_check, redis_news
+from tuneserve_engine.queue.base import (
+    Fenced,
+    Queue,
+    Store,
+    StoreFailed,
+    StorePolicy,
+    StoreUnusable,
+    SweepPolicy,
+)
+from tuneserve_engine.queue.redis import RedisStore
+from tuneserve_engine.records import Model, ModelStatus, Session, Update
+
+
+def prefix_of(folder: Path) -> str:
+    """Key names of its own for every test."""
+    return hashlib.sha256(str(folder).encode()).hexdigest()[:12]
+
+
+class OnRedis(DurableStoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, redis_server: RedisServer) -> None:
+        self.server = redis_server
+
+    async def connect(self, folder: Path, clock: Clock, policy: StorePolicy) -> RedisStore:
+        return await RedisStore.open(
+            self.server.url, clock=clock, policy=policy, prefix=prefix_of(folder)
+        )
+
+
+class TestRedisStore(OnRedis):
+    @asynccontextmanager
+    async def open(
+        self, folder: Path, clock: Clock, policy: StorePolicy
+    ) -> AsyncIterator[tuple[Store, Queue]]:
+        store = await self.connect(folder, clock, policy)
+        try:
+            yield store, store
+        finally:
+            await store.close()
+
+
+class TestRedisStoreOfTwoProcesses(OnRedis):
+    """The worker has its own connections, and hears only what Redis tells."""
+
+    @asynccontextmanager
+    async def open(
+        self, folder: Path, clock: Clock, policy: StorePolicy
+    ) -> AsyncIterator[tuple[Store, Queue]]:
+        store = await self.connect(folder, clock, policy)
+        queue = await self.connect(folder, clock, policy)
+        try:
+            yield store, queue
+        finally:
+            await queue.close()
+            await store.close()
+
+
+@asynccontextmanager
+async def opened(url: str, folder: Path, **options: Any) -> AsyncIterator[RedisStore]:
+    store = await RedisStore.open(url, prefix=prefix_of(folder), **options)
+    try:
+        async with asyncio.timeout(20):
+            yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def client(url: str) -> AsyncIterator[Any]:
+    async with Redis.from_url(url, protocol=2) as redis:
+        yield redis
+
+
+async def keys(url: str, folder: Path) -> set[str]:
+    """Names of all keys of this test, without what they have in common."""
+    start = f"{{{prefix_of(folder)}}}:"
+    async with client(url) as redis:
+        return {key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*")}
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+def refusal(url: str, folder: Path, **options: Any) -> str:
+    """Why the store cannot be opened."""
+
+    async def main() -> str:
+        with pytest.raises(StoreUnusable) as refused:
+            async with opened(url, folder, **options):
+                pass
+        return str(refused.value)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("appendonly", "no"),
+        ("appendfsync", "everysec"),
+        ("appendfsync", "no"),
+        ("no-appendfsync-on-rewrite", "yes"),
+        ("maxmemory-policy", "allkeys-lru"),
+    ],
+)
+def test_a_server_that_may_lose_requests_is_refused(
+    tmp_path: Path, setting: str, value: str
+) -> None:
+    with RedisServer(tmp_path / "redis", **{setting: value}) as server:
+        said = refusal(server.url, tmp_path)
+        asserted = refusal(server.url, tmp_path, durability_asserted=True)
+    assert f"{setting} is {value!r}" in said
+    assert said.endswith(f"set in its configuration: {setting} {redis_check.SETTINGS[setting]}")
+    assert asserted == said  # what is known to be wrong cannot be asserted
+
+
+def test_a_server_that_hides_its_settings_needs_the_operators_word(tmp_path: Path) -> None:
+
+    async def main(url: str) -> str:
+        async with client(url) as redis:
+            await redis.acl_setuser("default", enabled=True, commands=["-config"])
+        assert "store_durability_asserted" in await _open_error(url)
+        async with opened(url, tmp_path, durability_asserted=True) as store:
+            return store.durability
+
+    with RedisServer(tmp_path / "redis") as server:
+        assert asyncio.run(main(server.url)) == "asserted"
+
+
+def test_settings_that_can_be_read_need_no_word(redis_server: RedisServer, tmp_path: Path) -> None:
+    async def main() -> str:
+        async with opened(redis_server.url, tmp_path) as store:
+            return store.durability
+
+    assert asyncio.run(main()) == "always"
+
+
+def test_a_server_elsewhere_needs_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_check, "is_local", lambda connection: False)
+    with RedisServer(tmp_path / "open") as server:
+        assert "lets anybody in" in refusal(server.url, tmp_path)
+    with RedisServer(tmp_path / "closed", requirepass="secret") as server:
+        url = server.url.replace("//", "//:secret@")
+
+        async def main() -> None:
+            async with opened(url, tmp_path) as store:
+                await store.put(session())
+
+        asyncio.run(main())
+        wrong = refusal(url.replace("secret", "guess"), tmp_path)
+        assert "WRONGPASS" in wrong or "invalid" in wrong
+        assert "guess" not in wrong
+        assert "uthentication" in refusal(server.url, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [(None, True), ("127.0.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False)],
+)
+def test_only_this_machine_is_local(host: str | None, local: bool) -> None:
+    class Connection:
+        pass
+
+    connection = Connection()
+    if host is not None:
+        connection.host = host  # type: ignore[attr-defined]
+    assert redis_check.is_local(connection) is local
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"redis_version": "6.2.20"}, "redis 6.2.20, and the oldest that will do is 7.0"),
+        ({"redis_version": "8.2.2", "redis_mode": "cluster"}, "a node of a cluster"),
+        ({"redis_version": "8.2.2", "role": "slave"}, "a replica"),
+        ({}, "the oldest that will do is 7.0"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused(facts: dict[str, str], words: str) -> None:
+    with pytest.raises(redis_check.Unsafe, match=words):
+        redis_check._check_server(facts)
+
+
+@pytest.mark.parametrize(
+    ("product", "unpatched", "patched"),
+    [
+        ("redis", [(7, 0, 15), (7, 2, 10), (7, 4, 5), (8, 0, 3), (8, 2, 1)], (7, 2, 11)),
+        ("redis", [(7, 2, 0)], (7, 4, 6)),
+        ("redis", [(8, 1, 0)], (8, 2, 2)),
+        ("redis", [], (8, 4, 0)),
+        ("valkey", [(7, 2, 10), (8, 0, 5), (8, 1, 3)], (8, 1, 4)),
+        ("valkey", [], (9, 0, 0)),
+    ],
+)
+def test_releases_with_the_hole_are_known(
+    product: str, unpatched: list[tuple[int, ...]], patched: tuple[int, ...]
+) -> None:
+    assert all(redis_check.is_known_unpatched(product, each) for each in unpatched)
+    assert not redis_check.is_known_unpatched(product, patched)
+
+
+def test_an_address_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert "redis://" in refusal("http://host", tmp_path)
+    assert "without braces" in asyncio.run(_open_error("redis://host", prefix="a{b}"))
+
+
+async def _open_error(url: str, **options: Any) -> str:
+    with pytest.raises(StoreUnusable) as refused:
+        await RedisStore.open(url, **options)
+    return str(refused.value)
+
+
+def test_no_server_is_no_connection(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        url = server.url
+
+    async def main() -> None:
+        with pytest.raises(ConnectionError, match="Redis does not answer"):
+            await RedisStore.open(url)
+
+    asyncio.run(main())
+
+
+def test_a_store_of_another_format_is_refused(redis_server: RedisServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path), client(redis_server.url) as redis:
+            await redis.hset(f"{{{prefix_of(tmp_path)}}}:meta", "format", 7)
+
+    asyncio.run(main())
+    said = refusal(redis_server.url, tmp_path)
+    assert "has format 7, this release reads format 1" in said
+    assert "start the release that wrote it" in said
+
+
+def test_two_deployments_share_a_server_and_nothing_else(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with (
+            opened(redis_server.url, tmp_path / "a") as one,
+            opened(redis_server.url, tmp_path / "b") as other,
+        ):
+            await one.put(session())
+            assert await other.get(Session, "s") is None
+            assert await one.secret() != await other.secret()
+
+    asyncio.run(main())
+
+
+# --- a server that was away, or is full -----------------------------------------------------------
+
+
+def test_a_server_that_lost_its_settings_is_not_trusted_again(tmp_path: Path) -> None:
+    async def main(server: RedisServer) -> None:
+        async with opened(server.url, tmp_path) as store:
+            await store.put(session())
+            server.stop()
+            server.settings["appendfsync"] = "everysec"
+            server.start()
+            with pytest.raises(StoreFailed, match="appendfsync is 'everysec'"):
+                await store.put(session())
+            server.stop()
+            server.settings["appendfsync"] = "always"
+            server.start()
+            assert await store.get(Session, "s") == session()
+
+    with RedisServer(tmp_path / "redis") as server:
+        asyncio.run(main(server))
+
+
+def test_who_waits_learns_what_happened_while_nobody_could_tell(
+    redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The listening connection is cut again and again; nothing is missed."""
+    caplog.set_level(logging.CRITICAL)
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            after = 0
+            for seq in range(1, 11):
+                taking = asyncio.create_task(store.take(epoch, after=after, max_jobs=1))
+                await asyncio.sleep(0.01)
+                await redis.client_kill_filter(_type="pubsub")
+                request_id = (await store.submit(sample(seq))).request_id
+                (taken,) = await asyncio.wait_for(taking, 5)
+                after = taken.release
+                waiting = asyncio.create_task(store.wait(request_id, 10))
+                await asyncio.sleep(0.01)
+                await redis.client_kill_filter(_type="pubsub")
+                await store.finish(epoch, [Outcome(request_id, b"x")])
+                assert await asyncio.wait_for(waiting, 5) == Outcome(request_id, b"x")
+
+    asyncio.run(main())
+
+
+def test_a_long_silence_is_not_taken_for_no_news(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is lost on the way, everything that waits looks for itself now and then."""
+    monkeypatch.setattr("tuneserve_engine.queue.redis_server.SILENCE_S", 0.1)
+    heard = redis_news.News._hear
+    monkeypatch.setattr(
+        redis_news.News, "_hear", lambda self, message: heard(self, None) if not message else None
+    )
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store:
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+            request_id = (await store.submit(sample(1))).request_id
+            assert len(await asyncio.wait_for(taking, 5)) == 1
+            waiting = asyncio.create_task(store.wait(request_id, 10))
+            await asyncio.sleep(0.01)
+            await store.finish(epoch, [Outcome(request_id, b"x")])
+            assert await asyncio.wait_for(waiting, 5) is not None
+
+    asyncio.run(main())
+
+
+def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> None:
+    async def main(server: RedisServer) -> None:
+        async with opened(server.url, tmp_path) as store, client(server.url) as redis:
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            accepted = (await store.submit(sample(1))).request_id
+            await store.put(session())
+            await redis.config_set("maxmemory", "1mb")
+            with pytest.raises(StoreFailed, match=r"Redis is full: .*maxmemory"):
+                await store.submit(sample(2))
+            (taken,) = await store.take(epoch, after=0, max_jobs=10)
+            await store.begin(epoch, [taken.request_id])
+            await store.renew(epoch)
+            await store.finish(epoch, [Outcome(accepted, b"x")])
+            assert await store.wait(accepted, 0) == Outcome(accepted, b"x")
+            await store.update(Update("session", "s", {"last_seen_s": START_S + 1}))
+            await store.end_session("s", "success")
+            await store.sweep(START_S, SweepPolicy())
+            await redis.config_set("maxmemory", "0")
+            assert not (await store.submit(sample(2))).duplicate
+
+    with RedisServer(tmp_path / "redis") as server:
+        asyncio.run(main(server))
+
+
+def test_a_call_that_was_given_up_spoils_no_other(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """The answer to a cancelled call must not be taken for the answer to the next."""
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store:
+            await asyncio.gather(*(store.put(session(f"s{n}")) for n in range(50)))
+            for turn in range(20):
+                calls = [asyncio.create_task(store.get(Session, f"s{n}")) for n in range(50)]
+                for _ in range(turn % 5):
+                    await asyncio.sleep(0)
+                for call in calls[turn % 3 :: 3]:
+                    call.cancel()
+                found = await asyncio.gather(*calls, return_exceptions=True)
+                for n, each in enumerate(found):
+                    assert isinstance(each, asyncio.CancelledError) or each == session(f"s{n}")
+
+    asyncio.run(main())
+
+
+def test_a_closed_store_refuses_calls(redis_server: RedisServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store:
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            request_id = (await store.submit(job(2))).request_id
+            taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+            waiting = asyncio.create_task(store.wait(request_id, 10))
+            await asyncio.sleep(0.05)
+            await store.close()
+            assert await waiting is None
+            with pytest.raises(ConnectionError, match="closed"):
+                await taking
+            with pytest.raises(ConnectionError, match="closed"):
+                await store.get(Session, "s")
+
+    asyncio.run(main())
+
+
+# --- what is stored -------------------------------------------------------------------------------
+
+
+def test_numbers_and_empty_lists_are_kept_as_they_are(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    """Lua's numbers have 53 bits, and its JSON writes an empty list as an object."""
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store:
+            seeded = replace(model(), config=AdapterConfig(rank=4, alpha=0.1, seed=2**63 - 1))
+            await store.put(seeded)
+            await store.put(session(tags=[], created_s=1763663470.123457))
+            await store.submit(replace(job(1), seq=2**63 - 1))  # rewrites the model
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            (taken,) = await store.take(epoch, after=0, max_jobs=1)
+            assert taken.seq == 2**63 - 1
+            stored = await store.get(Model, seeded.key)
+            assert stored is not None and stored.config == seeded.config
+            assert stored.last_request_s > seeded.last_request_s
+            await store.end_session("s", "success")
+            ended = await store.get(Session, "s")
+            assert ended == session(tags=[], created_s=1763663470.123457, ended="success")
+
+    asyncio.run(main())
+
+
+def test_no_two_names_make_one_key(redis_server: RedisServer, tmp_path: Path) -> None:
+    evil = ["a", "a:b", "b", ":", "", '"', '","', "1:a", "*", "a*", "{x}", "\n", "ä", "a b"]
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store:
+            ids = set()
+            for tenant in evil:
+                for scope in evil:
+                    made = await store.submit(sample(1, tenant=tenant, scope=scope))
+                    assert not made.duplicate
+                    assert await store.job_key(made.request_id) == (tenant, scope)
+                    ids.add(made.request_id)
+            assert len(ids) == len(evil) ** 2
+            for n, tenant in enumerate(evil):
+                for parent in evil[: n + 1]:
+                    record = replace(model(f"{n}:{parent}", tenant=tenant), parent=parent)
+                    await store.put(record)
+            for n, tenant in enumerate(evil):
+                assert (await store.page(Model, tenant=tenant)).total == n + 1
+                assert (await store.page(Model, parent=tenant)).total == len(evil) - n
+                both = await store.page(Model, tenant=tenant, parent=evil[0])
+                assert [each.key for each in both.items] == [f"{n}:{evil[0]}"]
+
+    asyncio.run(main())
+
+
+def test_all_keys_share_one_hash_tag(redis_server: RedisServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with client(redis_server.url) as redis:
+            before = {key async for key in redis.scan_iter()}
+            async with opened(redis_server.url, tmp_path) as store:
+                await _live(store)
+            made = {key async for key in redis.scan_iter()} - before
+        assert len(made) > 5
+        tag = f"{{{prefix_of(tmp_path)}}}:".encode()
+        assert all(key.startswith(tag) for key in made)
+
+    asyncio.run(main())
+
+
+async def _live(store: RedisStore) -> None:
+    """A session with a model that trains, is saved and unloaded; a sample; a gap; two workers."""
+    epoch = (await store.lease("worker", "process", INFO)).epoch
+    await store.put(session())
+    await store.put(sampler(file_id="f"))
+    created = await store.submit(create(), model(status=ModelStatus.CREATING))
+    ready = Update("model", "s:train:0", {"status": "ready"})
+    await store.finish(epoch, [Outcome(created.request_id, b"{}", updates=(ready,))])
+    steps = [(await store.submit(job(seq))).request_id for seq in (1, 2, 3, 5)]
+    sampled = (await store.submit(sample(1, "f"))).request_id
+    await store.begin(epoch, steps)
+    results = [Outcome(each, b"r" * 100, changed=True) for each in steps[:3]]
+    await store.finish(epoch, [*results, Outcome(sampled, b"s" * 100)])
+    for position in (1, 2, 3):
+        await store.save_point(epoch, point(position))
+    other = (await store.lease("other", "process", INFO)).epoch
+    await store.release(epoch, "s:train:0")
+    await store.submit(job(4))
+    await store.resign(other)
+    await store.put(checkpoint(expires_s=START_S))
+    await store.end_session("s", "success")
+    last = await store.take(epoch, after=0, max_jobs=10)
+    await store.finish(epoch, [Outcome(each.request_id) for each in last])
+    await store.resign(epoch)
+
+
+def test_nothing_but_tombstones_and_records_is_left(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        clock = Clock()
+        async with opened(redis_server.url, tmp_path, clock=clock) as store:
+            await _live(store)
+            await store.sweep(START_S + 100_000, SweepPolicy())
+            with pytest.raises(Fenced):
+                await store.renew(1)
+        left = {key for key in await keys(redis_server.url, tmp_path)}
+        kinds = {key.split(":")[0] for key in left}
+        assert kinds == {
+            *("meta", "tenant", "served", "served-seen"),
+            *("job", "seqs", "lane", "record", "list"),
+        }
+        async with client(redis_server.url) as redis:
+            start = f"{{{prefix_of(tmp_path)}}}:"
+            for counted in ("meta", "tenant:alice", "lane:s:train:0"):
+                assert await redis.hmget(start + counted, "jobs", "bytes") == [b"0", b"0"]
+            for key in (each for each in left if each.startswith("job:")):
+                assert await redis.memory_usage(start + key) < 300
+                assert await redis.object("encoding", start + key) == b"listpack"
+
+    asyncio.run(main())
+
+
+def test_without_a_clock_the_time_is_the_servers(redis_server: RedisServer, tmp_path: Path) -> None:
+    """Hosts whose clocks differ must agree on who is silent."""
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
+            seconds, micros = await redis.time()
+            await store.lease("worker", "process", INFO)
+            (served,) = await store.served()
+            assert 0 <= served.seen_s - (seconds + micros / 1e6) < 5
+
+    asyncio.run(main())
