@@ -103,6 +103,8 @@ async def serve(queue: Queue, socket_path: Path | str) -> AsyncIterator[None]:
         task = asyncio.create_task(_Connection(queue, reader, writer).run())
         connections.add(task)
         task.add_done_callback(connections.discard)
+        # Not only in the task: one that is cancelled before it starts would leave it open.
+        task.add_done_callback(lambda _: writer.close())
 
     listener = _listen(path)
     server = await asyncio.start_unix_server(connected, sock=listener, limit=READ_AHEAD_BYTES)
@@ -253,6 +255,9 @@ class RemoteQueue:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
             self._listening = None
+        if self._writer is not None:  # it was cancelled before it started
+            self._writer.close()
+            self._writer = None
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Hands answers to their callers until the connection ends."""
