@@ -22,7 +22,7 @@ from tinker import types
 
 from tuneserve_server.local import LocalServer
 
-STEPS, BATCH, RANK, LEARNING_RATE = 32, 8, 16, 2e-3
+STEPS, BATCH, RANK, LEARNING_RATE = 48, 4, 16, 2e-3
 
 
 def sample(client: tinker.SamplingClient, tokenizer, question: str) -> str:
