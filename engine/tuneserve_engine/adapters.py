@@ -1,11 +1,15 @@
 """What an adapter is, in plain data: known to the queue, the worker and every backend."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from tuneserve_engine.errors import UserError
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION = PROJECTIONS[:4]
 MLP = PROJECTIONS[4:]
 UNEMBED = "unembed"
+
+_LARGEST = (2 - 2**-23) * 2.0**127  # of all float32
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,33 @@ class AdamParams:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
+
+
+def check_adam_params(params: AdamParams) -> None:
+    """Raises ``UserError`` for hyper-parameters that torch refuses, or with which a step's own
+    numbers are no finite float32."""
+    for name, value in asdict(params).items():
+        if not abs(value) <= _LARGEST:
+            raise UserError(f"adam_params.{name} is {value}; it must be a finite float32")
+    for name in ("beta1", "beta2"):
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise UserError(f"adam_params.{name} is {value}; it must be at least 0 and below 1")
+    for name in ("learning_rate", "eps", "weight_decay"):
+        value = getattr(params, name)
+        if value < 0:
+            raise UserError(f"adam_params.{name} is {value}; it must not be negative")
+    rate = params.learning_rate
+    if rate / (1 - params.beta1) > _LARGEST:
+        raise UserError(
+            f"adam_params.learning_rate is {rate} with a beta1 of {params.beta1}; the first step "
+            "would not be a finite float32; lower it"
+        )
+    if rate * params.weight_decay > _LARGEST:
+        raise UserError(
+            f"adam_params.learning_rate is {rate} and weight_decay {params.weight_decay}; their "
+            "product must be a finite float32; lower them"
+        )
 
 
 @dataclass(frozen=True)

@@ -148,3 +148,15 @@ def test_the_norm_of_the_largest_entries_is_still_finite():
 def test_a_hyperparameter_torch_would_refuse_is_refused_by_name_and_value(field, value):
     with pytest.raises(UserError, match=f"adam_params.{field} is {value}".replace("+", r"\+")):
         step_scalars(replace(AdamParams(), **{field: value}), 1)
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        (AdamParams(learning_rate=1e38), r"learning_rate is 1e\+38 with a beta1 of 0.9"),
+        (AdamParams(learning_rate=1e20, weight_decay=1e20), r"learning_rate is 1e\+20 and weight_"),
+    ],
+)
+def test_a_step_whose_own_numbers_overflow_is_refused(params, named):
+    with pytest.raises(UserError, match=named):
+        step_scalars(params, step=1)

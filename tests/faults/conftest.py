@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-# The API in this process, as the tests of the server have it.
+# A model of random weights, as the tests of the engine have it, and the API in this process, as
+# those of the server do.
+from tests.engine.conftest import base_model, new_backend
 from tests.server.conftest import anyio_backend, api, bodies, service, settings
 
-__all__ = ["anyio_backend", "api", "bodies", "service", "settings"]
+__all__ = ["anyio_backend", "api", "base_model", "bodies", "new_backend", "service", "settings"]
 
 
 @pytest.fixture(scope="session")

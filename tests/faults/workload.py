@@ -120,7 +120,7 @@ class Tenant:
             )
             jobs.append((JobKind.SAVE_WEIGHTS, encode(save)))
         first = 1 + index * len(jobs)
-        return [self._job(first + n, kind, payload) for n, (kind, payload) in enumerate(jobs)]
+        return [self.job(first + n, kind, payload) for n, (kind, payload) in enumerate(jobs)]
 
     def samples(self, index: int) -> list[Job]:
         if not self.is_rl:
@@ -146,7 +146,7 @@ class Tenant:
         file = file_id(self.number, "final")
         record = self._checkpoint("final", CheckpointKind.TRAINING, file)
         save = SaveWeights(CheckpointKind.TRAINING, file, record)
-        return self._job(1 + self.rounds * len(self.round(0)), JobKind.SAVE_WEIGHTS, encode(save))
+        return self.job(1 + self.rounds * len(self.round(0)), JobKind.SAVE_WEIGHTS, encode(save))
 
     @property
     def final_file(self) -> str:
@@ -164,7 +164,8 @@ class Tenant:
         targets = [draw.randrange(self.vocabulary) for _ in range(self.length)]
         return gradient_body(tokens, targets, draw.uniform(-1, 1) if self.is_rl else None)
 
-    def _job(self, seq: int, kind: JobKind, payload: bytes) -> Job:
+    def job(self, seq: int, kind: JobKind, payload: bytes) -> Job:
+        """The model's request number ``seq``, counted from its creation's 0."""
         return self._of_model(Job(self.name, kind, self.model_id, seq, payload), seq)
 
     def _of_model(self, job: Job, position: int) -> Job:

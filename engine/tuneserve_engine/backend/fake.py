@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tuneserve_engine.adapters import UNEMBED, AdamParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.adapters import (
+    UNEMBED,
+    AdamParams,
+    AdapterConfig,
+    BaseModelInfo,
+    check_adam_params,
+)
 from tuneserve_engine.backend.base import (
     LOSS_NAMES,
     AdapterState,
@@ -122,6 +128,7 @@ class FakeBackend:
     @np.errstate(all="ignore")
     def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
         adapter = self._adapter(adapter_id)
+        check_adam_params(params)
         state = adapter.state
         weights: Tensors = {}
         first: Tensors = {}

@@ -5,7 +5,6 @@ torch does; the program sees float32 scalars, so no change of them compiles anyt
 """
 
 import math
-from dataclasses import asdict
 from typing import NamedTuple
 
 import jax
@@ -13,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tuneserve_engine.adapters import AdamParams
+from tuneserve_engine.adapters import AdamParams, check_adam_params
 from tuneserve_engine.backend.jax.adapters import LoraWeights
-from tuneserve_engine.errors import UserError
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 _LARGEST = float(np.finfo(np.float32).max)
@@ -51,8 +49,8 @@ class Stepped(NamedTuple):
 
 def step_scalars(params: AdamParams, step: int) -> StepScalars:
     """The scalars of step number ``step``, counted from 1; raises UserError for hyper-parameters
-    that torch refuses or that are not finite."""
-    _check(params)
+    that ``check_adam_params`` refuses."""
+    check_adam_params(params)
     correction1 = 1 - params.beta1**step
     correction2 = 1 - params.beta2**step
     return StepScalars(
@@ -65,22 +63,6 @@ def step_scalars(params: AdamParams, step: int) -> StepScalars:
         eps=np.float32(params.eps),
         clip_norm=np.float32(params.grad_clip_norm if params.grad_clip_norm > 0 else math.inf),
     )
-
-
-def _check(params: AdamParams) -> None:
-    for name, value in asdict(params).items():
-        if not math.isfinite(value) or abs(value) > _LARGEST:
-            raise UserError(f"adam_params.{name} is {value}; it must be a finite float32")
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(params, name) < 1:
-            raise UserError(
-                f"adam_params.{name} is {getattr(params, name)}; it must be at least 0 and below 1"
-            )
-    for name in ("learning_rate", "eps", "weight_decay"):
-        if getattr(params, name) < 0:
-            raise UserError(
-                f"adam_params.{name} is {getattr(params, name)}; it must not be negative"
-            )
 
 
 @jax.jit
