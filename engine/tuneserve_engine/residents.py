@@ -109,6 +109,10 @@ class Residents:
         else:
             model.held.append(job)
 
+    def waiting(self, again: Job) -> str:
+        """The request for whose sake a logged one is done again."""
+        return self._models[again.model_id or ""].held[0].request_id
+
     def done(self, job: Job, outcome: Outcome) -> Outcome:
         """Notes what a job did to its model; the outcome as it is to be stored."""
         model = self._models.get(job.model_id or "")

@@ -214,8 +214,12 @@ class Worker:
             self._account(unit, outcomes, self.clock() - started_s)
 
     async def _note(self, unit: Sequence[Job]) -> None:
-        """Tells the store what runs now, without waiting for it to have heard."""
-        ids = [job.request_id for job in unit]
+        """Tells the store what runs now, without waiting for it to have heard. What runs again has
+        ended long ago: for it stands the request that it is needed for."""
+        ids = [
+            self._residents.waiting(job) if self.backlog.is_again(job) else job.request_id
+            for job in unit
+        ]
         self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, ids)))
         await asyncio.sleep(0)  # it is on its way when the unit starts
 

@@ -254,6 +254,31 @@ def test_a_small_device_does_again_what_it_did_in_the_same_halves(tmp_path: Path
     run(tmp_path, scenario)
 
 
+def test_what_is_done_again_is_noted_as_the_request_that_needs_it(tmp_path: Path) -> None:
+    """So that a replay that kills every worker ends with an error, and not never."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await bench.ok(await bench.gradient("a"))
+        await bench.kill()
+        bench.start()
+        bench.backend.gate.clear()
+        noted: list[list[str]] = []
+        begin = bench.store.begin
+
+        async def noting(epoch: int, request_ids: list[str]) -> None:
+            noted.append(request_ids)
+            await begin(epoch, request_ids)
+
+        bench.store.begin = noting  # type: ignore[method-assign, assignment]
+        request = await bench.step("a")
+        bench.backend.gate.set()
+        await bench.ok(request)
+        assert noted == [[request]] * 3  # the creation, the gradient, and itself
+
+    run(tmp_path, scenario, NEVER)
+
+
 # --- points --------------------------------------------------------------------------------------
 
 
