@@ -187,6 +187,49 @@ def test_a_server_elsewhere_needs_a_password(
         assert "uthentication" in refusal(server.url, tmp_path)
 
 
+def test_a_unix_socket_needs_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    with RedisServer(tmp_path / "redis", unixsocket="s") as server:
+
+        async def main() -> None:
+            async with opened(f"unix://{server.folder / 's'}", tmp_path) as store:
+                await store.put(session())
+                assert await store.get(Session, "s") == session()
+
+        asyncio.run(main())
+
+
+ROLE = "+@read +@write +@scripting +@connection +subscribe +publish +time +info +config|get"
+
+
+def test_a_user_with_little_more_than_its_own_keys_is_enough(tmp_path: Path) -> None:
+    async def main(server: RedisServer) -> None:
+        names = f"{{{prefix_of(tmp_path)}}}:*"
+        rules = f"on >secret ~{names} &{names} {ROLE} -@dangerous +info +config|get"
+        async with client(server.url) as redis:
+            await redis.execute_command("ACL", "SETUSER", "tuneserve", *rules.split())
+        url = server.url.replace("//", "//tuneserve:secret@")
+        async with opened(url, tmp_path) as store:
+            assert store.durability == "always"
+            await _live(store)
+            await store.sweep(START_S + 100_000, SweepPolicy())
+            await store.files_in_use()
+        assert "no permissions" in await _open_error(url, prefix="another")
+
+    with RedisServer(tmp_path / "redis") as server:
+        asyncio.run(main(server))
+
+
+def test_a_user_who_may_not_listen_is_told_at_once(tmp_path: Path) -> None:
+    async def main(server: RedisServer) -> None:
+        async with client(server.url) as redis:
+            await redis.execute_command("ACL", "SETUSER", "default", "-subscribe")
+        assert "'subscribe'" in await _open_error(server.url)
+
+    with RedisServer(tmp_path / "redis") as server:
+        asyncio.run(main(server))
+
+
 @pytest.mark.parametrize(
     ("host", "local"),
     [(None, True), ("127.0.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False)],
@@ -369,6 +412,8 @@ def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> No
             await store.update(Update("session", "s", {"last_seen_s": START_S + 1}))
             await store.end_session("s", "success")
             await store.sweep(START_S, SweepPolicy())
+            async with opened(server.url, tmp_path) as again:
+                assert await again.get(Session, "s") is not None
             await redis.config_set("maxmemory", "0")
             assert not (await store.submit(sample(2))).duplicate
 

@@ -26,6 +26,7 @@ from tuneserve_engine.queue.base import (
     R,
     RecoveryPoint,
     ServedModel,
+    StoreFailed,
     StorePolicy,
     StoreUnusable,
     Submitted,
@@ -84,6 +85,9 @@ class RedisStore:
             await server.check()
             await store._make()
             await store._news.start()
+        except StoreFailed as error:
+            await store.close()
+            raise StoreUnusable(str(error)) from error
         except BaseException:
             await store.close()
             raise

@@ -1,5 +1,6 @@
 """Whether a Redis server keeps what it is given: its version, its settings, and who it lets in."""
 
+import asyncio
 import ipaddress
 import logging
 import socket
@@ -47,7 +48,8 @@ class Checker:
             return
         _check_server(facts)
         self.durability = await self._check_settings(connection)
-        if not is_local(connection) and await _lets_anybody_in(stranger()):
+        is_elsewhere = not await asyncio.to_thread(is_local, connection)  # may ask for the address
+        if is_elsewhere and await _lets_anybody_in(stranger()):
             raise Unsafe(
                 "it lets anybody in, and it is not on this machine; set a password in its "
                 "configuration (requirepass, or users in an ACL file) and in the store's address"

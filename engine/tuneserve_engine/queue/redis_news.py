@@ -30,13 +30,13 @@ class News:
         self._closed = False
 
     async def start(self) -> None:
-        """Returns when the server is listened to."""
-        listening = asyncio.Event()
+        """Returns when the server is listened to. Raises what keeps it from being."""
+        listening: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [
             asyncio.create_task(self._listen(listening)),
             asyncio.create_task(self._fetch()),
         ]
-        await listening.wait()
+        await listening
 
     async def stop(self) -> None:
         self._closed = True
@@ -79,7 +79,7 @@ class News:
 
     # --- hearing --------------------------------------------------------------------------------
 
-    async def _listen(self, listening: asyncio.Event) -> None:
+    async def _listen(self, listening: asyncio.Future[None]) -> None:
         is_lost = False
         while True:
             try:
@@ -87,11 +87,15 @@ class News:
                     if is_lost:
                         logger.warning("Redis is back")
                     is_lost = False
-                    listening.set()
+                    if not listening.done():
+                        listening.set_result(None)
                     self._look_again()
                     async for message in messages:
                         self._hear(message)
             except (ConnectionError, StoreFailed) as error:
+                if not listening.done():
+                    listening.set_exception(error)
+                    return
                 if not is_lost:
                     logger.warning("lost Redis, trying again: %s", error)
                 is_lost = True
