@@ -17,9 +17,10 @@ from tuneserve_engine.link import LeaseLost
 from tuneserve_engine.lock import lock_name
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, StoreUnusable
-from tuneserve_engine.queue.opening import open_queue
+from tuneserve_engine.queue.opening import check_store, open_queue
 from tuneserve_engine.residents import PointPolicy
 from tuneserve_engine.scheduler import Scheduler
+from tuneserve_engine.shared_files import open_files
 from tuneserve_engine.worker import Worker, WorkerPolicy
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,11 @@ def main() -> int:
         _log_to_stderr(settings)
         lock = lock_name(settings.data_dir, settings.lease_name, timeout_s=_LOCK_S)
         pulse = Pulse(settings.alive_file)
+        files = open_files(settings.files_dir)
+        asyncio.run(check_store(settings))
         backend = JaxBackend.from_settings(settings)
-        files = FileStore(settings.files_dir)
         files.discard_partial()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, StoreUnusable) as error:
         return _refuse(error)
     try:
         with lock:

@@ -14,7 +14,9 @@ from typing import Protocol
 from tuneserve_engine.kill_points import kill_point
 
 _PARTIAL = ".partial-"
+_MARK = ".of-"
 _ABANDONED_S = 3600.0  # no write of one checkpoint takes this long
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # what ``rename`` says when the target exists
 
 
@@ -172,6 +174,31 @@ class FileStore:
             self._fs.rename(self.path(file_id), condemned)
             self._sync_directory(self._root)
             self._fs.remove_tree(condemned)
+
+    def prove_writable(self) -> None:
+        """Raises ``OSError`` if nothing can be made here. A full disk is no reason: whoever is to
+        make room needs the service."""
+        proof = self._partial("proof")
+        try:
+            self._fs.mkdir(proof)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+        self._fs.remove_tree(proof)
+
+    def mark(self, name: str) -> None:
+        """Leaves a mark by which other processes know that they share this directory."""
+        self._fs.mkdir(self._root / f"{_MARK}{name}")
+        self._sync_directory(self._root)
+
+    def unmark(self, name: str) -> None:
+        self._fs.remove_tree(self._root / f"{_MARK}{name}")
+
+    def has_mark(self, name: str | None = None) -> bool:
+        """Whether the mark is there; without a name, whether any is."""
+        if name is None:
+            return any(each.startswith(_MARK) for each in self._fs.names(self._root))
+        return self._exists(self._root / f"{_MARK}{name}")
 
     def _partial(self, file_id: str) -> Path:
         """A name that no other write or delete uses, not even of the same id."""

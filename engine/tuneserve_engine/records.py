@@ -90,12 +90,23 @@ class Checkpoint:
         return self.expires_s is not None and self.expires_s <= now_s
 
 
-Record = Session | Model | Sampler | Checkpoint
-RECORD_TYPES: dict[str, type[Session] | type[Model] | type[Sampler] | type[Checkpoint]] = {
+@dataclass(frozen=True)
+class Directory:
+    """A directory that all processes of a deployment share, known by a mark in it. Nobody's."""
+
+    key: str
+    mark: str
+    tenant: str = ""
+    parent: str = ""
+
+
+Record = Session | Model | Sampler | Checkpoint | Directory
+RECORD_TYPES: dict[str, type[Record]] = {
     "session": Session,
     "model": Model,
     "sampler": Sampler,
     "checkpoint": Checkpoint,
+    "directory": Directory,
 }
 RECORD_NAME: dict[type, str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
 

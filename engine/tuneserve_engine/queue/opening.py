@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.queue.base import Queue, Store, StorePolicy, StoreUnusable
+from tuneserve_engine.queue.base import Queue, Store, StoreFailed, StorePolicy, StoreUnusable
 from tuneserve_engine.queue.remote import RemoteQueue
 from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.shared_files import check_marked, check_shared
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,37 @@ async def open_store(settings: CommonSettings, stopped: asyncio.Event | None = N
     """The store: SQLite, which one process of a deployment may open, or Redis, which all do.
 
     While there is no Redis at its address it is tried again, until ``stopped``: it may be starting.
-    Raises ``StoreUnusable``; ``ConnectionError`` once stopped.
+    Raises ``StoreUnusable``, also if it belongs to other files; ``ConnectionError`` once stopped.
     """
     while True:
         try:
-            return await _open(settings)
-        except ConnectionError as error:
+            return await _open_with_files(settings)
+        except (ConnectionError, StoreFailed) as error:
             logger.warning("no store at %s yet, trying again: %s", settings.store_shown, error)
             if stopped is not None and stopped.is_set():
-                raise
+                raise ConnectionError(str(error)) from error
             await asyncio.sleep(_RETRY_S)
+
+
+async def check_store(settings: CommonSettings) -> None:
+    """Raises ``StoreUnusable`` for a Redis that is there and cannot be the store. For those who
+    would find out only after minutes of loading."""
+    if settings.store_kind == "redis":
+        try:
+            store = await _open_with_files(settings)
+        except (ConnectionError, StoreFailed):
+            return  # it may be starting
+        await store.close()
+
+
+async def _open_with_files(settings: CommonSettings) -> OpenStore:
+    store = await _open(settings)
+    try:
+        await check_shared(settings.files_dir, store)
+    except BaseException:
+        await store.close()
+        raise
+    return store
 
 
 async def _open(settings: CommonSettings) -> OpenStore:
@@ -91,6 +113,7 @@ async def open_queue(settings: CommonSettings) -> AsyncIterator[Callable[[], Awa
         async def connect() -> Queue:
             logger.info("waiting for the API process at %s", settings.store_socket)
             await remote.connect(timeout_s=math.inf)
+            check_marked(settings.files_dir)  # not before: the API process leaves the mark
             return remote
 
         try:

@@ -88,8 +88,16 @@ class Server:
             try:
                 async with asyncio.timeout(ANSWER_S):
                     await self._client.ping()
-            except (Unsafe, AuthenticationError, AuthorizationError) as error:
-                raise StoreUnusable(f"Redis cannot be the store: {error}") from error
+            except (AuthenticationError, AuthorizationError) as error:
+                raise StoreUnusable(
+                    f"Redis cannot be the store: {error} Give the right user and password in the "
+                    "store's address"
+                ) from error
+            except (RedisConnectionError, RedisTimeoutError):
+                raise  # it may be starting
+            except RedisError as error:
+                way_out = "" if isinstance(error, Unsafe) else "; see the store's address"
+                raise StoreUnusable(f"Redis cannot be the store: {error}{way_out}") from error
 
     async def run(self, step: str, *args: Any, now: str = "") -> Any:
         """What the script of ``step`` returns."""
