@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ class Entry:
     epoch: int  # of a lease: the one that it gave
     begun_s: float  # the same clock in every process of this machine
     ended: str = ""  # "", or "ok", or the name of what it raised
-    models: tuple[str, ...] = ()  # that the call is about; of a take: what it gave
+    model: str = ""  # that the call is about
     name: str = ""  # who leases
+    taken: dict[str, int] = field(default_factory=dict)  # highest release of each model's jobs
 
 
 class Diary:
@@ -44,8 +45,7 @@ class Diary:
             self._read += len(chunk)
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
-                fields = json.loads(line)
-                yield Entry(**{**fields, "models": tuple(fields["models"])})
+                yield Entry(**json.loads(line))
 
 
 class Watched:
@@ -66,21 +66,27 @@ class Watched:
         return call
 
     async def _call(self, method: str, arguments: dict[str, Any]) -> Any:
-        begun_s = time.monotonic()
-        epoch = arguments.get("epoch", 0)
-        models = tuple([arguments["model_id"]] if "model_id" in arguments else [])
-        self._diary.note(Entry(method, epoch, begun_s, models=models))
+        entry = Entry(
+            method,
+            arguments.get("epoch", 0),
+            time.monotonic(),
+            model=arguments.get("model_id", ""),
+            name=arguments.get("name", ""),
+        )
+        self._diary.note(entry)
         try:
             answer = await getattr(self._queue, method)(**arguments)
         except BaseException as error:
-            self._diary.note(Entry(method, epoch, begun_s, type(error).__name__, models))
+            self._diary.note(replace(entry, ended=type(error).__name__))
             raise
+        entry = replace(entry, ended="ok")
         if method == "lease":
-            epoch = answer.epoch
+            entry = replace(entry, epoch=answer.epoch)
         elif method == "take":
-            models = tuple({job.model_id for job in answer if job.model_id is not None})
-        name = arguments.get("name", "")
-        self._diary.note(Entry(method, epoch, begun_s, "ok", models, name))
+            for job in answer:
+                if job.model_id is not None:
+                    entry.taken[job.model_id] = job.release
+        self._diary.note(entry)
         return answer
 
 

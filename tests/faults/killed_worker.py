@@ -42,7 +42,8 @@ FENCED = 3
 """Exit status of a worker that learned that its lease is over."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.faults.killed_worker"])
+# The store's module is imported late otherwise, by every worker that needs it.
+_context.set_forkserver_preload(["tests.faults.killed_worker", "tuneserve_engine.queue.redis"])
 
 
 @dataclass(frozen=True)

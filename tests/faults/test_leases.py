@@ -9,18 +9,21 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.diary import Diary, Entry, Watched
 from tests.faults.killed_worker import FENCED, KILL_POINTS, Life
 from tests.faults.test_kills import play_group, undisturbed
 from tests.faults.test_kills_jax import BASE_MODEL, JaxWorker, check_models
 from tests.faults.workload import Client, Tenant, no_pause
+from tests.redis_server import RedisServer
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue import remote
@@ -43,11 +46,12 @@ class BriefLeases(CommonSettings):
 @dataclass
 class Placements:
     """What the diary says about where models are: by what workers took, not by what the store
-    thinks."""
+    thinks. Workers may note late what they took, but releases only rise."""
 
     diary: Diary
     epochs: dict[str, list[int]] = field(default_factory=dict)  # by name
     held: dict[int, set[str]] = field(default_factory=dict)  # by epoch
+    last: dict[str, tuple[int, int]] = field(default_factory=dict)  # by model: release and epoch
     over: set[int] = field(default_factory=set)
     calls: list[Entry] = field(default_factory=list)
 
@@ -58,17 +62,19 @@ class Placements:
                 self.epochs.setdefault(entry.name, []).append(entry.epoch)
                 self.held.setdefault(entry.epoch, set())
             elif entry.method == "release" and not entry.ended:
-                self.held[entry.epoch] -= {*entry.models}
-            elif entry.method == "take" and entry.ended == "ok":
-                self._took(entry.epoch, {*entry.models})
+                self.held[entry.epoch].discard(entry.model)
+            for model, release in entry.taken.items():
+                self._took(entry.epoch, model, release)
 
-    def _took(self, epoch: int, models: set[str]) -> None:
-        """Who has to do with a model that another worker had, and did not give up, has replaced
-        that one: its epoch is over."""
-        for other, held in self.held.items():
-            if other != epoch and held & models:
-                self.over.add(other)
-        self.held[epoch] |= models
+    def _took(self, epoch: int, model: str, release: int) -> None:
+        """If another worker had the model, and did not give it up, its epoch is over."""
+        newest, before = self.last.get(model, (0, epoch))
+        if release > newest:
+            self.last[model] = release, epoch
+            if before != epoch and model in self.held[before]:
+                self.held[before].discard(model)
+                self.over.add(before)
+            self.held[epoch].add(model)
 
     def shares(self) -> list[int]:
         """How many models each worker has, the fewest first."""
@@ -132,6 +138,9 @@ class Sleepers:
             if not is_asleep(process):  # it did not come to its point, or was late for its lease
                 assert process.exitcode in (None, FENCED), f"it ended with {process.exitcode}"
                 return
+            self.placements.read()
+            if name not in self.placements.epochs:
+                return  # it came to its point before it had a lease
             epoch = self.placements.epochs[name][-1]
             if not await until(lambda: epoch in self.placements.over, 3):
                 return  # it had nothing that anybody misses
@@ -232,9 +241,12 @@ async def sleep_and_wake(settings: CommonSettings, wanted: int) -> dict[int, dic
     return groups
 
 
-def test_a_worker_that_wakes_after_its_lease_writes_nothing(tmp_path: Path) -> None:
-    settings = BriefLeases(data_dir=tmp_path / "data")
-    groups = asyncio.run(sleep_and_wake(settings, wanted=50))
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_a_worker_that_wakes_after_its_lease_writes_nothing(tmp_path: Path, store: str) -> None:
+    with ExitStack() as server:
+        url = "" if store == "sqlite" else server.enter_context(RedisServer(tmp_path / "redis")).url
+        settings = BriefLeases(data_dir=tmp_path / "data", store=url)
+        groups = asyncio.run(sleep_and_wake(settings, wanted=50))
     for number, group in groups.items():
         assert group == undisturbed(tmp_path / f"undisturbed-{number}", number), f"group {number}"
 
