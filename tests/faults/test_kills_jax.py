@@ -47,6 +47,7 @@ class JaxWorker:
         return self._log.read_text()
 
     async def start(self) -> asyncio.subprocess.Process:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "tuneserve_engine", env=self._environment, stderr=log
@@ -138,8 +139,19 @@ def compare(folder: Path, compiled: Path, store: str, rounds: int, kills: int) -
     print(f"{stormy.store_kind}: {kills} kills, {3 * rounds} rounds of training, equal bits")
 
 
-def test_three_kills_of_the_jax_worker_change_no_bit(tmp_path: Path, compiled: Path) -> None:
-    compare(tmp_path, compiled, "", rounds=4, kills=3)
+def on(store: str, folder: Path, compiled: Path, rounds: int, kills: int) -> None:
+    if store == "sqlite":
+        compare(folder, compiled, "", rounds, kills)
+        return
+    with RedisServer(folder / "redis") as server:
+        compare(folder, compiled, server.url, rounds, kills)
+
+
+@pytest.mark.parametrize("store", ["sqlite", "redis"])
+def test_a_few_kills_of_the_jax_worker_change_no_bit(
+    tmp_path: Path, compiled: Path, store: str
+) -> None:
+    on(store, tmp_path, compiled, rounds=4, kills=3 if store == "sqlite" else 1)
 
 
 @pytest.mark.nightly
@@ -148,8 +160,4 @@ def test_three_kills_of_the_jax_worker_change_no_bit(tmp_path: Path, compiled: P
 def test_a_hundred_kills_of_the_jax_worker_change_no_bit(
     tmp_path: Path, compiled: Path, store: str
 ) -> None:
-    if store == "sqlite":
-        compare(tmp_path, compiled, "", rounds=60, kills=100)
-        return
-    with RedisServer(tmp_path / "redis") as server:
-        compare(tmp_path, compiled, server.url, rounds=60, kills=100)
+    on(store, tmp_path, compiled, rounds=60, kills=100)
