@@ -2,17 +2,15 @@
 may be wrong, full or gone, and memory that has to be given back."""
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from redis.asyncio import Redis
 
+from tests.engine.redis_bench import client, opened, prefix_of, refusal
 from tests.engine.store_contract import Clock, DurableStoreContract
 from tests.engine.store_contract.bench import (
     INFO,
@@ -29,23 +27,17 @@ from tests.engine.store_contract.bench import (
 from tests.redis_server import RedisServer
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.jobs import Outcome
-from tuneserve_engine.queue import redis_check, redis_news
+from tuneserve_engine.queue import redis_news
 from tuneserve_engine.queue.base import (
     Fenced,
     Queue,
     Store,
     StoreFailed,
     StorePolicy,
-    StoreUnusable,
     SweepPolicy,
 )
 from tuneserve_engine.queue.redis import RedisStore
 from tuneserve_engine.records import Model, ModelStatus, Session, Update
-
-
-def prefix_of(folder: Path) -> str:
-    """Key names of its own for every test."""
-    return hashlib.sha256(str(folder).encode()).hexdigest()[:12]
 
 
 class OnRedis(DurableStoreContract):
@@ -87,241 +79,11 @@ class TestRedisStoreOfTwoProcesses(OnRedis):
             await store.close()
 
 
-@asynccontextmanager
-async def opened(url: str, folder: Path, **options: Any) -> AsyncIterator[RedisStore]:
-    store = await RedisStore.open(url, prefix=prefix_of(folder), **options)
-    try:
-        async with asyncio.timeout(20):
-            yield store
-    finally:
-        await store.close()
-
-
-@asynccontextmanager
-async def client(url: str) -> AsyncIterator[Any]:
-    async with Redis.from_url(url, protocol=2) as redis:
-        yield redis
-
-
 async def keys(url: str, folder: Path) -> set[str]:
     """Names of all keys of this test, without what they have in common."""
     start = f"{{{prefix_of(folder)}}}:"
     async with client(url) as redis:
         return {key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*")}
-
-
-# --- the server ----------------------------------------------------------------------------------
-
-
-def refusal(url: str, folder: Path, **options: Any) -> str:
-    """Why the store cannot be opened."""
-
-    async def main() -> str:
-        with pytest.raises(StoreUnusable) as refused:
-            async with opened(url, folder, **options):
-                pass
-        return str(refused.value)
-
-    return asyncio.run(main())
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("appendonly", "no"),
-        ("appendfsync", "everysec"),
-        ("appendfsync", "no"),
-        ("no-appendfsync-on-rewrite", "yes"),
-        ("maxmemory-policy", "allkeys-lru"),
-    ],
-)
-def test_a_server_that_may_lose_requests_is_refused(
-    tmp_path: Path, setting: str, value: str
-) -> None:
-    with RedisServer(tmp_path / "redis", **{setting: value}) as server:
-        said = refusal(server.url, tmp_path)
-        asserted = refusal(server.url, tmp_path, durability_asserted=True)
-    assert f"{setting} is {value!r}" in said
-    assert said.endswith(f"set in its configuration: {setting} {redis_check.SETTINGS[setting]}")
-    assert asserted == said  # what is known to be wrong cannot be asserted
-
-
-def test_a_server_that_hides_its_settings_needs_the_operators_word(tmp_path: Path) -> None:
-
-    async def main(url: str) -> str:
-        async with client(url) as redis:
-            await redis.acl_setuser("default", enabled=True, commands=["-config"])
-        assert "store_durability_asserted" in await _open_error(url)
-        async with opened(url, tmp_path, durability_asserted=True) as store:
-            return store.durability
-
-    with RedisServer(tmp_path / "redis") as server:
-        assert asyncio.run(main(server.url)) == "asserted"
-
-
-def test_settings_that_can_be_read_need_no_word(redis_server: RedisServer, tmp_path: Path) -> None:
-    async def main() -> str:
-        async with opened(redis_server.url, tmp_path) as store:
-            return store.durability
-
-    assert asyncio.run(main()) == "always"
-
-
-def test_a_server_elsewhere_needs_a_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(redis_check, "is_local", lambda connection: False)
-    with RedisServer(tmp_path / "open") as server:
-        assert "lets anybody in" in refusal(server.url, tmp_path)
-    with RedisServer(tmp_path / "closed", requirepass="secret") as server:
-        url = server.url.replace("//", "//:secret@")
-
-        async def main() -> None:
-            async with opened(url, tmp_path) as store:
-                await store.put(session())
-
-        asyncio.run(main())
-        wrong = refusal(url.replace("secret", "guess"), tmp_path)
-        assert "WRONGPASS" in wrong or "invalid" in wrong
-        assert "guess" not in wrong
-        assert "uthentication" in refusal(server.url, tmp_path)
-
-
-def test_a_unix_socket_needs_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
-    with RedisServer(tmp_path / "redis", unixsocket="s") as server:
-
-        async def main() -> None:
-            async with opened(f"unix://{server.folder / 's'}", tmp_path) as store:
-                await store.put(session())
-                assert await store.get(Session, "s") == session()
-
-        asyncio.run(main())
-
-
-ROLE = "+@read +@write +@scripting +@connection +subscribe +publish +time +info +config|get"
-
-
-def test_a_user_with_little_more_than_its_own_keys_is_enough(tmp_path: Path) -> None:
-    async def main(server: RedisServer) -> None:
-        names = f"{{{prefix_of(tmp_path)}}}:*"
-        rules = f"on >secret ~{names} &{names} {ROLE} -@dangerous +info +config|get"
-        async with client(server.url) as redis:
-            await redis.execute_command("ACL", "SETUSER", "tuneserve", *rules.split())
-        url = server.url.replace("//", "//tuneserve:secret@")
-        async with opened(url, tmp_path) as store:
-            assert store.durability == "always"
-            await _live(store)
-            await store.sweep(START_S + 100_000, SweepPolicy())
-            await store.files_in_use()
-        assert "no permissions" in await _open_error(url, prefix="another")
-
-    with RedisServer(tmp_path / "redis") as server:
-        asyncio.run(main(server))
-
-
-def test_a_user_who_may_not_listen_is_told_at_once(tmp_path: Path) -> None:
-    async def main(server: RedisServer) -> None:
-        async with client(server.url) as redis:
-            await redis.execute_command("ACL", "SETUSER", "default", "-subscribe")
-        assert "'subscribe'" in await _open_error(server.url)
-
-    with RedisServer(tmp_path / "redis") as server:
-        asyncio.run(main(server))
-
-
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [(None, True), ("127.0.0.1", True), ("::1", True), ("localhost", True), ("192.0.2.1", False)],
-)
-def test_only_this_machine_is_local(host: str | None, local: bool) -> None:
-    class Connection:
-        pass
-
-    connection = Connection()
-    if host is not None:
-        connection.host = host  # type: ignore[attr-defined]
-    assert redis_check.is_local(connection) is local
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"redis_version": "6.2.20"}, "redis 6.2.20, and the oldest that will do is 7.0"),
-        ({"redis_version": "8.2.2", "redis_mode": "cluster"}, "a node of a cluster"),
-        ({"redis_version": "8.2.2", "role": "slave"}, "a replica"),
-        ({}, "the oldest that will do is 7.0"),
-    ],
-)
-def test_a_server_of_another_kind_is_refused(facts: dict[str, str], words: str) -> None:
-    with pytest.raises(redis_check.Unsafe, match=words):
-        redis_check._check_server(facts)
-
-
-@pytest.mark.parametrize(
-    ("product", "unpatched", "patched"),
-    [
-        ("redis", [(7, 0, 15), (7, 2, 10), (7, 4, 5), (8, 0, 3), (8, 2, 1)], (7, 2, 11)),
-        ("redis", [(7, 2, 0)], (7, 4, 6)),
-        ("redis", [(8, 1, 0)], (8, 2, 2)),
-        ("redis", [], (8, 4, 0)),
-        ("valkey", [(7, 2, 10), (8, 0, 5), (8, 1, 3)], (8, 1, 4)),
-        ("valkey", [], (9, 0, 0)),
-    ],
-)
-def test_releases_with_the_hole_are_known(
-    product: str, unpatched: list[tuple[int, ...]], patched: tuple[int, ...]
-) -> None:
-    assert all(redis_check.is_known_unpatched(product, each) for each in unpatched)
-    assert not redis_check.is_known_unpatched(product, patched)
-
-
-def test_an_address_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    assert "redis://" in refusal("http://host", tmp_path)
-    assert "without braces" in asyncio.run(_open_error("redis://host", prefix="a{b}"))
-
-
-async def _open_error(url: str, **options: Any) -> str:
-    with pytest.raises(StoreUnusable) as refused:
-        await RedisStore.open(url, **options)
-    return str(refused.value)
-
-
-def test_no_server_is_no_connection(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        url = server.url
-
-    async def main() -> None:
-        with pytest.raises(ConnectionError, match="Redis does not answer"):
-            await RedisStore.open(url)
-
-    asyncio.run(main())
-
-
-def test_a_store_of_another_format_is_refused(redis_server: RedisServer, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with opened(redis_server.url, tmp_path), client(redis_server.url) as redis:
-            await redis.hset(f"{{{prefix_of(tmp_path)}}}:meta", "format", 7)
-
-    asyncio.run(main())
-    said = refusal(redis_server.url, tmp_path)
-    assert "has format 7, this release reads format 1" in said
-    assert "start the release that wrote it" in said
-
-
-def test_two_deployments_share_a_server_and_nothing_else(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
-    async def main() -> None:
-        async with (
-            opened(redis_server.url, tmp_path / "a") as one,
-            opened(redis_server.url, tmp_path / "b") as other,
-        ):
-            await one.put(session())
-            assert await other.get(Session, "s") is None
-            assert await one.secret() != await other.secret()
-
-    asyncio.run(main())
 
 
 # --- a server that was away, or is full -----------------------------------------------------------
@@ -458,6 +220,53 @@ def test_a_closed_store_refuses_calls(redis_server: RedisServer, tmp_path: Path)
                 await store.get(Session, "s")
 
     asyncio.run(main())
+
+
+def test_a_store_of_another_format_is_refused(redis_server: RedisServer, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path), client(redis_server.url) as redis:
+            await redis.hset(f"{{{prefix_of(tmp_path)}}}:meta", "format", 7)
+
+    asyncio.run(main())
+    said = asyncio.run(refusal(redis_server.url, prefix=prefix_of(tmp_path)))
+    assert "has format 7, this release reads format 1" in said
+    assert "start the release that wrote it" in said
+
+
+def test_two_deployments_share_a_server_and_nothing_else(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with (
+            opened(redis_server.url, tmp_path / "a") as one,
+            opened(redis_server.url, tmp_path / "b") as other,
+        ):
+            await one.put(session())
+            assert await other.get(Session, "s") is None
+            assert await one.secret() != await other.secret()
+
+    asyncio.run(main())
+
+
+ROLE = "+@read +@write +@scripting +@connection +subscribe +publish +time +info +config|get"
+
+
+def test_a_user_with_little_more_than_its_own_keys_is_enough(tmp_path: Path) -> None:
+    async def main(server: RedisServer) -> None:
+        names = f"{{{prefix_of(tmp_path)}}}:*"
+        rules = f"on >secret ~{names} &{names} {ROLE} -@dangerous +info +config|get"
+        async with client(server.url) as redis:
+            await redis.execute_command("ACL", "SETUSER", "tuneserve", *rules.split())
+        url = server.url.replace("//", "//tuneserve:secret@")
+        async with opened(url, tmp_path) as store:
+            assert store.durability == "always"
+            await _live(store)
+            await store.sweep(START_S + 100_000, SweepPolicy())
+            await store.files_in_use()
+        assert "no permissions" in await refusal(url, prefix="another")
+
+    with RedisServer(tmp_path / "redis") as server:
+        asyncio.run(main(server))
 
 
 # --- what is stored -------------------------------------------------------------------------------

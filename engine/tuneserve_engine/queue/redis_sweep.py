@@ -66,7 +66,7 @@ def _silent(request_id: bytes, session: bytes, ttl_s: float) -> dict[str, Any]:
 def _missing(expected: int, ahead: Iterable[list[Any]]) -> list[tuple[int, int]]:
     """The inclusive ranges of seq_ids not received between ``expected`` and the last position."""
     missing = []
-    for position, seq, _ in ((int(p), int(s), h) for p, s, h in ahead):
+    for position, seq in ((int(p), int(s)) for p, s in ahead):
         if position > expected:
             offset = seq - position
             missing.append((expected + offset, position - 1 + offset))

@@ -27,9 +27,11 @@ for _, model in ipairs(records.under('model', parent)) do
   local lane = call('HMGET', lane_key(model), 'worker', 'jobs', 'base')
   if not lane[1] and number(lane[2]) == 0 then
     jobs.unloaded(model)
-  else
+  elseif call('EXISTS', job_key(its.unload.id)) == 0 then
     its.unload.fields[#its.unload.fields + 1] = 'base'
     its.unload.fields[#its.unload.fields + 1] = lane[3]
+    call('HDEL', lane_key(model), 'park')
+    call('HSET', lane_key(model), 'requested', NOW)
     jobs.enter(its.unload, '')
   end
 end

@@ -1,17 +1,20 @@
 -- Who is alive.
 local leases = {}
 
--- Notes that a worker was heard of. When nobody was for a while, the store was away: a silence that
--- was not theirs.
-function leases.hear(epoch, ttl)
+-- Notes that a worker was heard of.
+function leases.see(epoch)
+  call('ZADD', P .. 'workers', NOW, epoch)
+  call('HSET', P .. 'served-seen', call('HGET', worker_key(epoch), 'base'), NOW)
+end
+
+-- When nobody was heard of for a while, the store was away: nobody's time has run out.
+function leases.forgive(ttl)
   if tonumber(NOW) - number(call('HGET', META, 'heard')) > ttl / 2 then
-    for _, each in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
-      call('ZADD', P .. 'workers', NOW, each)
+    for _, epoch in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
+      leases.see(epoch)
     end
   end
   call('HSET', META, 'heard', NOW)
-  call('ZADD', P .. 'workers', NOW, epoch)
-  call('HSET', P .. 'served-seen', call('HGET', worker_key(epoch), 'base'), NOW)
 end
 
 -- A model whose creation has ended for good, without success, has failed.

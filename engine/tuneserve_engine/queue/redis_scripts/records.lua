@@ -90,7 +90,7 @@ function records.delete(type, key)
   end
 end
 
--- The keys of the records under a parent (JSON text), in order of insertion.
+-- The keys of the records under a parent (JSON text), newest first.
 function records.under(type, parent)
-  return call('ZRANGE', P .. 'list:' .. type .. ':p' .. parent, 0, -1)
+  return call('ZREVRANGE', P .. 'list:' .. type .. ':p' .. parent, 0, -1)
 end

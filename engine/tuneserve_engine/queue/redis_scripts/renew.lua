@@ -7,7 +7,8 @@ local policy = cmsgpack.unpack(ARGV[3])
 if not is_live(epoch) then
   return { 'fenced' }
 end
-leases.hear(epoch, policy.ttl)
+leases.forgive(policy.ttl)
+leases.see(epoch)
 local orphaned = {}
 for _, other in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
   if number(call('ZSCORE', P .. 'workers', other)) < tonumber(NOW) - policy.ttl then
@@ -18,27 +19,25 @@ for base in pairs(orphaned) do
   placing.place_waiting(base)
 end
 
-local mine, parked, others, idle = call('SMEMBERS', lanes_key(epoch)), {}, {}, {}
-for _, model in ipairs(mine) do
+local models, order, parked = call('SMEMBERS', lanes_key(epoch)), {}, 0
+for _, model in ipairs(models) do
   local lane = call('HMGET', lane_key(model), 'park', 'jobs')
-  if lane[1] then
-    parked[#parked + 1] = model
-  else
-    others[#others + 1] = model
-    idle[model] = number(lane[2]) == 0
-  end
+  order[model] = lane[1] and 0 or 1
+  parked = parked + 1 - order[model]
+  order[model] = 2 * order[model] + (number(lane[2]) > 0 and 1 or 0)
 end
--- Another worker with at least two models fewer gets half the difference, idle ones first.
-local _, lowest = placing.least(call('HGET', worker_key(epoch), 'base'), lanes_of)
-local surplus = math.floor((#mine - lowest) / 2)
-table.sort(others, function(a, b)
-  if idle[a] ~= idle[b] then
-    return idle[a]
+table.sort(models, function(a, b)
+  if order[a] ~= order[b] then
+    return order[a] < order[b]
   end
   return a < b
 end)
-for i = 1, surplus - #parked do
-  parked[#parked + 1] = others[i]
+-- Another worker with at least two models fewer gets half the difference, idle ones first.
+local _, lowest = placing.least(call('HGET', worker_key(epoch), 'base'), lanes_of)
+local surplus = math.floor((#models - lowest) / 2)
+local given_up = {}
+for i = 1, math.max(parked, surplus) do
+  given_up[i] = models[i]
 end
 announce()
-return { 'renewed', parked }
+return { 'renewed', given_up }

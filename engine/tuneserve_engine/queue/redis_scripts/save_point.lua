@@ -21,7 +21,7 @@ end
 local function is_here()
   local lane = call('HMGET', lane_key(model), 'worker', 'jobs')
   local status = call('HGET', record_key('model', model), 'status')
-  if not status or lane[1] and lane[1] ~= epoch then
+  if not status or not lane[2] or lane[1] and lane[1] ~= epoch then
     return false
   end
   return is_alive(status) or lane[1] or number(lane[2]) > 0

@@ -1,7 +1,7 @@
 -- flags: no-writes
 -- uses: records
 -- What the sweep has to look at: {sessions, samples of silent sessions {id, session}, lanes that
--- waited too long for a gap {model, next, {position, seq, is held, ...}}}.
+-- waited too long for a gap {model, next, {{position, seq}, ...}}}.
 local session_before, sample_before, gap_before = ARGV[2], number(ARGV[3]), ARGV[4]
 
 -- The silent session of a tenant's sampler, or false.
@@ -37,9 +37,10 @@ local function gaps()
     if not is_known[model] then
       is_known[model] = true
       local ahead = {}
-      for _, each in ipairs(call('ZRANGE', ahead_key(model), 0, -1)) do
-        local job = call('HMGET', job_key(each), 'position', 'seq', 'state')
-        ahead[#ahead + 1] = { job[1], job[2], job[3] == 'held' and 1 or 0 }
+      local positions = call('ZRANGE', ahead_key(model), 0, -1, 'WITHSCORES')
+      for i = 1, #positions, 2 do
+        local seq = call('HGET', job_key(positions[i]), 'seq')
+        ahead[#ahead + 1] = { positions[i + 1], seq }
       end
       found[#found + 1] = { model, call('HGET', lane_key(model), 'next') or '0', ahead }
     end

@@ -108,6 +108,7 @@ local function open_lane()
     local stored = call('HGET', record_key('model', job.model), 'base_model')
     base = stored and unquote(stored) or job.base
     call('HSET', lane, 'tenant', job.tenant, 'base', base, 'next', 0, 'requested', NOW)
+    call('HSET', lane, 'jobs', 0, 'bytes', 0)
   end
   if not job.error then
     call('HDEL', lane, 'park')
