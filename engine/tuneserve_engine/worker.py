@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from tuneserve_engine.jobs import Job, Outcome
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.link import Link, cause
 from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Queue
+from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.residents import PointPolicy, Residents
 from tuneserve_engine.scheduler import Scheduler
 
@@ -32,6 +33,7 @@ _TAKE_JOBS = 256
 _FINISH_BYTES = 64 * 2**20
 """Body bytes that one ``finish`` carries, unless one outcome is larger."""
 STOP_S = 25.0
+_RESIGN_S = 2.0
 
 
 def _one_thread() -> Executor:
@@ -89,6 +91,7 @@ class Worker:
         self._offered = asyncio.Event()
         self._stored = asyncio.Event()  # replaced after each use: holders of the old one wake
         self._stopping = asyncio.Event()
+        self._has_resigned = False
         self._tasks: asyncio.TaskGroup | None = None
         self._units = 0
 
@@ -98,8 +101,8 @@ class Worker:
         self.backlog.arrived.set()
 
     async def run(self) -> None:
-        """Returns after ``stop``, in at most ``STOP_S``; a unit that is still running by then is
-        abandoned. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
+        """Returns soon after ``stop``: a unit that is still running after ``STOP_S`` is abandoned.
+        Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 units = self._tasks.create_task(self._run_units())
@@ -107,7 +110,7 @@ class Worker:
                 self._tasks.create_task(self._residents.keep_points())
                 self._tasks.create_task(self._stop_after(units))
         except BaseExceptionGroup as group:
-            _, failures = group.split(_Stopped)
+            _, failures = group.split((_Stopped, Fenced) if self._has_resigned else _Stopped)
             if failures is not None:
                 raise cause(failures) from None
         finally:
@@ -122,10 +125,18 @@ class Worker:
                 if self.link.is_up:
                     await self._residents.save_all()
                     await self.stored(None, None)
-                    await self.link.ask(lambda queue, epoch: queue.resign(epoch))
+                    await self._resign()
         except TimeoutError:
             logger.warning("not everything was saved within %g s; the log has it", STOP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RESIGN_S):
+                    # Else this would count as a death, for which the running unit is suspect.
+                    await self._resign()
         raise _Stopped
+
+    async def _resign(self) -> None:
+        self._has_resigned = True
+        await self.link.ask(lambda queue, epoch: queue.resign(epoch))
 
     # --- the store's side -----------------------------------------------------------------------
 

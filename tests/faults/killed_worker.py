@@ -6,14 +6,15 @@ Forked from a server that has everything imported, so that a hundred of them tak
 import asyncio
 import logging
 import multiprocessing
+import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.faults.diary import Diary, Watched
+from tuneserve_engine import worker
 from tuneserve_engine.backend.fake import FakeBackend
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.files import FileStore
@@ -23,7 +24,6 @@ from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.queue.opening import open_queue
 from tuneserve_engine.residents import PointPolicy
-from tuneserve_engine.worker import Worker, WorkerPolicy
 
 KILL_POINTS = (
     "worker-took",
@@ -40,6 +40,8 @@ KILL_POINTS = (
 
 FENCED = 3
 """Exit status of a worker that learned that its lease is over."""
+
+OFTEN, NEVER = PointPolicy(interval_s=0.2, steps=3), PointPolicy(interval_s=1e9, steps=10**9)
 
 _context = multiprocessing.get_context("forkserver")
 # The store's module is imported late otherwise, by every worker that needs it.
@@ -59,6 +61,8 @@ class Life:
     new_backend: Callable[[], FakeBackend] = FakeBackend
     diary: Path | None = None  # where its calls of the store are noted
     log: Path | None = None
+    points: PointPolicy = OFTEN
+    stop_s: float = worker.STOP_S
 
     def start(self) -> BaseProcess:
         process = _context.Process(target=_live, args=(self,), daemon=True)
@@ -73,22 +77,26 @@ def _live(life: Life) -> None:
         logging.basicConfig(filename=life.log, level=logging.INFO)
     if life.kill_at:
         arm(life.kill_at, life.nth, life.number)
+    worker.STOP_S = life.stop_s
     try:
         asyncio.run(_work(life))
+        status = 0
     except (Fenced, LeaseLost):
-        sys.exit(FENCED)
+        status = FENCED
+    logging.shutdown()
+    os._exit(status)  # as the real one ends: a unit that was abandoned is not waited for
 
 
 async def _work(life: Life) -> None:
     backend = life.new_backend()
     operations = Operations(backend, FileStore(Path(life.settings.files_dir)))
-    policy = WorkerPolicy(points=PointPolicy(interval_s=0.2, steps=3), renew_s=life.renew_s)
+    policy = worker.WorkerPolicy(points=life.points, renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
-        worker = Worker(
+        running = worker.Worker(
             _watching(connect, life.diary), operations, backend.info, name=life.name, policy=policy
         )
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
-        await worker.run()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
+        await running.run()
 
 
 def _watching(

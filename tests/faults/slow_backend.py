@@ -1,0 +1,34 @@
+"""A device on which some requests take for ever, once."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tuneserve_engine.backend.base import TrainResult, TrainUnit
+from tuneserve_engine.backend.fake import FakeBackend
+
+SLOW = 63
+"""A token that nobody else may use."""
+
+
+@dataclass(frozen=True)
+class NewSlowBackend:
+    """Makes one; the file ``began`` is there from the moment that the device is busy for ever."""
+
+    began: Path
+
+    def __call__(self) -> "SlowBackend":
+        return SlowBackend(self.began)
+
+
+class SlowBackend(FakeBackend):
+    def __init__(self, began: Path) -> None:
+        super().__init__()
+        self._began = began
+
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        slow = any((batch.tokens == SLOW).any() for batch in unit.batches)
+        if slow and not self._began.exists():
+            self._began.touch()
+            time.sleep(3600)
+        return super().forward_backward(unit)
