@@ -45,9 +45,9 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """Runs its children until a signal, or until one of them is given up.
-
-    ``ready`` is run beside them, and may report on their progress.
+    """Runs its children until a signal, or until one of them is given up: that is for children
+    that cannot start. Once everything was ready they are started again for ever, for it may be
+    requests that they die of, and those end by and by.
     """
 
     def __init__(self, children: Sequence[ChildSpec], say: Say, policy: RestartPolicy) -> None:
@@ -55,9 +55,13 @@ class Supervisor:
         self._say = say
         self._policy = policy
         self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._was_ready = False
 
     async def run(self, ready: Callable[[], "asyncio.Task[None]"] | None = None) -> int:
-        """The exit status: 0 after SIGTERM or SIGINT, else that of the child given up."""
+        """The exit status: 0 after SIGTERM or SIGINT, else that of the child given up.
+
+        ``ready`` is run beside the children; it ends when everything is.
+        """
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -65,6 +69,8 @@ class Supervisor:
         stopped = asyncio.create_task(stop.wait())
         keeping = [asyncio.create_task(self._keep(child)) for child in self._children]
         reporting = [ready()] if ready else []
+        for report in reporting:
+            report.add_done_callback(self._note_ready)
         try:
             await asyncio.wait([stopped, *keeping], return_when=asyncio.FIRST_COMPLETED)
             return next((task.result() for task in keeping if task.done()), 0)
@@ -73,6 +79,9 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(stopped, *keeping, *reporting, return_exceptions=True)
             await self._stop_all()
+
+    def _note_ready(self, report: "asyncio.Task[None]") -> None:
+        self._was_ready = not report.cancelled() and report.exception() is None
 
     async def _keep(self, child: ChildSpec) -> int:
         """Restarts the child as often as it dies; returns its exit status once it is given up."""
@@ -90,7 +99,7 @@ class Supervisor:
                 return status
             died_young = time.monotonic() - started_s < self._policy.young_s
             young_deaths = young_deaths + 1 if died_young else 0
-            if young_deaths >= self._policy.most_young_deaths:
+            if young_deaths >= self._policy.most_young_deaths and not self._was_ready:
                 self._say(
                     f"{child.name} died {young_deaths} times in a row within "
                     f"{self._policy.young_s:g} s of its start, last with {_ending(status)}; giving "

@@ -187,6 +187,27 @@ def test_a_child_that_keeps_dying_is_given_up_with_its_status() -> None:
     assert said[-1].startswith("child0 died 3 times in a row within 20 s of its start")
 
 
+def test_children_that_were_ready_once_are_started_again_for_ever() -> None:
+    """Two requests that kill the worker three times each must not end the service of all."""
+    said: list[str] = []
+
+    async def main() -> None:
+        dying = ChildSpec("worker", [sys.executable, "-c", "exit(3)"], os.environ)
+        policy = RestartPolicy(most_young_deaths=3, first_delay_s=0.01, longest_delay_s=0.01)
+        supervisor = Supervisor([dying], said.append, policy)
+        was_ready = asyncio.sleep(0)
+        running = asyncio.create_task(supervisor.run(lambda: asyncio.create_task(was_ready)))
+        async with asyncio.timeout(20):
+            while len(said) < 6:
+                await asyncio.sleep(0.01)
+        assert not running.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await running == 0
+
+    asyncio.run(main())
+    assert {*said} == {"worker ended with exit status 3; restarting in 0.01 s"}
+
+
 def test_a_child_that_refuses_to_start_is_not_started_again() -> None:
     status, said = supervise(REFUSED)
     assert (status, said) == (REFUSED, ["child0 refused to start; its message above says why"])
