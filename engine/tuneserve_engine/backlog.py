@@ -21,12 +21,20 @@ class Backlog:
         self._pending |= {job.request_id: job for job in jobs}
         self.arrived.set()
 
-    def again(self, entries: Sequence[LogEntry]) -> "asyncio.Future[list[Outcome]]":
-        """Adds what was done before; its outcomes, once it has been done again."""
+    def again(self, entries: Sequence[LogEntry], attempts: int) -> "asyncio.Future[list[Outcome]]":
+        """Adds what was done before; its outcomes, once it has been done again. ``attempts`` are of
+        the request that needs it: if workers died with that, this may be what they died of."""
         loop = asyncio.get_running_loop()
         futures = {entry.job.request_id: loop.create_future() for entry in entries}
         self._again |= futures
-        self.add(replace(entry.job, halvings=entry.halvings) for entry in entries)
+        self.add(
+            replace(
+                entry.job,
+                halvings=entry.halvings,
+                attempts=max(entry.job.attempts, attempts),
+            )
+            for entry in entries
+        )
         return asyncio.gather(*futures.values())
 
     def is_again(self, job: Job) -> bool:

@@ -93,6 +93,13 @@ class Operations:
         self._backend.load_adapter(model_id, state)
         self._residents[model_id] = _Resident(state.config, position)
 
+    def reached(self, model_id: str, position: int) -> None:
+        """Notes that the model's requests before ``position`` have been executed."""
+        resident = self._residents.get(model_id)
+        if resident is None:
+            raise ServerError("its log does not start with its creation")
+        resident.position = max(resident.position, position)
+
     def write(self, file_id: str, state: AdapterState) -> None:
         """Writes a captured state. Touches no model: may be called from another thread."""
         self._files.write(file_id, checkpoint.to_members(state, self._backend.info.name))

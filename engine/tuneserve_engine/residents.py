@@ -7,7 +7,7 @@ model's state again, bit for bit.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -118,7 +118,9 @@ class Residents:
         model = self._models.get(job.model_id or "")
         if model is None or job.model_id is None:
             return outcome
-        if job.kind == JobKind.UNLOAD_MODEL or (outcome.rejection and job.position == 0):
+        is_again = self._host.backlog.is_again(job)
+        never_created = outcome.rejection is not None and job.position == 0 and not is_again
+        if job.kind == JobKind.UNLOAD_MODEL or never_created:
             del self._models[job.model_id]
             return outcome
         if outcome.changed and not outcome.rejection:
@@ -127,7 +129,7 @@ class Residents:
             model.is_accumulating = job.kind == JobKind.FORWARD_BACKWARD
             model.steps += job.kind == JobKind.OPTIM_STEP
             self._changed.set()
-        if self._host.backlog.is_again(job):
+        if is_again:
             return outcome
         updates, model.updates = model.updates, ()
         return replace(outcome, updates=outcome.updates + updates)
@@ -137,8 +139,12 @@ class Residents:
     async def _bring_back(self, model_id: str, model: _Model) -> None:
         started_s = self._host.clock()
         try:
-            start = await self._load_point(model_id)
+            points = await self._host.link.ask(lambda queue, epoch: queue.points(epoch, model_id))
+            start = await self._load_point(model_id, points)
             count = await self._replay(model_id, model, start)
+            if points:  # the newest may cover requests that changed nothing: no log has those
+                reached = partial(self._operations.reached, model_id, points[0].position)
+                await self._host.on_device(reached)
         except EngineError as error:
             logger.error("%s cannot be restored: %s", model_id, error)
             await self._host.on_device(partial(self._operations.forget, model_id))
@@ -150,9 +156,8 @@ class Residents:
         held, model.held = model.held, []
         self._host.backlog.add(held)
 
-    async def _load_point(self, model_id: str) -> int:
+    async def _load_point(self, model_id: str, points: Sequence[RecoveryPoint]) -> int:
         """Loads the newest point that can be read; the position to go on from."""
-        points = await self._host.link.ask(lambda queue, epoch: queue.points(epoch, model_id))
         for point in points:
             if point.numerics_id != self._operations.numerics_id:
                 logger.warning(
@@ -177,7 +182,7 @@ class Residents:
         """Does again what the log has from ``start`` on; how many requests that were."""
         count = 0
         while entries := await self._page(model_id, start):
-            outcomes = await self._host.backlog.again(entries)
+            outcomes = await self._host.backlog.again(entries, model.held[0].attempts)
             for entry, outcome in zip(entries, outcomes, strict=True):
                 if outcome.rejection is not None:
                     raise ServerError(
