@@ -25,6 +25,9 @@ def save_point(tx: Transaction, epoch: int, point: RecoveryPoint) -> None:
     check_epoch(tx, epoch)
     if not _is_here(tx, epoch, point.model_id):
         return
+    newest = next(iter(points(tx, epoch, point.model_id)), None)
+    if point == newest:  # the same again: its answer was lost
+        return
     _check_position(tx, point)
     tx.run(
         "INSERT INTO points (model_id, position, file_id, numerics_id) VALUES (?, ?, ?, ?)",

@@ -137,6 +137,16 @@ class PointsContract(Contract):
         assert await points(bench) == [again, point(1)]
 
     @scenario
+    async def test_a_point_that_is_saved_again_counts_once(self, bench: Bench) -> None:
+        """Its answer was lost. It must not take the place of the one to fall back on."""
+        await train(bench, 1, 2, 3)
+        await bench.queue.save_point(bench.epoch, point(1))
+        await bench.queue.save_point(bench.epoch, point(3))
+        await bench.queue.save_point(bench.epoch, point(3))
+        assert await points(bench) == [point(3), point(1)]
+        assert await logged(bench) == [2, 3]
+
+    @scenario
     async def test_the_log_starts_where_the_older_point_does(self, bench: Bench) -> None:
         await train(bench, 1, 2, 3, 4)
         await bench.queue.save_point(bench.epoch, point(2))
