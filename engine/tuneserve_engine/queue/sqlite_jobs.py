@@ -280,16 +280,11 @@ def is_unfinished(tx: Transaction, request_id: str) -> bool:
 
 
 def _finish_one(tx: Transaction, result: Outcome) -> None:
-    checkpoint = result.checkpoint
+    result = _unless_taken(tx, result)
+    checkpoint, sampler = result.checkpoint, result.sampler
     if checkpoint is not None and result.rejection is None:
-        taken = records.get(tx, Checkpoint, checkpoint.key)
-        if taken is not None and not (result.overwrite or taken.has_expired(tx.now_s)):
-            exists = rules.checkpoint_exists(checkpoint.key)
-            end(tx, Outcome(result.request_id, rejection=exists))
-            return
         records.delete(tx, Checkpoint, checkpoint.key)  # an overwritten one is listed as new
         records.put(tx, checkpoint)
-    sampler = result.sampler
     if sampler is not None and result.rejection is None:
         session = records.get(tx, Session, sampler.parent)
         if session is None or not session.ended:
@@ -305,6 +300,18 @@ def _finish_one(tx: Transaction, result: Outcome) -> None:
             points.forget(tx, record.key)
         elif status == ModelStatus.LOST:
             end_model(tx, record.key, rules.lost(record.key))
+
+
+def _unless_taken(tx: Transaction, result: Outcome) -> Outcome:
+    """The outcome; a rejection if there is another checkpoint of its name."""
+    checkpoint = result.checkpoint
+    if checkpoint is None or result.overwrite or result.rejection is not None:
+        return result
+    taken = records.get(tx, Checkpoint, checkpoint.key)
+    if taken is None or taken.has_expired(tx.now_s):
+        return result
+    exists = rules.checkpoint_exists(checkpoint.key)
+    return Outcome(result.request_id, rejection=exists, updates=result.updates)
 
 
 def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:

@@ -346,6 +346,20 @@ class JobsContract(Contract):
         assert await bench.store.get(Checkpoint, old.key) == new
 
     @scenario
+    async def test_a_save_under_a_taken_name_still_reports_what_else_changed(
+        self, bench: Bench
+    ) -> None:
+        await bench.store.put(model())
+        await bench.store.put(checkpoint(file_id="old"))
+        await bench.submit(1)
+        diverged = Update("model", "s:train:0", {"diverged": True})
+        new = checkpoint(file_id="new")
+        await bench.finish(Outcome(bench.ids[1], b"1", checkpoint=new, updates=(diverged,)))
+        assert "exists" in (await bench.rejection(bench.ids[1])).message
+        stored = await bench.store.get(Model, "s:train:0")
+        assert stored is not None and stored.diverged
+
+    @scenario
     async def test_the_name_of_an_expired_checkpoint_is_free(self, bench: Bench) -> None:
         await bench.store.put(checkpoint(file_id="old", expires_s=START_S))
         await bench.submit(1)

@@ -41,8 +41,7 @@ local function finish(outcome, body)
     return
   end
   if not outcome.error and checkpoint_is_taken(outcome) then
-    jobs.finish(outcome.id, { error = outcome.exists, category = 'user' })
-    return
+    outcome.error, outcome.category = outcome.exists, 'user'
   end
   if not outcome.error then
     put_records(outcome)
