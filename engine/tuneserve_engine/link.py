@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.queue.base import Queue, StoreFailed
+from tuneserve_engine.repeats import Repeats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Link:
         self._epoch: int | None = None
         self._queue: Queue | None = None
         self._connected = asyncio.Event()
+        self._faults = Repeats(logger)
 
     @property
     def is_up(self) -> bool:
@@ -57,10 +59,10 @@ class Link:
             try:
                 await self._exchange(await self._connect(), traffic)
             except* ConnectionError:
-                logger.warning("lost the store; reconnecting")
+                self._faults.warn("lost", "lost the store; reconnecting")
                 await asyncio.sleep(_RECONNECT_S)
             except* StoreFailed as group:
-                logger.error("the store failed, trying again: %s", cause(group))
+                self._failed(cause(group))
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._queue = None
@@ -75,6 +77,7 @@ class Link:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")
         self._epoch, self._queue = lease.epoch, queue
         self._connected.set()
+        self._faults.forget()
         logger.info("ready: serving %s as epoch %d", self._info.name, lease.epoch)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._renew(queue, lease.epoch))
@@ -97,8 +100,11 @@ class Link:
                 # ``keep`` notices too, but perhaps later than we are back here.
                 await asyncio.sleep(_RECONNECT_S)
             except StoreFailed as error:
-                logger.error("the store failed, trying again: %s", error)
+                self._failed(error)
                 await asyncio.sleep(RETRY_S)
+
+    def _failed(self, error: BaseException) -> None:
+        self._faults.warn("failed", f"trying again, as the store refused: {error}")
 
     async def tell(self, call: Call[None]) -> None:
         """Calls once, if the store is there; what was not heard is lost."""

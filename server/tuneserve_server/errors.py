@@ -33,8 +33,10 @@ from starlette.requests import ClientDisconnect
 from tuneserve_client.types import Failure
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.queue.base import KeyReused, Overloaded, ResultExpired, StoreFailed
+from tuneserve_engine.repeats import Repeats
 
 logger = logging.getLogger(__name__)
+_put_off = Repeats(logger)  # clients come back each second, by the thousand
 
 
 class ApiError(Exception):
@@ -170,8 +172,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 def _handle(_: Request, error: Exception) -> JSONResponse:
     answer = as_api_error(error)
-    if answer.status == 503:  # clients come back, by the thousand: one line each is enough
-        logger.warning("put a request off: %s: %s", type(error).__name__, error)
+    if answer.status == 503:
+        _put_off.warn(type(error).__name__, f"put requests off: {error}")
     elif answer.status >= 500:
         logger.error("a request failed", exc_info=error)
     return failure(answer.status, answer.code, str(answer), answer.headers)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tuneserve_engine.files import FileStore
-from tuneserve_engine.queue.base import Store, SweepPolicy
+from tuneserve_engine.queue.base import Store, StoreFailed, SweepPolicy
+from tuneserve_engine.repeats import Repeats
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ async def sweep_forever(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Sweeps every ``interval_s`` until cancelled. A failed sweep is logged and tried again."""
+    faults = Repeats(logger)
     steady_s = clock()  # since when nobody had to wait for us or for the store
     while True:
         await asyncio.sleep(interval_s)
@@ -33,6 +35,9 @@ async def sweep_forever(
             await store.sweep(time.time(), policy if is_steady else patient(policy))
             if is_steady:
                 await delete_unused(store, files)
+        except (StoreFailed, ConnectionError) as error:
+            steady_s = clock()
+            faults.warn("away", f"the clean-up waits for the store: {error}")
         except Exception:
             steady_s = clock()
             logger.exception("the clean-up failed; it is tried again in %g s", interval_s)

@@ -45,6 +45,9 @@ class Parking:
             raise Fenced(f"epoch {epoch} is over")
         self.finished += outcomes
 
+    async def resign(self, epoch: int) -> None:
+        raise StoreFailed("the disk is full")
+
 
 @asynccontextmanager
 async def connected(path: Path) -> AsyncIterator[RemoteQueue]:
@@ -116,6 +119,8 @@ def test_errors_keep_their_type_and_words(tmp_path: Path, caplog: pytest.LogCapt
                 await queue.finish(2, [])
             with pytest.raises(StoreFailed, match=r"^RuntimeError: w b"):
                 await queue.lease("worker", "w", INFO)
+            with pytest.raises(StoreFailed, match=r"^the disk is full$"):
+                await queue.resign(1)
 
     asyncio.run(main())
     assert [each.message for each in caplog.records] == ["the worker's call lease failed"]

@@ -111,11 +111,11 @@ async def open_queue(settings: CommonSettings) -> AsyncIterator[Callable[[], Awa
             raise StoreUnusable(str(error)) from None
 
         async def connect() -> Queue:
-            logger.info("waiting for the API process at %s", settings.store_socket)
             await remote.connect(timeout_s=math.inf)
             check_marked(settings.files_dir)  # not before: the API process leaves the mark
             return remote
 
+        logger.info("waiting for the API process at %s", settings.store_socket)
         try:
             yield connect
         finally:

@@ -5,6 +5,7 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal
 
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
@@ -111,12 +112,18 @@ def _check_server(facts: dict[str, str]) -> None:
     if facts.get("role", "master") != "master":
         raise Unsafe("it is a replica, which takes no writes; give the address of the primary")
     if is_known_unpatched(product, _version(release)):
-        logger.warning(
-            "the store's server is %s %s, which as first published has a hole that lets its users "
-            "run programs (CVE-2025-49844); see that your distribution has closed it, or upgrade",
-            product,
-            release,
-        )
+        _warn_unpatched(product, release)
+
+
+@cache
+def _warn_unpatched(product: str, release: str) -> None:
+    """Once, not for every connection that finds the server started again."""
+    logger.warning(
+        "the store's server is %s %s, which as first published has a hole that lets its users "
+        "run programs (CVE-2025-49844); see that your distribution has closed it, or upgrade",
+        product,
+        release,
+    )
 
 
 def is_known_unpatched(product: str, version: tuple[int, ...]) -> bool:

@@ -38,7 +38,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 MAX_PATH_BYTES = 100  # the kernel's limit is 108 on Linux, 104 on macOS, with the final zero
 READ_AHEAD_BYTES = 2**20
 _ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (Fenced, ConnectionError, ValueError)
+    error.__name__: error for error in (Fenced, StoreFailed, ConnectionError, ValueError)
 }
 
 
