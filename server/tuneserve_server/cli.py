@@ -147,9 +147,10 @@ def _explain(problem: ErrorDetails, given: Given) -> str:
     elif origin not in os.environ:
         origin = SETTINGS_FILE
     value = problem["input"]
+    part = "".join(f"[{each!r}]" for each in problem["loc"][1:])  # of a setting that is a table
     if name == "store":
         value = without_password(str(value))
-    return f"{name} is {value!r} (from {origin}); {text[0].lower()}{text[1:]}"
+    return f"{name}{part} is {value!r} (from {origin}); {text[0].lower()}{text[1:]}"
 
 
 def _check_names() -> None:

@@ -211,6 +211,12 @@ def test_weights_that_are_none_are_refused(
     assert f"(from {origin}); {named}" in refusal("up", origin, value, monkeypatch)
 
 
+def test_a_weight_that_is_none_is_named_with_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = '{"t-1": 1, "t-2": 0}'
+    refused = refusal("worker", "--tenant-weights", value, monkeypatch)
+    assert "tenant_weights['t-2'] is 0 (from --tenant-weights)" in refused
+
+
 def test_weights_come_from_options_the_environment_and_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
