@@ -81,6 +81,9 @@ class HealthResponse(Response):
     durability: Literal["always", "asserted"] = Field(
         description="What was accepted is on disk, as was found (always) or the operator says."
     )
+    disk: Literal["ok", "full"] = Field(
+        description="Full: less than `min_free_bytes` is free, so new requests are put off."
+    )
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -38,13 +38,18 @@ class DiskGuard:
         self._refusal: str | None = None
 
     def check(self) -> None:
-        """Raises ``DiskFull``. Looks at the disks at most once a second."""
+        """Raises ``DiskFull``."""
+        refusal = self.refusal()
+        if refusal is not None:
+            raise DiskFull(refusal)
+
+    def refusal(self) -> str | None:
+        """What requests are told now; None if there is room. Looks at most once a second."""
         now_s = self._clock()
         if now_s - self._looked_s >= _FRESH_S:
             self._refusal = self._look()
             self._looked_s = now_s
-        if self._refusal is not None:
-            raise DiskFull(self._refusal)
+        return self._refusal
 
     def _look(self) -> str | None:
         for folder in self._folders:

@@ -221,6 +221,7 @@ async def test_health_needs_no_key_and_tells_of_the_worker(api: Any) -> None:
         "base_models": [],
         "store": "sqlite",
         "durability": "always",
+        "disk": "ok",
     }
     await api.start_worker()
     after = await api.get("/healthz", key=None)

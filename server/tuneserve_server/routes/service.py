@@ -132,5 +132,6 @@ async def healthz(services: ServicesDep) -> Response:
             base_models=models,
             store=settings.store_kind,
             durability=services.store.durability,
+            disk="full" if services.disk.refusal() else "ok",
         )
     )
