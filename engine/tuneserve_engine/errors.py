@@ -16,6 +16,7 @@ class EngineError(Exception):
     """Ends one job with a message that its owner reads."""
 
     category: ClassVar[Category] = "unknown"
+    no_room = False  # the device's memory was too small, or too full: later there may be room
 
 
 class UserError(EngineError):

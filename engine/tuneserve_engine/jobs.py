@@ -31,14 +31,18 @@ class JobKind(StrEnum):
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a request is not carried out; its ``seq_id`` is spent all the same."""
+    """Why a request is not carried out; its ``seq_id`` is spent all the same.
+
+    ``no_room`` (the device had none) is for the worker that says so, and not stored.
+    """
 
     message: str
     category: Category = "user"
+    no_room: bool = False
 
     @classmethod
     def of(cls, error: EngineError) -> "Rejection":
-        return cls(str(error), error.category)
+        return cls(str(error), error.category, error.no_room)
 
 
 @dataclass(frozen=True)

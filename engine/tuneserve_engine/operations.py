@@ -130,10 +130,12 @@ class Operations:
                 return replace(run([job], halvings)[0], halvings=halvings)
             except OutOfMemory as error:
                 logger.warning("no room for %s, halved %d times: %s", job.kind, halvings, error)
-        raise UserError(
+        too_large = UserError(
             f"the device has no memory for this {job.kind}, in micro-batches halved up to {most} "
             "times; nothing was changed; send shorter sequences, or fewer at once"
         )
+        too_large.no_room = True
+        raise too_large
 
     def _config(self, job: Job) -> AdapterConfig:
         return self._resident(job).config
@@ -299,9 +301,9 @@ def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
         return _rejected(job, error)
     except OutOfMemory as error:
         logger.warning("no room for %s of %s: %s", job.kind, job.model_id or job.scope, error)
-        return _rejected(
-            job, ServerError(f"the device has no memory for {job.kind}; nothing was changed; retry")
-        )
+        full = ServerError(f"the device has no memory for {job.kind}; nothing was changed; retry")
+        full.no_room = True
+        return _rejected(job, full)
     except Exception:
         logger.exception("%s of %s failed", job.kind, job.model_id or job.scope)
         return _rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from tuneserve_engine.backend.base import AdapterState
+from tuneserve_engine.backend.base import AdapterState, OutOfMemory
 from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.errors import EngineError, ServerError
 from tuneserve_engine.files import new_file_id
@@ -87,6 +87,7 @@ class Residents:
         self._models: dict[str, _Model] = {}
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
+        self._writing_s = 0.0  # what the last point took of the disk; waiting for others is free
         self._leaving = asyncio.Lock()
 
     # --- jobs in, outcomes out ------------------------------------------------------------------
@@ -150,6 +151,11 @@ class Residents:
             await self._host.on_device(partial(self._operations.forget, model_id))
             self._give_up_for_good(model_id, model)
             return
+        except OutOfMemory as error:
+            logger.error("there is no room to bring %s back: %s", model_id, error)
+            await self._host.on_device(partial(self._operations.forget, model_id))
+            self._turn_away(model_id, model)
+            return
         seconds = self._host.clock() - started_s
         logger.info("%s is back: %d requests done again, %.3f s", model_id, count, seconds)
         model.is_ready = True
@@ -184,6 +190,8 @@ class Residents:
         while entries := await self._page(model_id, start):
             outcomes = await self._host.backlog.again(entries, model.held[0].attempts)
             for entry, outcome in zip(entries, outcomes, strict=True):
+                if outcome.rejection is not None and outcome.rejection.no_room:
+                    raise OutOfMemory(outcome.rejection.message)
                 if outcome.rejection is not None:
                     raise ServerError(
                         f"request {entry.job.position} fails now: {outcome.rejection.message}"
@@ -208,6 +216,16 @@ class Residents:
         first = model.held[0].request_id
         self._host.offer([Outcome(first, rejection=rules.lost(model_id), updates=(status,))])
 
+    def _turn_away(self, model_id: str, model: _Model) -> None:
+        """Ends what waits for the model. In the store it is as it was: its next request tries again
+        to bring it back."""
+        self._models.pop(model_id, None)
+        no_room = rules.no_room(model_id)
+        unloads = [job for job in model.held if job.kind == JobKind.UNLOAD_MODEL]
+        others = [job for job in model.held if job.kind != JobKind.UNLOAD_MODEL]
+        self._host.backlog.add(unloads)
+        self._host.offer([Outcome(job.request_id, rejection=no_room) for job in others])
+
     # --- recovery points ------------------------------------------------------------------------
 
     async def keep_points(self) -> None:
@@ -218,10 +236,9 @@ class Residents:
                 await self._changed.wait()
             await asyncio.sleep(_TICK_S)
             for model_id in [m for m, model in self._models.items() if self._is_due(model)]:
-                started_s = self._host.clock()
+                self._writing_s = 0.0
                 await self._save_or_retry(model_id)
-                written_s = self._host.clock() - started_s
-                await asyncio.sleep(written_s * (1 / self._policy.busy - 1))
+                await asyncio.sleep(self._writing_s * (1 / self._policy.busy - 1))
 
     def _is_due(self, model: _Model) -> bool:
         if model.changed_s is None or not model.is_ready:
@@ -267,7 +284,9 @@ class Residents:
         await self._host.stored(model_id, position)
         kill_point("point-before-file")
         file_id = new_file_id()
+        started_s = self._host.clock()
         await self._host.on_disk(partial(self._operations.write, file_id, state))
+        self._writing_s = self._host.clock() - started_s
         kill_point("point-after-file")
         point = RecoveryPoint(model_id, position, file_id, self._operations.numerics_id)
         await self._host.link.ask(lambda queue, epoch: queue.save_point(epoch, point))

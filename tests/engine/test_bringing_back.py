@@ -1,14 +1,26 @@
 """Models that are hard to bring back: the worker goes on, and so does everybody else."""
 
+import asyncio
 import time
 from pathlib import Path
 
-from tests.engine.test_recovery import NEVER, OFTEN, assert_lost, pointed, train
+import pytest
+
+from tests.engine.test_recovery import (
+    NEVER,
+    OFTEN,
+    assert_lost,
+    finish_round,
+    pointed,
+    train,
+    undisturbed,
+)
 from tests.engine.worker_bench import Bench, Counting, run, until
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import TrainResult, TrainUnit
+from tuneserve_engine.backend.base import AdapterState, OutOfMemory, TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.records import Model, ModelStatus, Session
 
 
 def test_a_model_that_cannot_be_created_again_is_lost_with_a_message(tmp_path: Path) -> None:
@@ -96,5 +108,91 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
         await until(lambda: bench.task.done() or bench.line.calls.count("save_point") > saved)
         await bench.ok(await bench.step("a"))
         assert not bench.task.done()
+
+    run(tmp_path, scenario, OFTEN)
+
+
+class Full(Counting):
+    """Has no room for ``what`` of model "a", until it ``has_room``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.has_room = False
+
+    def _check(self, what: str, adapter_id: str) -> None:
+        if what == self.what and adapter_id == "a" and not self.has_room:
+            raise OutOfMemory("the device has no room")
+
+    def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
+        self._check("creating", adapter_id)
+        super().create_adapter(adapter_id, config)
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        self._check("loading", adapter_id)
+        super().load_adapter(adapter_id, state)
+
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        for request in unit.requests:
+            self._check("a gradient", request.adapter_id)
+        return super().forward_backward(unit)
+
+
+@pytest.mark.parametrize("what", ["creating", "loading", "a gradient"])
+def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what: str) -> None:
+    """Neither it nor the worker is lost for that; only what waited ends with an error."""
+    policy = OFTEN if what == "loading" else NEVER
+    wanted = undisturbed(tmp_path / "undisturbed", 1)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await train(bench, "a", 1)
+        if what == "loading":
+            await pointed(bench)
+        await bench.kill()
+        full = Full(what)
+        bench.start(full)
+        requests = [await bench.gradient("a", 9), await bench.gradient("a", 9)]
+        for request in requests:
+            rejection = (await bench.outcome(request)).rejection
+            assert rejection is not None and rejection.category == "server"
+            assert "no memory to bring model a back" in rejection.message
+        await bench.ok(await bench.create("b"))
+        full.has_room = True
+        assert await finish_round(bench, "a") == wanted
+        model = await bench.store.get(Model, "a")
+        assert model is not None and model.status is ModelStatus.READY
+
+    run(tmp_path / "full", scenario, policy)
+
+
+def test_a_session_can_end_while_there_is_no_room_for_its_model(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.store.put(Session("s", "a", 0.0, 0.0))
+        await bench.ok(await bench.create("a"))
+        await bench.kill()
+        bench.start(Full("creating"))
+        lanes = await bench.gradient("a")
+        await bench.store.end_session("s", "success")
+        assert (await bench.outcome(lanes)).rejection is not None
+        await until(lambda: bench.line.calls.count("finish") >= 2)
+        assert not bench.task.done()
+
+    run(tmp_path, scenario, NEVER)
+
+
+def test_the_pause_after_a_point_is_for_the_disk_alone(tmp_path: Path) -> None:
+    """A store that was away does not keep the next points away for three times as long."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await pointed(bench)
+        bench.line.breaks = {"save_point": ["before"] * 40}  # about two seconds
+        await bench.ok(await bench.gradient("a"))
+        await until(lambda: not bench.line.breaks["save_point"])
+        await pointed(bench, count=2)
+        await bench.ok(await bench.gradient("a"))
+        async with asyncio.timeout(2):
+            await pointed(bench, count=2)
 
     run(tmp_path, scenario, OFTEN)

@@ -59,6 +59,15 @@ def lost(model_id: str) -> Rejection:
     )
 
 
+def no_room(model_id: str) -> Rejection:
+    return Rejection(
+        f"the device has no memory to bring model {model_id} back at the moment; the model is as "
+        "it was, and this request was not carried out; send it again with a new seq_id when other "
+        "models have been parked, or ask the operator for another worker",
+        "server",
+    )
+
+
 def fatal(workers: int) -> Rejection:
     return Rejection(
         f"{workers} workers stopped while they ran this request; it is not tried again, because "
