@@ -99,8 +99,8 @@ class RedisStore:
         if found != str(FORMAT).encode():
             raise StoreUnusable(
                 f"the store in Redis has format {found.decode()}, this release reads format "
-                f"{FORMAT}; start the release that wrote it, or choose another key prefix or "
-                "database"
+                f"{FORMAT}; start the release that wrote it, or choose another database (the "
+                "number at the end of the address)"
             )
         self._secret = secret
 
