@@ -90,11 +90,6 @@ def pack(requests: Sequence[PackRequest], lattice: Lattice, halvings: int = 0) -
     )
 
 
-def can_halve(packed: Packed) -> bool:
-    """Whether one more halving would make any micro-batch smaller."""
-    return any(len(batch.row_request) > 1 for batch in packed.unit.batches)
-
-
 def _shapes(
     request: PackRequest, lattice: Lattice, halvings: int
 ) -> Iterator[tuple[Shape, list[int]]]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve_engine.backend.base import LOSS_NAMES, TrainOutput
-from tuneserve_engine.batch import Packed, PackRequest, can_halve, pack, unpack
+from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.training_wire import Datum, TrainingData
 
@@ -180,7 +180,6 @@ def test_each_halving_halves_the_rows_of_every_micro_batch_down_to_one() -> None
     for halvings in range(4):
         packed = pack([request], LATTICE, halvings)
         sizes.append(rows_of(packed))
-        assert can_halve(packed) == (halvings < 2)
         assert len(set(packed.places[0])) == len(data)
         for each, (number, row) in zip(data, packed.places[0], strict=True):
             tokens = packed.unit.batches[number].tokens[row]
