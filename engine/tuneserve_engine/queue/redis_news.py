@@ -128,13 +128,16 @@ class News:
                 self._ended.clear()
                 self._has_ended.clear()
                 continue
+            # Before the look: what ends during it is news again.
+            self._ended.difference_update(chunk)
             try:
                 rows = await self._server.run("outcomes", *chunk)
             except (ConnectionError, StoreFailed):
+                self._ended.update(chunk)
                 await asyncio.sleep(RETRY_S)
                 continue
+            self._fetch_soon(chunk[len(rows) :])
             for request_id, row in zip(chunk, rows, strict=False):
-                self._ended.discard(request_id)
                 self._deliver(request_id, row)
 
     def _deliver(self, request_id: str, row: list[bytes]) -> None:
