@@ -29,7 +29,8 @@ _LOCK_S = 5.0
 
 
 def main() -> int:
-    """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease, 2 if it cannot start."""
+    """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease or by a bug, 2 if it
+    cannot start."""
     try:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
@@ -49,6 +50,10 @@ def main() -> int:
         return 1
     except StoreUnusable as error:
         return _refuse(error)
+    except Exception:
+        # Not out of here, where the interpreter would wait for the device, which may be stuck.
+        logger.exception("stopped by an error that should not be")
+        return 1
     return 0
 
 
