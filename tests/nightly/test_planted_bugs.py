@@ -140,8 +140,8 @@ BUGS = (
     Bug(
         "replay forgets in what halves a request ran",
         f"{ENGINE}/backlog.py",
-        "replace(entry.job, halvings=entry.halvings)",
-        "replace(entry.job, halvings=0)",
+        "halvings=entry.halvings",
+        "halvings=0",
         ("tests/engine/test_recovery.py",),
     ),
     Bug(
