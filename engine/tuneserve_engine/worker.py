@@ -86,6 +86,7 @@ class Worker:
         self._cursor = 0
         self._taking = asyncio.Lock()
         self._pause = asyncio.Event()
+        self._pausing = 0
         self._unstored: dict[str, Job] = {}  # running, or with an outcome on its way
         self._outcomes: list[Outcome] = []
         self._offered = asyncio.Event()
@@ -169,10 +170,15 @@ class Worker:
             await asyncio.gather(taking, pause, return_exceptions=True)
 
     async def without_takes(self, call: Callable[[], Awaitable[None]]) -> None:
+        self._pausing += 1
         self._pause.set()
-        async with self._taking:
-            self._pause.clear()
-            await call()
+        try:
+            async with self._taking:
+                await call()
+        finally:
+            self._pausing -= 1
+            if self._pausing == 0:  # else a take could get before another, and wait for news
+                self._pause.clear()
 
     async def _finish(self, queue: Queue, epoch: int) -> None:
         while True:

@@ -359,3 +359,28 @@ def test_a_cancelled_worker_stops_after_the_unit_it_runs(tmp_path: Path) -> None
             await asyncio.wait_for(bench.task, TIMEOUT_S)
 
     run(tmp_path, scenario)
+
+
+def test_nothing_that_takes_wait_for_waits_for_news(tmp_path: Path) -> None:
+    """Else a model that is given up beside others would keep its requests until the next comes."""
+    calls_ran = 0
+    go_on = asyncio.Event()
+
+    async def call() -> None:
+        nonlocal calls_ran
+        calls_ran += 1
+        await go_on.wait()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        calls = [asyncio.create_task(bench.worker.without_takes(call)) for _ in range(2)]
+        await until(lambda: calls_ran == 1)
+        await asyncio.sleep(0.05)  # a take waits behind the second
+        calls.append(asyncio.create_task(bench.worker.without_takes(call)))
+        await asyncio.sleep(0)
+        go_on.set()
+        async with asyncio.timeout(2):
+            await asyncio.gather(*calls)
+        await bench.ok(await bench.create("b"))
+
+    run(tmp_path, scenario)

@@ -119,8 +119,8 @@ BUGS = (
     Bug(
         "takes go on while a model is released",
         f"{ENGINE}/worker.py",
-        "        async with self._taking:\n            self._pause.clear()\n",
-        "        if True:\n            self._pause.clear()\n",
+        "            async with self._taking:\n                await call()\n",
+        "            if True:\n                await call()\n",
         SIMULATION,
     ),
     Bug(
