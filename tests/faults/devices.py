@@ -22,10 +22,14 @@ from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Queue, Store
+from tuneserve_engine.scheduler import Scheduler
 from tuneserve_engine.worker import Worker
 
 HEAVY, TOO_HEAVY = range(50, 56), 56
 """Tokens for which the JAX device has room in a row of its own, and one for which it never has."""
+
+LONG_S = 10.0
+"""Of a unit, so that whatever waits shares it."""
 
 
 class Device(Protocol):
@@ -63,7 +67,8 @@ class FakeDevice:
     async def working(
         self, settings: CommonSettings, store: Store, log: Path
     ) -> AsyncIterator[None]:
-        process = Life(settings, "worker", new_backend=CrampedBackend, log=log).start()
+        life = Life(settings, "worker", new_backend=CrampedBackend, log=log, unit_s=LONG_S)
+        process = life.start()
         try:
             yield
             assert process.is_alive(), log.read_text()
@@ -92,7 +97,8 @@ class JaxDevice:
             return store
 
         operations = Operations(self._backend, FileStore(settings.files_dir))
-        worker = Worker(connect, operations, self.info, name="worker")
+        scheduler = Scheduler(unit_s=LONG_S)
+        worker = Worker(connect, operations, self.info, name="worker", scheduler=scheduler)
         handler = logging.FileHandler(log)
         logger = logging.getLogger("tuneserve_engine")
         logger.addHandler(handler)

@@ -24,6 +24,7 @@ from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.queue.opening import open_queue
 from tuneserve_engine.residents import PointPolicy
+from tuneserve_engine.scheduler import UNIT_S, Scheduler
 
 KILL_POINTS = (
     "worker-took",
@@ -63,6 +64,7 @@ class Life:
     log: Path | None = None
     points: PointPolicy = OFTEN
     stop_s: float = worker.STOP_S
+    unit_s: float = UNIT_S
 
     def start(self) -> BaseProcess:
         process = _context.Process(target=_live, args=(self,), daemon=True)
@@ -93,7 +95,12 @@ async def _work(life: Life) -> None:
     policy = worker.WorkerPolicy(points=life.points, renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
         running = worker.Worker(
-            _watching(connect, life.diary), operations, backend.info, name=life.name, policy=policy
+            _watching(connect, life.diary),
+            operations,
+            backend.info,
+            name=life.name,
+            scheduler=Scheduler(unit_s=life.unit_s),
+            policy=policy,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
         await running.run()

@@ -15,6 +15,9 @@ BROKEN = 57
 """A token on which the device fails, in the tests' backends."""
 
 TOKENS, TARGETS = [1, 2, 3, 4], [2, 3, 4, 5]
+MANY = [32, 7, 17, 44, 46, 39, 10, 24, 5, 2, 0, 7, 23, 46, 30, 20]
+UNLIKELY = [7, 40, 30, 19, 33, 40, 21, 47, 26, 13, 15, 32, 32, 1, 33, 11]
+"""Tokens of different kinds, whose gradients do not add up; the fake device's logprobs are -1."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,11 @@ def _numbers() -> list[Poison]:
         Poison(
             "weights whose sum overflows",
             body(datum(), datum(weights=[3e38] * 4)),
+            "the loss or its gradient is not finite; nothing was accumulated",
+        ),
+        Poison(
+            "a loss that overflows, though its gradient does not",
+            body(datum(MANY, UNLIKELY, weights=[2.2e37] * 16)),
             "the loss or its gradient is not finite; nothing was accumulated",
         ),
         Poison(

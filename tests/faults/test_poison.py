@@ -6,6 +6,7 @@ typed error, and nobody else's results and states differ in a bit.
 
 import asyncio
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -225,10 +226,12 @@ def test_an_offence_leaves_no_trace(calm: World, poisoned: World, poisons: list[
 
 
 def test_what_the_worlds_are_for_happened(calm: World, poisoned: World) -> None:
-    """Offenders shared units with others, and a healthy tenant's requests fit only when halved."""
-    log = poisoned.log.read_text()
-    for text in ("no room for a unit of", "jobs failed; running them one by one"):
-        assert text in log
+    """Units failed as a whole for what offenders had in them, and a healthy tenant's requests fit
+    only when halved."""
+    failed = re.findall(
+        r"no room for a unit of (\d+) jobs|a unit of (\d+) jobs failed", poisoned.log.read_text()
+    )
+    assert max(int(full or broken) for full, broken in failed) > 2
     assert "no room for forward_backward, halved 0 times" in calm.log.read_text()
 
 
