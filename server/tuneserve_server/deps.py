@@ -15,7 +15,7 @@ from tuneserve_engine.queue.base import Store
 from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Session
 from tuneserve_server import body
-from tuneserve_server.errors import NotFound, SessionEnded, Unauthorized
+from tuneserve_server.errors import NotFound, SessionEnded, StoreUnavailable, Unauthorized
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
 from tuneserve_server.polls import Polls
@@ -25,6 +25,7 @@ from tuneserve_server.settings import ApiSettings
 R = TypeVar("R", bound=Record)
 
 KEY_PREFIXES = ("tml-", "eyJ")
+_LONGEST_BODY_S = 86_400.0  # it has its own limit, which is shorter
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,23 @@ async def _caller(
     return Caller(**vars(services), tenant=tenant_of(api_key))
 
 
-async def _raw_body(request: Request, caller: "CallerDep") -> bytes:
-    return await body.read(
+async def raw_body(request: Request, caller: "CallerDep") -> bytes:
+    """The body as sent, within its limits. Raises what ``body.read`` does, and
+    ``StoreUnavailable`` if the process stops before the body is here."""
+    reading = body.read(
         request,
         limit_bytes=caller.settings.max_body_bytes,
         timeout_s=caller.settings.body_timeout_s,
     )
+    raw = await caller.polls.hold(reading, _LONGEST_BODY_S)
+    if raw is None:
+        raise StoreUnavailable("the service is stopping; nothing was changed; send it again")
+    return raw
 
 
 ServicesDep = Annotated[Services, Depends(_services)]
 CallerDep = Annotated[Caller, Depends(_caller)]
-RawBody = Annotated[bytes, Depends(_raw_body)]
+RawBody = Annotated[bytes, Depends(raw_body)]
 
 
 def reply(response: Response) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Parked polls: each waits for one result, all let go when the process stops."""
+"""Requests that wait, most of them polls for a result: all let go when the process stops."""
 
 import asyncio
 from collections import Counter

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,23 @@ async def test_while_the_disk_is_nearly_full_requests_are_put_off_and_deletions_
     assert (await service.get("/healthz"))["disk"] == "full"
     service.app.state.services = services
     await service.output(await service.forward_backward(model, 2))
+
+
+@pytest.mark.parametrize("path", ["/create_session", "/forward_backward"])
+async def test_an_upload_under_way_is_put_off_when_the_process_stops(api: Any, path: str) -> None:
+    begun = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        begun.set()
+        await asyncio.Event().wait()
+
+    uploading = asyncio.create_task(api.call("POST", path, content=endless()))
+    await begun.wait()
+    api.services.polls.release()
+    response = await asyncio.wait_for(uploading, 5)
+    assert "stopping" in assert_put_off(response, code="store_unavailable", status=503)
+    await api.session()  # what arrives whole is still heard
 
 
 @pytest.mark.parametrize("error", [StoreFailed, ConnectionError])

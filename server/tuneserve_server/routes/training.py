@@ -12,7 +12,7 @@ from tuneserve_engine.jobs import JobKind, OptimStep
 from tuneserve_engine.records import Model
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, admit_command, reject
-from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.deps import Caller, CallerDep, RawBody, raw_body, reply
 from tuneserve_server.errors import Crowded, DiskFull, Malformed, NotFound, UnknownEncoding
 from tuneserve_server.openapi import fails, takes, takes_message
 
@@ -46,12 +46,9 @@ async def forward_backward(request: Request, caller: CallerDep) -> Response:
 
 
 async def _read_message(request: Request, caller: Caller) -> bytes:
-    settings = caller.settings
-    raw = await body.read(
-        request, limit_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-    )
+    raw = await raw_body(request, caller)
     encoding = request.headers.get("content-encoding")
-    limit = settings.max_decompressed_bytes
+    limit = caller.settings.max_decompressed_bytes
     if encoding is None or len(raw) < _THREAD_BYTES:
         return body.decompress(raw, encoding, limit_bytes=limit)
     return await asyncio.to_thread(body.decompress, raw, encoding, limit_bytes=limit)
