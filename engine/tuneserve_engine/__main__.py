@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 from pydantic_settings import CliApp
 
@@ -34,7 +35,7 @@ def main() -> int:
     try:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
-        lock = lock_name(settings.data_dir, settings.lease_name, timeout_s=_LOCK_S)
+        lock = _lock(settings)
         pulse = Pulse(settings.alive_file)
         files = open_files(settings.files_dir)
         asyncio.run(check_store(settings))
@@ -55,6 +56,13 @@ def main() -> int:
         logger.exception("stopped by an error that should not be")
         return 1
     return 0
+
+
+def _lock(settings: WorkerSettings) -> AbstractContextManager[object]:
+    """Keeps others from the name; one made of the process id is nobody else's."""
+    if settings.worker_name is None:
+        return nullcontext()
+    return lock_name(settings.data_dir, settings.worker_name, timeout_s=_LOCK_S)
 
 
 def _refuse(error: Exception) -> int:

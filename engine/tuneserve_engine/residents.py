@@ -318,7 +318,7 @@ class Residents:
                 return
             await self._host.on_device(partial(self._operations.forget, model_id))
             await self._release(model_id, model)
-            logger.info("%s is parked", model_id)
+            logger.info("%s is saved and given up", model_id)
 
     async def _release(self, model_id: str, model: _Model | None) -> None:
         async def release() -> None:

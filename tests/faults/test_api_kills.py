@@ -271,7 +271,7 @@ def test_an_idle_model_rests_and_its_next_request_brings_it_back(tmp_path: Path)
 
             async def rest() -> None:
                 number = next(parked)
-                while log.read_text().count("is parked") < number:
+                while log.read_text().count("is saved and given up") < number:
                     await asyncio.sleep(0.02)
 
             async with asyncio.timeout(20):
