@@ -376,7 +376,7 @@ def test_nothing_but_tombstones_and_records_is_left(
         kinds = {key.split(":")[0] for key in left}
         assert kinds == {
             *("meta", "tenant", "served", "served-seen"),
-            *("job", "seqs", "lane", "record", "list"),
+            *("job", "seqs", "expired", "lane", "record", "list"),
         }
         async with client(redis_server.url) as redis:
             start = f"{{{prefix_of(tmp_path)}}}:"
@@ -385,6 +385,10 @@ def test_nothing_but_tombstones_and_records_is_left(
             for key in (each for each in left if each.startswith("job:")):
                 assert await redis.memory_usage(start + key) < 300
                 assert await redis.object("encoding", start + key) == b"listpack"
+        async with opened(redis_server.url, tmp_path, clock=clock) as store:
+            await store.sweep(START_S + 200_000, SweepPolicy())
+        gone = left - await keys(redis_server.url, tmp_path)
+        assert gone == {key for key in left if key.startswith(("job:", "seqs:", "expired"))}
 
     asyncio.run(main())
 

@@ -173,7 +173,7 @@ async def plans(store: SqliteStore, statements: list[str], table: str) -> list[t
 
 
 def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
-    """Their rows stay for good: a sweep every few seconds must not go through all of them."""
+    """Their rows stay for days: a sweep every few seconds must not go through all of them."""
     statements: list[str] = []
 
     async def main() -> None:
@@ -183,7 +183,7 @@ def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
         await store.files_in_use()
         assert len([each for each in statements if " jobs " in each]) >= 5
         for statement, step in await plans(store, list(statements), "jobs"):
-            assert "INDEX jobs_" in step, statement
+            assert "INDEX jobs_" in step or "(rowid=?)" in step, statement
         await store.close()
 
     asyncio.run(main())

@@ -48,7 +48,7 @@ CALLS = 200
 POLICY = StorePolicy(
     model_jobs=6, tenant_jobs=14, server_jobs=20, tenant_bytes=3000, tenant_models=4
 )
-SWEEP = SweepPolicy(session_ttl_s=300, park_s=15, sample_ttl_s=20, gap_ttl_s=25, result_ttl_s=60)
+SWEEP = SweepPolicy(session_ttl_s=300, park_s=15, sample_ttl_s=20, gap_ttl_s=25, result_ttl_s=20)
 SESSIONS = ("s", "t")
 MODELS = ("s:train:0", "s:train:1", "t:train:0", "t:train:1")
 INFOS = (INFO, INFO, replace(INFO, name="other"))

@@ -34,7 +34,8 @@ class KeyReused(Exception):
 
 
 class ResultExpired(Exception):
-    """The result was delivered or waited for, kept for its retention, and dropped."""
+    """The result was kept for its retention and dropped. The request is still known, for as long
+    again."""
 
 
 class Overloaded(Exception):
@@ -70,7 +71,7 @@ class SweepPolicy:
     park_s: float = 900.0  # a model without requests for this long is to be given up
     sample_ttl_s: float = 120.0  # queued samples of a session silent for this long are dropped
     gap_ttl_s: float = 600.0
-    result_ttl_s: float = 86_400.0
+    result_ttl_s: float = 86_400.0  # the request itself is forgotten after twice this time
 
 
 @dataclass(frozen=True)
@@ -189,9 +190,11 @@ class Store(Queue, Protocol):
     """The whole store, as the API process sees it."""
 
     async def submit(self, job: Job, *records: Record) -> Submitted:
-        """Durable before it returns; the records are inserted with a new job only. Releases the
-        contiguous run of positions that the job completes. A job with a rejection ends at once
-        but spends its position; so does one whose model has failed, ended or was lost.
+        """Durable before it returns; the records are inserted with a new job only, and not if it
+        is rejected. Releases the contiguous run of positions that the job completes. A job with a
+        rejection ends at once but spends its position. One whose model has failed, ended or was
+        lost, or has passed its position, is rejected and changes nothing: so is a request of a
+        model that comes again after ``sweep`` forgot it. A sample then is a new one.
         Raises ``KeyReused``, or ``Overloaded`` if a limit would be passed."""
         ...
 
@@ -201,7 +204,8 @@ class Store(Queue, Protocol):
 
     async def wait(self, request_id: str, timeout_s: float) -> Outcome | None:
         """The outcome, as soon as there is one; None after the time-out. Raises ``ResultExpired``
-        for one dropped after its retention, ``KeyError`` for an unknown id."""
+        for one dropped after its retention, ``KeyError`` for an unknown id: no request becomes one
+        within twice the retention after its end."""
         ...
 
     async def put(self, record: Record) -> None:
@@ -239,6 +243,10 @@ class Store(Queue, Protocol):
     async def sweep(self, now_s: float, policy: "SweepPolicy") -> None:
         """Ends sessions without heartbeat, drops their samples (long before), marks idle models to
         be given up, fails requests stuck behind a gap, drops old results and expired checkpoints.
+
+        Forgets requests that ended twice the retention of results ago, the oldest first and a
+        bounded number at once; but none that replay may need, or whose spent position its model
+        has not passed yet.
         """
         ...
 

@@ -13,6 +13,7 @@ from tuneserve_engine.queue.base import Store, SweepPolicy
 from tuneserve_engine.records import Model
 
 Run = Callable[..., Awaitable[Any]]
+_CHUNK = 1000  # requests that one script forgets: nobody else is served meanwhile
 
 
 async def end_session(
@@ -56,6 +57,16 @@ async def sweep(store: Store, run: Run, now_s: float, policy: SweepPolicy) -> No
     await run("park", now_s - policy.park_s)
     while await run("expire", now_s - policy.result_ttl_s, now_s):
         pass
+    await _forget(run, now_s - 2 * policy.result_ttl_s)
+
+
+async def _forget(run: Run, before_s: float) -> None:
+    left = rules.FORGOTTEN_AT_ONCE
+    while left > 0:
+        most = min(left, _CHUNK)
+        if await run("forget", before_s, most) < most:
+            return
+        left -= most
 
 
 def _silent(request_id: bytes, session: bytes, ttl_s: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tuneserve_engine.queue.base import Overloaded
 from tuneserve_engine.records import Model, ModelStatus, Session
 
 ALIVE = (ModelStatus.CREATING, ModelStatus.READY)
+FORGOTTEN_AT_ONCE = 10_000  # requests that one sweep forgets at most: a bounded pause
 TAKE_BYTES = 64 * 2**20  # payload bytes that one take returns at most, unless one job is larger
 
 
@@ -99,9 +100,15 @@ def silent(session_key: str, ttl_s: float) -> Rejection:
 
 
 def too_late(job: Job, next_seq: int) -> Rejection:
+    """For a position that the model has passed: it was given up, or its request is forgotten."""
+    if job.scope != job.model_id:
+        return Rejection(
+            f"model {job.model_id} was created long ago, and the answer to it is forgotten; go on "
+            "with the model, or create another one"
+        )
     return Rejection(
-        f"seq_id {job.seq} of {job.scope} came after the service had stopped waiting for it; "
-        f"the next is {next_seq}; send the request again with a new seq_id"
+        f"seq_id {job.seq} of {job.scope} came after the service had stopped waiting for it, or "
+        f"was answered long ago; the next is {next_seq}; send the request with a new seq_id"
     )
 
 

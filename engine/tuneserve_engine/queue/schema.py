@@ -12,12 +12,15 @@ VERSION = 2
 BUSY_S = 5.0  # a restarted process may meet the last breath of its predecessor
 CHECKPOINT_PAGES = 4000  # 16 MB of WAL: with 100 KB payloads, one checkpoint per ~150 commits
 
-UNFINISHED = "state IN ('held', 'ready')"  # as the indices below have it
+# As the indices below have them.
+UNFINISHED = "state IN ('held', 'ready')"
+# Neither replay needs it, nor a lane that has yet to pass its position.
+FORGETTABLE = "state = 'expired' AND digest IS NULL AND (position IS NULL OR release > 0)"
 
-# Rows of ended jobs stay as tombstones, so that a key is never executed twice. Payloads have a
-# table of their own: a job's row changes several times, and would be written with its payload each
-# time. A body is written once, in the last column: reading what is before it never touches overflow
-# pages.
+# Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
+# have a table of their own: a job's row changes several times, and would be written with its
+# payload each time. A body is written once, in the last column: reading what is before it never
+# touches overflow pages.
 _TABLES = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID",
     # Unfinished jobs and their bytes, kept up to date so that a limit costs no scan.
@@ -54,7 +57,8 @@ _TABLES = (
     ) WITHOUT ROWID""",
     "CREATE INDEX lanes_placed ON lanes (worker) WHERE worker IS NOT NULL",
     "CREATE INDEX lanes_in_use ON lanes (tenant) WHERE worker IS NOT NULL OR jobs > 0",
-    # digest and halvings are set while the payload is kept for replay.
+    # digest and halvings are set while the payload is kept for replay. release is 0 until the lane
+    # comes to the position; then one that was spent before has none any more.
     """CREATE TABLE jobs (
         n INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
@@ -84,6 +88,7 @@ _TABLES = (
     f"CREATE INDEX jobs_unfinished ON jobs (model_id, state) WHERE {UNFINISHED}",
     f"CREATE INDEX jobs_sampling ON jobs (scope) WHERE kind = 'sample' AND {UNFINISHED}",
     "CREATE INDEX jobs_done ON jobs (finished_s) WHERE state = 'done'",
+    f"CREATE INDEX jobs_expired ON jobs (finished_s) WHERE {FORGETTABLE}",
     "CREATE UNIQUE INDEX jobs_log ON jobs (model_id, position) WHERE position IS NOT NULL",
     "CREATE INDEX jobs_kept ON jobs (model_id, position) WHERE digest IS NOT NULL",
     """CREATE INDEX jobs_loads ON jobs (model_id)

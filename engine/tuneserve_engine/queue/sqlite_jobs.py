@@ -1,7 +1,8 @@
 """The log of jobs in SQLite: how a job enters, is released, and ends.
 
 States: ``held`` (waits for a missing position) → ``ready`` (released) → ``done`` → ``expired``
-(result dropped). The row of an ended job stays, so that its key is known for good.
+(result dropped) → forgotten. An ended job's row stays for a while, so that its key is known; after
+that, what its model's lane has passed stays passed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,14 +44,15 @@ def submit(
         return Submitted(known[0], duplicate=True)
     refused = _ended_session(tx, new_records)
     model = None if job.model_id is None else records.get(tx, Model, job.model_id)
-    job = replace(job, rejection=job.rejection or refused or _no_place(tx, job, model))
+    no_place = _no_place(tx, job, model)
+    position = None if no_place else job.position
+    job = replace(job, rejection=job.rejection or refused or no_place, position=position)
     if job.rejection is None:
         limits.check_jobs(tx, job, policy)
         if any(isinstance(record, Model) for record in new_records):
             limits.check_models(tx, job.tenant, policy)
         if model is not None:
             records.put(tx, replace(model, last_request_s=tx.now_s))
-    if refused is None:
         for record in new_records:
             records.put(tx, record)
     return Submitted(_enter(tx, job), duplicate=False)
@@ -155,7 +157,8 @@ def _next_position(tx: Transaction, model_id: str) -> int:
 
 
 def advance(tx: Transaction, model_id: str, position: int) -> None:
-    """Releases the contiguous run from ``position`` on; spent positions count as present."""
+    """Releases the contiguous run from ``position`` on; spent positions count as present, and are
+    used up."""
     while row := tx.one(
         "SELECT n, state, base_model FROM jobs WHERE model_id = ? AND position = ?",
         model_id,
@@ -164,8 +167,19 @@ def advance(tx: Transaction, model_id: str, position: int) -> None:
         n, state, base_model = row
         if state == "held":
             placement.make_ready(tx, n, model_id, base_model)
+        else:
+            tx.run("UPDATE jobs SET position = NULL WHERE n = ?", n)
         position += 1
     tx.run("UPDATE lanes SET next = ? WHERE model_id = ?", position, model_id)
+
+
+def use_up(tx: Transaction, model_id: str) -> None:
+    """Takes the positions from jobs that ended ahead of their turn, which will not come."""
+    tx.run(
+        "UPDATE jobs SET position = NULL WHERE model_id = ? AND position >= ?",
+        model_id,
+        _next_position(tx, model_id),
+    )
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -317,6 +331,7 @@ def _unless_taken(tx: Transaction, result: Outcome) -> Outcome:
 def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
     """Ends the model's unfinished jobs and takes it from its worker."""
     end_jobs_of(tx, model_id, rejection)
+    use_up(tx, model_id)
     placement.unplace(tx, model_id)
 
 

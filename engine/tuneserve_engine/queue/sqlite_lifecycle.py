@@ -10,8 +10,8 @@ from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import SweepPolicy
 from tuneserve_engine.queue.group_commit import Transaction
-from tuneserve_engine.queue.schema import UNFINISHED
-from tuneserve_engine.queue.sqlite_jobs import advance, end, end_jobs_of, unload
+from tuneserve_engine.queue.schema import FORGETTABLE, UNFINISHED
+from tuneserve_engine.queue.sqlite_jobs import advance, end, end_jobs_of, unload, use_up
 from tuneserve_engine.records import Model, ModelStatus, Sampler, Session
 
 FREE_PAGES = 4096  # handed back to the file system per sweep: 16 MB, a bounded pause
@@ -32,6 +32,7 @@ def end_session(tx: Transaction, key: str, reason: str) -> None:
         if model.status in rules.ALIVE:
             records.put(tx, replace(model, status=ModelStatus.ENDED))
             end_jobs_of(tx, model.key, rules.gap_at_end(key, reason), states=("held",))
+            use_up(tx, model.key)
         lane = tx.one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model.key)
         if lane is None or lane == (None, 0):
             points.forget(tx, model.key)
@@ -53,11 +54,7 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> None:
         "UPDATE lanes SET park = 1 WHERE worker IS NOT NULL AND jobs = 0 AND requested_s < ?",
         now_s - policy.park_s,
     )
-    tx.run(
-        "UPDATE jobs SET state = 'expired', error = NULL, category = NULL, body = NULL "
-        "WHERE state = 'done' AND finished_s < ?",
-        now_s - policy.result_ttl_s,
-    )
+    _forget_old(tx, now_s, policy.result_ttl_s)
     tx.run(
         "DELETE FROM records WHERE type = 'checkpoint' AND json_extract(body, '$.expires_s') <= ?",
         now_s,
@@ -93,6 +90,21 @@ def _drop_silent_samples(tx: Transaction, now_s: float, policy: SweepPolicy) -> 
             end(tx, Outcome(request_id, rejection=rejection))
 
 
+def _forget_old(tx: Transaction, now_s: float, result_ttl_s: float) -> None:
+    """Drops results; after as much time again, the requests."""
+    tx.run(
+        "UPDATE jobs SET state = 'expired', error = NULL, category = NULL, body = NULL "
+        "WHERE state = 'done' AND finished_s < ?",
+        now_s - result_ttl_s,
+    )
+    tx.run(
+        "DELETE FROM jobs WHERE n IN (SELECT n FROM jobs "
+        f"WHERE {FORGETTABLE} AND finished_s < ? ORDER BY finished_s LIMIT ?)",
+        now_s - 2 * result_ttl_s,
+        rules.FORGOTTEN_AT_ONCE,
+    )
+
+
 def _give_up_gap(tx: Transaction, model_id: str, waited_s: float) -> None:
     """Ends all that is held: no ``optim_step`` may run without the data before it."""
     lane = tx.one("SELECT next FROM lanes WHERE model_id = ?", model_id)
@@ -111,6 +123,12 @@ def _give_up_gap(tx: Transaction, model_id: str, waited_s: float) -> None:
         if state == "held":
             highest = position
     end_jobs_of(tx, model_id, rules.gap(missing, waited_s), states=("held",))
+    tx.run(
+        "UPDATE jobs SET position = NULL WHERE model_id = ? AND position BETWEEN ? AND ?",
+        model_id,
+        lane[0] if lane else 0,
+        highest,
+    )
     advance(tx, model_id, highest + 1)
 
 

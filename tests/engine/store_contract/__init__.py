@@ -3,11 +3,12 @@
 
 import pytest
 
-_PARTS = "bench durability jobs leases limits placement points records sessions".split()
+_PARTS = "bench durability forgetting jobs leases limits placement points records sessions".split()
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from tests.engine.store_contract.bench import Bench, Clock, scenario  # noqa: E402
 from tests.engine.store_contract.durability import DurabilityContract  # noqa: E402
+from tests.engine.store_contract.forgetting import ForgettingContract  # noqa: E402
 from tests.engine.store_contract.jobs import JobsContract  # noqa: E402
 from tests.engine.store_contract.leases import LeasesContract  # noqa: E402
 from tests.engine.store_contract.limits import LimitsContract  # noqa: E402
@@ -27,6 +28,7 @@ class StoreContract(
     LimitsContract,
     RecordsContract,
     SessionsContract,
+    ForgettingContract,
 ):
     """Everything but what survives the store's process."""
 

@@ -1,5 +1,5 @@
--- Jobs: held (waits for a missing position) -> ready (released) -> done -> expired. The hash of an
--- ended job stays, so that its key is known for good; all that it keeps is short.
+-- Jobs: held (waits for a missing position) -> ready (released) -> done -> expired -> forgotten. The
+-- hash of an ended job stays for a while, so that its key is known; all that it keeps is short.
 local jobs = {}
 
 local function is_unfinished(state) return state == 'held' or state == 'ready' end
@@ -16,7 +16,24 @@ local function count(tenant, model, jobs_by, bytes_by)
   end
 end
 
--- Releases the contiguous run from `position` on; spent positions count as present.
+-- Leaves of an expired job what is needed to know it again: whose it was, its key and its kind. From
+-- then on it may be forgotten. Waits until neither replay needs it, nor a lane that has yet to pass
+-- its position.
+local function shrink(id)
+  local at = job_key(id)
+  local job = call('HMGET', at, 'state', 'model', 'finished')
+  if job[1] ~= 'expired' or call('EXISTS', payload_key(id)) == 1 then
+    return
+  end
+  if job[2] and call('ZSCORE', ahead_key(job[2]), id) then
+    return
+  end
+  call('ZADD', P .. 'expired', job[3], id)
+  call('HDEL', at, 'model', 'position', 'base', 'created', 'finished', 'size', 'release', 'worker',
+    'attempts', 'category', 'ctype', 'digest', 'halvings')
+end
+
+-- Releases the contiguous run from `position` on; spent positions count as present, and are used up.
 function jobs.advance(model, position)
   local ahead = ahead_key(model)
   while true do
@@ -28,6 +45,8 @@ function jobs.advance(model, position)
     if call('HGET', job_key(first[1]), 'state') == 'held' then
       call('ZREM', P .. 'held', first[1])
       placing.place(first[1])
+    else
+      shrink(first[1])
     end
     if number(first[2]) == position then
       position = position + 1
@@ -40,7 +59,7 @@ end
 -- how: error and category, or ctype; body; digest and halvings of one that is kept.
 local function store(id, how)
   local at = job_key(id)
-  call('HSET', at, 'state', 'done')
+  call('HSET', at, 'state', 'done', 'finished', NOW)
   if how.error then
     call('HSET', at, 'category', how.category)
     call('SET', result_key(id), how.error)
@@ -91,19 +110,11 @@ function jobs.enter(job, payload)
   end
 end
 
--- Leaves of a job what is needed to know it again: whose it was, its key and its kind.
-local function shrink(id)
-  call('HDEL', job_key(id), 'model', 'position', 'base', 'created', 'size', 'release', 'worker',
-    'attempts', 'category', 'ctype', 'digest', 'halvings')
-end
-
 -- Forgets what is needed to do a job again.
 local function drop_payload(id)
   call('DEL', payload_key(id))
   call('HDEL', P .. 'files', id)
-  if call('HGET', job_key(id), 'state') == 'expired' then
-    shrink(id)
-  end
+  shrink(id)
 end
 
 -- Drops the result of a job.
@@ -111,9 +122,15 @@ function jobs.expire(id)
   call('HSET', job_key(id), 'state', 'expired')
   call('DEL', result_key(id))
   call('ZREM', P .. 'ended', id)
-  if call('EXISTS', payload_key(id)) == 0 then
-    shrink(id)
-  end
+  shrink(id)
+end
+
+-- Forgets a job that has shrunk.
+function jobs.forget(id)
+  local key = call('HMGET', job_key(id), 'tenant', 'scope', 'seq')
+  call('HDEL', seqs_key(key[1], key[2]), key[3])
+  call('DEL', job_key(id))
+  call('ZREM', P .. 'expired', id)
 end
 
 -- Ends an unfinished job. It is kept to be done again if it changed its model's state.
@@ -148,7 +165,8 @@ function jobs.finish(id, how)
   end
 end
 
--- Ends a model's unfinished jobs; with `held`, only those that wait for a gap.
+-- Ends the unfinished jobs of a model that takes no more; with `held`, only those that wait for a
+-- gap.
 function jobs.finish_all(model, how, held)
   local ids = held and {} or call('ZRANGE', ready_key(model), 0, -1)
   for _, id in ipairs(call('ZRANGE', ahead_key(model), 0, -1)) do
@@ -158,6 +176,11 @@ function jobs.finish_all(model, how, held)
     if is_unfinished(call('HGET', job_key(id), 'state')) then
       jobs.finish(id, how)
     end
+  end
+  local ahead = call('ZRANGE', ahead_key(model), 0, -1)
+  call('DEL', ahead_key(model))
+  for _, id in ipairs(ahead) do
+    shrink(id)
   end
 end
 

@@ -80,15 +80,12 @@ local function over()
 end
 
 local function refusal()
-  local session = ended_session()
-  if session then
-    new = {}
-    if not job.error then
-      return { 'ended', session }
-    end
-  end
   if job.error then
     return
+  end
+  local session = ended_session()
+  if session then
+    return { 'ended', session }
   end
   if job.model and is_dead() then
     return { 'dead' }
@@ -125,10 +122,13 @@ end
 if job.model and not job.error and call('EXISTS', record_key('model', job.model)) == 1 then
   records.put('model', job.model, { 'last_request_s', NOW })
 end
-for _, record in ipairs(new) do
+for _, record in ipairs(job.error and {} or new) do
   records.put(record.type, record.key, record.fields)
 end
 if job.model then
+  if is_dead() then
+    job.position = nil -- there is nothing that it could come before
+  end
   open_lane()
 end
 jobs.enter(job, payload)
