@@ -120,7 +120,7 @@ BUGS = (
         "takes go on while a model is released",
         f"{ENGINE}/worker.py",
         "            async with self._taking:\n                await call()\n",
-        "            if True:\n                await call()\n",
+        "            if True:\n                self._pause.clear()\n                await call()\n",
         SIMULATION,
     ),
     Bug(
