@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from pydantic_settings import CliApp
 
+from tuneserve_engine.backend.base import DeviceFailed
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
 from tuneserve_engine.costs import Costs
@@ -30,8 +31,8 @@ _LOCK_S = 5.0
 
 
 def main() -> int:
-    """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease or by a bug, 2 if it
-    cannot start."""
+    """Exit status 0 after SIGTERM or SIGINT, 1 after losing the lease or the device or by a bug, 2
+    if it cannot start."""
     try:
         settings = CliApp.run(WorkerSettings)
         _log_to_stderr(settings)
@@ -46,7 +47,7 @@ def main() -> int:
     try:
         with lock:
             asyncio.run(_work(settings, backend, files, pulse))
-    except (Fenced, LeaseLost) as error:
+    except (Fenced, LeaseLost, DeviceFailed) as error:
         logger.error("stopped: %s", error)
         return 1
     except StoreUnusable as error:

@@ -1,5 +1,5 @@
-"""What each kind of job does: a unit of jobs in, one outcome per job out. Nothing escapes as an
-exception, and one bad job fails alone."""
+"""What each kind of job does: a unit of jobs in, one outcome per job out. One bad job fails alone;
+nothing escapes as an exception but ``DeviceFailed``, which is no job's fault."""
 
 import json
 import logging
@@ -16,6 +16,7 @@ from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
+    DeviceFailed,
     OutOfMemory,
     SampleResult,
     TrainResult,
@@ -116,6 +117,8 @@ class Operations:
         if len(unit) > 1 and not any(job.halvings for job in unit):
             try:
                 return run(unit, 0)
+            except DeviceFailed:
+                raise
             except OutOfMemory as error:
                 logger.warning("no room for a unit of %d jobs, running each: %s", len(unit), error)
             except Exception:
@@ -297,6 +300,8 @@ def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
 def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
     try:
         return run(job)
+    except DeviceFailed:
+        raise
     except EngineError as error:
         return _rejected(job, error)
     except OutOfMemory as error:

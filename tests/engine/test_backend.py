@@ -14,6 +14,7 @@ from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
+    DeviceFailed,
     OutOfMemory,
     SampleRequest,
     TrainUnit,
@@ -307,15 +308,23 @@ def test_sampling_that_finds_no_memory_can_be_done_again(
         np.testing.assert_array_equal(one.logprobs, two.logprobs)
 
 
-def test_another_failure_of_the_device_is_not_taken_for_a_lack_of_memory(
-    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", DeviceFailed),
+        ("UNAVAILABLE: the device is gone", DeviceFailed),
+        ("INVALID_ARGUMENT: the program has a flaw", jax.errors.JaxRuntimeError),
+    ],
+)
+def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
 ):
     def broken(*args: Any) -> Any:
-        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+        raise jax.errors.JaxRuntimeError(message)
 
     backend.create_adapter("unlucky", CONFIG)
     monkeypatch.setattr(backend_module, "adamw_step", broken)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+    with pytest.raises(expected, match=message.split(": ")[1]):
         backend.optim_step("unlucky", AdamParams())
 
 

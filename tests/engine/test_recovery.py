@@ -21,7 +21,7 @@ from tests.engine.worker_bench import (
 )
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine import worker as worker_module
-from tuneserve_engine.backend.base import TrainResult, TrainUnit
+from tuneserve_engine.backend.base import DeviceFailed, TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.files import FileStore, LocalFs
 from tuneserve_engine.jobs import JobKind, Outcome
@@ -277,6 +277,29 @@ def test_what_is_done_again_is_noted_as_the_request_that_needs_it(tmp_path: Path
         assert noted == [[request]] * 3  # the creation, the gradient, and itself
 
     run(tmp_path, scenario, NEVER)
+
+
+class Dying(Counting):
+    """A device that fails for good at the first gradient."""
+
+    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        raise DeviceFailed("the device failed: it fell off the bus")
+
+
+def test_a_device_that_fails_ends_its_worker_and_not_the_requests(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.kill()
+        bench.start(Dying())
+        await bench.ok(await bench.create("a"))
+        requests = [await bench.gradient("a", token) for token in range(3)]
+        requests.append(await bench.step("a"))
+        with pytest.raises(DeviceFailed, match="fell off"):
+            await asyncio.wait_for(bench.task, TIMEOUT_S)
+        bench.start()
+        for request in requests:
+            await bench.ok(request)
+
+    run(tmp_path, scenario)
 
 
 # --- points --------------------------------------------------------------------------------------

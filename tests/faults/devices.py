@@ -117,7 +117,7 @@ class JaxDevice:
 def _in_little_memory(train: Callable[..., Any], weights: Any, scale: Any, rows: Any) -> Any:
     tokens = np.asarray(rows.tokens)
     if (tokens == BROKEN).any():
-        raise jax.errors.JaxRuntimeError("INTERNAL: the device is on fire")
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: the program is on fire")
     heavy = np.isin(tokens, HEAVY).any() and len(tokens) > 1
     if heavy or (tokens == TOO_HEAVY).any():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

@@ -141,6 +141,11 @@ class OutOfMemory(Exception):
     """The device has no room for this call; no adapter has changed. A smaller one may pass."""
 
 
+class DeviceFailed(Exception):
+    """The device is in trouble, and may be for good: whatever runs next may fail too, whoever asked
+    for it. Its user has to start anew, in another process."""
+
+
 class Lattice(Protocol):
     """The closed set of shapes; every choice depends on the request alone, never on its neighbours,
     so that a request has the same bits in any company."""
@@ -166,7 +171,7 @@ class Backend(Protocol):
     """Holds one base model, training adapters and frozen snapshots.
 
     Calls come from one thread, one at a time. A method that raises has changed no adapter; it
-    raises ``OutOfMemory`` if the device has no room.
+    raises ``OutOfMemory`` if the device has no room, ``DeviceFailed`` if it cannot go on.
     """
 
     @property

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import (
     AdapterState,
+    DeviceFailed,
     OutOfMemory,
     SampleRequest,
     SampleResult,
@@ -52,6 +53,8 @@ R = TypeVar("R")
 
 _EXHAUSTED = "RESOURCE_EXHAUSTED"
 """XLA's only sign of it: every failure on the device is the same class."""
+_OF_THE_PROGRAM = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
+"""What XLA says of a program that it will never run; other requests may need others."""
 
 
 class BackendSettings(Protocol):
@@ -158,7 +161,7 @@ class JaxBackend:
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         rank_class = self._lattice.rank_class(config.rank)
-        self._adapters[adapter_id] = _in_memory(new_adapter, config, self._shapes, rank_class)
+        self._adapters[adapter_id] = _on_device(new_adapter, config, self._shapes, rank_class)
 
     def delete_adapter(self, adapter_id: str) -> None:
         self._adapter(adapter_id)
@@ -171,22 +174,22 @@ class JaxBackend:
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         rank_class = self._lattice.rank_class(state.config.rank)
-        self._adapters[adapter_id] = _in_memory(restored_adapter, state, self._shapes, rank_class)
+        self._adapters[adapter_id] = _on_device(restored_adapter, state, self._shapes, rank_class)
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        return _in_memory(self._forward_backward, unit)
+        return _on_device(self._forward_backward, unit)
 
     def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
-        return _in_memory(self._optim_step, adapter_id, params)
+        return _on_device(self._optim_step, adapter_id, params)
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._sampler.has_snapshot(snapshot_id)
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        _in_memory(self._sampler.load_snapshot, snapshot_id, state)
+        _on_device(self._sampler.load_snapshot, snapshot_id, state)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        return _in_memory(self._sampler.sample, requests)
+        return _on_device(self._sampler.sample, requests)
 
     def _forward_backward(self, unit: TrainUnit) -> TrainResult:
         adapters = [self._adapter(request.adapter_id) for request in unit.requests]
@@ -281,18 +284,21 @@ def keep_programs(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)  # type: ignore[no-untyped-call]
 
 
-def _in_memory(call: Callable[..., R], *args: object) -> R:
-    """What the call returns. Raises OutOfMemory if the device, or the host, had no room for it.
+def _on_device(call: Callable[..., R], *args: object) -> R:
+    """What the call returns. Raises OutOfMemory if the device, or the host, had no room for it,
+    DeviceFailed if the device is in trouble.
 
-    The exception has no cause: the failed call's frames, and with them its arrays, are gone by the
+    OutOfMemory has no cause: the failed call's frames, and with them its arrays, are gone by the
     time that somebody tries a smaller one.
     """
     try:
         return call(*args)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED not in str(error):
-            raise
         reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED not in str(error):
+            if reason.startswith(_OF_THE_PROGRAM):
+                raise
+            raise DeviceFailed(f"the device failed: {reason}") from error
     raise OutOfMemory(f"the device has no room: {reason or 'out of memory'}")
 
 
