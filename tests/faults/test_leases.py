@@ -40,7 +40,7 @@ class BriefLeases(CommonSettings):
 
     @property
     def store_policy(self) -> StorePolicy:
-        return replace(super().store_policy, lease_ttl_s=0.3, job_attempts=1000)
+        return replace(super().store_policy, lease_ttl_s=0.22, job_attempts=1000)
 
 
 @dataclass
@@ -170,7 +170,7 @@ async def keep_steady(settings: CommonSettings) -> None:
 
 def a_life(settings: CommonSettings, name: str, point: str = "", nth: int = 1) -> Life:
     diary = settings.data_dir / "diary" if settings.store_kind == "redis" else None
-    return Life(settings, name, point, nth, signal.SIGSTOP, renew_s=0.1, diary=diary)
+    return Life(settings, name, point, nth, signal.SIGSTOP, renew_s=0.07, diary=diary)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ import pytest
 from tests.faults.simulation import Faults, play
 
 SEEDS = 500
+ROUNDS = 2  # of training per tenant
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +28,13 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return play(0, tmp_path_factory.mktemp("undisturbed") / "data", Faults())[0]
+    return play(0, tmp_path_factory.mktemp("undisturbed") / "data", Faults(), rounds=ROUNDS)[0]
 
 
 def check(seeds: range, folder: Path, wanted: dict[str, Any]) -> int:
     crashes = 0
     for seed in seeds:
-        got, world = play(seed, folder / str(seed))
+        got, world = play(seed, folder / str(seed), rounds=ROUNDS)
         assert got == wanted, f"seed {seed} gives something else"
         crashes += world.crashes
         shutil.rmtree(folder / str(seed))
