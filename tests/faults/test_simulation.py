@@ -31,10 +31,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return play(0, tmp_path_factory.mktemp("undisturbed") / "data", Faults(), rounds=ROUNDS)[0]
 
 
-def check(seeds: range, folder: Path, wanted: dict[str, Any]) -> int:
+def check(seeds: range, folder: Path, wanted: dict[str, Any], rounds: int = ROUNDS) -> int:
     crashes = 0
     for seed in seeds:
-        got, world = play(seed, folder / str(seed), rounds=ROUNDS)
+        got, world = play(seed, folder / str(seed), rounds=rounds)
         assert got == wanted, f"seed {seed} gives something else"
         crashes += world.crashes
         shutil.rmtree(folder / str(seed))
@@ -54,6 +54,12 @@ def test_no_schedule_changes_a_bit(part: int, tmp_path: Path, undisturbed: dict[
 def test_no_schedule_of_many_changes_a_bit(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     crashes = check(range(SEEDS, SEEDS + 20_000), tmp_path, undisturbed)
     print(f"20,000 schedules, {crashes} crashes")
+
+
+@pytest.mark.nightly
+def test_no_longer_schedule_changes_a_bit(tmp_path: Path) -> None:
+    wanted = play(0, tmp_path / "calm", Faults(), rounds=3)[0]
+    assert check(range(200), tmp_path, wanted, rounds=3) > 200
 
 
 def test_a_seed_is_one_schedule(tmp_path: Path) -> None:

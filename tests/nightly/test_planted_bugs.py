@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("clients", "server", "engine", "tests", "examples", "pyproject.toml")
 ENGINE = "engine/tuneserve_engine"
 SIMULATION = ("tests/faults/test_simulation.py", "-m", "not nightly")
+LONGER = ("tests/faults/test_simulation.py", "-m", "nightly", "-k", "longer")
 JAX_KILLS = ("tests/faults/test_kills_jax.py", "-m", "not nightly")
 
 
@@ -121,7 +122,7 @@ BUGS = (
         f"{ENGINE}/worker.py",
         "            async with self._taking:\n                await call()\n",
         "            if True:\n                self._pause.clear()\n                await call()\n",
-        SIMULATION,
+        LONGER,
     ),
     Bug(
         "the fallback point's log is trimmed",
