@@ -1,10 +1,11 @@
-"""Requests to micro-batches and back: pure NumPy.
+"""Requests to streams of tokens and back: pure NumPy.
 
-A datum goes into the bucket that its own length chose, in a batch whose number of rows its own
-request chose. Neighbours decide neither, so a request's numbers are the same in any company.
+Which of a request's datums lie behind one another, and in which order its blocks follow, is the
+request's own choice. Neighbours decide only in which stream a block is, and behind whom: no bit
+depends on that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,30 +14,21 @@ import numpy as np
 from tuneserve_engine.backend.base import (
     LOSS_NAMES,
     FloatArray,
+    IntArray,
     Lattice,
     TrainBatch,
     TrainOutput,
-    TrainRequest,
     TrainUnit,
 )
+from tuneserve_engine.lattice import multiple_from
 from tuneserve_engine.training_wire import Datum, TrainingData
 
 
-class Shape(NamedTuple):
-    """What rows must share to share a micro-batch; chosen by the row's request alone."""
-
-    rows: int
-    bucket: int
-    targets: int
-    rank_class: int
-    forward_only: bool
-
-
 class Place(NamedTuple):
-    """Where a datum's row went."""
+    """Where a datum's tokens went: behind one another, from token ``first`` of the stream on."""
 
     batch: int
-    row: int
+    first: int
 
 
 @dataclass(frozen=True)
@@ -50,116 +42,206 @@ class PackRequest:
 
 @dataclass(frozen=True)
 class Packed:
-    """The unit to run, and the place of each request's datums in it."""
+    """One unit to run. Its request i is the one at ``members[i]`` of those that were packed, and
+    ``places[i]`` is where that request's datums are."""
 
     unit: TrainUnit
+    members: tuple[int, ...]
     places: tuple[tuple[Place, ...], ...]
 
 
-def pack(requests: Sequence[PackRequest], lattice: Lattice, halvings: int = 0) -> Packed:
-    """Fills micro-batches with the requests' datums.
+class _Piece(NamedTuple):
+    """Datums of one request that lie behind one another, in blocks of their own."""
 
-    Requests share a batch as long as it has room. Batches are ordered by shape, and a request's
-    datums of one shape keep their order: its rows are summed in an order that it alone decides.
-    Every micro-batch has its rows halved ``halvings`` times, down to one, for a device without the
-    memory for more. That changes bits, so it is done to a request alone, and on record.
+    member: int
+    datum_ids: tuple[int, ...]
+    targets: int
+    tokens: int  # of its blocks
+
+
+def pack(requests: Sequence[PackRequest], lattice: Lattice, halvings: int = 0) -> list[Packed]:
+    """The units that run these requests, each of one rank class and one direction.
+
+    Units are in the order in which their first requests came, and so are the requests of each.
+    Streams have half the length, ``halvings`` times, down to the longest piece, for a device
+    without the memory for more: the same bits, in a shape that has to be compiled for it.
     """
-    open_batches: dict[Shape, int] = {}
-    members: list[tuple[Shape, list[tuple[int, Datum]]]] = []
-    places: list[tuple[Place, ...]] = []
+    groups: dict[tuple[int, bool], list[list[int]]] = {}
     for index, request in enumerate(requests):
-        placed: dict[int, Place] = {}
-        for shape, datum_ids in _shapes(request, lattice, halvings):
-            for datum_id in datum_ids:
-                at = open_batches.get(shape)
-                if at is None or len(members[at][1]) == shape.rows:
-                    at = open_batches[shape] = len(members)
-                    members.append((shape, []))
-                rows = members[at][1]
-                placed[datum_id] = Place(at, len(rows))
-                rows.append((index, request.data.data[datum_id]))
-        places.append(tuple(placed[i] for i in range(len(request.data.data))))
-    order = sorted(range(len(members)), key=lambda i: members[i][0])
-    rank_of = {old: new for new, old in enumerate(order)}
-    unit = TrainUnit(
-        requests=tuple(TrainRequest(r.adapter_id, r.data.forward_only) for r in requests),
-        batches=tuple(_batch(*members[i], requests) for i in order),
-    )
-    return Packed(
-        unit, tuple(tuple(Place(rank_of[p.batch], p.row) for p in placed) for placed in places)
-    )
-
-
-def _shapes(
-    request: PackRequest, lattice: Lattice, halvings: int
-) -> Iterator[tuple[Shape, list[int]]]:
-    """The request's datums by the shape they need, in order of first appearance."""
-    groups: dict[tuple[int, int], list[int]] = {}
-    for i, datum in enumerate(request.data.data):
-        key = lattice.bucket(len(datum.tokens)), lattice.target_class(datum.targets.shape[1])
-        groups.setdefault(key, []).append(i)
-    for (bucket, targets), datum_ids in groups.items():
-        rows = max(lattice.rows(bucket, len(datum_ids)) >> halvings, 1)
         rank_class = lattice.rank_class(request.rank)
-        yield Shape(rows, bucket, targets, rank_class, request.data.forward_only), datum_ids
+        units = groups.setdefault((rank_class, request.data.forward_only), [[]])
+        if len(units[-1]) == lattice.slots(rank_class):
+            units.append([])
+        units[-1].append(index)
+    return [
+        _packed(requests, tuple(members), lattice, halvings)
+        for units in groups.values()
+        for members in units
+    ]
+
+
+def _packed(
+    requests: Sequence[PackRequest], members: tuple[int, ...], lattice: Lattice, halvings: int
+) -> Packed:
+    data = [requests[index].data for index in members]
+    pieces = [piece for i, each in enumerate(data) for piece in _pieces(i, each, lattice)]
+    longest = max(piece.tokens for piece in pieces)
+    capacity = multiple_from(max(lattice.stream >> halvings, longest), lattice.chunk)
+    streams = [
+        stream
+        for targets in sorted({piece.targets for piece in pieces})
+        for stream in _streams((piece for piece in pieces if piece.targets == targets), capacity)
+    ]
+    places = _places(streams, data)
+    unit = TrainUnit(
+        adapter_ids=tuple(requests[index].adapter_id for index in members),
+        forward_only=data[0].forward_only,
+        batches=tuple(_batch(each, capacity, lattice.block, data, places) for each in streams),
+    )
+    return Packed(unit, members, tuple(tuple(of_request) for of_request in places))
+
+
+def _pieces(member: int, data: TrainingData, lattice: Lattice) -> list[_Piece]:
+    """A request's datums by padded K, and packed: the longest first, each behind the first ones
+    that leave it room. The request alone decides."""
+    classes: dict[int, list[int]] = {}
+    for i, datum in enumerate(data.data):
+        classes.setdefault(lattice.target_class(datum.targets.shape[1]), []).append(i)
+    pieces = []
+    for targets, datum_ids in classes.items():
+        lengths = [len(data.data[i].tokens) for i in datum_ids]
+        for group, tokens in _first_fit(lengths, lattice.piece):
+            padded = multiple_from(tokens, lattice.block)
+            pieces.append(_Piece(member, tuple(datum_ids[i] for i in group), targets, padded))
+    return pieces
+
+
+def _first_fit(lengths: Sequence[int], limit: int) -> list[tuple[list[int], int]]:
+    """Groups of indices, and the sum of each, at most ``limit`` unless it has one member."""
+    groups: list[list[int]] = []
+    sums: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        most = limit - lengths[i]
+        at = next((at for at, tokens in enumerate(sums) if tokens <= most), len(groups))
+        if at == len(groups):
+            groups.append([])
+            sums.append(0)
+        groups[at].append(i)
+        sums[at] += lengths[i]
+    return list(zip(groups, sums, strict=True))
+
+
+def _streams(pieces: Iterable[_Piece], capacity: int) -> list[list[_Piece]]:
+    """The pieces in their order, so that a request's blocks keep theirs: a stream that has no room
+    for the next one is closed."""
+    streams: list[list[_Piece]] = []
+    free = 0
+    for piece in pieces:
+        if piece.tokens > free:
+            streams.append([])
+            free = capacity
+        streams[-1].append(piece)
+        free -= piece.tokens
+    return streams
+
+
+def _places(streams: Sequence[Sequence[_Piece]], data: Sequence[TrainingData]) -> list[list[Place]]:
+    places = [[Place(-1, -1)] * len(each.data) for each in data]
+    for number, stream in enumerate(streams):
+        start = 0
+        for piece in stream:
+            first = start
+            for i in piece.datum_ids:
+                places[piece.member][i] = Place(number, first)
+                first += len(data[piece.member].data[i].tokens)
+            start += piece.tokens
+    return places
 
 
 def _batch(
-    shape: Shape, rows: Sequence[tuple[int, Datum]], requests: Sequence[PackRequest]
+    stream: Sequence[_Piece],
+    capacity: int,
+    block: int,
+    data: Sequence[TrainingData],
+    places: Sequence[Sequence[Place]],
 ) -> TrainBatch:
-    b, t, k = shape.rows, shape.bucket, shape.targets
-
-    def per_token() -> FloatArray:
-        return np.zeros((b, t), np.float32)
-
-    batch = TrainBatch(
-        tokens=np.zeros((b, t), np.int32),
-        targets=np.zeros((b, t, k), np.int32),
-        valid=per_token(),
-        weights=np.zeros((b, t, k), np.float32),
-        old_logprobs=per_token(),
-        advantages=per_token(),
-        clip_low=per_token(),
-        clip_high=per_token(),
-        sequence_mask=per_token(),
-        beta=np.zeros(b, np.float32),
-        loss_id=np.zeros(b, np.int32),
-        row_request=np.full(b, -1, np.int32),
-    )
-    for row, (index, datum) in enumerate(rows):
-        _fill_row(batch, row, datum, requests[index].data)
-        batch.row_request[row] = index
+    blocks = sum(piece.tokens for piece in stream) // block
+    batch = _empty(capacity, stream[0].targets, block, blocks)
+    number = 0
+    at = 0
+    for piece in stream:
+        after = at + piece.tokens // block
+        batch.block_request[at:after] = piece.member
+        at = after
+        for i in piece.datum_ids:
+            request = data[piece.member]
+            _fill(batch, places[piece.member][i].first, number, request.data[i], request)
+            number += 1
+    # A block's first token is a datum's, never padding, and no datum in the block began earlier.
+    starts = np.arange(0, capacity, block, dtype=np.int32)
+    batch.block_start[:] = (starts - batch.positions[::block]) // block
     return batch
 
 
-def _fill_row(batch: TrainBatch, row: int, datum: Datum, data: TrainingData) -> None:
+def _empty(n: int, k: int, block: int, blocks: int) -> TrainBatch:
+    def whole() -> IntArray:
+        return np.zeros(n, np.int32)
+
+    def real() -> FloatArray:
+        return np.zeros(n, np.float32)
+
+    return TrainBatch(
+        tokens=whole(),
+        targets=np.zeros((n, k), np.int32),
+        positions=whole(),
+        datum=np.full(n, -1, np.int32),
+        weights=np.zeros((n, k), np.float32),
+        old_logprobs=real(),
+        advantages=real(),
+        clip_low=real(),
+        clip_high=real(),
+        sequence_mask=real(),
+        beta=real(),
+        loss_id=whole(),
+        block_request=np.full(n // block, -1, np.int32),
+        block_start=np.zeros(n // block, np.int32),
+        blocks=blocks,
+    )
+
+
+def _fill(batch: TrainBatch, first: int, number: int, datum: Datum, data: TrainingData) -> None:
     n, k = datum.targets.shape
-    batch.tokens[row, :n] = datum.tokens
-    batch.targets[row, :n, :k] = datum.targets
-    batch.valid[row, :n] = 1
-    batch.weights[row, :n, :k] = datum.weights
-    batch.loss_id[row] = LOSS_NAMES.index(data.loss)
-    batch.beta[row] = data.config.get("beta", 0.0)
+    part = slice(first, first + n)
+    batch.tokens[part] = datum.tokens
+    batch.targets[part, :k] = datum.targets
+    batch.positions[part] = np.arange(n, dtype=np.int32)
+    batch.datum[part] = number
+    batch.weights[part, :k] = datum.weights
+    batch.loss_id[part] = LOSS_NAMES.index(data.loss)
     columns = {
         "logprobs": batch.old_logprobs,
         "advantages": batch.advantages,
         "clip_low_threshold": batch.clip_low,
         "clip_high_threshold": batch.clip_high,
         "sequence_ratio_mask": batch.sequence_mask,
+        "beta": batch.beta,
     }
-    for name, column in columns.items():
-        column[row, :n] = datum.per_token.get(name, data.config.get(name, 0.0))
+    given: dict[str, float | FloatArray] = {**data.config, **datum.per_token}
+    for name, values in given.items():
+        columns[name][part] = values
 
 
 def unpack(
-    packed: Packed, outputs: Sequence[TrainOutput], index: int, data: TrainingData
+    packed: Packed, outputs: Sequence[TrainOutput], member: int, data: TrainingData
 ) -> tuple[list[FloatArray], float]:
-    """Request ``index``'s logprobs per datum, shaped like its targets, and its loss sum."""
+    """The logprobs of the unit's request ``member`` per datum, shaped like its targets, and its
+    loss sum: in double precision, token by token in the order of its datums."""
     logprobs = []
     loss = 0.0
-    for datum, (batch, row) in zip(data.data, packed.places[index], strict=True):
+    for datum, (batch, first) in zip(data.data, packed.places[member], strict=True):
         n, k = datum.targets.shape
-        values = outputs[batch].logprobs[row, :n, :k]
+        part = slice(first, first + n)
+        values = outputs[batch].logprobs[part, :k]
         logprobs.append(values[:, 0] if datum.flat else values)
-        loss += float(outputs[batch].loss[row])
+        loss += float(outputs[batch].loss[part].sum(dtype=np.float64))
     return logprobs, loss

@@ -1,18 +1,17 @@
 """How long jobs will take: a cost that a job's payload tells, times what units of its kind took per
 cost so far. Plain Python; the caller measures time."""
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from statistics import median_low
 
 import msgspec
 
 from tuneserve_client.proto.head import datum_lengths
-from tuneserve_engine.backend.base import Lattice
 from tuneserve_engine.errors import EngineError
 from tuneserve_engine.jobs import Job, JobKind
-from tuneserve_engine.lattice import ShapeLattice, power_of_two_from
+from tuneserve_engine.lattice import ShapeLattice, multiple_from
 
 _REQUEST_TOKENS = 16
 """A gradient of no data would cost about as much as these."""
@@ -32,13 +31,13 @@ class Cost:
     """What one job costs. Costs compare within a kind only.
 
     ``work`` adds up over jobs: a tenant is charged by it. A unit takes less than the sum where its
-    jobs share rows or lanes that would be empty: a gradient has ``rows`` of (bucket, rows of the
-    micro-batch); a sample decodes ``sequences`` side by side, ``steps`` one after the other, in
-    lanes of one ``capacity``.
+    jobs share chunks or lanes that would be empty: a gradient has ``tokens``, in whole blocks; a
+    sample decodes ``sequences`` side by side, ``steps`` one after the other, in lanes of one
+    ``capacity``.
     """
 
     work: float
-    rows: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    tokens: int = 0
     prompt: float = 0  # in steps
     steps: int = 0
     sequences: int = 0
@@ -48,7 +47,7 @@ class Cost:
 class Costs:
     """What jobs cost on a device with this lattice and so many lanes for decoding."""
 
-    def __init__(self, lattice: Lattice | None = None, *, context: int = 4096, lanes: int = 8):
+    def __init__(self, lattice: ShapeLattice | None = None, *, context: int = 4096, lanes: int = 8):
         self._lattice = lattice or ShapeLattice(context)
         self._context = context
         self._lanes = lanes
@@ -65,8 +64,8 @@ class Costs:
 
     def of_unit(self, costs: Sequence[Cost]) -> float:
         """What jobs of one kind cost together."""
-        if any(cost.rows for cost in costs):
-            return _of_gradients(costs)
+        if any(cost.tokens for cost in costs):
+            return self._of_gradients(costs)
         if any(cost.steps for cost in costs):
             return self._of_samples(costs)
         return sum(cost.work for cost in costs)
@@ -78,14 +77,13 @@ class Costs:
         return self.of_unit([cost] * alike)
 
     def _of_gradient(self, lengths: Sequence[int]) -> Cost:
-        buckets = Counter(self._lattice.bucket(length) for length in lengths)
-        return Cost(
-            work=_REQUEST_TOKENS + sum(bucket * count for bucket, count in buckets.items()),
-            rows={
-                (bucket, self._lattice.rows(bucket, count)): count
-                for bucket, count in buckets.items()
-            },
-        )
+        tokens = multiple_from(sum(lengths), self._lattice.block)
+        return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
+
+    def _of_gradients(self, costs: Sequence[Cost]) -> float:
+        """Tokens that are computed, padding included, as if one stream had room for all."""
+        tokens = sum(cost.tokens for cost in costs)
+        return _REQUEST_TOKENS + multiple_from(tokens, self._lattice.chunk)
 
     def _of_sample(self, asked: "_Asked") -> Cost:
         limit = max(self._context - len(asked.prompt), 1)
@@ -97,7 +95,7 @@ class Costs:
             prompt=prompt,
             steps=steps,
             sequences=sequences,
-            capacity=power_of_two_from(len(asked.prompt) + steps),
+            capacity=self._lattice.capacity(len(asked.prompt) + steps),
         )
 
     def _of_samples(self, costs: Sequence[Cost]) -> float:
@@ -109,15 +107,6 @@ class Costs:
             decoded[cost.capacity] += cost.steps * cost.sequences
         steps = sum(max(longest[c], decoded[c] / self._lanes) for c in longest)
         return sum(cost.prompt for cost in costs) + steps
-
-
-def _of_gradients(costs: Sequence[Cost]) -> float:
-    """Tokens of the micro-batches, padding included."""
-    rows: Counter[tuple[int, int]] = Counter()
-    for cost in costs:
-        rows.update(cost.rows)
-    padded = (-(-count // height) * height * bucket for (bucket, height), count in rows.items())
-    return _REQUEST_TOKENS + sum(padded)
 
 
 class Estimates:

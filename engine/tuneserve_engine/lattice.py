@@ -5,7 +5,9 @@ from itertools import pairwise
 
 from tuneserve_engine.errors import UserError
 
-_MAX_TARGETS = 64
+_TARGET_CLASSES = (1, 64)
+"""Padded targets per position: one token, or a distribution. Further classes would each double the
+training programs, and what they would save is small beside the product with the vocabulary."""
 
 
 def power_of_two_from(n: int) -> int:
@@ -13,35 +15,38 @@ def power_of_two_from(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _power_of_two_to(n: int) -> int:
-    return 1 << (n.bit_length() - 1)
+def multiple_from(n: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is at least ``n``."""
+    return -(-n // unit) * unit
 
 
 @dataclass(frozen=True)
 class ShapeLattice:
-    """Implements ``backend.base.Lattice``.
+    """Implements ``backend.base.Lattice``, and the shapes of sampling.
 
-    Lengths are padded to powers of two from ``smallest_bucket`` up; the last bucket is
-    ``context_length`` itself. A micro-batch has one row, for a request of one datum, or as many as
-    ``token_budget`` allows: a power of two, at least 2, at most ``max_rows``. Bits depend on the
-    number of rows, so there are these two choices only, and each request's own number of datums
-    makes it.
+    A training program has one length, ``stream``; it works through as many chunks of it as a
+    micro-batch uses. ``tokens`` is how long a stream should be; it is longer where one datum of
+    ``context_length`` needs it. ``request_slots`` are the requests of one unit at the lowest rank
+    class; a higher one has fewer, so that all classes need the same memory.
     """
 
     context_length: int
-    smallest_bucket: int = 16
-    token_budget: int = 1024
-    max_rows: int = 8
+    block: int = 64
+    chunk: int = 256
+    tokens: int = 4096
+    request_slots: int = 32
     rank_classes: tuple[int, ...] = (8, 32, 128)
 
     def __post_init__(self) -> None:
         if self.context_length < 1:
             raise ValueError(f"context_length is {self.context_length}; it must be at least 1")
-        if self.smallest_bucket != power_of_two_from(self.smallest_bucket):
-            raise ValueError(f"smallest_bucket is {self.smallest_bucket}; use a power of two")
-        if self.token_budget < 1 or self.max_rows < 1:
+        if self.block != power_of_two_from(self.block):
+            raise ValueError(f"block is {self.block}; use a power of two")
+        if self.chunk < 1 or self.chunk % self.block:
+            raise ValueError(f"chunk is {self.chunk}; use a multiple of the block, {self.block}")
+        if self.tokens < 1 or self.request_slots < 1:
             raise ValueError(
-                f"token_budget is {self.token_budget} and max_rows is {self.max_rows}; "
+                f"tokens is {self.tokens} and request_slots is {self.request_slots}; "
                 "both must be positive"
             )
         rising = all(low < high for low, high in pairwise((0, *self.rank_classes)))
@@ -53,22 +58,24 @@ class ShapeLattice:
         """The largest rank an adapter can have."""
         return self.rank_classes[-1]
 
-    def bucket(self, length: int) -> int:
-        """Padded length T for a datum of ``length`` tokens."""
-        if not 1 <= length <= self.context_length:
-            raise UserError(
-                f"a datum has {length} tokens; this base model takes 1 to {self.context_length}; "
-                "shorten or split it"
-            )
-        padded = max(power_of_two_from(length), self.smallest_bucket)
-        return min(padded, self.context_length)
+    @property
+    def stream(self) -> int:
+        """Tokens N of a micro-batch."""
+        return multiple_from(max(self.tokens, self.context_length), self.chunk)
 
-    def rows(self, bucket: int, datums: int) -> int:
-        """Rows B of the micro-batches for a request with ``datums`` datums in this bucket."""
-        if datums == 1:
-            return 1
-        fitting = max(self.token_budget // bucket, 2)
-        return _power_of_two_to(min(fitting, self.max_rows))
+    @property
+    def piece(self) -> int:
+        """Tokens that a request's short datums are packed into, at most."""
+        return min(4 * self.chunk, self.stream)
+
+    @property
+    def target_classes(self) -> tuple[int, ...]:
+        """Every padded K."""
+        return _TARGET_CLASSES
+
+    def slots(self, rank_class: int) -> int:
+        """Requests of this rank class that one unit takes."""
+        return max(self.request_slots * self.rank_classes[0] // rank_class, 1)
 
     def rank_class(self, rank: int) -> int:
         """The rank that adapters of ``rank`` are padded to."""
@@ -81,9 +88,30 @@ class ShapeLattice:
 
     def target_class(self, targets: int) -> int:
         """Padded K for ``targets`` targets per position."""
-        if not 1 <= targets <= _MAX_TARGETS:
-            raise UserError(
-                f"target_tokens has {targets} targets per position; this server takes 1 to "
-                f"{_MAX_TARGETS}; send fewer"
-            )
-        return power_of_two_from(targets)
+        for candidate in _TARGET_CLASSES:
+            if 1 <= targets <= candidate:
+                return candidate
+        raise UserError(
+            f"target_tokens has {targets} targets per position; this server takes 1 to "
+            f"{_TARGET_CLASSES[-1]}; send fewer"
+        )
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Positions of a decode cache, rising: the chunk times powers of two, and the context."""
+        sizes = []
+        size = self.chunk
+        while size < self.context_length:
+            sizes.append(size)
+            size *= 2
+        return (*sizes, multiple_from(self.context_length, self.chunk))
+
+    def capacity(self, length: int) -> int:
+        """The smallest capacity for a prompt and its samples of ``length`` tokens together."""
+        for candidate in self.capacities:
+            if length <= candidate:
+                return candidate
+        raise UserError(
+            f"a prompt and its samples have {length} tokens; this base model takes "
+            f"{self.context_length}; shorten the prompt or lower max_tokens"
+        )

@@ -1,20 +1,20 @@
-"""A random tiny base model on disk, a backend on it, and training units written row by row."""
+"""A random tiny base model on disk, a backend on it, and training units written datum by datum."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tuneserve_engine.backend.base import LOSS_NAMES, TrainBatch, TrainRequest, TrainUnit
-from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.weights import expected_tensors
-from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.backend.base import LOSS_NAMES, TrainBatch, TrainUnit
+from tuneserve_engine.lattice import ShapeLattice, multiple_from
+
+if TYPE_CHECKING:  # most tests here need no model: the fixtures import what they use
+    from tuneserve_engine.backend.jax.backend import JaxBackend
 
 TINY = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -28,8 +28,8 @@ TINY = {
     "intermediate_size": 24,
     "max_position_embeddings": 24,
 }
-LATTICE = ShapeLattice(24, token_budget=64, max_rows=4)
-"""Buckets 16 (1 or 4 rows) and 24 (1 or 2 rows)."""
+LATTICE = ShapeLattice(24, block=8, chunk=16, tokens=128)
+"""Pieces have up to 64 tokens: several make a stream, and the longest datum is several blocks."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Row:
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face layout, with every weight random."""
+    from tuneserve_engine.backend.jax.models.config import ModelConfig
+    from tuneserve_engine.backend.jax.models.weights import expected_tensors
+
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.json").write_text(json.dumps(TINY))
     random = np.random.default_rng(0)
@@ -58,14 +61,16 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def new_backend(base_model: Path) -> Callable[[], JaxBackend]:
+def new_backend(base_model: Path) -> "Callable[[], JaxBackend]":
+    from tuneserve_engine.backend.jax.backend import JaxBackend
+
     return lambda: JaxBackend(
         str(base_model), name="tiny", tokenizer_id=str(base_model), lattice=LATTICE
     )
 
 
 @pytest.fixture(scope="session")
-def backend(new_backend: Callable[[], JaxBackend]) -> JaxBackend:
+def backend(new_backend: "Callable[[], JaxBackend]") -> "JaxBackend":
     """Shared by all tests, programs and all: each uses adapter ids of its own."""
     return new_backend()
 
@@ -85,37 +90,55 @@ def datum() -> Callable[..., Row]:
 
 @pytest.fixture(scope="session")
 def batch_of() -> Callable[..., TrainBatch]:
-    """``batch_of({0: (request, row), 2: ...}, rows=4, bucket=16)``: a datum at each named place."""
+    """``batch_of((0, row), (1, row, row))``: pieces, each a request and its datums, one behind the
+    other. Datums are numbered in this order, so ``batch.datum == 2`` are the tokens of the third.
+    """
 
-    def make(places: dict[int, tuple[int, Row]], *, rows: int, bucket: int) -> TrainBatch:
-        shapes = {"targets": (rows, bucket, 1), "weights": (rows, bucket, 1)}
-        shapes |= {"beta": (rows,), "loss_id": (rows,), "row_request": (rows,)}
-        whole = ("tokens", "targets", "loss_id", "row_request")
-        batch = TrainBatch(**{
-            name: np.zeros(
-                shapes.get(name, (rows, bucket)), np.int32 if name in whole else np.float32
-            )
-            for name in TrainBatch._fields
-        })  # fmt: skip
-        batch.row_request[:] = -1
-        for place, (request, row) in places.items():
-            fill(batch, place, row)
-            batch.row_request[place] = request
-        return batch
+    def make(*pieces: Any, lattice: ShapeLattice = LATTICE) -> TrainBatch:
+        arrays = empty(lattice.stream, lattice.block)
+        first = number = 0
+        for request, *rows in pieces:
+            start = first
+            for row in rows:
+                fill(arrays, number, first, row, lattice.block)
+                first, number = first + len(row.tokens), number + 1
+            first = multiple_from(first, lattice.block)
+            arrays["block_request"][start // lattice.block : first // lattice.block] = request
+        return TrainBatch(**arrays, blocks=first // lattice.block)
 
     return make
 
 
-def fill(batch: TrainBatch, place: int, row: Row) -> None:
+def empty(n: int, block: int) -> dict[str, Any]:
+    """The arrays of a stream without datums."""
+    shapes = {"targets": (n, 1), "weights": (n, 1)}
+    shapes |= {"block_request": (n // block,), "block_start": (n // block,)}
+    whole = ("tokens", "targets", "positions", "datum", "loss_id", "block_request", "block_start")
+    arrays: dict[str, Any] = {
+        name: np.zeros(shapes.get(name, (n,)), np.int32 if name in whole else np.float32)
+        for name in TrainBatch._fields
+        if name != "blocks"
+    }
+    arrays["datum"][:] = arrays["block_request"][:] = -1
+    arrays["block_start"][:] = np.arange(n // block)
+    return arrays
+
+
+def fill(arrays: dict[str, Any], number: int, first: int, row: Row, block: int) -> None:
     length = len(row.tokens)
-    batch.tokens[place, :length] = row.tokens
-    batch.targets[place, :length, 0] = row.targets
-    batch.valid[place, :length] = 1
-    batch.loss_id[place] = LOSS_NAMES.index(row.loss)
+    part = slice(first, first + length)
+    arrays["tokens"][part] = row.tokens
+    arrays["targets"][part, 0] = row.targets
+    arrays["positions"][part] = range(length)
+    arrays["datum"][part] = number
+    arrays["loss_id"][part] = LOSS_NAMES.index(row.loss)
     if row.loss == "cross_entropy":
-        batch.weights[place, :length, 0] = row.weights
+        arrays["weights"][part, 0] = row.weights
     for name, values in row.inputs.items():
-        getattr(batch, name)[place, :length] = values
+        arrays[name][part] = values
+    starts = arrays["block_start"]
+    for each in range(first // block, (first + length - 1) // block + 1):
+        starts[each] = min(starts[each], first // block)
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +148,6 @@ def unit_of() -> Callable[..., TrainUnit]:
     def make(
         adapters: Sequence[str], batches: Sequence[TrainBatch], *, forward_only: bool = False
     ) -> TrainUnit:
-        requests = tuple(TrainRequest(adapter, forward_only) for adapter in adapters)
-        return TrainUnit(requests, tuple(batches))
+        return TrainUnit(tuple(adapters), forward_only, tuple(batches))
 
     return make

@@ -1,6 +1,7 @@
 """What every backend promises, whatever it computes with: run against the fake and the JAX one."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -17,7 +18,6 @@ from tuneserve_engine.backend.base import (
     SampleResult,
     Tensors,
     TopK,
-    TrainRequest,
     TrainResult,
     TrainUnit,
 )
@@ -82,14 +82,24 @@ def wanted(adapter_id: str, *seeds: int, forward_only: bool = False, rank: int =
     return PackRequest(adapter_id, rank, TrainingData("cross_entropy", {}, forward_only, data))
 
 
-def run(device: Backend, *requests: PackRequest) -> tuple[Packed, TrainResult]:
-    packed = pack(requests, device.lattice)
+def run(device: Backend, *requests: PackRequest, halvings: int = 0) -> tuple[Packed, TrainResult]:
+    """Requests that share a unit."""
+    (packed,) = pack(requests, device.lattice, halvings)
     return packed, device.forward_backward(packed.unit)
 
 
-def answer(device: Backend, *requests: PackRequest, of: int = 0) -> tuple[list[Any], float]:
+def take_step(device: Backend, adapter_id: str, params: AdamParams = STEP) -> Mapping[str, float]:
+    (metrics,) = device.optim_steps([(adapter_id, params)])
+    if isinstance(metrics, Exception):
+        raise metrics
+    return metrics
+
+
+def answer(
+    device: Backend, *requests: PackRequest, of: int = 0, halvings: int = 0
+) -> tuple[list[Any], float]:
     """Logprobs and loss of one of the requests."""
-    packed, result = run(device, *requests)
+    packed, result = run(device, *requests, halvings=halvings)
     assert all(result.finite)
     return unpack(packed, result.outputs, of, requests[of].data)
 
@@ -139,10 +149,10 @@ def same_sample(a: SampleResult, b: SampleResult) -> bool:
 
 def test_the_lattice_takes_what_the_info_says(device: Backend) -> None:
     info, lattice = device.info, device.lattice
-    assert lattice.bucket(info.context_length) >= info.context_length
-    assert lattice.rank_class(info.max_rank) >= info.max_rank
-    with pytest.raises(UserError):
-        lattice.bucket(info.context_length + 1)
+    assert lattice.stream >= info.context_length
+    assert lattice.slots(lattice.rank_class(info.max_rank)) >= 1
+    for short, long in (("block", "chunk"), ("block", "piece"), ("chunk", "stream")):
+        assert getattr(lattice, long) % getattr(lattice, short) == 0
     with pytest.raises(UserError):
         device.create_adapter("too-large", AdapterConfig(info.max_rank + 1, 32.0, 0))
 
@@ -179,14 +189,14 @@ def test_a_state_is_a_copy(device: Backend) -> None:
             tensor += 1
     assert same_state(device.adapter_state(mine, optimizer=True), again)
     run(device, wanted(mine, 1))
-    device.optim_step(mine, STEP)
+    take_step(device, mine)
     assert again.step == 0 and not again.first_moment["q_proj.B"].any()
 
 
 def test_sampler_weights_have_no_optimizer(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
-    device.optim_step(mine, STEP)
+    take_step(device, mine)
     state = device.adapter_state(mine, optimizer=False)
     assert (state.step, state.first_moment, state.second_moment) == (0, {}, {})
 
@@ -195,12 +205,12 @@ def test_a_deleted_adapter_is_gone_and_its_id_starts_afresh(device: Backend) -> 
     mine = adapter(device)
     fresh = device.adapter_state(mine, optimizer=True)
     run(device, wanted(mine, 1))
-    device.optim_step(mine, STEP)
+    take_step(device, mine)
     run(device, wanted(mine, 2))
     device.delete_adapter(mine)
     calls: list[Callable[[], Any]] = [
         lambda: device.adapter_state(mine, optimizer=True),
-        lambda: device.optim_step(mine, STEP),
+        lambda: take_step(device, mine),
         lambda: run(device, wanted(mine, 1)),
         lambda: device.delete_adapter(mine),
     ]
@@ -209,7 +219,7 @@ def test_a_deleted_adapter_is_gone_and_its_id_starts_afresh(device: Backend) -> 
             call()
     device.create_adapter(mine, SMALL)
     assert same_state(device.adapter_state(mine, optimizer=True), fresh)
-    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+    assert take_step(device, mine)["grad_norm"] == 0
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -226,11 +236,39 @@ def test_a_loss_is_the_weighted_sum_of_the_logprobs(device: Backend) -> None:
 
 
 def test_outputs_have_the_shapes_of_their_batches(device: Backend) -> None:
-    packed, result = run(device, wanted(adapter(device), 1, 2))
+    several = replace(
+        datum(9), targets=np.tile(datum(9).targets, 3), weights=np.ones((12, 3), "f4")
+    )
+    request = wanted(adapter(device), *range(30))
+    request.data.data.append(several)
+    packed, result = run(device, request)
+    assert len(packed.unit.batches) > 2
     for batch, output in zip(packed.unit.batches, result.outputs, strict=True):
         assert output.logprobs.shape == batch.targets.shape
-        assert output.loss.shape == (len(batch.row_request),)
+        assert output.loss.shape == batch.tokens.shape
         assert output.logprobs.dtype == output.loss.dtype == np.float32
+
+
+def test_a_datum_scores_alike_alone_and_among_others(device: Backend) -> None:
+    """It sees nothing of the datums before it, of whatever length and however many targets."""
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    take_step(device, mine, AdamParams(learning_rate=0.05))
+    data = [datum(seed, length) for seed, length in enumerate([7, 24, 12, 1, 20, 24, 3, 24, 24, 9])]
+    wide = np.random.default_rng(0).integers(0, 50, (11, 3)).astype(np.int32)
+    data.insert(4, Datum(datum(50, 11).tokens, wide, np.ones((11, 3), np.float32), flat=False))
+
+    def scored(*data: Datum) -> tuple[list[Any], float]:
+        training = TrainingData("cross_entropy", {}, True, list(data))
+        return answer(device, PackRequest(mine, 3, training))
+
+    together, loss = scored(*data)
+    losses = []
+    for each, got in zip(data, together, strict=True):
+        (want,), alone = scored(each)
+        np.testing.assert_allclose(got, want, rtol=1e-5, strict=True)
+        losses.append(alone)
+    assert loss == pytest.approx(sum(losses), rel=1e-5)
 
 
 def test_steps_lower_the_loss_on_what_they_saw(device: Backend) -> None:
@@ -238,7 +276,7 @@ def test_steps_lower_the_loss_on_what_they_saw(device: Backend) -> None:
     losses = []
     for _ in range(4):
         losses.append(answer(device, wanted(mine, 1))[1])
-        device.optim_step(mine, AdamParams(learning_rate=0.01))
+        take_step(device, mine, AdamParams(learning_rate=0.01))
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
 
@@ -249,7 +287,7 @@ def test_gradients_accumulate_over_requests_and_units_alike(device: Backend) -> 
         mine = adapter(device)
         for seeds in units:
             run(device, *[wanted(mine, seed) for seed in seeds])
-        device.optim_step(mine, STEP)
+        take_step(device, mine)
         states.append(device.adapter_state(mine, optimizer=True))
     assert same_state(states[0], states[1]) and same_state(states[0], states[2])
 
@@ -257,34 +295,76 @@ def test_gradients_accumulate_over_requests_and_units_alike(device: Backend) -> 
 def test_a_step_clears_the_accumulator_and_counts(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
-    metrics = device.optim_step(mine, STEP)
+    metrics = take_step(device, mine)
     assert metrics["grad_norm"] > 0
     assert all(np.isfinite(value) for value in metrics.values())
     assert device.adapter_state(mine, optimizer=True).step == 1
-    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+    assert take_step(device, mine)["grad_norm"] == 0
     assert device.adapter_state(mine, optimizer=True).step == 2
+
+
+def test_steps_taken_together_are_those_taken_one_by_one(device: Backend) -> None:
+    configs, params = (SMALL, OTHER, PARTIAL), [replace(STEP, beta1=b) for b in (0.9, 0.8, 0.7)]
+    together = [adapter(device, config) for config in configs]
+    single = [adapter(device, config) for config in configs]
+    for each, config in zip([*together, *single], configs * 2, strict=True):
+        run(device, wanted(each, config.seed, rank=config.rank))
+    metrics = device.optim_steps(list(zip(together, params, strict=True)))
+    assert metrics == [take_step(device, *each) for each in zip(single, params, strict=True)]
+    for one, other in zip(together, single, strict=True):
+        assert same_state(
+            device.adapter_state(one, optimizer=True), device.adapter_state(other, optimizer=True)
+        )
+
+
+def test_a_step_that_cannot_be_taken_keeps_no_other_from_being_taken(device: Backend) -> None:
+    first, wrong, last = (adapter(device) for _ in range(3))
+    for each in (first, wrong, last):
+        run(device, wanted(each, 1))
+    taken = [(first, STEP), ("nobody", STEP), (wrong, AdamParams(beta1=1.0)), (last, STEP)]
+    results = device.optim_steps(taken)
+    assert [isinstance(result, EngineError) for result in results] == [False, True, True, False]
+    assert results[0] == results[3]
+    steps = [device.adapter_state(each, optimizer=True).step for each in (first, wrong, last)]
+    assert steps == [1, 0, 1]
+    assert take_step(device, wrong) == results[0]
+    assert device.optim_steps([]) == []
+
+
+def test_looking_ahead_changes_nothing_whoever_is_named(device: Backend) -> None:
+    mine = adapter(device)
+    run(device, wanted(mine, 1))
+    before = device.adapter_state(mine, optimizer=True, accumulator=True)
+    named = threading.Thread(target=device.look_ahead, args=([mine, "nobody", mine],))
+    named.start()
+    assert same_state(device.adapter_state(mine, optimizer=True, accumulator=True), before)
+    named.join()
+    assert same_state(device.adapter_state(mine, optimizer=True, accumulator=True), before)
 
 
 def test_forward_only_gives_the_same_answer_and_no_gradient(device: Backend) -> None:
     mine = adapter(device)
     (there,), loss = answer(device, wanted(mine, 1, forward_only=True))
-    assert device.optim_step(mine, AdamParams())["grad_norm"] == 0
+    assert take_step(device, mine, AdamParams())["grad_norm"] == 0
     (here,), trained = answer(device, wanted(mine, 1))
     np.testing.assert_allclose(there, here, rtol=1e-5)
     assert loss == pytest.approx(trained, rel=1e-5)
-    assert device.optim_step(mine, AdamParams())["grad_norm"] > 0
+    assert take_step(device, mine, AdamParams())["grad_norm"] > 0
 
 
-def test_company_changes_no_bit_of_an_answer_or_a_gradient(device: Backend) -> None:
+@pytest.mark.parametrize("datums", [1, 2, 30])
+def test_company_changes_no_bit_of_an_answer_or_a_gradient(device: Backend, datums: int) -> None:
+    """Wherever in a chunk it begins, and however many streams it needs."""
     alone = adapter(device)
     together, neighbour = adapter(device), adapter(device, OTHER)
-    logprobs, loss = answer(device, wanted(alone, 1, 2))
+    logprobs, loss = answer(device, wanted(alone, *range(datums)))
     others = [wanted(neighbour, seed, seed + 1, rank=5) for seed in (5, 7, 9)]
-    got, got_loss = answer(device, *others[:1], wanted(together, 1, 2), *others[1:], of=1)
+    mine = wanted(together, *range(datums))
+    got, got_loss = answer(device, *others[:1], mine, *others[1:], of=1)
     assert got_loss == loss
     assert [x.tobytes() for x in got] == [x.tobytes() for x in logprobs]
     for each in (alone, together):
-        device.optim_step(each, STEP)
+        take_step(device, each)
     assert same_state(
         device.adapter_state(alone, optimizer=True), device.adapter_state(together, optimizer=True)
     )
@@ -293,64 +373,49 @@ def test_company_changes_no_bit_of_an_answer_or_a_gradient(device: Backend) -> N
 def test_a_poisoned_adapter_is_left_out_and_harms_nobody(device: Backend) -> None:
     mine, alone, sick = adapter(device), adapter(device), adapter(device)
     run(device, wanted(sick, 1))
-    device.optim_step(sick, AdamParams(learning_rate=1e37))
+    take_step(device, sick, AdamParams(learning_rate=1e37))
     poisoned = device.adapter_state(sick, optimizer=True)
     run(device, wanted(alone, 1, 2))
     _, result = run(device, wanted(sick, 3, 4), wanted(mine, 1, 2), wanted(sick, 5))
     assert result.finite == (False, True, False)
     for each in (alone, mine):
-        device.optim_step(each, STEP)
+        take_step(device, each)
     assert same_state(
         device.adapter_state(mine, optimizer=True), device.adapter_state(alone, optimizer=True)
     )
     assert same_state(device.adapter_state(sick, optimizer=True), poisoned)
-    assert device.optim_step(sick, STEP)["grad_norm"] == 0
+    assert take_step(device, sick)["grad_norm"] == 0
 
 
-def test_halved_micro_batches_give_the_same_numbers_and_their_own_bits_again(
-    device: Backend,
-) -> None:
+def test_halved_streams_give_the_same_bits(device: Backend) -> None:
     states, answers = [], []
-    for halvings in (0, 1, 1, 3):
+    for halvings in (0, 1, 3):
         mine = adapter(device)
-        request = wanted(mine, 1, 2, 3, 4, 5)
-        packed = pack([request], device.lattice, halvings)
-        result = device.forward_backward(packed.unit)
-        assert result.finite == (True,)
-        answers.append(unpack(packed, result.outputs, 0, request.data))
+        logprobs, loss = answer(device, wanted(mine, *range(12)), halvings=halvings)
+        answers.append((loss, [array.tobytes() for array in logprobs]))
         states.append(device.adapter_state(mine, optimizer=True, accumulator=True))
-    (plain, loss), *halved = answers
-    for logprobs, other in halved:
-        np.testing.assert_allclose(logprobs, plain, rtol=1e-5)
-        assert other == pytest.approx(loss, rel=1e-5)
-    for state in states[1:]:
-        for name, tensor in states[0].accumulator.items():
-            np.testing.assert_allclose(state.accumulator[name], tensor, rtol=1e-4, atol=1e-5)
-    assert [x.tobytes() for x in answers[1][0]] == [x.tobytes() for x in answers[2][0]]
-    assert same_state(states[1], states[2])
+    assert answers[0] == answers[1] == answers[2]
+    assert same_state(states[0], states[1]) and same_state(states[0], states[2])
 
 
-def test_a_micro_batch_that_does_not_fit_changes_nothing_and_halved_ones_may() -> None:
-    device = FakeBackend(memory_tokens=16 * 2)
+def test_a_stream_that_does_not_fit_changes_nothing_and_halved_ones_may() -> None:
+    device = FakeBackend(memory_tokens=64)
     mine = adapter(device)
-    request = wanted(mine, 1, 2, 3, 4, 5)
+    request = wanted(mine, *range(12))
     for halvings in (0, 1):
-        with pytest.raises(OutOfMemory, match="32 fit"):
-            device.forward_backward(pack([request], device.lattice, halvings).unit)
+        with pytest.raises(OutOfMemory, match="64 fit"):
+            run(device, request, halvings=halvings)
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
-    result = device.forward_backward(pack([request], device.lattice, 2).unit)
-    assert result.finite == (True,)
+    assert run(device, request, halvings=2)[1].finite == (True,)
 
 
 def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:
     mine = adapter(device)
-    packed = pack([wanted(mine, 1), wanted(mine, 2)], device.lattice)
-    broken = TrainUnit(
-        (packed.unit.requests[0], TrainRequest("nobody", False)), packed.unit.batches
-    )
+    (packed,) = pack([wanted(mine, 1), wanted(mine, 2)], device.lattice)
+    broken = TrainUnit((mine, "nobody"), False, packed.unit.batches)
     with pytest.raises(EngineError):
         device.forward_backward(broken)
-    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+    assert take_step(device, mine)["grad_norm"] == 0
 
 
 # --- states --------------------------------------------------------------------------------------
@@ -360,13 +425,13 @@ def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:
 def test_a_resumed_adapter_goes_on_bit_for_bit(device: Backend, config: AdapterConfig) -> None:
     mine, resumed = adapter(device, config), f"contract-{next(ids)}"
     run(device, wanted(mine, 1))
-    device.optim_step(mine, STEP)
+    take_step(device, mine)
     saved = device.adapter_state(mine, optimizer=True)
     device.load_adapter(resumed, saved)
     assert same_state(device.adapter_state(resumed, optimizer=True), saved)
     for each in (mine, resumed):
         run(device, wanted(each, 2))
-        device.optim_step(each, STEP)
+        take_step(device, each)
     assert same_state(
         device.adapter_state(mine, optimizer=True), device.adapter_state(resumed, optimizer=True)
     )
@@ -384,7 +449,7 @@ def gradient(*seeds: int) -> Act:
 
 
 def step(device: Backend, adapter_id: str) -> Any:
-    return device.optim_step(adapter_id, STEP)
+    return take_step(device, adapter_id)
 
 
 TRAINING: tuple[Act, ...] = (
@@ -434,7 +499,7 @@ def test_what_was_not_accumulated_is_no_accumulator(device: Backend) -> None:
     run(device, wanted(mine, 1, forward_only=True))
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
     run(device, wanted(mine, 2))
-    device.optim_step(mine, AdamParams(learning_rate=1e37))
+    take_step(device, mine, AdamParams(learning_rate=1e37))
     _, result = run(device, wanted(mine, 3))
     assert result.finite == (False,)
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
@@ -454,7 +519,7 @@ def test_loading_a_state_without_an_accumulator_clears_what_was_there(device: Ba
     run(device, wanted(mine, 1))
     device.load_adapter(mine, saved)
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
-    assert device.optim_step(mine, STEP)["grad_norm"] == 0
+    assert take_step(device, mine)["grad_norm"] == 0
 
 
 def test_backends_of_one_kind_share_a_numerics_id(device: Backend, elsewhere: Backend) -> None:
@@ -467,14 +532,14 @@ def test_loading_weights_alone_starts_the_optimizer_and_the_accumulator_afresh(
 ) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
-    device.optim_step(mine, STEP)
+    take_step(device, mine)
     weights = device.adapter_state(mine, optimizer=False)
     run(device, wanted(mine, 2))
     device.load_adapter(mine, weights)
     state = device.adapter_state(mine, optimizer=True)
     assert state.step == 0 and same_tensors(state.weights, weights.weights)
     assert not any(tensor.any() for tensor in state.second_moment.values())
-    assert device.optim_step(mine, AdamParams())["grad_norm"] == 0
+    assert take_step(device, mine, AdamParams())["grad_norm"] == 0
 
 
 def misfits(state: AdapterState) -> list[AdapterState]:
@@ -581,13 +646,13 @@ def test_a_fresh_adapter_samples_as_the_base_model(device: Backend) -> None:
 def test_a_snapshot_stays_as_it_was_saved(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
-    device.optim_step(mine, AdamParams(learning_rate=0.05))
+    take_step(device, mine, AdamParams(learning_rate=0.05))
     frozen = snapshot(device, mine)
     before = sample(device, ask(frozen, prompt_logprobs=True))
     base = sample(device, ask(prompt_logprobs=True))
     assert not np.allclose(before.prompt_logprobs[1:], base.prompt_logprobs[1:], rtol=1e-4)
     run(device, wanted(mine, 2))
-    device.optim_step(mine, STEP)
+    take_step(device, mine)
     device.delete_adapter(mine)
     after = sample(device, ask(frozen, prompt_logprobs=True))
     assert same_sample(before, after)
@@ -603,7 +668,7 @@ def test_a_snapshot_that_is_not_loaded_cannot_be_sampled(device: Backend) -> Non
 def test_prompt_logprobs_are_those_of_training(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
-    device.optim_step(mine, AdamParams(learning_rate=0.05))
+    take_step(device, mine, AdamParams(learning_rate=0.05))
     tokens = prompt(7, 13)
     sequence = Datum(tokens[:-1], tokens[1:, None], np.ones((12, 1), np.float32), flat=True)
     data = TrainingData("cross_entropy", {}, True, [sequence])

@@ -1,18 +1,23 @@
-"""Packing: every row once, in its place, and a request's shapes and order in any company."""
+"""Packing: every token once, in its place, and a request's layout in any company."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuneserve_engine.backend.base import LOSS_NAMES, TrainOutput
+from tuneserve_engine.backend.base import LOSS_NAMES, TrainBatch, TrainOutput
 from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.training_wire import Datum, TrainingData
 
+BLOCK, STREAM = 4, 64
 LATTICE = ShapeLattice(
-    context_length=24, smallest_bucket=4, token_budget=32, max_rows=4, rank_classes=(4, 8)
+    context_length=40, block=BLOCK, chunk=8, tokens=60, request_slots=3, rank_classes=(4, 8)
 )
+"""Pieces have up to 32 tokens; three requests of ranks 1 to 4 share a unit, or one of 5 to 8."""
 
 
 def training_datum(length: int, targets: int | None, start: int) -> Datum:
@@ -27,120 +32,252 @@ def training_datum(length: int, targets: int | None, start: int) -> Datum:
     )
 
 
+def sft(*data: Datum) -> TrainingData:
+    return TrainingData("cross_entropy", {}, False, list(data))
+
+
+def alone(*lengths: int, rank: int = 4) -> PackRequest:
+    data = [training_datum(length, None, 1000 * (i + 1)) for i, length in enumerate(lengths)]
+    return PackRequest("a", rank, sft(*data))
+
+
 @st.composite
 def pack_requests(draw: st.DrawFn) -> PackRequest:
     shapes = draw(
         st.lists(
-            st.tuples(st.integers(1, 24), st.sampled_from([None, 1, 3, 4])), min_size=1, max_size=7
+            st.tuples(st.integers(1, 40), st.sampled_from([None, 1, 3, 64])), min_size=1, max_size=9
         )
     )
-    start = 1000 * draw(st.integers(1, 50))
-    data = [training_datum(n, k, start + 100 * i) for i, (n, k) in enumerate(shapes)]
+    start = 100_000 * draw(st.integers(1, 9))
+    data = [training_datum(n, k, start + 5000 * i) for i, (n, k) in enumerate(shapes)]
     training = TrainingData("cross_entropy", {}, draw(st.booleans()), data)
     return PackRequest(draw(st.sampled_from("abc")), draw(st.integers(1, 8)), training)
 
 
-def steps(packed: Packed, index: int) -> list[tuple[int, tuple[int, ...], int]]:
-    """What happens to a request's datums in the order in which the device gets to them: the datum,
-    the shape of its micro-batch, and the number of rows of it."""
-    done = []
-    for number, batch in enumerate(packed.unit.batches):
-        for row in np.flatnonzero(batch.row_request == index).tolist():
-            datum = packed.places[index].index((number, row))
-            done.append((datum, batch.targets.shape, len(batch.row_request)))
-    return done
+companies = st.lists(pack_requests(), min_size=1, max_size=6)
 
 
-@given(st.lists(pack_requests(), min_size=1, max_size=5))
+class Run(NamedTuple):
+    """One datum as a stream has it."""
+
+    index: int  # of the request among those that were packed
+    datum: int
+    batch: TrainBatch
+    part: slice
+
+
+def runs(packed: Sequence[Packed]) -> list[Run]:
+    found = []
+    for unit in packed:
+        for index, places in zip(unit.members, unit.places, strict=True):
+            for i, (number, first) in enumerate(places):
+                batch = unit.unit.batches[number]
+                length = int((batch.datum == batch.datum[first]).sum())
+                found.append(Run(index, i, batch, slice(first, first + length)))
+    return found
+
+
+@given(companies)
 @settings(deadline=None, max_examples=60)
-def test_every_datum_has_one_row_of_its_own_and_the_rest_is_padding(
+def test_every_token_is_somewhere_once_behind_the_one_before_it(
     requests: list[PackRequest],
 ) -> None:
     packed = pack(requests, LATTICE)
-    assert len(packed.places) == len(packed.unit.requests) == len(requests)
-    places = [place for of_request in packed.places for place in of_request]
-    assert len(set(places)) == len(places) == sum(len(r.data.data) for r in requests)
-    used = {
-        (number, row)
-        for number, batch in enumerate(packed.unit.batches)
-        for row in np.flatnonzero(batch.row_request >= 0).tolist()
-    }
-    assert used == set(places)
-    for number, batch in enumerate(packed.unit.batches):
-        assert (number, 0) in used  # rows fill from the first, none is empty
-        padding = batch.row_request < 0
-        for array in (batch.tokens, batch.targets, batch.valid, batch.weights):
-            assert not array[padding].any()
+    found = runs(packed)
+    assert sorted((run.index, run.datum) for run in found) == [
+        (index, i) for index, each in enumerate(requests) for i in range(len(each.data.data))
+    ]
+    for index, i, batch, part in found:
+        datum = requests[index].data.data[i]
+        n, k = datum.targets.shape
+        np.testing.assert_array_equal(batch.tokens[part], datum.tokens, strict=True)
+        np.testing.assert_array_equal(batch.positions[part], np.arange(n))
+        np.testing.assert_array_equal(batch.targets[part, :k], datum.targets, strict=True)
+        np.testing.assert_array_equal(batch.weights[part, :k], datum.weights, strict=True)
+        assert not batch.targets[part, k:].any() and not batch.weights[part, k:].any()
+    for unit in packed:
+        tokens = sum(int((batch.datum >= 0).sum()) for batch in unit.unit.batches)
+        assert tokens == sum(len(d.tokens) for m in unit.members for d in requests[m].data.data)
 
 
-@given(st.lists(pack_requests(), min_size=1, max_size=5))
+def test_a_packed_stream_is_the_one_that_is_written_by_hand(
+    batch_of: Callable[..., TrainBatch], datum: Callable[..., Any]
+) -> None:
+    rows = {(0, length): datum(length, length) for length in (18, 9, 3)} | {(1, 5): datum(5, 5)}
+
+    def asked(request: int, *lengths: int) -> PackRequest:
+        data = []
+        for length in lengths:
+            row = rows[request, length]
+            arrays = [np.array(each, np.int32) for each in (row.tokens, row.targets)]
+            weights = np.array(row.weights, np.float32)
+            data.append(Datum(arrays[0], arrays[1][:, None], weights[:, None], True))
+        return PackRequest(str(request), 4, sft(*data))
+
+    (unit,) = pack([asked(0, 9, 18, 3), asked(1, 5)], LATTICE)
+    (got,) = unit.unit.batches
+    by_hand = batch_of((0, rows[0, 18], rows[0, 9], rows[0, 3]), (1, rows[1, 5]), lattice=LATTICE)
+    for name, array in got._asdict().items():
+        np.testing.assert_array_equal(array, getattr(by_hand, name), name, strict=True)
+    np.testing.assert_array_equal(got.block_request[:11], [0] * 8 + [1] * 2 + [-1])
+    np.testing.assert_array_equal(got.block_start[:11], [0, 0, 0, 0, 0, 4, 4, 6, 8, 8, 10])
+
+
+@given(companies)
 @settings(deadline=None, max_examples=60)
-def test_a_row_holds_its_datum_and_zeros(requests: list[PackRequest]) -> None:
-    packed = pack(requests, LATTICE)
-    for index, request in enumerate(requests):
-        assert packed.unit.requests[index].adapter_id == request.adapter_id
-        assert packed.unit.requests[index].forward_only == request.data.forward_only
-        for datum, (number, row) in zip(request.data.data, packed.places[index], strict=True):
-            batch = packed.unit.batches[number]
-            n, k = datum.targets.shape
-            assert batch.row_request[row] == index
-            for array, want in (
-                (batch.tokens[row], datum.tokens),
-                (batch.targets[row], datum.targets),
-                (batch.weights[row], datum.weights),
-                (batch.valid[row], np.ones(n)),
-            ):
-                inside = array[:n, :k] if array.ndim == 2 else array[:n]
-                np.testing.assert_array_equal(inside, want)
-                assert np.count_nonzero(array) == np.count_nonzero(want)
+def test_padding_is_marked_and_has_no_weight(requests: list[PackRequest]) -> None:
+    for unit in pack(requests, LATTICE):
+        for batch in unit.unit.batches:
+            padding = batch.datum < 0
+            for array in (batch.tokens, batch.targets, batch.positions, batch.weights):
+                assert not array[padding].any()
+            numbers = batch.datum[~padding]
+            assert (np.diff(numbers) >= 0).all() and set(numbers) == set(range(max(numbers) + 1))
 
 
-@given(st.lists(pack_requests(), min_size=1, max_size=5))
+@given(companies)
 @settings(deadline=None, max_examples=60)
-def test_a_micro_batch_has_one_rank_class_and_one_direction(requests: list[PackRequest]) -> None:
+def test_a_block_is_one_requests_and_attends_from_where_its_datums_begin(
+    requests: list[PackRequest],
+) -> None:
+    blocks = np.arange(STREAM // BLOCK)
+    for unit in pack(requests, LATTICE):
+        found = runs([unit])
+        for batch in unit.unit.batches:
+            np.testing.assert_array_equal(batch.block_request >= 0, blocks < batch.blocks)
+            for block in blocks.tolist():
+                inside = {
+                    (unit.members.index(index), part.start)
+                    for index, _, at, part in found
+                    if at is batch
+                    and part.start < BLOCK * (block + 1)
+                    and part.stop > BLOCK * block
+                }
+                assert {member for member, _ in inside} == {int(batch.block_request[block])} - {-1}
+                first = min((start for _, start in inside), default=BLOCK * block)
+                assert batch.block_start[block] == first // BLOCK
+
+
+@given(companies)
+@settings(deadline=None, max_examples=60)
+def test_a_unit_has_one_rank_class_one_direction_and_no_more_requests_than_slots(
+    requests: list[PackRequest],
+) -> None:
     packed = pack(requests, LATTICE)
-    for batch in packed.unit.batches:
-        members = {index for index in batch.row_request.tolist() if index >= 0}
-        assert len({LATTICE.rank_class(requests[index].rank) for index in members}) == 1
-        assert len({requests[index].data.forward_only for index in members}) == 1
+    assert sorted(index for unit in packed for index in unit.members) == [*range(len(requests))]
+    kinds = []
+    for unit in packed:
+        asked = [requests[index] for index in unit.members]
+        (kind,) = {(LATTICE.rank_class(each.rank), each.data.forward_only) for each in asked}
+        assert unit.unit.forward_only == kind[1]
+        assert unit.unit.adapter_ids == tuple(each.adapter_id for each in asked)
+        assert 1 <= len(asked) <= {4: 3, 8: 1}[kind[0]]
+        assert list(unit.members) == sorted(unit.members)
+        kinds.append(kind)
+    for kind in set(kinds):
+        of_kind = [unit.members for unit, each in zip(packed, kinds, strict=True) if each == kind]
+        assert sum(of_kind, ()) == tuple(sorted(sum(of_kind, ())))
+        slots = {4: 3, 8: 1}[kind[0]]
+        assert all(len(members) == slots for members in of_kind[:-1])
+
+
+def test_units_are_in_the_order_in_which_their_first_requests_came() -> None:
+    ranks = [8, 3, 8, 2, 4, 1, 8]
+    packed = pack([alone(5, rank=rank) for rank in ranks], LATTICE)
+    assert [unit.members for unit in packed] == [(0,), (2,), (6,), (1, 3, 4), (5,)]
+
+
+def test_streams_of_one_target_come_before_those_of_many() -> None:
+    data = [training_datum(5, 2, 0), training_datum(5, None, 100), training_datum(5, 64, 200)]
+    (unit,) = pack([PackRequest("a", 4, sft(*data))], LATTICE)
+    assert [batch.targets.shape for batch in unit.unit.batches] == [(STREAM, 1), (STREAM, 64)]
+    assert unit.places == (((1, 0), (0, 0), (1, 5)),)
+
+
+def layout(packed: list[Packed], index: int) -> list[tuple[int, int, int, int]]:
+    """A request's datums in the order in which the device gets to them: the datum, its K, its first
+    token in its block, and the number of blocks of the request before it."""
+    done = []
+    for unit in packed:
+        if index not in unit.members:
+            continue
+        member = unit.members.index(index)
+        before = 0
+        for number, batch in enumerate(unit.unit.batches):
+            mine = np.flatnonzero(batch.block_request == member)
+            places = [
+                (place.first, datum)
+                for datum, place in enumerate(unit.places[member])
+                if place.batch == number
+            ]
+            for first, datum in sorted(places):
+                at = before + int((mine < first // BLOCK).sum())
+                done.append((datum, batch.targets.shape[1], first % BLOCK, at))
+            before += len(mine)
+    return done
 
 
 @given(
-    pack_requests(),
-    st.lists(pack_requests(), max_size=4),
-    st.lists(pack_requests(), max_size=4),
+    pack_requests(), st.lists(pack_requests(), max_size=5), st.lists(pack_requests(), max_size=5)
 )
 @settings(deadline=None, max_examples=200)
-def test_company_changes_neither_a_requests_shapes_nor_its_order(
+def test_company_changes_neither_a_requests_layout_nor_the_order_of_its_blocks(
     request: PackRequest, before: list[PackRequest], after: list[PackRequest]
 ) -> None:
-    alone = pack([request], LATTICE)
     together = pack([*before, request, *after], LATTICE)
-    assert steps(together, len(before)) == steps(alone, 0)
+    assert layout(together, len(before)) == layout(pack([request], LATTICE), 0)
 
 
-@given(st.lists(pack_requests(), min_size=1, max_size=5))
+def test_the_longest_datums_go_first_and_short_ones_into_the_first_gap() -> None:
+    """30 leaves 2 of the 32 tokens of a piece, 20 leaves 12, and 40 is longer than a piece."""
+    (unit,) = pack([alone(3, 30, 2, 40, 20, 9)], LATTICE)
+    # Pieces: 40 | 30 + 2 | 20 + 9 + 3, and the stream of 64 has no room for two of them.
+    assert unit.places == (((1, 61), (1, 0), (1, 30), (0, 0), (1, 32), (1, 52)),)
+    assert [batch.blocks for batch in unit.unit.batches] == [10, 16]
+
+
+def test_a_closed_stream_gets_no_more_pieces() -> None:
+    """The third piece would fit behind the first, but there its blocks would come too early."""
+    (unit,) = pack([alone(40), alone(40), alone(16)], LATTICE)
+    assert unit.places == (((0, 0),), ((1, 0),), ((1, 40),))
+
+
+@given(companies)
 @settings(deadline=None, max_examples=60)
 def test_unpacking_gives_each_request_its_own_outputs(requests: list[PackRequest]) -> None:
-    packed = pack(requests, LATTICE)
-    outputs = [
-        TrainOutput(logprobs=-2 * batch.weights, loss=batch.weights.sum((1, 2)))
-        for batch in packed.unit.batches
-    ]
-    for index, request in enumerate(requests):
-        logprobs, loss = unpack(packed, outputs, index, request.data)
-        assert loss == pytest.approx(sum(float(d.weights.sum()) for d in request.data.data))
-        for got, datum in zip(logprobs, request.data.data, strict=True):
-            want = -2 * datum.weights
-            np.testing.assert_array_equal(got, want[:, 0] if datum.flat else want, strict=True)
+    for unit in pack(requests, LATTICE):
+        outputs = [
+            TrainOutput(
+                logprobs=np.where(batch.datum[:, None] < 0, np.nan, -2 * batch.weights),
+                loss=np.where(batch.datum < 0, np.nan, batch.weights.sum(1)).astype("f4"),
+            )
+            for batch in unit.unit.batches
+        ]
+        for member, index in enumerate(unit.members):
+            data = requests[index].data
+            logprobs, loss = unpack(unit, outputs, member, data)
+            assert loss == pytest.approx(sum(float(d.weights.sum()) for d in data.data), rel=1e-6)
+            for got, datum in zip(logprobs, data.data, strict=True):
+                want = -2 * datum.weights
+                np.testing.assert_array_equal(got, want[:, 0] if datum.flat else want)
 
 
 def test_a_flat_target_and_a_column_of_one_keep_their_shapes() -> None:
-    data = [training_datum(3, None, 100), training_datum(3, 1, 200)]
-    packed = pack([PackRequest("a", 4, TrainingData("cross_entropy", {}, False, data))], LATTICE)
-    outputs = [TrainOutput(batch.weights, np.zeros(4, "f4")) for batch in packed.unit.batches]
-    logprobs, _ = unpack(packed, outputs, 0, TrainingData("cross_entropy", {}, False, data))
+    data = sft(training_datum(3, None, 100), training_datum(3, 1, 200))
+    (unit,) = pack([PackRequest("a", 4, data)], LATTICE)
+    outputs = [TrainOutput(batch.weights, batch.beta) for batch in unit.unit.batches]
+    logprobs, _ = unpack(unit, outputs, 0, data)
     assert [array.shape for array in logprobs] == [(3,), (3, 1)]
+
+
+def test_a_loss_is_summed_in_double_precision() -> None:
+    """In single precision, ones beside 2**24 are lost."""
+    data = alone(3).data
+    (unit,) = pack([alone(3)], LATTICE)
+    loss = np.zeros(STREAM, np.float32)
+    loss[:3] = 2**24, 1, 1
+    outputs = [TrainOutput(np.zeros((STREAM, 1), np.float32), loss)]
+    assert unpack(unit, outputs, 0, data)[1] == 2**24 + 2
 
 
 def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
@@ -153,57 +290,42 @@ def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
     plain = training_datum(3, None, 0)
     datum = Datum(plain.tokens, plain.targets, np.zeros((3, 1), np.float32), True, inputs)
     config = {"clip_low_threshold": 0.125, "clip_high_threshold": 1.5}
-    request = PackRequest("a", 4, TrainingData("gspo", config, False, [datum]))
+    gspo = PackRequest("a", 4, TrainingData("gspo", config, False, [datum]))
     dro = PackRequest("a", 4, TrainingData("dro", {"beta": 0.25}, False, [plain]))
-    first, second = (pack([each], LATTICE).unit.batches[0] for each in (request, dro))
-    assert LOSS_NAMES[first.loss_id[0]] == "gspo"
-    np.testing.assert_array_equal(first.old_logprobs, [[-1, -2, -3, 0]])
-    np.testing.assert_array_equal(first.advantages, [[1, 2, 3, 0]])
-    np.testing.assert_array_equal(first.sequence_mask, [[0, 1, 1, 0]])
-    np.testing.assert_array_equal(first.clip_low, [[0.25, 0.5, 0.75, 0]])
-    np.testing.assert_array_equal(first.clip_high, [[1.5, 1.5, 1.5, 0]])
-    assert not first.beta.any()
-    assert LOSS_NAMES[second.loss_id[0]] == "dro"
-    np.testing.assert_array_equal(second.beta, [0.25])
+    (unit,) = pack([gspo, dro], LATTICE)
+    (batch,) = unit.unit.batches
+    assert [LOSS_NAMES[i] for i in batch.loss_id[[0, 2, 4, 6]]] == ["gspo", "gspo", "dro", "dro"]
+    np.testing.assert_array_equal(batch.old_logprobs[:8], [-1, -2, -3, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.advantages[:8], [1, 2, 3, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.sequence_mask[:8], [0, 1, 1, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.clip_low[:8], [0.25, 0.5, 0.75, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.clip_high[:8], [1.5, 1.5, 1.5, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.beta[:8], [0, 0, 0, 0, 0.25, 0.25, 0.25, 0])
 
 
-def rows_of(packed: Packed) -> list[int]:
-    return [len(batch.row_request) for batch in packed.unit.batches]
-
-
-def test_each_halving_halves_the_rows_of_every_micro_batch_down_to_one() -> None:
-    """Four rows of 8 tokens, two of 16, and one of 24 fit the budget of 32."""
-    lengths = [8, 7, 6, 5, 8, 16, 15, 14, 24]
-    data = [training_datum(length, None, 100 * i) for i, length in enumerate(lengths)]
-    request = PackRequest("a", 4, TrainingData("cross_entropy", {}, False, data))
-    sizes = []
-    for halvings in range(4):
-        packed = pack([request], LATTICE, halvings)
-        sizes.append(rows_of(packed))
-        assert len(set(packed.places[0])) == len(data)
-        for each, (number, row) in zip(data, packed.places[0], strict=True):
-            tokens = packed.unit.batches[number].tokens[row]
-            np.testing.assert_array_equal(tokens[: len(each.tokens)], each.tokens)
-    assert sizes == [[1, 2, 2, 4, 4], [1] * 4 + [2] * 3, [1] * 9, [1] * 9]
+def test_each_halving_halves_the_streams_down_to_the_longest_piece() -> None:
+    request = alone(30, 29, 28, 21, 20)
+    sizes = [
+        [len(batch.tokens) for batch in pack([request], LATTICE, halvings)[0].unit.batches]
+        for halvings in range(4)
+    ]
+    assert sizes == [[64, 64, 64], [32] * 5, [32] * 5, [32] * 5]
+    longest = alone(40, 2)
+    assert [len(b.tokens) for b in pack([longest], LATTICE, 3)[0].unit.batches] == [40, 40]
 
 
 @given(pack_requests(), st.integers(1, 3))
 @settings(deadline=None, max_examples=60)
-def test_halving_keeps_a_requests_buckets_and_the_order_of_its_rows(
-    request: PackRequest, halvings: int
-) -> None:
-    whole, halved = pack([request], LATTICE), pack([request], LATTICE, halvings)
+def test_halving_keeps_a_requests_layout(request: PackRequest, halvings: int) -> None:
+    assert layout(pack([request], LATTICE, halvings), 0) == layout(pack([request], LATTICE), 0)
 
-    def order(packed: Packed) -> list[int]:
-        return [datum for datum, _, _ in steps(packed, 0)]
 
-    buckets = [{batch.tokens.shape[1] for batch in each.unit.batches} for each in (whole, halved)]
-    assert buckets[0] == buckets[1]
-    assert sorted(order(whole)) == sorted(order(halved))
-    for bucket in buckets[0]:
-        of_bucket = [
-            [datum for datum, shape, _ in steps(each, 0) if shape[1] == bucket]
-            for each in (whole, halved)
-        ]
-        if len({shape[2] for _, shape, _ in steps(whole, 0) if shape[1] == bucket}) == 1:
-            assert of_bucket[0] == of_bucket[1]
+@pytest.mark.parametrize("seed", range(20))
+def test_mixed_lengths_are_padded_by_less_than_a_third(seed: int) -> None:
+    """64 datums of 16 to 1024 tokens, log-uniform, on the lattice of a real device."""
+    lattice = ShapeLattice(4096)
+    draws = np.random.default_rng(seed).uniform(np.log(16), np.log(1024), 64)
+    lengths = np.exp(draws).astype(int).tolist()
+    (unit,) = pack([alone(*lengths)], lattice)
+    chunks = [-(-batch.blocks * lattice.block // lattice.chunk) for batch in unit.unit.batches]
+    assert sum(chunks) * lattice.chunk <= 1.3 * sum(lengths)

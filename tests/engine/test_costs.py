@@ -8,8 +8,8 @@ from tuneserve_engine.costs import Costs, Estimates
 from tuneserve_engine.jobs import Job, JobKind, Sample, encode
 from tuneserve_engine.lattice import ShapeLattice
 
-COSTS = Costs(ShapeLattice(256, token_budget=128, max_rows=4), context=256, lanes=4)
-"""Buckets 16 and 32 have 4 rows, 64 and longer ones 2; a single datum has one row."""
+COSTS = Costs(ShapeLattice(256, block=16, chunk=64), context=256, lanes=4)
+"""Each gradient takes blocks of 16 tokens, a unit chunks of 64; capacities are 64, 128 and 256."""
 
 
 def gradient(*lengths: int) -> Job:
@@ -33,25 +33,25 @@ def together(*jobs: Job) -> float:
 @pytest.mark.parametrize(
     ("lengths", "tokens"),
     [
-        ([[10]], 16),
-        ([[17]], 32),
-        ([[10, 10]], 4 * 16),  # two of four rows
-        ([[10] * 5], 8 * 16),
-        ([[10, 30]], 16 + 32),  # each alone in its bucket: one row
-        ([[10], [10], [10]], 3 * 16),
-        ([[10, 10], [10, 10]], 4 * 16),  # they share a micro-batch
-        ([[10, 10], [10, 10], [10, 10]], 8 * 16),
-        ([[10, 10], [60, 60]], 4 * 16 + 2 * 64),
+        ([[10]], 64),
+        ([[64]], 64),
+        ([[65]], 128),
+        ([[10] * 6], 64),  # its datums share blocks
+        ([[10] * 7], 128),
+        ([[10], [10], [10], [10]], 64),  # a block each, and they share a chunk
+        ([[10], [10], [10], [10], [10]], 128),
+        ([[10, 10], [17]], 64),
+        ([[40], [30, 30]], 128),  # 48 + 64
         ([[200]], 256),
     ],
 )
-def test_gradients_take_the_rows_of_their_micro_batches(
+def test_gradients_take_the_chunks_that_their_blocks_fill(
     lengths: list[list[int]], tokens: int
 ) -> None:
     assert together(*[gradient(*each) for each in lengths]) == 16 + tokens
 
 
-def test_a_gradient_is_charged_for_its_own_tokens() -> None:
+def test_a_gradient_is_charged_for_its_own_blocks() -> None:
     assert [COSTS.of(gradient(*n)).work for n in ([10], [10, 10], [60] * 3)] == [32, 48, 208]
 
 
@@ -93,7 +93,7 @@ def test_estimates_follow_the_median_of_what_was_measured() -> None:
     for seconds in (9.0, 0.1, 0.1, 0.3):
         estimates.learn([job], seconds)
     assert estimates.unit_s([job]) == pytest.approx(0.1)
-    assert estimates.unit_s([gradient(10, 10)]) == pytest.approx(0.1 * (16 + 64) / 32)
+    assert estimates.unit_s([gradient(65)]) == pytest.approx(0.1 * (16 + 128) / (16 + 64))
     assert estimates.room_s(job) == pytest.approx(0.1)
     for _ in range(8):
         estimates.learn([job], 2.0)

@@ -7,70 +7,94 @@ from tuneserve_engine.lattice import ShapeLattice
 
 
 @pytest.mark.parametrize(
-    ("length", "bucket"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 100), (100, 100)]
-)
-def test_lengths_are_padded_to_powers_of_two_and_last_to_the_context_length(length, bucket):
-    assert ShapeLattice(100).bucket(length) == bucket
-
-
-def test_a_context_shorter_than_the_smallest_bucket_is_the_only_bucket():
-    assert ShapeLattice(10).bucket(3) == 10
-
-
-@pytest.mark.parametrize("length", [0, 101])
-def test_a_length_outside_the_context_is_refused_with_the_limit(length):
-    with pytest.raises(UserError, match=f"{length} tokens.*1 to 100"):
-        ShapeLattice(100).bucket(length)
-
-
-@pytest.mark.parametrize(
-    ("bucket", "datums", "rows"),
+    ("context", "tokens", "stream"),
     [
-        (16, 1, 1),  # alone: one row
-        (16, 2, 8),  # 64 would fit; at most 8
-        (128, 2, 8),
-        (128, 100, 8),
-        (256, 2, 4),
-        (300, 2, 2),  # 3 fit: down to a power of two
-        (4096, 2, 2),  # none fits: at least 2
+        (100, 4096, 4096),
+        (100, 4000, 4096),  # up to a multiple of the chunk
+        (5000, 4096, 5120),  # one datum has to fit
+        (100, 1, 256),
     ],
 )
-def test_rows_follow_from_the_bucket_and_whether_the_request_has_one_datum(bucket, datums, rows):
-    assert ShapeLattice(8192).rows(bucket, datums) == rows
+def test_a_stream_is_as_long_as_asked_for_and_holds_any_datum(
+    context: int, tokens: int, stream: int
+) -> None:
+    assert ShapeLattice(context, tokens=tokens).stream == stream
+
+
+@pytest.mark.parametrize(("tokens", "piece"), [(256, 256), (1024, 1024), (4096, 1024)])
+def test_a_piece_has_at_most_four_chunks_and_fits_a_stream(tokens: int, piece: int) -> None:
+    assert ShapeLattice(100, tokens=tokens).piece == piece
+
+
+@pytest.mark.parametrize(("rank_class", "slots"), [(8, 6), (16, 3), (32, 1), (128, 1)])
+def test_units_of_all_rank_classes_need_the_memory_of_the_lowest(
+    rank_class: int, slots: int
+) -> None:
+    assert ShapeLattice(100, request_slots=6).slots(rank_class) == slots
 
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 8), (8, 8), (9, 32), (33, 128), (128, 128)])
-def test_ranks_are_padded_to_their_class(rank, padded):
+def test_ranks_are_padded_to_their_class(rank: int, padded: int) -> None:
     assert ShapeLattice(100).rank_class(rank) == padded
+    assert ShapeLattice(100).max_rank == 128
 
 
-@pytest.mark.parametrize(("targets", "padded"), [(1, 1), (2, 2), (3, 4), (33, 64), (64, 64)])
-def test_targets_are_padded_to_powers_of_two(targets, padded):
+@pytest.mark.parametrize(("targets", "padded"), [(1, 1), (2, 64), (33, 64), (64, 64)])
+def test_targets_are_one_token_or_a_distribution(targets: int, padded: int) -> None:
     assert ShapeLattice(100).target_class(targets) == padded
+    assert padded in ShapeLattice(100).target_classes
 
 
 @pytest.mark.parametrize("rank", [0, 129])
-def test_a_rank_without_a_class_is_refused_with_the_limit(rank):
+def test_a_rank_without_a_class_is_refused_with_the_limit(rank: int) -> None:
     with pytest.raises(UserError, match=f"rank is {rank}.*1 to 128"):
         ShapeLattice(100).rank_class(rank)
 
 
-def test_too_many_targets_are_refused_with_the_limit():
-    with pytest.raises(UserError, match=r"65 targets.*1 to 64"):
-        ShapeLattice(100).target_class(65)
+@pytest.mark.parametrize("targets", [0, 65])
+def test_targets_without_a_class_are_refused_with_the_limit(targets: int) -> None:
+    with pytest.raises(UserError, match=rf"{targets} targets.*1 to 64"):
+        ShapeLattice(100).target_class(targets)
+
+
+@pytest.mark.parametrize(
+    ("context", "chunk", "capacities"),
+    [
+        (2048, 256, (256, 512, 1024, 2048)),
+        (1500, 256, (256, 512, 1024, 1536)),  # multiples of the chunk, all of them
+        (1000, 192, (192, 384, 768, 1152)),
+        (24, 256, (256,)),
+    ],
+)
+def test_capacities_double_from_the_chunk_up_to_the_context(
+    context: int, chunk: int, capacities: tuple[int, ...]
+) -> None:
+    assert ShapeLattice(context, chunk=chunk).capacities == capacities
+
+
+@pytest.mark.parametrize(("length", "capacity"), [(1, 256), (256, 256), (257, 512), (1500, 1536)])
+def test_a_prompt_and_its_samples_take_the_smallest_capacity(length: int, capacity: int) -> None:
+    assert ShapeLattice(1500).capacity(length) == capacity
+
+
+def test_more_than_the_largest_capacity_is_refused_with_the_limit() -> None:
+    with pytest.raises(UserError, match=r"1537 tokens.*takes 1500"):
+        ShapeLattice(1500).capacity(1537)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"context_length": 0},
-        {"smallest_bucket": 24},
-        {"token_budget": 0},
-        {"max_rows": 0},
+        {"block": 24},
+        {"chunk": 96},
+        {"chunk": 0},
+        {"tokens": 0},
+        {"request_slots": 0},
         {"rank_classes": ()},
         {"rank_classes": (8, 8)},
     ],
 )
-def test_settings_that_make_no_lattice_are_refused_by_name(options):
+def test_settings_that_make_no_lattice_are_refused_by_name(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
-        ShapeLattice(**{"context_length": 100} | options)
+        ShapeLattice(**{"context_length": 100} | options)  # type: ignore[arg-type]

@@ -164,11 +164,11 @@ def test_a_unit_takes_no_more_jobs_than_its_time_allows() -> None:
     assert device.next_unit(long) == long[:1]
 
 
-def test_gradients_that_fill_the_empty_rows_of_another_join_whatever_its_time() -> None:
-    """Eight rows of 64 tokens fit a micro-batch, and requests of two datums leave six empty."""
+def test_gradients_that_fill_the_rest_of_anothers_chunk_join_whatever_its_time() -> None:
+    """Four blocks of 64 tokens are computed together, and each request has one."""
     device = Scheduler(unit_s=0.01)
-    device.charge(gradients(("z", 2, 64)), 0.5)
-    jobs = gradients(*[(name, 2, 64) for name in "abcde"])
+    device.charge(gradients(("z", 2, 32)), 0.5)
+    jobs = gradients(*[(name, 2, 32) for name in "abcde"])
     assert device.next_unit(jobs) == jobs[:4]
 
 

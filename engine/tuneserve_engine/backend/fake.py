@@ -3,7 +3,7 @@
 The logprob of token ``y`` after token ``x`` is ``-(1 + (x + y) % 8) / 8 + shift``. An adapter's
 shift is ``scale`` times the sum, over its targets, layers and ranks r, of (the sum of A[:, r])
 times (the sum of B[r, :]): zero while B is zero. ``cross_entropy`` is ``-Σ w·lp``; the other losses
-are all ``-Σ advantages·lp``. ``optim_step`` is AdamW without bias correction or clipping.
+are all ``-Σ advantages·lp``. A step is AdamW without bias correction or clipping.
 
 Sampling counts upwards: sample s, at place p of the sequence (the prompt's first token is at 0), is
 token ``(seed + s + p) % V``; at temperature 0 it is ``p % V``. Logprobs ignore the temperature, and
@@ -27,7 +27,6 @@ from tuneserve_engine.backend.base import (
     AdapterState,
     FloatArray,
     IntArray,
-    Lattice,
     OutOfMemory,
     SampledSequence,
     SampleRequest,
@@ -39,7 +38,7 @@ from tuneserve_engine.backend.base import (
     TrainResult,
     TrainUnit,
 )
-from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
 LAYERS, WIDTH = 2, 4
@@ -65,8 +64,8 @@ class _Adapter:
 
 class FakeBackend:
     """Implements ``backend.base.Backend``. Keeps the ``max_snapshots`` snapshots last
-    loaded or asked for. ``memory_tokens``, if given, are the tokens of the largest micro-batch,
-    padding included, that this device has room for."""
+    loaded or asked for. ``memory_tokens``, if given, are the tokens of the longest stream, its
+    unused part included, that this device has room for."""
 
     def __init__(
         self,
@@ -76,7 +75,9 @@ class FakeBackend:
         memory_tokens: int | None = None,
     ) -> None:
         self._info = info
-        self._lattice = ShapeLattice(info.context_length, rank_classes=(8, info.max_rank))
+        self._lattice = ShapeLattice(
+            info.context_length, block=8, chunk=16, tokens=256, rank_classes=(8, info.max_rank)
+        )
         self._adapters: dict[str, _Adapter] = {}
         self._snapshots: dict[str, AdapterState] = {}
         self._max_snapshots = max_snapshots
@@ -87,7 +88,7 @@ class FakeBackend:
         return self._info
 
     @property
-    def lattice(self) -> Lattice:
+    def lattice(self) -> ShapeLattice:
         return self._lattice
 
     @property
@@ -108,25 +109,39 @@ class FakeBackend:
 
     @np.errstate(all="ignore")  # like a device, which says NaN and goes on
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        adapters = [self._adapter(request.adapter_id) for request in unit.requests]
+        adapters = [self._adapter(adapter_id) for adapter_id in unit.adapter_ids]
         self._check_room(unit)
-        slopes = [0.0] * len(unit.requests)  # d loss / d shift of each request
-        finite = [True] * len(unit.requests)
+        slopes = [0.0] * len(adapters)  # d loss / d shift of each request
+        finite = [True] * len(adapters)
         outputs = []
         for batch in unit.batches:
-            output = TrainOutput(np.zeros_like(batch.weights), np.zeros(len(batch.beta), "f4"))
-            for row, index in enumerate(batch.row_request.tolist()):
-                if index >= 0:
-                    slopes[index] += _run_row(batch, row, adapters[index].state, output)
-                    finite[index] &= bool(np.isfinite([output.loss[row], slopes[index]]).all())
+            output = TrainOutput(np.zeros_like(batch.weights), np.zeros_like(batch.beta))
+            block = len(batch.tokens) // len(batch.block_request)
+            for number in range(batch.datum.max() + 1):
+                first, last = np.flatnonzero(batch.datum == number)[[0, -1]].tolist()
+                index = int(batch.block_request[first // block])
+                part = slice(first, last + 1)
+                slopes[index] += _run_datum(batch, part, adapters[index].state, output)
+                finite[index] &= bool(np.isfinite([*output.loss[part], slopes[index]]).all())
             outputs.append(output)
-        for index, (request, adapter) in enumerate(zip(unit.requests, adapters, strict=True)):
-            if finite[index] and not request.forward_only:
-                finite[index] = _accumulate(adapter, slopes[index])
+        if not unit.forward_only:
+            for index, adapter in enumerate(adapters):
+                finite[index] = finite[index] and _accumulate(adapter, slopes[index])
         return TrainResult(tuple(outputs), tuple(finite))
 
+    def optim_steps(
+        self, steps: Sequence[tuple[str, AdamParams]]
+    ) -> list[Mapping[str, float] | Exception]:
+        results: list[Mapping[str, float] | Exception] = []
+        for adapter_id, params in steps:
+            try:
+                results.append(self._optim_step(adapter_id, params))
+            except EngineError as error:
+                results.append(error)
+        return results
+
     @np.errstate(all="ignore")
-    def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
+    def _optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
         adapter = self._adapter(adapter_id)
         check_adam_params(params)
         state = adapter.state
@@ -147,6 +162,9 @@ class FakeBackend:
             AdapterState(state.config, weights, state.step + 1, _float32(first), _float32(second))
         )
         return {"grad_norm": float(norm)}
+
+    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+        """Nothing to do: all adapters are here."""
 
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
@@ -202,10 +220,10 @@ class FakeBackend:
 
     def _check_room(self, unit: TrainUnit) -> None:
         for batch in unit.batches:
-            tokens = batch.tokens.size
+            tokens = len(batch.tokens)
             if self._memory_tokens is not None and tokens > self._memory_tokens:
                 raise OutOfMemory(
-                    f"the device has no room: a micro-batch has {tokens} tokens, "
+                    f"the device has no room: a stream has {tokens} tokens, "
                     f"{self._memory_tokens} fit"
                 )
 
@@ -264,18 +282,17 @@ def _shift(state: AdapterState) -> float:
     return state.config.scale * total
 
 
-def _run_row(batch: TrainBatch, row: int, state: AdapterState, output: TrainOutput) -> float:
-    """Fills the row's outputs; returns the derivative of its loss by the adapter's shift."""
-    valid = batch.valid[row][:, None]
-    tokens, targets = batch.tokens[row][:, None], batch.targets[row]
-    logprobs = (_base_logprobs(tokens, targets) + np.float32(_shift(state))) * valid
-    if LOSS_NAMES[batch.loss_id[row]] == "cross_entropy":
-        weights = batch.weights[row]
+def _run_datum(batch: TrainBatch, part: slice, state: AdapterState, output: TrainOutput) -> float:
+    """Fills the outputs of a datum; returns the derivative of its loss by the adapter's shift."""
+    tokens, targets = batch.tokens[part][:, None], batch.targets[part]
+    logprobs = _base_logprobs(tokens, targets) + np.float32(_shift(state))
+    if LOSS_NAMES[batch.loss_id[part][0]] == "cross_entropy":
+        weights = batch.weights[part]
     else:
-        weights = batch.advantages[row][:, None]
-    output.logprobs[row] = logprobs
-    output.loss[row] = -np.sum(weights * logprobs)
-    return -float(np.sum(weights * valid))
+        weights = batch.advantages[part][:, None]
+    output.logprobs[part] = logprobs
+    output.loss[part] = -np.sum(weights * logprobs, axis=1)
+    return -float(np.sum(weights))
 
 
 def _accumulate(adapter: _Adapter, slope: float) -> bool:
