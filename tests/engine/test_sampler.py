@@ -1,7 +1,6 @@
 """Requests in, results out, on a random tiny model: company, seeds, lanes, snapshots, programs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +17,12 @@ from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleRes
 from tuneserve_engine.backend.jax.adapters import TargetShapes, target_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
+from tuneserve_engine.backend.jax.sample_programs import CHOICES
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.sampling_wire import MAX_TOP_K
 
 LANES = 4
 CONFIG = ModelConfig(
@@ -35,9 +37,20 @@ CONFIG = ModelConfig(
     context_length=64,
     qk_norm=True,
 )
-LATTICE = ShapeLattice(CONFIG.context_length, rank_classes=(2, 4))
+LATTICE = ShapeLattice(CONFIG.context_length, block=8, chunk=16, rank_classes=(2, 32))
+"""Caches of 16, 32 and 64 positions."""
 NAN = "full of NaN"
 TENANTS = ("rank 2", "rank 4", "attention only")
+
+
+class Letters:
+    """A tokenizer: a letter per token."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+    def id_to_token(self, id: int) -> str:
+        return self.decode([id])
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +59,20 @@ def model() -> Decoder:
     # The default standard deviation of 0.02 gives near-uniform logits that hide mistakes.
     state = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, nnx.state(decoder))
     nnx.update(decoder, state)
+    decoder.block, decoder.chunk_blocks = LATTICE.block, LATTICE.chunk // LATTICE.block
     return decoder
 
 
 @pytest.fixture(scope="module")
-def sampler(model: Decoder) -> Sampler:
-    sampler = Sampler(model, LATTICE, None, lanes=LANES)
+def programs() -> ProgramSet:
+    return ProgramSet()
+
+
+@pytest.fixture(scope="module")
+def sampler(programs: ProgramSet, model: Decoder) -> Sampler:
+    sampler = Sampler(programs, model, LATTICE, Letters(), lanes=LANES, max_snapshots=6)
+    programs.compile_ahead(threads=2)
+    assert programs.wait(300)
     sampler.load_snapshot("rank 2", state(rank=2, seed=1))
     sampler.load_snapshot("rank 4", state(rank=4, seed=2))
     sampler.load_snapshot("attention only", state(rank=1, seed=3, train_mlp=False))
@@ -203,7 +224,7 @@ def test_a_request_for_logprobs_never_decodes(
         raise AssertionError("decoded")
 
     monkeypatch.setattr(Decoder, "decode", decode)
-    sampler = Sampler(model, LATTICE, None, lanes=LANES)
+    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES)
     (result,) = sampler.sample([request(9, max_tokens=1, prompt_logprobs=True)])
     assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == 9
     assert len(result.sequences[0].tokens) == 1
@@ -279,7 +300,7 @@ def test_an_unloaded_snapshot_is_named_before_anything_runs(
 
 
 def test_the_least_recently_used_snapshot_makes_room(model: Decoder) -> None:
-    sampler = Sampler(model, LATTICE, None, lanes=LANES, max_snapshots=2)
+    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES, max_snapshots=2)
     for name in ("a", "b"):
         sampler.load_snapshot(name, state(rank=2, seed=1))
     assert sampler.has_snapshot("a")  # asking counts as use: a call asks before it samples
@@ -288,7 +309,7 @@ def test_the_least_recently_used_snapshot_makes_room(model: Decoder) -> None:
 
 
 def test_a_snapshot_keeps_its_weights_when_the_host_copy_changes(model: Decoder) -> None:
-    sampler = Sampler(model, LATTICE, None, lanes=LANES)
+    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES)
     saved = state(rank=2, seed=1)
     sampler.load_snapshot("frozen", saved)
     one = request(snapshot_id="frozen", max_tokens=1, prompt_logprobs=True)
@@ -306,33 +327,52 @@ def test_a_snapshot_of_another_model_is_refused(sampler: Sampler) -> None:
     assert not sampler.has_snapshot("wrong")
 
 
-def test_no_option_of_a_request_compiles_anything(sampler: Sampler) -> None:
-    """Once a capacity, a rank class and each power of two of a top k have been seen."""
-    asked = {"prompt_logprobs": True, "topk_prompt": 4, "topk_sample": 4, "alt_tokens": 4}
-    targets = np.zeros((4, 3), np.int32)
-    sampler.sample([request(**asked, targets=targets), request(snapshot_id="rank 4", **asked)])
-    with compilations() as compiled:
-        sampler.sample([request(6, seed=9, temperature=0.3, top_k=5, top_p=0.8, num_samples=7)])
-        sampler.sample([request(2, max_tokens=3, temperature=0.0, snapshot_id="rank 2")])
-        sampler.sample([request(9, max_tokens=7, top_p=0.2, stop_tokens=frozenset({1, 2}))])
-        sampler.sample([request(4, topk_prompt=3, snapshot_id="attention only")])
-        sampler.sample([request(4, topk_sample=3, seed=2**64 - 1)])
-        sampler.sample([request(3, alt_tokens=3), request(snapshot_id="rank 4", top_k=2)])
-        sampler.sample([request(4, targets=np.ones((3, 4), np.int32))])
-    assert compiled == []
+@pytest.mark.parametrize("asked", [{"topk_prompt": 65}, {"topk_sample": 65}, {"alt_tokens": 65}])
+def test_more_choices_than_programs_compute_are_refused(
+    sampler: Sampler, asked: dict[str, int]
+) -> None:
+    with pytest.raises(UserError, match=r"65 .* at most 64"):
+        sampler.sample([request(**asked)])
 
 
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """The names of compilation events while it is open, eager operations included."""
-    seen: list[str] = []
+def test_programs_compute_as_many_choices_as_the_wire_allows() -> None:
+    assert CHOICES == MAX_TOP_K
 
-    def listen(event: str, duration: float, **kwargs: Any) -> None:
-        if event.startswith("/jax/core/compile"):
-            seen.append(event)
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+@st.composite
+def any_request(draw: st.DrawFn) -> SampleRequest:
+    """Everything that a client can ask of a context of 64 and a vocabulary of 67."""
+    length = draw(st.integers(1, 63))
+    targets = draw(st.integers(0, 64))
+    return request(
+        length,
+        snapshot_id=draw(st.sampled_from([None, *TENANTS, NAN, "new"])),
+        seed=draw(st.integers(-(2**63), 2**64 - 1)),
+        num_samples=draw(st.integers(1, 16)),
+        max_tokens=draw(st.integers(1, 64 - length)),
+        temperature=draw(st.sampled_from([0.0, 1e-30, 0.7, 1.0, 1e30])),
+        top_k=draw(st.sampled_from([-1, 1, 5, 67, 2**40])),
+        top_p=draw(st.sampled_from([1.0, 0.9, 1e-9])),
+        stop_tokens=frozenset(draw(st.sets(st.integers(0, 66), max_size=3))),
+        stop_strings=tuple(draw(st.lists(st.sampled_from(["ab", "x"]), max_size=2))),
+        prompt_logprobs=draw(st.booleans()),
+        topk_prompt=draw(st.sampled_from([0, 1, 8, 64])),
+        topk_sample=draw(st.sampled_from([0, 1, 8, 64])),
+        alt_tokens=draw(st.sampled_from([0, 1, 8, 64])),
+        targets=np.full((length - 1, targets), 66, np.int32) if targets else None,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(asked=st.lists(any_request(), min_size=1, max_size=4), rank=st.integers(1, 32))
+def test_no_request_compiles_anything(
+    programs: ProgramSet, sampler: Sampler, asked: list[SampleRequest], rank: int
+) -> None:
+    before = programs.compilations_after_ready
+    for name in (*TENANTS, NAN):
+        assert sampler.has_snapshot(name)  # so that another is dropped for the new ones
+    for name in (f"never used {rank}", "new"):
+        sampler.load_snapshot(name, state(rank=rank, seed=rank, train_mlp=rank % 2 == 0))
+    results = sampler.sample(asked)
+    assert programs.compilations_after_ready == before
+    assert [len(result.sequences) for result in results] == [one.num_samples for one in asked]

@@ -143,8 +143,11 @@ def test_rows_that_ask_for_nothing_keep_everything_beside_rows_that_do() -> None
 def test_draws_follow_the_exact_distribution(
     temperature: float, top_k: int, top_p: float, step: int
 ) -> None:
-    params = rows(DRAWS, seed=42, temperature=temperature, top_k=top_k, top_p=top_p)
-    tokens, _ = draw_many(params, step=step)
+    params = [
+        rows(DRAWS, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p)
+        for seed in range(42, 50)
+    ]
+    tokens = np.concatenate([draw_many(one, step=step)[0] for one in params])
     scaled = LOGITS / np.float32(temperature)
     exact = np.where(kept(scaled, top_k, top_p), softmax(LOGITS, temperature), 0.0)
     exact /= exact.sum()

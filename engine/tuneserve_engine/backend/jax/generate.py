@@ -19,10 +19,11 @@ from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.decoder import KVCache
 from tuneserve_engine.backend.jax.sample_programs import (
     Adapter,
+    Choices,
     Decoded,
-    LaneState,
     Programs,
-    top_rows,
+    no_lanes,
+    no_rows,
 )
 from tuneserve_engine.backend.jax.sampling_math import AnyArray, RowParams, seed_halves
 from tuneserve_engine.backend.jax.stops import StopReason, StopWatch
@@ -70,35 +71,20 @@ def draw_first(
 ) -> None:
     """Gives every draft of one request its first token."""
     k = drafts[0].request.topk_sample
-    top = None
-    if k:
-        temperature = np.full(1, drafts[0].request.temperature, np.float32)
-        ids, logprobs = top_rows(programs, logits, temperature, k)
-        top = (ids[0], logprobs[0])
     for start in range(0, len(drafts), lanes):
         part = drafts[start : start + lanes]
-        rows = _no_rows(lanes)
+        rows = no_rows(lanes)
         for lane, draft in enumerate(part):
             _set_row(rows, lane, draft)
-        tokens, chosen = jax.device_get(programs.first(logits, rows))
+        tokens, chosen, choices = jax.device_get(programs.first((), logits, rows))
+        top = (choices.ids[0, :k], choices.logprobs[0, :k]) if k else None
         for lane, draft in enumerate(part):
             draft.push(int(tokens[lane]), float(chosen[lane]), top)
 
 
-def _no_rows(lanes: int) -> RowParams:
-    """Greedy rows without limits: the cheapest to draw."""
-    return RowParams(
-        seed=np.zeros((lanes, 2), np.uint32),
-        sample=np.zeros(lanes, np.int32),
-        temperature=np.zeros(lanes, np.float32),
-        top_k=np.full(lanes, -1, np.int32),
-        top_p=np.ones(lanes, np.float32),
-    )
-
-
 def _set_row(rows: RowParams, lane: int, draft: Draft | None) -> None:
     if draft is None:
-        for values, idle in zip(rows, _no_rows(1), strict=True):
+        for values, idle in zip(rows, no_rows(1), strict=True):
             values[lane] = idle[0]
         return
     request = draft.request
@@ -112,18 +98,14 @@ def _set_row(rows: RowParams, lane: int, draft: Draft | None) -> None:
 class Lanes:
     """The decode lanes of one capacity and rank class."""
 
-    def __init__(self, programs: Programs, *, lanes: int, capacity: int) -> None:
+    def __init__(self, programs: Programs, *, lanes: int, capacity: int, rank_class: int) -> None:
         self._programs = programs
         self._capacity = capacity
+        self._rank_class = rank_class
         self._drafts: list[Draft | None] = [None] * lanes
         self._adapters: list[Adapter | None] = [None] * lanes
         self._device: tuple[KVCache, LoraRows] | None = None
-        self._state = LaneState(
-            tokens=np.zeros(lanes, np.int32),
-            positions=np.full(lanes, capacity, np.int32),
-            step=np.zeros(lanes, np.int32),
-            rows=_no_rows(lanes),
-        )
+        self._state = no_lanes(lanes, capacity)
 
     def run(self, waiting: Iterator[Draft]) -> None:
         """Finishes every draft of the iterator, which is asked for one whenever a lane is free."""
@@ -140,16 +122,14 @@ class Lanes:
         assert draft.prompt is not None, "a sequence joins a lane once"
         index = np.int32(lane)
         if self._device is None:
-            self._device = self._programs.empty(
-                draft.prompt,
-                draft.adapter.weights,
-                lanes=len(self._drafts),
-                capacity=self._capacity,
+            self._device = (
+                self._programs.empty_cache(self._capacity, draft.prompt),
+                self._programs.empty_bank(self._rank_class, draft.adapter.weights),
             )
         cache, bank = self._device
-        cache = self._programs.join(cache, index, draft.prompt)
+        cache = self._programs.join(self._capacity, cache, index, draft.prompt)
         if self._adapters[lane] is not draft.adapter:
-            bank = self._programs.adopt(bank, index, draft.adapter)
+            bank = self._programs.adopt(self._rank_class, bank, index, draft.adapter)
             self._adapters[lane] = draft.adapter
         self._device = cache, bank
         draft.prompt = None
@@ -167,16 +147,18 @@ class Lanes:
         """One dispatch: a few tokens for every lane; those past a sequence's end are dropped."""
         assert self._device is not None
         cache, bank = self._device
-        decoded: Decoded = self._programs.decode(cache, bank, self._state)
+        top_asked = any(draft is not None and draft.request.topk_sample for draft in self._drafts)
+        state = self._state._replace(top=np.bool_(top_asked))
+        key = self._capacity, self._rank_class
+        decoded: Decoded = self._programs.decode(key, cache, bank, state)
         self._device = decoded.cache, bank
         tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
-        tops = self._tops(decoded.logits)
+        top = jax.device_get(decoded.top) if top_asked else None
         for lane, draft in enumerate(self._drafts):
             if draft is None:
                 continue
-            top = tops.get(draft.request.topk_sample)
             for step in range(len(tokens)):
-                row = None if top is None else (top[0][step, lane], top[1][step, lane])
+                row = _best(top, step, lane, draft.request.topk_sample)
                 if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
                     self._leave(lane)
                     break
@@ -188,16 +170,9 @@ class Lanes:
         self._state.positions[lane] = self._capacity
         _set_row(self._state.rows, lane, None)
 
-    def _tops(self, logits: Float[Array, "U B V"]) -> dict[int, tuple[AnyArray, AnyArray]]:
-        """By k, for each k that a lane asked for: ids and logprobs, [U, B, k]."""
-        asked = {draft.request.topk_sample for draft in self._drafts if draft is not None} - {0}
-        if not asked:
-            return {}
-        steps, lanes, vocab = logits.shape
-        rows = logits.reshape(steps * lanes, vocab)
-        temperature = np.tile(self._state.rows.temperature, steps)
-        tops = {}
-        for k in asked:
-            ids, logprobs = top_rows(self._programs, rows, temperature, k)
-            tops[k] = ids.reshape(steps, lanes, -1), logprobs.reshape(steps, lanes, -1)
-        return tops
+
+def _best(top: Choices | None, step: int, lane: int, k: int) -> tuple[AnyArray, AnyArray] | None:
+    """Ids and logprobs [k] of one token, if it was asked for them."""
+    if top is None or not k:
+        return None
+    return top.ids[step, lane, :k], top.logprobs[step, lane, :k]

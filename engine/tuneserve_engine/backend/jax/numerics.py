@@ -13,7 +13,7 @@ import tuneserve_engine
 from tuneserve_engine.lattice import ShapeLattice
 
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
-_CODE = ("batch.py", "lattice.py", "training_wire.py", "backend/jax/**/*.py")
+_CODE = ("batch.py", "lattice.py", "sampling_wire.py", "training_wire.py", "backend/jax/**/*.py")
 """What a request passes through on its way to a result."""
 _FLAGS = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC", "PJRT_NPROC", "NPROC")
 _OPTIONS = (
@@ -32,9 +32,9 @@ def numerics_id(folder: Path, *, dtype: str, lattice: ShapeLattice, sample_rows:
     packages = " ".join(f"{name}={_version(name)}" for name in _PACKAGES)
     lattice_shape = (
         lattice.context_length,
-        lattice.smallest_bucket,
-        lattice.token_budget,
-        lattice.max_rows,
+        lattice.block,
+        lattice.chunk,
+        lattice.piece,
         *lattice.rank_classes,
     )
     parts = (

@@ -1,6 +1,7 @@
 """What a request asks about its own prompt: logprobs, targets, the top k, alternatives.
 
-Dimension key: N prompt tokens, K ids per position, P positions per chunk, V vocabulary.
+Dimension key: N prompt tokens, K ids per position, P positions of a chunk, D hidden, T cache
+capacity.
 """
 
 from collections.abc import Iterator
@@ -10,10 +11,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import FloatArray, IntArray, SampleRequest, SampleResult, TopK
-from tuneserve_engine.backend.jax.sample_programs import Adapter, Programs, top_rows
-from tuneserve_engine.backend.jax.sampling_math import AnyArray, seed_halves
-from tuneserve_engine.backend.jax.train import chunk_length
-from tuneserve_engine.lattice import power_of_two_from
+from tuneserve_engine.backend.jax.sample_programs import (
+    CHOICES,
+    Adapter,
+    Choices,
+    Programs,
+    Questions,
+    Scores,
+)
+from tuneserve_engine.backend.jax.sampling_math import seed_halves
 
 
 def score_prompt(
@@ -24,7 +30,7 @@ def score_prompt(
 ) -> SampleResult:
     """The scores that the request asks for, in a result without sequences.
 
-    Row i of a matrix is about prompt position i + 1. Logits exist for one chunk at a time.
+    Row i of a matrix is about prompt position i + 1.
     """
     rows = len(request.prompt) - 1
     ids = _asked_ids(request)
@@ -32,15 +38,15 @@ def score_prompt(
     top = _no_choices(rows, request.topk_prompt)
     alternatives = _no_choices(rows, request.alt_tokens)
     if ids.shape[1] or request.topk_prompt or request.alt_tokens:
-        for start, logits in _chunks(programs, rows, hidden, adapter):
-            part = slice(start, min(start + logits.shape[0], rows))
+        # All chunks are under way before the first is waited for.
+        for part, answers in list(_chunks(programs, request, ids, hidden, adapter)):
             if ids.shape[1]:
-                scores[part] = _logprobs(programs, logits, ids[part])
+                width = part.stop - part.start
+                scores[part] = jax.device_get(answers.logprobs)[:width, : ids.shape[1]]
             if request.topk_prompt:
-                ones = np.ones(logits.shape[0], np.float32)
-                _fill(top, part, top_rows(programs, logits, ones, request.topk_prompt))
+                _fill(top, part, answers.top)
             if request.alt_tokens:
-                _fill(alternatives, part, _alternatives(programs, request, logits, start))
+                _fill(alternatives, part, answers.alternatives)
     return SampleResult(
         sequences=(),
         prompt_logprobs=_shifted(scores[:, 0]) if request.prompt_logprobs else None,
@@ -61,45 +67,40 @@ def _asked_ids(request: SampleRequest) -> IntArray:
 
 
 def _chunks(
-    programs: Programs, rows: int, hidden: Float[Array, "1 T D"], adapter: Adapter
-) -> Iterator[tuple[int, Float[Array, "P V"]]]:
-    """Start and logits of each chunk that holds one of the first ``rows`` positions."""
-    length = hidden.shape[1]
-    positions = chunk_length(1, length, programs.vocab_size)
-    for start in range(0, rows, positions):
-        yield start, programs.head(hidden, np.int32(start), adapter, positions=positions)
-
-
-def _logprobs(programs: Programs, logits: Float[Array, "P V"], ids: IntArray) -> FloatArray:
+    programs: Programs,
+    request: SampleRequest,
+    ids: IntArray,
+    hidden: Float[Array, "1 T D"],
+    adapter: Adapter,
+) -> Iterator[tuple[slice, Scores]]:
+    """The answers, still on the device, and their rows, chunk after chunk."""
     rows, columns = ids.shape
-    padded = np.full((logits.shape[0], power_of_two_from(columns)), -1, np.int32)
-    padded[:rows, :columns] = ids
-    scores: FloatArray = jax.device_get(programs.score(logits, padded))
-    return scores[:rows, :columns]
-
-
-def _alternatives(
-    programs: Programs, request: SampleRequest, logits: Float[Array, "P V"], start: int
-) -> tuple[IntArray, FloatArray]:
-    positions = np.arange(logits.shape[0], dtype=np.int32) + np.int32(start + 1)
-    temperature = np.full(logits.shape[0], request.temperature, np.float32)
-    k = request.alt_tokens
-    ids, logprobs = jax.device_get(
-        programs.alternatives(
-            logits, seed_halves(request.seed), positions, temperature, k=power_of_two_from(k)
+    capacity = hidden.shape[1]
+    for start in range(0, rows, programs.positions):
+        part = slice(start, min(start + programs.positions, rows))
+        padded = np.full((programs.positions, 1 + CHOICES), -1, np.int32)
+        padded[: part.stop - start, :columns] = ids[part]
+        asked = Questions(
+            ids=padded,
+            top=np.bool_(request.topk_prompt),
+            alternatives=np.bool_(request.alt_tokens),
+            seed=seed_halves(request.seed),
+            positions=np.arange(start + 1, start + 1 + programs.positions, dtype=np.int32),
+            temperature=np.float32(request.temperature),
         )
-    )
-    return ids[:, :k], logprobs[:, :k]
+        chunk = programs.part(capacity, hidden, np.int32(start))
+        yield part, programs.score(adapter.rank_class, chunk, adapter, asked)
 
 
 def _no_choices(rows: int, k: int) -> TopK:
     return TopK(np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32))
 
 
-def _fill(choices: TopK, part: slice, values: tuple[AnyArray, AnyArray]) -> None:
-    ids, logprobs = values
-    choices.token_ids[part] = ids[: part.stop - part.start]
-    choices.logprobs[part] = logprobs[: part.stop - part.start]
+def _fill(choices: TopK, part: slice, answers: Choices) -> None:
+    ids, logprobs = jax.device_get(answers)
+    rows, k = part.stop - part.start, choices.token_ids.shape[1]
+    choices.token_ids[part] = ids[:rows, :k]
+    choices.logprobs[part] = logprobs[:rows, :k]
 
 
 def _shifted(logprobs: FloatArray) -> FloatArray:

@@ -4,40 +4,39 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax.numpy as jnp
 import numpy as np
 
-from tuneserve_engine.backend.base import (
-    AdapterState,
-    Lattice,
-    SampleRequest,
-    SampleResult,
-)
-from tuneserve_engine.backend.jax.adapters import (
-    LoraWeights,
-    TargetShapes,
-    restored_weights,
-    target_shapes,
-)
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult
+from tuneserve_engine.backend.jax.adapters import restored_weights, target_shapes
 from tuneserve_engine.backend.jax.generate import Draft, Lanes, draw_first
 from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.prompt_scores import score_prompt
-from tuneserve_engine.backend.jax.sample_programs import Adapter, Prefilled, Programs
+from tuneserve_engine.backend.jax.sample_programs import CHOICES, Adapter, Prefilled, Programs
 from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
-from tuneserve_engine.errors import ServerError
+from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.lattice import ShapeLattice
+
+_NO_ADAPTER = AdapterState(
+    AdapterConfig(1, 0.0, 0, train_attn=False, train_mlp=False, train_unembed=False), {}
+)
+"""The base model as an adapter of zeros, so that its rows can share lanes with any other's."""
 
 
 class Sampler:
     """Owns the snapshots and runs requests on them.
 
     A request's tokens and logprobs have the same bits alone and in any company: its prompt is run
-    by itself, padded to its own bucket, and it decodes in lanes whose shapes it chose itself.
+    by itself, and it decodes in lanes whose shapes it chose itself. Its programs are declared at
+    construction; none of its calls compiles anything else.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
+        programs: ProgramSet,
         model: Decoder,
-        lattice: Lattice,
+        lattice: ShapeLattice,
         tokenizer: TextDecoder | None,
         *,
         lanes: int,
@@ -47,9 +46,10 @@ class Sampler:
         self._tokenizer = tokenizer
         self._lanes = lanes
         self._max_snapshots = max_snapshots
-        self._programs = Programs(model)
+        self._vocab_size = model.config.vocab_size
+        self._programs = Programs(programs, model, lattice, lanes)
         self._shapes = target_shapes(model.config)
-        self._base = _no_adapter(self._shapes, lattice.rank_class(1))
+        self._base = self._on_device(_NO_ADAPTER)
         self._snapshots: OrderedDict[str, Adapter] = OrderedDict()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
@@ -65,9 +65,7 @@ class Sampler:
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         """Puts frozen weights on the device; drops the least recently used beyond the limit."""
-        rank_class = self._lattice.rank_class(state.config.rank)
-        weights = restored_weights(state, self._shapes, rank_class)
-        self._snapshots[snapshot_id] = Adapter(weights, np.float32(state.config.scale))
+        self._snapshots[snapshot_id] = self._on_device(state)
         self._snapshots.move_to_end(snapshot_id)
         while len(self._snapshots) > self._max_snapshots:
             self._snapshots.popitem(last=False)
@@ -78,26 +76,35 @@ class Sampler:
         runs = [self._run(request) for request in requests]
         for run in runs:
             groups[run.capacity, run.adapter.rank_class].append(run)
-        for (capacity, _), members in groups.items():
-            lanes = Lanes(self._programs, lanes=self._lanes, capacity=capacity)
+        for (capacity, rank_class), members in groups.items():
+            lanes = Lanes(
+                self._programs, lanes=self._lanes, capacity=capacity, rank_class=rank_class
+            )
             lanes.run(draft for run in members for draft in self._started(run))
         return [run.result() for run in runs]
 
     def _run(self, request: SampleRequest) -> "_Run":
         adapter = self._adapter(request.snapshot_id)
+        _check_widths(request)
         # Python's numbers are wider than the device's; beyond its range they mean its limit.
         request = replace(
             request,
             top_k=min(request.top_k, np.iinfo(np.int32).max),
             temperature=min(request.temperature, float(np.finfo(np.float32).max)),
+            topk_prompt=min(request.topk_prompt, self._vocab_size),
+            topk_sample=min(request.topk_sample, self._vocab_size),
         )
         drafts = [
             Draft(request, sample, adapter, self._watch(request))
             for sample in range(request.num_samples)
         ]
-        prompt = len(request.prompt)
-        capacity = self._lattice.bucket(prompt + request.max_tokens)
-        return _Run(request, adapter, self._lattice.bucket(prompt), capacity, drafts)
+        capacity = self._lattice.capacity(len(request.prompt) + request.max_tokens)
+        return _Run(request, adapter, capacity, drafts)
+
+    def _on_device(self, state: AdapterState) -> Adapter:
+        rank_class = self._lattice.rank_class(state.config.rank)
+        weights = restored_weights(state, self._shapes, rank_class)
+        return Adapter(weights, np.float32(state.config.scale))
 
     def _adapter(self, snapshot_id: str | None) -> Adapter:
         if snapshot_id is None:
@@ -124,10 +131,11 @@ class Sampler:
         Scores and first tokens come from that pass: a request for logprobs never decodes.
         """
         request = run.request
-        tokens = np.zeros((1, run.bucket), np.int32)
+        tokens = np.zeros((1, run.capacity), np.int32)
         tokens[0, : len(request.prompt)] = request.prompt
+        key = run.capacity, run.adapter.rank_class
         prefilled: Prefilled = self._programs.prefill(
-            tokens, np.int32(len(request.prompt)), run.adapter
+            key, tokens, np.int32(len(request.prompt)), run.adapter
         )
         run.scores = score_prompt(self._programs, request, prefilled.hidden, run.adapter)
         draw_first(self._programs, prefilled.logits, run.drafts, self._lanes)
@@ -139,11 +147,10 @@ class Sampler:
 
 @dataclass
 class _Run:
-    """A request on its way through a call; ``bucket`` and ``capacity`` are its own choices."""
+    """A request on its way through a call; ``capacity`` is its own choice."""
 
     request: SampleRequest
     adapter: Adapter
-    bucket: int
     capacity: int
     drafts: list[Draft]
     scores: SampleResult | None = None
@@ -153,8 +160,11 @@ class _Run:
         return replace(self.scores, sequences=tuple(draft.result() for draft in self.drafts))
 
 
-def _no_adapter(shapes: TargetShapes, rank_class: int) -> Adapter:
-    """The base model as an adapter of zeros, so that its rows can share lanes with any other's."""
-    a = {name: jnp.zeros((*shape[:-1], rank_class)) for name, shape in shapes.items()}
-    b = {name: jnp.zeros((*shape[:-2], rank_class, shape[-1])) for name, shape in shapes.items()}
-    return Adapter(LoraWeights(a, b), np.float32(0))
+def _check_widths(request: SampleRequest) -> None:
+    targets = 0 if request.targets is None else request.targets.shape[1]
+    widest = max(request.topk_prompt, request.topk_sample, request.alt_tokens, targets)
+    if widest > CHOICES:
+        raise UserError(
+            f"a sample asks for {widest} top, alternative or target tokens per position; at most "
+            f"{CHOICES} are computed; ask for fewer"
+        )

@@ -1,21 +1,26 @@
-"""The sampler's programs: pure functions of a model and arrays, each compiled once per shapes.
+"""The sampler's programs: pure functions of a model and arrays, for a closed set of shapes.
 
-Dimension key: B lanes, V vocabulary, D hidden, T padded prompt, P positions of a chunk, C cache
-capacity, U steps per dispatch.
+A request's options are arguments or places in arrays of fixed width, never part of a shape.
+
+Dimension key: L layers, B lanes, V vocabulary, D hidden, T cache capacity, P positions of a chunk,
+K ids per position, Q choices per position, U steps per dispatch.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tuneserve_engine.backend.jax.adapters import LoraWeights
-from tuneserve_engine.backend.jax.binding import bind
+from tuneserve_engine.backend.jax.adapters import LoraWeights, TargetShapes, target_shapes
 from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache
+from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sampling_math import (
     AnyArray,
     RowParams,
@@ -24,29 +29,61 @@ from tuneserve_engine.backend.jax.sampling_math import (
     token_logprobs,
     top_logprobs,
 )
-from tuneserve_engine.lattice import power_of_two_from
+from tuneserve_engine.lattice import ShapeLattice
 
 STEPS_PER_DISPATCH = 4
 """Tokens per lane between two looks of the host: at most one fewer are decoded in vain."""
+CHOICES = 64
+"""Entries of a top-k or of alternatives that are computed whatever k is asked, and most ids to
+score beside a prompt's own tokens: a few percent of what a position's logits cost."""
+
+
+Scalar = Array | np.generic
 
 
 class Adapter(NamedTuple):
     """A frozen adapter on the device, padded to its rank class; the base model has one of zeros."""
 
     weights: LoraWeights
-    scale: Array | np.float32
+    scale: Scalar
 
     @property
     def rank_class(self) -> int:
         return int(next(iter(self.weights.a.values())).shape[-1])
 
 
+class Choices(NamedTuple):
+    """Ids and their logprobs, best or first drawn first; undefined where nobody asked."""
+
+    ids: AnyArray  # [..., Q] int32
+    logprobs: AnyArray  # [..., Q] float32
+
+
 class Prefilled(NamedTuple):
     """What one pass over a prompt leaves: shared by all samples of its request."""
 
     hidden: Float[Array, "1 T D"]
-    cache: KVCache  # of one row and capacity T
+    cache: KVCache  # of one row
     logits: Float[Array, "1 V"]  # after the last token
+
+
+class Questions(NamedTuple):
+    """What to say about each position of a chunk of a prompt."""
+
+    ids: AnyArray  # [P, K] int32, -1 = none
+    top: Scalar  # bool: the most likely ids
+    alternatives: Scalar  # bool: draws
+    seed: AnyArray  # [2] uint32, high half first
+    positions: AnyArray  # [P] int32 that draws depend on
+    temperature: Scalar  # float32 of the draws
+
+
+class Scores(NamedTuple):
+    """The answers."""
+
+    logprobs: Float[Array, "P K"]
+    top: Choices
+    alternatives: Choices
 
 
 class LaneState(NamedTuple):
@@ -56,57 +93,171 @@ class LaneState(NamedTuple):
     positions: AnyArray  # [B] int32 that token's place; the capacity or beyond in an idle lane
     step: AnyArray  # [B] int32 number of the token to draw, 0 = the first after the prompt
     rows: RowParams
+    top: Scalar  # bool: some lane asks for the most likely ids
 
 
 class Decoded(NamedTuple):
-    """What one dispatch gave; ``logits`` stay on the device unless someone asks for the top k."""
+    """What one dispatch gave."""
 
     cache: KVCache
     tokens: Int[Array, "U B"]
     logprobs: Float[Array, "U B"]
-    logits: Float[Array, "U B V"]
+    top: Choices  # [U, B, Q]
 
 
 class Programs:
-    """The compiled functions. No option of a request is part of a shape."""
+    """The sampler's part of a process's programs; each says what its keys are."""
 
-    def __init__(self, model: Decoder) -> None:
-        self.vocab_size = model.config.vocab_size
-        self.prefill = bind(model, _prefill)
-        self.head = bind(model, _head, static=("positions",))
-        self.decode = bind(model, _decode, donate=(1,))
-        self.first: Callable[..., Any] = jax.jit(_first)
-        self.join: Callable[..., KVCache] = jax.jit(_join, donate_argnums=(0,))
-        self.adopt: Callable[..., LoraRows] = jax.jit(_adopt, donate_argnums=(0,))
-        self.empty: Callable[..., tuple[KVCache, LoraRows]] = jax.jit(
-            _empty, static_argnames=("lanes", "capacity")
-        )
-        self.score: Callable[..., Any] = jax.jit(token_logprobs)
-        self.top: Callable[..., Any] = jax.jit(top_logprobs, static_argnames=("k",))
-        self.alternatives: Callable[..., Any] = jax.jit(draw_alternatives, static_argnames=("k",))
+    def __init__(
+        self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice, lanes: int
+    ) -> None:
+        positions = lattice.chunk
+        self.positions = positions
+        # By capacity and rank class.
+        self.prefill = programs.add("prefill", _prefill, model=model)
+        self.decode = programs.add("decode", _decode, model=model, donate=(0,))
+        # By capacity.
+        self.part = programs.add("part", partial(_part, positions=positions))
+        self.join = programs.add("join", _join, donate=(0,))
+        self.empty_cache = programs.add("empty_cache", partial(_empty_cache, lanes=lanes))
+        # By rank class.
+        self.score = programs.add("score", _score, model=model)
+        self.adopt = programs.add("adopt", _adopt, donate=(0,))
+        self.empty_bank = programs.add("empty_bank", partial(_empty_bank, lanes=lanes))
+        # No key.
+        self.first = programs.add("first", _first)
+        self._declare(model, lattice, lanes)
+
+    def _declare(self, model: Decoder, lattice: ShapeLattice, lanes: int) -> None:
+        """Small capacities and low ranks first: everybody passes through those."""
+        config, shapes = model.config, target_shapes(model.config)
+        dtype = model.unembedding().dtype
+        index = _spec((), np.int32)
+        adapters = {rank: _adapter_specs(shapes, rank) for rank in lattice.rank_classes}
+        banks = {
+            rank: jax.eval_shape(partial(_empty_bank, lanes=lanes), adapter.weights)
+            for rank, adapter in adapters.items()
+        }
+        part = _spec((1, self.positions, config.hidden), dtype)
+        questions = _question_specs(self.positions)
+        for order, (rank, adapter) in enumerate(adapters.items()):
+            self.score.declare(rank, part, adapter, questions, order=order)
+            self.adopt.declare(rank, banks[rank], index, adapter, order=order)
+            self.empty_bank.declare(rank, adapter.weights, order=order)
+        for order, capacity in enumerate(lattice.capacities):
+            hidden = _spec((1, capacity, config.hidden), dtype)
+            tokens = _spec((1, capacity), np.int32)
+            one = _cache_specs(config, capacity, dtype)
+            cache = jax.eval_shape(partial(_empty_cache, lanes=lanes), one)
+            self.part.declare(capacity, hidden, index, order=order)
+            self.join.declare(capacity, cache, index, one, order=order)
+            self.empty_cache.declare(capacity, one, order=order)
+            state = no_lanes(lanes, capacity)
+            for rarer, (rank, adapter) in enumerate(adapters.items()):
+                key, rare = (capacity, rank), order + rarer
+                self.prefill.declare(key, tokens, index, adapter, order=rare)
+                self.decode.declare(key, cache, banks[rank], state, order=rare)
+        self.first.declare((), _spec((1, config.vocab_size), np.float32), no_rows(lanes))
+
+
+def no_rows(lanes: int) -> RowParams:
+    """Greedy rows without limits: the cheapest to draw."""
+    return RowParams(
+        seed=np.zeros((lanes, 2), np.uint32),
+        sample=np.zeros(lanes, np.int32),
+        temperature=np.zeros(lanes, np.float32),
+        top_k=np.full(lanes, -1, np.int32),
+        top_p=np.ones(lanes, np.float32),
+    )
+
+
+def no_lanes(lanes: int, capacity: int) -> LaneState:
+    """Idle lanes."""
+    return LaneState(
+        tokens=np.zeros(lanes, np.int32),
+        positions=np.full(lanes, capacity, np.int32),
+        step=np.zeros(lanes, np.int32),
+        rows=no_rows(lanes),
+        top=np.bool_(False),
+    )
 
 
 def _prefill(
     model: Decoder, tokens: Int[Array, "1 T"], length: Int[Array, ""], adapter: Adapter
 ) -> Prefilled:
     lora = _one_row(adapter)
-    hidden, cache = model.prefill(tokens, lora, tokens.shape[1])
+    hidden, cache = model.prefill(tokens, lora, tokens.shape[1], length)
     last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
     return Prefilled(hidden, cache, model.logits(last, lora)[:, 0])
 
 
-def _head(
-    model: Decoder,
-    hidden: Float[Array, "1 T D"],
-    start: Int[Array, ""],
-    adapter: Adapter,
-    *,
-    positions: int,
-) -> Float[Array, "P V"]:
-    """Logits of ``positions`` (static) positions from ``start`` on, zeros past the end."""
+def _part(
+    hidden: Float[Array, "1 T D"], start: Int[Array, ""], *, positions: int
+) -> Float[Array, "1 P D"]:
+    """``positions`` positions from ``start`` on, zeros past the end."""
     padded = jnp.pad(hidden, ((0, 0), (0, -hidden.shape[1] % positions), (0, 0)))
-    part = jax.lax.dynamic_slice_in_dim(padded, start, positions, axis=1)
-    return model.logits(part, _one_row(adapter))[0]
+    return jax.lax.dynamic_slice_in_dim(padded, start, positions, axis=1)
+
+
+def _score(
+    model: Decoder, hidden: Float[Array, "1 P D"], adapter: Adapter, asked: Questions
+) -> Scores:
+    """Logits exist in here only: for one chunk at a time, and never on the host."""
+    logits = model.logits(hidden, _one_row(adapter))[0]
+    count = logits.shape[0]
+    temperature = jnp.broadcast_to(jnp.asarray(asked.temperature)[None], (count,))
+    alternatives = _if(
+        asked.alternatives,
+        lambda: Choices(
+            *draw_alternatives(
+                logits, jnp.asarray(asked.seed), jnp.asarray(asked.positions), temperature, CHOICES
+            )
+        ),
+    )
+    top = _if(asked.top, lambda: _top(logits, jnp.ones(count, jnp.float32)))
+    return Scores(token_logprobs(logits, jnp.asarray(asked.ids)), top, alternatives)
+
+
+def _decode(model: Decoder, cache: KVCache, bank: LoraRows, lanes: LaneState) -> Decoded:
+    """The next tokens of every lane; idle lanes give values to ignore."""
+
+    positions, step = jnp.asarray(lanes.positions), jnp.asarray(lanes.step)
+    temperature = jnp.asarray(lanes.rows.temperature)
+
+    def one(
+        carry: tuple[Array, KVCache], index: Array
+    ) -> tuple[tuple[Array, KVCache], tuple[Array, Array, Choices]]:
+        tokens, cache = carry
+        hidden, cache = model.decode(tokens, positions + index, cache, bank)
+        logits = model.logits(hidden[:, None], bank)[:, 0]
+        tokens, logprobs = draw(logits, step + index, lanes.rows)
+        top = _if(lanes.top, lambda: _top(logits, temperature))
+        return (tokens, cache), (tokens, logprobs, top)
+
+    numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
+    (_, cache), drawn = jax.lax.scan(one, (jnp.asarray(lanes.tokens), cache), numbers)
+    return Decoded(cache, *drawn)
+
+
+def _first(logits: Float[Array, "1 V"], rows: RowParams) -> tuple[Array, Array, Choices]:
+    """Token 0 of as many samples of a prompt as there are lanes, and its most likely ids [1, Q] at
+    the temperature of the first of them."""
+    lanes = rows.sample.shape[0]
+    spread = jnp.broadcast_to(logits, (lanes, logits.shape[1]))
+    tokens, logprobs = draw(spread, jnp.zeros(lanes, jnp.int32), rows)
+    return tokens, logprobs, _top(logits, jnp.asarray(rows.temperature)[:1])
+
+
+def _top(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Choices:
+    return Choices(*top_logprobs(logits, temperature, min(CHOICES, logits.shape[-1])))
+
+
+def _if(asked: Scalar, choices: Callable[[], Choices]) -> Choices:
+    """The choices, or zeros at next to no cost."""
+    shapes = jax.eval_shape(choices)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    chosen: Choices = jax.lax.cond(jnp.asarray(asked), choices, lambda: nothing)
+    return chosen
 
 
 def _one_row(adapter: Adapter) -> LoraRows:
@@ -114,45 +265,12 @@ def _one_row(adapter: Adapter) -> LoraRows:
     return LoraRows(weights.a, weights.b, jnp.asarray(adapter.scale)[None])
 
 
-def _decode(
-    model: Decoder,
-    cache: KVCache,
-    bank: LoraRows,
-    lanes: LaneState,
-) -> Decoded:
-    """The next tokens of every lane; idle lanes give values to ignore."""
-
-    positions, step = jnp.asarray(lanes.positions), jnp.asarray(lanes.step)
-
-    def one(carry: tuple[Array, KVCache], index: Array) -> tuple[Any, tuple[Array, Array, Array]]:
-        tokens, cache = carry
-        hidden, cache = model.decode(tokens, positions + index, cache, bank)
-        logits = model.logits(hidden[:, None], bank)[:, 0]
-        tokens, logprobs = draw(logits, step + index, lanes.rows)
-        return (tokens, cache), (tokens, logprobs, logits)
-
-    numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    (_, cache), drawn = jax.lax.scan(one, (jnp.asarray(lanes.tokens), cache), numbers)
-    return Decoded(cache, *drawn)
-
-
-def _first(logits: Float[Array, "1 V"], rows: RowParams) -> tuple[Array, Array]:
-    """Token 0 of as many samples of a prompt as there are lanes."""
-    lanes = rows.sample.shape[0]
-    return draw(
-        jnp.broadcast_to(logits, (lanes, logits.shape[1])), jnp.zeros(lanes, jnp.int32), rows
-    )
-
-
 def _join(cache: KVCache, lane: Int[Array, ""], prompt: KVCache) -> KVCache:
-    """The lane holds the prompt's cache and zeros behind it: what a former sequence left there, a
-    NaN for instance, would reach the new one through its masked positions (0 x NaN)."""
+    """The lane holds the prompt's cache, all of it: what a former sequence left there, a NaN for
+    instance, would reach the new one through its masked positions (0 x NaN)."""
 
     def place(lanes: Array, row: Array) -> Array:
-        room = [(0, full - used) for full, used in zip(lanes.shape[1:], row.shape[1:], strict=True)]
-        return jax.lax.dynamic_update_slice_in_dim(
-            lanes, jnp.pad(row, [(0, 0), *room]), lane, axis=0
-        )
+        return jax.lax.dynamic_update_slice_in_dim(lanes, row, lane, axis=0)
 
     return KVCache(*jax.tree.map(place, tuple(cache), tuple(prompt)))
 
@@ -171,29 +289,55 @@ def _adopt(bank: LoraRows, lane: Int[Array, ""], adapter: Adapter) -> LoraRows:
     )
 
 
-def _empty(
-    prompt: KVCache, weights: LoraWeights, *, lanes: int, capacity: int
-) -> tuple[KVCache, LoraRows]:
-    """A cache and a bank of zeros with the shapes of these, for all lanes."""
-    cache = KVCache(
-        k=tuple(jnp.zeros((lanes, *x.shape[1:3], capacity), x.dtype) for x in prompt.k),
-        v=tuple(jnp.zeros((lanes, x.shape[1], capacity, x.shape[3]), x.dtype) for x in prompt.v),
-    )
+def _empty_cache(prompt: KVCache, *, lanes: int) -> KVCache:
+    """Zeros for all lanes, each with the shape of this prompt's cache."""
+
+    def rows(x: Array) -> Array:
+        return jnp.zeros((lanes, *x.shape[1:]), x.dtype)
+
+    return KVCache(*jax.tree.map(rows, tuple(prompt)))
+
+
+def _empty_bank(weights: LoraWeights, *, lanes: int) -> LoraRows:
+    """Zeros for all lanes, each with the shapes of these weights."""
 
     def slots(x: Array) -> Array:
         return jnp.zeros((*x.shape[:-2], lanes, *x.shape[-2:]), x.dtype)
 
     a, b = jax.tree.map(slots, weights)
-    return cache, LoraRows(a, b, jnp.zeros(lanes, jnp.float32))
+    return LoraRows(a, b, jnp.zeros(lanes, jnp.float32))
 
 
-def top_rows(
-    programs: Programs, logits: Float[Array, "B V"], temperature: AnyArray, k: int
-) -> tuple[AnyArray, AnyArray]:
-    """The k most likely ids and logprobs per row, on the host; a k beyond the vocabulary is cut.
+def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Stands for an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
 
-    Computes a power of two of them: one program serves many k.
-    """
-    padded = min(power_of_two_from(k), logits.shape[-1])
-    ids, logprobs = jax.device_get(programs.top(logits, temperature, k=padded))
-    return ids[:, :k], logprobs[:, :k]
+
+def _adapter_specs(shapes: TargetShapes, rank: int) -> Any:
+    """An ``Adapter`` of specs."""
+    a, b = {}, {}
+    for name, (*layers, inputs, outputs) in shapes.items():
+        a[name] = _spec((*layers, inputs, rank), np.float32)
+        b[name] = _spec((*layers, rank, outputs), np.float32)
+    return Adapter(LoraWeights(a, b), _spec((), np.float32))
+
+
+def _cache_specs(config: ModelConfig, capacity: int, dtype: DTypeLike) -> Any:
+    """A ``KVCache`` of specs, of one row."""
+    heads, size = config.kv_heads, config.head_dim
+    keys, values = (1, heads, size, capacity), (1, heads, capacity, size)
+    return KVCache(
+        k=(_spec(keys, dtype),) * config.layers, v=(_spec(values, dtype),) * config.layers
+    )
+
+
+def _question_specs(positions: int) -> Any:
+    """``Questions`` of specs."""
+    return Questions(
+        ids=_spec((positions, 1 + CHOICES), np.int32),
+        top=_spec((), np.bool_),
+        alternatives=_spec((), np.bool_),
+        seed=_spec((2,), np.uint32),
+        positions=_spec((positions,), np.int32),
+        temperature=_spec((), np.float32),
+    )

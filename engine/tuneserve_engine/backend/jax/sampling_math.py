@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 AnyArray = Array | np.ndarray[Any, Any]
 
 _SAMPLES, _ALTERNATIVES = 0, 1
-"""First number folded into a seed: keeps the two families of draws apart."""
+"""The lowest bit of a counter: keeps the two families of draws apart."""
 _BLOCK = 128
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -196,12 +197,12 @@ def draw_alternatives(
 def _uniform(seed: Array, stream: int, outer: Array, inner: Array) -> Array:
     """A uniform number in (0, 1) that is a function of its arguments.
 
-    An odd multiple of 2^-24: never 0, which would draw the first id however unlikely it is.
+    One application of the generator to a counter made of the numbers, instead of a key derived for
+    each: a quarter of the work, and of the time to compile it. An odd multiple of 2^-24: never 0,
+    which would draw the first id however unlikely it is.
     """
-    key = jax.random.wrap_key_data(seed, impl="threefry2x32")
-    for number in (stream, outer, inner):
-        key = jax.random.fold_in(key, number)
-    bits = (jax.random.bits(key, dtype=jnp.uint32) >> 8) | 1
+    counter = jnp.stack([2 * outer + stream, inner]).astype(jnp.uint32)
+    bits = (threefry_2x32(seed, counter)[0] >> 8) | 1
     uniform: Array = bits.astype(jnp.float32) * jnp.float32(2.0**-24)
     return uniform
 

@@ -1,0 +1,183 @@
+"""Programs compiled ahead: in order, by whoever comes first, once; and what else is compiled."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tuneserve_engine.backend.jax.models.config import ModelConfig
+from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.programs import ProgramSet
+
+VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
+ONES = np.ones(3, np.float32)
+
+
+def double(x: Any) -> Any:
+    return x + x
+
+
+def traced(seen: list[str], name: str) -> Callable[[Any], Any]:
+    """A function that notes each time that it is compiled."""
+
+    def run(x: Any) -> Any:
+        seen.append(name)
+        return x + 1
+
+    return run
+
+
+def refuse(x: Any) -> Any:
+    raise ValueError("no such program")
+
+
+def test_a_program_computes_its_function() -> None:
+    programs = ProgramSet()
+    program = programs.add("double", double)
+    program.declare("short", VECTOR)
+    np.testing.assert_array_equal(program("short", ONES), [2, 2, 2])
+
+
+def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> None:
+    seen: list[str] = []
+    program = ProgramSet().add("noted", traced(seen, "run"))
+    program.declare(3, VECTOR)
+    for _ in range(3):
+        program(3, ONES)
+        program(5, np.ones(5, np.float32))
+    assert seen == ["run", "run"]
+
+
+def test_arguments_of_another_shape_than_their_key_are_refused() -> None:
+    program = ProgramSet().add("double", double)
+    program.declare("short", VECTOR)
+    with pytest.raises(TypeError):
+        program("short", np.ones(4, np.float32))
+
+
+def test_donated_arguments_are_gone_and_others_are_not() -> None:
+    program = ProgramSet().add("sum", lambda x, y: x + y, donate=(1,))
+    kept, given = jnp.ones(3), jnp.ones(3)
+    program("short", kept, given)
+    assert given.is_deleted() and not kept.is_deleted()
+
+
+def test_a_model_is_left_out_of_calls_and_its_places_do_not_count() -> None:
+    config = ModelConfig("qwen3", 11, 8, 1, 2, 1, 4, 8, 16)
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    program = ProgramSet().add(
+        "row", lambda model, x: x + model.unembedding()[0], model=model, donate=(0,)
+    )
+    want = np.asarray(model.unembedding()[0]) + 1
+    given = jnp.ones(8)
+    np.testing.assert_array_equal(program((), given), want)
+    assert given.is_deleted() and not model.unembedding().is_deleted()
+
+
+def test_everything_declared_is_compiled_ahead_in_order() -> None:
+    seen: list[str] = []
+    programs = ProgramSet()
+    for name, order in (("rare", 2), ("first", 0), ("second", 1), ("first too", 0)):
+        programs.add(name, traced(seen, name)).declare((), VECTOR, order=order)
+    assert not programs.ready.is_set()
+    programs.compile_ahead(threads=1)
+    assert programs.wait(60)
+    assert programs.ready.is_set()
+    assert seen == ["first", "first too", "second", "rare"]
+
+
+def test_a_call_does_not_wait_for_programs_before_its_own() -> None:
+    """The one thread is stuck in the first program; a call compiles the last one itself."""
+    stuck, free = threading.Event(), threading.Event()
+
+    def slow(x: Any) -> Any:
+        stuck.set()
+        assert free.wait(60)
+        return x
+
+    programs = ProgramSet()
+    programs.add("slow", slow).declare((), VECTOR)
+    program = programs.add("double", double)
+    program.declare((), VECTOR, order=9)
+    programs.compile_ahead(threads=1)
+    assert stuck.wait(60)
+    np.testing.assert_array_equal(program((), ONES), [2, 2, 2])
+    assert not programs.wait(0.01)
+    free.set()
+    assert programs.wait(60)
+
+
+def test_a_call_waits_for_the_thread_that_compiles_its_program() -> None:
+    began, free = threading.Event(), threading.Event()
+    seen: list[str] = []
+
+    def slow(x: Any) -> Any:
+        seen.append("traced")
+        began.set()
+        assert free.wait(60)
+        return x
+
+    programs = ProgramSet()
+    program = programs.add("slow", slow)
+    program.declare((), VECTOR)
+    programs.compile_ahead(threads=1)
+    assert began.wait(60)
+    threading.Timer(0.05, free.set).start()
+    np.testing.assert_array_equal(program((), ONES), ONES)
+    assert seen == ["traced"]
+
+
+def test_a_program_that_cannot_be_compiled_fails_its_calls_and_the_start_only() -> None:
+    programs = ProgramSet()
+    broken, sound = programs.add("broken", refuse), programs.add("double", double)
+    broken.declare((), VECTOR)
+    sound.declare((), VECTOR)
+    programs.compile_ahead(threads=1)
+    with pytest.raises(ValueError, match="no such program"):
+        programs.wait(60)
+    assert not programs.ready.is_set()
+    with pytest.raises(ValueError, match="no such program"):
+        broken((), ONES)
+    np.testing.assert_array_equal(sound((), ONES), [2, 2, 2])
+
+
+def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
+    programs = ProgramSet()
+    program = programs.add("double", double)
+    program.declare((), VECTOR)
+    jnp.zeros(1234)  # before: does not count
+    assert programs.compilations_after_ready == 0
+    programs.compile_ahead(threads=2)
+    assert programs.wait(60)
+    program((), ONES)
+    program((), jax.device_put(ONES))
+    assert programs.compilations_after_ready == 0
+    jnp.zeros(1235)  # a single eager operation
+    assert programs.compilations_after_ready == 1
+    program("longer", np.ones(7, np.float32))
+    assert programs.compilations_after_ready == 2
+
+
+def test_a_process_that_ends_finishes_one_program_only() -> None:
+    """Not the other 9,999, and without a trace on stderr."""
+    script = """
+import jax, jax.numpy as jnp
+from tuneserve_engine.backend.jax.programs import ProgramSet
+programs = ProgramSet()
+program = programs.add("double", lambda x: x + x)
+for size in range(10_000):
+    program.declare(size, jax.ShapeDtypeStruct((size,), jnp.float32))
+programs.compile_ahead(threads=1)
+print("ends")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
