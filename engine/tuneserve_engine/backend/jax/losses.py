@@ -1,81 +1,97 @@
-"""Losses as sums over tokens, each with its gradient with respect to the target logprobs.
+"""Losses token by token, each with its gradient with respect to the target logprobs.
 
-A loss sees logprobs only, so its gradient is elementwise and known in closed form: every row
-computes all of them, picks one at run time, and rows with different losses share a program.
+A loss sees logprobs only, so its gradient is elementwise and known in closed form: every token
+computes all of them, picks one at run time, and requests with different losses share a program.
 
-Dimension key: B rows, T positions, K targets per position. Policy losses read target 0 only.
+Dimension key: n blocks, S tokens of a block, K targets per token. Policy losses read target 0 only.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 class LossInputs(NamedTuple):
-    """The fields of ``TrainBatch`` that losses read, on the device."""
+    """What losses read of a micro-batch. ``valid`` is False on padding, where nothing else counts.
 
-    valid: Float[Array, "B T"]
-    weights: Float[Array, "B T K"]
-    old_logprobs: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
-    clip_low: Float[Array, "B T"]
-    clip_high: Float[Array, "B T"]
-    sequence_mask: Float[Array, "B T"]
-    beta: Float[Array, " B"]
-    loss_id: Int[Array, " B"]
+    ``datum`` tells the datums of a stream apart; the tokens of one lie behind one another.
+    """
+
+    valid: Bool[Array, "n S"]
+    weights: Float[Array, "n S K"]
+    old_logprobs: Float[Array, "n S"]
+    advantages: Float[Array, "n S"]
+    clip_low: Float[Array, "n S"]
+    clip_high: Float[Array, "n S"]
+    sequence_mask: Float[Array, "n S"]
+    beta: Float[Array, "n S"]
+    loss_id: Int[Array, "n S"]
+    datum: Int[Array, "n S"]
 
 
 class TokenLoss(NamedTuple):
     """Each target's term of the loss, and the loss's derivative by that target's logprob."""
 
-    term: Float[Array, "B T K"]
-    gradient: Float[Array, "B T K"]
+    term: Float[Array, "n S K"]
+    gradient: Float[Array, "n S K"]
 
 
-def cross_entropy(lp: Float[Array, "B T K"], inputs: LossInputs) -> TokenLoss:
+Loss = Callable[[Array, Array, LossInputs], TokenLoss]
+"""From logprobs [n, S, K] and log ratios [n, S]: new over old policy, of the token or, in gspo, of
+its sequence."""
+
+
+def cross_entropy(
+    lp: Float[Array, "n S K"], log_ratio: Float[Array, "n S"], inputs: LossInputs
+) -> TokenLoss:
     """``-Σ w·lp`` over all K targets; the weights may be negative, fractional and large."""
     return TokenLoss(-inputs.weights * lp, -inputs.weights)
 
 
-def importance_sampling(lp: Float[Array, "B T K"], inputs: LossInputs) -> TokenLoss:
+def importance_sampling(
+    lp: Float[Array, "n S K"], log_ratio: Float[Array, "n S"], inputs: LossInputs
+) -> TokenLoss:
     """``-Σ r·A`` with ``r = exp(lp - q)``."""
-    surrogate = _times(jnp.exp(_log_ratio(lp, inputs)), inputs.advantages)
+    surrogate = _times(jnp.exp(log_ratio), inputs.advantages)
     return _first_target(lp, -surrogate, -surrogate)
 
 
-def ppo(lp: Float[Array, "B T K"], inputs: LossInputs) -> TokenLoss:
-    """``-Σ min(r·A, clip(r)·A)`` per token."""
-    return _clipped_surrogate(lp, jnp.exp(_log_ratio(lp, inputs)), inputs)
+def ppo(lp: Float[Array, "n S K"], log_ratio: Float[Array, "n S"], inputs: LossInputs) -> TokenLoss:
+    """``-Σ min(r·A, clip(r)·A)`` per token; a smaller clipped branch is a constant."""
+    ratio = jnp.exp(log_ratio)
+    free = _times(ratio, inputs.advantages)
+    clipped = _times(_clip(ratio, inputs), inputs.advantages)
+    gradient = jnp.where(clipped < free, 0.0, -free)
+    return _first_target(lp, -jnp.minimum(free, clipped), gradient)
 
 
-def cispo(lp: Float[Array, "B T K"], inputs: LossInputs) -> TokenLoss:
+def cispo(
+    lp: Float[Array, "n S K"], log_ratio: Float[Array, "n S"], inputs: LossInputs
+) -> TokenLoss:
     """``-Σ sg(clip(r))·lp·A``: the clipped ratio is a constant weight."""
-    ratio = _clip(jnp.exp(_log_ratio(lp, inputs)), inputs)
-    gradient = -_times(ratio, inputs.advantages)
+    gradient = -_times(_clip(jnp.exp(log_ratio), inputs), inputs.advantages)
     return _first_target(lp, gradient * lp[..., 0], gradient)
 
 
-def dro(lp: Float[Array, "B T K"], inputs: LossInputs) -> TokenLoss:
+def dro(lp: Float[Array, "n S K"], log_ratio: Float[Array, "n S"], inputs: LossInputs) -> TokenLoss:
     """``-Σ (lp·A - ½·beta·(lp - q)²)``."""
-    beta, difference = inputs.beta[:, None], _log_ratio(lp, inputs)
-    term = 0.5 * beta * difference**2 - lp[..., 0] * inputs.advantages
-    return _first_target(lp, term, beta * difference - inputs.advantages)
+    term = 0.5 * inputs.beta * log_ratio**2 - lp[..., 0] * inputs.advantages
+    return _first_target(lp, term, inputs.beta * log_ratio - inputs.advantages)
 
 
-def gspo(lp: Float[Array, "B T K"], inputs: LossInputs) -> TokenLoss:
+def gspo(
+    lp: Float[Array, "n S K"], log_ratio: Float[Array, "n S"], inputs: LossInputs
+) -> TokenLoss:
     """PPO's form with one ratio per sequence, ``s_t = sg(s)·exp(lp - sg(lp))``, where s is the
     geometric mean of r over the masked positions, and 1 when none is masked (GSPO-token,
     arXiv 2507.18071)."""
-    inside = (inputs.sequence_mask != 0) & (inputs.valid != 0)
-    total = jnp.where(inside, _log_ratio(lp, inputs), 0.0).sum(axis=1, keepdims=True)
-    count = jnp.maximum(inside.sum(axis=1, keepdims=True), 1).astype(lp.dtype)
-    sequence_ratio = jnp.broadcast_to(jnp.exp(total / count), inside.shape)
-    return _clipped_surrogate(lp, sequence_ratio, inputs)
+    return ppo(lp, log_ratio, inputs)
 
 
-LOSSES: dict[str, Callable[[Array, LossInputs], TokenLoss]] = {
+LOSSES: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
     "ppo": ppo,
@@ -85,50 +101,75 @@ LOSSES: dict[str, Callable[[Array, LossInputs], TokenLoss]] = {
 }
 """Every loss by name; ``loss_id`` is the position in this dict, the same as in ``LOSS_NAMES``."""
 
+GSPO_ID = list(LOSSES).index("gspo")
+
+_Sums = tuple[Array, Array]
+"""Of tokens: their datums and summands, or what was summed of them so far."""
+
 
 def loss_and_gradient(
-    lp: Float[Array, "B T K"], inputs: LossInputs
-) -> tuple[Float[Array, " B"], Float[Array, "B T K"]]:
-    """Each row's loss, a sum over its valid positions, and that loss's gradient by ``lp``.
+    lp: Float[Array, "n S K"], sequence_log_ratio: Float[Array, "n S"], inputs: LossInputs
+) -> tuple[Float[Array, "n S"], Float[Array, "n S K"]]:
+    """Each token's term of its loss, summed over targets, and that loss's gradient by ``lp``.
 
     Untaken losses and padding are dropped by selection: a factor of zero would keep their NaNs.
     """
-    valid = (inputs.valid != 0)[:, :, None]
+    log_ratio = jnp.where(
+        inputs.loss_id == GSPO_ID, sequence_log_ratio, lp[..., 0] - inputs.old_logprobs
+    )
     term = gradient = jnp.zeros_like(lp)
     for index, loss in enumerate(LOSSES.values()):
-        here = (inputs.loss_id == index)[:, None, None] & valid
-        token = loss(lp, inputs)
+        here = ((inputs.loss_id == index) & inputs.valid)[:, :, None]
+        token = loss(lp, log_ratio, inputs)
         term = jnp.where(here, token.term, term)
         gradient = jnp.where(here, token.gradient, gradient)
-    return term.sum(axis=(1, 2)), gradient
+    return term.sum(axis=2), gradient
 
 
-def _log_ratio(lp: Float[Array, "B T K"], inputs: LossInputs) -> Float[Array, "B T"]:
-    return lp[..., 0] - inputs.old_logprobs
+def sequence_log_ratios(first_lp: Float[Array, "n S"], inputs: LossInputs) -> Float[Array, "n S"]:
+    """At each token, the mean of ``lp - q`` over the masked positions of its datum; 0 if it has
+    none. ``first_lp`` are the logprobs of target 0.
+
+    Sums within a block, then over a datum's blocks from the first to the last, then hands the sum
+    back: neither the place of the blocks nor what else they hold is in the order of additions.
+    """
+    counted = inputs.valid & (inputs.sequence_mask != 0)
+    datum = jnp.where(inputs.valid, inputs.datum, -1)
+    summands = jnp.stack(
+        [jnp.where(counted, first_lp - inputs.old_logprobs, 0.0), counted.astype(first_lp.dtype)],
+        axis=1,
+    )
+
+    def so_far(before: _Sums, block: _Sums) -> tuple[_Sums, Array]:
+        datum, summands = block
+        same = datum[:, None] == datum[None, :]
+        sums = jnp.where(same[None], summands[:, None, :], 0.0).sum(axis=2)
+        sums = sums + jnp.where(datum == before[0], before[1][:, None], 0.0)
+        return (datum[-1], sums[:, -1]), sums
+
+    def in_all(behind: _Sums, block: _Sums) -> tuple[_Sums, Array]:
+        datum, sums = block
+        sums = jnp.where(datum == behind[0], behind[1][:, None], sums)
+        return (datum[0], sums[:, 0]), sums
+
+    nobody = (jnp.full((), -2, datum.dtype), jnp.zeros(2, first_lp.dtype))
+    _, sums = jax.lax.scan(so_far, nobody, (datum, summands))
+    _, sums = jax.lax.scan(in_all, nobody, (datum, sums), reverse=True)
+    return sums[:, 0] / jnp.maximum(sums[:, 1], 1.0)
 
 
-def _clip(ratio: Float[Array, "B T"], inputs: LossInputs) -> Float[Array, "B T"]:
+def _clip(ratio: Float[Array, "n S"], inputs: LossInputs) -> Float[Array, "n S"]:
     return jnp.minimum(jnp.maximum(ratio, inputs.clip_low), inputs.clip_high)
 
 
-def _times(ratio: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> Float[Array, "B T"]:
+def _times(ratio: Float[Array, "n S"], advantages: Float[Array, "n S"]) -> Float[Array, "n S"]:
     """``ratio · advantages``, where no advantage means 0 even if the ratio overflowed to infinity:
     prompts carry advantage 0 and whatever old logprob the client had at hand."""
     return jnp.where((advantages == 0) & ~jnp.isnan(ratio), 0.0, ratio * advantages)
 
 
-def _clipped_surrogate(
-    lp: Float[Array, "B T K"], ratio: Float[Array, "B T"], inputs: LossInputs
-) -> TokenLoss:
-    """``-min(ratio·A, clip(ratio)·A)``; the clipped branch, where it is smaller, is a constant."""
-    free = _times(ratio, inputs.advantages)
-    clipped = _times(_clip(ratio, inputs), inputs.advantages)
-    gradient = jnp.where(clipped < free, 0.0, -free)
-    return _first_target(lp, -jnp.minimum(free, clipped), gradient)
-
-
 def _first_target(
-    lp: Float[Array, "B T K"], term: Float[Array, "B T"], gradient: Float[Array, "B T"]
+    lp: Float[Array, "n S K"], term: Float[Array, "n S"], gradient: Float[Array, "n S"]
 ) -> TokenLoss:
     """The terms at target 0, zeros at the others."""
     first = jnp.arange(lp.shape[-1])[None, None, :] == 0
