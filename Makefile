@@ -35,6 +35,12 @@ fix: .venv/dev.stamp
 	$(BIN)/ruff check --fix $(PATHS)
 
 bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/results.md
+	$(BIN)/python benchmarks/train.py $(ARGS)
+	$(BIN)/python benchmarks/train.py --threads 1 $(ARGS)
+	$(BIN)/python benchmarks/tenants.py $(ARGS)
+	$(BIN)/python benchmarks/sample.py $(ARGS)
+	$(BIN)/python benchmarks/compile.py $(ARGS)
+	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/latency.py $(ARGS)
 	$(BIN)/python benchmarks/queue_alone.py $(ARGS)
 

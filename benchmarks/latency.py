@@ -116,7 +116,7 @@ def bare_engine(folder: Path) -> Callable[[], Any]:
 
     def run() -> None:
         data = training_wire.decode_request(body("bench", 1), backend.info)
-        packed = pack([PackRequest("bench", RANK, data)], backend.lattice)
+        (packed,) = pack([PackRequest("bench", RANK, data)], backend.lattice)
         backend.forward_backward(packed.unit)
 
     return run

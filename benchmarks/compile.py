@@ -1,0 +1,148 @@
+"""Time from the start of the service until every program is compiled, cold and again with the
+compile cache, by turns; and what is compiled after that, over requests of all kinds.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import tinker
+from bench_model import Shape, write_model
+from contenders import Tenant, random_tokens
+from results import machine, publish, table
+from side_by_side import limit_threads
+from tinker import types
+
+from tuneserve_server.local import LocalServer
+
+LONGEST_START_S = 900
+PROMPT = {"lease_ttl_s": "2"}
+"""Makes workers tell their figures three times in this time."""
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
+
+
+def figure(server: LocalServer, name: str) -> float:
+    """One of the worker's metrics; 0 as long as it has told none."""
+    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+    values = (line.rpartition(" ")[2] for line in lines if line.startswith(f"{name}{{"))
+    return float(next(values, 0.0))
+
+
+def wait_until_compiled(server: LocalServer) -> None:
+    while not figure(server, "tuneserve_ready"):
+        time.sleep(0.05)
+
+
+def started_s(server: LocalServer) -> float:
+    """Starts the service; how long it took until everything was compiled."""
+    began_s = time.perf_counter()
+    server.start(LONGEST_START_S)
+    wait_until_compiled(server)
+    return time.perf_counter() - began_s
+
+
+def cold_and_warm(folder: Path, model: Path, rounds: int) -> dict[str, list[float]]:
+    """A service whose data directory is new, stopped and started again."""
+    times: dict[str, list[float]] = {"cold": [], "warm": []}
+    for number in range(rounds):
+        home = folder / f"round-{number}"
+        home.mkdir()
+        server = LocalServer(home, base_model=str(model), **PROMPT)
+        for measured in times.values():
+            try:
+                measured.append(started_s(server))
+            finally:
+                server.stop()
+    return times
+
+
+def after_ready(folder: Path, model: Path, requests: int) -> int:
+    """Compilations after ready, over a varied run."""
+    with LocalServer(folder, base_model=str(model), **PROMPT) as server:
+        wait_until_compiled(server)
+        varied_run(server, requests)
+        time.sleep(2 * float(PROMPT["lease_ttl_s"]))  # until it is told
+        return int(figure(server, "tuneserve_compilations_after_ready_total"))
+
+
+def varied_run(server: LocalServer, requests: int) -> None:
+    """Lengths, numbers of datums, ranks, losses, targets, hyper-parameters, sampling parameters and
+    adapters that come and go."""
+    random = np.random.default_rng(3)
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-bench") as service:
+        for number, rank in enumerate(
+            itertools.islice(itertools.cycle((1, 3, 8, 20, 32)), requests)
+        ):
+            trainer = service.create_lora_training_client(server.base_model, rank=rank).result()
+            lengths = random.integers(1, 600, random.integers(1, 17)).tolist()
+            sequences = random_tokens(lengths, Shape().vocab, seed=number)
+            trainer.forward_backward(Tenant.data(sequences), "cross_entropy").result()
+            trainer.forward(Tenant.data(sequences[:1]), "cross_entropy").result()
+            loss = POLICY_LOSSES[number % len(POLICY_LOSSES)]
+            trainer.forward_backward([policy_datum(s) for s in sequences[:2]], loss).result()
+            adam = types.AdamParams(
+                learning_rate=float(random.uniform(0, 1e-3)), grad_clip_norm=1.0
+            )
+            trainer.optim_step(adam).result()
+            sampler = trainer.save_weights_and_get_sampling_client().result()
+            params = types.SamplingParams(
+                max_tokens=int(random.integers(1, 20)),
+                temperature=float(random.uniform(0, 1.5)),
+                top_k=int(random.choice([-1, 5, 50])),
+                top_p=float(random.choice([1.0, 0.9])),
+            )
+            prompt = types.ModelInput.from_ints(sequences[0].tolist())
+            sampler.sample(prompt, int(random.integers(1, 5)), params).result()
+            sampler.compute_logprobs(prompt).result()
+
+
+def policy_datum(tokens: Any) -> types.Datum:
+    n = len(tokens) - 1
+    inputs = {"target_tokens": tokens[1:].tolist(), "logprobs": [-9.0] * n, "advantages": [0.5] * n}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=20, help="models of the varied run")
+    parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
+    arguments = parser.parse_args()
+    threads = limit_threads(None)
+    with tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd()) as name:
+        folder = Path(name)
+        model = folder / "bench"
+        write_model(model)
+        times = cold_and_warm(folder, model, arguments.rounds)
+        compilations = after_ready(folder / "round-0", model, arguments.requests)
+    pairs = zip(times["warm"], times["cold"], strict=True)
+    ratio = statistics.median(warm / cold for warm, cold in pairs)
+    figures = {
+        "cold_s": statistics.median(times["cold"]),
+        "warm_s": statistics.median(times["warm"]),
+        "warm / cold": ratio,
+        "compilations after ready": compilations,
+    }
+    rows = [
+        ["warm start / cold start", ratio, "<= 0.2", ratio <= 0.2],
+        ["compilations after ready", compilations, 0, compilations == 0],
+    ]
+    about = (
+        f"`benchmarks/compile.py --rounds {arguments.rounds} --requests {arguments.requests}`: "
+        f"bench model; {machine('jax', threads=threads)}. Cold {figures['cold_s']:.1f} s, warm "
+        f"{figures['warm_s']:.1f} s from the start of the processes until all is compiled."
+    )
+    section = table("Compilation", about, ["what", "seen", "limit", "kept"], rows)
+    publish(figures, section, dry_run=arguments.dry_run)
+
+
+if __name__ == "__main__":
+    main()

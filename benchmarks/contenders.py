@@ -1,0 +1,170 @@
+"""Who trains in these benchmarks beside each other: the service, through the official SDK, and the
+bare engine, in this process. Both take the same datums.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import tinker
+from tinker import types
+
+from tuneserve_engine.adapters import AdamParams, AdapterConfig
+from tuneserve_engine.backend.base import TrainUnit
+from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.training_wire import Datum, TrainingData
+from tuneserve_server.local import LocalServer
+
+IN_FLIGHT = 2
+"""Steps that are submitted before the first of them is waited for, as the SDK's guide advises: the
+next request is at the server when the device gets free."""
+
+OWNERS = 8
+"""API keys, each with a session of its own."""
+
+Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+def random_tokens(lengths: Sequence[int], vocab: int, *, seed: int) -> list[Tokens]:
+    """One sequence per length, each a token longer, so that every position has a target."""
+    random = np.random.default_rng(seed)
+    return [random.integers(0, vocab, length + 1, dtype=np.int32) for length in lengths]
+
+
+class Tenant:
+    """A model of its own on a running service, trained through the SDK."""
+
+    def __init__(self, trainer: tinker.TrainingClient, learning_rate: float) -> None:
+        self._trainer = trainer
+        self._adam = types.AdamParams(learning_rate=learning_rate)
+
+    @staticmethod
+    def data(sequences: Sequence[Tokens]) -> list[types.Datum]:
+        return [
+            types.Datum(
+                model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+                loss_fn_inputs={
+                    "target_tokens": tokens[1:].tolist(),
+                    "weights": [1.0] * (len(tokens) - 1),
+                },
+            )
+            for tokens in sequences
+        ]
+
+    def submit(self, data: list[types.Datum], *, steps: bool) -> "Pending":
+        """Asks for a gradient and, with ``steps``, an optimizer step on it. Waits for nothing."""
+        gradient = self._trainer.forward_backward(data, "cross_entropy")
+        return Pending(gradient, self._trainer.optim_step(self._adam) if steps else None)
+
+    def sampler(self) -> tinker.SamplingClient:
+        """The model as it is now."""
+        return self._trainer.save_weights_and_get_sampling_client().result()
+
+
+class Pending:
+    """What a tenant waits for."""
+
+    def __init__(self, gradient: object, step: object) -> None:
+        self._gradient, self._step = gradient, step
+
+    def loss(self) -> float:
+        """The sum of -logprob over all targets, when all is done."""
+        if self._step is not None:
+            self._step.result()
+        return self._gradient.result().metrics["loss:sum"]
+
+
+Work = Sequence[tuple[Tenant, list[types.Datum]]]
+"""Tenants that ask at once, each for a gradient of its datums."""
+
+
+def train(rounds: Iterable[Work], *, steps: bool = True) -> list[list[float]]:
+    """One piece of work after the other, ``IN_FLIGHT`` of them under way; losses of each."""
+    waiting: deque[list[Pending]] = deque()
+    losses = []
+    for work in rounds:
+        waiting.append([tenant.submit(data, steps=steps) for tenant, data in work])
+        if len(waiting) > IN_FLIGHT:
+            losses.append([pending.loss() for pending in waiting.popleft()])
+    return [*losses, *([pending.loss() for pending in each] for each in waiting)]
+
+
+def tenants(
+    server: LocalServer, count: int, config: AdapterConfig, learning_rate: float
+) -> list[Tenant]:
+    """Models that start alike. Neighbours in the list have different owners; there are eight."""
+    services = [
+        tinker.ServiceClient(base_url=server.url, api_key=f"tml-{owner}")
+        for owner in range(min(count, OWNERS))
+    ]
+    found: list[Tenant] = []
+    while len(found) < count:
+        creating = [
+            service.create_lora_training_client(
+                base_model=server.base_model,
+                rank=config.rank,
+                seed=config.seed,
+                train_unembed=config.train_unembed,
+            )
+            for service in services[: count - len(found)]
+        ]
+        found += [Tenant(trainer.result(), learning_rate) for trainer in creating]
+    return found
+
+
+class Bare:
+    """The engine without the service."""
+
+    def __init__(self, backend: JaxBackend, learning_rate: float = 0.0) -> None:
+        self.backend = backend
+        self._adam = AdamParams(learning_rate=learning_rate)
+        self._ranks: dict[str, int] = {}
+
+    def create(self, name: str, config: AdapterConfig) -> None:
+        self.backend.create_adapter(name, config)
+        self._ranks[name] = config.rank
+
+    @staticmethod
+    def data(sequences: Sequence[Tokens]) -> TrainingData:
+        data = [
+            Datum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
+            for s in sequences
+        ]
+        return TrainingData("cross_entropy", {}, False, data)
+
+    def packed(self, work: Sequence[tuple[str, TrainingData]]) -> list[Packed]:
+        asked = [PackRequest(name, self._ranks[name], data) for name, data in work]
+        return pack(asked, self.backend.lattice)
+
+    def gradients(self, work: Sequence[tuple[str, TrainingData]]) -> list[float]:
+        """One ``forward_backward`` per adapter, in one pass; their losses."""
+        losses = [0.0] * len(work)
+        for packed in self.packed(work):
+            result = self.backend.forward_backward(packed.unit)
+            assert all(result.finite)
+            for index, member in enumerate(packed.members):
+                losses[member] = unpack(packed, result.outputs, index, work[member][1])[1]
+        return losses
+
+    def optim_steps(self, names: Sequence[str]) -> None:
+        results = self.backend.optim_steps([(name, self._adam) for name in names])
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def step(self, work: Sequence[tuple[str, TrainingData]]) -> list[float]:
+        losses = self.gradients(work)
+        self.optim_steps([name for name, _ in work])
+        return losses
+
+    def computed_tokens(self, units: Sequence[TrainUnit]) -> int:
+        """Tokens of the chunks that the units' programs work through, padding included."""
+        lattice = self.backend.lattice
+        blocks_per_chunk = lattice.chunk // lattice.block
+        chunks = sum(-(-b.blocks // blocks_per_chunk) for unit in units for b in unit.batches)
+        return chunks * lattice.chunk
