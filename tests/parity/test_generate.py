@@ -14,6 +14,7 @@ from scipy import stats
 from tuneserve_engine.adapters import ATTENTION, UNEMBED, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, SampleRequest
 from tuneserve_engine.backend.jax.models.weights import load_base_model
+from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
 from tuneserve_engine.lattice import ShapeLattice
 
@@ -42,7 +43,9 @@ class Pair:
     def __init__(self, hf: Any) -> None:
         self.theirs = peft_model(hf.model)
         model, config = load_base_model(str(hf.folder), dtype="float32")
-        self.ours = Sampler(model, ShapeLattice(config.context_length), None, lanes=4)
+        lattice = ShapeLattice(config.context_length, block=8, chunk=16)
+        model.block, model.chunk_blocks = lattice.block, lattice.chunk // lattice.block
+        self.ours = Sampler(ProgramSet(), model, lattice, None, lanes=4)
         for name, adapter in ADAPTERS.items():
             self.ours.load_snapshot(name, adapter_state(self.theirs, name, adapter))
 
@@ -200,13 +203,8 @@ def test_prompt_scores_equal_theirs(pair: Pair, length: int) -> None:
         assert_close(result.target_logprobs, np.where(targets < 0, 0.0, asked_for))
 
 
-def test_long_prompts_are_scored_in_chunks_with_the_same_numbers(
-    qwen3: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_prompts_are_scored_in_chunks_with_the_same_numbers(qwen3: Pair) -> None:
     """Chunks of 16 of a prompt of 40: the last one is short."""
-    monkeypatch.setattr(
-        "tuneserve_engine.backend.jax.prompt_scores.chunk_length", lambda *shape: 16
-    )
     one = request(40, "everything", prompt_logprobs=True, alt_tokens=2, topk_prompt=2)
     (result,) = qwen3.ours.sample([one])
     want = qwen3.logprobs(one.prompt, "everything")[:-1]
