@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -19,12 +19,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.queue.base import StorePolicy
 
 TINY_MODEL = Path(__file__).parent / "tiny_model"
 SETTINGS_FILE = "tuneserve.toml"  # in the working directory
 
 STORE_SCHEMES = ("redis://", "rediss://", "unix://")
+
+ChunkTokens = Annotated[int, Field(ge=ShapeLattice.block, multiple_of=ShapeLattice.block)]
 
 REFUSED = 2
 """Exit status of a process that would fail in the same way if it were started again."""
@@ -154,11 +157,53 @@ class WorkerSettings(CommonSettings):
         description="Longest sequence, samples included, if the base model allows as much; memory "
         "grows with it.",
     )
-    batch_tokens: PositiveInt = Field(
-        default=1024, description="Tokens of one training micro-batch, padding included."
+    batch_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Tokens of one training micro-batch, at least one sequence of the longest; "
+        "default: what fits the memory.",
     )
-    max_rows: PositiveInt = Field(default=8, description="Rows of one training micro-batch.")
+    chunk_tokens: ChunkTokens | None = Field(
+        default=None,
+        description="Tokens of one matrix product, a multiple of 64; default: 256 on a CPU, 1024 "
+        "elsewhere.",
+    )
+    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = Field(
+        default="auto",
+        description="What training keeps of each layer for its backward pass, beside the layer's "
+        "input: all (none is computed again), the results of matrix products and of attention "
+        "(dots), of attention, nothing (full: all is computed again), or those of dots in the "
+        "host's memory (offload); auto: the fastest of dots, attention and full that fits.",
+    )
+    max_rank: PositiveInt | None = Field(
+        default=None,
+        description="Largest rank of an adapter; each class of ranks (to 8, to 32, to 128) costs "
+        "memory and programs. Default: 128, or less where the memory lacks.",
+    )
+    request_slots: PositiveInt | None = Field(
+        default=None,
+        description="Training requests of the lowest ranks that run together, each with a gradient "
+        "of its own; of higher ranks fewer. Default: 32, or less where the memory lacks.",
+    )
     sample_rows: PositiveInt = Field(default=8, description="Sequences decoded together.")
+    device_memory_bytes: PositiveInt | None = Field(
+        default=None,
+        description="Memory of the device to plan with; default: what the device reports, for a "
+        "CPU half of the machine's memory.",
+    )
+    adapter_device_bytes: PositiveInt | None = Field(
+        default=None,
+        description="Most of it for adapters: weights, moments and gradient. Default: what the "
+        "rest leaves.",
+    )
+    adapter_host_bytes: NonNegativeInt | None = Field(
+        default=None,
+        description="Memory of the host for adapters that the device has no room for; what it has "
+        "no room for lies on disk. Default: half of the machine's memory, for a CPU a quarter.",
+    )
+    compile_ahead: bool = Field(
+        default=True,
+        description="Compile every program before it is needed; requests are taken meanwhile.",
+    )
     compile_cache: Path | None = Field(
         default=None,
         description="Where compiled programs are kept; default: compiled/ in the data directory.",
@@ -200,6 +245,11 @@ class WorkerSettings(CommonSettings):
     @property
     def compile_cache_dir(self) -> Path:
         return self.compile_cache or self.data_dir / "compiled"
+
+    @property
+    def pages_dir(self) -> Path:
+        """Where adapters are for which neither device nor host has room; nobody else's."""
+        return self.data_dir / "pages" / self.lease_name
 
     @property
     def lease_name(self) -> str:

@@ -36,8 +36,11 @@ Given = dict[str, str]  # the options on the command line, by setting
 _SUPERVISOR = "supervisor"
 
 
-def _command(*settings: type[CommonSettings]) -> Callable[[Callable[[Given], None]], None]:
-    """Registers a command with one option for each of the settings."""
+def _command(
+    *settings: type[CommonSettings], **flags: str
+) -> Callable[[Callable[[Given], None]], None]:
+    """Registers a command with one option for each of the settings, and flags with what they are
+    for; one that was given is there with an empty text."""
     fields = {name: field for each in settings for name, field in each.model_fields.items()}
 
     def register(run: Callable[[Given], None]) -> None:
@@ -47,9 +50,12 @@ def _command(*settings: type[CommonSettings]) -> Callable[[Callable[[Given], Non
                 _check_names()
             else:
                 supervisor.end_with(pid)
-            run({name: value for name, value in values.items() if value is not None})
+            given = {name: value for name, value in values.items() if value is not None}
+            run(given | {name: "" for name in flags if name in given})
 
         types = {name: _option(field) for name, field in fields.items()}
+        for name, purpose in flags.items():
+            types[name] = Annotated[bool | None, typer.Option(f"--{name}", help=purpose)]
         types[_SUPERVISOR] = Annotated[int | None, typer.Option(hidden=True)]
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
@@ -104,6 +110,16 @@ def worker(given: Given) -> None:
     _settings(WorkerSettings, given)
     _check_engine()
     os.execve(sys.executable, [sys.executable, "-m", "tuneserve_engine"], _environment(given))
+
+
+@_command(WorkerSettings, json="Print it as JSON.")
+def plan(given: Given) -> None:
+    """Show what a worker would do with the device's memory, and why."""
+    flags = ["--json"] if given.pop("json", None) is not None else []
+    _settings(WorkerSettings, given)
+    _check_engine()
+    command = [sys.executable, "-m", "tuneserve_engine.plan", *flags]
+    os.execve(sys.executable, command, _environment(given))
 
 
 def _worker_name(settings: ApiSettings) -> str:

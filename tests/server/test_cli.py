@@ -1,5 +1,6 @@
 """The command line and the settings: what is refused, and how it is said."""
 
+import json
 import os
 import socket
 import subprocess
@@ -249,12 +250,17 @@ def test_a_clients_installation_is_told_what_the_service_needs() -> None:
 def test_the_command_names_its_halves() -> None:
     result = tuneserve("--help")
     assert result.returncode == 0
-    assert all(name in result.stdout for name in ("up", "api", "worker"))
+    assert all(name in result.stdout for name in ("up", "api", "worker", "plan"))
 
 
 @pytest.mark.parametrize(
     ("command", "settings"),
-    [("api", [ApiSettings]), ("worker", [WorkerSettings]), ("up", [ApiSettings, WorkerSettings])],
+    [
+        ("api", [ApiSettings]),
+        ("worker", [WorkerSettings]),
+        ("plan", [WorkerSettings]),
+        ("up", [ApiSettings, WorkerSettings]),
+    ],
 )
 def test_every_setting_is_an_option(command: str, settings: list[type[CommonSettings]]) -> None:
     help_text = tuneserve(command, "--help").stdout
@@ -275,7 +281,7 @@ def test_a_bad_value_is_named_with_its_setting_and_its_origin(
     assert f"poll_s is 'soon' (from {origin}); input should be a valid number" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "api", "worker"])
+@pytest.mark.parametrize("command", ["up", "api", "worker", "plan"])
 def test_a_misspelt_setting_in_the_file_is_refused_with_the_right_name(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +317,7 @@ def test_what_the_worker_would_refuse_is_said_before_anything_starts() -> None:
     assert "dtype" in result.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "worker"])
+@pytest.mark.parametrize("command", ["up", "worker", "plan"])
 def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,3 +325,45 @@ def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
     result = CliRunner().invoke(cli.app, [command])
     assert result.exit_code == 2
     assert "pip install 'tuneserve[engine]'" in result.stderr
+
+
+# --- tuneserve plan -------------------------------------------------------------------------------
+
+
+def test_the_plan_shows_what_becomes_of_the_memory() -> None:
+    result = tuneserve("plan", "--device-memory-bytes", str(2**30), "--max-rank", "32")
+    assert result.returncode == 0, result.stderr
+    first, *_, last = result.stdout.splitlines()
+    assert first == "tuneserve/tiny, float32, on cpu"
+    assert last.split() == ["all", "1.00", "GiB"]
+    assert "base weights" in result.stdout and "918,912 parameters * 4 bytes" in result.stdout
+    assert "requests in one pass: 32 to rank 8, 8 to rank 32\n" in result.stdout
+
+
+def test_the_plan_can_be_read_by_programs() -> None:
+    result = tuneserve("plan", "--json", "--batch-tokens", "8192", TUNESERVE_REMAT="full")
+    found = json.loads(result.stdout)
+    asked = {"device": "cpu", "batch_tokens": 8192, "remat": "full", "context_tokens": 2048}
+    assert found.items() >= asked.items()
+    assert sum(line["bytes"] for line in found["lines"]) == found["device_bytes"]
+
+
+def test_a_plan_that_there_is_none_of_is_refused_with_the_arithmetic() -> None:
+    result = tuneserve("plan", "--device-memory-bytes", "1000000")
+    assert result.returncode == 2
+    assert result.stdout == "" and "Traceback" not in result.stderr
+    assert "and there are 976.56 KiB to use" in result.stderr
+    assert "  base weights: 3.51 MiB\n" in result.stderr
+
+
+def test_a_plan_for_no_base_model_is_refused() -> None:
+    result = tuneserve("plan", "--base-model", "./nowhere")
+    assert result.returncode == 2
+    assert "'./nowhere': no such directory" in result.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "100", "32"])
+def test_a_chunk_that_is_no_whole_blocks_is_refused(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert f"chunk_tokens is '{value}'" in refusal("plan", "--chunk-tokens", value, monkeypatch)

@@ -1,0 +1,200 @@
+"""What a worker does with its device's memory: decided once, by the model's shape, before it loads
+anything. Plain arithmetic.
+
+Everything that the device will ever hold is a line with its formula, so that a refusal can say why.
+Sizes follow from the device's kind and its whole memory, never from what is free just now: the same
+machine with the same settings always gets the same plan, for bits depend on some of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, Protocol
+
+from tuneserve_engine.backend.jax.models.config import ModelConfig
+from tuneserve_engine.footprint import Footprint, Line, Remat, Shape
+from tuneserve_engine.lattice import ShapeLattice
+
+_RANK_CLASSES = ShapeLattice.rank_classes
+_REQUEST_SLOTS = ShapeLattice.request_slots
+_CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 1024, ShapeLattice.chunk
+_STREAM_TOKENS, _CPU_STREAM_TOKENS = 8192, ShapeLattice.tokens
+_LEAST_SLOTS = 4
+_PIECE_CHUNKS = 4
+"""A stream holds a whole ``ShapeLattice.piece``: bits depend on how those are packed."""
+_FASTEST_FIRST: tuple[Remat, ...] = ("dots", "attention", "full")
+_KEPT_FREE = 16
+"""One part of so many stays free: for what programs need beside their arrays, and fragmentation."""
+
+
+class DoesNotFit(ValueError):
+    """Not even the smallest plan has room; the message is the arithmetic, and what to lower."""
+
+
+class PlanSettings(Protocol):
+    """What the planner reads of the worker's settings; None is for it to choose."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+    @property
+    def max_context_tokens(self) -> int: ...
+    @property
+    def batch_tokens(self) -> int | None: ...
+    @property
+    def chunk_tokens(self) -> int | None: ...
+    @property
+    def remat(self) -> Literal["auto", "none", "dots", "attention", "full", "offload"]: ...
+    @property
+    def max_rank(self) -> int | None: ...
+    @property
+    def request_slots(self) -> int | None: ...
+    @property
+    def sample_rows(self) -> int: ...
+    @property
+    def device_memory_bytes(self) -> int | None: ...
+    @property
+    def adapter_device_bytes(self) -> int | None: ...
+    @property
+    def adapter_host_bytes(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, and how much a worker may take of its memory and of the host's."""
+
+    kind: str  # JAX's name of the platform
+    memory_bytes: int
+    host_bytes: int  # for adapters beside those on the device
+
+    @classmethod
+    def cpu(cls, machine_bytes: int) -> "Device":
+        """The machine is both, and the operating system and other processes need some of it."""
+        return cls("cpu", machine_bytes // 2, machine_bytes // 4)
+
+    @classmethod
+    def accelerator(cls, kind: str, memory_bytes: int, machine_bytes: int) -> "Device":
+        return cls(kind, memory_bytes, machine_bytes // 2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, and the arithmetic behind it. The lines add up to ``device_bytes``."""
+
+    lattice: ShapeLattice
+    remat: Remat
+    sample_rows: int
+    device: Device
+    device_bytes: int
+    adapter_device_bytes: int
+    adapter_host_bytes: int
+    lines: tuple[Line, ...]
+
+
+def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
+    """The first of the possible plans that fits, best first. Raises ``DoesNotFit``.
+
+    The fastest way to keep activations comes first, then longer streams; many slots come before
+    both, and all ranks before everything.
+    """
+    device_bytes = settings.device_memory_bytes or device.memory_bytes
+    host_bytes = settings.adapter_host_bytes
+    if host_bytes is None:
+        host_bytes = device.host_bytes
+    for shape in _shapes(config, device, settings):
+        footprint = Footprint(config, shape)
+        adapters = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
+        if settings.adapter_device_bytes is not None:
+            adapters = min(adapters, settings.adapter_device_bytes)
+        if adapters < footprint.unit_adapter_bytes or footprint.host_bytes > device.host_bytes:
+            continue
+        free = device_bytes - footprint.bytes - adapters
+        return Plan(
+            lattice=shape.lattice,
+            remat=shape.remat,
+            sample_rows=shape.sample_rows,
+            device=device,
+            device_bytes=device_bytes,
+            adapter_device_bytes=adapters,
+            adapter_host_bytes=max(host_bytes - footprint.host_bytes, 0),
+            lines=(
+                *footprint.lines,
+                Line("adapters", footprint.adapters_held(adapters), adapters),
+                Line("kept free", "what programs need besides, and fragmentation", free),
+            ),
+        )
+    raise DoesNotFit(_refusal(footprint, device, device_bytes, settings))
+
+
+def _shapes(config: ModelConfig, device: Device, settings: PlanSettings) -> Iterator[Shape]:
+    """Every shape that the settings leave open, best first."""
+    is_cpu = device.kind == "cpu"
+    context = min(settings.max_context_tokens, config.context_length)
+    chunk = settings.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
+    remats = _FASTEST_FIRST if settings.remat == "auto" else (settings.remat,)
+    default_stream = _CPU_STREAM_TOKENS if is_cpu else _STREAM_TOKENS
+    streams = _halves(settings.batch_tokens, default_stream, max(context, _PIECE_CHUNKS * chunk))
+    for ranks, least_slots in _rank_classes(settings.max_rank):
+        slots_choices = _halves(settings.request_slots, _REQUEST_SLOTS, least_slots)
+        for slots, remat, tokens in product(slots_choices, remats, streams):
+            lattice = ShapeLattice(
+                context, chunk=chunk, tokens=tokens, request_slots=slots, rank_classes=ranks
+            )
+            yield Shape(lattice, remat, settings.sample_rows, settings.dtype, device.kind)
+
+
+def _rank_classes(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:
+    """Up to the rank that was asked for; else all, then without the highest. With each, the fewest
+    slots: rather than that, do without the highest ranks."""
+    if max_rank is not None:
+        return [((*(rank for rank in _RANK_CLASSES if rank < max_rank), max_rank), 1)]
+    counts = range(len(_RANK_CLASSES), 0, -1)
+    return [(_RANK_CLASSES[:count], 1 if count == 1 else _LEAST_SLOTS) for count in counts]
+
+
+def _halves(asked: int | None, default: int, least: int) -> list[int]:
+    """What was asked for; else the default, and halves of it down to ``least``."""
+    if asked is not None:
+        return [asked]
+    sizes = [max(default, least)]
+    while sizes[-1] > least:
+        sizes.append(max(sizes[-1] // 2, least))
+    return sizes
+
+
+def _refusal(
+    footprint: Footprint, device: Device, device_bytes: int, settings: PlanSettings
+) -> str:
+    """Why the smallest plan has no room."""
+    unit = footprint.unit_adapter_bytes
+    if footprint.host_bytes > device.host_bytes:
+        return (
+            f"remat offload keeps {gib(footprint.host_bytes)} in the host's memory, and there are "
+            f"{gib(device.host_bytes)} for it; lower batch_tokens, or choose another remat"
+        )
+    if (asked := settings.adapter_device_bytes) is not None and asked < unit:
+        return (
+            f"adapter_device_bytes is {asked}; the adapters of one unit take {unit} bytes; raise "
+            "it, or lower request_slots or max_rank"
+        )
+    lines = (
+        *footprint.lines,
+        Line("adapters of one unit", "", unit),
+        Line("kept free", "", device_bytes // _KEPT_FREE),
+    )
+    needed = sum(line.bytes for line in lines)
+    parts = "\n".join(f"  {line.name}: {gib(line.bytes)}" for line in lines)
+    return (
+        f"the base model needs {gib(needed)} of the {device.kind}'s memory at least, and there are "
+        f"{gib(device_bytes)} to use:\n{parts}\nChoose a smaller base model or dtype bfloat16; "
+        f"lower max_context_tokens ({settings.max_context_tokens}), sample_rows "
+        f"({settings.sample_rows}) or what you have set of batch_tokens, request_slots and "
+        "max_rank; or raise device_memory_bytes if there is more"
+    )
+
+
+def gib(count: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"
