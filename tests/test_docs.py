@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tuneserve_engine.config import TINY_MODEL, CommonSettings, WorkerSettings
+from tuneserve_engine.figures import FIGURES
 from tuneserve_server import errors
-from tuneserve_server.app import ROUTERS
+from tuneserve_server.app import AT_ROOT, PREFIX, ROUTERS
 from tuneserve_server.settings import ApiSettings
 
 ROOT = Path(__file__).parent.parent
@@ -44,12 +45,20 @@ def test_no_setting_is_documented_that_does_not_exist():
 
 def test_every_route_is_documented_and_no_other():
     mounted = {
-        f"{method} /api/v1{route.path}"
-        for module in ROUTERS
+        f"{method} {prefix}{route.path}"
+        for prefix, modules in ((PREFIX, ROUTERS), ("", AT_ROOT))
+        for module in modules
         for route in module.router.routes
         for method in route.methods
     }
     assert set(re.findall(r"^\| `(\w+ /\S+)` \|", documented("api.md"), re.M)) == mounted
+
+
+def test_every_figure_is_documented_with_its_meaning_and_no_other():
+    rows = re.findall(r"^\| `tuneserve_(\w+)` \| (.*) \|$", documented("api.md"), re.M)
+    meanings = {name: meaning for name, meaning in rows if name != "workers"}
+    assert meanings == FIGURES
+    assert "workers" in dict(rows)
 
 
 def test_every_error_code_is_documented_with_its_status():

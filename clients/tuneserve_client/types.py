@@ -62,6 +62,10 @@ class ServerCapabilitiesResponse(Response):
 class ServedBaseModel(Response):
     name: str
     workers: int = Field(description="Workers that serve it now.")
+    warming: str | None = Field(
+        default=None,
+        description="What they still compile ahead, if any: requests are taken meanwhile.",
+    )
     architecture: str
     context_length: int
     max_rank: int
@@ -73,6 +77,7 @@ class HealthResponse(Response):
         description="Whether a worker has a base model loaded and takes jobs."
     )
     base_model: str
+    warming: str | None = None
     architecture: str | None = None
     context_length: int | None = None
     max_rank: int | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
@@ -26,22 +26,25 @@ class Link:
     """A lease under ``name``, kept by renewing it every ``renew_s``.
 
     ``connect`` gives a connected queue, and is called again whenever the connection is lost.
-    ``give_up`` is told the models that another worker should have.
+    ``give_up`` is told the models that another worker should have; ``figures`` are told to the
+    store with every renewal.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         connect: Callable[[], Awaitable[Queue]],
         name: str,
         info: BaseModelInfo,
         give_up: Callable[[list[str]], None],
         renew_s: float,
+        figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._connect = connect
         self._name = name
         self._info = info
         self._give_up = give_up
         self._renew_s = renew_s
+        self._figures = figures
         self._owner = uuid.uuid4().hex
         self._epoch: int | None = None
         self._queue: Queue | None = None
@@ -86,7 +89,7 @@ class Link:
 
     async def _renew(self, queue: Queue, epoch: int) -> None:
         while True:
-            self._give_up(await queue.renew(epoch))
+            self._give_up(await queue.renew(epoch, dict(self._figures())))
             await asyncio.sleep(self._renew_s)
 
     async def ask(self, call: Call[T]) -> T:

@@ -19,6 +19,7 @@ from tuneserve_server.polls import Polls
 from tuneserve_server.routes import (
     files,
     futures,
+    metrics,
     models,
     rest,
     sampling,
@@ -32,6 +33,8 @@ from tuneserve_server.sweeper import sweep_forever
 
 ROUTERS = (service, models, training, weights, sampling, futures, rest, files)
 PREFIX = "/api/v1"
+AT_ROOT = (metrics,)
+"""Where those who ask for them look by themselves."""
 
 
 def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = None) -> FastAPI:
@@ -66,6 +69,8 @@ def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = No
     )
     for module in ROUTERS:
         app.include_router(module.router, prefix=PREFIX)
+    for module in AT_ROOT:
+        app.include_router(module.router)
     errors.install(app)
     return app
 

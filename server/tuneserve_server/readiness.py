@@ -24,6 +24,8 @@ async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> 
         health = await asyncio.to_thread(health_of, settings.url)
     say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local")
     say(f"base model {health['base_model']}, context {health.get('context_length')} tokens")
+    if "warming" in health:
+        say(f"warming up: {health['warming']}; a request that needs another one waits for it")
 
 
 def health_of(url: str) -> dict[str, Any]:

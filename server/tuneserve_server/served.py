@@ -90,6 +90,17 @@ def _around(known: list[ServedModel], now_s: float) -> list[ServedModel]:
     return [each for each in known if each.workers or each.seen_s >= now_s - RECENT_S]
 
 
+def warming(served: ServedModel) -> str | None:
+    """What the workers of the base model still compile ahead; None if they have."""
+    cold = [each for each in served.figures.values() if each.get("ready", 1.0) == 0.0]
+    if not cold:
+        return None
+    compiled, programs = (
+        sum(each.get(name, 0.0) for each in cold) for name in ("programs_compiled", "programs")
+    )
+    return f"{compiled:.0f} of {programs:.0f} programs compiled"
+
+
 def is_same(name: str, other: str) -> bool:
     """Whether the names mean the same base model; a ``:suffix`` is not compared."""
     return name.partition(":")[0] == other.partition(":")[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from tuneserve_server.app import PREFIX, ROUTERS, create_app
+from tuneserve_server.app import AT_ROOT, PREFIX, ROUTERS, create_app
 from tuneserve_server.deps import RawBody
 from tuneserve_server.errors import ApiError
 from tuneserve_server.settings import ApiSettings
@@ -23,12 +23,14 @@ def app(tmp_path: Any) -> Any:
 def mounted(app: Any) -> Iterator[tuple[str, str, APIRoute]]:
     """Method, path and route of everything that the application answers to."""
     included = [each.original_router for each in app.routes]
-    assert included == [module.router for module in ROUTERS]  # nothing is mounted beside them
-    for router in included:
+    known = [(module.router, PREFIX) for module in ROUTERS]
+    known += [(module.router, "") for module in AT_ROOT]
+    assert included == [router for router, _ in known]  # nothing is mounted beside them
+    for router, prefix in known:
         for route in router.routes:
             assert isinstance(route, APIRoute)
             for method in route.methods:
-                yield method, PREFIX + route.path, route
+                yield method, prefix + route.path, route
 
 
 def operations(document: Any) -> dict[tuple[str, str], Any]:
@@ -42,7 +44,7 @@ def operations(document: Any) -> dict[tuple[str, str], Any]:
 def test_the_description_has_the_mounted_routes_and_no_other(app: Any) -> None:
     described = operations(app.openapi())
     routes = [(method, path) for method, path, _ in mounted(app)]
-    assert len(routes) == len(set(routes)) == 33
+    assert len(routes) == len(set(routes)) == 34
     assert set(described) == set(routes)
 
 
@@ -61,9 +63,9 @@ def test_every_reference_leads_somewhere(app: Any) -> None:
         assert name in document["components"]["schemas"]
 
 
-def test_all_but_health_and_downloads_want_a_key(app: Any) -> None:
+def test_all_but_health_metrics_and_downloads_want_a_key(app: Any) -> None:
     without = {path for (_, path), each in operations(app.openapi()).items() if not wants_key(each)}
-    assert without == {"/api/v1/healthz", "/api/v1/files/{file_id}/{member}"}
+    assert without == {"/api/v1/healthz", "/metrics", "/api/v1/files/{file_id}/{member}"}
 
 
 def wants_key(operation: Any) -> bool:

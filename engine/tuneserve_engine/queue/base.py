@@ -5,8 +5,8 @@ With SQLite the API process owns the store, and workers reach its ``Queue`` half
 news.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
@@ -93,6 +93,7 @@ class ServedModel:
     info: BaseModelInfo
     workers: int  # alive now
     seen_s: float  # when the last of them was heard of
+    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by worker
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,12 @@ class Queue(Protocol):
         over at once, as after ``renew``'s time-out."""
         ...
 
-    async def renew(self, epoch: int) -> list[str]:
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
         """Keeps the lease for its time to live. Returns models placed here that should be given
         up (``release``): idle ones, and those that another worker has more room for.
+
+        ``figures`` are what the worker tells of itself, in place of what it told before; they need
+        not outlive the store's process.
 
         Ends the leases that ran out: jobs noted by ``begin`` count an attempt, those with too many
         end, and everything else is placed anew.

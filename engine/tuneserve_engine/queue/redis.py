@@ -190,8 +190,9 @@ class RedisStore:
         epoch, resumed = await self._run("lease", name, owner, info.name, facts, self._lease_policy)
         return Lease(epoch, resumed=bool(resumed))
 
-    async def renew(self, epoch: int) -> list[str]:
-        models = await self._run_leased("renew", epoch, self._lease_policy)
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
+        told = b"" if figures is None else msgspec.json.encode(figures)
+        models = await self._run_leased("renew", epoch, self._lease_policy, told)
         return [model.decode() for model in models]
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
@@ -290,8 +291,13 @@ class RedisStore:
     async def served(self) -> list[ServedModel]:
         rows = await self._run("served", self._policy.lease_ttl_s)
         found = [
-            ServedModel(msgspec.json.decode(info, type=BaseModelInfo), workers, float(seen_s))
-            for _, info, workers, seen_s in rows
+            ServedModel(
+                msgspec.json.decode(info, type=BaseModelInfo),
+                workers,
+                float(seen_s),
+                forms.read_figures(told),
+            )
+            for _, info, workers, seen_s, told in rows
         ]
         return sorted(found, key=lambda each: each.info.name)
 

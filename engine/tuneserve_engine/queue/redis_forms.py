@@ -212,6 +212,15 @@ def read_outcome(request_id: str, row: Sequence[Any]) -> Outcome | None:
     return Outcome(request_id, result, content_type.decode())
 
 
+# --- workers ------------------------------------------------------------------------------------
+
+
+def read_figures(told: Sequence[bytes]) -> dict[str, dict[str, float]]:
+    """What workers tell of themselves, in ``name, JSON text, …``."""
+    pairs = zip(told[::2], told[1::2], strict=True)
+    return {name.decode(): msgspec.json.decode(text) for name, text in pairs}
+
+
 # --- recovery points ----------------------------------------------------------------------------
 
 

@@ -139,8 +139,8 @@ class SqlStore:
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         return await self._call(self._leases.lease, name, owner, info)
 
-    async def renew(self, epoch: int) -> list[str]:
-        return await self._call(self._leases.renew, epoch)
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
+        return await self._call(self._leases.renew, epoch, figures)
 
     async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
         await self._call(self._leases.begin, epoch, request_ids)

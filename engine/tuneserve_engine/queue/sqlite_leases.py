@@ -1,5 +1,6 @@
 """Leases in SQLite: which processes are workers, and what becomes of one's work when it is over."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +21,12 @@ from tuneserve_engine.records import Model, ModelStatus
 @dataclass
 class Leases:
     """The policy, and what each epoch runs by its last ``begin``: in memory only, for a worker
-    that dies together with this process is not known to have died of its jobs."""
+    that dies together with this process is not known to have died of its jobs. And what each told
+    of itself with its last ``renew``."""
 
     policy: StorePolicy
     running: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def lease(self, tx: Transaction, name: str, owner: str, info: BaseModelInfo) -> Lease:
         self._forgive_silence(tx)
@@ -43,8 +46,12 @@ class Leases:
             placement.place_waiting(tx, base_model)
         return Lease(epoch, resumed=False)
 
-    def renew(self, tx: Transaction, epoch: int) -> list[str]:
+    def renew(
+        self, tx: Transaction, epoch: int, figures: dict[str, float] | None = None
+    ) -> list[str]:
         placement.check_epoch(tx, epoch)
+        if figures is not None:
+            self.figures[epoch] = figures
         self._forgive_silence(tx)
         tx.run("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, epoch)
         silent = tx.all(
@@ -65,17 +72,32 @@ class Leases:
         self.running[epoch] = tuple(request_ids)
 
     def served(self, tx: Transaction) -> list[ServedModel]:
+        alive_s = tx.now_s - self.policy.lease_ttl_s
         rows = tx.all(
             "SELECT info, MAX(served.seen_s, IFNULL(MAX(workers.seen_s), 0)), "
             "COUNT(*) FILTER (WHERE workers.seen_s >= ?) "
             "FROM served LEFT JOIN workers USING (base_model) "
             "GROUP BY base_model ORDER BY base_model",
-            tx.now_s - self.policy.lease_ttl_s,
+            alive_s,
         )
+        told = self._told(tx, alive_s)
+        infos = [msgspec.json.decode(info, type=BaseModelInfo) for info, _, _ in rows]
         return [
-            ServedModel(msgspec.json.decode(info, type=BaseModelInfo), workers, seen_s)
-            for info, seen_s, workers in rows
+            ServedModel(info, workers, seen_s, told[info.name])
+            for info, (_, seen_s, workers) in zip(infos, rows, strict=True)
         ]
+
+    def _told(
+        self, tx: Transaction, alive_s: float
+    ) -> defaultdict[str, dict[str, dict[str, float]]]:
+        """The figures of the workers that are alive, by base model and name."""
+        told: defaultdict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+        for epoch, name, base_model in tx.all(
+            "SELECT epoch, name, base_model FROM workers WHERE seen_s >= ?", alive_s
+        ):
+            if epoch in self.figures:
+                told[base_model][name] = self.figures[epoch]
+        return told
 
     def _forgive_silence(self, tx: Transaction) -> None:
         """If nobody could be heard, it was the store that was away: nobody's time has run out."""
@@ -104,6 +126,7 @@ class Leases:
         assert row is not None
         base_model, seen_s = row
         tx.run("DELETE FROM workers WHERE epoch = ?", epoch)
+        self.figures.pop(epoch, None)
         tx.run("UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model)
         tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
         tx.run("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)

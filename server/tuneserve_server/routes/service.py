@@ -15,6 +15,7 @@ from tuneserve_server import body, commands
 from tuneserve_server.deps import Caller, CallerDep, RawBody, ServicesDep, reply
 from tuneserve_server.errors import InvalidRequest, NotFound, SessionEnded
 from tuneserve_server.openapi import fails, takes
+from tuneserve_server.served import warming
 
 router = APIRouter()
 
@@ -115,6 +116,7 @@ async def healthz(services: ServicesDep) -> Response:
         types.ServedBaseModel(
             name=each.info.name,
             workers=each.workers,
+            warming=warming(each),
             architecture=each.info.architecture,
             context_length=each.info.context_length,
             max_rank=each.info.max_rank,
@@ -123,7 +125,9 @@ async def healthz(services: ServicesDep) -> Response:
     ]
     first: dict[str, Any] = {}
     if models:
-        first = models[0].model_dump(include={"architecture", "context_length", "max_rank"})
+        first = models[0].model_dump(
+            include={"architecture", "context_length", "max_rank", "warming"}
+        )
     return reply(
         types.HealthResponse(
             worker="ready" if any(each.workers for each in models) else "absent",

@@ -283,6 +283,42 @@ class PlacementContract(Contract):
             ServedModel(newer, 2, START_S + 6),
         ]
 
+    @scenario
+    async def test_workers_tell_figures_until_they_are_gone(self, bench: Bench) -> None:
+        second = await bench.join("second")
+        other = await bench.join("other", OTHER)
+        assert [each.figures for each in await bench.store.served()] == [{}, {}]
+        await bench.queue.renew(bench.epoch, {"units_total": 1.0, "adapters": 2.0})
+        await bench.queue.renew(bench.epoch, {"units_total": 3.5e9})  # in place of those before
+        await bench.queue.renew(second, {})
+        await bench.queue.renew(other, {"ready": 0.0})
+        await bench.queue.renew(other)  # nothing new
+        told = {each.info.name: each.figures for each in await bench.store.served()}
+        assert told == {
+            INFO.name: {"worker": {"units_total": 3.5e9}, "second": {}},
+            OTHER.name: {"other": {"ready": 0.0}},
+        }
+        await bench.queue.resign(other)
+        await bench.pass_time(7, second)  # the first was silent for longer than the time to live
+        left = {each.info.name: each.figures for each in await bench.store.served()}
+        assert left == {INFO.name: {"second": {}}, OTHER.name: {}}
+
+    @scenario
+    async def test_figures_of_a_worker_that_is_silent_are_old(self, bench: Bench) -> None:
+        await bench.queue.renew(bench.epoch, {"ready": 1.0})
+        bench.clock.now_s += 7
+        (served,) = await bench.store.served()
+        assert (served.workers, served.figures) == (0, {})
+
+    @scenario
+    async def test_a_successor_does_not_tell_what_the_worker_before_told(
+        self, bench: Bench
+    ) -> None:
+        await bench.queue.renew(bench.epoch, {"units_total": 7.0})
+        await bench.lease("another")
+        (served,) = await bench.store.served()
+        assert served.figures == {}
+
     @staged(leased=False)
     async def test_nothing_is_served_before_the_first_worker(self, bench: Bench) -> None:
         assert await bench.store.served() == []

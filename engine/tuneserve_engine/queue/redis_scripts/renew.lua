@@ -3,12 +3,16 @@
 -- Keeps a lease, and ends those that ran out: {'renewed', models to be given up}.
 local epoch = ARGV[2]
 local policy = cmsgpack.unpack(ARGV[3])
+local figures = ARGV[4]
 
 if not is_live(epoch) then
   return { 'fenced' }
 end
 leases.forgive(policy.ttl)
 leases.see(epoch)
+if figures ~= '' then
+  call('HSET', worker_key(epoch), 'figures', figures)
+end
 local orphaned = {}
 for _, other in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
   if number(call('ZSCORE', P .. 'workers', other)) < tonumber(NOW) - policy.ttl then

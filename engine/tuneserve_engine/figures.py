@@ -1,0 +1,22 @@
+"""What a worker tells of itself while it runs: names and meanings.
+
+Those that end in ``_total`` only grow, as long as the process lives; the others go up and down.
+"""
+
+FIGURES = {
+    "ready": "1 once every program is compiled; requests are taken before, too.",
+    "programs": "Programs to compile ahead.",
+    "programs_compiled": "Those that are.",
+    "compilations_after_ready_total": "Programs compiled after that: none is expected.",
+    "units_total": "Units of work done.",
+    "tokens_trained_total": "Tokens of forward_backward requests, without padding.",
+    "tokens_computed_total": "Tokens computed for them, padding included.",
+    "adapters": "Adapters that models of this worker have.",
+    "adapters_on_device": "Those in the device's memory.",
+    "adapters_paged_in_total": "Adapters brought into the device's memory.",
+    "adapters_paged_out_total": "Adapters moved out of it.",
+    "device_seconds_total": "Time that units took on the device.",
+    "host_seconds_total": "Time of units on the host, while the device had nothing to do.",
+    "page_wait_seconds_total": "Time that units waited for their adapters.",
+}
+"""By the names under which a worker tells them."""
