@@ -1,13 +1,14 @@
-"""What each kind of job does: a unit of jobs in, one outcome per job out. One bad job fails alone;
+"""What each kind of job does: a unit of jobs in, one answer per job out. One bad job fails alone;
 nothing escapes as an exception but ``DeviceFailed``, which is no job's fault."""
 
-import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -17,26 +18,31 @@ from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
     DeviceFailed,
-    OutOfMemory,
     SampleResult,
     TrainResult,
+    TrainUnit,
 )
-from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.batch import PackRequest
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.files import FileStore
-from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
-from tuneserve_engine.records import CheckpointKind, ModelStatus, Update
+from tuneserve_engine.gradients import Asked, Passes, Results
+from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.outcomes import (
+    Answer,
+    attempt,
+    created,
+    failed_together,
+    failure,
+    in_json,
+    protobuf,
+    rejected,
+)
+from tuneserve_engine.records import CheckpointKind
 from tuneserve_engine.training_wire import TrainingData
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 80 * 2**20
-"""Largest result: it passes to the store in one message. More than any ``forward_backward`` that
-``training_wire`` accepts gives, so that none is refused after its gradient was added."""
-
-
-MAX_HALVINGS = 3
-"""How often a request's micro-batches are halved before it fails for lack of device memory."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -48,16 +54,31 @@ class _Resident:
     missing_gradients: bool = False  # a forward_backward failed since the last step
 
 
-class Operations:
-    """Executes jobs on a backend. Called from one thread."""
+@dataclass(frozen=True)
+class Executed:
+    """A unit that has run: its jobs' answers, in order, and the seconds that the backend had it."""
 
-    def __init__(self, backend: Backend, files: FileStore) -> None:
+    answers: Sequence[Answer]
+    device_s: float
+
+    def outcomes(self) -> list[Outcome]:
+        """One per job, in order. May be called from another thread."""
+        return [answer() for answer in self.answers]
+
+
+class Operations:
+    """Executes jobs on a backend. Called from one thread, unless said otherwise."""
+
+    def __init__(
+        self, backend: Backend, files: FileStore, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._backend = backend
         self._files = files
+        self._clock = clock
+        self._device_s = 0.0  # of the unit that runs
         self._residents: dict[str, _Resident] = {}
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
-            JobKind.OPTIM_STEP: self._optim_step,
             JobKind.SAVE_WEIGHTS: self._save_weights,
             JobKind.LOAD_WEIGHTS: self._load_weights,
             JobKind.UNLOAD_MODEL: self._unload_model,
@@ -67,19 +88,34 @@ class Operations:
     def numerics_id(self) -> str:
         return self._backend.numerics_id
 
-    def execute(self, unit: Sequence[Job]) -> list[Outcome]:
-        """One outcome per job, in order. All jobs of a unit have one kind."""
+    def decode(self, job: Job) -> TrainingData:
+        """The checked data of a ``forward_backward``. Touches no model: may be called from another
+        thread."""
+        return training_wire.decode_request(job.payload, self._backend.info)
+
+    def look_ahead(self, model_ids: Sequence[str]) -> None:
+        """Says which models the next units will need. May be called from another thread."""
+        self._backend.look_ahead([each for each in model_ids if each in self._residents])
+
+    def execute(
+        self, unit: Sequence[Job], decoded: Mapping[str, "Future[TrainingData]"] | None = None
+    ) -> Executed:
+        """Runs the jobs, all of one kind: afterwards the device has done everything for them.
+        ``decoded`` is what ``decode`` gives for some of them, by request id."""
         kind = unit[0].kind
+        self._device_s = 0.0
         if kind == JobKind.FORWARD_BACKWARD:
-            outcomes = self._together(unit, self._forward_backward)
+            answers = self._forward_backward(unit, decoded or {})
+        elif kind == JobKind.OPTIM_STEP:
+            answers = self._together(unit, self._optim_steps)
         elif kind == JobKind.SAMPLE:
-            outcomes = self._together(unit, self._sample)
+            answers = self._together(unit, self._sample)
         else:
-            outcomes = [_attempt(job, self._single[kind]) for job in unit]
+            answers = [_ready(attempt(job, self._single[kind])) for job in unit]
         for job in unit:
             if job.position is not None and job.model_id in self._residents:
                 self._residents[job.model_id].position = job.position + 1
-        return outcomes
+        return Executed(answers, self._device_s)
 
     def capture(self, model_id: str) -> tuple[AdapterState, int] | None:
         """The model's whole state, and the position that it is for; None if it is not here."""
@@ -111,34 +147,26 @@ class Operations:
             self._backend.delete_adapter(model_id)
 
     def _together(
-        self, unit: Sequence[Job], run: Callable[[Sequence[Job], int], list[Outcome]]
-    ) -> list[Outcome]:
+        self, unit: Sequence[Job], run: Callable[[Sequence[Job]], list[Answer]]
+    ) -> list[Answer]:
         """Runs the unit in one pass; if the pass fails as a whole, each job alone."""
-        if len(unit) > 1 and not any(job.halvings for job in unit):
-            try:
-                return run(unit, 0)
-            except DeviceFailed:
-                raise
-            except OutOfMemory as error:
-                logger.warning("no room for a unit of %d jobs, running each: %s", len(unit), error)
-            except Exception:
-                logger.exception("a unit of %d jobs failed; running them one by one", len(unit))
-        return [_attempt(job, partial(self._alone, run)) for job in unit]
+        try:
+            return run(unit)
+        except DeviceFailed:
+            raise
+        except Exception as error:
+            if len(unit) == 1:
+                return [_ready(failure(unit[0], error))]
+            failed_together(unit, error)
+        return [answer for job in unit for answer in self._together([job], run)]
 
-    def _alone(self, run: Callable[[Sequence[Job], int], list[Outcome]], job: Job) -> Outcome:
-        """Runs one job, in smaller and smaller micro-batches while the device has no room."""
-        most = MAX_HALVINGS if job.kind == JobKind.FORWARD_BACKWARD else 0
-        for halvings in range(job.halvings, most + 1):
-            try:
-                return replace(run([job], halvings)[0], halvings=halvings)
-            except OutOfMemory as error:
-                logger.warning("no room for %s, halved %d times: %s", job.kind, halvings, error)
-        too_large = UserError(
-            f"the device has no memory for this {job.kind}, in micro-batches halved up to {most} "
-            "times; nothing was changed; send shorter sequences, or fewer at once"
-        )
-        too_large.no_room = True
-        raise too_large
+    def _timed(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """What a call of the backend gives."""
+        started_s = self._clock()
+        try:
+            return call(*given, **named)
+        finally:
+            self._device_s += self._clock() - started_s
 
     def _config(self, job: Job) -> AdapterConfig:
         return self._resident(job).config
@@ -151,50 +179,81 @@ class Operations:
             )
         return resident
 
-    def _forward_backward(self, unit: Sequence[Job], halvings: int) -> list[Outcome]:
-        outcomes: dict[str, Outcome] = {}
-        requests: list[tuple[Job, PackRequest]] = []
+    def _forward_backward(
+        self, unit: Sequence[Job], decoded: Mapping[str, "Future[TrainingData]"]
+    ) -> list[Answer]:
+        results: Results = {}
+        asked = []
         for job in unit:
             try:
                 config = self._config(job)
-                data = training_wire.decode_request(job.payload, self._backend.info)
-                requests.append((job, PackRequest(job.model_id or "", config.rank, data)))
-            except EngineError as error:
-                outcomes[job.request_id] = _rejected(job, error)
-        if requests:
-            asked = [request for _, request in requests]
-            packed = pack(asked, self._backend.lattice, halvings=halvings)
-            result = self._backend.forward_backward(packed.unit)
-            for index, (job, request) in enumerate(requests):
-                # One by one: the gradients are in, and running the unit again would add them twice.
-                answer = partial(_trained, packed, result, index, request.data)
-                outcomes[job.request_id] = _attempt(job, answer)
-        for job in unit:
-            failed = outcomes[job.request_id].rejection is not None
-            if failed and job.model_id in self._residents:
-                self._residents[job.model_id].missing_gradients = True
-        return [outcomes[job.request_id] for job in unit]
+                data = self._data(job, decoded.get(job.request_id))
+                asked.append(Asked(job, PackRequest(job.model_id or "", config.rank, data)))
+            except Exception as error:
+                results[job.request_id] = error
+        if asked:
+            halvings = max(job.halvings for job in unit)  # not 0 only for one that is alone
+            results |= Passes(self._run, self._backend.lattice).of(asked, halvings)
+        return [self._gradient(job, results[job.request_id]) for job in unit]
 
-    def _sample(self, unit: Sequence[Job], _halvings: int) -> list[Outcome]:
-        outcomes: dict[str, Outcome] = {}
-        requests = []
+    def _run(self, unit: TrainUnit) -> TrainResult:
+        return self._timed(self._backend.forward_backward, unit)
+
+    def _data(self, job: Job, decoded: "Future[TrainingData] | None") -> TrainingData:
+        if decoded is None or decoded.cancel():  # it has not begun; nor need this wait for it
+            return self.decode(job)
+        return decoded.result()
+
+    def _gradient(self, job: Job, result: Answer | Exception) -> Answer:
+        if not isinstance(result, Exception):
+            return result
+        if job.model_id in self._residents:
+            self._residents[job.model_id].missing_gradients = True
+        return _ready(failure(job, result))
+
+    def _optim_steps(self, unit: Sequence[Job]) -> list[Answer]:
+        answers: dict[str, Answer] = {}
+        asked = []
+        for job in unit:
+            try:
+                resident = self._resident(job)
+                params = jobs.decode(job.payload, jobs.OptimStep).params
+            except Exception as error:
+                answers[job.request_id] = _ready(failure(job, error))
+                continue
+            if resident.missing_gradients:
+                logger.warning(
+                    "%s steps although a forward_backward before it failed", job.model_id
+                )
+                resident.missing_gradients = False
+            asked.append((job, params))
+        steps = [(job.model_id or "", params) for job, params in asked]
+        assert len({model_id for model_id, _ in steps}) == len(steps)
+        results = self._timed(self._backend.optim_steps, steps) if steps else []
+        for (job, _), result in zip(asked, results, strict=True):
+            answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
+        return [answers[job.request_id] for job in unit]
+
+    def _sample(self, unit: Sequence[Job]) -> list[Answer]:
+        answers: dict[str, Answer] = {}
+        asked = []
         for job in unit:
             try:
                 command = jobs.decode(job.payload, jobs.Sample)
                 request = sampling_wire.to_request(command, self._backend.info)
                 self._ensure_snapshot(request.snapshot_id)
-                requests.append((job, command, request))
+                asked.append((job, command, request))
             except EngineError as error:
-                outcomes[job.request_id] = _rejected(job, error)
-        asked = [request for _, _, request in requests]
-        results = self._backend.sample(asked) if asked else []
-        for (job, command, _), result in zip(requests, results, strict=True):
-            outcomes[job.request_id] = _attempt(job, partial(_sampled, command, result))
-        return [outcomes[job.request_id] for job in unit]
+                answers[job.request_id] = _ready(rejected(job, error))
+        requests = [request for _, _, request in asked]
+        results = self._timed(self._backend.sample, requests) if requests else []
+        for (job, command, _), result in zip(asked, results, strict=True):
+            answers[job.request_id] = partial(attempt, job, partial(_sampled, command, result))
+        return [answers[job.request_id] for job in unit]
 
     def _ensure_snapshot(self, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
-            self._backend.load_snapshot(snapshot_id, self.read(snapshot_id))
+            self._timed(self._backend.load_snapshot, snapshot_id, self.read(snapshot_id))
 
     def read(self, file_id: str) -> AdapterState:
         """The state in a file. Touches no model: may be called from another thread."""
@@ -203,26 +262,15 @@ class Operations:
     def _create_model(self, job: Job) -> Outcome:
         config = jobs.decode(job.payload, jobs.CreateModel).config
         _check_targets(config)
-        self._backend.create_adapter(job.model_id or "", config)
+        self._timed(self._backend.create_adapter, job.model_id or "", config)
         self._residents[job.model_id or ""] = _Resident(config)
-        return _created(job, {"model_id": job.model_id, "type": "create_model"})
-
-    def _optim_step(self, job: Job) -> Outcome:
-        resident = self._resident(job)
-        command = jobs.decode(job.payload, jobs.OptimStep)
-        if resident.missing_gradients:
-            logger.warning("%s steps although a forward_backward before it failed", job.model_id)
-            resident.missing_gradients = False
-        metrics = self._backend.optim_step(job.model_id or "", command.params)
-        # JSON has no other numbers, and a step that was taken must not be reported as failed.
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return replace(_json(job, {"metrics": finite}), changed=True)
+        return created(job, {"model_id": job.model_id, "type": "create_model"})
 
     def _save_weights(self, job: Job) -> Outcome:
         self._config(job)
         command = jobs.decode(job.payload, jobs.SaveWeights)
         training = command.kind == CheckpointKind.TRAINING
-        state = self._backend.adapter_state(job.model_id or "", optimizer=training)
+        state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
         name = self._backend.info.name
         if command.kind == CheckpointKind.EXTERNAL:
             members = checkpoint.peft_members(state, name)
@@ -239,12 +287,12 @@ class Operations:
             ) from error
         if command.sampler is not None:
             body = {"sampling_session_id": command.sampler.key}
-            return replace(_json(job, body), sampler=command.sampler)
+            return replace(in_json(job, body), sampler=command.sampler)
         record = command.checkpoint
         if record is None:
             raise ServerError("a save names neither a checkpoint nor a sampling session")
         # Without "type", which clients check: three kinds of saves answer here.
-        outcome = _json(job, {"path": record.key})
+        outcome = in_json(job, {"path": record.key})
         return replace(
             outcome, checkpoint=replace(record, size_bytes=size), overwrite=command.overwrite
         )
@@ -262,30 +310,28 @@ class Operations:
             )
         if not command.optimizer:
             state = replace(state, step=0, first_moment={}, second_moment={})
-        self._backend.load_adapter(job.model_id or "", state)
+        self._timed(self._backend.load_adapter, job.model_id or "", state)
         self._residents[job.model_id or ""] = _Resident(state.config)
         body = {"path": command.path, "model_id": job.model_id, "type": "load_weights"}
         if creates:
-            return _created(job, body)
-        return replace(_json(job, body), changed=True)
+            return created(job, body)
+        return replace(in_json(job, body), changed=True)
 
     def _unload_model(self, job: Job) -> Outcome:
         self.forget(job.model_id or "")
-        return _json(job, {})
+        return in_json(job, {})
 
 
-def _trained(
-    packed: Packed, result: TrainResult, index: int, data: TrainingData, job: Job
-) -> Outcome:
-    """What request ``index`` of the unit gave."""
-    if not result.finite[index]:
-        raise UserError(
-            "the loss or its gradient is not finite; nothing was accumulated; check the learning "
-            "rate, advantages and logprobs, or load an earlier checkpoint"
-        )
-    logprobs, loss = unpack(packed, result.outputs, index, data)
-    outcome = _protobuf(job, training_wire.encode_output(logprobs, loss))
-    return replace(outcome, changed=not data.forward_only)
+def _ready(outcome: Outcome) -> Answer:
+    return lambda: outcome
+
+
+def _stepped(result: Mapping[str, float] | Exception, job: Job) -> Outcome:
+    if isinstance(result, Exception):
+        raise result
+    # JSON has no other numbers, and a step that was taken must not be reported as failed.
+    finite = {name: value for name, value in result.items() if math.isfinite(value)}
+    return replace(in_json(job, {"metrics": finite}), changed=True)
 
 
 def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
@@ -294,54 +340,7 @@ def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
             "the sampler's weights give logits that are not finite, so no token can be drawn; "
             "sample from a checkpoint saved before the training diverged"
         )
-    return _protobuf(job, sampling_wire.encode_response(command, result))
-
-
-def _attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
-    try:
-        return run(job)
-    except DeviceFailed:
-        raise
-    except EngineError as error:
-        return _rejected(job, error)
-    except OutOfMemory as error:
-        logger.warning("no room for %s of %s: %s", job.kind, job.model_id or job.scope, error)
-        full = ServerError(f"the device has no memory for {job.kind}; nothing was changed; retry")
-        full.no_room = True
-        return _rejected(job, full)
-    except Exception:
-        logger.exception("%s of %s failed", job.kind, job.model_id or job.scope)
-        return _rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
-
-
-def _protobuf(job: Job, body: bytes) -> Outcome:
-    if len(body) > MAX_BODY_BYTES:
-        return _rejected(
-            job,
-            UserError(
-                f"the result has {len(body)} bytes; the limit is {MAX_BODY_BYTES}; ask for fewer "
-                "samples, tokens or top-k entries"
-            ),
-        )
-    return Outcome(job.request_id, body, jobs.PROTOBUF)
-
-
-def _json(job: Job, body: dict[str, Any]) -> Outcome:
-    return Outcome(job.request_id, json.dumps(body, allow_nan=False).encode())
-
-
-def _created(job: Job, body: dict[str, Any]) -> Outcome:
-    return replace(_json(job, body), updates=(_status(job, ModelStatus.READY),), changed=True)
-
-
-def _status(job: Job, status: ModelStatus) -> Update:
-    return Update("model", job.model_id or "", {"status": status.value})
-
-
-def _rejected(job: Job, error: EngineError) -> Outcome:
-    """The failure; a model whose first job failed has failed itself."""
-    updates = (_status(job, ModelStatus.FAILED),) if job.position == 0 else ()
-    return Outcome(job.request_id, rejection=Rejection.of(error), updates=updates)
+    return protobuf(job, sampling_wire.encode_response(command, result))
 
 
 def _check_targets(config: AdapterConfig) -> None:

@@ -5,7 +5,9 @@ lowest goes first, so that the counters of tenants with work stay together.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from tuneserve_engine.costs import Costs, Estimates
 from tuneserve_engine.jobs import Job, JobKind
@@ -66,6 +68,26 @@ class Scheduler:
         unit = self._filled(first, waiting) if _can_share(first) else [first]
         return sorted(unit, key=lambda job: job.release)
 
+    def upcoming(self, pending: Sequence[Job], running: Sequence[Job], most: int) -> list[Job]:
+        """Up to ``most`` pending jobs in about the order in which they will run after the unit that
+        does now: each tenant's in release order, and the tenants in turn."""
+        queues: dict[str, deque[Job]] = {}
+        for job in pending:
+            queues.setdefault(job.tenant, deque()).append(job)
+        counters = self._charged(running, self._estimates.unit_s(running) or self._unit_s)
+        turns = [(*self._turn(t, jobs[0], counters), t) for t, jobs in queues.items()]
+        heapify(turns)
+        upcoming: list[Job] = []
+        while turns and len(upcoming) < most:
+            counter, served, _, tenant = heappop(turns)
+            job = queues[tenant].popleft()
+            upcoming.append(job)
+            if queues[tenant]:
+                seconds = self._estimates.unit_s([job]) or self._unit_s
+                counter += seconds / self._weight(tenant)
+                heappush(turns, (counter, served, queues[tenant][0].release, tenant))
+        return upcoming
+
     def charge(self, unit: Sequence[Job], seconds: float) -> None:
         """Accounts for a unit that took ``seconds`` of the device."""
         self._units += 1
@@ -94,57 +116,75 @@ class Scheduler:
         served = self._last_unit.get(tenant, 0)
         if charged and tenant in charged:
             return charged[tenant], self._units + 1, job.release
-        return self._counters[tenant], served, job.release
+        return self._at(tenant), served, job.release
 
     def _filled(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
         """The first job and those of its kind that may join it, in turn.
 
         A tenant whose next job may not join adds no other: none overtakes, of a model or a tenant.
+        After as many refusals as a unit takes jobs, the rest is not looked at: the device waits.
         """
         unit = [first]
         room_s = max(self._unit_s, self._estimates.room_s(first))
-        candidates = {
+        queues = {
             tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
             for tenant, jobs in waiting.items()
         }
-        while len(unit) < MAX_JOBS:
-            candidates = {tenant: jobs for tenant, jobs in candidates.items() if jobs}
-            if not candidates:
+        counters = self._charged(unit, self._estimates.unit_s(unit) or 0.0)
+        others = [t for t, jobs in queues.items() if jobs and t not in counters]
+        turns = sorted(((*self._turn(t, queues[t][0]), t) for t in others), reverse=True)
+        lowest_first = sorted(waiting, key=self._at)
+        refusals = 0
+        while len(unit) < MAX_JOBS and refusals < MAX_JOBS:
+            again = ((*self._turn(t, queues[t][0], counters), t) for t in counters if queues[t])
+            *_, tenant = min([*again, *turns[-1:]], default=(None,))
+            if tenant is None:
                 break
-            counters = self._charged(unit, self._estimates.unit_s(unit) or 0.0)
-            tenant = min(candidates, key=lambda t: self._turn(t, candidates[t][0], counters))
-            job = candidates[tenant].popleft()
-            if self._may_join(job, unit, room_s, waiting):
-                unit.append(job)
+            if tenant not in counters:
+                turns.pop()
+            job = queues[tenant].popleft()
+            joined = self._joined(unit, job, room_s, lowest_first)
+            if joined is None:
+                queues[tenant].clear()
+                refusals += 1
             else:
-                del candidates[tenant]
+                unit.append(job)
+                counters = joined
         return unit
 
-    def _may_join(
-        self, job: Job, unit: Sequence[Job], room_s: float, waiting: Collection[str]
-    ) -> bool:
-        """Whether there is room, and the job's tenant stays near whoever has the lowest counter:
-        that one may have nothing to put into this unit."""
+    def _joined(
+        self, unit: Sequence[Job], job: Job, room_s: float, lowest_first: Sequence[str]
+    ) -> dict[str, float] | None:
+        """The counters of the unit's tenants with the job. None if there is no room for it, or it
+        would take its tenant too far from whoever has the lowest counter of those with work: that
+        one may have nothing to put into this unit."""
         if not _can_share(job):
-            return False
+            return None
         if sum(len(each.payload) for each in unit) + len(job.payload) > MAX_BYTES:
-            return False
+            return None
         together = [*unit, job]
         seconds = self._estimates.unit_s(together)
         if seconds is None or seconds > room_s:
-            return False
+            return None
         charged = self._charged(together, seconds)
-        lowest = min(charged.get(tenant, self._counters[tenant]) for tenant in waiting)
-        return (charged[job.tenant] - lowest) * self._weight(job.tenant) <= room_s
+        others = (self._counters[tenant] for tenant in lowest_first if tenant not in charged)
+        lowest = min([*charged.values(), *islice(others, 1)])
+        near = (charged[job.tenant] - lowest) * self._weight(job.tenant) <= room_s
+        return charged if near else None
 
     def _charged(self, unit: Sequence[Job], seconds: float) -> dict[str, float]:
         """The counters of the unit's tenants after it."""
-        counters: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for job, share in zip(unit, self._estimates.shares(unit), strict=True):
-            tenant = job.tenant
-            before = counters.get(tenant, self._counters.get(tenant, self._floor))
-            counters[tenant] = before + seconds * share / self._weight(tenant)
-        return counters
+            shares[job.tenant] = shares.get(job.tenant, 0.0) + share
+        return {
+            tenant: self._at(tenant) + seconds * share / self._weight(tenant)
+            for tenant, share in shares.items()
+        }
+
+    def _at(self, tenant: str) -> float:
+        """The tenant's counter, or where it would come back."""
+        return self._counters.get(tenant, self._floor)
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)

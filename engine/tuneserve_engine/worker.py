@@ -1,9 +1,9 @@
 """The worker: take → schedule → run → finish, with the device in a thread of its own.
 
-Taking, running and finishing overlap: while a unit runs, new jobs arrive and earlier results are
-stored. A lost connection to the store loses nothing: the worker comes back as the same owner, goes
-on from its cursor, and offers unstored outcomes again. Nor does its death: whoever takes its models
-over brings them back (``residents``).
+Taking, running and finishing overlap: while a unit runs, new jobs arrive and are decoded, and
+earlier results are encoded and stored. A lost connection to the store loses nothing: the worker
+comes back as the same owner, goes on from its cursor, and offers unstored outcomes again. Nor does
+its death: whoever takes its models over brings them back (``residents``).
 """
 
 import asyncio
@@ -14,14 +14,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.ahead import Ahead
 from tuneserve_engine.backlog import Backlog
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.link import Link, cause
-from tuneserve_engine.operations import Operations
+from tuneserve_engine.operations import Executed, Operations
 from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.residents import PointPolicy, Residents
 from tuneserve_engine.scheduler import Scheduler
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TAKE_JOBS = 256
+_AHEAD_JOBS = 64
+"""Jobs that are looked at before their turn: what two units take."""
+_UNDELIVERED = 2
+"""Units whose results may wait to be encoded; each holds its numbers in memory."""
 _FINISH_BYTES = 64 * 2**20
 """Body bytes that one ``finish`` carries, unless one outcome is larger."""
 STOP_S = 25.0
@@ -46,13 +51,14 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class WorkerPolicy:
-    """How a worker goes about it. ``device`` and ``disk`` run one call at a time each; ``renewed``
-    is called after every renewal of the lease."""
+    """How a worker goes about it. ``device``, ``host`` and ``disk`` run one call at a time each;
+    ``renewed`` is called after every renewal of the lease."""
 
     points: PointPolicy = field(default_factory=PointPolicy)
     renew_s: float = 2.0
     clock: Callable[[], float] = time.monotonic
     device: Callable[[], Executor] = _one_thread
+    host: Callable[[], Executor] = _one_thread
     disk: Callable[[], Executor] = _one_thread
     renewed: Callable[[], None] = _nothing
 
@@ -79,7 +85,11 @@ class Worker:
         self._operations = operations
         self._scheduler = scheduler or Scheduler()
         self._device = policy.device()
+        self._host = policy.host()
         self._disk = policy.disk()
+        self._decoded = Ahead(operations.decode, self._host)
+        self._running: list[Job] = []  # the unit on the device
+        self._executed: asyncio.Queue[_Unit] = asyncio.Queue(_UNDELIVERED)
         self._residents = Residents(operations, policy.points, self)
         self._on_renewed = policy.renewed
         self.link = Link(connect, name, info, self._renewed, policy.renew_s)
@@ -107,6 +117,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 units = self._tasks.create_task(self._run_units())
+                self._tasks.create_task(self._deliver())
                 self._tasks.create_task(self.link.keep(self._take, self._finish))
                 self._tasks.create_task(self._residents.keep_points())
                 self._tasks.create_task(self._stop_after(units))
@@ -116,6 +127,7 @@ class Worker:
                 raise cause(failures) from None
         finally:
             self._device.shutdown(wait=False, cancel_futures=True)
+            self._host.shutdown(wait=False, cancel_futures=True)
             self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def _stop_after(self, units: "asyncio.Task[None]") -> None:
@@ -157,6 +169,7 @@ class Worker:
                     self.backlog.add([job])
                 else:
                     self._residents.admit(job)
+            self._look_ahead()
             kill_point("worker-took")
 
     async def _unless_paused(self, take: Awaitable[list[Job]]) -> list[Job]:
@@ -213,6 +226,7 @@ class Worker:
 
     async def _run_units(self) -> None:
         while not self._stopping.is_set():
+            # Not chosen before the unit ahead of it has ended: what comes meanwhile may take part.
             unit = self._scheduler.next_unit(self.backlog.in_order())
             if not unit:
                 self.backlog.arrived.clear()
@@ -226,9 +240,32 @@ class Worker:
             await self._note(unit)
             kill_point("worker-before-unit")
             started_s = self.clock()
-            outcomes = await self.on_device(partial(self._operations.execute, unit))
+            executed = await self._execute(unit)
             kill_point("worker-after-unit")
-            self._account(unit, outcomes, self.clock() - started_s)
+            seconds = self.clock() - started_s
+            self._scheduler.charge(unit, seconds)
+            await self._executed.put(_Unit(unit, executed, seconds))
+        await self._executed.join()
+
+    async def _execute(self, unit: list[Job]) -> Executed:
+        decoded = self._decoded.take(unit)
+        running = self._start(self._device, partial(self._operations.execute, unit, decoded))
+        self._running = unit
+        self._look_ahead()
+        try:
+            return await running
+        finally:
+            self._running = []
+
+    def _look_ahead(self) -> None:
+        """Gets ready what runs next, while the device is busy: else it would wait for that."""
+        if not self._running:
+            return
+        jobs = self._scheduler.upcoming(self.backlog.in_order(), self._running, _AHEAD_JOBS)
+        self._operations.look_ahead(
+            list(dict.fromkeys(job.model_id for job in jobs if job.model_id))
+        )
+        self._decoded.expect([job for job in jobs if job.kind == JobKind.FORWARD_BACKWARD])
 
     async def _note(self, unit: Sequence[Job]) -> None:
         """Tells the store what runs now, without waiting for it to have heard. What runs again has
@@ -240,23 +277,36 @@ class Worker:
         self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, ids)))
         await asyncio.sleep(0)  # it is on its way when the unit starts
 
-    def _account(self, unit: list[Job], outcomes: list[Outcome], seconds: float) -> None:
+    # --- results --------------------------------------------------------------------------------
+
+    async def _deliver(self) -> None:
+        """Makes outcomes of what units gave, unit by unit, while the device goes on."""
+        while True:
+            unit = await self._executed.get()
+            started_s = self.clock()
+            outcomes = await self._start(self._host, unit.executed.outcomes)
+            self._account(unit, outcomes, self.clock() - started_s)
+            self._executed.task_done()
+
+    def _account(self, unit: "_Unit", outcomes: list[Outcome], encoding_s: float) -> None:
         self._units += 1
-        self._scheduler.charge(unit, seconds)
-        for job, outcome in zip(unit, outcomes, strict=True):
+        for job, outcome in zip(unit.jobs, outcomes, strict=True):
             outcome = self._residents.done(job, outcome)
             if self.backlog.is_again(job):
                 self.backlog.done_again(job, outcome)
             else:
                 self.offer([outcome])
         logger.info(
-            "unit %d: %d %s of %d tenants, %d failed, %.3f s",
+            "unit %d: %d %s of %d tenants, %d failed, %.3f s; %.3f s of it on the device, then "
+            "%.3f s for the results",
             self._units,
-            len(unit),
-            unit[0].kind,
-            len({job.tenant for job in unit}),
+            len(unit.jobs),
+            unit.jobs[0].kind,
+            len({job.tenant for job in unit.jobs}),
             sum(outcome.rejection is not None for outcome in outcomes),
-            seconds,
+            unit.seconds,
+            unit.executed.device_s,
+            encoding_s,
         )
 
     # --- what the models need -------------------------------------------------------------------
@@ -266,10 +316,22 @@ class Worker:
         self._tasks.create_task(task)
 
     async def on_device(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._device, call)
+        return await self._start(self._device, call)
 
     async def on_disk(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._disk, call)
+        return await self._start(self._disk, call)
+
+    @staticmethod
+    def _start(executor: Executor, call: Callable[[], T]) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(executor, call)
+
+
+class _Unit(NamedTuple):
+    """One that has run; ``seconds`` include what the device thread did beside it."""
+
+    jobs: list[Job]
+    executed: Executed
+    seconds: float
 
 
 class _Stopped(Exception):

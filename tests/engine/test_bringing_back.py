@@ -48,7 +48,7 @@ def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
 
     class Recording(Counting):
         def forward_backward(self, unit: TrainUnit) -> TrainResult:
-            units.append({request.adapter_id for request in unit.requests})
+            units.append(set(unit.adapter_ids))
             return super().forward_backward(unit)
 
     async def scenario(bench: Bench) -> None:
@@ -74,7 +74,7 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
 
     class Slow(Counting):
         def forward_backward(self, unit: TrainUnit) -> TrainResult:
-            if unit.requests[0].adapter_id == "b":
+            if unit.adapter_ids[0] == "b":
                 time.sleep(0.6)  # a point of "a" comes before the step that waits
             return super().forward_backward(unit)
 
@@ -133,8 +133,8 @@ class Full(Counting):
         super().load_adapter(adapter_id, state)
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        for request in unit.requests:
-            self._check("a gradient", request.adapter_id)
+        for adapter_id in unit.adapter_ids:
+            self._check("a gradient", adapter_id)
         return super().forward_backward(unit)
 
 

@@ -19,7 +19,7 @@ from tinker.proto.response_conv import (
 from tinker.types.save_weights_for_sampler_response import SaveWeightsForSamplerResponseInternal
 
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine import operations, training_wire
+from tuneserve_engine import outcomes, training_wire
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult, TrainUnit
 from tuneserve_engine.backend.fake import FakeBackend
@@ -73,10 +73,10 @@ GOOD = training_body(DATUM)
 class World:
     """Operations on a fake device and a real disk, and the jobs to give them."""
 
-    def __init__(self, root: Path, backend: FakeBackend | None = None) -> None:
+    def __init__(self, root: Path, backend: FakeBackend | None = None, **given: Any) -> None:
         self.backend = backend or FakeBackend()
         self.files = FileStore(root)
-        self.operations = Operations(self.backend, self.files)
+        self.operations = Operations(self.backend, self.files, **given)
         self._count = 0
 
     def job(self, kind: JobKind, payload: bytes = b"", model: str | None = "m") -> Job:
@@ -94,7 +94,7 @@ class World:
         )
 
     def run(self, *unit: Job) -> list[Outcome]:
-        outcomes = self.operations.execute(unit)
+        outcomes = self.operations.execute(unit).outcomes()
         assert [outcome.request_id for outcome in outcomes] == [job.request_id for job in unit]
         return outcomes
 
@@ -558,7 +558,7 @@ def test_a_checkpoint_of_another_base_model_is_neither_loaded_nor_sampled(
     sample = here.sample(file_id)
     load = LoadWeights(file_id, "tinker://m/weights/a", optimizer=False, config=CONFIG)
     for job in (sample, here.job(JobKind.LOAD_WEIGHTS, encode(load))):
-        (outcome,) = there.execute([job])
+        (outcome,) = there.execute([job]).outcomes()
         assert "trained on 'tuneserve/fake' and this server runs 'org/chat'" in message(outcome)
 
 
@@ -570,7 +570,7 @@ class Fragile(FakeBackend):
 
     def forward_backward(self, unit: TrainUnit) -> Any:
         self.calls += 1
-        if self.victim in {request.adapter_id for request in unit.requests}:
+        if self.victim in unit.adapter_ids:
             raise RuntimeError("RESOURCE_EXHAUSTED: 3 secrets at 0x7f")
         return super().forward_backward(unit)
 
@@ -650,7 +650,7 @@ def test_an_answer_that_cannot_be_encoded_does_not_repeat_the_units_gradients(
 def test_a_result_too_large_to_store_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(outcomes, "MAX_BODY_BYTES", 100)
     small, large = world.run(world.sample(), world.sample(max_tokens=40))
     sampled(small)
     assert "the limit is 100; ask for fewer" in message(large)
@@ -660,7 +660,7 @@ def test_the_largest_gradient_answer_fits() -> None:
     """Otherwise it would be refused after its gradient was added."""
     logprobs = [np.zeros((1, 1), np.float32)] * training_wire.MAX_DATUMS
     overhead = len(training_wire.encode_output(logprobs, 0.0)) - 4 * training_wire.MAX_DATUMS
-    assert 4 * training_wire.MAX_TARGET_CELLS + 4 * overhead < operations.MAX_BODY_BYTES
+    assert 4 * training_wire.MAX_TARGET_CELLS + 4 * overhead < outcomes.MAX_BODY_BYTES
 
 
 def test_a_metric_that_json_cannot_hold_is_left_out(
@@ -669,7 +669,7 @@ def test_a_metric_that_json_cannot_hold_is_left_out(
     """The step was taken: it must not be reported as failed."""
     world.create()
     metrics = {"grad_norm": math.inf, "other": math.nan, "kept": 1.5}
-    monkeypatch.setattr(world.backend, "optim_step", lambda *_: metrics)
+    monkeypatch.setattr(world.backend, "optim_steps", lambda _: [metrics])
     outcome = world.step()
     assert outcome.rejection is None
     assert json.loads(outcome.body) == {"metrics": {"kept": 1.5}}

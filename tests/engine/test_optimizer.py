@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.adapter_bench import bits, on_device, pointers, random_like, random_state
 from tuneserve_engine.adapters import AdamParams
-from tuneserve_engine.backend.jax.adapters import LoraWeights
-from tuneserve_engine.backend.jax.optimizer import Stepped, adamw_step, global_norm, step_scalars
+from tuneserve_engine.backend.jax.adapters import LoraWeights, arrays_of
+from tuneserve_engine.backend.jax.optimizer import (
+    Stepped,
+    adamw_step,
+    global_norm,
+    start_step,
+    step_scalars,
+)
 from tuneserve_engine.errors import UserError
 
 SHAPES = {"a": {"q_proj": (2, 6, 3), "unembed": (6, 3)}, "b": {"q_proj": (2, 3, 5)}}
@@ -31,6 +38,7 @@ def zeros() -> LoraWeights:
 
 
 def step(state: Stepped, gradient: LoraWeights, params: AdamParams, number: int) -> Stepped:
+    """The state and the gradient are gone afterwards."""
     scalars = step_scalars(params, number)
     return adamw_step(state.weights, state.first_moment, state.second_moment, gradient, scalars)
 
@@ -160,3 +168,71 @@ def test_a_hyperparameter_torch_would_refuse_is_refused_by_name_and_value(field,
 def test_a_step_whose_own_numbers_overflow_is_refused(params, named):
     with pytest.raises(UserError, match=named):
         step_scalars(params, step=1)
+
+
+def test_writing_in_place_changes_no_bit():
+    elsewhere = jax.jit(adamw_step.__wrapped__)
+    for number in range(1, 7):
+        adapter = on_device(random_state(number, step=number))
+        parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
+        scalars = step_scalars(params_of_step(number), number)
+        want = elsewhere(*parts, scalars)
+        assert bits(adamw_step(*parts, scalars)) == bits(want)
+
+
+def test_a_step_needs_little_room_beside_the_adapter():
+    adapter = on_device(random_state(2))
+    parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
+    scalars = step_scalars(AdamParams(), 1)
+    needs = adamw_step.lower(*parts, scalars).compile().memory_analysis()
+    size = sum(array.nbytes for array in arrays_of(adapter))
+    assert needs.alias_size_in_bytes == size
+    assert needs.temp_size_in_bytes <= size  # four times the adapter's weights
+
+
+def test_a_tenants_step_leaves_the_bytes_of_all_others():
+    adapters = [on_device(random_state(seed)) for seed in range(4)]
+    before, places = [bits(x) for x in adapters], [pointers(x) for x in adapters]
+    start_step(adapters[2], AdamParams(learning_rate=0.1, weight_decay=0.1))
+    assert [pointers(x) for x in adapters] == places
+    same = [bits(x) == old for x, old in zip(adapters, before, strict=True)]
+    assert same == [True, True, False, True]
+
+
+def test_a_step_has_the_same_bits_among_many_adapters_as_alone():
+    def stepped(others: int) -> list[bytes]:
+        crowd = [on_device(random_state(seed)) for seed in range(others)]
+        mine = on_device(random_state(7))
+        for adapter in (*crowd, mine):
+            start_step(adapter, AdamParams())
+        return bits(mine)
+
+    assert stepped(0) == stepped(5)
+
+
+def test_a_step_counts_and_empties_the_accumulator():
+    adapter = on_device(random_state(2, step=4))
+    norm = start_step(adapter, AdamParams())
+    assert (adapter.step, adapter.accumulated) == (5, False)
+    assert not any(x.any() for x in jax.tree.leaves(adapter.accumulator))
+    np.testing.assert_allclose(
+        norm,
+        math.sqrt(sum((x**2).sum() for x in random_state(2).accumulator.values())),
+        rtol=1e-5,
+    )
+
+
+def test_refused_hyperparameters_change_nothing():
+    adapter = on_device(random_state(2, step=4))
+    before = bits(adapter)
+    with pytest.raises(UserError, match="beta1"):
+        start_step(adapter, AdamParams(beta1=1.0))
+    assert (adapter.step, adapter.accumulated, bits(adapter)) == (4, True, before)
+
+
+def test_an_adapter_is_gone_from_where_it_was_before_the_step():
+    adapter = on_device(random_state(2))
+    adapter.accumulator = random_like(adapter.accumulator, seed=1)
+    old = arrays_of(adapter)
+    start_step(adapter, AdamParams())
+    assert all(array.is_deleted() for array in old)

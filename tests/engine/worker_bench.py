@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,15 @@ class Counting(FakeBackend):
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
         assert self.gate.wait(TIMEOUT_S)
-        names = [request.adapter_id for request in unit.requests]
-        if self.victim in names:
+        if self.victim in unit.adapter_ids:
             raise RuntimeError("the device is on fire")
         result = super().forward_backward(unit)
-        self.gradients += names
+        self.gradients += unit.adapter_ids
         return result
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> Any:
-        self.steps.append(adapter_id)
-        return super().optim_step(adapter_id, params)
+    def optim_steps(self, steps: Sequence[tuple[str, AdamParams]]) -> Any:
+        self.steps += [adapter_id for adapter_id, _ in steps]
+        return super().optim_steps(steps)
 
 
 class Line:

@@ -1,7 +1,7 @@
 """The backend seam: NumPy in, NumPy out. What runs the arithmetic knows nothing of jobs or HTTP.
 
-Dimension key: B rows of a micro-batch, T padded tokens, K targets per position, V vocabulary,
-N tokens of a prompt, S generated tokens.
+Dimension key: N tokens of a stream, or of a prompt; K targets per position, V vocabulary,
+S generated tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,49 +21,47 @@ LOSS_NAMES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gs
 
 
 class TrainBatch(NamedTuple):
-    """One micro-batch: rows from any tenants, padded to the bucket that their requests chose.
+    """One micro-batch: a stream of datums from any tenants, in blocks that share an adapter.
 
-    A row is one datum. Padding rows have ``row_request == -1``, padding positions ``valid == 0``.
+    N is the capacity of every stream. A request's datums lie behind one another; where its part
+    ends, padding (``datum == -1``) fills the block. Blocks from ``blocks`` on are unused.
     """
 
-    tokens: IntArray  # [B, T]
-    targets: IntArray  # [B, T, K]
-    valid: FloatArray  # [B, T] 1 on real positions
-    weights: FloatArray  # [B, T, K] cross_entropy only; 0 elsewhere
-    old_logprobs: FloatArray  # [B, T] of the sampling policy
-    advantages: FloatArray  # [B, T]
-    clip_low: FloatArray  # [B, T] ratio bounds
-    clip_high: FloatArray  # [B, T]
-    sequence_mask: FloatArray  # [B, T] gspo: positions in the sequence ratio
-    beta: FloatArray  # [B] dro
-    loss_id: IntArray  # [B] index into LOSS_NAMES
-    row_request: IntArray  # [B] index into the unit's requests, -1 on padding rows
+    tokens: IntArray  # [N]
+    targets: IntArray  # [N, K]
+    positions: IntArray  # [N] of the token in its datum
+    datum: IntArray  # [N] number of the datum in this stream, -1 on padding
+    weights: FloatArray  # [N, K] cross_entropy only; 0 elsewhere
+    old_logprobs: FloatArray  # [N] of the sampling policy
+    advantages: FloatArray  # [N]
+    clip_low: FloatArray  # [N] ratio bounds
+    clip_high: FloatArray  # [N]
+    sequence_mask: FloatArray  # [N] gspo: positions in the sequence ratio
+    beta: FloatArray  # [N] dro
+    loss_id: IntArray  # [N] index into LOSS_NAMES
+    block_request: IntArray  # [N / block] index into the unit's requests, -1 on unused blocks
+    block_start: IntArray  # [N / block] the first block that tokens of this one attend to
+    blocks: int  # used ones
 
 
 class TrainOutput(NamedTuple):
-    """What one micro-batch gave, row by row."""
+    """What one micro-batch gave, token by token; undefined on padding."""
 
-    logprobs: FloatArray  # [B, T, K] natural log, temperature 1
-    loss: FloatArray  # [B] sum over the row
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """One request of a unit: whose adapter it runs under, and whether gradients are kept."""
-
-    adapter_id: str
-    forward_only: bool
+    logprobs: FloatArray  # [N, K] natural log, temperature 1
+    loss: FloatArray  # [N] each token's term, summed over its targets
 
 
 @dataclass(frozen=True)
 class TrainUnit:
-    """Requests that share a pass, and their micro-batches in the order of each request's rows.
+    """Requests that share a pass, and their micro-batches: a request's datums in its own order.
 
-    Callers guarantee that all rows of a micro-batch belong to requests of one rank class and one
-    ``forward_only``, that at least one row is no padding, and that ids are in the vocabulary.
+    ``adapter_ids[i]`` is the adapter of request i. Callers guarantee that all adapters have one
+    rank class, that requests are no more than ``Lattice.slots`` of it, and that ids are in the
+    vocabulary.
     """
 
-    requests: tuple[TrainRequest, ...]
+    adapter_ids: tuple[str, ...]
+    forward_only: bool
     batches: tuple[TrainBatch, ...]
 
 
@@ -147,15 +145,32 @@ class DeviceFailed(Exception):
 
 
 class Lattice(Protocol):
-    """The closed set of shapes; every choice depends on the request alone, never on its neighbours,
-    so that a request has the same bits in any company."""
+    """The closed set of shapes. What bits depend on is fixed or chosen by the request alone."""
 
-    def bucket(self, length: int) -> int:
-        """Padded length T for a datum of ``length`` tokens."""
+    @property
+    def block(self) -> int:
+        """Tokens that share an adapter and attend together; every request starts at a multiple."""
         ...
 
-    def rows(self, bucket: int, datums: int) -> int:
-        """Rows B of the micro-batches for a request with ``datums`` datums in this bucket."""
+    @property
+    def chunk(self) -> int:
+        """Tokens of one matrix product: a multiple of ``block``. Computing stops at the first
+        multiple of it behind the last used block."""
+        ...
+
+    @property
+    def piece(self) -> int:
+        """Tokens that a request's short datums are packed into, at most: a multiple of ``block``.
+        A longer datum is a piece of its own."""
+        ...
+
+    @property
+    def stream(self) -> int:
+        """Tokens N of a micro-batch: a multiple of ``chunk``. No bit depends on it."""
+        ...
+
+    def slots(self, rank_class: int) -> int:
+        """Requests of this rank class that one unit takes: each has a gradient of its own."""
         ...
 
     def rank_class(self, rank: int) -> int:
@@ -170,7 +185,7 @@ class Lattice(Protocol):
 class Backend(Protocol):
     """Holds one base model, training adapters and frozen snapshots.
 
-    Calls come from one thread, one at a time. A method that raises has changed no adapter; it
+    Calls come from one thread, one at a time, unless said otherwise. A method that raises has changed no adapter; it
     raises ``OutOfMemory`` if the device has no room, ``DeviceFailed`` if it cannot go on.
     """
 
@@ -194,11 +209,20 @@ class Backend(Protocol):
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
         """Runs the unit; adds each finite request's gradient to its adapter's accumulator, in the
-        order of ``unit.requests``. ``forward_only`` requests touch no accumulator."""
+        order of ``unit.adapter_ids``. A ``forward_only`` unit touches no accumulator."""
         ...
 
-    def optim_step(self, adapter_id: str, params: AdamParams) -> Mapping[str, float]:
-        """Applies AdamW to the accumulated gradient and clears it; returns finite metrics."""
+    def optim_steps(
+        self, steps: Sequence[tuple[str, AdamParams]]
+    ) -> list[Mapping[str, float] | Exception]:
+        """Applies AdamW to each adapter's accumulated gradient and clears it: an adapter at most
+        once. Finite metrics per step, or why that one was not taken, in order. All steps are under
+        way before the first is waited for."""
+        ...
+
+    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+        """Says which adapters the next calls will probably need, most urgent first. Returns at
+        once; may be called from another thread."""
         ...
 
     def adapter_state(

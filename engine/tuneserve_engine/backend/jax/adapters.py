@@ -1,21 +1,24 @@
 """Training adapters: their start, their arrays on the device, and their way to the host and back.
 
+Arrays are made on the host and put on the device: not even the smallest program is compiled for a
+rank that was not seen before.
+
 Dimension key: L layers, D inputs of a projection, F its outputs, r true rank, R rank class.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from tuneserve_engine.adapters import PROJECTIONS, UNEMBED, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, FloatArray, Tensors
+from tuneserve_engine.backend.jax.models.block import layer_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import layer_shapes
 from tuneserve_engine.errors import UserError
 
 TargetShapes = dict[str, tuple[int, ...]]
@@ -37,7 +40,11 @@ class LoraWeights(NamedTuple):
 @dataclass
 class TrainingAdapter:
     """One tenant's adapter on the device. Its arrays are its own: a bank shared with others would
-    be copied whole at every step."""
+    be copied whole at every step.
+
+    Programs that change them take them donated, so each exists once. Whoever dispatches such a
+    program puts what it returns here in the same statement.
+    """
 
     config: AdapterConfig
     rank_class: int
@@ -46,7 +53,7 @@ class TrainingAdapter:
     second_moment: LoraWeights
     accumulator: LoraWeights
     accumulated: bool = False  # since the last step; the accumulator is zero until then
-    step: int = 0
+    step: int = 0  # the moments are zero until the first one
 
 
 def target_shapes(config: ModelConfig) -> TargetShapes:
@@ -56,10 +63,20 @@ def target_shapes(config: ModelConfig) -> TargetShapes:
     return shapes | {UNEMBED: (config.hidden, config.vocab_size)}
 
 
+def adapter_bytes(shapes: TargetShapes, rank_class: int) -> int:
+    """What an adapter takes on the device: weights, two moments and accumulator."""
+    rows = sum(math.prod(layers) * (i + o) for *layers, i, o in shapes.values())
+    return 4 * np.dtype(np.float32).itemsize * rows * rank_class
+
+
+def new_state(config: AdapterConfig, shapes: TargetShapes) -> AdapterState:
+    """A fresh adapter on the host: B is zero, so that it equals the base model."""
+    return AdapterState(config, initial_weights(config, shapes))
+
+
 def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
-    """A fresh adapter: B is zero, so that it equals the base model."""
-    weights = _to_device(initial_weights(config, shapes), shapes, rank_class)
-    return _training_adapter(config, rank_class, shapes, weights)
+    """A fresh adapter on the device."""
+    return restored_adapter(new_state(config, shapes), shapes, rank_class)
 
 
 def initial_weights(config: AdapterConfig, shapes: TargetShapes) -> Tensors:
@@ -83,23 +100,37 @@ def initial_weights(config: AdapterConfig, shapes: TargetShapes) -> Tensors:
     return weights
 
 
-def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
-    """The adapter of a saved state; moments, step and accumulator included when it has them.
-
-    Raises UserError, naming the tensor, if the state does not fit this base model.
-    """
-    weights = restored_weights(state, shapes, rank_class)
-    adapter = _training_adapter(state.config, rank_class, shapes, weights)
+def check_state(state: AdapterState, shapes: TargetShapes) -> None:
+    """Raises UserError, naming the tensor, if the state does not fit this base model."""
+    _check_tensors("weights", state.weights, state.config, shapes)
     if state.first_moment or state.second_moment:
         _check_tensors("first_moment", state.first_moment, state.config, shapes)
         _check_tensors("second_moment", state.second_moment, state.config, shapes)
-        adapter.first_moment = _to_device(state.first_moment, shapes, rank_class)
-        adapter.second_moment = _to_device(state.second_moment, shapes, rank_class)
-        adapter.step = state.step
     if state.accumulator:
         _check_tensors("accumulator", state.accumulator, state.config, shapes)
-        adapter.accumulator = _to_device(state.accumulator, shapes, rank_class)
-        adapter.accumulated = True
+
+
+def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
+    """The adapter of a saved state; the accumulator included when it has one, step and moments
+    when it has taken a step.
+
+    Raises UserError, naming the tensor, if the state does not fit this base model.
+    """
+    check_state(state, shapes)
+    has_stepped = state.step > 0 and bool(state.first_moment)
+    adapter = TrainingAdapter(
+        state.config,
+        rank_class,
+        _to_device(state.weights, shapes, rank_class),
+        _to_device(state.first_moment if has_stepped else {}, shapes, rank_class),
+        _to_device(state.second_moment if has_stepped else {}, shapes, rank_class),
+        _to_device(state.accumulator, shapes, rank_class),
+        accumulated=bool(state.accumulator),
+        step=state.step if has_stepped else 0,
+    )
+    # Waits here: what there is no room for fails now, not in somebody's unit, and from now on the
+    # caller may do what it likes with the state.
+    jax.block_until_ready(arrays_of(adapter))  # type: ignore[no-untyped-call]
     return adapter
 
 
@@ -109,7 +140,9 @@ def restored_weights(state: AdapterState, shapes: TargetShapes, rank_class: int)
     Raises UserError, naming the tensor, if the state does not fit this base model.
     """
     _check_tensors("weights", state.weights, state.config, shapes)
-    return _to_device(state.weights, shapes, rank_class)
+    weights = _to_device(state.weights, shapes, rank_class)
+    # Waits here: from now on the caller may do what it likes with the state.
+    return jax.block_until_ready(weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def saved_state(adapter: TrainingAdapter, *, optimizer: bool, accumulator: bool) -> AdapterState:
@@ -128,16 +161,10 @@ def saved_state(adapter: TrainingAdapter, *, optimizer: bool, accumulator: bool)
     return state
 
 
-def _training_adapter(
-    config: AdapterConfig, rank_class: int, shapes: TargetShapes, weights: LoraWeights
-) -> TrainingAdapter:
-    def zeros() -> LoraWeights:
-        return _to_device({}, shapes, rank_class)
-
-    adapter = TrainingAdapter(config, rank_class, weights, zeros(), zeros(), zeros())
-    # Waits here: zeros for which there is no room fail now, not in somebody's unit.
-    jax.block_until_ready((weights, adapter.accumulator))  # type: ignore[no-untyped-call]
-    return adapter
+def arrays_of(adapter: TrainingAdapter) -> list[Array]:
+    """Every array of the adapter."""
+    parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
+    return jax.tree.leaves(parts)
 
 
 def _to_device(tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: int) -> LoraWeights:
@@ -146,23 +173,45 @@ def _to_device(tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: in
     for name, (*layers, inputs, outputs) in shapes.items():
         a[name] = _padded(tensors.get(f"{name}.A"), (*layers, inputs, rank))
         b[name] = _padded(tensors.get(f"{name}.B"), (*layers, rank, outputs))
-    return LoraWeights(a, b)
+    return LoraWeights(*jax.device_put((a, b)))
 
 
-def _padded(tensor: FloatArray | None, shape: tuple[int, ...]) -> Array:
-    if tensor is None:
-        return jnp.zeros(shape, jnp.float32)
-    room = [(0, full - size) for full, size in zip(shape, tensor.shape, strict=True)]
-    return jnp.asarray(np.pad(tensor, room))
+def _padded(tensor: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
+    if tensor is not None and tensor.shape == shape and _is_copied(tensor):
+        return tensor
+    padded = host_zeros(shape)
+    if tensor is not None:
+        padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    return padded
+
+
+def _is_copied(array: FloatArray) -> bool:
+    """Whether ``jax.device_put`` copies the array on every device.
+
+    The CPU's adopts memory that is aligned to 64 bytes instead, whatever ``may_alias`` says. JAX
+    does not own such memory: donated, it is copied, not reused.
+    """
+    return array.flags.c_contiguous and array.ctypes.data % 64 != 0
+
+
+def host_zeros(shape: tuple[int, ...]) -> FloatArray:
+    """Zeros on the host that ``jax.device_put`` copies."""
+    size = math.prod(shape)
+    room = np.zeros(size + 1, np.float32)
+    zeros = room[:size] if _is_copied(room) else room[1:]
+    return zeros.reshape(shape)
 
 
 def _to_host(weights: LoraWeights, config: AdapterConfig) -> Tensors:
-    rank = config.rank
+    # Other handles of the same memory: an array keeps what it once gave to the host, as long as it
+    # lives, and that would be a second copy of every adapter that was ever saved.
+    handles = jax.tree.map(lambda x: x.addressable_data(0), weights)
+    host: LoraWeights = jax.device_get(handles)
     tensors: Tensors = {}
     for name in config.targets:
-        # Copies: on CPU these would be read-only views that keep the device's buffers alive.
-        tensors[f"{name}.A"] = np.array(np.asarray(weights.a[name])[..., :rank], order="C")
-        tensors[f"{name}.B"] = np.array(np.asarray(weights.b[name])[..., :rank, :], order="C")
+        # Copies: on CPU these are read-only views that keep the device's memory.
+        tensors[f"{name}.A"] = np.array(host.a[name][..., : config.rank], order="C")
+        tensors[f"{name}.B"] = np.array(host.b[name][..., : config.rank, :], order="C")
     return tensors
 
 

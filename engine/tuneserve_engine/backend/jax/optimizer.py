@@ -5,7 +5,9 @@ torch does; the program sees float32 scalars, so no change of them compiles anyt
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tuneserve_engine.adapters import AdamParams, check_adam_params
-from tuneserve_engine.backend.jax.adapters import LoraWeights
+from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 _LARGEST = float(np.finfo(np.float32).max)
@@ -65,7 +67,32 @@ def step_scalars(params: AdamParams, step: int) -> StepScalars:
     )
 
 
-@jax.jit
+def start_step(
+    adapter: TrainingAdapter, params: AdamParams, run: Callable[..., Any] | None = None
+) -> Float[Array, ""]:
+    """Puts the adapter one step further, by ``adamw_step`` or by ``run``, its compiled form, and
+    returns the gradient's norm; waits for neither.
+
+    Raises UserError for hyper-parameters that ``check_adam_params`` refuses, before anything.
+    """
+    scalars = step_scalars(params, adapter.step + 1)
+    stepped: Stepped = adamw_step(
+        adapter.weights,
+        adapter.first_moment,
+        adapter.second_moment,
+        adapter.accumulator,
+        scalars,
+    )
+    adapter.weights = stepped.weights
+    adapter.first_moment = stepped.first_moment
+    adapter.second_moment = stepped.second_moment
+    adapter.accumulator = stepped.accumulator
+    adapter.accumulated = False
+    adapter.step += 1
+    return stepped.grad_norm
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
 def adamw_step(
     weights: LoraWeights,
     first_moment: LoraWeights,
@@ -75,8 +102,9 @@ def adamw_step(
 ) -> Stepped:
     """One AdamW step on the accumulated gradient.
 
-    Nothing is donated: these are the only copies, and a step that fails on the device must leave
-    the adapter as it was. The reported norm is that of the gradient before clipping.
+    All of the adapter is donated and written in place, zeros into the accumulator. It sees one
+    adapter, so it costs the same however many there are. The reported norm is that of the gradient
+    before clipping.
     """
     norm = global_norm(accumulator)
     clip = jnp.minimum(scalars.clip_norm / (norm + _CLIP_EPS), 1.0)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from tuneserve_engine.backend.jax.models.block import layer_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig, token_ids
-from tuneserve_engine.backend.jax.models.decoder import Decoder, layer_shapes
+from tuneserve_engine.backend.jax.models.decoder import Decoder
 
 DType = Literal["float32", "bfloat16"]
 

@@ -1,0 +1,124 @@
+"""The adapters of a unit's requests side by side, and what becomes of the requests' gradients.
+
+Bank and scratch are allocated once per rank class and live for ever. Requests come and go by slot;
+slots are numbers in programs, so none of them is compiled for a slot.
+
+Dimension key: L layers, J slots, D inputs of a projection, F its outputs, R rank class.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from tuneserve_engine.adapters import UNEMBED
+from tuneserve_engine.backend.jax.adapters import LoraWeights, TargetShapes, host_zeros
+
+Slot = Int[Array, ""] | np.int32
+Flag = Bool[Array, ""] | np.bool_
+
+
+class Bank(NamedTuple):
+    """Adapters by slot: ``a[target]`` is [L, J, D, R], ``b[target]`` is [L, J, R, F]; ``unembed``
+    has an L of 1. A slot that was never filled is the base model."""
+
+    a: dict[str, Array]
+    b: dict[str, Array]
+    scale: Float[Array, " J"]
+    trained: Bool[Array, " J"]  # whether the slot's adapter trains the unembedding
+
+
+class Commit(NamedTuple):
+    """An accumulator with a request's gradient; with the bits it had if ``finite`` is False."""
+
+    accumulator: LoraWeights
+    finite: Bool[Array, ""]
+
+
+def new_bank(shapes: TargetShapes, rank_class: int, slots: int) -> Bank:
+    """A bank of base models."""
+    a, b = new_scratch(shapes, rank_class, slots)
+    scale, trained = jax.device_put((host_zeros((slots,)), np.zeros(slots, np.bool_)))
+    return Bank(a, b, scale, trained)
+
+
+def new_scratch(shapes: TargetShapes, rank_class: int, slots: int) -> LoraWeights:
+    """Gradients by slot, shaped as the bank: ``a[target]`` and ``b[target]``."""
+    a, b = {}, {}
+    for name, (*layers, inputs, outputs) in shapes.items():
+        stack = (*(layers or (1,)), slots)
+        a[name] = host_zeros((*stack, inputs, rank_class))
+        b[name] = host_zeros((*stack, rank_class, outputs))
+    return LoraWeights(*jax.device_put((a, b)))
+
+
+@partial(jax.jit, donate_argnums=0)
+def place(
+    bank: Bank,
+    slot: Slot,
+    weights: LoraWeights,
+    scale: Float[Array, ""] | np.float32,
+    trained: Flag,
+) -> Bank:
+    """The bank, donated, with a copy of an adapter in the slot."""
+
+    def put(name: str, buffer: Array, array: Array) -> Array:
+        layers = array[None] if name == UNEMBED else array
+        placed: Array = jax.lax.dynamic_update_index_in_dim(buffer, layers, slot, 1)
+        return placed
+
+    return Bank(
+        a={name: put(name, bank.a[name], x) for name, x in weights.a.items()},
+        b={name: put(name, bank.b[name], x) for name, x in weights.b.items()},
+        scale=bank.scale.at[slot].set(scale),
+        trained=bank.trained.at[slot].set(trained),
+    )
+
+
+def commit(accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag) -> Commit:
+    """The accumulator, donated, plus the slot's gradient, if every entry of the sum is finite.
+
+    ``trained``: whether the adapter trains the unembedding. If not, whatever the scratch has there
+    is an earlier request's. Waits for nothing.
+
+    Two programs: one that checked and added would need room for the sum beside the accumulator.
+    """
+    finite = finite_sum(accumulator, scratch, slot, trained)
+    return Commit(add(accumulator, scratch, slot, trained, finite), finite)
+
+
+@jax.jit
+def finite_sum(
+    accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag
+) -> Bool[Array, ""]:
+    """Whether accumulator plus gradient is finite everywhere."""
+    total = _sum(accumulator, scratch, slot, trained)
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(total)]))
+
+
+@partial(jax.jit, donate_argnums=0)
+def add(
+    accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag, finite: Flag
+) -> LoraWeights:
+    """The accumulator, donated, plus the slot's gradient if ``finite``, in place."""
+    total = _sum(accumulator, scratch, slot, trained)
+    kept: LoraWeights = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), total, accumulator
+    )
+    return kept
+
+
+def _sum(accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag) -> LoraWeights:
+    def plus(name: str, old: Array, buffer: Array) -> Array:
+        gradient: Array = jax.lax.dynamic_index_in_dim(buffer, slot, 1, keepdims=False)
+        if name != UNEMBED:
+            return old + gradient
+        return jnp.where(trained, old + gradient[0], old)
+
+    return LoraWeights(
+        a={name: plus(name, x, scratch.a[name]) for name, x in accumulator.a.items()},
+        b={name: plus(name, x, scratch.b[name]) for name, x in accumulator.b.items()},
+    )

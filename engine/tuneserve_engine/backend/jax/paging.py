@@ -1,0 +1,341 @@
+"""Adapters beyond the device's memory: in the host's, and beyond that in files."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from tuneserve_engine.backend.base import AdapterState, Tensors
+from tuneserve_engine.backend.jax.adapters import (
+    TargetShapes,
+    TrainingAdapter,
+    adapter_bytes,
+    arrays_of,
+    check_state,
+    restored_adapter,
+    saved_state,
+)
+from tuneserve_engine.backend.jax.page_files import PageFile, bytes_of
+from tuneserve_engine.errors import ServerError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One adapter, which is in one of three places; in none while it is on its way."""
+
+    rank_class: int
+    device_bytes: int
+    device: TrainingAdapter | None = None
+    host: AdapterState | None = None
+    host_bytes: int = 0
+    file: PageFile | None = None
+
+    def keep(self, state: AdapterState) -> None:
+        """Puts the state into the host's memory."""
+        self.host, self.host_bytes = state, bytes_of(state)
+
+    def paged(self) -> AdapterState:
+        """The state in the host's memory or in the file."""
+        if self.host is not None:
+            return self.host
+        assert self.file is not None, "the adapter is on its way"
+        return self.file.read()
+
+    def forget_paged(self) -> None:
+        self.host = None
+        if self.file is not None:
+            self.file.delete()
+            self.file = None
+
+
+class AdapterPager:
+    """Owns all training adapters of a process; brings them to the device and takes them off it.
+
+    ``device_bytes`` and ``host_bytes`` are what adapters may take in either memory; the least
+    recently used ones are in ``directory``, which belongs to this process and is emptied at its
+    start. An adapter has the same bits wherever it has been.
+
+    One thread calls, ``look_ahead`` apart, which any thread may. One adapter moves at a time, here
+    or in the background; while one moves, a memory may hold it beyond its limit.
+    """
+
+    def __init__(
+        self, directory: Path, shapes: TargetShapes, *, device_bytes: int, host_bytes: int
+    ) -> None:
+        PageFile.empty(directory)
+        self._directory = directory
+        self._numbers = count()
+        self._shapes = shapes
+        self._device_limit = device_bytes
+        self._host_limit = host_bytes
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # least recently used first
+        self._pinned: frozenset[str] = frozenset()
+        self._wishes: deque[str] = deque()  # still to be brought in
+        self._asked: set[str] = set()  # of the same list, those already looked at
+        self._is_looking = False  # whether the background is at the wishes, or about to be
+        self._state = threading.Condition()  # guards all of the above; never held while one moves
+        self._moving = threading.Lock()
+        self._waiting = 0  # callers that want to move something, or are at it
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="look-ahead")
+        self.paged_in = 0
+        self.paged_out = 0
+        self.waited_s = 0.0
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All adapters, the least recently used first."""
+        with self._state:
+            return tuple(self._entries)
+
+    def put(self, adapter_id: str, state: AdapterState, rank_class: int) -> None:
+        """Registers an adapter, or replaces it. It gets to the device when it is needed there.
+
+        Raises UserError if the state does not fit this base model.
+        """
+        check_state(state, self._shapes)
+        entry = _Entry(rank_class, adapter_bytes(self._shapes, rank_class))
+        entry.keep(_resumable(state))
+        with self._turn():
+            with self._state:
+                old = self._entries.pop(adapter_id, None)
+                self._entries[adapter_id] = entry
+            try:
+                self._make_host_room()
+            except BaseException:
+                entry.forget_paged()
+                with self._state:
+                    del self._entries[adapter_id]
+                    if old is not None:
+                        self._entries[adapter_id] = old
+                raise
+            if old is not None:
+                old.forget_paged()
+
+    def get(self, adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
+        """The adapters, on the device; they stay there until the next call.
+
+        Others are paged out to make room; what does not fit even so is there beyond the limit.
+        Raises ServerError if an adapter cannot be moved, and whatever JAX raises.
+        """
+        started_s = time.monotonic()
+        with self._state:
+            entries = [self._entry(adapter_id) for adapter_id in adapter_ids]
+            self._pinned = frozenset(adapter_ids)
+            for adapter_id in adapter_ids:
+                self._entries.move_to_end(adapter_id)
+            is_ready = all(entry.device is not None for entry in entries)
+            is_ready &= self._device_bytes() <= self._device_limit
+        if not is_ready:
+            with self._turn():
+                for entry in entries:
+                    self._bring_in(entry)
+        self.waited_s += time.monotonic() - started_s
+        adapters = [entry.device for entry in entries]
+        assert None not in adapters, "an adapter was paged out although it was asked for"
+        return cast(list[TrainingAdapter], adapters)
+
+    def state(self, adapter_id: str, *, optimizer: bool, accumulator: bool) -> AdapterState:
+        """What ``saved_state`` gives of the adapter, which stays where it is."""
+        with self._turn():
+            with self._state:
+                entry = self._entry(adapter_id)
+            if entry.device is not None:
+                return saved_state(entry.device, optimizer=optimizer, accumulator=accumulator)
+            return _part(entry.paged(), optimizer=optimizer, accumulator=accumulator)
+
+    def drop(self, adapter_id: str) -> None:
+        with self._turn():
+            with self._state:
+                entry = self._entry(adapter_id)
+                del self._entries[adapter_id]
+            entry.forget_paged()
+
+    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+        """Begins to bring the adapters to the device, most urgent first, and returns at once.
+
+        Makes room at the expense of others, but of none that the last ``get`` asked for or that
+        comes earlier here. Replaces what an earlier call has not brought in yet.
+        """
+        with self._state:
+            known = [adapter_id for adapter_id in adapter_ids if adapter_id in self._entries]
+            for adapter_id in reversed(known):
+                self._entries.move_to_end(adapter_id)
+            self._wishes, self._asked = deque(known), set()
+            is_idle, self._is_looking = not self._is_looking, True
+        if is_idle:
+            self._background.submit(self._bring_wishes)
+
+    # --- moving: by one thread at a time, which has the turn -------------------------------------
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Waits until nothing moves. The background lets everybody else go first."""
+        with self._state:
+            self._waiting += 1
+        try:
+            with self._moving:
+                yield
+        finally:
+            with self._state:
+                self._waiting -= 1
+                self._state.notify_all()
+
+    def _bring_wishes(self) -> None:
+        """Never raises: what went wrong goes wrong again when the adapter is needed, and is
+        reported there."""
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: not self._waiting)
+                if not self._wishes:
+                    self._is_looking = False
+                    return
+                asked, adapter_id = self._asked, self._wishes.popleft()
+                asked.add(adapter_id)
+            try:
+                with self._moving:
+                    entry = self._entries.get(adapter_id)
+                    has_room = entry is None or self._bring_in(entry, sparing=asked)
+            except Exception:
+                logger.warning("%s could not be brought in ahead", adapter_id, exc_info=True)
+                has_room = False
+            with self._state:
+                if not has_room and asked is self._asked:
+                    self._wishes.clear()
+
+    def _bring_in(self, entry: _Entry, *, sparing: Collection[str] | None = None) -> bool:
+        """Puts the adapter on the device; whether it is there.
+
+        ``sparing`` names adapters that stay whatever happens: the one asked for does not come if
+        there is no room without them. None: it comes, and the others go as far as needed.
+        """
+        needed = entry.device_bytes if entry.device is None else 0
+        if sparing is not None and not self._can_fit(needed, sparing):
+            return False
+        try:
+            while self._device_bytes() + needed > self._device_limit:
+                if not self._page_out_one(sparing or (), coming=entry):
+                    if sparing is not None:
+                        return False
+                    break
+            if entry.device is None:
+                adapter = restored_adapter(entry.paged(), self._shapes, entry.rank_class)
+                with self._state:
+                    entry.device = adapter
+                entry.forget_paged()
+                self.paged_in += 1
+        finally:
+            self._make_host_room()
+        return True
+
+    def _page_out_one(self, sparing: Collection[str], *, coming: _Entry) -> bool:
+        """Takes the least recently used adapter off the device; False if all have to stay."""
+        with self._state:
+            entry = next(iter(self._removable(sparing)), None)
+            if entry is None:
+                return False
+            adapter, entry.device = entry.device, None
+        assert adapter is not None
+        try:
+            entry.keep(saved_state(adapter, optimizer=adapter.step > 0, accumulator=True))
+            self._make_host_room(coming)
+        except BaseException:
+            entry.forget_paged()
+            with self._state:
+                entry.device = adapter
+            raise
+        for array in arrays_of(adapter):
+            array.delete()  # whoever still has the adapter must not train what is no longer it
+        self.paged_out += 1
+        return True
+
+    def _make_host_room(self, coming: _Entry | None = None) -> None:
+        """Writes to files what is beyond the host's limit; not ``coming``, which is about to leave
+        the host's memory."""
+        with self._state:
+            held = [x for x in self._entries.values() if x.host is not None and x is not coming]
+        excess = sum(entry.host_bytes for entry in held) - self._host_limit
+        for entry in held:
+            if excess <= 0:
+                return
+            excess -= entry.host_bytes
+            assert entry.host is not None
+            entry.file = PageFile.write(self._directory / str(next(self._numbers)), entry.host)
+            entry.host = None
+
+    # --- bookkeeping -----------------------------------------------------------------------------
+
+    def _entry(self, adapter_id: str) -> _Entry:
+        entry = self._entries.get(adapter_id)
+        if entry is None:
+            raise ServerError(
+                f"adapter {adapter_id!r} is not on this device ({len(self._entries)} are); "
+                "create or load it first"
+            )
+        return entry
+
+    def _device_bytes(self) -> int:
+        with self._state:
+            return sum(x.device_bytes for x in self._entries.values() if x.device is not None)
+
+    def _can_fit(self, needed: int, sparing: Collection[str]) -> bool:
+        with self._state:
+            can_go = sum(entry.device_bytes for entry in self._removable(sparing))
+            return self._device_bytes() - can_go + needed <= self._device_limit
+
+    def _removable(self, sparing: Collection[str]) -> list[_Entry]:
+        """What may leave the device, the least recently used first."""
+        with self._state:
+            return [
+                entry
+                for adapter_id, entry in self._entries.items()
+                if entry.device is not None
+                and adapter_id not in self._pinned
+                and adapter_id not in sparing
+            ]
+
+
+def _resumable(state: AdapterState) -> AdapterState:
+    """A copy of what an adapter has when it is restored from this state."""
+    has_stepped = state.step > 0 and bool(state.first_moment)
+    copy = AdapterState(
+        state.config, _copied(state.weights), accumulator=_copied(state.accumulator)
+    )
+    if not has_stepped:
+        return copy
+    return replace(
+        copy,
+        step=state.step,
+        first_moment=_copied(state.first_moment),
+        second_moment=_copied(state.second_moment),
+    )
+
+
+def _part(state: AdapterState, *, optimizer: bool, accumulator: bool) -> AdapterState:
+    """What ``saved_state`` gives of an adapter whose paged state this is."""
+    part = AdapterState(state.config, _copied(state.weights))
+    if optimizer:
+        zeros = {name: np.zeros_like(tensor) for name, tensor in state.weights.items()}
+        part = replace(
+            part,
+            step=state.step,
+            first_moment=_copied(state.first_moment or zeros),
+            second_moment=_copied(state.second_moment or zeros),
+        )
+    if accumulator:
+        part = replace(part, accumulator=_copied(state.accumulator))
+    return part
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: np.array(tensor, order="C") for name, tensor in tensors.items()}

@@ -1,0 +1,200 @@
+"""Whole sequences through the decoder's layers, forwards and back, chunk by chunk.
+
+A stream of tokens lies in blocks; a chunk is a fixed number of blocks. Every matrix product sees
+one chunk, and how many chunks there are is known at run time only: one program serves every length,
+and nothing about a request's bits depends on what else is in the stream.
+
+Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
+heads, K key/value heads, G = N / K, H head_dim, J slots.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.attention_based import (
+    Attended,
+    Visibility,
+    attend_blocks,
+    key_blocks,
+    query_blocks,
+    token_rows,
+)
+from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.models.block import (
+    AFTER,
+    BEFORE,
+    Layer,
+    Rope,
+    after_attention,
+    before_attention,
+)
+from tuneserve_engine.backend.jax.models.config import ModelConfig
+from tuneserve_engine.backend.jax.specs import spec
+
+Remat = Literal["none", "dots", "attention", "full"]
+"""What training keeps of a layer beside its input: all that autodiff asks for; the results of
+attention and of the products with weights; the result of attention; nothing."""
+
+
+class Stream(NamedTuple):
+    """What the layers read of a micro-batch. ``slot`` is each block's place in the bank."""
+
+    positions: Int[Array, "n S"]
+    datum: Int[Array, "n S"]  # -1 on padding
+    start: Int[Array, " n"]  # the first block that tokens of this one see
+    blocks: Int[Array, ""]  # used ones
+    slot: Int[Array, " n"]
+
+
+class Attention(NamedTuple):
+    """Queries, keys and values in blocks, and what attention made of them."""
+
+    q: Float[Array, "_ K GS H"]
+    k: Float[Array, "_ K S H"]
+    v: Float[Array, "_ K S H"]
+    attended: Any  # Attended; it may hold other layers than the rest
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The layers of a base model and how to run them."""
+
+    config: ModelConfig
+    weights: dict[str, Array]  # [L, ...]
+    rope: Callable[[Array], Rope]
+    chunk: int  # c
+    remat: Remat
+
+    def layers(self) -> tuple[dict[str, Array], Int[Array, " L"]]:
+        """What a scan over the layers takes apart: the weights and each layer's number."""
+        return self.weights, jnp.arange(self.config.layers, dtype=jnp.int32)
+
+    def score(
+        self, x: Float[Array, "n S D"], stream: Stream, bank: LoraRows | None, *, keep_cache: bool
+    ) -> tuple[Float[Array, "n S D"], tuple[Array, Array] | None]:
+        """Hidden states after the last layer, for no backward pass; if asked for, also every
+        layer's keys and values, [L, n, K, S, H] each. Undefined behind the last used block."""
+        blank = blank_attention(self.config, x.shape[0], x.shape[1], x.dtype)
+
+        def layer(carry: Any, sliced: Any) -> Any:
+            x, attention = carry
+            run = LayerRun(self, stream, bank, *sliced)
+            attention = run.attend(run.project_all(x, 0, attention, 0), 0, 0)
+            x = run.each_chunk(lambda at, x: run.finish(x, at, attention), x)
+            return (x, attention), (attention.k, attention.v) if keep_cache else None
+
+        (x, _), cache = jax.lax.scan(layer, (x, blank), self.layers())
+        return x, cache
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One layer on one stream: its two functions on a chunk, and its attention on all of it.
+
+    A chunk is named by its first block. Buffers hold m blocks; ``base`` is where this layer's
+    begin.
+    """
+
+    stack: Stack
+    stream: Stream
+    bank: LoraRows | None  # [L, J, ...]
+    weights: dict[str, Array]
+    number: Int[Array, ""]
+
+    def each_chunk(self, body: Callable[[Array, Any], Any], state: Any) -> Any:
+        """Runs ``body(first block, state)`` for every used chunk."""
+        size = self.stack.chunk
+        count = (self.stream.blocks + size - 1) // size
+        return jax.lax.fori_loop(0, count, lambda i, state: body(i * size, state), state)
+
+    def part(self, blocks: Array, at: Array) -> Array:
+        """The chunk's blocks."""
+        return jax.lax.dynamic_slice_in_dim(blocks, at, self.stack.chunk)
+
+    def lora(self, at: Array, targets: Sequence[str]) -> LoraRows | None:
+        """Each block's own adapter for these targets, at this layer."""
+        if self.bank is None:
+            return None
+        slot = self.part(self.stream.slot, at)
+
+        def take(stacked: dict[str, Array]) -> dict[str, Array]:
+            return {name: stacked[name][self.number, slot] for name in targets}
+
+        return LoraRows(take(self.bank.a), take(self.bank.b), self.bank.scale[slot])
+
+    def rope(self, at: Array) -> Rope:
+        return self.stack.rope(self.part(self.stream.positions, at))
+
+    def before(self, x: Array, lora: LoraRows | None, rope: Rope) -> tuple[Array, Array, Array]:
+        """Queries, keys and values of a chunk, in blocks."""
+        q, k, v = before_attention(self.stack.config, Layer(self.weights, lora), x, rope)
+        return query_blocks(q, self.stack.config.kv_heads), key_blocks(k), key_blocks(v)
+
+    def after(self, x: Array, attended: Array, lora: LoraRows | None) -> Array:
+        """The layer's output of a chunk; ``attended`` in blocks."""
+        rows = token_rows(attended, x.shape[1])
+        return after_attention(self.stack.config, Layer(self.weights, lora), x, rows)
+
+    def project_all(self, x: Array, x_base: Any, into: Attention, base: Any) -> Attention:
+        """Queries, keys and values of all chunks."""
+
+        def one(at: Array, into: Attention) -> Attention:
+            qkv = self.before(self.part(x, x_base + at), self.lora(at, BEFORE), self.rope(at))
+            return put_qkv(into, base + at, qkv)
+
+        return self.each_chunk(one, into)  # type: ignore[no-any-return]
+
+    def attend(self, attention: Attention, base: Any, attended_base: Any) -> Attention:
+        """With the result of attention."""
+        attended = attend_blocks(
+            attention.q,
+            attention.k,
+            attention.v,
+            self.seen(),
+            attention.attended,
+            base=base,
+            attended_base=attended_base,
+        )
+        return attention._replace(attended=attended)
+
+    def seen(self) -> Visibility:
+        stream = self.stream
+        return Visibility(stream.datum, stream.positions, stream.start, stream.blocks)
+
+    def finish(self, x: Array, at: Array, attention: Attention) -> Array:
+        """``x`` with the chunk's output in place of its input."""
+        attended = self.part(attention.attended.out, at)
+        return put(x, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
+
+
+def put(buffer: Array, at: Any, value: Array) -> Array:
+    """The buffer with ``value`` from index ``at`` of its first axis on."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, value, at, 0)
+
+
+def put_qkv(into: Attention, at: Any, qkv: tuple[Array, Array, Array]) -> Attention:
+    q, k, v = qkv
+    return into._replace(q=put(into.q, at, q), k=put(into.k, at, k), v=put(into.v, at, v))
+
+
+def attention_shapes(config: ModelConfig, blocks: int, size: int, dtype: DTypeLike) -> Any:
+    """Shapes of an ``Attention`` of so many blocks."""
+    kv, head = config.kv_heads, config.head_dim
+    rows = config.heads // kv * size
+    keys = spec((blocks, kv, size, head), dtype)
+    queries = spec((blocks, kv, rows, head), dtype)
+    sums = spec((blocks, kv, rows), jnp.float32)
+    return Attention(queries, keys, keys, Attended(queries, sums))
+
+
+def blank_attention(config: ModelConfig, blocks: int, size: int, dtype: DTypeLike) -> Attention:
+    """Zeros in the shapes of ``attention_shapes``."""
+    shapes = attention_shapes(config, blocks, size, dtype)
+    blank: Attention = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return blank

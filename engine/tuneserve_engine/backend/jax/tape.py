@@ -1,0 +1,334 @@
+"""The layers in training: a forward pass that leaves a tape, and the explicit backward pass.
+
+``jax.grad`` over the layers would hold every layer's adapter gradients at once, and a loop whose
+length is known at run time has no reverse. So the backward pass is written out: layer after layer,
+from the last, it computes again what the tape does not have, and adds each block's adapter
+gradients to the scratch of the block's request. Inside a chunk autodiff does the work.
+
+Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
+heads, K key/value heads, G = N / K, H head_dim, J slots.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from tuneserve_engine.backend.jax.adapters import LoraWeights
+from tuneserve_engine.backend.jax.attention_based import AttentionGradient, attend_blocks_backward
+from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.models.block import AFTER, BEFORE, DOTS
+from tuneserve_engine.backend.jax.scratch import BlockSlots, add_blocks
+from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.stack import (
+    Attention,
+    LayerRun,
+    Stack,
+    Stream,
+    attention_shapes,
+    put,
+    put_qkv,
+)
+
+_Ab = tuple[dict[str, Array], dict[str, Array]]
+"""Adapters of a chunk's blocks, [c, ...] each."""
+
+
+class Tape(NamedTuple):
+    """What the forward pass leaves. The parts of layer 0 come first; ``x`` ends with the output of
+    the last layer."""
+
+    x: Float[Array, "_ S D"]
+    attention: Attention
+    before: tuple[Array, ...]  # residuals, chunk after chunk
+    after: tuple[Array, ...]
+
+
+class Workspace(NamedTuple):
+    """The tape and the gradients of one layer. Donated from unit to unit and never cleared: nothing
+    reads what the unit has not written."""
+
+    tape: Tape
+    dx: Float[Array, "n S D"]
+    dattended: Float[Array, "n K GS H"]
+    dqkv: AttentionGradient
+
+
+class TrainingPass:
+    """One micro-batch through the layers and back, within the tracing of one program."""
+
+    def __init__(self, stack: Stack, stream: Stream, bank: LoraRows) -> None:
+        self._stack = stack
+        self._stream = stream
+        self._bank = bank
+        self._n = stream.slot.shape[0]
+        self._before, self._after = _Residuals(), _Residuals()
+        remat = stack.remat
+        self._keeps_attended = remat != "full"
+        self._keeps_qkv = self._keeps_residuals = remat in ("none", "dots")
+
+    def forward(self, tape: Tape, x: Float[Array, "n S D"]) -> Tape:
+        """The tape, with ``x`` as the input of the first layer."""
+        tape = tape._replace(x=put(tape.x, 0, x))
+        tape, _ = jax.lax.scan(self._layer_forward, tape, self._stack.layers())
+        return tape
+
+    def output(self, tape: Tape) -> Float[Array, "n S D"]:
+        """The hidden states after the last layer."""
+        return tape.x[self._stack.config.layers * self._n :]
+
+    def reverse(
+        self, space: Workspace, scratch: LoraWeights, blocks: BlockSlots
+    ) -> tuple[Workspace, LoraWeights]:
+        """From ``space.dx``, the gradient by the output, to that by the input, also in ``dx``, and
+        those by the adapters, in the scratch."""
+        step = partial(self._layer_reverse, blocks)
+        (space, scratch), _ = jax.lax.scan(
+            step, (space, scratch), self._stack.layers(), reverse=True
+        )
+        return space, scratch
+
+    # --- one layer ------------------------------------------------------------------------------
+
+    def _layer_forward(self, tape: Tape, sliced: Any) -> tuple[Tape, None]:
+        run = LayerRun(self._stack, self._stream, self._bank, *sliced)
+        x_base, base, attended_base = self._bases(run)
+
+        def before(at: Array, tape: Tape) -> Tape:
+            qkv, kept = self._before_of(run, at, run.part(tape.x, x_base + at))
+            return tape._replace(
+                attention=put_qkv(tape.attention, base + at, qkv),
+                before=self._put_residuals(tape.before, run, at, kept),
+            )
+
+        def after(at: Array, tape: Tape) -> Tape:
+            attended = run.part(tape.attention.attended.out, attended_base + at)
+            y, kept = self._after_of(run, at, run.part(tape.x, x_base + at), attended)
+            return tape._replace(
+                x=put(tape.x, x_base + self._n + at, y),
+                after=self._put_residuals(tape.after, run, at, kept),
+            )
+
+        tape = run.each_chunk(before, tape)
+        tape = tape._replace(attention=run.attend(tape.attention, base, attended_base))
+        return run.each_chunk(after, tape), None
+
+    def _layer_reverse(self, blocks: BlockSlots, carry: Any, sliced: Any) -> Any:
+        space, scratch = carry
+        run = LayerRun(self._stack, self._stream, self._bank, *sliced)
+        x_base, base, attended_base = self._bases(run)
+        tape = space.tape
+        if not self._keeps_qkv:
+            attention = run.project_all(tape.x, x_base, tape.attention, base)
+            if not self._keeps_attended:
+                attention = run.attend(attention, base, attended_base)
+            tape = tape._replace(attention=attention)
+
+        def after(at: Array, state: Any) -> Any:
+            dx, dattended, scratch = state
+            attended = run.part(tape.attention.attended.out, attended_base + at)
+            pull = self._after_pullback(tape, run, at, run.part(tape.x, x_base + at), attended)
+            by_x, by_attended, by_ab = pull(run.part(dx, at))
+            scratch = _add(scratch, by_ab, run, blocks, at)
+            return put(dx, at, by_x), put(dattended, at, by_attended), scratch
+
+        def before(at: Array, state: Any) -> Any:
+            dx, scratch = state
+            pull = self._before_pullback(tape, run, at, run.part(tape.x, x_base + at))
+            by_x, by_ab = pull(tuple(run.part(d, at) for d in dqkv))
+            return put(dx, at, run.part(dx, at) + by_x), _add(scratch, by_ab, run, blocks, at)
+
+        dx, dattended, scratch = run.each_chunk(after, (space.dx, space.dattended, scratch))
+        dqkv = attend_blocks_backward(
+            tape.attention.q,
+            tape.attention.k,
+            tape.attention.v,
+            tape.attention.attended,
+            dattended,
+            run.seen(),
+            space.dqkv,
+            base=base,
+            attended_base=attended_base,
+        )
+        dx, scratch = run.each_chunk(before, (dx, scratch))
+        return (Workspace(tape, dx, dattended, dqkv), scratch), None
+
+    def _bases(self, run: LayerRun) -> tuple[Array, Array | int, Array | int]:
+        """Where the layer's parts begin: of its input, its queries, and what attention gave."""
+        x_base = run.number * self._n
+        return (
+            x_base,
+            x_base if self._keeps_qkv else 0,
+            x_base if self._keeps_attended else 0,
+        )
+
+    # --- one chunk ------------------------------------------------------------------------------
+
+    def _before_of(self, run: LayerRun, at: Array, x: Array) -> tuple[Any, tuple[Array, ...]]:
+        function, ab, inputs = self._before_function(run, at)
+        if not self._keeps_residuals:
+            return function(x, ab), ()
+        qkv, pull = jax.vjp(self._saving(function), x, ab)
+        return qkv, self._before.apart(pull, (x, ab, inputs))
+
+    def _before_pullback(self, tape: Tape, run: LayerRun, at: Array, x: Array) -> Any:
+        function, ab, inputs = self._before_function(run, at)
+        if not self._keeps_residuals:
+            return jax.vjp(function, x, ab)[1]
+        kept = self._part_residuals(tape.before, run, at)
+        return self._before.together(kept, (x, ab, inputs))
+
+    def _before_function(self, run: LayerRun, at: Array) -> tuple[Callable[..., Any], _Ab, Any]:
+        lora, rope = run.lora(at, BEFORE), run.rope(at)
+        assert lora is not None
+
+        def function(x: Array, ab: _Ab) -> Any:
+            return run.before(x, lora._replace(a=ab[0], b=ab[1]), rope)
+
+        return function, (lora.a, lora.b), (run.weights, rope, lora.scale)
+
+    def _after_of(
+        self, run: LayerRun, at: Array, x: Array, attended: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        function, ab, inputs = self._after_function(run, at)
+        if not self._keeps_residuals:
+            return function(x, attended, ab), ()
+        y, pull = jax.vjp(self._saving(function), x, attended, ab)
+        return y, self._after.apart(pull, (x, attended, ab, inputs))
+
+    def _after_pullback(
+        self, tape: Tape, run: LayerRun, at: Array, x: Array, attended: Array
+    ) -> Any:
+        function, ab, inputs = self._after_function(run, at)
+        if not self._keeps_residuals:
+            return jax.vjp(function, x, attended, ab)[1]
+        kept = self._part_residuals(tape.after, run, at)
+        return self._after.together(kept, (x, attended, ab, inputs))
+
+    def _after_function(self, run: LayerRun, at: Array) -> tuple[Callable[..., Any], _Ab, Any]:
+        lora = run.lora(at, AFTER)
+        assert lora is not None
+
+        def function(x: Array, attended: Array, ab: _Ab) -> Array:
+            return run.after(x, attended, lora._replace(a=ab[0], b=ab[1]))
+
+        return function, (lora.a, lora.b), (run.weights, lora.scale)
+
+    def _saving(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self._stack.remat == "none":
+            return function
+        policy = jax.checkpoint_policies.save_only_these_names(*DOTS)
+        return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+    def _place(self, run: LayerRun, at: Array) -> Array:
+        """The chunk's number among all layers' chunks."""
+        size = self._stack.chunk
+        return run.number * (self._n // size) + at // size
+
+    def _put_residuals(
+        self, into: tuple[Array, ...], run: LayerRun, at: Array, kept: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        place = self._place(run, at)
+        return tuple(put(b, place, x[None]) for b, x in zip(into, kept, strict=True))
+
+    def _part_residuals(
+        self, buffers: tuple[Array, ...], run: LayerRun, at: Array
+    ) -> tuple[Array, ...]:
+        place = self._place(run, at)
+        return tuple(
+            jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False) for buffer in buffers
+        )
+
+
+class _Residuals:
+    """Takes a pullback apart into the inputs, which are at hand again in the backward pass, and the
+    rest, which the tape has to keep; and puts it together again."""
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._sources: list[tuple[bool, int]] = []  # is an input, number
+
+    def apart(self, pull: Any, inputs: Any) -> tuple[Array, ...]:
+        leaves, self._structure = jax.tree.flatten(pull)
+        known = {id(x): number for number, x in enumerate(jax.tree.leaves(inputs))}
+        kept: list[Array] = []
+        self._sources = []
+        for leaf in leaves:
+            if id(leaf) in known:
+                self._sources.append((True, known[id(leaf)]))
+            else:
+                self._sources.append((False, len(kept)))
+                kept.append(leaf)
+        return tuple(kept)
+
+    def together(self, kept: Sequence[Array], inputs: Any) -> Any:
+        given = jax.tree.leaves(inputs)
+        leaves = [given[number] if known else kept[number] for known, number in self._sources]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def _add(
+    scratch: LoraWeights, by_ab: _Ab, run: LayerRun, blocks: BlockSlots, at: Array
+) -> LoraWeights:
+    """The scratch with the chunk's gradients."""
+    mine = blocks.part(at, run.stack.chunk)
+    a, b = (
+        {**whole, **add_blocks({n: whole[n] for n in by}, by, run.number, mine)}
+        for whole, by in zip(scratch, by_ab, strict=True)
+    )
+    return LoraWeights(a, b)
+
+
+def workspace_shapes(stack: Stack, bank: Any, *, blocks: int, size: int, dtype: DTypeLike) -> Any:
+    """Shapes of the ``Workspace`` for streams of so many blocks of ``size`` tokens."""
+    config = stack.config
+    layers = config.layers
+    one = attention_shapes(config, blocks, size, dtype)
+    x = spec((blocks, size, config.hidden), dtype)
+
+    def times(count: int, tree: Any) -> Any:
+        return jax.tree.map(lambda s: spec((count * s.shape[0], *s.shape[1:]), s.dtype), tree)
+
+    remat = stack.remat
+    qkv = times(layers if remat in ("none", "dots") else 1, one)
+    attended = times(1 if remat == "full" else layers, one.attended)
+    before, after = _residual_shapes(stack, bank, size, dtype)
+    chunks = layers * (blocks // stack.chunk)
+    stacked = partial(jax.tree.map, lambda s: spec((chunks, *s.shape), s.dtype))
+    tape = Tape(
+        x=times(layers + 1, x),
+        attention=qkv._replace(attended=attended),
+        before=stacked(before),
+        after=stacked(after),
+    )
+    return Workspace(tape, x, one.q, AttentionGradient(one.q, one.k, one.v))
+
+
+def _residual_shapes(
+    stack: Stack, bank: Any, size: int, dtype: DTypeLike
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Shapes of what a chunk keeps before and after attention, beside what the tape always has."""
+    chunk, config = stack.chunk, stack.config
+
+    def trace(weights: dict[str, Array], bank: LoraRows, x: Array, attended: Array) -> Any:
+        tokens, blocks = jnp.zeros((chunk, size), jnp.int32), jnp.zeros(chunk, jnp.int32)
+        stream = Stream(tokens, tokens, blocks, jnp.int32(0), blocks)
+        layer = {name: stacked[0] for name, stacked in weights.items()}
+        run = LayerRun(stack, stream, bank, layer, jnp.int32(0))
+        training = TrainingPass(stack, stream, bank)
+        first = jnp.int32(0)
+        return (
+            training._before_of(run, first, x)[1],
+            training._after_of(run, first, x, attended)[1],
+        )
+
+    x = spec((chunk, size, config.hidden), dtype)
+    attended = attention_shapes(config, chunk, size, dtype).attended.out
+    shapes: tuple[tuple[Any, ...], tuple[Any, ...]] = jax.eval_shape(
+        trace, stack.weights, bank, x, attended
+    )
+    return shapes

@@ -1,0 +1,252 @@
+"""Training on the device: the buffers that all units share, and the programs that run in them."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from tuneserve_engine.adapters import UNEMBED, AdamParams
+from tuneserve_engine.backend.base import (
+    FloatArray,
+    IntArray,
+    TrainBatch,
+    TrainOutput,
+    TrainResult,
+    TrainUnit,
+)
+from tuneserve_engine.backend.jax import bank as banks
+from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter, target_shapes
+from tuneserve_engine.backend.jax.bank import Bank
+from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.optimizer import adamw_step, start_step, step_scalars
+from tuneserve_engine.backend.jax.programs import ProgramSet
+from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.tape import Workspace
+from tuneserve_engine.backend.jax.train import (
+    Scored,
+    StreamIn,
+    score_stream,
+    space_shapes,
+    train_stream,
+)
+from tuneserve_engine.lattice import ShapeLattice
+
+
+class Trainer:
+    """Runs units and optimizer steps on adapters that others own.
+
+    The workspace of the backward pass, and each rank class's bank and scratch, are allocated when
+    first needed and never again: programs are given them and give them back.
+    """
+
+    def __init__(self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice) -> None:
+        self._lattice = lattice
+        self._shapes = target_shapes(model.config)
+        model.eval()  # type: ignore[no-untyped-call]
+        self._score = programs.add("score_stream", score_stream, model=model)
+        model.train()  # type: ignore[no-untyped-call]
+        self._train = programs.add("train_stream", train_stream, model=model, donate=(0, 1))
+        self._place = programs.add("place", banks.place, donate=(0,))
+        self._finite = programs.add("finite_sum", banks.finite_sum)
+        self._add = programs.add("add", banks.add, donate=(0,))
+        self._step = programs.add("adamw_step", adamw_step, donate=(0, 1, 2, 3))
+        self._space_shapes = partial(space_shapes, model)
+        self._space: Workspace | None = None
+        self._banks: dict[int, _Slots] = {}
+        self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank class
+        self._declare()
+        model.eval()  # type: ignore[no-untyped-call]
+
+    def forward_backward(self, unit: TrainUnit, adapters: Sequence[TrainingAdapter]) -> TrainResult:
+        """Runs the unit on its requests' adapters; see ``Backend.forward_backward``."""
+        rank_class = adapters[0].rank_class
+        slots = self._filled(rank_class, adapters)
+        scored: list[Scored] = []
+        begun: set[int] = set()
+        for batch in unit.batches:
+            stream = StreamIn.of(batch, self._lattice.block, begun)
+            begun |= set(batch.block_request.tolist())
+            scored.append(self._run(stream, slots, rank_class, unit.forward_only))
+        # Waits here: whatever fails on the device fails before an accumulator is touched.
+        outputs = [
+            TrainOutput(_rows(out.logprobs), _rows(out.loss)) for out in jax.device_get(scored)
+        ]
+        finite = _finite(unit.batches, outputs, len(adapters))
+        if not unit.forward_only:
+            finite = self._commit(adapters, slots, finite)
+        return TrainResult(tuple(outputs), tuple(finite))
+
+    def start_step(self, adapter: TrainingAdapter, params: AdamParams) -> Array:
+        """Puts the adapter one step further and returns the gradient's norm; waits for neither."""
+        return start_step(adapter, params, partial(self._step, adapter.rank_class))
+
+    def _run(self, stream: Any, slots: "_Slots", rank_class: int, is_scored: bool) -> Scored:
+        """Dispatches one micro-batch."""
+        blocks, _, targets = stream.targets.shape
+        key = (rank_class, targets, blocks)
+        if is_scored:
+            out: Scored = self._score(key, slots.bank, stream)
+            return out
+        space, scratch = self._workspace(blocks, rank_class), slots.scratch
+        self._space = slots.scratch = None  # donated: an exception leaves neither
+        trained = self._train(key, space, scratch, slots.bank, stream)
+        self._space, slots.scratch = trained.space, trained.scratch
+        return trained.out  # type: ignore[no-any-return]
+
+    def _commit(
+        self, adapters: Sequence[TrainingAdapter], slots: "_Slots", finite: list[bool]
+    ) -> list[bool]:
+        """Adds each finite request's gradient to its adapter's accumulator, in order; which
+        requests are finite, gradients included."""
+        checks: dict[int, Array] = {}
+        for index, adapter in enumerate(adapters):
+            if not finite[index]:
+                continue
+            key, slot = adapter.rank_class, np.int32(index)
+            rest = (slots.scratch, slot, np.bool_(UNEMBED in adapter.config.targets))
+            checks[index] = self._finite(key, adapter.accumulator, *rest)
+            adapter.accumulator = self._add(key, adapter.accumulator, *rest, checks[index])
+        checked = jax.device_get(checks)
+        jax.block_until_ready([adapter.accumulator for adapter in adapters])  # type: ignore[no-untyped-call]
+        for index, is_added in checked.items():
+            adapters[index].accumulated |= bool(is_added)
+        return [ok and bool(checked[index]) for index, ok in enumerate(finite)]
+
+    def _filled(self, rank_class: int, adapters: Sequence[TrainingAdapter]) -> "_Slots":
+        """The rank class's bank and scratch, request i's adapter in slot i of the bank."""
+        slots = self._banks.get(rank_class)
+        if slots is None or slots.bank is None:
+            slots = self._banks[rank_class] = _Slots()
+        count = self._lattice.slots(rank_class)
+        if slots.bank is None:
+            slots.bank = banks.new_bank(self._shapes, rank_class, count)
+        if slots.scratch is None:
+            slots.scratch = banks.new_scratch(self._shapes, rank_class, count)
+        for index, adapter in enumerate(adapters):
+            if slots.held.get(index) is adapter.weights:
+                continue
+            bank, slots.bank = slots.bank, None
+            slots.bank = self._place(
+                rank_class,
+                bank,
+                np.int32(index),
+                adapter.weights,
+                np.float32(adapter.config.scale),
+                np.bool_(UNEMBED in adapter.config.targets),
+            )
+            slots.held[index] = adapter.weights
+        return slots
+
+    def _workspace(self, blocks: int, rank_class: int) -> Workspace:
+        """The workspace for streams of so many blocks; one exists at a time."""
+        shapes = self._shapes_of_space(blocks, rank_class)
+        if self._space is None or jax.tree.map(_shape, self._space) != shapes:
+            self._space = None
+            self._space = jax.device_put(jax.tree.map(_blank, shapes))
+        return self._space
+
+    def _shapes_of_space(self, blocks: int, rank_class: int) -> Any:
+        if (blocks, rank_class) not in self._spaces:
+            bank = self._bank_specs(rank_class)
+            self._spaces[blocks, rank_class] = self._space_shapes(bank, blocks)
+        return self._spaces[blocks, rank_class]
+
+    # --- what is compiled ahead -----------------------------------------------------------------
+
+    def _declare(self) -> None:
+        """Low ranks and single targets first: almost everybody uses those."""
+        blocks = self._lattice.stream // self._lattice.block
+        index, flag = np.int32(0), np.bool_(False)
+        for order, rank_class in enumerate(self._lattice.rank_classes):
+            bank = self._bank_specs(rank_class)
+            scratch = LoraWeights(bank.a, bank.b)
+            weights = self._adapter_specs(rank_class)
+            for targets in self._lattice.target_classes:
+                stream = _stream_specs(self._lattice, targets)
+                key, late = (rank_class, targets, blocks), order + (targets > 1)
+                space = self._shapes_of_space(blocks, rank_class)
+                self._train.declare(key, space, scratch, bank, stream, order=late)
+                self._score.declare(key, bank, stream, order=late + 1)
+            self._place.declare(rank_class, bank, index, weights, np.float32(0), flag, order=order)
+            self._finite.declare(rank_class, weights, scratch, index, flag, order=order)
+            self._add.declare(rank_class, weights, scratch, index, flag, flag, order=order)
+            scalars = step_scalars(AdamParams(), 1)
+            self._step.declare(rank_class, weights, weights, weights, weights, scalars, order=order)
+
+    def _bank_specs(self, rank_class: int) -> Any:
+        count = self._lattice.slots(rank_class)
+        a, b = {}, {}
+        for name, (*layers, inputs, outputs) in self._shapes.items():
+            stack = (*(layers or (1,)), count)
+            a[name] = _float32((*stack, inputs, rank_class))
+            b[name] = _float32((*stack, rank_class, outputs))
+        return Bank(a, b, _float32((count,)), spec((count,), np.bool_))
+
+    def _adapter_specs(self, rank_class: int) -> Any:
+        a, b = {}, {}
+        for name, (*layers, inputs, outputs) in self._shapes.items():
+            a[name] = _float32((*layers, inputs, rank_class))
+            b[name] = _float32((*layers, rank_class, outputs))
+        return LoraWeights(a, b)
+
+
+class _Slots:
+    """A rank class's buffers, and whose weights each slot of the bank has."""
+
+    def __init__(self) -> None:
+        self.bank: Bank | None = None
+        self.scratch: LoraWeights | None = None
+        self.held: dict[int, LoraWeights] = {}
+
+
+def _finite(
+    batches: Sequence[TrainBatch], outputs: Sequence[TrainOutput], requests: int
+) -> list[bool]:
+    """Which requests have finite losses and logprobs on all their tokens."""
+    finite = np.ones(requests, np.bool_)
+    for batch, out in zip(batches, outputs, strict=True):
+        bad = ~(np.isfinite(out.logprobs).all(axis=1) & np.isfinite(out.loss))
+        bad &= batch.datum >= 0
+        blocks = bad.reshape(len(batch.block_request), -1).any(axis=1)
+        finite[batch.block_request[blocks]] = False
+    return [bool(ok) for ok in finite]
+
+
+def _stream_specs(lattice: ShapeLattice, targets: int) -> Any:
+    """Any micro-batch: programs take its shapes only."""
+    n, blocks = lattice.stream, lattice.stream // lattice.block
+
+    def ints(*shape: int) -> IntArray:
+        return np.zeros(shape, np.int32)
+
+    def floats(*shape: int) -> FloatArray:
+        return np.zeros(shape, np.float32)
+
+    fields = {name: floats(n) for name in TrainBatch._fields}
+    fields |= {name: ints(n) for name in ("tokens", "positions", "datum", "loss_id")}  # type: ignore[misc]
+    fields |= {name: ints(blocks) for name in ("block_request", "block_start")}  # type: ignore[misc]
+    fields |= {"targets": ints(n, targets), "weights": floats(n, targets), "blocks": 0}  # type: ignore[dict-item]
+    return StreamIn.of(TrainBatch(**fields), lattice.block)  # type: ignore[arg-type]
+
+
+def _float32(shape: tuple[int, ...]) -> Any:
+    return spec(shape, np.float32)
+
+
+def _shape(x: Array) -> Any:
+    return spec(x.shape, x.dtype)
+
+
+def _blank(shape: Any) -> Any:
+    """Zeros on the host that the device copies, so that donating them reuses its own memory."""
+    room = np.zeros(int(np.prod(shape.shape)) + 1, shape.dtype)
+    start = int(room.ctypes.data % 64 == 0)
+    return room[start : start + room.size - 1].reshape(shape.shape)
+
+
+def _rows(blocks: FloatArray) -> FloatArray:
+    """[n, S, ...] to [N, ...]."""
+    return blocks.reshape(-1, *blocks.shape[2:])

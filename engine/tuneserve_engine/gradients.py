@@ -1,0 +1,99 @@
+"""``forward_backward`` requests on a backend: in as few passes as can be, and more where one
+fails."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tuneserve_engine import training_wire
+from tuneserve_engine.backend.base import (
+    DeviceFailed,
+    Lattice,
+    OutOfMemory,
+    TrainResult,
+    TrainUnit,
+)
+from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.outcomes import Answer, attempt, failed_together, protobuf
+
+logger = logging.getLogger(__name__)
+
+MAX_HALVINGS = 3
+"""How often a request's streams are halved before it fails for lack of device memory."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job, and what its payload asks for."""
+
+    job: Job
+    request: PackRequest
+
+
+Results = dict[str, Answer | Exception]
+"""By request id: what a job gave, or why it accumulated nothing."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Runs units on the device by ``run``. Lets nothing escape but ``DeviceFailed``."""
+
+    run: Callable[[TrainUnit], TrainResult]
+    lattice: Lattice
+
+    def of(self, asked: Sequence[Asked], halvings: int) -> Results:
+        """Every request's result. Of a pass that fails as a whole nothing is in, so its requests
+        run again; those of other passes must not."""
+        try:
+            passes = pack([each.request for each in asked], self.lattice, halvings)
+        except Exception as error:
+            return self._again(asked, halvings, error)
+        results: Results = {}
+        for packed in passes:
+            members = [asked[i] for i in packed.members]
+            try:
+                result = self.run(packed.unit)
+            except DeviceFailed:
+                raise
+            except Exception as error:
+                results |= self._again(members, halvings, error)
+            else:
+                for i, each in enumerate(members):
+                    results[each.job.request_id] = _result(each, packed, result, i, halvings)
+        return results
+
+    def _again(self, asked: Sequence[Asked], halvings: int, error: Exception) -> Results:
+        """Runs each request alone, and one that was alone in shorter streams if the device had no
+        room for it."""
+        if len(asked) > 1:
+            failed_together([each.job for each in asked], error)
+            results: Results = {}
+            for each in asked:
+                results |= self.of([each], halvings)
+            return results
+        job = asked[0].job
+        if isinstance(error, OutOfMemory) and halvings < MAX_HALVINGS:
+            logger.warning("no room for %s, halved %d times: %s", job.kind, halvings, error)
+            return self.of(asked, halvings + 1)
+        return {job.request_id: error}
+
+
+def _result(
+    asked: Asked, packed: Packed, result: TrainResult, member: int, halvings: int
+) -> Answer | Exception:
+    if not result.finite[member]:
+        return UserError(
+            "the loss or its gradient is not finite; nothing was accumulated; check the learning "
+            "rate, advantages and logprobs, or load an earlier checkpoint"
+        )
+
+    def trained(job: Job) -> Outcome:
+        data = asked.request.data
+        logprobs, loss = unpack(packed, result.outputs, member, data)
+        outcome = protobuf(job, training_wire.encode_output(logprobs, loss))
+        return replace(outcome, changed=not data.forward_only, halvings=halvings)
+
+    return partial(attempt, asked.job, trained)

@@ -1,0 +1,97 @@
+"""How jobs end: results and failures as outcomes."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
+from tuneserve_engine.errors import EngineError, ServerError, UserError
+from tuneserve_engine.jobs import PROTOBUF, Job, JobKind, Outcome, Rejection
+from tuneserve_engine.records import ModelStatus, Update
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[], Outcome]
+"""Gives a job's outcome. Work for the host, which touches no model: may be called in any thread."""
+
+MAX_BODY_BYTES = 80 * 2**20
+"""Largest result: it passes to the store in one message. More than any ``forward_backward`` that
+``training_wire`` accepts gives, so that none is refused after its gradient was added."""
+
+
+def attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:
+    """What ``run`` gives, or how it failed. Raises nothing but ``DeviceFailed``."""
+    try:
+        return run(job)
+    except Exception as error:
+        return failure(job, error)
+
+
+def failure(job: Job, error: Exception) -> Outcome:
+    """The outcome of a job that this ended. Raises it if it is ``DeviceFailed``, which is no job's
+    fault."""
+    if isinstance(error, DeviceFailed):
+        raise error
+    if isinstance(error, EngineError):
+        return rejected(job, error)
+    name = job.model_id or job.scope
+    if isinstance(error, OutOfMemory):
+        logger.warning("no room for %s of %s: %s", job.kind, name, error)
+        return rejected(job, _no_room(job.kind))
+    logger.error("%s of %s failed", job.kind, name, exc_info=error)
+    return rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
+
+
+def failed_together(unit: Sequence[Job], error: Exception) -> None:
+    """Notes in the log that this ended a pass, whose jobs will run one by one."""
+    if isinstance(error, OutOfMemory):
+        logger.warning("no room for a unit of %d jobs, running each: %s", len(unit), error)
+    else:
+        message = "a unit of %d jobs failed; running them one by one"
+        logger.error(message, len(unit), exc_info=error)
+
+
+def _no_room(kind: JobKind) -> EngineError:
+    error: EngineError
+    if kind in {JobKind.FORWARD_BACKWARD, JobKind.SAMPLE}:
+        error = UserError(
+            f"the device has no memory for this {kind}, even alone and in small parts; nothing was "
+            "changed; send shorter sequences, or fewer at once"
+        )
+    else:
+        error = ServerError(f"the device has no memory for {kind}; nothing was changed; retry")
+    error.no_room = True
+    return error
+
+
+def rejected(job: Job, error: EngineError) -> Outcome:
+    """The failure; a model whose first job failed has failed itself."""
+    updates = (status(job, ModelStatus.FAILED),) if job.position == 0 else ()
+    return Outcome(job.request_id, rejection=Rejection.of(error), updates=updates)
+
+
+def protobuf(job: Job, body: bytes) -> Outcome:
+    if len(body) > MAX_BODY_BYTES:
+        return rejected(
+            job,
+            UserError(
+                f"the result has {len(body)} bytes; the limit is {MAX_BODY_BYTES}; ask for fewer "
+                "samples, tokens or top-k entries"
+            ),
+        )
+    return Outcome(job.request_id, body, PROTOBUF)
+
+
+def in_json(job: Job, body: dict[str, Any]) -> Outcome:
+    return Outcome(job.request_id, json.dumps(body, allow_nan=False).encode())
+
+
+def created(job: Job, body: dict[str, Any]) -> Outcome:
+    """Of a job that made its model."""
+    return replace(in_json(job, body), updates=(status(job, ModelStatus.READY),), changed=True)
+
+
+def status(job: Job, of_model: ModelStatus) -> Update:
+    return Update("model", job.model_id or "", {"status": of_model.value})

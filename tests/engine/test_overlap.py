@@ -1,0 +1,243 @@
+"""The host's work beside the device: payloads before their turn, results after it."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.test_recovery import NEVER, OFTEN
+from tests.engine.worker_bench import TIMEOUT_S, Bench, gradient_body, loss, run, until
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine import training_wire, worker
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.training_wire import TrainingData
+
+
+class Results:
+    """Holds back the encoding of gradients' results, until ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.threads: set[threading.Thread] = set()
+        self._encode = training_wire.encode_output
+
+    def encode_output(self, logprobs: Sequence[Any], loss_sum: float) -> bytes:
+        self.threads.add(threading.current_thread())
+        assert self.go_on.wait(TIMEOUT_S)
+        return self._encode(logprobs, loss_sum)
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> Iterator[Results]:
+    held = Results()
+    monkeypatch.setattr(training_wire, "encode_output", held.encode_output)
+    yield held
+    held.go_on.set()
+
+
+class Payloads:
+    """Notes who decodes what."""
+
+    def __init__(self) -> None:
+        self.decoded: list[tuple[int, threading.Thread]] = []
+        self._decode = training_wire.decode_request
+
+    def decode_request(self, payload: bytes, info: BaseModelInfo) -> TrainingData:
+        self.decoded.append((token_of(payload), threading.current_thread()))
+        return self._decode(payload, info)
+
+
+@pytest.fixture
+def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
+    noting = Payloads()
+    monkeypatch.setattr(training_wire, "decode_request", noting.decode_request)
+    return noting
+
+
+def token_of(payload: bytes) -> int:
+    datum = wire.ForwardBackwardRequest.FromString(payload).data[0]
+    return int.from_bytes(datum.model_input[0].encoded_text.tokens, "little")
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_the_device_goes_on_while_results_are_encoded(tmp_path: Path, results: Results) -> None:
+    async def scenario(bench: Bench) -> None:
+        for model in "ab":
+            await bench.ok(await bench.create(model))
+        first = await bench.gradient("a", 3)
+        await until(lambda: bench.backend.gradients == ["a"])
+        others = [await bench.step("a"), await bench.gradient("b", 4)]
+        await until(lambda: bench.backend.gradients == ["a", "b"])
+        assert bench.backend.steps == ["a"]
+        # What its model gave first is told first.
+        assert [await bench.store.wait(each, 0) for each in (first, *others)] == [None] * 3
+        results.go_on.set()
+        assert loss(await bench.ok(first)) == 4 / 8
+        assert loss(await bench.ok(others[1])) == 5 / 8
+        assert len(results.threads) == 1
+
+    run(tmp_path, scenario)
+
+
+def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: Results) -> None:
+    """Each unit that waits holds its numbers in memory."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        requests = []
+        for token in range(6):
+            requests += [await bench.gradient("a", token), await bench.step("a")]
+        most = worker._UNDELIVERED + 2  # one is being encoded, one waits to be put beside them
+        await until(lambda: executed(bench) == most)
+        await asyncio.sleep(0.05)
+        assert executed(bench) == most
+        results.go_on.set()
+        for request in requests:
+            await bench.ok(request)
+
+    def executed(bench: Bench) -> int:
+        return len(bench.backend.gradients) + len(bench.backend.steps)
+
+    run(tmp_path, scenario)
+
+
+def test_a_point_waits_for_results_that_are_being_encoded(tmp_path: Path, results: Results) -> None:
+    """Otherwise a worker's death between the two would apply those requests twice."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        request = await bench.gradient("a", 3)
+        await until(lambda: bench.backend.gradients == ["a"])
+        await asyncio.sleep(0.3)  # long enough for many points
+        await bench.kill()
+        assert [p.position for p in await bench.store.points(1, "a")] in ([], [1])
+        results.go_on.set()
+        bench.start()
+        assert loss(await bench.ok(request)) == 4 / 8
+        await bench.ok(await bench.step("a"))
+        assert bench.backend.gradients == ["a"]
+        assert bench.state("a").step == 1
+
+    run(tmp_path, scenario, OFTEN)
+
+
+def test_a_worker_that_stops_stores_what_it_has_still_to_encode(
+    tmp_path: Path, results: Results
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        request = await bench.gradient("a", 3)
+        await until(lambda: bench.backend.gradients == ["a"])
+        bench.worker.stop()
+        await asyncio.sleep(0.05)
+        assert not bench.task.done()
+        results.go_on.set()
+        await asyncio.wait_for(bench.task, TIMEOUT_S)
+        assert loss(await bench.ok(request)) == 4 / 8
+        bench.start()
+        await bench.ok(await bench.step("a"))
+        assert bench.backend.gradients == []  # nothing had to be done again
+
+    run(tmp_path, scenario, NEVER)
+
+
+# --- payloads -------------------------------------------------------------------------------------
+
+
+def test_what_arrives_while_the_device_is_busy_is_decoded_meanwhile(
+    tmp_path: Path, payloads: Payloads
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        for model in "ab":
+            await bench.ok(await bench.create(model))
+        bench.backend.gate.clear()
+        first = await bench.gradient("a", 1)
+        await until(lambda: [token for token, _ in payloads.decoded] == [1])
+        bad = wire.ForwardBackwardRequest.FromString(gradient_body(2))
+        bad.loss_fn = "mse"
+        others = [
+            await bench.submit(JobKind.FORWARD_BACKWARD, bad.SerializeToString(), "b"),
+            await bench.gradient("b", 3),
+            await bench.step("b"),
+            await bench.gradient("b", 4),
+        ]
+        await until(lambda: len(payloads.decoded) == 4)
+        bench.backend.gate.set()
+        rejection = (await bench.outcome(others[0])).rejection
+        assert rejection is not None and "'mse'" in rejection.message
+        for request in (first, others[1], others[3]):
+            await bench.ok(request)
+        assert [token for token, _ in payloads.decoded] == [1, 2, 3, 4]  # each once
+        device, *host = [thread for _, thread in payloads.decoded]
+        assert len(set(host)) == 1 and device not in host
+
+    run(tmp_path, scenario)
+
+
+def test_an_idle_device_decodes_for_itself(tmp_path: Path, payloads: Payloads) -> None:
+    """Another thread would only have to be woken."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        for token in range(3):
+            await bench.ok(await bench.gradient("a", token))
+        assert len({thread for _, thread in payloads.decoded}) == 1
+
+    run(tmp_path, scenario)
+
+
+def test_the_backend_is_told_whose_turn_comes_while_a_unit_runs(tmp_path: Path) -> None:
+    told: list[list[str]] = []
+
+    async def scenario(bench: Bench) -> None:
+        bench.backend.look_ahead = lambda ids: told.append(list(ids))  # type: ignore[method-assign]
+        for model in "abcd":
+            await bench.ok(await bench.create(model))
+        bench.backend.gate.clear()
+        requests = [await bench.gradient("a")]
+        await until(lambda: "begin" in bench.line.calls[-2:])
+        told.clear()
+        requests += [await bench.step("a")]
+        requests += [await bench.gradient(model) for model in "dcb"]
+        await until(lambda: len(told) > 0 and len(told[-1]) == 4)
+        assert told[-1][-1] == "a"  # it runs now, so the others are first
+        assert sorted(told[-1]) == [*"abcd"]
+        bench.backend.gate.set()
+        for request in requests:
+            await bench.ok(request)
+
+    run(tmp_path, scenario)
+
+
+def test_several_models_step_in_one_call(tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+
+    async def scenario(bench: Bench) -> None:
+        steps = bench.backend.optim_steps
+
+        def noting(asked: Sequence[tuple[str, Any]]) -> Any:
+            calls.append([model for model, _ in asked])
+            return steps(asked)
+
+        bench.backend.optim_steps = noting  # type: ignore[method-assign]
+        for model in "abc":
+            await bench.ok(await bench.create(model))
+            await bench.ok(await bench.step(model))  # so that their time is known
+        calls.clear()
+        bench.backend.gate.clear()
+        requests = [await bench.gradient("a")]
+        await until(lambda: "begin" in bench.line.calls[-2:])
+        requests += [await bench.step(model) for model in "abc"]
+        await asyncio.sleep(0.05)
+        bench.backend.gate.set()
+        for request in requests:
+            await bench.ok(request)
+        assert calls == [[*"abc"]]
+
+    run(tmp_path, scenario)
