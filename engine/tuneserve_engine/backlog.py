@@ -40,6 +40,11 @@ class Backlog:
     def is_again(self, job: Job) -> bool:
         return job.request_id in self._again
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits; may be asked from another thread."""
+        return not self._pending
+
     def in_order(self) -> list[Job]:
         return sorted(self._pending.values(), key=lambda job: job.release)
 

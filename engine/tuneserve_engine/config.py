@@ -167,12 +167,12 @@ class WorkerSettings(CommonSettings):
         description="Tokens of one matrix product, a multiple of 64; default: 256 on a CPU, 1024 "
         "elsewhere.",
     )
-    remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = Field(
+    remat: Literal["auto", "none", "dots", "attention", "full"] = Field(
         default="auto",
         description="What training keeps of each layer for its backward pass, beside the layer's "
         "input: all (none is computed again), the results of matrix products and of attention "
-        "(dots), of attention, nothing (full: all is computed again), or those of dots in the "
-        "host's memory (offload); auto: the fastest of dots, attention and full that fits.",
+        "(dots), of attention, or nothing (full: all is computed again); auto: the fastest of "
+        "dots, attention and full that fits.",
     )
     max_rank: PositiveInt | None = Field(
         default=None,

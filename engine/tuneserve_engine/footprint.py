@@ -11,7 +11,7 @@ from typing import Literal
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.lattice import ShapeLattice
 
-Remat = Literal["none", "dots", "attention", "full", "offload"]
+Remat = Literal["none", "dots", "attention", "full"]
 
 _LOGITS_BYTES = 128 * 2**20
 """Room for the logits of one chunk of the head."""
@@ -151,10 +151,8 @@ class Footprint:
         once = c.hidden * item  # the last layer's output
         if remat not in ("none", "dots"):
             once += self._projected * item
-        if remat in ("full", "offload"):
+        if remat == "full":
             once += self._attended_bytes
-        if remat == "offload":
-            once += 2 * self._saved_bytes("dots")  # the layer at work, and the next on its way
         tokens = self.shape.lattice.stream
         return Line(
             f"training with remat {remat}",
@@ -163,19 +161,9 @@ class Footprint:
         )
 
     @property
-    def host_bytes(self) -> int:
-        """What training keeps in the host's memory."""
-        if self.shape.remat != "offload":
-            return 0
-        tokens, layers = self.shape.lattice.stream, self.config.layers
-        return tokens * layers * self._saved_bytes("dots")
-
-    @property
     def _kept_bytes(self) -> int:
-        """On the device, per token and layer."""
-        remat = self.shape.remat
-        saved = 0 if remat == "offload" else self._saved_bytes(remat)
-        return self.config.hidden * self.shape.item + saved
+        """Per token and layer."""
+        return self.config.hidden * self.shape.item + self._saved_bytes(self.shape.remat)
 
     def _saved_bytes(self, remat: Remat) -> int:
         """Per token and layer, beside the layer's input."""

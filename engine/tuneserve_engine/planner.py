@@ -43,7 +43,7 @@ class PlanSettings(Protocol):
     @property
     def chunk_tokens(self) -> int | None: ...
     @property
-    def remat(self) -> Literal["auto", "none", "dots", "attention", "full", "offload"]: ...
+    def remat(self) -> Literal["auto", "none", "dots", "attention", "full"]: ...
     @property
     def max_rank(self) -> int | None: ...
     @property
@@ -105,7 +105,7 @@ def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
         adapters = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
         if settings.adapter_device_bytes is not None:
             adapters = min(adapters, settings.adapter_device_bytes)
-        if adapters < footprint.unit_adapter_bytes or footprint.host_bytes > device.host_bytes:
+        if adapters < footprint.unit_adapter_bytes:
             continue
         free = device_bytes - footprint.bytes - adapters
         return Plan(
@@ -115,7 +115,7 @@ def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
             device=device,
             device_bytes=device_bytes,
             adapter_device_bytes=adapters,
-            adapter_host_bytes=max(host_bytes - footprint.host_bytes, 0),
+            adapter_host_bytes=host_bytes,
             lines=(
                 *footprint.lines,
                 Line("adapters", footprint.adapters_held(adapters), adapters),
@@ -166,11 +166,6 @@ def _refusal(
 ) -> str:
     """Why the smallest plan has no room."""
     unit = footprint.unit_adapter_bytes
-    if footprint.host_bytes > device.host_bytes:
-        return (
-            f"remat offload keeps {gib(footprint.host_bytes)} in the host's memory, and there are "
-            f"{gib(device.host_bytes)} for it; lower batch_tokens, or choose another remat"
-        )
     if (asked := settings.adapter_device_bytes) is not None and asked < unit:
         return (
             f"adapter_device_bytes is {asked}; the adapters of one unit take {unit} bytes; raise "

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
@@ -240,16 +239,22 @@ class Worker:
             await self._note(unit)
             kill_point("worker-before-unit")
             started_s = self.clock()
-            executed = await self._execute(unit)
+            executed, outcomes = await self._execute(unit)
             kill_point("worker-after-unit")
             seconds = self.clock() - started_s
             self._scheduler.charge(unit, seconds)
-            await self._executed.put(_Unit(unit, executed, seconds))
+            await self._executed.put(_Unit(unit, executed, outcomes, seconds))
         await self._executed.join()
 
-    async def _execute(self, unit: list[Job]) -> Executed:
+    async def _execute(self, unit: list[Job]) -> tuple[Executed, list[Outcome] | None]:
+        """The outcomes too, if nothing waits for the device: then another thread need not wake."""
         decoded = self._decoded.take(unit)
-        running = self._start(self._device, partial(self._operations.execute, unit, decoded))
+
+        def call() -> tuple[Executed, list[Outcome] | None]:
+            executed = self._operations.execute(unit, decoded)
+            return executed, executed.outcomes() if self.backlog.is_empty else None
+
+        running = self._start(self._device, call)
         self._running = unit
         self._look_ahead()
         try:
@@ -284,7 +289,9 @@ class Worker:
         while True:
             unit = await self._executed.get()
             started_s = self.clock()
-            outcomes = await self._start(self._host, unit.executed.outcomes)
+            outcomes = unit.outcomes
+            if outcomes is None:
+                outcomes = await self._start(self._host, unit.executed.outcomes)
             self._account(unit, outcomes, self.clock() - started_s)
             self._executed.task_done()
 
@@ -331,6 +338,7 @@ class _Unit(NamedTuple):
 
     jobs: list[Job]
     executed: Executed
+    outcomes: list[Outcome] | None  # None: they are still to be made
     seconds: float
 
 

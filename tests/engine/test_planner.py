@@ -139,20 +139,6 @@ def test_training_that_computes_nothing_again_is_not_underestimated(
     assert real <= counted <= 1.25 * real
 
 
-@MODELS
-@DTYPES
-def test_offloading_moves_what_dots_keeps_to_the_host(config: ModelConfig, dtype: Any) -> None:
-    dots, full, offload = (
-        footprint(config, remat=remat, dtype=dtype) for remat in ("dots", "full", "offload")
-    )
-    of_layers = dots.tape.bytes - config.layers * LATTICE.stream * config.hidden * dots.shape.item
-    of_layers -= LATTICE.stream * config.hidden * dots.shape.item  # the output of the last
-    assert offload.host_bytes == of_layers
-    assert dots.host_bytes == full.host_bytes == 0
-    two_layers = 2 * offload.host_bytes // config.layers
-    assert offload.tape.bytes == full.tape.bytes + two_layers
-
-
 @pytest.mark.parametrize("vocab_size", [61, 8192, 151_936, 1_000_000])
 def test_the_head_takes_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
     lattice = replace(LATTICE, block=64, chunk=1024)
@@ -297,7 +283,7 @@ def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> Non
     "asked",
     [
         {"remat": "none"},
-        {"remat": "offload"},
+        {"remat": "attention"},
         {"remat": "full"},
         {"batch_tokens": 16_384},
         {"chunk_tokens": 128},
@@ -343,12 +329,6 @@ def test_a_context_longer_than_the_models_is_the_models() -> None:
     assert planned(max_context_tokens=10**6).lattice.context_length == 2048
 
 
-def test_what_offloading_takes_of_the_host_is_not_there_for_adapters() -> None:
-    found = planned(remat="offload")
-    shape = Shape(found.lattice, "offload", 8, "float32", "cpu")
-    assert found.adapter_host_bytes == 16 * GIB - Footprint(MODEL, shape).host_bytes
-
-
 def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(DoesNotFit) as refused:
         planned(GIB // 8)
@@ -362,12 +342,6 @@ def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:
 def test_too_little_for_the_adapters_of_a_unit_is_refused_with_what_they_take() -> None:
     with pytest.raises(DoesNotFit, match="adapter_device_bytes is 1000; the adapters of one unit"):
         planned(adapter_device_bytes=1000)
-
-
-def test_offloading_more_than_the_host_has_is_refused() -> None:
-    device = Device("gpu", 64 * GIB, 2**20)
-    with pytest.raises(DoesNotFit, match=r"remat offload keeps .* and there are 1.00 MiB for it"):
-        plan(MODEL, device, WorkerSettings(remat="offload"))
 
 
 # --- devices -------------------------------------------------------------------------------------

@@ -185,8 +185,9 @@ class Lattice(Protocol):
 class Backend(Protocol):
     """Holds one base model, training adapters and frozen snapshots.
 
-    Calls come from one thread, one at a time, unless said otherwise. A method that raises has changed no adapter; it
-    raises ``OutOfMemory`` if the device has no room, ``DeviceFailed`` if it cannot go on.
+    Calls come from one thread, one at a time, unless said otherwise. A method that raises has
+    changed no adapter; it raises ``OutOfMemory`` if the device has no room, ``DeviceFailed`` if it
+    cannot go on.
     """
 
     @property
@@ -199,6 +200,11 @@ class Backend(Protocol):
     def numerics_id(self) -> str:
         """Names everything that bits depend on beside state and request: device kind, threads,
         library versions, flags, base model. The same id, the same bits."""
+        ...
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """What is going on here, by the names of ``figures.FIGURES``. May be read by any thread."""
         ...
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:

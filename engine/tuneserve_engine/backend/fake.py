@@ -95,6 +95,10 @@ class FakeBackend:
     def numerics_id(self) -> str:
         return "fake-1"
 
+    @property
+    def figures(self) -> Mapping[str, float]:
+        return {"adapters": len(self._adapters)}
+
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         self._lattice.rank_class(config.rank)
         weights: Tensors = {}

@@ -6,25 +6,33 @@ https://arxiv.org/abs/2307.08691, algorithms 1 and 2). What a block's bits depen
 that it attends to and nothing else: neither their place in the stream, nor its other content, nor
 its capacity.
 
-Dimension key: n blocks of the stream, S tokens of a block; K key/value heads, each read by G query
-heads (G*S rows, head by head), N = K*G query heads; H head_dim.
+Dimension key: n blocks of the stream, S tokens of a block; m blocks of the buffers that hold its
+queries, keys and values, a of those that hold what attention gave (several streams' or layers':
+``base`` and ``attended_base`` say where this one's begin); K key/value heads, each read by G query
+heads (GS rows, head by head), N = K*G query heads; H head_dim.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-_UNSEEN = -1e30
+Implementation = Literal["blocks", "kernels"]
+"""XLA loops, which is what a CPU runs; or Pallas kernels, which is what a GPU runs."""
+
+UNSEEN = -1e30
 """Score of what the mask excludes: finite, so that no row is without a maximum."""
+
+_Sums = tuple[Array, Array, Array]
 
 
 class Visibility(NamedTuple):
     """Which tokens see which: those of their own datum up to their own position.
 
-    Padding has ``datum`` -1 and position 0; it sees padding of its own block, so that it gives
-    finite numbers.
+    A datum's tokens lie behind one another, in the order of their positions. Padding has ``datum``
+    -1 and position 0; it sees padding of its own block, so that it gives finite numbers.
     """
 
     datum: Int[Array, "n S"]
@@ -36,8 +44,8 @@ class Visibility(NamedTuple):
 class Attended(NamedTuple):
     """What attention gives, and what its reverse pass needs of it."""
 
-    out: Float[Array, "n K GS H"]
-    logsumexp: Float[Array, "n K GS"]  # of the scaled scores, natural
+    out: Float[Array, "a K GS H"]
+    logsumexp: Float[Array, "a K GS"]  # of the scaled scores, natural
 
 
 class AttentionGradient(NamedTuple):
@@ -65,100 +73,140 @@ def token_rows(out: Float[Array, "n K GS H"], block: int) -> Float[Array, "n S N
     return heads.transpose(0, 3, 1, 2, 4).reshape(n, block, -1)
 
 
-def attend_blocks(
-    q: Float[Array, "n K GS H"],
-    k: Float[Array, "n K S H"],
-    v: Float[Array, "n K S H"],
+def attend_blocks(  # noqa: PLR0913
+    q: Float[Array, "m K GS H"],
+    k: Float[Array, "m K S H"],
+    v: Float[Array, "m K S H"],
     seen: Visibility,
     into: Attended,
+    *,
+    base: Int[Array, ""] | int = 0,
+    attended_base: Int[Array, ""] | int = 0,
+    implementation: Implementation | None = None,
 ) -> Attended:
-    """``softmax(q k / sqrt(H)) v``, written over the used blocks of ``into``."""
+    """``softmax(q k / sqrt(H)) v`` in place of the stream's used blocks of ``into``.
 
-    def attend(i: Array, into: Attended) -> Attended:
-        rows = _wide(q[i])
+    Scores, softmax and sums are float32. Without ``implementation``: what suits the device.
+    """
+    if (implementation or _usual()) == "kernels":
+        from tuneserve_engine.backend.jax import attention_kernels
 
-        def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = sums
-            scores = _scores(rows, _wide(k[j]), seen, i, j)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.exp(scores - new_top[..., None])
-            kept = jnp.exp(top - new_top)
-            out = out * kept[..., None] + jnp.einsum("kqs,ksh->kqh", weights, _wide(v[j]))
-            return new_top, total * kept + weights.sum(-1), out
-
-        nothing = jnp.full(rows.shape[:-1], _UNSEEN), jnp.zeros(rows.shape[:-1])
-        top, total, out = lax.fori_loop(seen.start[i], i + 1, add, (*nothing, jnp.zeros_like(rows)))
-        return Attended(
-            into.out.at[i].set((out / total[..., None]).astype(q.dtype)),
-            into.logsumexp.at[i].set(top + jnp.log(total)),
+        return attention_kernels.attend(
+            q, k, v, seen, into, base=base, attended_base=attended_base, interpret=not _on_gpu()
         )
 
-    return lax.fori_loop(0, seen.blocks, attend, into)
+    def attend(i: Array, into: Attended) -> Attended:
+        rows = _scaled(_block(q, base + i))
+
+        def add(j: Array, sums: _Sums) -> _Sums:
+            top, total, out = sums
+            scores = _scores(rows, _block(k, base + j), _sees(seen, i, j))
+            new_top = jnp.maximum(top, scores.max(-1))
+            kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+            more = jnp.einsum("KQS,KSH->KQH", weights, _block(v, base + j))
+            return new_top, total * kept + weights.sum(-1), out * kept[..., None] + more
+
+        nothing = jnp.full(rows.shape[:-1], UNSEEN), jnp.zeros(rows.shape[:-1])
+        sums = (*nothing, jnp.zeros_like(rows))
+        top, total, out = lax.fori_loop(seen.start[i], i + 1, add, sums)
+        return Attended(
+            _put(into.out, attended_base + i, out / total[..., None]),
+            _put(into.logsumexp, attended_base + i, top + jnp.log(total)),
+        )
+
+    result: Attended = lax.fori_loop(0, seen.blocks, attend, into)
+    return result
 
 
-def attend_blocks_backward(
-    q: Float[Array, "n K GS H"],
-    k: Float[Array, "n K S H"],
-    v: Float[Array, "n K S H"],
+def attend_blocks_backward(  # noqa: PLR0913
+    q: Float[Array, "m K GS H"],
+    k: Float[Array, "m K S H"],
+    v: Float[Array, "m K S H"],
     attended: Attended,
     gradient: Float[Array, "n K GS H"],
     seen: Visibility,
     into: AttentionGradient,
+    *,
+    base: Int[Array, ""] | int = 0,
+    attended_base: Int[Array, ""] | int = 0,
+    implementation: Implementation | None = None,
 ) -> AttentionGradient:
-    """Gradients of q, k and v from that of the output, written over the used blocks of ``into``."""
-    scale = q.shape[-1] ** -0.5
+    """Gradients of q, k and v from that of the output, in place of the used blocks of ``into``."""
+    if (implementation or _usual()) == "kernels":
+        from tuneserve_engine.backend.jax import attention_kernels
 
-    def attend(i: Array, into: AttentionGradient) -> AttentionGradient:
-        rows, rows_gradient = _wide(q[i]), _wide(gradient[i])
-        logsumexp = attended.logsumexp[i]
-        shared = (rows_gradient * _wide(attended.out[i])).sum(-1)
+        return attention_kernels.attend_backward(
+            q, k, v, attended, gradient, seen, into,
+            base=base, attended_base=attended_base, interpret=not _on_gpu(),
+        )  # fmt: skip
 
-        def parts(j: Array) -> tuple[Array, Array, Array]:
-            keys = _wide(k[j])
-            weights = jnp.exp(_scores(rows, keys, seen, i, j) - logsumexp[..., None])
-            of_weights = jnp.einsum("kqh,ksh->kqs", rows_gradient, _wide(v[j]))
-            of_scores = weights * (of_weights - shared[..., None]) * scale
+    def attend(i: Array, sums: AttentionGradient) -> AttentionGradient:
+        rows, of_out = _scaled(_block(q, base + i)), _block(gradient, i)
+        logsumexp = _block(attended.logsumexp, attended_base + i)
+        shared = (of_out * _block(attended.out, attended_base + i)).sum(-1)
+
+        def add(j: Array, sums: _Sums) -> _Sums:
+            of_rows, of_k, of_v = sums
+            keys = _block(k, base + j)
+            scores = _scores(rows, keys, _sees(seen, i, j))
+            weights = jnp.exp(scores - logsumexp[..., None])
+            of_weights = jnp.einsum("KQH,KSH->KQS", of_out, _block(v, base + j))
+            of_scores = weights * (of_weights - shared[..., None])
             return (
-                jnp.einsum("kqs,ksh->kqh", of_scores, keys),
-                jnp.einsum("kqs,kqh->ksh", of_scores, rows),
-                jnp.einsum("kqs,kqh->ksh", weights, rows_gradient),
+                of_rows + jnp.einsum("KQS,KSH->KQH", of_scores, keys),
+                _accumulate(of_k, i, j, jnp.einsum("KQS,KQH->KSH", of_scores, rows)),
+                _accumulate(of_v, i, j, jnp.einsum("KQS,KQH->KSH", weights, of_out)),
             )
 
-        def add(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            of_q, of_k, of_v = sums
-            more_q, more_k, more_v = parts(j)
-            return of_q + more_q, of_k.at[j].add(more_k), of_v.at[j].add(more_v)
+        start = jnp.zeros_like(rows), sums.k, sums.v
+        of_rows, of_k, of_v = lax.fori_loop(seen.start[i], i + 1, add, start)
+        return AttentionGradient(_put(sums.q, i, _scaled(of_rows)), of_k, of_v)
 
-        sums = jnp.zeros_like(rows), into.k, into.v
-        of_q, of_k, of_v = lax.fori_loop(seen.start[i], i, add, sums)
-        more_q, more_k, more_v = parts(i)
-        # The first contribution to a block comes from itself, so what was there is written over.
-        return AttentionGradient(
-            into.q.at[i].set(of_q + more_q), of_k.at[i].set(more_k), of_v.at[i].set(more_v)
-        )
-
-    return lax.fori_loop(0, seen.blocks, attend, into)
+    wide = into._replace(k=into.k.astype(jnp.float32), v=into.v.astype(jnp.float32))
+    sums: AttentionGradient = lax.fori_loop(0, seen.blocks, attend, wide)
+    return sums._replace(k=sums.k.astype(k.dtype), v=sums.v.astype(v.dtype))
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
+def _usual() -> Implementation:
+    return "kernels" if _on_gpu() else "blocks"
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def _block(buffer: Array, i: Int[Array, ""]) -> Array:
+    """One block, in float32. A slice, not an index: no bounds are checked."""
+    block: Array = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
+    return block.astype(jnp.float32)
+
+
+def _put(buffer: Array, i: Int[Array, ""], value: Array) -> Array:
+    updated: Array = lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), i, 0)
+    return updated
+
+
+def _accumulate(buffer: Array, i: Int[Array, ""], j: Int[Array, ""], value: Array) -> Array:
+    """Adds query block i's contribution to key block j, whose first one is its own: what an
+    earlier use of the buffer left there, NaN or not, is dropped with it."""
+    return _put(buffer, j, jnp.where(i == j, value, _block(buffer, j) + value))
+
+
+def _scaled(rows: Float[Array, "K GS H"]) -> Float[Array, "K GS H"]:
+    """Queries so that their products with keys are scores; a score's gradient, likewise."""
+    scale: float = rows.shape[-1] ** -0.5
+    return rows * scale
 
 
 def _scores(
-    rows: Float[Array, "K GS H"],
-    keys: Float[Array, "K S H"],
-    seen: Visibility,
-    i: Int[Array, ""],
-    j: Int[Array, ""],
+    rows: Float[Array, "K GS H"], keys: Float[Array, "K S H"], sees: Bool[Array, "S S"]
 ) -> Float[Array, "K GS S"]:
-    """Scaled scores of query block i with key block j."""
-    scores = jnp.einsum("kqh,ksh->kqs", rows, keys) * rows.shape[-1] ** -0.5
-    return jnp.where(_sees(seen, i, j, rows.shape[1] // keys.shape[1]), scores, _UNSEEN)
+    scores = jnp.einsum("KQH,KSH->KQS", rows, keys)
+    groups = rows.shape[1] // keys.shape[1]
+    return jnp.where(jnp.tile(sees, (groups, 1))[None], scores, UNSEEN)
 
 
-def _sees(
-    seen: Visibility, i: Int[Array, ""], j: Int[Array, ""], groups: int
-) -> Bool[Array, "1 GS S"]:
+def _sees(seen: Visibility, i: Int[Array, ""], j: Int[Array, ""]) -> Bool[Array, "S S"]:
+    """Which tokens of query block i see which of key block j."""
     same = seen.datum[i][:, None] == seen.datum[j][None, :]
-    earlier = seen.position[i][:, None] >= seen.position[j][None, :]
-    return jnp.tile(same & earlier, (groups, 1))[None]
+    return same & (seen.position[i][:, None] >= seen.position[j][None, :])

@@ -36,6 +36,7 @@ _LEAST_HEAD_DIM = 16
 class _Stream(NamedTuple):
     """What a kernel knows of the stream: references to whole arrays."""
 
+    scale: Any  # [] of scores
     blocks: Any  # []
     base: Any  # []
     attended_base: Any  # []
@@ -59,15 +60,13 @@ def attend(  # noqa: PLR0913
     """As ``attention.attend_blocks``."""
     block, head_dim = k.shape[2:]
     heads = partial(_heads, block=block)
-    results = _call(
-        partial(_forward_kernel, scale=head_dim**-0.5),
-        (seen.datum.shape[0], heads(q).shape[1]),
-        _stream(seen, base, attended_base),
+    out, logsumexp = _call(
+        _forward_kernel,
+        _stream(seen, head_dim, base, attended_base),
         (_padded(heads(q)), _padded(k), _padded(v)),
         (_padded(heads(into.out)), heads(into.logsumexp)),
         interpret=interpret,
     )
-    out, logsumexp = results
     return Attended(
         out[..., :head_dim].reshape(into.out.shape), logsumexp.reshape(into.logsumexp.shape)
     )
@@ -87,11 +86,11 @@ def attend_backward(  # noqa: PLR0913
     interpret: bool,
 ) -> AttentionGradient:
     """As ``attention.attend_blocks_backward``."""
-    n, (key_heads, block, head_dim) = seen.datum.shape[0], k.shape[1:]
+    n, (block, head_dim) = seen.datum.shape[0], k.shape[2:]
     heads = partial(_heads, block=block)
     mine = lax.dynamic_slice_in_dim(attended.out, attended_base, n)
     shared = (gradient.astype(jnp.float32) * mine.astype(jnp.float32)).sum(-1)
-    stream = _stream(seen, base, attended_base)
+    stream = _stream(seen, head_dim, base, attended_base)
     arrays = (
         _padded(heads(q)),
         _padded(k),
@@ -100,44 +99,30 @@ def attend_backward(  # noqa: PLR0913
         _padded(heads(gradient)),
         heads(shared),
     )
-    scale = head_dim**-0.5
-    (of_q,) = _call(
-        partial(_query_kernel, scale=scale),
-        (n, arrays[0].shape[1]),
-        stream,
-        arrays,
-        (_padded(heads(into.q)),),
-        interpret=interpret,
-    )
-    of_k, of_v = _call(
-        partial(_key_kernel, scale=scale),
-        (n, key_heads),
-        stream,
-        arrays,
-        (_padded(into.k), _padded(into.v)),
-        interpret=interpret,
-    )
+    call = partial(_call, stream=stream, arrays=arrays, interpret=interpret)
+    (of_q,) = call(_query_kernel, into=(_padded(heads(into.q)),))
+    of_k, of_v = call(_key_kernel, into=(_padded(into.k), _padded(into.v)))
     return AttentionGradient(
         of_q[..., :head_dim].reshape(into.q.shape), of_k[..., :head_dim], of_v[..., :head_dim]
     )
 
 
-def _forward_kernel(stream: _Stream, arrays: Any, _: Any, out: Any, sums: Any, *, scale: float) -> None:
+def _forward_kernel(stream: _Stream, arrays: Any, _into: Any, out: Any, sums: Any) -> None:
     q, k, v = arrays
     i, head = pl.program_id(0), pl.program_id(1)
     key_head = head // (q.shape[1] // k.shape[1])
 
     @pl.when(i < stream.blocks[...])
-    def _() -> None:
+    def run() -> None:
         rows = q[stream.base[...] + i, head]
 
         def add(j: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            top, total, out = state
-            scores = _scores(rows, k[stream.base[...] + j, key_head], stream, i, j, scale)
+            top, total, result = state
+            scores = _scores(rows, k[stream.base[...] + j, key_head], stream, i, j)
             new_top = jnp.maximum(top, scores.max(-1))
             kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
             more = _product(weights, v[stream.base[...] + j, key_head], 1, 0)
-            return new_top, total * kept + weights.sum(-1), out * kept[:, None] + more
+            return new_top, total * kept + weights.sum(-1), result * kept[:, None] + more
 
         size = rows.shape[0]
         nothing = jnp.full(size, UNSEEN, jnp.float32), jnp.zeros(size, jnp.float32)
@@ -147,42 +132,42 @@ def _forward_kernel(stream: _Stream, arrays: Any, _: Any, out: Any, sums: Any, *
         sums[stream.attended_base[...] + i, head] = top + jnp.log(total)
 
 
-def _query_kernel(stream: _Stream, arrays: Any, _: Any, of_q: Any, *, scale: float) -> None:
+def _query_kernel(stream: _Stream, arrays: Any, _into: Any, of_q: Any) -> None:
     """The gradient of one query block, from all key blocks that it meets."""
     i, head = pl.program_id(0), pl.program_id(1)
     key_head = head // (arrays[0].shape[1] // arrays[1].shape[1])
 
     @pl.when(i < stream.blocks[...])
-    def _() -> None:
+    def run() -> None:
         def add(j: Array, total: Array) -> Array:
-            keys, _, of_scores = _backward_tile(stream, arrays, (i, head), (j, key_head), scale)
+            keys, _, of_scores = _backward_tile(stream, arrays, (i, head), (j, key_head))
             return total + _product(of_scores, keys, 1, 0)
 
         nothing = jnp.zeros(of_q.shape[2:], jnp.float32)
         total = lax.fori_loop(stream.start[i], i + 1, add, nothing)
-        of_q[i, head] = (total * scale).astype(of_q.dtype)
+        of_q[i, head] = (total * stream.scale[...]).astype(of_q.dtype)
 
 
-def _key_kernel(stream: _Stream, arrays: Any, _: Any, of_k: Any, of_v: Any, *, scale: float) -> None:
+def _key_kernel(stream: _Stream, arrays: Any, _into: Any, of_k: Any, of_v: Any) -> None:
     """The gradients of one block of keys and values, from all query blocks that meet it."""
     q, _, _, _, gradient, _ = arrays
     j, key_head = pl.program_id(0), pl.program_id(1)
     groups = q.shape[1] // of_k.shape[1]
 
     @pl.when(j < stream.blocks[...])
-    def _() -> None:
+    def run() -> None:
         def add(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
             by_k, by_v = totals
             for head in range(groups):
                 at = i, key_head * groups + head
-                _, weights, of_scores = _backward_tile(stream, arrays, at, (j, key_head), scale)
+                _, weights, of_scores = _backward_tile(stream, arrays, at, (j, key_head))
                 by_k += _product(of_scores, q[stream.base[...] + i, at[1]], 0, 0)
                 by_v += _product(weights, gradient[at], 0, 0)
             return by_k, by_v
 
         nothing = jnp.zeros(of_k.shape[2:], jnp.float32)
         by_k, by_v = lax.fori_loop(j, stream.stop[j], add, (nothing, nothing))
-        of_k[j, key_head] = (by_k * scale).astype(of_k.dtype)
+        of_k[j, key_head] = (by_k * stream.scale[...]).astype(of_k.dtype)
         of_v[j, key_head] = by_v.astype(of_v.dtype)
 
 
@@ -191,24 +176,21 @@ def _backward_tile(
     arrays: Any,
     query: tuple[Any, Any],
     key: tuple[Any, Any],
-    scale: float,
 ) -> tuple[Array, Array, Array]:
     """Keys, weights, and the gradient of the scaled scores, of a (block, head) of each side."""
     q, k, v, logsumexp, gradient, shared = arrays
     (i, head), (j, key_head) = query, key
     keys = k[stream.base[...] + j, key_head]
-    scores = _scores(q[stream.base[...] + i, head], keys, stream, i, j, scale)
+    scores = _scores(q[stream.base[...] + i, head], keys, stream, i, j)
     weights = jnp.exp(scores - logsumexp[stream.attended_base[...] + i, head][:, None])
     of_weights = _product(gradient[i, head], v[stream.base[...] + j, key_head], 1, 1)
     return keys, weights, weights * (of_weights - shared[i, head][:, None])
 
 
-def _scores(
-    rows: Array, keys: Array, stream: _Stream, i: Any, j: Any, scale: float
-) -> Float[Array, "S S"]:
+def _scores(rows: Array, keys: Array, stream: _Stream, i: Any, j: Any) -> Float[Array, "S S"]:
     same = stream.datum[i][:, None] == stream.datum[j][None, :]
     sees = same & (stream.position[i][:, None] >= stream.position[j][None, :])
-    return jnp.where(sees, _product(rows, keys, 1, 1) * scale, UNSEEN)
+    return jnp.where(sees, _product(rows, keys, 1, 1) * stream.scale[...], UNSEEN)
 
 
 def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
@@ -224,32 +206,39 @@ def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
 
 def _call(
     kernel: Callable[..., None],
-    grid: tuple[int, int],
     stream: _Stream,
     arrays: tuple[Array, ...],
     into: tuple[Array, ...],
     *,
     interpret: bool,
 ) -> Any:
-    """The kernel's results, written over ``into``: blocks that it leaves out stay as they are."""
+    """Runs the kernel for every block and head of ``into``, and gives what it wrote over that."""
     first = len(stream) + len(arrays)
     return pl.pallas_call(
         kernel,
-        grid=grid,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in into],
+        grid=(stream.start.shape[0], into[0].shape[1]),
+        out_shape=[jax.eval_shape(lambda x: x, x) for x in into],
         input_output_aliases={first + index: index for index in range(len(into))},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
     )(stream, arrays, into)
 
 
-def _stream(seen: Visibility, base: Any, attended_base: Any) -> _Stream:
+def _stream(seen: Visibility, head_dim: int, base: Any, attended_base: Any) -> _Stream:
     index = jnp.arange(seen.start.shape[0], dtype=jnp.int32)
     # Starts never fall: the used query blocks that meet block j are j to the last with start <= j.
     meets = (seen.start[None, :] <= index[:, None]) & (index < seen.blocks)[None, :]
-    bases = jnp.asarray(base, jnp.int32), jnp.asarray(attended_base, jnp.int32)
     stop = meets.sum(1, dtype=jnp.int32)
-    return _Stream(seen.blocks, *bases, seen.start, stop, seen.datum, seen.position)
+    bases = jnp.asarray(base, jnp.int32), jnp.asarray(attended_base, jnp.int32)
+    return _Stream(
+        jnp.float32(head_dim**-0.5),
+        seen.blocks,
+        *bases,
+        seen.start,
+        stop,
+        seen.datum,
+        seen.position,
+    )
 
 
 def _heads(x: Array, *, block: int) -> Array:

@@ -110,7 +110,7 @@ class JaxBackend:
         )
         self._shapes = target_shapes(config)
         self._numerics_id = numerics_id(
-            folder, dtype=dtype, lattice=self._lattice, sample_rows=sample_rows
+            folder, dtype=dtype, lattice=self._lattice, remat=remat, sample_rows=sample_rows
         )
         model.remat = remat
         model.block = self._lattice.block
@@ -235,12 +235,13 @@ class JaxBackend:
         """What is going on here, for whoever watches."""
         pager = self._pager
         return {
-            "compilations_after_ready_total": self._programs.compilations_after_ready,
-            "is_compiled": float(self._programs.ready.is_set()),
+            **self._programs.figures,
+            "tokens_computed_total": self._trainer.tokens_computed,
             "adapters": len(pager.ids),
+            "adapters_on_device": pager.on_device,
             "adapters_paged_in_total": pager.paged_in,
             "adapters_paged_out_total": pager.paged_out,
-            "adapter_wait_seconds_total": pager.waited_s,
+            "page_wait_seconds_total": pager.waited_s,
         }
 
 

@@ -31,13 +31,6 @@ class Bank(NamedTuple):
     trained: Bool[Array, " J"]  # whether the slot's adapter trains the unembedding
 
 
-class Commit(NamedTuple):
-    """An accumulator with a request's gradient; with the bits it had if ``finite`` is False."""
-
-    accumulator: LoraWeights
-    finite: Bool[Array, ""]
-
-
 def new_bank(shapes: TargetShapes, rank_class: int, slots: int) -> Bank:
     """A bank of base models."""
     a, b = new_scratch(shapes, rank_class, slots)
@@ -78,23 +71,15 @@ def place(
     )
 
 
-def commit(accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag) -> Commit:
-    """The accumulator, donated, plus the slot's gradient, if every entry of the sum is finite.
-
-    ``trained``: whether the adapter trains the unembedding. If not, whatever the scratch has there
-    is an earlier request's. Waits for nothing.
-
-    Two programs: one that checked and added would need room for the sum beside the accumulator.
-    """
-    finite = finite_sum(accumulator, scratch, slot, trained)
-    return Commit(add(accumulator, scratch, slot, trained, finite), finite)
-
-
 @jax.jit
 def finite_sum(
     accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag
 ) -> Bool[Array, ""]:
-    """Whether accumulator plus gradient is finite everywhere."""
+    """Whether accumulator plus gradient is finite everywhere.
+
+    ``trained``: whether the adapter trains the unembedding. If not, whatever the scratch has there
+    is an earlier request's.
+    """
     total = _sum(accumulator, scratch, slot, trained)
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(total)]))
 
@@ -103,7 +88,9 @@ def finite_sum(
 def add(
     accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag, finite: Flag
 ) -> LoraWeights:
-    """The accumulator, donated, plus the slot's gradient if ``finite``, in place."""
+    """The accumulator, donated, plus the slot's gradient; with the bits it had unless ``finite``,
+    which is what ``finite_sum`` said. One program for both would need room for the sum beside the
+    accumulator; this one works in place."""
     total = _sum(accumulator, scratch, slot, trained)
     kept: LoraWeights = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), total, accumulator

@@ -27,7 +27,9 @@ _SAMPLE_BYTES = 65_536
 from its fine-tuned sister, whose names and shapes are the same."""
 
 
-def numerics_id(folder: Path, *, dtype: str, lattice: ShapeLattice, sample_rows: int) -> str:
+def numerics_id(
+    folder: Path, *, dtype: str, lattice: ShapeLattice, remat: str, sample_rows: int
+) -> str:
     """One line, readable, the same for every process that computes the same bits."""
     packages = " ".join(f"{name}={_version(name)}" for name in _PACKAGES)
     lattice_shape = (
@@ -45,6 +47,7 @@ def numerics_id(folder: Path, *, dtype: str, lattice: ShapeLattice, sample_rows:
         f"base={_digest(_base_model(folder))}",
         f"dtype={dtype}",
         f"lattice={'/'.join(str(number) for number in lattice_shape)}",
+        f"remat={remat}",
         f"lanes={sample_rows}",
     )
     return " ".join(parts)

@@ -76,7 +76,7 @@ def start_step(
     Raises UserError for hyper-parameters that ``check_adam_params`` refuses, before anything.
     """
     scalars = step_scalars(params, adapter.step + 1)
-    stepped: Stepped = adamw_step(
+    stepped: Stepped = (run or adamw_step)(
         adapter.weights,
         adapter.first_moment,
         adapter.second_moment,

@@ -98,6 +98,12 @@ class AdapterPager:
         with self._state:
             return tuple(self._entries)
 
+    @property
+    def on_device(self) -> int:
+        """How many of them are on the device."""
+        with self._state:
+            return sum(entry.device is not None for entry in self._entries.values())
+
     def put(self, adapter_id: str, state: AdapterState, rank_class: int) -> None:
         """Registers an adapter, or replaces it. It gets to the device when it is needed there.
 

@@ -141,6 +141,17 @@ class ProgramSet:
         return self.ready.is_set()
 
     @property
+    def figures(self) -> dict[str, float]:
+        """How far compiling ahead is, and what was compiled after it."""
+        declared = [shape for program in self._programs for shape in program.shapes()]
+        return {
+            "ready": float(self.ready.is_set()),
+            "programs": len(declared),
+            "programs_compiled": sum(shape.is_compiled for shape in declared),
+            "compilations_after_ready_total": self.compilations_after_ready,
+        }
+
+    @property
     def compilations_after_ready(self) -> int:
         """Of the whole process, eager operations included; none is expected."""
         return self._compilations.count - self._at_ready if self.ready.is_set() else 0

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tuneserve_engine.backend.jax.attention_based import (
+from tuneserve_engine.backend.jax.attention import (
     Attended,
     Visibility,
     attend_blocks,

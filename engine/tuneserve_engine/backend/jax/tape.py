@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.jax.adapters import LoraWeights
-from tuneserve_engine.backend.jax.attention_based import AttentionGradient, attend_blocks_backward
+from tuneserve_engine.backend.jax.attention import AttentionGradient, attend_blocks_backward
 from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.block import AFTER, BEFORE, DOTS
 from tuneserve_engine.backend.jax.scratch import BlockSlots, add_blocks

@@ -32,7 +32,7 @@ from tuneserve_engine.backend.jax.train import (
     space_shapes,
     train_stream,
 )
-from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.lattice import ShapeLattice, multiple_from
 
 
 class Trainer:
@@ -57,6 +57,8 @@ class Trainer:
         self._space: Workspace | None = None
         self._banks: dict[int, _Slots] = {}
         self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank class
+        self.tokens_computed = 0
+        """Of forward_backward so far, padding included."""
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
@@ -69,6 +71,8 @@ class Trainer:
         for batch in unit.batches:
             stream = StreamIn.of(batch, self._lattice.block, begun)
             begun |= set(batch.block_request.tolist())
+            used = batch.blocks * self._lattice.block
+            self.tokens_computed += multiple_from(used, self._lattice.chunk)
             scored.append(self._run(stream, slots, rank_class, unit.forward_only))
         # Waits here: whatever fails on the device fails before an accumulator is touched.
         outputs = [
