@@ -16,6 +16,7 @@ from tuneserve_engine.backend.jax.adapters import (
     new_state,
     restored_adapter,
 )
+from tuneserve_engine.backend.jax.bank import add, finite_sum
 
 SMALL = {
     "q_proj": (3, 7, 5),
@@ -91,6 +92,15 @@ def shapes_of(layers: int, hidden: int, wide: int, vocabulary: int) -> TargetSha
     across = dict.fromkeys(ATTENTION, (layers, hidden, hidden))
     up = dict.fromkeys(("gate_proj", "up_proj"), (layers, hidden, wide))
     return across | up | {"down_proj": (layers, wide, hidden), UNEMBED: (hidden, vocabulary)}
+
+
+def commit(
+    accumulator: LoraWeights, scratch: LoraWeights, slot: int, *, trained: bool = True
+) -> tuple[LoraWeights, bool]:
+    """The accumulator, donated, with the slot's gradient, or as it was; which of the two."""
+    rest = (scratch, np.int32(slot), np.bool_(trained))
+    finite = finite_sum(accumulator, *rest)
+    return add(accumulator, *rest, finite), bool(finite)
 
 
 @contextmanager

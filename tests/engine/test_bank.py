@@ -11,6 +11,7 @@ import pytest
 from tests.engine.adapter_bench import (
     SMALL,
     bits,
+    commit,
     counted_compilations,
     live,
     nbytes,
@@ -28,7 +29,6 @@ from tuneserve_engine.backend.jax.adapters import (
 )
 from tuneserve_engine.backend.jax.bank import (
     add,
-    commit,
     finite_sum,
     new_bank,
     new_scratch,
@@ -102,9 +102,9 @@ def test_a_commit_adds_the_slots_gradient_and_nothing_of_its_neighbours():
         )
     ]
     before = bits(scratch)
-    done = commit(adapter.accumulator, scratch, np.int32(2), YES)
-    assert done.finite
-    assert bits(done.accumulator) == [x.tobytes() for x in want]
+    accumulator, finite = commit(adapter.accumulator, scratch, 2)
+    assert finite
+    assert bits(accumulator) == [x.tobytes() for x in want]
     assert bits(scratch) == before
 
 
@@ -117,21 +117,21 @@ def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, valu
         accumulator.a[target] = accumulator.a[target].at[..., 2, 1].set(LARGEST)
     before, places = bits(accumulator), pointers(accumulator)
     scratch = with_entry(scratch_of(1), 1, target, value)
-    done = commit(accumulator, scratch, np.int32(1), YES)
-    assert not done.finite
-    assert bits(done.accumulator) == before and pointers(done.accumulator) == places
-    after = commit(done.accumulator, scratch, np.int32(0), YES)
-    assert after.finite and bits(after.accumulator) != before
+    accumulator, finite = commit(accumulator, scratch, 1)
+    assert not finite
+    assert bits(accumulator) == before and pointers(accumulator) == places
+    accumulator, finite = commit(accumulator, scratch, 0)
+    assert finite and bits(accumulator) != before
 
 
 def test_an_adapter_without_unembedding_ignores_what_lies_in_the_slot_there():
     adapter = on_device(random_state(3))
     scratch = with_entry(scratch_of(1), 1, UNEMBED, np.nan)
-    done = commit(adapter.accumulator, scratch, np.int32(1), NO)
-    assert done.finite
-    assert not done.accumulator.a[UNEMBED].any() and not done.accumulator.b[UNEMBED].any()
+    accumulator, finite = commit(adapter.accumulator, scratch, 1, trained=False)
+    assert finite
+    assert not accumulator.a[UNEMBED].any() and not accumulator.b[UNEMBED].any()
     np.testing.assert_array_equal(
-        done.accumulator.a["q_proj"],
+        accumulator.a["q_proj"],
         np.asarray(on_device(random_state(3)).accumulator.a["q_proj"])
         + np.asarray(scratch.a["q_proj"])[:, 1],
     )
@@ -143,7 +143,7 @@ def test_another_slot_scale_or_flag_compiles_nothing():
         place(
             new_bank(SMALL, RANK, SLOTS), np.int32(slot), adapter.weights, np.float32(scale), flag
         )
-        commit(adapter.accumulator, scratch_of(seed), np.int32(slot), flag)
+        commit(adapter.accumulator, scratch_of(seed), slot, trained=bool(flag))
 
     once(0, 1.0, YES, 2)
     with counted_compilations() as compiled:
@@ -159,7 +159,7 @@ def test_a_hundred_commits_and_ten_steps_allocate_nothing():
     def unit(bank, number: int):
         for slot, adapter in enumerate(adapters):
             bank = place(bank, np.int32(slot), adapter.weights, np.float32(number), YES)
-            adapter.accumulator, _ = commit(adapter.accumulator, scratch, np.int32(slot), YES)
+            adapter.accumulator, _ = commit(adapter.accumulator, scratch, slot)
         if number % 5 == 4:
             for adapter in adapters:
                 start_step(adapter, AdamParams())

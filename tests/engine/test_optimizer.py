@@ -222,6 +222,20 @@ def test_a_step_counts_and_empties_the_accumulator():
     )
 
 
+def test_a_step_runs_the_compiled_program_that_it_is_given():
+    one, other = on_device(random_state(2)), on_device(random_state(2))
+    ran = []
+
+    def run(*args):
+        ran.append(adamw_step(*args))
+        return ran[-1]
+
+    start_step(one, AdamParams())
+    norm = start_step(other, AdamParams(), run)
+    assert len(ran) == 1 and norm is ran[0].grad_norm
+    assert bits(other) == bits(one)
+
+
 def test_refused_hyperparameters_change_nothing():
     adapter = on_device(random_state(2, step=4))
     before = bits(adapter)
