@@ -140,6 +140,8 @@ def attend_blocks_backward(  # noqa: PLR0913
             base=base, attended_base=attended_base, interpret=not _on_gpu(),
         )  # fmt: skip
 
+    # The block on the diagonal has no code of its own, which could set what others add to: outside
+    # the inner loop, XLA CPU does not vectorise the masked exponentials (126 us instead of 13).
     def attend(i: Array, sums: AttentionGradient) -> AttentionGradient:
         rows, of_out = _scaled(_block(q, base + i)), _block(gradient, i)
         logsumexp = _block(attended.logsumexp, attended_base + i)
@@ -176,12 +178,13 @@ def _on_gpu() -> bool:
 
 
 def _block(buffer: Array, i: Int[Array, ""]) -> Array:
-    """One block, in float32. A slice, not an index: no bounds are checked."""
+    """One block, in float32."""
     block: Array = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
     return block.astype(jnp.float32)
 
 
 def _put(buffer: Array, i: Int[Array, ""], value: Array) -> Array:
+    """A slice's update: ``at[i].set`` reads the old block too, to keep it if i is out of bounds."""
     updated: Array = lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), i, 0)
     return updated
 
