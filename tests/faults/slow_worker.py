@@ -1,7 +1,7 @@
 """A worker whose device takes time: ``slow_worker.py <data directory>``.
 
-A micro-batch takes ``TOKEN_S`` per token of it, padding included, and no processor meanwhile: as on
-a GPU. Units, whom they were charged to, and who waited, go to ``units.jsonl``.
+A micro-batch takes ``TOKEN_S`` per token of its chunks, padding included, and no processor
+meanwhile: as on a GPU. Units, whom they were charged to, and who waited, go to ``units.jsonl``.
 """
 
 import asyncio
@@ -11,38 +11,47 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tuneserve_engine.backend.base import TrainResult, TrainUnit
+from tuneserve_engine.backend.base import TrainBatch, TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FakeBackend
 from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.costs import Costs
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.jobs import Job
+from tuneserve_engine.lattice import multiple_from
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Queue
 from tuneserve_engine.queue.remote import RemoteQueue
 from tuneserve_engine.scheduler import Scheduler
 from tuneserve_engine.worker import Worker
 
-TOKEN_S = 0.0004
+CHUNK, TOKEN_S = 512, 0.0004
 UNITS = "units.jsonl"
 
 
 class SlowBackend(FakeBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lattice = replace(self._lattice, chunk=CHUNK, tokens=CHUNK)
+
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
         started_s = time.monotonic()
         result = super().forward_backward(unit)
-        needed_s = TOKEN_S * sum(batch.tokens.size for batch in unit.batches)
+        needed_s = TOKEN_S * sum(self._computed(batch) for batch in unit.batches)
         time.sleep(max(0.0, started_s + needed_s - time.monotonic()))
         return result
+
+    def _computed(self, batch: TrainBatch) -> int:
+        return multiple_from(batch.blocks * self.lattice.block, self.lattice.chunk)
 
 
 class Noting(Scheduler):
     """Writes a line per unit: its kind, each tenant's seconds, and the tenants with work then."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
-        super().__init__(weights, costs=Costs(FakeBackend().lattice))
+        super().__init__(weights, costs=Costs(SlowBackend().lattice))
         self._file = path.open("w")
         self._waiting: list[str] = []
 

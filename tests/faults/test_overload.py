@@ -19,17 +19,16 @@ import numpy as np
 import pytest
 
 from tests.faults.processes import Service, running_service
-from tests.faults.slow_worker import TOKEN_S, UNITS
+from tests.faults.slow_worker import CHUNK, TOKEN_S, UNITS
 from tests.server.conftest import create_model
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_server.deps import tenant_of
 
 DATUMS, LENGTH = 4, 63
-"""Of every request: one micro-batch of eight rows in a bucket of 64, half of them empty, so that
-the requests of two tenants can share it."""
+"""Of every request: half a chunk, so that the requests of two tenants can share it."""
 PAYLOAD_BYTES = 400_000
 """Of every request: most of it is input that its loss does not read."""
-BATCH_S = 8 * 64 * TOKEN_S
+BATCH_S = CHUNK * TOKEN_S
 CAPACITY = 2 / BATCH_S  # requests per second
 FLOOD_S, OVERLOAD = 10.0, 5
 WEIGHTS = {"tml-gold": 2.0, "tml-plain": 1.0, "tml-light": 1.0}
