@@ -35,6 +35,10 @@ def rank(tenant: int) -> int:
     return (2, 4, 6, 8)[tenant % 4]
 
 
+def params_of(tenant: int) -> AdamParams:
+    return AdamParams(learning_rate=0.01 * (1 + tenant % 3), weight_decay=0.1)
+
+
 def train(backend: JaxBackend, tenants: list[int], label: str) -> dict[int, list[Any]]:
     """All that each tenant gets while these train together, and its state at the end."""
     names = {tenant: f"{label}-{tenant}" for tenant in tenants}
@@ -43,14 +47,13 @@ def train(backend: JaxBackend, tenants: list[int], label: str) -> dict[int, list
     got: dict[int, list[Any]] = {tenant: [] for tenant in tenants}
     for round_ in range(ROUNDS):
         requests = [request(names[tenant], tenant, round_) for tenant in tenants]
-        packed = pack(requests, backend.lattice)
+        (packed,) = pack(requests, backend.lattice)
         result = backend.forward_backward(packed.unit)
         assert all(result.finite)
+        metrics = backend.optim_steps([(names[tenant], params_of(tenant)) for tenant in tenants])
         for index, tenant in enumerate(tenants):
             logprobs, loss = unpack(packed, result.outputs, index, requests[index].data)
-            params = AdamParams(learning_rate=0.01 * (1 + tenant % 3), weight_decay=0.1)
-            metrics = backend.optim_step(names[tenant], params)
-            got[tenant] += [[each.tobytes() for each in logprobs], loss, metrics]
+            got[tenant] += [[each.tobytes() for each in logprobs], loss, metrics[index]]
     for tenant, name in names.items():
         state = backend.adapter_state(name, optimizer=True)
         for group in (state.weights, state.first_moment, state.second_moment):
