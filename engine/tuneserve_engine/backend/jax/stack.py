@@ -83,13 +83,14 @@ class Stack:
         blank = blank_attention(self.config, x.shape[0], x.shape[1], x.dtype)
 
         def layer(carry: Any, sliced: Any) -> Any:
-            x, attention = carry
+            x, y, attention = carry
             run = LayerRun(self, stream, bank, *sliced)
             attention = run.attend(run.project_all(x, 0, attention, 0), 0, 0)
-            x = run.each_chunk(lambda at, x: run.finish(x, at, attention), x)
-            return (x, attention), (attention.k, attention.v) if keep_cache else None
+            # Two buffers: a loop that reads and writes one has XLA copy all of it, chunk by chunk.
+            y = run.each_chunk(lambda at, y: run.finish(x, at, attention, y), y)
+            return (y, x, attention), (attention.k, attention.v) if keep_cache else None
 
-        (x, _), cache = jax.lax.scan(layer, (x, blank), self.layers())
+        (x, *_), cache = jax.lax.scan(layer, (x, x, blank), self.layers())
         return x, cache
 
 
@@ -167,10 +168,10 @@ class LayerRun:
         stream = self.stream
         return Visibility(stream.datum, stream.positions, stream.start, stream.blocks)
 
-    def finish(self, x: Array, at: Array, attention: Attention) -> Array:
-        """``x`` with the chunk's output in place of its input."""
+    def finish(self, x: Array, at: Array, attention: Attention, into: Array) -> Array:
+        """``into`` with the layer's output of the chunk."""
         attended = self.part(attention.attended.out, at)
-        return put(x, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
+        return put(into, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
 
 
 def put(buffer: Array, at: Any, value: Array) -> Array:

@@ -39,8 +39,7 @@ _Ab = tuple[dict[str, Array], dict[str, Array]]
 
 
 class Tape(NamedTuple):
-    """What the forward pass leaves. The parts of layer 0 come first; ``x`` ends with the output of
-    the last layer."""
+    """What the forward pass leaves: ``x`` has the inputs of the layers, those of layer 0 first."""
 
     x: Float[Array, "_ S D"]
     attention: Attention
@@ -71,15 +70,12 @@ class TrainingPass:
         self._keeps_attended = remat != "full"
         self._keeps_qkv = self._keeps_residuals = remat in ("none", "dots")
 
-    def forward(self, tape: Tape, x: Float[Array, "n S D"]) -> Tape:
-        """The tape, with ``x`` as the input of the first layer."""
-        tape = tape._replace(x=put(tape.x, 0, x))
-        tape, _ = jax.lax.scan(self._layer_forward, tape, self._stack.layers())
-        return tape
-
-    def output(self, tape: Tape) -> Float[Array, "n S D"]:
-        """The hidden states after the last layer."""
-        return tape.x[self._stack.config.layers * self._n :]
+    def forward(
+        self, tape: Tape, x: Float[Array, "n S D"]
+    ) -> tuple[Float[Array, "n S D"], Tape]:
+        """The hidden states after the last layer, and the tape."""
+        (x, tape), _ = jax.lax.scan(self._layer_forward, (x, tape), self._stack.layers())
+        return x, tape
 
     def reverse(
         self, space: Workspace, scratch: LoraWeights, blocks: BlockSlots
@@ -94,28 +90,32 @@ class TrainingPass:
 
     # --- one layer ------------------------------------------------------------------------------
 
-    def _layer_forward(self, tape: Tape, sliced: Any) -> tuple[Tape, None]:
+    def _layer_forward(self, carry: Any, sliced: Any) -> Any:
+        # A loop that reads and writes one buffer has XLA copy all of it, chunk by chunk: so one
+        # loop reads x and writes it to the tape, the other reads the tape and writes x.
+        x, tape = carry
         run = LayerRun(self._stack, self._stream, self._bank, *sliced)
         x_base, base, attended_base = self._bases(run)
 
         def before(at: Array, tape: Tape) -> Tape:
-            qkv, kept = self._before_of(run, at, run.part(tape.x, x_base + at))
+            part = run.part(x, at)
+            qkv, kept = self._before_of(run, at, part)
             return tape._replace(
+                x=put(tape.x, x_base + at, part),
                 attention=put_qkv(tape.attention, base + at, qkv),
                 before=self._put_residuals(tape.before, run, at, kept),
             )
 
-        def after(at: Array, tape: Tape) -> Tape:
+        def after(at: Array, state: tuple[Array, tuple[Array, ...]]) -> Any:
+            y, residuals = state
             attended = run.part(tape.attention.attended.out, attended_base + at)
-            y, kept = self._after_of(run, at, run.part(tape.x, x_base + at), attended)
-            return tape._replace(
-                x=put(tape.x, x_base + self._n + at, y),
-                after=self._put_residuals(tape.after, run, at, kept),
-            )
+            part, kept = self._after_of(run, at, run.part(tape.x, x_base + at), attended)
+            return put(y, at, part), self._put_residuals(residuals, run, at, kept)
 
         tape = run.each_chunk(before, tape)
         tape = tape._replace(attention=run.attend(tape.attention, base, attended_base))
-        return run.each_chunk(after, tape), None
+        y, residuals = run.each_chunk(after, (x, tape.after))
+        return (y, tape._replace(after=residuals)), None
 
     def _layer_reverse(self, blocks: BlockSlots, carry: Any, sliced: Any) -> Any:
         space, scratch = carry
@@ -300,7 +300,7 @@ def workspace_shapes(stack: Stack, bank: Any, *, blocks: int, size: int, dtype: 
     chunks = layers * (blocks // stack.chunk)
     stacked = partial(jax.tree.map, lambda s: spec((chunks, *s.shape), s.dtype))
     tape = Tape(
-        x=times(layers + 1, x),
+        x=times(layers, x),
         attention=qkv._replace(attended=attended),
         before=stacked(before),
         after=stacked(after),

@@ -169,8 +169,8 @@ class Decoder(nnx.Module):
             return stack.score(x, view, lora, keep_cache=keep_cache)
         assert lora is not None and space is not None, "training needs adapters and a workspace"
         run = TrainingPass(stack, view, lora)
-        space = space._replace(tape=run.forward(space.tape, x))
-        return run.output(space.tape), Taped(run, space)
+        hidden, tape = run.forward(space.tape, x)
+        return hidden, Taped(run, space._replace(tape=tape))
 
     def stack(self) -> Stack:
         """The layers, as programs on streams see them."""
