@@ -1,0 +1,166 @@
+"""What compiled training takes: a layer's input per layer, and no stack of all their gradients."""
+
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jaxtyping import Array
+
+from tests.engine.adapter_bench import nbytes
+from tests.engine.conftest import empty
+from tests.engine.stream_case import TINY
+from tuneserve_engine.adapters import PROJECTIONS
+from tuneserve_engine.backend.base import TrainBatch
+from tuneserve_engine.backend.jax.adapters import LoraWeights, target_shapes
+from tuneserve_engine.backend.jax.bank import Bank, new_bank, new_scratch
+from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.models.block import Layer, after_attention, before_attention
+from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.models.layers import attend
+from tuneserve_engine.backend.jax.train import StreamIn, space_shapes, train_stream
+
+SLOTS, RANK = 8, 16
+TOKENS, BLOCK, CHUNK_BLOCKS = 512, 8, 2
+CONFIG = replace(TINY, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48)
+LAYER_INPUT = 4 * TOKENS * CONFIG.hidden
+LOGSUMEXP = 4 * TOKENS * CONFIG.heads
+"""Of attention: float32, kept with its result, which is as large as a layer's input."""
+FEW, MANY = 4, 12
+
+
+class Takes(NamedTuple):
+    """Bytes of a program."""
+
+    workspace: int
+    temporary: int
+    live: int  # at once, beyond weights, bank and scratch
+    weights: int  # of the layers
+
+
+class Case(NamedTuple):
+    """A model and the arguments of one micro-batch."""
+
+    model: Decoder
+    bank: Bank
+    scratch: LoraWeights
+    stream: StreamIn
+
+
+def case_of(layers: int, remat: str) -> Case:
+    model = Decoder(replace(CONFIG, layers=layers), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model.block, model.chunk_blocks = BLOCK, CHUNK_BLOCKS
+    model.remat = remat  # type: ignore[assignment]
+    model.train()
+    shapes = target_shapes(model.config)
+    stream = StreamIn.of(TrainBatch(**empty(TOKENS, BLOCK), blocks=0), BLOCK)
+    return Case(model, new_bank(shapes, RANK, SLOTS), new_scratch(shapes, RANK, SLOTS), stream)
+
+
+def takes(compiled: Any, case: Case, workspace: int) -> Takes:
+    memory = compiled.memory_analysis()
+    live = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    live += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    weights = nbytes(nnx.state(case.model.layers))
+    live -= weights + nbytes((case.bank, case.scratch))
+    return Takes(workspace, memory.temp_size_in_bytes, live, weights)
+
+
+@cache
+def training(layers: int, remat: str) -> Takes:
+    """The program of training, with the workspace and the scratch donated."""
+    case = case_of(layers, remat)
+    space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
+    program = jax.jit(train_stream, donate_argnums=(1, 2))
+    compiled = program.lower(case.model, space, case.scratch, case.bank, case.stream).compile()
+    workspace = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(space))
+    return takes(compiled, case, workspace)
+
+
+@cache
+def autodiff(layers: int) -> Takes:
+    """``jax.grad`` over a scan of checkpointed layers, its gradients added to the donated scratch.
+
+    Blocks attend to themselves only: that leaves the least for a layer to keep.
+    """
+    case = case_of(layers, "full")
+    config = case.model.config
+    seen = jnp.tril(jnp.ones((1, BLOCK, BLOCK), jnp.bool_))
+
+    def added(model: Decoder, scratch: LoraWeights, bank: Bank, x: Array, slot: Array) -> Any:
+        rope = model.stack().rope(jnp.broadcast_to(jnp.arange(BLOCK)[None], x.shape[:2]))
+
+        @jax.checkpoint
+        def layer(x: Array, sliced: Any) -> Any:
+            weights, a, b = sliced
+            parts = Layer(weights, LoraRows(a, b, bank.scale, slot))
+            q, k, v = before_attention(config, parts, x, rope)
+            attended = attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), seen)
+            attended = attended.reshape(*x.shape[:2], -1)
+            return after_attention(config, parts, x, attended), None
+
+        def loss(adapters: LoraWeights) -> Array:
+            y, _ = jax.lax.scan(layer, x, (model.stack().weights, *adapters))
+            return jnp.square(y).sum()
+
+        return jax.tree.map(jnp.add, scratch, jax.grad(loss)(LoraWeights(bank.a, bank.b)))
+
+    def of_layers(side: dict[str, Array]) -> dict[str, Array]:
+        return {name: side[name] for name in PROJECTIONS}
+
+    case = case._replace(
+        bank=case.bank._replace(a=of_layers(case.bank.a), b=of_layers(case.bank.b)),
+        scratch=LoraWeights(*map(of_layers, case.scratch)),
+    )
+    x = jnp.zeros((TOKENS // BLOCK, BLOCK, CONFIG.hidden))
+    slot = jnp.zeros(TOKENS // BLOCK, jnp.int32)
+    program = jax.jit(added, donate_argnums=1)
+    compiled = program.lower(case.model, case.scratch, case.bank, x, slot).compile()
+    return takes(compiled, case, 0)
+
+
+def per_layer(few: Takes, many: Takes) -> dict[str, float]:
+    """What a further layer adds, in layer inputs."""
+    return {
+        name: (getattr(many, name) - getattr(few, name)) / (MANY - FEW) / LAYER_INPUT
+        for name in ("workspace", "temporary", "live")
+    }
+
+
+@pytest.mark.parametrize(
+    ("remat", "kept"), [("full", 1), ("attention", 2 + LOGSUMEXP / LAYER_INPUT)]
+)
+def test_a_further_layer_takes_what_its_policy_keeps(remat: str, kept: float) -> None:
+    slope = per_layer(training(FEW, remat), training(MANY, remat))
+    assert slope["workspace"] == pytest.approx(kept)
+    assert slope["workspace"] + slope["temporary"] <= kept + 0.1, slope
+    assert slope["live"] <= kept + 0.1, slope
+
+
+def test_autodiff_over_the_layers_would_take_three_times_as_much() -> None:
+    slope = per_layer(autodiff(FEW), autodiff(MANY))
+    assert slope["temporary"] >= 3, slope
+
+
+def test_no_array_of_all_layers_is_copied() -> None:
+    """Weights, bank and tape are read where they lie: a stack of them among the temporaries would
+    be as large as itself."""
+    deep = training(32, "full")
+    assert deep.temporary < 0.5 * deep.weights, deep
+
+
+def test_a_deep_model_compiles_as_fast_as_a_flat_one() -> None:
+    def cpu_s(layers: int) -> float:
+        case = case_of(layers, "dots")
+        space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
+        program = jax.jit(train_stream, donate_argnums=(1, 2))
+        started = time.process_time()
+        program.lower(case.model, space, case.scratch, case.bank, case.stream).compile()
+        return time.process_time() - started
+
+    cpu_s(1)  # what is made once only
+    assert cpu_s(32) <= 2 * cpu_s(4)
