@@ -162,7 +162,7 @@ def test_programs_of_training_need_no_more_besides_than_is_planned(dtype: Any) -
     wide = sum(line.bytes for line in counted.wide_copies)
     trained, scored = temporaries(config, dtype)
     assert trained <= planned + wide
-    assert scored <= planned + (wide and planned)
+    assert scored <= planned + wide
 
 
 def temporaries(config: ModelConfig, dtype: Any) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.losses import LossInputs
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.scratch import BlockSlots
-from tuneserve_engine.backend.jax.stack import Stream
+from tuneserve_engine.backend.jax.stack import Stream, put
 from tuneserve_engine.backend.jax.tape import workspace_shapes
 
 
@@ -110,7 +110,8 @@ def train_stream(
     scratch = LoraWeights(
         {**scratch.a, UNEMBED: head.scratch["a"]}, {**scratch.b, UNEMBED: head.scratch["b"]}
     )
-    space = taped.space._replace(dx=head.gradient)
+    # Into the buffer that was given: one that nothing reads would not be reused, donated or not.
+    space = taped.space._replace(dx=put(taped.space.dx, 0, head.gradient))
     space, scratch = taped.run.reverse(space, scratch, stream.owners)
     return Trained(Scored(head.logprobs, head.loss), space, scratch)
 
