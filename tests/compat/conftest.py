@@ -22,6 +22,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         tmp_path_factory.mktemp("server"),
         base_model=str(TINY_MODEL),
         base_model_name=workdir.MODEL_NAME,
+        compile_ahead="false",
+        chunk_tokens="64",
     ) as server:
         yield Client(server, folder)
 

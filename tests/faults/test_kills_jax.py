@@ -23,6 +23,15 @@ from tuneserve_engine.records import Model
 BASE_MODEL = "tuneserve/tiny"
 
 
+SMALL_PROGRAMS = {
+    "TUNESERVE_COMPILE_AHEAD": "false",
+    "TUNESERVE_MAX_CONTEXT_TOKENS": "64",
+    "TUNESERVE_BATCH_TOKENS": "128",
+    "TUNESERVE_CHUNK_TOKENS": "64",
+}
+"""Environment of a worker whose programs compile fast, when they are needed."""
+
+
 class JaxWorker:
     """A worker process; ``keep`` starts another one whenever it has died. Keyword arguments are
     settings by their names."""
@@ -36,6 +45,7 @@ class JaxWorker:
             "TUNESERVE_STORE": settings.store,
             "TUNESERVE_JOB_ATTEMPTS": str(settings.job_attempts),
             "TUNESERVE_COMPILE_CACHE": str(compiled),
+            **SMALL_PROGRAMS,
             "TUNESERVE_WORKER_NAME": name,
             **{f"TUNESERVE_{each.upper()}": str(value) for each, value in options.items()},
         }

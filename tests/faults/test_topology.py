@@ -132,12 +132,14 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_two_apis_and_two_workers_of_which_one_dies_give_the_numbers_of_one_server(
     quiet: None, tmp_path: Path, compiled: Path
 ) -> None:
-    with LocalServer(tmp_path, compile_cache=str(compiled)) as server:
+    quick = {"compile_cache": str(compiled), "compile_ahead": "false", "chunk_tokens": "64"}
+    with LocalServer(tmp_path, **quick) as server:
         expected = script(server.url, lambda: None)
     folder = tmp_path / "topology"
     folder.mkdir()
-    cache = {"TUNESERVE_COMPILE_CACHE": str(compiled)}
-    with Topology(folder, apis=2, workers=2, **cache) as topology, Front(topology.urls) as front:
+    variables = {f"TUNESERVE_{name.upper()}": value for name, value in quick.items()}
+    running = Topology(folder, apis=2, workers=2, **variables)
+    with running as topology, Front(topology.urls) as front:
         for url in topology.urls:
             assert workers_at(url) == 2
         told = script(front.url, topology.workers[0].kill)

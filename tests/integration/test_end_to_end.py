@@ -30,16 +30,18 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """One cache of programs for all servers of this module."""
+def quick(tmp_path_factory):
+    """Settings of all servers of this module: programs that compile fast, when they are needed,
+    and one cache of them."""
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    return str(tmp_path_factory.mktemp("compiled"))
+    cache = str(tmp_path_factory.mktemp("compiled"))
+    return {"compile_cache": cache, "compile_ahead": "false", "chunk_tokens": "64"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, compiled):
-    with LocalServer(tmp_path_factory.mktemp("service"), compile_cache=compiled) as running:
+def server(tmp_path_factory, quick):
+    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
         yield running
 
 
@@ -232,8 +234,8 @@ def test_an_export_is_downloaded_and_loads_in_peft(service, server, tmp_path):
     )
 
 
-def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path, compiled):
-    with LocalServer(tmp_path, compile_cache=compiled) as running:
+def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path, quick):
+    with LocalServer(tmp_path, **quick) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-restart")
         trainer = new_trainer(client, running)
         curve = losses(trainer, 2)
@@ -257,8 +259,8 @@ def kill_child(running, name):
     os.kill(int(found[0]), 9)
 
 
-def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, compiled):
-    with LocalServer(tmp_path, compile_cache=compiled) as running:
+def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, quick):
+    with LocalServer(tmp_path, **quick) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-crash")
         undisturbed = losses(new_trainer(client, running), 4)
         trainer = new_trainer(client, running)
@@ -274,12 +276,12 @@ def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, compil
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
 def test_training_goes_on_bit_for_bit_when_the_worker_dies_and_when_all_stops(
-    tmp_path, compiled, request, store
+    tmp_path, quick, request, store
 ):
     settings = {}
     if store == "redis":
         settings["store"] = request.getfixturevalue("redis_server").url
-    with LocalServer(tmp_path, compile_cache=compiled, **settings) as running:
+    with LocalServer(tmp_path, **quick, **settings) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-death")
         undisturbed = losses(new_trainer(client, running), 6)
         trainer = new_trainer(client, running)
@@ -298,8 +300,8 @@ def test_training_goes_on_bit_for_bit_when_the_worker_dies_and_when_all_stops(
         client.close("success")
 
 
-def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_path, compiled):
-    with LocalServer(tmp_path, compile_cache=compiled) as running:
+def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_path, quick):
+    with LocalServer(tmp_path, **quick) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-first")
         trainer = new_trainer(client, running)
         losses(trainer, 1)
@@ -329,10 +331,11 @@ def test_the_training_example_runs(server):
     assert "Arr, matey!" in ran.stdout.splitlines()[-1]
 
 
-def test_the_demo_trains_three_tenants_to_three_manners_of_answering():
+def test_the_demo_trains_three_tenants_to_three_manners_of_answering(quick):
+    settings = {f"TUNESERVE_{name.upper()}": value for name, value in quick.items()}
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo.py")],
-        env={**os.environ, "COLUMNS": "160"},
+        env={**os.environ, **settings, "COLUMNS": "160"},
         capture_output=True,
         text=True,
         timeout=280,
