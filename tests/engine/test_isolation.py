@@ -174,6 +174,25 @@ def test_a_neighbour_whose_gradient_alone_overflows_changes_no_bit_and_fails_alo
     assert_as_alone(alone, ran, a, 1)
 
 
+def test_a_neighbour_whose_loss_alone_overflows_changes_no_bit_and_fails_alone(
+    alone, run, tenant, datum
+):
+    """The weight of its least likely target is just too large; a bit less is accumulated."""
+    a, b, c = tenant(), tenant(SMALL), tenant(SMALL)
+    row = datum(5, 16)
+    logprobs = run([b], [(0, row)], forward_only=True).of(0)[0][:, 0]
+    largest = float(np.finfo(np.float32).max / -logprobs.min())
+
+    def weighted(part: float) -> Any:
+        return datum(5, 16, weights=(logprobs == logprobs.min()) * np.float32(part * largest))
+
+    before = b.arrays()
+    ran = run([b, a, c], [(0, weighted(1.01)), (1, datum(1, 11)), (2, weighted(0.99))])
+    assert ran.finite == (False, True, True)
+    assert_same_bits(b.arrays(), before)
+    assert_as_alone(alone, ran, a, 1, request=1)
+
+
 def test_a_neighbour_whose_weights_are_nan_changes_no_bit(alone, run, tenant, datum):
     a, b = tenant(), tenant(SMALL)
     state = b.state()

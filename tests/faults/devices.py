@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ import numpy as np
 from tests.faults.killed_worker import Life
 from tests.faults.poison import BROKEN
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.backend.base import TrainResult, TrainUnit
+from tuneserve_engine.backend.base import IntArray, OutOfMemory, TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import CommonSettings
@@ -26,42 +25,46 @@ from tuneserve_engine.scheduler import Scheduler
 from tuneserve_engine.worker import Worker
 
 HEAVY, TOO_HEAVY = range(50, 56), 56
-"""Tokens for which the JAX device has room in a row of its own, and one for which it never has."""
+"""Tokens for which there is room in streams of ``ROOM`` tokens, and one for which there never is.
+"""
+ROOM = 64
 
 LONG_S = 10.0
 """Of a unit, so that whatever waits shares it."""
 
 
 class Device(Protocol):
-    """``too_heavy`` are tokens of a datum that never fits. ``heavy`` are the length and the
-    vocabulary with which some requests fit only when halved."""
-
     info: BaseModelInfo
-    too_heavy: list[int]
-    heavy: tuple[int, int]
 
     def working(self, settings: CommonSettings, store: Store, log: Path) -> Any:
         """A worker in the block, with an empty memory, and its log."""
         ...
 
 
+def is_broken_by(tokens: IntArray) -> bool:
+    return bool((tokens == BROKEN).any())
+
+
+def has_no_room_for(tokens: IntArray) -> bool:
+    is_heavy = bool(np.isin(tokens, HEAVY).any()) and tokens.size > ROOM
+    return is_heavy or bool((tokens == TOO_HEAVY).any())
+
+
 # --- the fake device, in a process of its own -----------------------------------------------------
 
 
 class CrampedBackend(FakeBackend):
-    def __init__(self) -> None:
-        super().__init__(replace(FAKE_INFO, context_length=1024), memory_tokens=128)
-
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        if any((batch.tokens == BROKEN).any() for batch in unit.batches):
-            raise RuntimeError("the device is on fire")
+        for batch in unit.batches:
+            if is_broken_by(batch.tokens):
+                raise RuntimeError("the device is on fire")
+            if has_no_room_for(batch.tokens):
+                raise OutOfMemory("the device has no room")
         return super().forward_backward(unit)
 
 
 class FakeDevice:
-    info = CrampedBackend().info
-    too_heavy = [1] * 512
-    heavy = 20, 50
+    info = FAKE_INFO
 
     @asynccontextmanager
     async def working(
@@ -81,13 +84,11 @@ class FakeDevice:
 
 
 class JaxDevice:
-    heavy = 6, HEAVY.stop
-
     def __init__(self, backend: JaxBackend) -> None:
         self.info = backend.info
-        self.too_heavy = [TOO_HEAVY] * 20
         self._backend = backend
-        backend._train = partial(_in_little_memory, backend._train)
+        trainer = backend._trainer
+        trainer._train = partial(_in_little_memory, trainer._train)  # type: ignore[assignment]
 
     @asynccontextmanager
     async def working(
@@ -114,11 +115,10 @@ class JaxDevice:
             handler.close()
 
 
-def _in_little_memory(train: Callable[..., Any], weights: Any, scale: Any, rows: Any) -> Any:
-    tokens = np.asarray(rows.tokens)
-    if (tokens == BROKEN).any():
+def _in_little_memory(train: Callable[..., Any], key: Any, *arguments: Any) -> Any:
+    *_, stream = arguments
+    if is_broken_by(stream.tokens):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: the program is on fire")
-    heavy = np.isin(tokens, HEAVY).any() and len(tokens) > 1
-    if heavy or (tokens == TOO_HEAVY).any():
+    if has_no_room_for(stream.tokens):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    return train(weights, scale, rows)
+    return train(key, *arguments)

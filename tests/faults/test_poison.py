@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.devices import Device, FakeDevice, JaxDevice
+from tests.faults.devices import HEAVY as HEAVY_TOKENS
+from tests.faults.devices import TOO_HEAVY, Device, FakeDevice, JaxDevice
 from tests.faults.poison import Poison, corpus
 from tests.faults.test_kills import opened
 from tests.faults.workload import Client, Tenant, file_id, no_pause, state_bits
@@ -58,7 +59,7 @@ class World:
 
     async def ended(self, job: Job, *records: Record) -> Outcome:
         request_id = (await self.store.submit(job, *records)).request_id
-        outcome = await self.store.wait(request_id, 60)
+        outcome = await self.store.wait(request_id, 240)
         assert outcome is not None, f"{job.kind} of {job.tenant} did not end"
         return outcome
 
@@ -156,7 +157,7 @@ async def run_world(device: Device, folder: Path, poisons: list[Poison]) -> Worl
     async with opened(settings) as store:
         world = World(device, store, settings.files_dir, folder / "log")
         everybody = [world.healthy(world.tenant(number)) for number in HEALTHY]
-        everybody.append(world.healthy(world.tenant(HEAVY, *device.heavy)))
+        everybody.append(world.healthy(world.tenant(HEAVY, vocabulary=HEAVY_TOKENS.stop)))
         everybody.append(world.twin(world.tenant(TWIN)))
         if poisons:
             everybody += [world.twin(offender(world, n), each) for n, each in enumerate(poisons)]
@@ -164,7 +165,7 @@ async def run_world(device: Device, folder: Path, poisons: list[Poison]) -> Worl
             everybody.append(world.sampling(world.tenant(HEALTHY[1])))
         else:
             everybody.append(world.fresh())
-        async with device.working(settings, store, world.log), asyncio.timeout(120):
+        async with device.working(settings, store, world.log), asyncio.timeout(280):
             await asyncio.gather(*everybody)
         return world
 
@@ -187,7 +188,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.fixture(scope="module")
 def poisons(device: Device) -> list[Poison]:
-    return corpus(device.info, device.too_heavy)
+    return corpus(device.info, [TOO_HEAVY] * 20)
 
 
 @pytest.fixture(scope="module")
