@@ -1,7 +1,5 @@
 """The decoder's ways through its layers agree; parity/ compares them with transformers."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,31 +39,13 @@ def lora() -> LoraRows:
     rng = np.random.default_rng(1)
 
     def normal(*shape: int) -> Array:
-        return jnp.asarray(rng.normal(scale=0.3, size=shape), jnp.float32)
+        return jnp.asarray(rng.normal(scale=0.2, size=shape), jnp.float32)
 
     shapes = layer_shapes(CONFIG)
     a = {name: normal(3, SLOTS, shapes[name][0], RANK) for name in PROJECTIONS}
     b = {name: normal(3, SLOTS, RANK, shapes[name][1]) for name in PROJECTIONS}
     a[UNEMBED], b[UNEMBED] = normal(SLOTS, 24, RANK), normal(SLOTS, RANK, 31)
     return LoraRows(a, b, jnp.asarray([2.0, 0.5, 1.0]), jnp.asarray([2, 0], jnp.int32))
-
-
-def gradient(model: Decoder) -> Any:
-    """A jitted gradient of a non-linear function of the logits in every A and B."""
-    definition, weights = nnx.split(model)
-
-    def loss(trained: Any, lora: LoraRows) -> Array:
-        decoder = nnx.merge(definition, weights)
-        rows = lora._replace(a=trained[0], b=trained[1])
-        hidden = decoder(jnp.asarray(TOKENS), rows)
-        return jnp.square(decoder.logits(hidden, rows)).sum()
-
-    return jax.jit(lambda lora: jax.grad(loss)((lora.a, lora.b), lora))
-
-
-@pytest.fixture(scope="module")
-def eval_gradient(model: Decoder, lora: LoraRows) -> Any:
-    return gradient(model).lower(lora).compile()
 
 
 @jax.jit
@@ -78,27 +58,6 @@ def decode(
     model: Decoder, tokens: Array, positions: Array, cache: KVCache, lora: LoraRows | None
 ) -> tuple[Array, KVCache]:
     return model.decode(tokens, positions, cache, lora)
-
-
-def test_recomputing_layers_in_train_mode_saves_memory_and_gives_the_same_gradient(
-    model: Decoder, lora: LoraRows, eval_gradient: Any
-) -> None:
-    training = nnx.clone(model)
-    training.train()
-    recomputed = gradient(training).lower(lora).compile()
-    pairs = zip(*(jax.tree.leaves(g(lora)) for g in (eval_gradient, recomputed)), strict=True)
-    for want, got in pairs:
-        np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
-    temporary = [p.memory_analysis().temp_size_in_bytes for p in (eval_gradient, recomputed)]
-    assert temporary[1] < temporary[0], temporary
-
-
-def test_only_slots_in_use_get_a_gradient(lora: LoraRows, eval_gradient: Any) -> None:
-    for side in eval_gradient(lora):
-        for name, g in side.items():
-            slots = g if name == UNEMBED else g.swapaxes(0, 1)
-            assert not np.any(slots[1]), name
-            assert np.all(np.any(slots[jnp.asarray([0, 2])], axis=(-2, -1))), name
 
 
 def test_prefill_and_decode_equal_the_full_forward_with_adapters(

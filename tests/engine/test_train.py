@@ -1,105 +1,348 @@
-"""Logprobs in chunks equal logprobs at once, in less memory."""
+"""Training on streams: numbers equal a dense float64 reference, and bits that nobody else moves."""
 
+import gc
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.jax import train
-from tuneserve_engine.backend.jax.adapters import LoraWeights, new_adapter, target_shapes
-from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.train import RowsIn, chunk_length, train_rows
-
-
-def model_of(**options: int) -> Decoder:
-    shape = dict(vocab_size=29, hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=8)
-    config = ModelConfig(architecture="llama", context_length=512, **shape | options)
-    return Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
-
-
-def adapters_of(model: Decoder, count: int) -> tuple[LoraWeights, ...]:
-    """Adapters whose B is random too."""
-    adapters = []
-    for seed in range(count):
-        config = AdapterConfig(rank=2, alpha=4, seed=seed)
-        weights = new_adapter(config, target_shapes(model.config), 2).weights
-        random = np.random.default_rng(seed)
-        b = {
-            n: jnp.array(random.normal(0, 0.3, x.shape), jnp.float32) for n, x in weights.b.items()
-        }
-        adapters.append(LoraWeights(weights.a, b))
-    return tuple(adapters)
-
-
-@pytest.fixture
-def rows(batch_of: Callable[..., Any], datum: Callable[..., Any]) -> RowsIn:
-    """Two rows of 20, one of them padded."""
-    batch = batch_of({0: (0, datum(1, 20)), 1: (0, datum(2, 13))}, rows=2, bucket=20)
-    return RowsIn.of(batch._replace(tokens=batch.tokens % 29, targets=batch.targets % 29))
-
-
-def run(model: Decoder, rows: RowsIn) -> Any:
-    adapters, scale = adapters_of(model, 2), np.array([2.0, 1.5], np.float32)
-    return jax.device_get(jax.jit(lambda *args: train_rows(model, *args))(adapters, scale, rows))
-
-
-def test_chunks_that_do_not_divide_the_length_give_the_same_rows_and_gradients(
-    monkeypatch: pytest.MonkeyPatch, rows: RowsIn
-):
-    model = model_of()
-    whole, gradient = run(model, rows)
-    monkeypatch.setattr(train, "chunk_length", lambda *shape: 8)
-    chunked, chunked_gradient = run(model, rows)
-    for ours, theirs in zip(chunked, whole, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-    leaves = jax.tree.leaves(chunked_gradient), jax.tree.leaves(gradient)
-    for ours, theirs in zip(*leaves, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
-
-
-def test_each_target_gets_its_own_log_softmax_entry(rows: RowsIn):
-    model = model_of()
-    targets = np.random.default_rng(3).integers(0, 29, (2, 20, 4)).astype(np.int32)
-    weights = np.ones((2, 20, 4), np.float32)
-    several = rows._replace(targets=targets, loss=rows.loss._replace(weights=weights))
-    out, _ = run(model, several)
-    adapters, scale = adapters_of(model, 2), jnp.array([2.0, 1.5], jnp.float32)
-    lora = train.LoraRows(*train.stack_rows(adapters), scale)
-    logits = np.asarray(model.logits(model(jnp.asarray(rows.tokens), lora), lora), np.float64)
-    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose(
-        out.logprobs, np.take_along_axis(expected, targets, -1), rtol=1e-5, atol=1e-5
-    )
-
-
-def test_a_long_row_never_has_all_its_logits_at_once(
-    monkeypatch: pytest.MonkeyPatch, batch_of: Callable[..., Any], datum: Callable[..., Any]
-):
-    model = model_of(vocab_size=16_384)
-    rows = RowsIn.of(batch_of({0: (0, datum(1, 512))}, rows=1, bucket=512))
-    monkeypatch.setattr(train, "_LOGITS_BYTES", 64 * 16_384 * 4)
-
-    program = jax.jit(lambda *args: train_rows(model, *args))
-    compiled = program.lower(adapters_of(model, 1), np.ones(1, np.float32), rows).compile()
-    all_logits = 512 * 16_384 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < all_logits
-
-
-@pytest.mark.parametrize(
-    ("rows", "length", "vocab", "chunk"),
-    [
-        (1, 512, 512, 512),  # all of it fits
-        (1, 4096, 151_936, 128),  # 220 tokens fit
-        (4, 4096, 151_936, 32),
-        (1, 4096, 2_000_000, 64),  # 16 would fit: 64 are worth it
-        (256, 4096, 151_936, 1),
-    ],
+from tests.engine.adapter_bench import live, pointers
+from tests.engine.conftest import Row
+from tests.engine.stream_case import (
+    RANK_CLASS,
+    REMATS,
+    SLOTS,
+    TINY,
+    Ran,
+    adapter_of,
+    bank_of,
+    flat,
+    gradient,
+    model_of,
+    reference,
+    run,
+    score,
 )
-def test_chunks_fit_their_room(rows: int, length: int, vocab: int, chunk: int):
-    assert chunk_length(rows, length, vocab) == chunk
+from tuneserve_engine.adapters import UNEMBED, AdamParams
+from tuneserve_engine.backend.base import TrainBatch
+from tuneserve_engine.backend.jax.adapters import TrainingAdapter
+from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.programs import ProgramSet
+from tuneserve_engine.backend.jax.train import StreamIn
+from tuneserve_engine.backend.jax.trainer import Trainer
+from tuneserve_engine.lattice import ShapeLattice
+
+LATTICE = ShapeLattice(
+    128, block=8, chunk=16, tokens=128, request_slots=SLOTS, rank_classes=(RANK_CLASS,)
+)
+ADAPTERS = {0: adapter_of(4), 1: adapter_of(5, unembed=False), 2: adapter_of(4)}
+"""By slot: three requests of two adapters, of which one does not train the unembedding."""
+Datum = Callable[..., Row]
+BatchOf = Callable[..., TrainBatch]
+model = cache(model_of)
+
+
+@pytest.fixture(scope="module")
+def requests(datum: Datum) -> dict[int, list[Row]]:
+    """Each slot's datums, of odd lengths: over blocks, over chunks, and several in a block."""
+    random = np.random.default_rng(9)
+    drawn = {
+        "old_logprobs": random.uniform(-6, -2, 19).tolist(),
+        "advantages": random.choice([0.0, -1.3, 0.7], 19).tolist(),
+    }
+    return {
+        0: [datum(1, 21), datum(2, 5), datum(3, 7)],
+        1: [datum(4, 37)],
+        2: [datum(5, 3), datum(6, 19, "importance_sampling", **drawn)],
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed(batch_of: BatchOf, requests: dict[int, list[Row]]) -> TrainBatch:
+    """13 blocks of 16: the last chunk in use is half full, and the first request comes twice."""
+    first, second, third = requests.values()
+    return batch_of((0, *first[:2]), (1, *second), (2, *third), (0, first[2]))
+
+
+@pytest.fixture(scope="module")
+def ran(mixed: TrainBatch) -> Callable[[str], Ran]:
+    """The mixed stream under each policy, run once."""
+    return cache(lambda remat: run(model(TINY, remat), ADAPTERS, mixed))
+
+
+def tokens_of(batch: TrainBatch, slot: int) -> np.ndarray:
+    """Where the request's tokens are in the stream."""
+    mine = np.repeat(batch.block_request == slot, LATTICE.block)
+    return np.flatnonzero(mine & (batch.datum >= 0))
+
+
+def bits(
+    ran: Ran, batches: list[TrainBatch], slot: int, adapter: TrainingAdapter
+) -> dict[str, bytes]:
+    """Everything of one request: logprobs, losses and gradient."""
+    found = {name: x.tobytes() for name, x in gradient(ran.scratch, slot, adapter).items()}
+    for field in ("logprobs", "loss"):
+        parts = [
+            getattr(out, field)[tokens_of(batch, slot)]
+            for out, batch in zip(ran.outs, batches, strict=True)
+        ]
+        assert np.isfinite(np.concatenate(parts)).all()
+        found[field] = np.concatenate(parts).tobytes()
+    return found
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, name: str, part: float = 1e-5) -> None:
+    """To this part of the largest number."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=part * np.abs(want).max(), err_msg=name)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
+    remat: str, ran: Callable[[str], Ran], mixed: TrainBatch, requests: dict[int, list[Row]]
+) -> None:
+    got = ran(remat)
+    for slot, rows in requests.items():
+        logprobs, losses, wanted = reference(model(TINY, remat), ADAPTERS[slot], rows)
+        places = tokens_of(mixed, slot)
+        assert_close(got.outs[0].logprobs[places, 0], np.concatenate(logprobs), "logprobs")
+        assert_close(got.outs[0].loss[places], np.concatenate(losses), "loss")
+        found = gradient(got.scratch, slot, ADAPTERS[slot])
+        assert found.keys() == wanted.keys()
+        for name, want in wanted.items():
+            assert np.abs(want).max() > 1e-3, name
+            assert_close(found[name], want, f"slot {slot}: {name}")
+
+
+@pytest.mark.parametrize("remat", ["attention", "full"])
+def test_what_is_computed_again_has_the_bits_that_it_had(
+    remat: str, ran: Callable[[str], Ran], mixed: TrainBatch
+) -> None:
+    for slot, adapter in ADAPTERS.items():
+        want = bits(ran("none"), [mixed], slot, adapter)
+        assert bits(ran(remat), [mixed], slot, adapter) == want
+
+
+def test_keeping_products_gives_the_same_logprobs_and_other_roundings_of_the_gradients(
+    ran: Callable[[str], Ran], mixed: TrainBatch
+) -> None:
+    """What is computed between the products is fused another way."""
+    kept, everything = ran("dots"), ran("none")
+    for slot, adapter in ADAPTERS.items():
+        places = tokens_of(mixed, slot)
+        for got, want in zip(kept.outs[0], everything.outs[0], strict=True):
+            np.testing.assert_array_equal(got[places], want[places])
+        wanted = gradient(everything.scratch, slot, adapter)
+        for name, found in gradient(kept.scratch, slot, adapter).items():
+            assert_close(found, wanted[name], name, 1e-6)
+
+
+def test_one_layer_is_enough(batch_of: BatchOf, requests: dict[int, list[Row]]) -> None:
+    config = replace(TINY, layers=1)
+    decoder, adapter = model(config), adapter_of(4, config)
+    batch = batch_of((0, *requests[0]))
+    got = run(decoder, {0: adapter}, batch)
+    logprobs, _, wanted = reference(decoder, adapter, requests[0])
+    assert_close(got.outs[0].logprobs[tokens_of(batch, 0), 0], np.concatenate(logprobs), "logprobs")
+    for name, found in gradient(got.scratch, 0, adapter).items():
+        assert_close(found, wanted[name], name)
+
+
+def evaluating() -> Decoder:
+    decoder = model_of()
+    decoder.eval()
+    return decoder
+
+
+def test_scoring_gives_the_logprobs_and_losses_of_training(
+    ran: Callable[[str], Ran], mixed: TrainBatch
+) -> None:
+    scored = flat(score(evaluating(), bank_of(ADAPTERS), StreamIn.of(mixed, LATTICE.block)))
+    trained = ran("dots").outs[0]
+    for slot in ADAPTERS:
+        places = tokens_of(mixed, slot)
+        for got, want in zip(scored, trained, strict=True):
+            assert_close(got[places], want[places], f"slot {slot}")
+
+
+def test_rows_and_decoding_give_the_logprobs_of_training(
+    ran: Callable[[str], Ran], mixed: TrainBatch, requests: dict[int, list[Row]]
+) -> None:
+    (row,), places, before = requests[1], tokens_of(mixed, 1), 11
+    decoder, bank = evaluating(), bank_of(ADAPTERS)
+    lora = LoraRows(
+        {name: x[0] if name == UNEMBED else x for name, x in bank.a.items()},
+        {name: x[0] if name == UNEMBED else x for name, x in bank.b.items()},
+        bank.scale,
+        jnp.asarray([1], jnp.int32),
+    )
+    tokens = jnp.asarray([row.tokens], jnp.int32)
+
+    def target_logprobs(hidden: Any, targets: Any) -> np.ndarray:
+        logits = decoder.logits(hidden, lora)
+        found = jax.nn.log_softmax(logits, axis=-1)
+        return np.asarray(found)[0, np.arange(len(targets)), targets]
+
+    want = ran("dots").outs[0].logprobs[places, 0]
+    whole = jax.jit(lambda model: model(tokens, lora))(decoder)
+    assert_close(target_logprobs(whole, row.targets), want, "at once")
+    prefill = jax.jit(lambda model: model.prefill(tokens[:, :before], lora, capacity=40))
+    hidden, kept = prefill(decoder)
+    decode = jax.jit(lambda model, token, at, kept: model.decode(token, at, kept, lora))
+    found = [target_logprobs(hidden, row.targets[:before])]
+    for at in range(before, len(row.tokens)):
+        hidden, kept = decode(decoder, tokens[:, at], np.int32([at]), kept)
+        found.append(target_logprobs(hidden[:, None], row.targets[at : at + 1]))
+    assert_close(np.concatenate(found), want, "token by token")
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+def test_neighbours_place_and_slot_change_no_bit_of_a_request(
+    batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
+) -> None:
+    rows, mine, other = requests[0], ADAPTERS[0], ADAPTERS[1]
+    lone = batch_of((0, *rows))
+    want = bits(run(model(), {0: mine}, lone), [lone], 0, mine)
+    behind = batch_of((1, datum(7, 9)), (0, *rows), (1, datum(8, 2)))
+    further = batch_of((1, datum(8, 24)), (3, datum(7, 30)), (0, *rows))
+    for batch in (behind, further):
+        got = run(model(), {0: mine, 1: other, 3: other}, batch)
+        assert bits(got, [batch], 0, mine) == want
+    slot = batch_of((0, datum(7, 9)), (3, *rows))
+    assert bits(run(model(), {0: other, 3: mine}, slot), [slot], 3, mine) == want
+
+
+def test_the_streams_that_pieces_are_spread_over_change_no_bit(
+    batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
+) -> None:
+    first, second, third = requests[0]
+    mine, other = ADAPTERS[0], ADAPTERS[1]
+    together = [batch_of((0, first, second), (0, third))]
+    want = bits(run(model(), {0: mine}, *together), together, 0, mine)
+    apart = [
+        batch_of((1, datum(7, 41)), (0, first, second)),
+        batch_of((0, third), (1, datum(8, 9))),
+    ]
+    assert bits(run(model(), {0: mine, 1: other}, *apart), apart, 0, mine) == want
+
+
+def test_a_neighbour_of_nan_changes_no_bit(ran: Callable[[str], Ran], mixed: TrainBatch) -> None:
+    poisoned = ADAPTERS | {1: adapter_of(5, unembed=False, poison=np.nan)}
+    got = run(model(), poisoned, mixed)
+    assert np.isnan(got.outs[0].logprobs[tokens_of(mixed, 1)]).all()
+    for slot in (0, 2):
+        want = bits(ran("dots"), [mixed], slot, ADAPTERS[slot])
+        assert bits(got, [mixed], slot, ADAPTERS[slot]) == want
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_what_earlier_units_left_in_the_buffers_changes_no_bit(
+    remat: str, ran: Callable[[str], Ran], batch_of: BatchOf, datum: Datum, mixed: TrainBatch
+) -> None:
+    """``ran`` began with NaN everywhere."""
+    clean = run(model(TINY, remat), ADAPTERS, mixed, stale=0.0)
+    longer = batch_of((2, datum(20, 40)), (0, datum(21, 50)), (1, datum(22, 30)))
+    unit = run(model(TINY, remat), ADAPTERS, longer)
+    second = run(model(TINY, remat), ADAPTERS, mixed, after=unit)
+    for slot, adapter in ADAPTERS.items():
+        want = bits(ran(remat), [mixed], slot, adapter)
+        assert bits(clean, [mixed], slot, adapter) == want
+        assert bits(second, [mixed], slot, adapter) == want
+
+
+def test_only_slots_in_use_get_a_gradient(ran: Callable[[str], Ran]) -> None:
+    for side in ran("dots").scratch:
+        for name, buffer in side.items():
+            assert np.isnan(buffer[:, 3]).all(), name
+
+
+# --- units and steps ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return Trainer(ProgramSet(), model_of(), LATTICE)
+
+
+def test_a_unit_adds_each_requests_gradient_to_its_adapter(
+    trainer: Trainer,
+    ran: Callable[[str], Ran],
+    batch_of: BatchOf,
+    unit_of: Callable[..., Any],
+    mixed: TrainBatch,
+) -> None:
+    a, b = adapter_of(4), adapter_of(5, unembed=False)
+    result = trainer.forward_backward(unit_of("aba", [mixed]), [a, b, a])
+    assert result.finite == (True, True, True) and a.accumulated and b.accumulated
+    for number, field in enumerate(("logprobs", "loss")):
+        want = ran("dots").outs[0][number]
+        for slot in ADAPTERS:
+            places = tokens_of(mixed, slot)
+            np.testing.assert_array_equal(getattr(result.outputs[0], field)[places], want[places])
+    parts = [gradient(ran("dots").scratch, slot, ADAPTERS[slot]) for slot in range(3)]
+    for name, array in accumulated(a).items():
+        np.testing.assert_array_equal(array, parts[0][name] + parts[2][name], err_msg=name)
+    for name, array in accumulated(b).items():
+        np.testing.assert_array_equal(array, parts[1][name], err_msg=name)
+
+
+def accumulated(adapter: TrainingAdapter) -> dict[str, np.ndarray]:
+    rank = adapter.config.rank
+    a, b = adapter.accumulator
+    return {f"{name}.A": np.asarray(a[name])[..., :rank] for name in adapter.config.targets} | {
+        f"{name}.B": np.asarray(b[name])[..., :rank, :] for name in adapter.config.targets
+    }
+
+
+def test_a_neighbour_of_nan_is_left_out_alone(
+    trainer: Trainer, unit_of: Callable[..., Any], mixed: TrainBatch
+) -> None:
+    def gradients(second: TrainingAdapter) -> tuple[tuple[bool, ...], list[bytes]]:
+        first, third = adapter_of(4), adapter_of(4)
+        result = trainer.forward_backward(unit_of("abc", [mixed]), [first, second, third])
+        found = [accumulated(adapter) for adapter in (first, third)]
+        return result.finite, [x.tobytes() for each in found for x in each.values()]
+
+    healthy = gradients(adapter_of(5, unembed=False))
+    sick = adapter_of(5, unembed=False, poison=np.nan)
+    assert gradients(sick) == ((True, False, True), healthy[1])
+    assert not sick.accumulated
+    assert not any(x.any() for x in accumulated(sick).values())
+    assert gradients(adapter_of(5, unembed=False)) == healthy
+
+
+def test_21_units_and_three_steps_allocate_nothing(
+    trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
+) -> None:
+    adapters = [adapter_of(4), adapter_of(5, unembed=False)]
+
+    def places() -> list[int]:
+        slots = trainer._banks[RANK_CLASS]
+        return pointers(trainer._space, slots.bank, slots.scratch, *adapters)
+
+    def unit(number: int) -> None:
+        pieces = [(i, datum(10 * number + i, 5 + 3 * (number % 19))) for i in range(2)]
+        trainer.forward_backward(unit_of("ab", [batch_of(*pieces)]), adapters)
+        if number % 7 == 6:
+            for adapter in adapters:
+                trainer.start_step(adapter, AdamParams()).block_until_ready()
+
+    for number in range(7):
+        unit(number)
+    gc.collect()  # what compiling and earlier tests have left
+    before, arrays = places(), live()
+    for number in range(7, 7 + 21):
+        unit(number)
+        assert places() == before
+        assert live() == arrays
+    assert [adapter.step for adapter in adapters] == [1 + 3, 1 + 3]
