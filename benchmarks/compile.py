@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import tinker
 from bench_model import Shape, write_model
-from contenders import Tenant, random_tokens
+from contenders import PROMPT_FIGURES, Tenant, metric, random_tokens, wait_until_compiled
 from results import machine, publish, table
 from side_by_side import limit_threads
 from tinker import types
@@ -22,21 +21,7 @@ from tinker import types
 from tuneserve_server.local import LocalServer
 
 LONGEST_START_S = 900
-PROMPT = {"lease_ttl_s": "2"}
-"""Makes workers tell their figures three times in this time."""
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
-
-
-def figure(server: LocalServer, name: str) -> float:
-    """One of the worker's metrics; 0 as long as it has told none."""
-    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
-    values = (line.rpartition(" ")[2] for line in lines if line.startswith(f"{name}{{"))
-    return float(next(values, 0.0))
-
-
-def wait_until_compiled(server: LocalServer) -> None:
-    while not figure(server, "tuneserve_ready"):
-        time.sleep(0.05)
 
 
 def started_s(server: LocalServer) -> float:
@@ -53,7 +38,7 @@ def cold_and_warm(folder: Path, model: Path, rounds: int) -> dict[str, list[floa
     for number in range(rounds):
         home = folder / f"round-{number}"
         home.mkdir()
-        server = LocalServer(home, base_model=str(model), **PROMPT)
+        server = LocalServer(home, base_model=str(model), **PROMPT_FIGURES)
         for measured in times.values():
             try:
                 measured.append(started_s(server))
@@ -64,11 +49,10 @@ def cold_and_warm(folder: Path, model: Path, rounds: int) -> dict[str, list[floa
 
 def after_ready(folder: Path, model: Path, requests: int) -> int:
     """Compilations after ready, over a varied run."""
-    with LocalServer(folder, base_model=str(model), **PROMPT) as server:
+    with LocalServer(folder, base_model=str(model), **PROMPT_FIGURES) as server:
         wait_until_compiled(server)
         varied_run(server, requests)
-        time.sleep(2 * float(PROMPT["lease_ttl_s"]))  # until it is told
-        return int(figure(server, "tuneserve_compilations_after_ready_total"))
+        return int(metric(server, "compilations_after_ready_total"))
 
 
 def varied_run(server: LocalServer, requests: int) -> None:

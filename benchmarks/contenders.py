@@ -3,12 +3,15 @@ bare engine, in this process. Both take the same datums.
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import httpx
 import numpy as np
 import tinker
 from tinker import types
@@ -17,6 +20,7 @@ from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.backend.base import TrainUnit
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.training_wire import Datum, TrainingData
 from tuneserve_server.local import LocalServer
 
@@ -28,6 +32,28 @@ OWNERS = 8
 """API keys, each with a session of its own."""
 
 Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+PROMPT_FIGURES = {"lease_ttl_s": "2"}
+"""Settings with which a worker tells its figures three times in two seconds."""
+
+
+def metric(server: LocalServer, name: str) -> float:
+    """What the worker of the service says of itself, once it has had the time to say it."""
+    time.sleep(float(PROMPT_FIGURES["lease_ttl_s"]))
+    return _told(server, name)
+
+
+def wait_until_compiled(server: LocalServer) -> None:
+    """What is compiled ahead would slow everything else."""
+    while not _told(server, "ready"):
+        time.sleep(0.05)
+
+
+def _told(server: LocalServer, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+    values = (line.split()[-1] for line in lines if line.startswith(f"tuneserve_{name}{{"))
+    return float(next(values, 0.0))
 
 
 def random_tokens(lengths: Sequence[int], vocab: int, *, seed: int) -> list[Tokens]:
@@ -120,10 +146,18 @@ def tenants(
 class Bare:
     """The engine without the service."""
 
-    def __init__(self, backend: JaxBackend, learning_rate: float = 0.0) -> None:
+    def __init__(self, backend: JaxBackend, learning_rate: float) -> None:
         self.backend = backend
         self._adam = AdamParams(learning_rate=learning_rate)
         self._ranks: dict[str, int] = {}
+
+    @classmethod
+    def beside(cls, folder: Path, model: Path, cache: Path, learning_rate: float = 0.0) -> "Bare":
+        """With a service's own settings and programs, which it finds in the service's cache."""
+        settings = WorkerSettings(
+            data_dir=folder, base_model=str(model), compile_cache=cache, compile_ahead=False
+        )
+        return cls(JaxBackend.from_settings(settings), learning_rate)
 
     def create(self, name: str, config: AdapterConfig) -> None:
         self.backend.create_adapter(name, config)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_model import Shape, write_model
-from contenders import Bare, Tokens, random_tokens, tenants
+from contenders import Bare, Tokens, random_tokens, tenants, wait_until_compiled
 from peft_peer import Peer
 from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
@@ -20,8 +20,6 @@ from tinker import SamplingClient, types
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import SampleRequest
-from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.config import WorkerSettings
 from tuneserve_server.local import LocalServer
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
@@ -75,9 +73,8 @@ def measure(folder: Path, rounds: int, threads: int) -> list[dict[str, Any]]:
     write_model(model)
     rows = []
     with LocalServer(folder, base_model=str(model)) as server:
-        cache = server.data_dir / "compiled"
-        settings = WorkerSettings(data_dir=folder, base_model=str(model), compile_cache=cache)
-        engine = Bare(JaxBackend.from_settings(settings))
+        wait_until_compiled(server)
+        engine = Bare.beside(folder, model, server.data_dir / "compiled")
         engine.create("bench", CONFIG)
         state = engine.backend.adapter_state("bench", optimizer=False)
         engine.backend.load_snapshot("bench", state)

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from bench_model import Shape, write_model
-from contenders import Bare, Tenant, Work, random_tokens, tenants, train
+from contenders import Bare, Tenant, Work, random_tokens, tenants, train, wait_until_compiled
 from results import machine, publish, table
 from side_by_side import Pace, limit_threads, ratio, take_turns
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.jax.adapters import adapter_bytes, target_shapes
-from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.models.weights import read_config
-from tuneserve_engine.config import WorkerSettings
 from tuneserve_server.local import LocalServer
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
@@ -51,11 +49,12 @@ class Place:
         """The tenants of a service of its own."""
         with tempfile.TemporaryDirectory(dir=self.folder) as home:
             with LocalServer(Path(home), **self.settings, **settings) as server:
+                wait_until_compiled(server)
                 yield tenants(server, registered, CONFIG, LEARNING_RATE)
 
     def bare(self) -> Bare:
-        settings = WorkerSettings(data_dir=self.folder / "bare", **self.settings)
-        return Bare(JaxBackend.from_settings(settings), LEARNING_RATE)
+        folder = self.folder
+        return Bare.beside(folder / "bare", folder / "bench", folder / "compiled", LEARNING_RATE)
 
     @property
     def eight_slots(self) -> dict[str, str]:

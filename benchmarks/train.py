@@ -16,20 +16,28 @@ import jax
 import numpy as np
 import torch
 from bench_model import Shape, write_model
-from contenders import Bare, Tokens, random_tokens, tenants, train
+from contenders import (
+    PROMPT_FIGURES,
+    Bare,
+    Tokens,
+    metric,
+    random_tokens,
+    tenants,
+    train,
+    wait_until_compiled,
+)
 from peft_peer import Peer, padded_tokens
 from results import machine, publish, table
 from side_by_side import Pace, cpu_ratio, limit_threads, ratio, take_turns
 
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.config import WorkerSettings
 from tuneserve_server.local import LocalServer
 
 RANK, LEARNING_RATE = 8, 2e-3
 PRODUCTS = ((1024, 512, 1536), (256, 512, 1536))
 MICRO_BATCH = 8
 """Rows of the peer's micro-batches when lengths are mixed."""
+SECONDS = ("device_seconds_total", "host_seconds_total")
 
 
 @dataclass(frozen=True)
@@ -91,9 +99,11 @@ def measure(setup: Setup, case: Case, rounds: int) -> dict[str, Any]:
 
         return run
 
+    before = {name: metric(setup.server, name) for name in SECONDS}
     paces = take_turns(
         {name: turn(name) for name in steps}, rounds=rounds, pids=(setup.server.pid,)
     )
+    device_s, host_s = (metric(setup.server, name) - before[name] for name in SECONDS)
     assert_same(losses)
     figures = {
         "batch": case.name,
@@ -101,6 +111,7 @@ def measure(setup: Setup, case: Case, rounds: int) -> dict[str, Any]:
         **paddings(setup.bare, config, sequences, case),
         **{name: pace.median for name, pace in paces.items()},
         **ratios(paces),
+        "host / device time": host_s / device_s,
         "loss per token, first and last": [
             losses["server"][i] / sum(case.lengths) for i in (0, -1)
         ],
@@ -210,10 +221,9 @@ def run(rounds: int, threads: int) -> dict[str, Any]:
         folder = Path(name)
         model = folder / "bench"
         write_model(model)
-        with LocalServer(folder, base_model=str(model)) as server:
-            cache = server.data_dir / "compiled"
-            settings = WorkerSettings(data_dir=folder, base_model=str(model), compile_cache=cache)
-            bare = Bare(JaxBackend.from_settings(settings), LEARNING_RATE)
+        with LocalServer(folder, base_model=str(model), **PROMPT_FIGURES) as server:
+            wait_until_compiled(server)
+            bare = Bare.beside(folder, model, server.data_dir / "compiled", LEARNING_RATE)
             setup = Setup(model, server, bare)
             return {
                 "threads": threads,
@@ -229,7 +239,12 @@ def tables(figures: dict[str, Any], rounds: int) -> str:
         f"rank {RANK} on all projections; {libraries}. Tokens/s; medians of rounds in turns."
     )
     columns = ["batch", "head", "server", "bare engine", "HF + PEFT"]
-    shares = ["server / HF + PEFT", "server / HF + PEFT, CPU time", "server / bare engine"]
+    shares = [
+        "server / HF + PEFT",
+        "server / HF + PEFT, CPU time",
+        "server / bare engine",
+        "host / device time",
+    ]
     paddings = ["computed / tokens", "HF + PEFT, computed / tokens"]
     rows = [
         [row["batch"], "trained" if row["head"] else "frozen"]
