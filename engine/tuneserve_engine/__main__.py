@@ -86,6 +86,7 @@ async def _work(
                 points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
                 renew_s=settings.lease_ttl_s / 3,
                 renewed=pulse.beat,
+                figures=lambda: backend.figures,
             ),
         )
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ its death: whoever takes its models over brings them back (``residents``).
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ def _nothing() -> None:
 @dataclass(frozen=True)
 class WorkerPolicy:
     """How a worker goes about it. ``device``, ``host`` and ``disk`` run one call at a time each;
-    ``renewed`` is called after every renewal of the lease."""
+    ``renewed`` is called after every renewal of the lease, which tells the store ``figures``."""
 
     points: PointPolicy = field(default_factory=PointPolicy)
     renew_s: float = 2.0
@@ -60,6 +60,7 @@ class WorkerPolicy:
     host: Callable[[], Executor] = _one_thread
     disk: Callable[[], Executor] = _one_thread
     renewed: Callable[[], None] = _nothing
+    figures: Callable[[], Mapping[str, float]] = dict
 
 
 class Worker:
@@ -91,7 +92,8 @@ class Worker:
         self._executed: asyncio.Queue[_Unit] = asyncio.Queue(_UNDELIVERED)
         self._residents = Residents(operations, policy.points, self)
         self._on_renewed = policy.renewed
-        self.link = Link(connect, name, info, self._renewed, policy.renew_s)
+        self._of_backend = policy.figures
+        self.link = Link(connect, name, info, self._renewed, policy.renew_s, self._figures)
         self._cursor = 0
         self._taking = asyncio.Lock()
         self._pause = asyncio.Event()
@@ -104,6 +106,7 @@ class Worker:
         self._has_resigned = False
         self._tasks: asyncio.TaskGroup | None = None
         self._units = 0
+        self._device_s = self._host_s = 0.0
 
     def stop(self) -> None:
         """Makes ``run`` return: after the running unit, with everything saved."""
@@ -151,6 +154,14 @@ class Worker:
         await self.link.ask(lambda queue, epoch: queue.resign(epoch))
 
     # --- the store's side -----------------------------------------------------------------------
+
+    def _figures(self) -> dict[str, float]:
+        return {
+            **self._of_backend(),
+            "units_total": self._units,
+            "device_seconds_total": self._device_s,
+            "host_seconds_total": self._host_s,
+        }
 
     def _renewed(self, leaving: list[str]) -> None:
         self._on_renewed()
@@ -297,6 +308,8 @@ class Worker:
 
     def _account(self, unit: "_Unit", outcomes: list[Outcome], encoding_s: float) -> None:
         self._units += 1
+        self._device_s += unit.executed.device_s
+        self._host_s += max(unit.seconds - unit.executed.device_s, 0.0)
         for job, outcome in zip(unit.jobs, outcomes, strict=True):
             outcome = self._residents.done(job, outcome)
             if self.backlog.is_again(job):

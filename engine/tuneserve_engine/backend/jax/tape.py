@@ -70,9 +70,7 @@ class TrainingPass:
         self._keeps_attended = remat != "full"
         self._keeps_qkv = self._keeps_residuals = remat in ("none", "dots")
 
-    def forward(
-        self, tape: Tape, x: Float[Array, "n S D"]
-    ) -> tuple[Float[Array, "n S D"], Tape]:
+    def forward(self, tape: Tape, x: Float[Array, "n S D"]) -> tuple[Float[Array, "n S D"], Tape]:
         """The hidden states after the last layer, and the tape."""
         (x, tape), _ = jax.lax.scan(self._layer_forward, (x, tape), self._stack.layers())
         return x, tape
