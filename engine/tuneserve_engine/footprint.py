@@ -215,8 +215,7 @@ class Footprint:
 
     @property
     def wide_copies(self) -> tuple[Line, ...]:
-        """On a CPU, XLA computes bfloat16 in float32, and loops hold copies of all they carry: up to
-        four times as much was seen."""
+        """On a CPU, XLA computes bfloat16 in float32, and loops hold copies of all they carry."""
         if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
             return ()
         copied = self.tape.bytes + self.layer_gradients.bytes

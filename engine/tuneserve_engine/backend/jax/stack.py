@@ -90,7 +90,8 @@ class Stack:
             y = run.each_chunk(lambda at, y: run.finish(x, at, attention, y), y)
             return (y, x, attention), (attention.k, attention.v) if keep_cache else None
 
-        (x, *_), cache = jax.lax.scan(layer, (x, x, blank), self.layers())
+        start: Any = (x, x, blank)
+        (x, *_), cache = jax.lax.scan(layer, start, self.layers())
         return x, cache
 
 
