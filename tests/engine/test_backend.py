@@ -1,6 +1,7 @@
 """The backend's own promises, apart from isolation."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,17 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.backend.jax import backend as backend_module
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.numerics import numerics_id
-from tuneserve_engine.backend.jax.optimizer import Stepped
 from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=1)
+
+
+def step(backend: Backend, adapter_id: str, **params: float) -> dict[str, float]:
+    (metrics,) = backend.optim_steps([(adapter_id, AdamParams(**params))])
+    assert not isinstance(metrics, Exception), metrics
+    return dict(metrics)
 
 
 def test_it_tells_what_clients_need_to_know(backend: Backend, base_model: Path):
@@ -42,8 +48,9 @@ def test_it_tells_what_clients_need_to_know(backend: Backend, base_model: Path):
 
 
 def test_an_adapter_that_is_not_there_is_named(backend: Backend):
-    with pytest.raises(ServerError, match="'nobody' is not on this device"):
-        backend.optim_step("nobody", AdamParams())
+    (refused,) = backend.optim_steps([("nobody", AdamParams())])
+    assert isinstance(refused, ServerError)
+    assert "'nobody' is not on this device" in str(refused)
     backend.create_adapter("gone", CONFIG)
     backend.delete_adapter("gone")
     with pytest.raises(ServerError, match="'gone' is not on this device"):
@@ -66,49 +73,19 @@ def test_a_step_reports_the_norm_of_the_gradient_before_clipping(
     norms = []
     for name, limit in (("free", 0.0), ("clipped", 1e-3)):
         backend.create_adapter(name, CONFIG)
-        batch = batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)
-        backend.forward_backward(unit_of([name], [batch]))
-        norms.append(backend.optim_step(name, AdamParams(grad_clip_norm=limit))["grad_norm"])
+        backend.forward_backward(unit_of([name], [batch_of((0, datum(1, 11)))]))
+        norms.append(step(backend, name, grad_clip_norm=limit)["grad_norm"])
     assert norms[0] == norms[1] > 0.1
 
 
 def test_a_step_without_a_gradient_leaves_a_fresh_adapter_as_it_is(backend: JaxBackend):
     backend.create_adapter("idle", CONFIG)
     before = backend.adapter_state("idle", optimizer=True)
-    assert backend.optim_step("idle", AdamParams()) == {"grad_norm": 0.0}
+    assert step(backend, "idle") == {"grad_norm": 0.0}
     after = backend.adapter_state("idle", optimizer=True)
     assert after.step == 1
     for name, array in before.weights.items():
         np.testing.assert_array_equal(after.weights[name], array)
-
-
-def test_a_step_that_fails_on_the_device_changes_nothing(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
-):
-    """A program is dispatched without waiting: its failure comes after its results."""
-
-    class Lost:
-        """An array that the device failed to compute."""
-
-        def block_until_ready(self) -> None:
-            raise RuntimeError("out of device memory")
-
-        __float__ = block_until_ready
-
-    backend.create_adapter("unlucky", CONFIG)
-    batch = batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)
-    backend.forward_backward(unit_of(["unlucky"], [batch]))
-    before = backend.adapter_state("unlucky", optimizer=True)
-    lost = Stepped(*(Lost() for _ in Stepped._fields))
-    monkeypatch.setattr(backend_module, "adamw_step", lambda *args: lost)
-    with pytest.raises(RuntimeError, match="out of device memory"):
-        backend.optim_step("unlucky", AdamParams())
-    monkeypatch.undo()
-    after = backend.adapter_state("unlucky", optimizer=True)
-    assert after.step == before.step == 0
-    for name, array in before.weights.items():
-        np.testing.assert_array_equal(after.weights[name], array)
-    assert backend.optim_step("unlucky", AdamParams())["grad_norm"] > 0.1, "the gradient is there"
 
 
 def test_the_sampler_scores_a_prompt_as_the_trainer_does(
@@ -118,9 +95,9 @@ def test_the_sampler_scores_a_prompt_as_the_trainer_does(
     row = datum(1, 15)
     row = replace(row, targets=[*row.tokens[1:], 7])
     for _ in range(3):
-        batch = batch_of({0: (0, row)}, rows=1, bucket=16)
+        batch = batch_of((0, row))
         backend.forward_backward(unit_of(["scored"], [batch]))
-        backend.optim_step("scored", AdamParams(learning_rate=0.02))
+        step(backend, "scored", learning_rate=0.02)
     trained = backend.forward_backward(unit_of(["scored"], [batch], forward_only=True))
     assert not backend.has_snapshot("snap")
     backend.load_snapshot("snap", backend.adapter_state("scored", optimizer=False))
@@ -131,27 +108,29 @@ def test_the_sampler_scores_a_prompt_as_the_trainer_does(
     )
     (result,) = backend.sample([request])
     np.testing.assert_allclose(
-        result.prompt_logprobs[1:], trained.outputs[0].logprobs[0, :15, 0], rtol=1e-4, atol=1e-4
+        result.prompt_logprobs[1:], trained.outputs[0].logprobs[:15, 0], rtol=1e-4, atol=1e-4
     )
 
 
 def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
     base_model: Path, backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
 ):
-    """Query heads share key heads, and there are many rows: products that XLA may not have."""
+    """Query heads share key heads: products that XLA may not have."""
     half = JaxBackend(
         str(base_model), name="half", tokenizer_id="t", dtype="bfloat16", lattice=backend.lattice
     )
-    batch = batch_of({place: (0, datum(place, 15)) for place in range(4)}, rows=4, bucket=16)
+    batch = batch_of(*((0, datum(seed, 15)) for seed in range(4)))
     losses, prompts = [], []
     for each in (half, backend):
         each.create_adapter("wide", CONFIG)
         losses.append([])
         for _ in range(3):
             result = each.forward_backward(unit_of(["wide"], [batch]))
-            losses[-1].append(result.outputs[0].loss.sum())
-            each.optim_step("wide", AdamParams(learning_rate=0.02))
-        each.load_snapshot("wide", each.adapter_state("wide", optimizer=False))
+            losses[-1].append(result.outputs[0].loss[batch.datum >= 0].sum())
+            step(each, "wide", learning_rate=0.02)
+    state = backend.adapter_state("wide", optimizer=False)
+    for each in (half, backend):
+        each.load_snapshot("wide", state)
         prompt = np.array(datum(0, 15).tokens, np.int32)
         request = SampleRequest(
             prompt, "wide", seed=1, num_samples=4, max_tokens=8, prompt_logprobs=True
@@ -193,9 +172,9 @@ def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, given: int
 ):
     monkeypatch.setattr(backend_module, "keep_programs", lambda _: None)
-    settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked)
+    settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked, compile_ahead=False)
     backend = JaxBackend.from_settings(settings)
-    assert backend.info.context_length == backend.lattice.bucket(given) == given
+    assert backend.info.context_length == backend.lattice.context_length == given
     assert backend.info.eos_token_ids == (1000, 998)
 
 
@@ -203,62 +182,78 @@ def exhausted(*args: Any, **kwargs: Any) -> Any:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.")
 
 
-FORWARD_BACKWARD = ("_train", "add_rows", "commit")
-"""The programs of a unit, in the order in which they run."""
-
-
 def break_program(
     backend: JaxBackend, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int
 ) -> None:
-    """The program runs ``after`` times; its next call finds no memory, its arguments donated."""
-    owner = backend if hasattr(backend, name) else backend_module
-    real, calls = getattr(owner, name), iter(range(after))
+    """The trainer's program runs ``after`` times; its next call finds no memory, its arguments
+    donated."""
+    real, calls = getattr(backend._trainer, name), iter(range(after))
 
     def run(*args: Any) -> Any:
         result = real(*args)
         return result if next(calls, None) is not None else exhausted()
 
-    monkeypatch.setattr(owner, name, run)
+    monkeypatch.setattr(backend._trainer, name, run)
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("program", FORWARD_BACKWARD)
+def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
+    return backend.adapter_state(adapter_id, optimizer=True, accumulator=True)
+
+
+@pytest.fixture
+def unit(batch_of: Any, unit_of: Any, datum: Any) -> Callable[[str], TrainUnit]:
+    """Two requests of an adapter, in two micro-batches."""
+    batches = [batch_of((0, datum(1, 11)), (1, datum(2, 11))), batch_of((1, datum(3, 5)))]
+    return lambda adapter_id: unit_of([adapter_id] * 2, batches)
+
+
+@pytest.mark.parametrize(
+    ("program", "after"),
+    [("_place", 0), ("_place", 1), ("_train", 0), ("_train", 1), ("_finite", 0)],
+)
 def test_a_unit_that_finds_no_memory_has_changed_no_adapter_and_keeps_no_array(
     program: str,
     after: int,
     backend: JaxBackend,
-    batch_of: Any,
-    unit_of: Any,
-    datum: Any,
+    unit: Callable[[str], TrainUnit],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def state(name: str) -> AdapterState:
-        return backend.adapter_state(name, optimizer=True, accumulator=True)
-
-    def first(name: str) -> TrainUnit:
-        return unit_of([name], [batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)])
-
-    def second(name: str) -> TrainUnit:
-        batches = [batch_of({1: (0, datum(2, 11)), 2: (1, datum(3, 5))}, rows=4, bucket=16)]
-        return unit_of([name, name], [*batches, *batches])
-
+    """What is donated then, of bank, scratch and workspace, is allocated anew."""
     for name in ("unlucky", "undisturbed"):
         backend.create_adapter(name, CONFIG)
-        backend.forward_backward(first(name))
-    before, held = state("unlucky"), live_bytes()
+        backend.forward_backward(unit(name))
+    before, held = state_of(backend, "unlucky"), live_bytes()
     break_program(backend, program, monkeypatch, after=after)
     with pytest.raises(OutOfMemory, match=r"no room.*Out of memory allocating 64 bytes"):
-        backend.forward_backward(second("unlucky"))
+        backend.forward_backward(unit("unlucky"))
     monkeypatch.undo()
-    assert live_bytes() == held
-    assert_same(state("unlucky"), before)
+    assert live_bytes() <= held
+    assert_same(state_of(backend, "unlucky"), before)
     for name in ("unlucky", "undisturbed"):
-        backend.forward_backward(second(name))
-        backend.optim_step(name, AdamParams())
-    assert_same(state("unlucky"), state("undisturbed"))
+        backend.forward_backward(unit(name))
+    assert live_bytes() <= held
+    for name in ("unlucky", "undisturbed"):
+        step(backend, name)
+    assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
+
+
+@pytest.mark.parametrize(("program", "after"), [("_add", 0), ("_add", 1), ("_finite", 1)])
+def test_a_unit_that_fails_when_it_has_consumed_an_accumulator_is_a_failure_of_the_device(
+    program: str,
+    after: int,
+    backend: JaxBackend,
+    unit: Callable[[str], TrainUnit],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    backend.create_adapter("consumed", CONFIG)
+    break_program(backend, program, monkeypatch, after=after)
+    with pytest.raises(DeviceFailed, match="begun to change an adapter: RESOURCE_EXHAUSTED"):
+        backend.forward_backward(unit("consumed"))
+    backend.delete_adapter("consumed")
 
 
 def live_bytes() -> int:
+    gc.collect()
     return sum(array.nbytes for array in jax.live_arrays())
 
 
@@ -271,19 +266,47 @@ def assert_same(a: AdapterState, b: AdapterState) -> None:
             np.testing.assert_array_equal(array, other[name], err_msg=f"{part}[{name}]")
 
 
-def test_a_step_that_finds_no_memory_changes_nothing(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_finds_no_memory_changes_nothing_and_others_are_taken(
+    backend: JaxBackend, unit: Callable[[str], TrainUnit], monkeypatch: pytest.MonkeyPatch
 ):
-    backend.create_adapter("unlucky", CONFIG)
-    batch = batch_of({0: (0, datum(1, 11))}, rows=4, bucket=16)
-    backend.forward_backward(unit_of(["unlucky"], [batch]))
-    before = backend.adapter_state("unlucky", optimizer=True, accumulator=True)
-    monkeypatch.setattr(backend_module, "adamw_step", exhausted)
-    with pytest.raises(OutOfMemory):
-        backend.optim_step("unlucky", AdamParams())
+    for name in ("unlucky", "lucky"):
+        backend.create_adapter(name, CONFIG)
+        backend.forward_backward(unit(name))
+    before, real, calls = state_of(backend, "unlucky"), backend._trainer._step, iter(range(1))
+    monkeypatch.setattr(
+        backend._trainer,
+        "_step",
+        lambda *args: real(*args) if next(calls, None) is None else exhausted(),
+    )
+    refused, taken = backend.optim_steps([("unlucky", AdamParams()), ("lucky", AdamParams())])
     monkeypatch.undo()
-    assert_same(backend.adapter_state("unlucky", optimizer=True, accumulator=True), before)
-    assert backend.optim_step("unlucky", AdamParams())["grad_norm"] > 0.1
+    assert isinstance(refused, OutOfMemory)
+    assert_same(state_of(backend, "unlucky"), before)
+    assert step(backend, "unlucky") == taken
+    assert_same(state_of(backend, "unlucky"), state_of(backend, "lucky"))
+
+
+def test_a_step_that_fails_when_it_has_consumed_its_adapter_is_a_failure_of_the_device(
+    backend: JaxBackend, unit: Callable[[str], TrainUnit], monkeypatch: pytest.MonkeyPatch
+):
+    backend.create_adapter("consumed", CONFIG)
+    backend.forward_backward(unit("consumed"))
+    break_program(backend, "_step", monkeypatch, after=0)
+    with pytest.raises(DeviceFailed, match="begun to change an adapter: RESOURCE_EXHAUSTED"):
+        backend.optim_steps([("consumed", AdamParams())])
+    backend.delete_adapter("consumed")
+
+
+def test_a_step_that_fails_after_it_was_dispatched_is_a_failure_of_the_device(
+    backend: JaxBackend, unit: Callable[[str], TrainUnit], monkeypatch: pytest.MonkeyPatch
+):
+    """A program is dispatched without waiting: its failure comes when its results are read."""
+    backend.create_adapter("consumed", CONFIG)
+    backend.forward_backward(unit("consumed"))
+    monkeypatch.setattr(jax, "device_get", exhausted)
+    with pytest.raises(DeviceFailed, match="a step failed on the device: RESOURCE_EXHAUSTED"):
+        backend.optim_steps([("consumed", AdamParams())])
+    backend.delete_adapter("consumed")
 
 
 @pytest.mark.parametrize("program", ["prefill", "decode", "join", "adopt", "first"])
@@ -317,52 +340,62 @@ def test_sampling_that_finds_no_memory_can_be_done_again(
     ],
 )
 def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
-    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
+    backend: JaxBackend,
+    unit: Callable[[str], TrainUnit],
+    monkeypatch: pytest.MonkeyPatch,
+    message: str,
+    expected: type[Exception],
 ):
     def broken(*args: Any) -> Any:
         raise jax.errors.JaxRuntimeError(message)
 
     backend.create_adapter("unlucky", CONFIG)
-    monkeypatch.setattr(backend_module, "adamw_step", broken)
+    monkeypatch.setattr(backend._trainer, "_train", broken)
     with pytest.raises(expected, match=message.split(": ")[1]):
-        backend.optim_step("unlucky", AdamParams())
+        backend.forward_backward(unit("unlucky"))
+
+
+NUMERICS = {
+    "dtype": "float32",
+    "lattice": ShapeLattice(24),
+    "remat": "dots",
+    "sample_rows": 8,
+}
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"dtype": "bfloat16"},
-        {"lattice": ShapeLattice(24, token_budget=64, max_rows=8)},
+        {"lattice": ShapeLattice(24, chunk=512)},
+        {"remat": "full"},
         {"sample_rows": 4},
     ],
 )
 def test_what_changes_bits_changes_the_numerics_id(base_model: Path, change: dict[str, Any]):
-    settings = {"dtype": "float32", "lattice": ShapeLattice(24), "sample_rows": 8}
-    assert numerics_id(base_model, **settings) == numerics_id(base_model, **settings)
-    assert numerics_id(base_model, **settings | change) != numerics_id(base_model, **settings)
+    assert numerics_id(base_model, **NUMERICS) == numerics_id(base_model, **NUMERICS)
+    assert numerics_id(base_model, **NUMERICS | change) != numerics_id(base_model, **NUMERICS)
 
 
 def test_the_numerics_id_tells_base_models_apart_by_their_weights(base_model: Path, tmp_path: Path):
     """A fine-tuned sister has the same configuration, names and shapes."""
-    settings = {"dtype": "float32", "lattice": ShapeLattice(24), "sample_rows": 8}
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((base_model / name).read_bytes())
-    assert numerics_id(tmp_path, **settings) == numerics_id(base_model, **settings)
+    assert numerics_id(tmp_path, **NUMERICS) == numerics_id(base_model, **NUMERICS)
     weights = bytearray((tmp_path / "model.safetensors").read_bytes())
     weights[len(weights) // 2] ^= 1
     (tmp_path / "model.safetensors").write_bytes(weights)
-    assert numerics_id(tmp_path, **settings) != numerics_id(base_model, **settings)
+    assert numerics_id(tmp_path, **NUMERICS) != numerics_id(base_model, **NUMERICS)
 
 
 def test_the_numerics_id_names_versions_device_threads_and_flags(
     base_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    settings = {"dtype": "float32", "lattice": ShapeLattice(24), "sample_rows": 8}
-    plain = numerics_id(base_model, **settings)
+    plain = numerics_id(base_model, **NUMERICS)
     for part in (f"jax={jax.__version__}", f"numpy={np.__version__}", "device=cpu(", "threads "):
         assert part in plain
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert "--xla_cpu_enable_fast_math=true" in numerics_id(base_model, **settings)
+    assert "--xla_cpu_enable_fast_math=true" in numerics_id(base_model, **NUMERICS)
     monkeypatch.undo()
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
-    assert "threads 3" in numerics_id(base_model, **settings)
+    assert "threads 3" in numerics_id(base_model, **NUMERICS)
