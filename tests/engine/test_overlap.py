@@ -63,6 +63,19 @@ def token_of(payload: bytes) -> int:
     return int.from_bytes(datum.model_input[0].encoded_text.tokens, "little")
 
 
+async def running(bench: Bench, model: str, token: int = 0) -> str:
+    """A gradient that the device is busy with until its gate opens."""
+    bench.backend.gate.clear()
+    request = await bench.gradient(model, token)
+    await until(lambda: bool(bench.worker._running))
+    return request
+
+
+async def taken(bench: Bench, count: int) -> None:
+    """Returns when so many requests wait for the device."""
+    await until(lambda: len(bench.worker.backlog.in_order()) == count)
+
+
 # --- results --------------------------------------------------------------------------------------
 
 
@@ -70,17 +83,19 @@ def test_the_device_goes_on_while_results_are_encoded(tmp_path: Path, results: R
     async def scenario(bench: Bench) -> None:
         for model in "ab":
             await bench.ok(await bench.create(model))
-        first = await bench.gradient("a", 3)
-        await until(lambda: bench.backend.gradients == ["a"])
+        first = await running(bench, "a", 3)
         others = [await bench.step("a"), await bench.gradient("b", 4)]
+        await taken(bench, 2)
+        bench.backend.gate.set()
         await until(lambda: bench.backend.gradients == ["a", "b"])
-        assert bench.backend.steps == ["a"]
+        await until(lambda: bench.backend.steps == ["a"])
+        await asyncio.sleep(0.05)
         # What its model gave first is told first.
         assert [await bench.store.wait(each, 0) for each in (first, *others)] == [None] * 3
         results.go_on.set()
         assert loss(await bench.ok(first)) == 4 / 8
         assert loss(await bench.ok(others[1])) == 5 / 8
-        assert len(results.threads) == 1
+        await bench.ok(others[0])
 
     run(tmp_path, scenario)
 
@@ -90,9 +105,11 @@ def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: 
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        requests = []
-        for token in range(6):
-            requests += [await bench.gradient("a", token), await bench.step("a")]
+        requests = [await running(bench, "a", 0)]
+        for token in range(1, 6):
+            requests += [await bench.step("a"), await bench.gradient("a", token)]
+        await taken(bench, 10)
+        bench.backend.gate.set()
         most = worker._UNDELIVERED + 2  # one is being encoded, one waits to be put beside them
         await until(lambda: executed(bench) == most)
         await asyncio.sleep(0.05)
@@ -112,7 +129,10 @@ def test_a_point_waits_for_results_that_are_being_encoded(tmp_path: Path, result
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        request = await bench.gradient("a", 3)
+        request = await running(bench, "a", 3)
+        await bench.sample("b", 1)
+        await taken(bench, 1)
+        bench.backend.gate.set()
         await until(lambda: bench.backend.gradients == ["a"])
         await asyncio.sleep(0.3)  # long enough for many points
         await bench.kill()
@@ -132,9 +152,12 @@ def test_a_worker_that_stops_stores_what_it_has_still_to_encode(
 ) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        request = await bench.gradient("a", 3)
-        await until(lambda: bench.backend.gradients == ["a"])
+        request = await running(bench, "a", 3)
+        await bench.sample("b", 1)
+        await taken(bench, 1)
         bench.worker.stop()
+        bench.backend.gate.set()
+        await until(lambda: bool(results.threads))
         await asyncio.sleep(0.05)
         assert not bench.task.done()
         results.go_on.set()
@@ -147,6 +170,22 @@ def test_a_worker_that_stops_stores_what_it_has_still_to_encode(
     run(tmp_path, scenario, NEVER)
 
 
+def test_an_idle_device_decodes_and_encodes_for_itself(
+    tmp_path: Path, payloads: Payloads, results: Results
+) -> None:
+    """Another thread would only have to be woken."""
+    results.go_on.set()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        for token in range(3):
+            await bench.ok(await bench.gradient("a", token))
+        assert results.threads == {thread for _, thread in payloads.decoded}
+        assert len(results.threads) == 1
+
+    run(tmp_path, scenario)
+
+
 # --- payloads -------------------------------------------------------------------------------------
 
 
@@ -156,8 +195,7 @@ def test_what_arrives_while_the_device_is_busy_is_decoded_meanwhile(
     async def scenario(bench: Bench) -> None:
         for model in "ab":
             await bench.ok(await bench.create(model))
-        bench.backend.gate.clear()
-        first = await bench.gradient("a", 1)
+        first = await running(bench, "a", 1)
         await until(lambda: [token for token, _ in payloads.decoded] == [1])
         bad = wire.ForwardBackwardRequest.FromString(gradient_body(2))
         bad.loss_fn = "mse"
@@ -180,18 +218,6 @@ def test_what_arrives_while_the_device_is_busy_is_decoded_meanwhile(
     run(tmp_path, scenario)
 
 
-def test_an_idle_device_decodes_for_itself(tmp_path: Path, payloads: Payloads) -> None:
-    """Another thread would only have to be woken."""
-
-    async def scenario(bench: Bench) -> None:
-        await bench.ok(await bench.create("a"))
-        for token in range(3):
-            await bench.ok(await bench.gradient("a", token))
-        assert len({thread for _, thread in payloads.decoded}) == 1
-
-    run(tmp_path, scenario)
-
-
 def test_the_backend_is_told_whose_turn_comes_while_a_unit_runs(tmp_path: Path) -> None:
     told: list[list[str]] = []
 
@@ -199,9 +225,7 @@ def test_the_backend_is_told_whose_turn_comes_while_a_unit_runs(tmp_path: Path) 
         bench.backend.look_ahead = lambda ids: told.append(list(ids))  # type: ignore[method-assign]
         for model in "abcd":
             await bench.ok(await bench.create(model))
-        bench.backend.gate.clear()
-        requests = [await bench.gradient("a")]
-        await until(lambda: "begin" in bench.line.calls[-2:])
+        requests = [await running(bench, "a")]
         told.clear()
         requests += [await bench.step("a")]
         requests += [await bench.gradient(model) for model in "dcb"]
@@ -230,11 +254,9 @@ def test_several_models_step_in_one_call(tmp_path: Path) -> None:
             await bench.ok(await bench.create(model))
             await bench.ok(await bench.step(model))  # so that their time is known
         calls.clear()
-        bench.backend.gate.clear()
-        requests = [await bench.gradient("a")]
-        await until(lambda: "begin" in bench.line.calls[-2:])
+        requests = [await running(bench, "a")]
         requests += [await bench.step(model) for model in "abc"]
-        await asyncio.sleep(0.05)
+        await taken(bench, 3)
         bench.backend.gate.set()
         for request in requests:
             await bench.ok(request)

@@ -1,11 +1,13 @@
 """Which jobs run together: order per model, sharing, limits. Turns and shares: test_fairness."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine.costs import Cost, Costs
 from tuneserve_engine.jobs import Job, JobKind, Sample, encode
 from tuneserve_engine.scheduler import MAX_BYTES, MAX_JOBS, Scheduler
 
@@ -170,6 +172,26 @@ def test_gradients_that_fill_the_rest_of_anothers_chunk_join_whatever_its_time()
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(name, 2, 32) for name in "abcde"])
     assert device.next_unit(jobs) == jobs[:4]
+
+
+def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
+    """The device waits meanwhile."""
+
+    class Counting(Costs):
+        asked = 0
+
+        def of_unit(self, costs: Sequence[Cost]) -> float:
+            self.asked += 1
+            return super().of_unit(costs)
+
+    costs = Counting()
+    device = Scheduler(unit_s=1.0, costs=costs)
+    device.charge(gradients(("z", 1, 512)), 0.6)
+    jobs = gradients(*[(str(tenant), 1, 512) for tenant in range(1000)])
+    jobs = [replace(job, tenant=job.scope) for job in jobs]
+    costs.asked = 0
+    assert device.next_unit(jobs) == jobs[:1]
+    assert costs.asked < 2 * MAX_JOBS
 
 
 def test_a_unit_that_had_to_compile_is_soon_forgotten() -> None:

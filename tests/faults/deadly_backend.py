@@ -53,13 +53,15 @@ class DeadlyBackend(FakeBackend):
         super().create_adapter(adapter_id, config)
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        names = [request.adapter_id for request in unit.requests]
+        names = list(unit.adapter_ids)
         found: set[int] = set()
         for batch in unit.batches:
-            for index, row in zip(batch.row_request.tolist(), batch.tokens.tolist(), strict=True):
-                if index >= 0 and {*row} & {*DEADLY}:
-                    names[index] = deadly_gradient(unit.requests[index].adapter_id)
-                    found |= {*row} & {*DEADLY}
+            block = len(batch.tokens) // len(batch.block_request)
+            for at, index in enumerate(batch.block_request.tolist()):
+                deadly = {*batch.tokens[at * block : (at + 1) * block].tolist()} & {*DEADLY}
+                if index >= 0 and deadly:
+                    names[index] = deadly_gradient(unit.adapter_ids[index])
+                    found |= deadly
         self._check(found, names)
         if self._is_first:
             self._is_first = False

@@ -7,6 +7,7 @@ files. Simulated: time, who runs when, lost and repeated messages, crashes.
 import asyncio
 import random
 import selectors
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -59,6 +60,39 @@ class Inline(Executor):
         except BaseException as error:
             future.set_exception(error)
         return future
+
+
+class Later(Executor):
+    """Runs calls one after the other, each after a while: in between others have their turn."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def submit(self, call: Any, /, *given: Any, **named: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                done = Inline().submit(call, *given, **named)
+                if error := done.exception():
+                    future.set_exception(error)
+                else:
+                    future.set_result(done.result())
+
+        self._waiting.append(run)
+        if len(self._waiting) == 1:
+            self._later()
+        return future
+
+    def _later(self) -> None:
+        asyncio.get_running_loop().call_later(self._draw.random() ** 3 * 0.05, self._next)
+
+    def _next(self) -> None:
+        self._waiting[0]()
+        self._waiting.popleft()
+        if self._waiting:
+            self._later()
 
 
 class UnsyncedFs(LocalFs):
@@ -162,6 +196,7 @@ class World:
             renew_s=0.5,
             clock=asyncio.get_running_loop().time,
             device=Inline,
+            host=lambda: Later(self.draw),
             disk=Inline,
         )
         while True:

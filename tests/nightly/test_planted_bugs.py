@@ -134,8 +134,8 @@ BUGS = (
     Bug(
         "the last step is missing from the log",
         f"{ENGINE}/operations.py",
-        'return replace(_json(job, {"metrics": finite}), changed=True)',
-        'return _json(job, {"metrics": finite})',
+        'return replace(in_json(job, {"metrics": finite}), changed=True)',
+        'return in_json(job, {"metrics": finite})',
         SIMULATION,
     ),
     Bug(
