@@ -102,7 +102,7 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def is_asleep(process: BaseProcess) -> bool:
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         stat = Path(f"/proc/{process.pid}/stat").read_text()
         return stat.rpartition(")")[2].split()[0] == "T"
     return False

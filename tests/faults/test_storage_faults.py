@@ -118,7 +118,7 @@ class Saver:
         job = Job("t", kind, "m", self.position, payload, "m", self.position)
         job = replace(job, request_id=f"r{self.position}", release=self.position)
         self.position += 1
-        return self.operations.execute([job])[0]
+        return self.operations.execute([job]).outcomes()[0]
 
     def train(self) -> None:
         for kind, payload in (
