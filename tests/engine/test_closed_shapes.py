@@ -1,0 +1,130 @@
+"""After ready, nothing that tenants can do compiles anything."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tuneserve_engine.adapters import AdamParams, AdapterConfig
+from tuneserve_engine.backend.base import LOSS_NAMES, SampleRequest
+from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+from tuneserve_engine.batch import PackRequest, pack
+from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.training_wire import Datum, TrainingData
+
+CONTEXT, VOCAB = 24, 61
+LATTICE = ShapeLattice(
+    CONTEXT, block=8, chunk=32, tokens=128, request_slots=8, rank_classes=(8, 32)
+)
+ROOM_BYTES = 1_000_000
+"""On the device, for 16 adapters of 75 or 300 KB each; and half of it on the host."""
+CONFIGS = {"cross_entropy": {}, "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
+
+
+@pytest.fixture(scope="module")
+def ready(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JaxBackend:
+    backend = JaxBackend(
+        str(base_model),
+        name="tiny",
+        tokenizer_id="tiny",
+        lattice=LATTICE,
+        sample_rows=2,
+        room=AdapterRoom(ROOM_BYTES, ROOM_BYTES // 2, tmp_path_factory.mktemp("pages")),
+    )
+    backend.compile_ahead()
+    assert backend.programs.wait(280)
+    return backend
+
+
+def test_no_work_of_16_tenants_compiles_anything(ready: JaxBackend) -> None:
+    random = np.random.default_rng(0)
+    lengths = _every_length(random)
+    ranks: dict[str, int] = {}
+    before = ready.programs.compilations_after_ready
+    for turn in range(48):
+        # Every rank once, 16 tenants at a time.
+        name, rank = f"tenant {turn}", 1 + turn % 32
+        ranks[name] = rank
+        ready.create_adapter(name, AdapterConfig(rank, 8.0, turn, train_attn=turn % 3 > 0))
+        if len(ranks) > 16:
+            oldest = next(iter(ranks))
+            ready.delete_adapter(oldest)
+            del ranks[oldest]
+        tenants = random.choice(list(ranks), size=random.integers(1, len(ranks) + 1), replace=False)
+        _train(ready, [(str(one), ranks[str(one)]) for one in tenants], turn, lengths, random)
+        state = ready.adapter_state(name, optimizer=True, accumulator=True)
+        ready.load_adapter(name, state)
+        ready.load_snapshot(name, state)
+        ready.sample(_requests(name, turn, random))
+    assert ready.programs.compilations_after_ready == before
+    assert ready.figures["adapters_paged_in_total"] > 0
+
+
+def _every_length(random: np.random.Generator) -> Iterator[int]:
+    while True:
+        yield from random.permutation(CONTEXT) + 1
+
+
+def _train(
+    backend: JaxBackend,
+    tenants: list[tuple[str, int]],
+    turn: int,
+    lengths: Iterator[int],
+    random: np.random.Generator,
+) -> None:
+    """One request of each tenant, of any loss and 1 to 64 datums; then some optimizer steps."""
+    requests = [
+        PackRequest(name, rank, _data(LOSS_NAMES[(turn + i) % len(LOSS_NAMES)], lengths, random))
+        for i, (name, rank) in enumerate(tenants)
+    ]
+    for packed in pack(requests, backend.lattice):
+        result = backend.forward_backward(packed.unit)
+        assert all(result.finite)
+    backend.look_ahead([name for name, _ in tenants])
+    params = AdamParams(
+        learning_rate=float(random.uniform(0, 1e-3)),
+        weight_decay=float(random.choice([0.0, 0.1])),
+        grad_clip_norm=float(random.choice([0.0, 1.0])),
+    )
+    steps = backend.optim_steps([(name, params) for name, _ in tenants[: 1 + turn % 4]])
+    assert not [step for step in steps if isinstance(step, Exception)]
+
+
+def _data(loss: str, lengths: Iterator[int], random: np.random.Generator) -> TrainingData:
+    count = int(random.choice([1, 2, 5, 64]))
+    targets = int(random.choice([1, 2, 64])) if loss == "cross_entropy" else 1
+    data = [_datum(next(lengths), targets, loss, random) for _ in range(count)]
+    return TrainingData(loss, CONFIGS.get(loss, {}), bool(random.integers(4) == 0), data)
+
+
+def _datum(length: int, targets: int, loss: str, random: np.random.Generator) -> Datum:
+    tokens = random.integers(0, VOCAB, length).astype(np.int32)
+    ids = random.integers(0, VOCAB, (length, targets)).astype(np.int32)
+    per_token: dict[str, Any] = {}
+    if loss != "cross_entropy":
+        per_token = {
+            "logprobs": random.normal(-4, 0.1, length).astype(np.float32),
+            "advantages": random.normal(size=length).astype(np.float32),
+        }
+    weights = random.random((length, targets)).astype(np.float32)
+    return Datum(tokens, ids, weights, targets == 1, per_token)
+
+
+def _requests(snapshot: str, turn: int, random: np.random.Generator) -> list[SampleRequest]:
+    """Of the snapshot and of the base model."""
+    length = 1 + turn % (CONTEXT - 1)
+    prompt = random.integers(0, VOCAB, length).astype(np.int32)
+    asked = {
+        "num_samples": 1 + turn % 3,
+        "max_tokens": int(random.integers(1, CONTEXT - length + 1)),
+        "temperature": float(random.choice([0.0, 0.5, 1.0])),
+        "top_k": int(random.choice([-1, 3])),
+        "top_p": float(random.choice([1.0, 0.7])),
+        "prompt_logprobs": bool(turn % 2),
+        "topk_prompt": turn % 5,
+        "topk_sample": turn % 4,
+        "alt_tokens": turn % 3,
+    }
+    return [SampleRequest(prompt, name, turn, **asked) for name in (snapshot, None)]
