@@ -332,7 +332,10 @@ def test_the_training_example_runs(server):
 
 
 def test_the_demo_trains_three_tenants_to_three_manners_of_answering(quick):
-    settings = {f"TUNESERVE_{name.upper()}": value for name, value in quick.items()}
+    # Not its chunks: in one of a single block two tenants' requests would never share a pass.
+    settings = {
+        f"TUNESERVE_{name.upper()}": quick[name] for name in quick if name != "chunk_tokens"
+    }
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo.py")],
         env={**os.environ, **settings, "COLUMNS": "160"},
