@@ -34,6 +34,7 @@ OWNERS = 8
 Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
+LONGEST_START_S = 1800
 PROMPT_FIGURES = {"lease_ttl_s": "2"}
 """Settings with which a worker tells its figures three times in two seconds."""
 
@@ -46,7 +47,10 @@ def metric(server: LocalServer, name: str) -> float:
 
 def wait_until_compiled(server: LocalServer) -> None:
     """What is compiled ahead would slow everything else."""
+    deadline_s = time.monotonic() + LONGEST_START_S
     while not _told(server, "ready"):
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"not compiled after {LONGEST_START_S} s; see {server.log}")
         time.sleep(0.05)
 
 

@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TINKER_TELEMETRY", "0")
-
 import httpx
 import numpy as np
 import tinker
+from contenders import wait_until_compiled
 from results import append, commit_name
 from tinker import types
 
@@ -111,7 +110,9 @@ def http_round_trip(server: LocalServer) -> Callable[[], Any]:
 
 
 def bare_engine(folder: Path) -> Callable[[], Any]:
-    backend = JaxBackend.from_settings(WorkerSettings(data_dir=folder))
+    cache = folder / "data" / "compiled"
+    settings = WorkerSettings(data_dir=folder, compile_cache=cache, compile_ahead=False)
+    backend = JaxBackend.from_settings(settings)
     backend.create_adapter("bench", AdapterConfig(rank=RANK, alpha=32, seed=0))
 
     def run() -> None:
@@ -127,9 +128,11 @@ def measure(rounds: int) -> dict[str, list[float]]:
         folder = Path(name)
         figures = {"fsync of 4 KiB": milliseconds(fsync(folder), rounds)}
         with LocalServer(folder) as server:
+            wait_until_compiled(server)
             figures["HTTP, two calls"] = milliseconds(http_round_trip(server), rounds)
             figures["official SDK"] = milliseconds(sdk_round_trip(server), rounds)
         with slow_disk(), LocalServer(folder) as server:
+            wait_until_compiled(server)
             slow = "every commit 4 ms slower"
             figures[f"HTTP, {slow}"] = milliseconds(http_round_trip(server), rounds)
             figures[f"official SDK, {slow}"] = milliseconds(sdk_round_trip(server), rounds)
