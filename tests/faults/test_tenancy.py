@@ -112,7 +112,7 @@ NAMING: dict[str, list[Call]] = {
 LISTING = {"GET /training_runs", "GET /checkpoints", "GET /sessions"}
 NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
-    *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz"),
+    *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
 }
 BY_LINK = {"GET /files/{file_id}/{member}"}
 
