@@ -61,7 +61,8 @@ class Case:
 def mixed_lengths(count: int, low: int, high: int) -> tuple[int, ...]:
     """Log-uniform."""
     random = np.random.default_rng(0)
-    return tuple(np.exp(random.uniform(np.log(low), np.log(high), count)).round().astype(int))
+    lengths = np.exp(random.uniform(np.log(low), np.log(high), count)).round()
+    return tuple(int(length) for length in lengths)
 
 
 CASES = (
