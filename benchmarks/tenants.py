@@ -48,7 +48,8 @@ class Place:
     def service(self, registered: int, **settings: str) -> Iterator[list[Tenant]]:
         """The tenants of a service of its own."""
         with tempfile.TemporaryDirectory(dir=self.folder) as home:
-            with LocalServer(Path(home), **self.settings, **settings) as server:
+            limit = {"max_tenant_models": str(registered)}
+            with LocalServer(Path(home), **self.settings, **limit, **settings) as server:
                 wait_until_compiled(server)
                 yield tenants(server, registered, CONFIG, LEARNING_RATE)
 
