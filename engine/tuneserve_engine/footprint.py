@@ -72,6 +72,7 @@ class Footprint:
             self.chunk,
             self.logits,
             self.step,
+            self.unstacked,
             self.caches,
             self.lanes,
         )
@@ -87,12 +88,17 @@ class Footprint:
     def parameters(self) -> int:
         """Of the base model."""
         c = self.config
+        tables = 1 if c.tied_embeddings else 2
+        return c.layers * self.layer_parameters + tables * c.vocab_size * c.hidden + c.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of a layer of the base model."""
+        c = self.config
         queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
         layer = 2 * c.hidden * (queries + keys) + 3 * c.hidden * c.intermediate + 2 * c.hidden
         layer += (queries + 2 * keys) * c.attention_bias + c.hidden * c.output_bias
-        layer += (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
-        tables = 1 if c.tied_embeddings else 2
-        return c.layers * layer + tables * c.vocab_size * c.hidden + c.hidden
+        return layer + (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
 
     @property
     def rank_parameters(self) -> int:
@@ -262,6 +268,16 @@ class Footprint:
         return block * max(n for n in range(1, blocks + 1) if blocks % n == 0 and n <= max(room, 1))
 
     # --- sampling -------------------------------------------------------------------------------
+
+    @property
+    def unstacked(self) -> Line:
+        """Decoding reads each layer's weights from arrays of their own."""
+        layers, count, item = self.config.layers, self.layer_parameters, self.shape.item
+        return Line(
+            "layers for sampling",
+            f"{layers} layers * {count:,} parameters * {item} bytes",
+            layers * count * item,
+        )
 
     @property
     def caches(self) -> Line:

@@ -376,3 +376,18 @@ def test_no_request_compiles_anything(
     results = sampler.sample(asked)
     assert programs.compilations_after_ready == before
     assert [len(result.sequences) for result in results] == [one.num_samples for one in asked]
+
+
+def test_decoding_needs_no_room_for_weights(model: Decoder) -> None:
+    """A layer more takes less than half of its weights: they are read where they are."""
+
+    def temporary_bytes(layers: int) -> int:
+        config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
+        deep = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+        lattice = ShapeLattice(16, block=8, chunk=16, rank_classes=(2,))
+        decode = Sampler(ProgramSet(), deep, lattice, None, lanes=LANES)._programs.decode
+        (shape,) = decode.shapes()
+        return int(shape.compiled().memory_analysis().temp_size_in_bytes)
+
+    weights = 4 * 3 * 64 * 256  # of the MLP alone
+    assert temporary_bytes(5) - temporary_bytes(2) < 3 * weights / 2

@@ -196,7 +196,9 @@ def test_rows_and_decoding_give_the_logprobs_of_training(
     assert_close(target_logprobs(whole, row.targets), want, "at once")
     prefill = jax.jit(lambda model: model.prefill(tokens[:, :before], lora, capacity=40))
     hidden, kept = prefill(decoder)
-    decode = jax.jit(lambda model, token, at, kept: model.decode(token, at, kept, lora))
+    decode = jax.jit(
+        lambda model, token, at, kept: model.decode(token, at, kept, model.unstacked(lora))
+    )
     found = [target_logprobs(hidden, row.targets[:before])]
     for at in range(before, len(row.tokens)):
         hidden, kept = decode(decoder, tokens[:, at], np.int32([at]), kept)

@@ -13,7 +13,8 @@ from tuneserve_engine.backend.jax.generate import Draft, Lanes, draw_first
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.prompt_scores import score_prompt
-from tuneserve_engine.backend.jax.sample_programs import CHOICES, Adapter, Prefilled, Programs
+from tuneserve_engine.backend.jax.sample_adapters import Adapter
+from tuneserve_engine.backend.jax.sample_programs import CHOICES, Prefilled, Programs
 from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
