@@ -248,8 +248,9 @@ class WorkerSettings(CommonSettings):
 
     @property
     def pages_dir(self) -> Path:
-        """Where adapters are for which neither device nor host has room; nobody else's."""
-        return self.data_dir / "pages" / self.lease_name
+        """Where workers make a directory each for adapters that neither device nor host has room
+        for."""
+        return self.data_dir / "pages"
 
     @property
     def lease_name(self) -> str:

@@ -1,7 +1,6 @@
 """The JAX backend: holds the device's state and runs the pure programs on it."""
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from tuneserve_engine.backend.jax.models.weights import (
     resolve_base_model,
 )
 from tuneserve_engine.backend.jax.numerics import numerics_id
+from tuneserve_engine.backend.jax.page_files import PageFolder
 from tuneserve_engine.backend.jax.paging import AdapterPager
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
@@ -59,8 +59,8 @@ class BackendSettings(PlanSettings, Protocol):
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """Where adapters are kept: most bytes on the device, most on the host, and a directory for the
-    rest, which is emptied; None = one of the system's."""
+    """Where adapters are kept: most bytes on the device, most on the host, and the directory in
+    which one is made for the rest; None = the system's."""
 
     device_bytes: int = _UNLIMITED_BYTES
     host_bytes: int = _UNLIMITED_BYTES
@@ -116,8 +116,9 @@ class JaxBackend:
         model.block = self._lattice.block
         model.chunk_blocks = self._lattice.chunk // self._lattice.block
         room = room or AdapterRoom()
+        self._pages = PageFolder(room.directory)
         self._pager = AdapterPager(
-            room.directory or Path(tempfile.mkdtemp(prefix="tuneserve-pages-")),
+            self._pages.path,
             self._shapes,
             device_bytes=room.device_bytes,
             host_bytes=room.host_bytes,
