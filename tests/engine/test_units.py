@@ -147,6 +147,16 @@ def test_a_request_that_never_fits_ends_in_an_error(new_world: Callable[..., Wor
     assert outcome.rejection is not None and outcome.rejection.no_room
 
 
+def test_a_request_does_not_run_again_in_streams_as_long_as_those_that_did_not_fit(
+    new_world: Callable[..., World],
+) -> None:
+    world = new_world(Noting(memory_tokens=16))
+    longest = training_body({"tokens": [1] * 64, "target_tokens": [2] * 64})
+    (outcome,) = world.run(world.gradient(longest, "a"))
+    assert "no memory for this forward_backward" in message(outcome)
+    assert len(world.backend.units) == 3  # of 256, 128 and 64 tokens
+
+
 def test_a_device_that_failed_ends_the_unit_at_once(new_world: Callable[..., World]) -> None:
     world = new_world()
     world.backend.failing = {"A": DeviceFailed("it fell off the bus")}
