@@ -107,20 +107,20 @@ class Programs:
     ) -> None:
         positions = lattice.chunk
         self.positions = positions
-        # By capacity and rank class.
-        self.prefill = programs.add("prefill", _prefill, model=model)
-        self.decode = programs.add("decode", _decode, model=model, donate=(0,))
-        # By capacity.
-        self.part = programs.add("part", partial(_part, positions=positions))
-        self.join = programs.add("join", _join, donate=(0,))
-        self.empty_cache = programs.add("empty_cache", partial(_empty_cache, lanes=lanes))
-        # By rank class.
-        self.score = programs.add("score", _score, model=model)
-        self.adopt = programs.add("adopt", adopt, donate=(0,))
-        self.empty_bank = programs.add("empty_bank", partial(empty_bank, lanes=lanes))
-        # No key.
-        self.first = programs.add("first", _first)
-        self.unstacked = programs.add("unstacked", _unstacked, model=model)
+        use = "samples, by capacity and rank class"
+        self.prefill = programs.add("prefill", _prefill, use=use, model=model)
+        self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
+        use = "samples, by capacity"
+        self.part = programs.add("part", partial(_part, positions=positions), use=use)
+        self.join = programs.add("join", _join, use=use, donate=(0,))
+        self.empty_cache = programs.add("empty_cache", partial(_empty_cache, lanes=lanes), use=use)
+        use = "samples, by rank class"
+        self.score = programs.add("score", _score, use=use, model=model)
+        self.adopt = programs.add("adopt", adopt, use=use, donate=(0,))
+        self.empty_bank = programs.add("empty_bank", partial(empty_bank, lanes=lanes), use=use)
+        use = "samples, all of them"
+        self.first = programs.add("first", _first, use=use)
+        self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
         self._declare(model, lattice, lanes)
 
     def _declare(self, model: Decoder, lattice: ShapeLattice, lanes: int) -> None:

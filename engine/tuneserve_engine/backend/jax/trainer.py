@@ -45,14 +45,24 @@ class Trainer:
     def __init__(self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice) -> None:
         self._lattice = lattice
         self._shapes = target_shapes(model.config)
+        by = "by rank class, targets per token and blocks"
         model.eval()  # type: ignore[no-untyped-call]
-        self._score = programs.add("score_stream", score_stream, model=model)
+        self._score = programs.add("score_stream", score_stream, use=f"forward {by}", model=model)
         model.train()  # type: ignore[no-untyped-call]
-        self._train = programs.add("train_stream", train_stream, model=model, donate=(0, 1))
-        self._place = programs.add("place", banks.place, donate=(0,))
-        self._finite = programs.add("finite_sum", banks.finite_sum)
-        self._add = programs.add("add", banks.add, donate=(0,))
-        self._step = programs.add("adamw_step", adamw_step, donate=(0, 1, 2, 3))
+        self._train = programs.add(
+            "train_stream",
+            train_stream,
+            use=f"forward_backward {by}",
+            model=model,
+            donate=(0, 1),
+        )
+        gradients = "forward_backward by rank class"
+        self._place = programs.add("place", banks.place, use=gradients, donate=(0,))
+        self._finite = programs.add("finite_sum", banks.finite_sum, use=gradients)
+        self._add = programs.add("add", banks.add, use=gradients, donate=(0,))
+        self._step = programs.add(
+            "adamw_step", adamw_step, use="optim_step by rank class", donate=(0, 1, 2, 3)
+        )
         self._space_shapes = partial(space_shapes, model)
         self._space: Workspace | None = None
         self._banks: dict[int, _Slots] = {}
