@@ -18,6 +18,7 @@ from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
     DeviceFailed,
+    OutOfMemory,
     SampleResult,
     TrainResult,
     TrainUnit,
@@ -231,7 +232,11 @@ class Operations:
         assert len({model_id for model_id, _ in steps}) == len(steps)
         results = self._timed(self._backend.optim_steps, steps) if steps else []
         for (job, _), result in zip(asked, results, strict=True):
-            answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
+            if isinstance(result, OutOfMemory) and len(steps) > 1:
+                logger.warning("no room for %s's step, taking it alone: %s", job.model_id, result)
+                (answers[job.request_id],) = self._together([job], self._optim_steps)
+            else:
+                answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
         return [answers[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job]) -> list[Answer]:

@@ -39,13 +39,15 @@ FORWARD = training_body(DATUM, forward_only=True)
 
 
 class Noting(FakeBackend):
-    """Notes its calls; those with an adapter of ``failing`` raise."""
+    """Notes its calls; those with an adapter of ``failing`` raise. Steps of ``lonely`` ones are not
+    taken beside others."""
 
     def __init__(self, memory_tokens: int | None = None) -> None:
         super().__init__(memory_tokens=memory_tokens)
         self.units: list[tuple[str, ...]] = []
         self.steps: list[list[str]] = []
         self.failing: dict[str, Exception] = {}
+        self.lonely: dict[str, OutOfMemory] = {}
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
         self.units.append(unit.adapter_ids)
@@ -56,7 +58,11 @@ class Noting(FakeBackend):
         names = [name for name, _ in steps]
         self.steps.append(names)
         self._check(names)
-        return super().optim_steps(steps)
+        if len(names) == 1:
+            return super().optim_steps(steps)
+        return [
+            self.lonely.get(step[0]) or super(Noting, self).optim_steps([step])[0] for step in steps
+        ]
 
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
@@ -210,12 +216,26 @@ def test_a_step_that_alone_could_not_be_taken_fails_alone(
     new_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = new_world()
-    results = [{"grad_norm": 1.0}, OutOfMemory("no room"), RuntimeError("on fire")]
-    monkeypatch.setattr(world.backend, "optim_steps", lambda _: results)
+    results = {"a": {"grad_norm": 1.0}, "b": OutOfMemory("no room"), "A": RuntimeError("on fire")}
+    monkeypatch.setattr(
+        world.backend, "optim_steps", lambda steps: [results[name] for name, _ in steps]
+    )
     first, second, third = world.run(*[step_of(world, model) for model in "abA"])
     assert body(first) == {"metrics": {"grad_norm": 1.0}}
     assert "no memory" in message(second, "server")
     assert "internal error" in message(third, "server")
+
+
+def test_a_step_without_room_beside_others_is_taken_alone(new_world: Callable[..., World]) -> None:
+    world, alone = new_world(), new_world()
+    for each in (world, alone):
+        each.run(*[each.gradient(model=model) for model in "abA"])
+    world.backend.lonely = {"b": OutOfMemory("no room"), "A": OutOfMemory("no room")}
+    outcomes = world.run(*[step_of(world, model) for model in "abA"])
+    assert world.backend.steps == [["a", "b", "A"], ["b"], ["A"]]
+    for model, outcome in zip("abA", outcomes, strict=True):
+        assert body(outcome) == body(alone.step(model=model))
+        assert_same(world.state(model), alone.state(model))
 
 
 # --- answers and payloads beside the device -------------------------------------------------------

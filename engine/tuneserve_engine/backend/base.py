@@ -222,8 +222,8 @@ class Backend(Protocol):
         self, steps: Sequence[tuple[str, AdamParams]]
     ) -> list[Mapping[str, float] | Exception]:
         """Applies AdamW to each adapter's accumulated gradient and clears it: an adapter at most
-        once. Finite metrics per step, or why that one was not taken, in order. All steps are under
-        way before the first is waited for."""
+        once. Finite metrics per step, or why that one was not taken, in order. Steps of as many
+        adapters as the device has room for are under way before the first is waited for."""
         ...
 
     def look_ahead(self, adapter_ids: Sequence[str]) -> None:

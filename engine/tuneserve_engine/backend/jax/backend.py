@@ -39,6 +39,9 @@ from tuneserve_engine.planner import PlanSettings, plan
 
 _UNLIMITED_BYTES = 1 << 62
 
+Stepped = dict[str, Mapping[str, float] | Exception]
+"""By adapter: what its step gave, or why it was not taken."""
+
 
 class BackendSettings(PlanSettings, Protocol):
     """What the backend reads of the worker's settings."""
@@ -199,28 +202,40 @@ class JaxBackend:
     def optim_steps(
         self, steps: Sequence[tuple[str, AdamParams]]
     ) -> list[Mapping[str, float] | Exception]:
-        results: list[Mapping[str, float] | Exception] = [{}] * len(steps)
-        known = set(self._pager.ids)
-        here = [adapter_id for adapter_id, _ in steps if adapter_id in known]
-        adapters = dict(zip(here, on_device(self._pager.get, here), strict=True))
-        norms: dict[int, jax.Array] = {}
-        for index, (adapter_id, params) in enumerate(steps):
+        asked = dict(steps)
+        results: Stepped = {}
+        for group in self._pager.groups(list(asked)):
+            results |= self._steps({adapter_id: asked[adapter_id] for adapter_id in group})
+        return [results[adapter_id] for adapter_id, _ in steps]
+
+    def _steps(self, asked: Mapping[str, AdamParams]) -> Stepped:
+        """Those of adapters that the device has room for together. Raises ``DeviceFailed`` only: an
+        earlier group has taken its steps, and must not be asked to take them again."""
+        try:
+            adapters = on_device(self._pager.get, list(asked))
+        except DeviceFailed:
+            raise
+        except Exception as error:
+            if len(asked) == 1:
+                return dict.fromkeys(asked, error)
+            alone = [self._steps({adapter_id: params}) for adapter_id, params in asked.items()]
+            return {adapter_id: result for each in alone for adapter_id, result in each.items()}
+        results: Stepped = {}
+        norms: dict[str, jax.Array] = {}
+        for (adapter_id, params), adapter in zip(asked.items(), adapters, strict=True):
             try:
-                adapter = adapters.get(adapter_id) or self._pager.get([adapter_id])[0]
-                norms[index] = on_device(
+                norms[adapter_id] = on_device(
                     self._trainer.start_step, adapter, params, donated=arrays_of(adapter)
                 )
             except DeviceFailed:
                 raise
             except Exception as error:
-                results[index] = error
+                results[adapter_id] = error
         try:
             waited = jax.device_get(norms)
         except jax.errors.JaxRuntimeError as error:  # whatever it is, the only copies are consumed
             raise DeviceFailed(f"a step failed on the device: {error}") from error
-        for index, norm in waited.items():
-            results[index] = {"grad_norm": float(norm)}
-        return results
+        return results | {name: {"grad_norm": float(norm)} for name, norm in waited.items()}
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._sampler.has_snapshot(snapshot_id)

@@ -137,6 +137,22 @@ class AdapterPager:
             if old is not None:
                 old.discard()
 
+    def groups(self, adapter_ids: Sequence[str]) -> list[list[str]]:
+        """The adapters in their order, in groups that the device has room for: an adapter larger
+        than that is alone, and one that does not exist takes none."""
+        groups: list[list[str]] = []
+        room = 0
+        for adapter_id in adapter_ids:
+            with self._state:
+                entry = self._entries.get(adapter_id)
+            needed = entry.device_bytes if entry is not None else 0
+            if not groups or needed > room:
+                groups.append([])
+                room = self._device_limit
+            groups[-1].append(adapter_id)
+            room -= needed
+        return groups
+
     def get(self, adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
         """The adapters, on the device; they stay there until the next call.
 

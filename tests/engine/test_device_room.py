@@ -1,0 +1,109 @@
+"""What the device has room for at once: adapters that step, micro-batches under way; and what is
+left when there was none."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.engine.conftest import LATTICE
+from tuneserve_engine.adapters import AdamParams, AdapterConfig
+from tuneserve_engine.backend.base import AdapterState, OutOfMemory
+from tuneserve_engine.backend.jax.adapters import TrainingAdapter, adapter_bytes
+from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+
+CONFIG = AdapterConfig(rank=8, alpha=32, seed=1)
+STEP = AdamParams(learning_rate=0.01)
+
+
+def exhausted(*_: Any, **__: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.")
+
+
+def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
+    return backend.adapter_state(adapter_id, optimizer=True, accumulator=True)
+
+
+def assert_same(a: AdapterState, b: AdapterState) -> None:
+    assert (a.config, a.step) == (b.config, b.step)
+    for part in ("weights", "first_moment", "second_moment", "accumulator"):
+        mine, other = getattr(a, part), getattr(b, part)
+        assert mine.keys() == other.keys()
+        assert all(mine[name].tobytes() == other[name].tobytes() for name in mine)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow(base_model: Path, backend: JaxBackend) -> JaxBackend:
+    """Has room for two adapters of rank 8 on its device."""
+    room = AdapterRoom(device_bytes=2 * adapter_bytes(backend._shapes, 8))
+    return JaxBackend(str(base_model), name="tiny", tokenizer_id="t", lattice=LATTICE, room=room)
+
+
+def with_gradient(backend: JaxBackend, name: str, seed: int) -> None:
+    """A new adapter that has a gradient."""
+    backend.create_adapter(name, CONFIG)
+    state = backend.adapter_state(name, optimizer=False)
+    random = np.random.default_rng(seed)
+    gradient = {
+        name: random.standard_normal(x.shape, np.float32) for name, x in state.weights.items()
+    }
+    backend.load_adapter(name, replace(state, accumulator=gradient))
+
+
+def test_no_more_adapters_step_at_once_than_the_device_has_room_for(
+    narrow: JaxBackend, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"stepping {number}" for number in range(5)]
+    for each in (narrow, backend):
+        for seed, name in enumerate(names):
+            with_gradient(each, name, seed)
+    get, asked, most = narrow._pager.get, [], 0
+
+    def noting(adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
+        nonlocal most
+        adapters = get(adapter_ids)
+        asked.append(list(adapter_ids))
+        most = max(most, narrow._pager.on_device)
+        return adapters
+
+    monkeypatch.setattr(narrow._pager, "get", noting)
+    got = narrow.optim_steps([(name, STEP) for name in names])
+    assert asked == [names[:2], names[2:4], names[4:]]
+    assert most == 2
+    assert got == backend.optim_steps([(name, STEP) for name in names])
+    for name in names:
+        assert_same(state_of(narrow, name), state_of(backend, name))
+
+
+def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
+    narrow: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"waiting {number}" for number in range(4)]
+    for seed, name in enumerate(names):
+        with_gradient(narrow, name, seed)
+    get, asked = narrow._pager.get, []
+
+    def cramped(adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
+        asked.append(list(adapter_ids))
+        adapters: list[TrainingAdapter] = (
+            exhausted() if names[2] in adapter_ids else get(adapter_ids)
+        )
+        return adapters
+
+    monkeypatch.setattr(narrow._pager, "get", cramped)
+    results = narrow.optim_steps([(name, STEP) for name in names])
+    monkeypatch.undo()
+    assert asked == [names[:2], names[2:], [names[2]], [names[3]]]
+    assert isinstance(results[2], OutOfMemory)
+    assert [isinstance(result, Exception) for result in results] == [False, False, True, False]
+    assert [state_of(narrow, name).step for name in names] == [1, 1, 0, 1]
+    (taken,) = narrow.optim_steps([(names[2], STEP)])
+    assert not isinstance(taken, Exception)
+    assert state_of(narrow, names[2]).step == 1
