@@ -1,7 +1,7 @@
 """What the device has room for at once: adapters that step, micro-batches under way; and what is
 left when there was none."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,3 +107,78 @@ def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
     (taken,) = narrow.optim_steps([(names[2], STEP)])
     assert not isinstance(taken, Exception)
     assert state_of(narrow, names[2]).step == 1
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
+    backend: JaxBackend,
+    batch_of: Any,
+    unit_of: Any,
+    datum: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers that a program is to give back are there before it has run."""
+    for name in ("unlucky", "undisturbed"):
+        backend.create_adapter(name, CONFIG)
+    batch = batch_of((0, datum(1, 11)))
+    train = backend._trainer._train
+
+    def fail_later(*args: Any) -> Any:
+        trained = train(*args)
+        for array in jax.tree.leaves((trained.space, trained.scratch)):
+            array.delete()
+        monkeypatch.setattr(jax, "device_get", exhausted)
+        return trained
+
+    before = state_of(backend, "unlucky")
+    monkeypatch.setattr(backend._trainer, "_train", fail_later)
+    with pytest.raises(OutOfMemory):
+        backend.forward_backward(unit_of(["unlucky"], [batch]))
+    monkeypatch.undo()
+    assert_same(state_of(backend, "unlucky"), before)
+    for name in ("unlucky", "undisturbed"):
+        backend.forward_backward(unit_of([name], [batch]))
+    assert state_of(backend, "unlucky").accumulator
+    assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
+
+
+@pytest.mark.parametrize(("program", "forward_only"), [("_train", False), ("_score", True)])
+def test_the_device_holds_two_micro_batches_at_most(
+    backend: JaxBackend,
+    batch_of: Any,
+    unit_of: Any,
+    datum: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    forward_only: bool,
+) -> None:
+    backend.create_adapter("many", CONFIG)
+    batches = [batch_of((0, datum(seed, 5 + seed))) for seed in range(5)]
+    under_way: list[Any] = []
+    most = 0
+    run: Callable[..., Any] = getattr(backend._trainer, program)
+    fetch = jax.device_get
+
+    def noting(*args: Any) -> Any:
+        nonlocal most
+        result = run(*args)
+        under_way.append(result if forward_only else result.out)
+        most = max(most, len(under_way))
+        return result
+
+    def fetched(tree: Any) -> Any:
+        under_way[:] = [each for each in under_way if each is not tree]
+        return fetch(tree)
+
+    monkeypatch.setattr(backend._trainer, program, noting)
+    monkeypatch.setattr(jax, "device_get", fetched)
+    unit = unit_of(["many"], batches, forward_only=forward_only)
+    together = backend.forward_backward(unit).outputs
+    assert (most, under_way) == (2, [])
+    monkeypatch.undo()
+    for batch, output in zip(batches, together, strict=True):
+        alone = backend.forward_backward(unit_of(["many"], [batch], forward_only=True)).outputs[0]
+        used = batch.datum >= 0
+        np.testing.assert_allclose(output.loss[used], alone.loss[used], rtol=1e-5)

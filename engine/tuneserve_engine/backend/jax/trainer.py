@@ -1,5 +1,6 @@
 """Training on the device: the buffers that all units share, and the programs that run in them."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +34,9 @@ from tuneserve_engine.backend.jax.train import (
     train_stream,
 )
 from tuneserve_engine.lattice import ShapeLattice, multiple_from
+
+_UNDER_WAY = 2
+"""Micro-batches whose arrays are on the device: the next is sent while one runs."""
 
 
 class Trainer:
@@ -75,19 +79,15 @@ class Trainer:
     def forward_backward(self, unit: TrainUnit, adapters: Sequence[TrainingAdapter]) -> TrainResult:
         """Runs the unit on its requests' adapters; see ``Backend.forward_backward``."""
         rank_class = adapters[0].rank_class
-        slots = self._filled(rank_class, adapters)
-        scored: list[Scored] = []
-        begun: set[int] = set()
-        for batch in unit.batches:
-            stream = StreamIn.of(batch, self._lattice.block, begun)
-            begun |= set(batch.block_request.tolist())
-            used = batch.blocks * self._lattice.block
-            self.tokens_computed += multiple_from(used, self._lattice.chunk)
-            scored.append(self._run(stream, slots, rank_class, unit.forward_only))
-        # Waits here: whatever fails on the device fails before an accumulator is touched.
-        outputs = [
-            TrainOutput(_rows(out.logprobs), _rows(out.loss)) for out in jax.device_get(scored)
-        ]
+        try:
+            slots = self._filled(rank_class, adapters)
+            # Waits here: whatever fails on the device fails before an accumulator is touched.
+            outputs = self._outputs(unit, slots, rank_class)
+        except Exception:
+            # A program gives its buffers back before it has run: one that failed spoiled them.
+            self._space = None
+            self._banks.pop(rank_class, None)
+            raise
         finite = _finite(unit.batches, outputs, len(adapters))
         if not unit.forward_only:
             finite = self._commit(adapters, slots, finite)
@@ -96,6 +96,21 @@ class Trainer:
     def start_step(self, adapter: TrainingAdapter, params: AdamParams) -> Array:
         """Puts the adapter one step further and returns the gradient's norm; waits for neither."""
         return start_step(adapter, params, partial(self._step, adapter.rank_class))
+
+    def _outputs(self, unit: TrainUnit, slots: "_Slots", rank_class: int) -> list[TrainOutput]:
+        """Runs the micro-batches, and waits for all of them."""
+        outputs: list[TrainOutput] = []
+        under_way: deque[Scored] = deque()
+        begun: set[int] = set()
+        for batch in unit.batches:
+            if len(under_way) == _UNDER_WAY:
+                outputs.append(_fetched(under_way.popleft()))
+            stream = StreamIn.of(batch, self._lattice.block, begun)
+            begun |= set(batch.block_request.tolist())
+            used = batch.blocks * self._lattice.block
+            self.tokens_computed += multiple_from(used, self._lattice.chunk)
+            under_way.append(self._run(stream, slots, rank_class, unit.forward_only))
+        return outputs + [_fetched(each) for each in under_way]
 
     def _run(self, stream: Any, slots: "_Slots", rank_class: int, is_scored: bool) -> Scored:
         """Dispatches one micro-batch."""
@@ -259,6 +274,12 @@ def _blank(shape: Any) -> Any:
     room = np.zeros(int(np.prod(shape.shape)) + 1, shape.dtype)
     start = int(room.ctypes.data % 64 == 0)
     return room[start : start + room.size - 1].reshape(shape.shape)
+
+
+def _fetched(out: Scored) -> TrainOutput:
+    """On the host, once it has been computed."""
+    host: Scored = jax.device_get(out)
+    return TrainOutput(_rows(host.logprobs), _rows(host.loss))  # type: ignore[arg-type]
 
 
 def _rows(blocks: FloatArray) -> FloatArray:
