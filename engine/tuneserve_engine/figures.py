@@ -17,7 +17,8 @@ FIGURES = {
     "adapters_paged_in_total": "Adapters brought into the device's memory.",
     "adapters_paged_out_total": "Adapters moved out of it.",
     "device_seconds_total": "Time that units took on the device.",
-    "host_seconds_total": "Time of units on the host, while the device had nothing to do.",
-    "page_wait_seconds_total": "Time that units waited for their adapters.",
+    "host_seconds_total": "Time in which there was work and the device had nothing to do: the "
+    "host was at it, or adapters were on their way.",
+    "page_wait_seconds_total": "Time that units waited for their adapters, part of the above.",
 }
 """By the names under which a worker tells them."""

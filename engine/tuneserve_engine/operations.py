@@ -57,7 +57,8 @@ class _Resident:
 
 @dataclass(frozen=True)
 class Executed:
-    """A unit that has run: its jobs' answers, in order, and the seconds that the backend had it."""
+    """A unit that has run: its jobs' answers, in order, and the seconds that the backend had it,
+    save those in which it waited for adapters."""
 
     answers: Sequence[Answer]
     device_s: float
@@ -163,11 +164,12 @@ class Operations:
 
     def _timed(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """What a call of the backend gives."""
-        started_s = self._clock()
+        started_s, waited_s = self._clock(), self._backend.page_wait_s
         try:
             return call(*given, **named)
         finally:
-            self._device_s += self._clock() - started_s
+            waited_s = self._backend.page_wait_s - waited_s
+            self._device_s += self._clock() - started_s - waited_s
 
     def _config(self, job: Job) -> AdapterConfig:
         return self._resident(job).config

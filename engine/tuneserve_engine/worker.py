@@ -235,6 +235,7 @@ class Worker:
     # --- the device's side ----------------------------------------------------------------------
 
     async def _run_units(self) -> None:
+        idle_since_s = self.clock()  # of the device, although there is work
         while not self._stopping.is_set():
             # Not chosen before the unit ahead of it has ended: what comes meanwhile may take part.
             unit = self._scheduler.next_unit(self.backlog.in_order())
@@ -242,6 +243,7 @@ class Worker:
                 self.backlog.arrived.clear()
                 if not self._stopping.is_set():
                     await self.backlog.arrived.wait()
+                idle_since_s = self.clock()
                 continue
             self.backlog.remove(unit)
             self._unstored |= {
@@ -250,9 +252,11 @@ class Worker:
             await self._note(unit)
             kill_point("worker-before-unit")
             started_s = self.clock()
+            self._host_s += started_s - idle_since_s
             executed, outcomes = await self._execute(unit)
             kill_point("worker-after-unit")
-            seconds = self.clock() - started_s
+            idle_since_s = self.clock()
+            seconds = idle_since_s - started_s
             self._scheduler.charge(unit, seconds)
             await self._executed.put(_Unit(unit, executed, outcomes, seconds))
         await self._executed.join()

@@ -182,3 +182,18 @@ def test_the_device_holds_two_micro_batches_at_most(
         alone = backend.forward_backward(unit_of(["many"], [batch], forward_only=True)).outputs[0]
         used = batch.datum >= 0
         np.testing.assert_allclose(output.loss[used], alone.loss[used], rtol=1e-5)
+
+
+def test_tokens_are_counted_without_and_with_padding(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+) -> None:
+    """Blocks have 8 tokens, chunks 16."""
+    backend.create_adapter("counted", CONFIG)
+    batches = [
+        batch_of((0, datum(1, 11)), (1, datum(2, 3), datum(3, 9))),
+        batch_of((1, datum(4, 5))),
+    ]
+    names = ("tokens_trained_total", "tokens_computed_total")
+    before = [backend.figures[name] for name in names]
+    backend.forward_backward(unit_of(["counted"] * 2, batches))
+    assert [backend.figures[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.engine.worker_bench import TIMEOUT_S, Bench, gradient_body, loss, run
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine import training_wire, worker
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.jobs import Job, JobKind
 from tuneserve_engine.training_wire import TrainingData
 
 
@@ -184,6 +185,66 @@ def test_an_idle_device_decodes_and_encodes_for_itself(
         assert len(results.threads) == 1
 
     run(tmp_path, scenario)
+
+
+# --- the device's idle time -----------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        assert bench.worker._host_s == 0
+        choose = bench.worker._scheduler.next_unit
+
+        def slow(pending: Sequence[Job]) -> list[Job]:
+            clock.now_s += 2.0 if pending else 0.0
+            return choose(pending)
+
+        bench.worker._scheduler.next_unit = slow  # type: ignore[method-assign]
+        first = await running(bench, "a")
+        others = [await bench.step("a"), await bench.gradient("a")]
+        await taken(bench, 2)
+        bench.backend.gate.set()
+        for request in (first, *others):
+            await bench.ok(request)
+        clock.now_s += 100.0  # nobody asked for anything
+        await bench.ok(await bench.gradient("a"))
+        assert bench.worker._host_s == 8.0
+
+    run(tmp_path, scenario, replace(NEVER, clock=clock))
+
+
+def test_the_host_is_charged_for_results_that_the_device_waits_for(
+    tmp_path: Path, results: Results
+) -> None:
+    clock = Clock()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        requests = [await running(bench, "a", 0)]
+        for token in range(1, 6):
+            requests += [await bench.step("a"), await bench.gradient("a", token)]
+        await taken(bench, 10)
+        bench.backend.gate.set()
+        most = worker._UNDELIVERED + 2
+        await until(lambda: len(bench.backend.gradients) + len(bench.backend.steps) == most)
+        await asyncio.sleep(0.05)
+        clock.now_s += 3.0
+        results.go_on.set()
+        for request in requests:
+            await bench.ok(request)
+        assert bench.worker._host_s == 3.0
+
+    run(tmp_path, scenario, replace(NEVER, clock=clock))
 
 
 # --- payloads -------------------------------------------------------------------------------------

@@ -328,7 +328,8 @@ def test_only_models_that_are_here_are_looked_ahead_for(
     assert asked == [["B", "a"]]
 
 
-def test_the_time_that_the_backend_had_a_unit_is_told(tmp_path: Path) -> None:
+def test_the_time_that_the_device_had_a_unit_is_told(tmp_path: Path) -> None:
+    """A quarter of it the unit waits for adapters."""
     now_s = 0.0
 
     class Slow(FakeBackend):
@@ -337,9 +338,13 @@ def test_the_time_that_the_backend_had_a_unit_is_told(tmp_path: Path) -> None:
             now_s += 2.0
             return super().forward_backward(unit)
 
+        @property
+        def page_wait_s(self) -> float:
+            return now_s / 4
+
     world = World(tmp_path, Slow(), clock=lambda: now_s)
     for name in "aA":
         world.create(name, LARGE if name.isupper() else CONFIG)
     unit = [world.gradient(model="a"), world.gradient(model="A")]
-    assert world.operations.execute(unit).device_s == 4.0
-    assert world.operations.execute(unit[:1]).device_s == 2.0
+    assert world.operations.execute(unit).device_s == 3.0
+    assert world.operations.execute(unit[:1]).device_s == 1.5

@@ -203,6 +203,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def page_wait_s(self) -> float:
+        """How long calls have waited for adapters to come, so far."""
+        ...
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """What is going on here, by the names of ``figures.FIGURES``. May be read by any thread."""
         ...

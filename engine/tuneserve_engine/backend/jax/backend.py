@@ -247,11 +247,16 @@ class JaxBackend:
         return on_device(self._sampler.sample, requests)
 
     @property
+    def page_wait_s(self) -> float:
+        return self._pager.waited_s
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """What is going on here, for whoever watches."""
         pager = self._pager
         return {
             **self._programs.figures,
+            "tokens_trained_total": self._trainer.tokens_trained,
             "tokens_computed_total": self._trainer.tokens_computed,
             "adapters": len(pager.ids),
             "adapters_on_device": pager.on_device,

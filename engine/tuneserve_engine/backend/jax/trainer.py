@@ -71,8 +71,8 @@ class Trainer:
         self._space: Workspace | None = None
         self._banks: dict[int, _Slots] = {}
         self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank class
-        self.tokens_computed = 0
-        """Of forward_backward so far, padding included."""
+        self.tokens_trained = self.tokens_computed = 0
+        """Of forward_backward so far; the latter with padding."""
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
@@ -108,6 +108,7 @@ class Trainer:
             stream = StreamIn.of(batch, self._lattice.block, begun)
             begun |= set(batch.block_request.tolist())
             used = batch.blocks * self._lattice.block
+            self.tokens_trained += int(np.count_nonzero(batch.datum >= 0))
             self.tokens_computed += multiple_from(used, self._lattice.chunk)
             under_way.append(self._run(stream, slots, rank_class, unit.forward_only))
         return outputs + [_fetched(each) for each in under_way]
