@@ -81,7 +81,6 @@ class Operations:
         self._residents: dict[str, _Resident] = {}
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
-            JobKind.SAVE_WEIGHTS: self._save_weights,
             JobKind.LOAD_WEIGHTS: self._load_weights,
             JobKind.UNLOAD_MODEL: self._unload_model,
         }
@@ -112,6 +111,8 @@ class Operations:
             answers = self._together(unit, self._optim_steps)
         elif kind == JobKind.SAMPLE:
             answers = self._together(unit, self._sample)
+        elif kind == JobKind.SAVE_WEIGHTS:
+            answers = [self._save_weights(job) for job in unit]
         else:
             answers = [_ready(attempt(job, self._single[kind])) for job in unit]
         for job in unit:
@@ -273,11 +274,19 @@ class Operations:
         self._residents[job.model_id or ""] = _Resident(config)
         return created(job, {"model_id": job.model_id, "type": "create_model"})
 
-    def _save_weights(self, job: Job) -> Outcome:
-        self._config(job)
-        command = jobs.decode(job.payload, jobs.SaveWeights)
-        training = command.kind == CheckpointKind.TRAINING
-        state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
+    def _save_weights(self, job: Job) -> Answer:
+        """Takes a copy of the state. The answer writes it: the device need not wait for a disk, and
+        nobody can ask for the file before the answer is stored."""
+        try:
+            self._config(job)
+            command = jobs.decode(job.payload, jobs.SaveWeights)
+            training = command.kind == CheckpointKind.TRAINING
+            state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
+        except Exception as error:
+            return _ready(failure(job, error))
+        return partial(attempt, job, partial(self._saved, command, state))
+
+    def _saved(self, command: jobs.SaveWeights, state: AdapterState, job: Job) -> Outcome:
         name = self._backend.info.name
         if command.kind == CheckpointKind.EXTERNAL:
             members = checkpoint.peft_members(state, name)

@@ -262,12 +262,14 @@ class Worker:
         await self._executed.join()
 
     async def _execute(self, unit: list[Job]) -> tuple[Executed, list[Outcome] | None]:
-        """The outcomes too, if nothing waits for the device: then another thread need not wake."""
+        """The outcomes too, if nothing waits for the device: then another thread need not wake. Not
+        those of a save, which waits for the disk: something may come meanwhile."""
         decoded = self._decoded.take(unit)
 
         def call() -> tuple[Executed, list[Outcome] | None]:
             executed = self._operations.execute(unit, decoded)
-            return executed, executed.outcomes() if self.backlog.is_empty else None
+            is_idle = self.backlog.is_empty and unit[0].kind != JobKind.SAVE_WEIGHTS
+            return executed, executed.outcomes() if is_idle else None
 
         running = self._start(self._device, call)
         self._running = unit

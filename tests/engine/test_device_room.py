@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.conftest import LATTICE
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, OutOfMemory
+from tuneserve_engine.backend.base import AdapterState, DeviceFailed, OutOfMemory
 from tuneserve_engine.backend.jax.adapters import TrainingAdapter, adapter_bytes
 from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
 
@@ -197,3 +197,23 @@ def test_tokens_are_counted_without_and_with_padding(
     before = [backend.figures[name] for name in names]
     backend.forward_backward(unit_of(["counted"] * 2, batches))
     assert [backend.figures[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [("INTERNAL: the device is gone", DeviceFailed), ("RESOURCE_EXHAUSTED: full", OutOfMemory)],
+)
+def test_a_state_that_cannot_be_copied_tells_the_device_from_its_memory(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
+) -> None:
+    def broken(_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(message)
+
+    backend.create_adapter("copied", CONFIG)
+    backend.optim_steps([("copied", STEP)])  # which brings it to the device
+    monkeypatch.setattr(jax, "device_get", broken)
+    with pytest.raises(expected, match=message.split(": ")[1]):
+        backend.adapter_state("copied", optimizer=True)

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from tests.engine.test_operations import record
 from tests.engine.test_recovery import NEVER, OFTEN
 from tests.engine.worker_bench import TIMEOUT_S, Bench, gradient_body, loss, run, until
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine import training_wire, worker
+from tuneserve_engine import files, training_wire, worker
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.jobs import Job, JobKind, LoadWeights, SaveWeights, encode
+from tuneserve_engine.records import CheckpointKind
 from tuneserve_engine.training_wire import TrainingData
+
+FILE = "0" * 32
 
 
 class Results:
@@ -185,6 +189,41 @@ def test_an_idle_device_decodes_and_encodes_for_itself(
         assert len(results.threads) == 1
 
     run(tmp_path, scenario)
+
+
+def test_the_device_does_not_wait_for_the_disk_that_a_save_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, begun, go_on = files._write_synced, threading.Event(), threading.Event()
+
+    def held(*given: Any) -> None:
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        write(*given)
+
+    monkeypatch.setattr(files, "_write_synced", held)
+
+    async def scenario(bench: Bench) -> None:
+        for model in "ab":
+            await bench.ok(await bench.create(model))
+        checkpoint = record(CheckpointKind.TRAINING, FILE)
+        command = SaveWeights(CheckpointKind.TRAINING, FILE, checkpoint)
+        saved = await bench.submit(JobKind.SAVE_WEIGHTS, encode(command), "a")
+        await until(begun.is_set)
+        others = [await bench.gradient("b"), await bench.step("a")]
+        await until(lambda: (bench.backend.gradients, bench.backend.steps) == (["b"], ["a"]))
+        assert await bench.store.wait(saved, 0) is None
+        go_on.set()
+        for request in (saved, *others):
+            await bench.ok(request)
+        load = LoadWeights(FILE, checkpoint.key, optimizer=True)
+        await bench.ok(await bench.submit(JobKind.LOAD_WEIGHTS, encode(load), "a"))
+        assert bench.state("a").step == 0
+
+    try:
+        run(tmp_path, scenario, NEVER)
+    finally:
+        go_on.set()
 
 
 # --- the device's idle time -----------------------------------------------------------------------

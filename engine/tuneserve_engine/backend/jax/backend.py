@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -185,7 +186,9 @@ class JaxBackend:
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
     ) -> AdapterState:
-        return self._pager.state(adapter_id, optimizer=optimizer, accumulator=accumulator)
+        return on_device(
+            partial(self._pager.state, adapter_id, optimizer=optimizer, accumulator=accumulator)
+        )
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         rank_class = self._lattice.rank_class(state.config.rank)
