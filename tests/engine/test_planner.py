@@ -287,7 +287,7 @@ def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> Non
         {"remat": "full"},
         {"batch_tokens": 16_384},
         {"chunk_tokens": 128},
-        {"request_slots": 64},
+        {"request_slots": 16},
         {"adapter_device_bytes": GIB, "adapter_host_bytes": 0},
         {"max_context_tokens": 128},
     ],
@@ -304,6 +304,11 @@ def test_what_was_asked_for_is_kept(asked: dict[str, Any]) -> None:
         "max_context_tokens": found.lattice.context_length,
     }
     assert {name: kept[name] for name in asked} == asked
+
+
+def test_more_requests_than_a_unit_ever_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"request_slots\s+.*less than or equal to 32"):
+        WorkerSettings(request_slots=33)
 
 
 @pytest.mark.parametrize(
