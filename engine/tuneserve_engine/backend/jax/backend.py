@@ -64,11 +64,13 @@ class BackendSettings(PlanSettings, Protocol):
 @dataclass(frozen=True)
 class AdapterRoom:
     """Where adapters are kept: most bytes on the device, most on the host, and the directory in
-    which one is made for the rest; None = the system's."""
+    which one is made for the rest; None = the system's. Those that are sampled from are apart, on
+    the device: ``snapshot_bytes`` at most."""
 
     device_bytes: int = _UNLIMITED_BYTES
     host_bytes: int = _UNLIMITED_BYTES
     directory: Path | None = None
+    snapshot_bytes: int = _UNLIMITED_BYTES
 
 
 class JaxBackend:
@@ -130,7 +132,12 @@ class JaxBackend:
         self._programs = ProgramSet()
         self._trainer = Trainer(self._programs, model, self._lattice)
         self._sampler = Sampler(
-            self._programs, model, self._lattice, _tokenizer(folder), lanes=sample_rows
+            self._programs,
+            model,
+            self._lattice,
+            _tokenizer(folder),
+            lanes=sample_rows,
+            snapshot_bytes=room.snapshot_bytes,
         )
 
     @classmethod
@@ -147,7 +154,10 @@ class JaxBackend:
             remat=planned.remat,
             sample_rows=planned.sample_rows,
             room=AdapterRoom(
-                planned.adapter_device_bytes, planned.adapter_host_bytes, settings.pages_dir
+                planned.adapter_device_bytes,
+                planned.adapter_host_bytes,
+                settings.pages_dir,
+                planned.snapshot_bytes,
             ),
             compile_cache_dir=settings.compile_cache_dir,
         )

@@ -83,6 +83,12 @@ def adapter_specs(shapes: TargetShapes, rank: int) -> Any:
     return Adapter(LoraWeights(a, b), _float32(()))
 
 
+def weights_bytes(shapes: TargetShapes, rank: int) -> int:
+    """What the weights of an ``Adapter`` take."""
+    weights = adapter_specs(shapes, rank).weights
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+
+
 def _by_layer(weights: LoraWeights) -> tuple[tuple[LoraWeights, ...], LoraWeights]:
     """Each layer's part, and the unembedding's."""
 

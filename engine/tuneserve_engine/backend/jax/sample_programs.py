@@ -2,7 +2,7 @@
 
 A request's options are arguments or places in arrays of fixed width, never part of a shape.
 
-Dimension key: B lanes, V vocabulary, D hidden, T cache capacity, P positions of a chunk, K ids per
+Dimension key: B lanes, V vocabulary, D hidden, T cache capacity, P positions of a part, K ids per
 position, Q choices per position, U steps per dispatch.
 """
 
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.adapters import target_shapes
+from tuneserve_engine.backend.jax.head import head_chunk_blocks
 from tuneserve_engine.backend.jax.models.block import Layer
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache
@@ -62,7 +63,7 @@ class Prefilled(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """What to say about each position of a chunk of a prompt."""
+    """What to say about each position of a part of a prompt."""
 
     ids: AnyArray  # [P, K] int32, -1 = none
     top: Scalar  # bool: the most likely ids
@@ -105,7 +106,9 @@ class Programs:
     def __init__(
         self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice, lanes: int
     ) -> None:
-        positions = lattice.chunk
+        # As many as training scores at once: logits of a whole chunk would take gigabytes.
+        blocks = head_chunk_blocks(lattice.block, lattice.chunk, model.config.vocab_size)
+        positions = blocks * lattice.block
         self.positions = positions
         use = "samples, by capacity and rank class"
         self.prefill = programs.add("prefill", _prefill, use=use, model=model)
