@@ -66,6 +66,10 @@ class ServedBaseModel(Response):
         default=None,
         description="What they still compile ahead, if any: requests are taken meanwhile.",
     )
+    failing: str | None = Field(
+        default=None,
+        description="What they cannot compile, if anything: requests that need it fail.",
+    )
     architecture: str
     context_length: int
     max_rank: int
@@ -78,6 +82,7 @@ class HealthResponse(Response):
     )
     base_model: str
     warming: str | None = None
+    failing: str | None = None
     architecture: str | None = None
     context_length: int | None = None
     max_rank: int | None = None

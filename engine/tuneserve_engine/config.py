@@ -21,12 +21,14 @@ from pydantic_settings import (
 
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.queue.base import StorePolicy
+from tuneserve_engine.scheduler import MAX_JOBS
 
 TINY_MODEL = Path(__file__).parent / "tiny_model"
 SETTINGS_FILE = "tuneserve.toml"  # in the working directory
 
 STORE_SCHEMES = ("redis://", "rediss://", "unix://")
 
+RequestSlots = Annotated[int, Field(ge=1, le=MAX_JOBS)]
 ChunkTokens = Annotated[int, Field(ge=ShapeLattice.block, multiple_of=ShapeLattice.block)]
 
 REFUSED = 2
@@ -179,10 +181,11 @@ class WorkerSettings(CommonSettings):
         description="Largest rank of an adapter; each class of ranks (to 8, to 32, to 128) costs "
         "memory and programs. Default: 128, or less where the memory lacks.",
     )
-    request_slots: PositiveInt | None = Field(
+    request_slots: RequestSlots | None = Field(
         default=None,
         description="Training requests of the lowest ranks that run together, each with a gradient "
-        "of its own; of higher ranks fewer. Default: 32, or less where the memory lacks.",
+        "of its own; of higher ranks fewer. At most 32, which is also the default, or less where "
+        "the memory lacks.",
     )
     sample_rows: PositiveInt = Field(default=8, description="Sequences decoded together.")
     device_memory_bytes: PositiveInt | None = Field(
@@ -248,8 +251,9 @@ class WorkerSettings(CommonSettings):
 
     @property
     def pages_dir(self) -> Path:
-        """Where adapters are for which neither device nor host has room; nobody else's."""
-        return self.data_dir / "pages" / self.lease_name
+        """Where workers make a directory each for adapters that neither device nor host has room
+        for."""
+        return self.data_dir / "pages"
 
     @property
     def lease_name(self) -> str:

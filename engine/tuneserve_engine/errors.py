@@ -16,7 +16,7 @@ class EngineError(Exception):
     """Ends one job with a message that its owner reads."""
 
     category: ClassVar[Category] = "unknown"
-    no_room = False  # the device's memory was too small, or too full: later there may be room
+    no_room = False  # for this, here and now: later, or on another worker, there may be
 
 
 class UserError(EngineError):

@@ -4,10 +4,11 @@ Those that end in ``_total`` only grow, as long as the process lives; the others
 """
 
 FIGURES = {
-    "ready": "1 once every program is compiled; requests are taken before, too.",
-    "programs": "Programs to compile ahead.",
-    "programs_compiled": "Those that are.",
-    "compilations_after_ready_total": "Programs compiled after that: none is expected.",
+    "ready": "1 once every program is compiled or has failed; requests are taken before, too.",
+    "programs": "Programs that requests can need.",
+    "programs_compiled": "Those that are compiled.",
+    "programs_failed": "Those that cannot be: requests that need one fail.",
+    "compilations_after_ready_total": "Programs compiled after ready: none is expected.",
     "units_total": "Units of work done.",
     "tokens_trained_total": "Tokens of forward_backward requests, without padding.",
     "tokens_computed_total": "Tokens computed for them, padding included.",
@@ -16,7 +17,8 @@ FIGURES = {
     "adapters_paged_in_total": "Adapters brought into the device's memory.",
     "adapters_paged_out_total": "Adapters moved out of it.",
     "device_seconds_total": "Time that units took on the device.",
-    "host_seconds_total": "Time of units on the host, while the device had nothing to do.",
-    "page_wait_seconds_total": "Time that units waited for their adapters.",
+    "host_seconds_total": "Time in which there was work and the device had nothing to do: the "
+    "host was at it, or adapters were on their way.",
+    "page_wait_seconds_total": "Time that units waited for their adapters, part of the above.",
 }
 """By the names under which a worker tells them."""

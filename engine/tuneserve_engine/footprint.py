@@ -19,6 +19,14 @@ _ADAPTER_COPIES = 4
 """Of each adapter, float32: weights, two moments, accumulated gradient."""
 _STEP_COPIES = 3
 """Of an adapter, while its optimizer step runs."""
+_UNDER_WAY = 2
+"""Micro-batches on the device at once."""
+_TOKEN_BYTES = 96
+"""What the layers compute of a token beside its hidden states: masks, and whose block it is in."""
+_DRAWN_COPIES, _SCORED_COPIES = 8, 3
+"""Of logits, float32, while tokens are drawn, and while a prompt's positions are scored."""
+_ALTERNATIVES = 64 * 128
+"""Of a position that is scored: 64 draws, each from a block of 128 logits."""
 _ITEM = {"float32": 4, "bfloat16": 2}
 
 
@@ -38,6 +46,7 @@ class Shape:
     lattice: ShapeLattice
     remat: Remat
     sample_rows: int
+    snapshots: int  # of the highest ranks
     dtype: Literal["float32", "bfloat16"]
     device_kind: str
 
@@ -67,13 +76,20 @@ class Footprint:
             *(self.bank(rank) for rank in self.shape.lattice.rank_classes),
             self.tape,
             self.layer_gradients,
-            *self.wide_copies,
+            self.batches,
             self.stream,
             self.chunk,
             self.logits,
+            self.head_adapters,
             self.step,
+            self.unstacked,
             self.caches,
             self.lanes,
+            self.snapshots,
+            self.prompt,
+            self.drawing,
+            self.scoring,
+            *self.wide_copies,
         )
 
     # --- weights --------------------------------------------------------------------------------
@@ -87,12 +103,17 @@ class Footprint:
     def parameters(self) -> int:
         """Of the base model."""
         c = self.config
+        tables = 1 if c.tied_embeddings else 2
+        return c.layers * self.layer_parameters + tables * c.vocab_size * c.hidden + c.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of a layer of the base model."""
+        c = self.config
         queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
         layer = 2 * c.hidden * (queries + keys) + 3 * c.hidden * c.intermediate + 2 * c.hidden
         layer += (queries + 2 * keys) * c.attention_bias + c.hidden * c.output_bias
-        layer += (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
-        tables = 1 if c.tied_embeddings else 2
-        return c.layers * layer + tables * c.vocab_size * c.hidden + c.hidden
+        return layer + (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
 
     @property
     def rank_parameters(self) -> int:
@@ -200,8 +221,9 @@ class Footprint:
         wide = 4 * (4 * c.hidden + 2 * heads + 4)
         narrow = 2 * c.hidden + c.heads * c.head_dim + 6 * c.intermediate + 7 * rank
         cast = 0 if item == 4 else rank * self._layer_rank_parameters // lattice.block
-        once = 2 * (c.hidden + c.head_dim) + 7 * lattice.chunk // lattice.block  # per chunk
-        return wide + item * (narrow + cast + once // lattice.chunk + 1)
+        scales = 4 * 7 * lattice.chunk // lattice.block
+        once = 2 * (c.hidden + c.head_dim) * item + scales  # per chunk
+        return wide + item * (narrow + cast + 1) + once // lattice.chunk
 
     @property
     def layer_gradients(self) -> Line:
@@ -215,32 +237,57 @@ class Footprint:
 
     @property
     def wide_copies(self) -> tuple[Line, ...]:
-        """On a CPU, XLA computes bfloat16 in float32, and loops hold copies of all they carry."""
+        """On a CPU, XLA computes bfloat16 in float32, and loops hold copies of all they carry and
+        of all that they read."""
         if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
             return ()
-        copied = self.tape.bytes + self.layer_gradients.bytes
-        return (Line("float32 copies on a CPU", "4 * training and its gradients", 4 * copied),)
+        carried = self.tape.bytes + self.layer_gradients.bytes
+        read = 2 * (self.base.bytes + self.caches.bytes) + self.lanes.bytes
+        return (
+            Line("float32 copies on a CPU", "4 * training and its gradients", 4 * carried),
+            Line("what is read, in float32", "2 * base weights and caches, and the bank", read),
+        )
+
+    @property
+    def batches(self) -> Line:
+        """Arguments and results of micro-batches: targets, their weights and logprobs, and one of
+        each of what is there once per token."""
+        tokens, targets = self.shape.lattice.stream, self.shape.lattice.target_classes[-1]
+        width = 3 * 4 * targets + 56
+        return Line(
+            "micro-batches under way",
+            f"{_UNDER_WAY} * {tokens:,} tokens * {width:,} bytes",
+            _UNDER_WAY * tokens * width,
+        )
 
     @property
     def stream(self) -> Line:
-        """Hidden states into and out of the layers; scoring has one layer's attention besides."""
+        """Hidden states into, within and out of the layers; who keeps no tape, a prompt of samples
+        for instance, has one layer's attention besides."""
         c, item, tokens = self.config, self.shape.item, self.shape.lattice.stream
-        width = 2 * c.hidden * item + self._projected * item + self._attended_bytes
+        width = (3 * c.hidden + self._projected) * item + self._attended_bytes + _TOKEN_BYTES
         return Line("a stream on its way", f"{tokens:,} tokens * {width:,} bytes", tokens * width)
 
     @property
     def chunk(self) -> Line:
-        """Gathered adapters and their gradients, and a layer's intermediate values."""
-        c, lattice = self.config, self.shape.lattice
+        """The layer's weights, which a product does not read where they are stacked; gathered
+        adapters and their gradients; and the layer's intermediate values."""
+        lattice, width = self.shape.lattice, self._layer_width
         blocks, rank = lattice.chunk // lattice.block, lattice.max_rank
+        weights = self.layer_parameters * self.shape.item
         adapters = 2 * blocks * 4 * rank * self._layer_rank_parameters
-        width = 8 * c.intermediate + 8 * c.hidden + 4 * c.heads * c.head_dim
         return Line(
             "a chunk in its layer",
-            f"2 * {blocks} blocks' adapters of rank {rank} + {lattice.chunk:,} tokens * {width:,} "
-            "* 4 bytes",
-            adapters + lattice.chunk * width * 4,
+            f"{weights:,} bytes + 2 * {blocks} blocks' adapters of rank {rank} + "
+            f"{lattice.chunk:,} tokens * {width:,} * 4 bytes",
+            weights + adapters + lattice.chunk * width * 4,
         )
+
+    @property
+    def _layer_width(self) -> int:
+        """Intermediate values of a token in a layer."""
+        c = self.config
+        return 8 * c.intermediate + 8 * c.hidden + 4 * c.heads * c.head_dim
 
     @property
     def logits(self) -> Line:
@@ -249,6 +296,16 @@ class Footprint:
             "logits of a chunk and their gradient",
             f"2 * {tokens:,} tokens * {vocab:,} * 4 bytes",
             2 * tokens * vocab * 4,
+        )
+
+    @property
+    def head_adapters(self) -> Line:
+        """A block's part of an adapter in the head, and its gradient."""
+        rank, width = self.shape.lattice.max_rank, self.config.hidden + self.config.vocab_size
+        return Line(
+            "an adapter in the head",
+            f"2 * 4 bytes * rank {rank} * {width:,}",
+            2 * 4 * rank * width,
         )
 
     @property
@@ -264,15 +321,30 @@ class Footprint:
     # --- sampling -------------------------------------------------------------------------------
 
     @property
+    def unstacked(self) -> Line:
+        """Decoding reads each layer's weights from arrays of their own."""
+        layers, count, item = self.config.layers, self.layer_parameters, self.shape.item
+        return Line(
+            "layers for sampling",
+            f"{layers} layers * {count:,} parameters * {item} bytes",
+            layers * count * item,
+        )
+
+    @property
     def caches(self) -> Line:
-        c, item, rows = self.config, self.shape.item, self.shape.sample_rows
-        capacity = self.shape.lattice.capacities[-1]
-        width = 2 * c.layers * c.kv_heads * c.head_dim
+        """Of the rows that decode, and of a prompt that waits for a row."""
+        rows, capacity = self.shape.sample_rows + 1, self.shape.lattice.capacities[-1]
         return Line(
             "sampling caches",
-            f"{rows} rows * {capacity:,} tokens * {width:,} * {item} bytes",
-            rows * capacity * width * item,
+            f"{rows} rows * {capacity:,} tokens * {self._cached_bytes:,} bytes",
+            rows * capacity * self._cached_bytes,
         )
+
+    @property
+    def _cached_bytes(self) -> int:
+        """Keys and values of a token in all layers."""
+        c = self.config
+        return 2 * c.layers * c.kv_heads * c.head_dim * self.shape.item
 
     @property
     def lanes(self) -> Line:
@@ -281,4 +353,47 @@ class Footprint:
             "sampling bank",
             f"{rows} rows * 4 bytes * rank {rank} * {self.rank_parameters:,}",
             rows * self.adapter_bytes(rank),
+        )
+
+    @property
+    def snapshots(self) -> Line:
+        """The adapters that are sampled from, the base model's of zeros among them."""
+        low, high = self.shape.lattice.rank_classes[0], self.shape.lattice.max_rank
+        return Line(
+            "sampling snapshots",
+            f"({self.shape.snapshots} * rank {high} + rank {low}) * 4 bytes * "
+            f"{self.rank_parameters:,}",
+            self.snapshot_bytes + self.adapter_bytes(low),
+        )
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """But for the base model's."""
+        return self.shape.snapshots * self.adapter_bytes(self.shape.lattice.max_rank)
+
+    @property
+    def prompt(self) -> Line:
+        """Keys and values of all layers, stacked, and a copy of the adapter. The rest of a prompt
+        has the room of a stream."""
+        capacity, rank = self.shape.lattice.capacities[-1], self.shape.lattice.max_rank
+        return Line(
+            "a prompt on its way",
+            f"{capacity:,} tokens * {self._cached_bytes:,} bytes + an adapter of rank {rank}",
+            capacity * self._cached_bytes + self.adapter_bytes(rank),
+        )
+
+    @property
+    def drawing(self) -> Line:
+        """Logits of every row, a layer's scores of its cache, and its intermediate values."""
+        c, rows, capacity = self.config, self.shape.sample_rows, self.shape.lattice.capacities[-1]
+        width = _DRAWN_COPIES * c.vocab_size + 2 * c.heads * capacity + self._layer_width
+        return Line("drawing tokens", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
+
+    @property
+    def scoring(self) -> Line:
+        """Logits of a part of a prompt, and what is drawn from them."""
+        tokens = self.head_chunk_tokens
+        width = _SCORED_COPIES * (self.config.vocab_size + _ALTERNATIVES) + self._layer_width
+        return Line(
+            "scoring prompts", f"{tokens:,} tokens * {width:,} * 4 bytes", tokens * width * 4
         )

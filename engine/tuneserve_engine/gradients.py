@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from tuneserve_engine import training_wire
 from tuneserve_engine.backend.base import (
@@ -22,7 +23,8 @@ from tuneserve_engine.outcomes import Answer, attempt, failed_together, protobuf
 logger = logging.getLogger(__name__)
 
 MAX_HALVINGS = 3
-"""How often a request's streams are halved before it fails for lack of device memory."""
+"""How often a request's streams are halved, if that makes them shorter, before it fails for lack
+of device memory."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,14 @@ Results = dict[str, Answer | Exception]
 """By request id: what a job gave, or why it accumulated nothing."""
 
 
+class _Full(NamedTuple):
+    """What a request alone failed with, and the length of the streams for which there was no
+    room."""
+
+    error: Exception
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Passes:
     """Runs units on the device by ``run``. Lets nothing escape but ``DeviceFailed``."""
@@ -44,7 +54,7 @@ class Passes:
     run: Callable[[TrainUnit], TrainResult]
     lattice: Lattice
 
-    def of(self, asked: Sequence[Asked], halvings: int) -> Results:
+    def of(self, asked: Sequence[Asked], halvings: int, full: _Full | None = None) -> Results:
         """Every request's result. Of a pass that fails as a whole nothing is in, so its requests
         run again; those of other passes must not."""
         try:
@@ -54,18 +64,23 @@ class Passes:
         results: Results = {}
         for packed in passes:
             members = [asked[i] for i in packed.members]
+            tokens = packed.unit.batches[0].tokens.size
+            if full is not None and tokens == full.tokens:  # nothing got shorter
+                return {asked[0].job.request_id: full.error}
             try:
                 result = self.run(packed.unit)
             except DeviceFailed:
                 raise
             except Exception as error:
-                results |= self._again(members, halvings, error)
+                results |= self._again(members, halvings, error, tokens)
             else:
                 for i, each in enumerate(members):
                     results[each.job.request_id] = _result(each, packed, result, i, halvings)
         return results
 
-    def _again(self, asked: Sequence[Asked], halvings: int, error: Exception) -> Results:
+    def _again(
+        self, asked: Sequence[Asked], halvings: int, error: Exception, tokens: int = 0
+    ) -> Results:
         """Runs each request alone, and one that was alone in shorter streams if the device had no
         room for it."""
         if len(asked) > 1:
@@ -77,7 +92,7 @@ class Passes:
         job = asked[0].job
         if isinstance(error, OutOfMemory) and halvings < MAX_HALVINGS:
             logger.warning("no room for %s, halved %d times: %s", job.kind, halvings, error)
-            return self.of(asked, halvings + 1)
+            return self.of(asked, halvings + 1, _Full(error, tokens))
         return {job.request_id: error}
 
 

@@ -82,9 +82,11 @@ class ShapeLattice:
         for candidate in self.rank_classes:
             if 1 <= rank <= candidate:
                 return candidate
-        raise UserError(
+        error = UserError(
             f"rank is {rank}; this server takes 1 to {self.max_rank}; choose a lower one"
         )
+        error.no_room = True  # here: another worker may be planned for it
+        raise error
 
     def target_class(self, targets: int) -> int:
         """Padded K for ``targets`` targets per position."""

@@ -1,6 +1,7 @@
 """One worker per name and data directory: it holds a lock there for as long as it lives."""
 
 import fcntl
+import os
 import time
 from pathlib import Path
 from typing import IO
@@ -16,25 +17,40 @@ def lock_name(directory: Path, name: str, *, timeout_s: float) -> IO[bytes]:
     Waits, because a restarted worker may meet the last breath of its predecessor. Raises
     ``OSError``: two workers of one name would take the lease from each other for ever.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / f"{quote(name, safe='')}.lock").open("wb")
-    except OSError as error:
-        raise OSError(
-            f"cannot use the data directory {directory}: {error.strerror}; choose another with "
-            "--data-dir"
-        ) from error
     give_up_s = time.monotonic() + timeout_s
     while True:
+        file = _opened(directory, name)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
         except BlockingIOError as error:
+            file.close()
             if time.monotonic() > give_up_s:
-                file.close()
                 raise OSError(
                     f"another worker named {name} is running on the data directory {directory} "
                     f"(waited {timeout_s:g} s for it to end); stop it, or give this one a name of "
                     "its own with --worker-name"
                 ) from error
-        time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S)
+        else:
+            if _is_there(file):
+                return file
+            file.close()
+
+
+def _opened(directory: Path, name: str) -> IO[bytes]:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return (directory / f"{quote(name, safe='')}.lock").open("wb")
+    except OSError as error:
+        raise OSError(
+            f"cannot use the data directory {directory}: {error.strerror}; choose another with "
+            "--data-dir"
+        ) from error
+
+
+def _is_there(file: IO[bytes]) -> bool:
+    """Whether this is still the file of its name: its holder may have deleted it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        return False

@@ -18,6 +18,7 @@ from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
     DeviceFailed,
+    OutOfMemory,
     SampleResult,
     TrainResult,
     TrainUnit,
@@ -56,7 +57,8 @@ class _Resident:
 
 @dataclass(frozen=True)
 class Executed:
-    """A unit that has run: its jobs' answers, in order, and the seconds that the backend had it."""
+    """A unit that has run: its jobs' answers, in order, and the seconds that the backend had it,
+    save those in which it waited for adapters."""
 
     answers: Sequence[Answer]
     device_s: float
@@ -79,7 +81,6 @@ class Operations:
         self._residents: dict[str, _Resident] = {}
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
-            JobKind.SAVE_WEIGHTS: self._save_weights,
             JobKind.LOAD_WEIGHTS: self._load_weights,
             JobKind.UNLOAD_MODEL: self._unload_model,
         }
@@ -110,6 +111,8 @@ class Operations:
             answers = self._together(unit, self._optim_steps)
         elif kind == JobKind.SAMPLE:
             answers = self._together(unit, self._sample)
+        elif kind == JobKind.SAVE_WEIGHTS:
+            answers = [self._save_weights(job) for job in unit]
         else:
             answers = [_ready(attempt(job, self._single[kind])) for job in unit]
         for job in unit:
@@ -162,11 +165,12 @@ class Operations:
 
     def _timed(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         """What a call of the backend gives."""
-        started_s = self._clock()
+        started_s, waited_s = self._clock(), self._backend.page_wait_s
         try:
             return call(*given, **named)
         finally:
-            self._device_s += self._clock() - started_s
+            waited_s = self._backend.page_wait_s - waited_s
+            self._device_s += self._clock() - started_s - waited_s
 
     def _config(self, job: Job) -> AdapterConfig:
         return self._resident(job).config
@@ -231,7 +235,11 @@ class Operations:
         assert len({model_id for model_id, _ in steps}) == len(steps)
         results = self._timed(self._backend.optim_steps, steps) if steps else []
         for (job, _), result in zip(asked, results, strict=True):
-            answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
+            if isinstance(result, OutOfMemory) and len(steps) > 1:
+                logger.warning("no room for %s's step, taking it alone: %s", job.model_id, result)
+                (answers[job.request_id],) = self._together([job], self._optim_steps)
+            else:
+                answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
         return [answers[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job]) -> list[Answer]:
@@ -266,11 +274,19 @@ class Operations:
         self._residents[job.model_id or ""] = _Resident(config)
         return created(job, {"model_id": job.model_id, "type": "create_model"})
 
-    def _save_weights(self, job: Job) -> Outcome:
-        self._config(job)
-        command = jobs.decode(job.payload, jobs.SaveWeights)
-        training = command.kind == CheckpointKind.TRAINING
-        state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
+    def _save_weights(self, job: Job) -> Answer:
+        """Takes a copy of the state. The answer writes it: the device need not wait for a disk, and
+        nobody can ask for the file before the answer is stored."""
+        try:
+            self._config(job)
+            command = jobs.decode(job.payload, jobs.SaveWeights)
+            training = command.kind == CheckpointKind.TRAINING
+            state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
+        except Exception as error:
+            return _ready(failure(job, error))
+        return partial(attempt, job, partial(self._saved, command, state))
+
+    def _saved(self, command: jobs.SaveWeights, state: AdapterState, job: Job) -> Outcome:
         name = self._backend.info.name
         if command.kind == CheckpointKind.EXTERNAL:
             members = checkpoint.peft_members(state, name)

@@ -65,6 +65,7 @@ def _facts(found: Plan) -> dict[str, Any]:
         "remat": found.remat,
         "request_slots": {rank: lattice.slots(rank) for rank in lattice.rank_classes},
         "sample_rows": found.sample_rows,
+        "snapshot_bytes": found.snapshot_bytes,
         "adapter_device_bytes": found.adapter_device_bytes,
         "adapter_host_bytes": found.adapter_host_bytes,
         "lines": [

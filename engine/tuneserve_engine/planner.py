@@ -83,6 +83,7 @@ class Plan:
     lattice: ShapeLattice
     remat: Remat
     sample_rows: int
+    snapshot_bytes: int  # most of the adapters that are sampled from
     device: Device
     device_bytes: int
     adapter_device_bytes: int
@@ -93,6 +94,7 @@ class Plan:
 def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
     """The first of the possible plans that fits, best first. Raises ``DoesNotFit``.
 
+    Room for many snapshots of adapters is the first to go: they are read again from their files.
     The fastest way to keep activations comes first, then longer streams; many slots come before
     both, and all ranks before everything.
     """
@@ -112,6 +114,7 @@ def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
             lattice=shape.lattice,
             remat=shape.remat,
             sample_rows=shape.sample_rows,
+            snapshot_bytes=footprint.snapshot_bytes,
             device=device,
             device_bytes=device_bytes,
             adapter_device_bytes=adapters,
@@ -133,13 +136,15 @@ def _shapes(config: ModelConfig, device: Device, settings: PlanSettings) -> Iter
     remats = _FASTEST_FIRST if settings.remat == "auto" else (settings.remat,)
     default_stream = _CPU_STREAM_TOKENS if is_cpu else _STREAM_TOKENS
     streams = _halves(settings.batch_tokens, default_stream, max(context, _PIECE_CHUNKS * chunk))
+    rows = settings.sample_rows
+    snapshots = _halves(None, rows, 1)
     for ranks, least_slots in _rank_classes(settings.max_rank):
         slots_choices = _halves(settings.request_slots, _REQUEST_SLOTS, least_slots)
-        for slots, remat, tokens in product(slots_choices, remats, streams):
+        for slots, remat, tokens, kept in product(slots_choices, remats, streams, snapshots):
             lattice = ShapeLattice(
                 context, chunk=chunk, tokens=tokens, request_slots=slots, rank_classes=ranks
             )
-            yield Shape(lattice, remat, settings.sample_rows, settings.dtype, device.kind)
+            yield Shape(lattice, remat, rows, kept, settings.dtype, device.kind)
 
 
 def _rank_classes(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:

@@ -152,7 +152,7 @@ class Residents:
             self._give_up_for_good(model_id, model)
             return
         except OutOfMemory as error:
-            logger.error("there is no room to bring %s back: %s", model_id, error)
+            logger.error("%s cannot be brought back here: %s", model_id, error)
             await self._host.on_device(partial(self._operations.forget, model_id))
             self._turn_away(model_id, model)
             return
@@ -163,7 +163,11 @@ class Residents:
         self._host.backlog.add(held)
 
     async def _load_point(self, model_id: str, points: Sequence[RecoveryPoint]) -> int:
-        """Loads the newest point that can be read; the position to go on from."""
+        """Loads the newest point that can be read; the position to go on from.
+
+        Raises OutOfMemory if this worker cannot take a point that it has read: there is nothing
+        wrong with the model, and another one may.
+        """
         for point in points:
             if point.numerics_id != self._operations.numerics_id:
                 logger.warning(
@@ -174,12 +178,15 @@ class Residents:
                 )
             try:
                 state = await self._host.on_disk(partial(self._operations.read, point.file_id))
+            except EngineError as error:
+                logger.error("a recovery point of %s cannot be read: %s", model_id, error)
+                continue
+            try:
                 restore = partial(self._operations.restore, model_id, state, point.position)
                 await self._host.on_device(restore)
             except EngineError as error:
-                logger.error("a recovery point of %s cannot be used: %s", model_id, error)
-            else:
-                return point.position
+                raise OutOfMemory(str(error)) from error
+            return point.position
         if len(points) > 1:  # with fewer, the log still starts with the model's creation
             raise ServerError("none of its recovery points can be read")
         return 0

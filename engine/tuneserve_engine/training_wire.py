@@ -35,8 +35,8 @@ MAX_FIELDS = 1 << 18
 """Most fields of a request and its datums: ten for each of 1,024 datums, and a lot of chunks."""
 
 MAX_TARGET_CELLS = 1 << 24
-"""Most targets of one request: a sparse tensor of few bytes can name many, and each is answered
-with four bytes."""
+"""Most targets of one request as the lattice pads them: few bytes can name many, and each takes
+four bytes in every array of targets, in the answer too."""
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     wire.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -127,13 +127,22 @@ def _data(datums: Iterable[wire.Datum], loss: str, info: BaseModelInfo) -> list[
             raise UserError(
                 f"data[:{i + 1}] has {tokens} tokens; a request takes up to {MAX_TOKENS}; split it"
             )
-        cells += data[i].targets.size
-        if cells > MAX_TARGET_CELLS:
-            raise UserError(
-                f"data[:{i + 1}] has {cells} targets; a request takes up to {MAX_TARGET_CELLS}; "
-                "split it"
-            )
+        cells += _cells(data[i].targets.shape)
+        _check_cells(f"data[:{i + 1}]", cells)
     return data
+
+
+def _cells(shape: Sequence[int]) -> int:
+    """Targets of [N, K] as the lattice pads them."""
+    return shape[0] * (1 if shape[1] == 1 else MAX_TARGETS)
+
+
+def _check_cells(name: str, cells: int) -> None:
+    if cells > MAX_TARGET_CELLS:
+        raise UserError(
+            f"{name} has {cells} targets; a request takes up to {MAX_TARGET_CELLS}, and "
+            f"{MAX_TARGETS} are counted for each position with several; split it"
+        )
 
 
 def _warn_of_unread(request: wire.ForwardBackwardRequest, loss: str) -> None:
@@ -325,11 +334,7 @@ def _dense_from_csr(
             f"{name} is sparse with shape {list(shape)} and {rows_at.size} row offsets; expected "
             f"[N, K], N + 1 offsets and K up to {MAX_TARGETS}"
         )
-    if shape[0] * shape[1] > MAX_TARGET_CELLS:
-        raise UserError(
-            f"{name} is sparse with shape {list(shape)}; a request takes up to {MAX_TARGET_CELLS} "
-            "targets; split it"
-        )
+    _check_cells(f"{name} of shape {list(shape)}", _cells(shape))
     # Compared, not subtracted: differences of hostile offsets wrap around.
     falls = (rows_at[1:] < rows_at[:-1]).any()
     if rows_at[0] != 0 or rows_at[-1] != values.size or falls:

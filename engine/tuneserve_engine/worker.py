@@ -235,6 +235,7 @@ class Worker:
     # --- the device's side ----------------------------------------------------------------------
 
     async def _run_units(self) -> None:
+        idle_since_s = self.clock()  # of the device, although there is work
         while not self._stopping.is_set():
             # Not chosen before the unit ahead of it has ended: what comes meanwhile may take part.
             unit = self._scheduler.next_unit(self.backlog.in_order())
@@ -242,6 +243,7 @@ class Worker:
                 self.backlog.arrived.clear()
                 if not self._stopping.is_set():
                     await self.backlog.arrived.wait()
+                idle_since_s = self.clock()
                 continue
             self.backlog.remove(unit)
             self._unstored |= {
@@ -250,20 +252,24 @@ class Worker:
             await self._note(unit)
             kill_point("worker-before-unit")
             started_s = self.clock()
+            self._host_s += started_s - idle_since_s
             executed, outcomes = await self._execute(unit)
             kill_point("worker-after-unit")
-            seconds = self.clock() - started_s
+            idle_since_s = self.clock()
+            seconds = idle_since_s - started_s
             self._scheduler.charge(unit, seconds)
             await self._executed.put(_Unit(unit, executed, outcomes, seconds))
         await self._executed.join()
 
     async def _execute(self, unit: list[Job]) -> tuple[Executed, list[Outcome] | None]:
-        """The outcomes too, if nothing waits for the device: then another thread need not wake."""
+        """The outcomes too, if nothing waits for the device: then another thread need not wake. Not
+        those of a save, which waits for the disk: something may come meanwhile."""
         decoded = self._decoded.take(unit)
 
         def call() -> tuple[Executed, list[Outcome] | None]:
             executed = self._operations.execute(unit, decoded)
-            return executed, executed.outcomes() if self.backlog.is_empty else None
+            is_idle = self.backlog.is_empty and unit[0].kind != JobKind.SAVE_WEIGHTS
+            return executed, executed.outcomes() if is_idle else None
 
         running = self._start(self._device, call)
         self._running = unit

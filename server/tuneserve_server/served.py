@@ -101,6 +101,20 @@ def warming(served: ServedModel) -> str | None:
     return f"{compiled:.0f} of {programs:.0f} programs compiled"
 
 
+def failing(served: ServedModel) -> str | None:
+    """What the workers of the base model will never run; None if there is nothing."""
+    broken = [each for each in served.figures.values() if each.get("programs_failed", 0.0)]
+    if not broken:
+        return None
+    failed, programs = (
+        sum(each.get(name, 0.0) for each in broken) for name in ("programs_failed", "programs")
+    )
+    return (
+        f"{failed:.0f} of {programs:.0f} programs cannot be compiled; requests that need one fail; "
+        "the worker's log says why"
+    )
+
+
 def is_same(name: str, other: str) -> bool:
     """Whether the names mean the same base model; a ``:suffix`` is not compared."""
     return name.partition(":")[0] == other.partition(":")[0]

@@ -19,8 +19,11 @@ from tests.engine.worker_bench import Bench, Counting, run, until
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, OutOfMemory, TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FAKE_INFO
+from tuneserve_engine.errors import ServerError
 from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.records import Model, ModelStatus, Session
+from tuneserve_engine.worker import WorkerPolicy
 
 
 def test_a_model_that_cannot_be_created_again_is_lost_with_a_message(tmp_path: Path) -> None:
@@ -156,7 +159,7 @@ def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what
         for request in requests:
             rejection = (await bench.outcome(request)).rejection
             assert rejection is not None and rejection.category == "server"
-            assert "no memory to bring model a back" in rejection.message
+            assert "no room to bring model a back" in rejection.message
         await bench.ok(await bench.create("b"))
         full.has_room = True
         assert await finish_round(bench, "a") == wanted
@@ -164,6 +167,53 @@ def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what
         assert model is not None and model.status is ModelStatus.READY
 
     run(tmp_path / "full", scenario, policy)
+
+
+class LowRanks(Counting):
+    """A worker whose memory was planned for no rank above 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lattice = ShapeLattice(64, block=8, chunk=16, tokens=256, rank_classes=(2,))
+
+
+class Refusing(Counting):
+    """A worker that cannot take what it has read."""
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        raise ServerError("no")
+
+
+@pytest.mark.parametrize(
+    ("unfit", "policy"),
+    [(LowRanks, NEVER), (LowRanks, OFTEN), (Refusing, OFTEN)],
+    ids=["ranks, from the log", "ranks, from points", "anything, from points"],
+)
+def test_a_model_that_this_worker_cannot_take_is_kept_for_another(
+    tmp_path: Path, unfit: type[Counting], policy: WorkerPolicy
+) -> None:
+    """CONFIG has rank 4. Older points would not help, and must not be what goes on from here."""
+    wanted = undisturbed(tmp_path / "undisturbed", 1)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        if policy is OFTEN:
+            await pointed(bench)
+        await train(bench, "a", 1)
+        if policy is OFTEN:
+            await pointed(bench, count=2)
+        await bench.kill()
+        bench.start(unfit())
+        rejection = (await bench.outcome(await bench.gradient("a", 9))).rejection
+        assert rejection is not None and rejection.category == "server"
+        assert "no room to bring model a back" in rejection.message
+        model = await bench.store.get(Model, "a")
+        assert model is not None and model.status is ModelStatus.READY
+        await bench.kill()
+        bench.start()
+        assert await finish_round(bench, "a") == wanted
+
+    run(tmp_path / "moved", scenario, policy)
 
 
 def test_a_session_can_end_while_there_is_no_room_for_its_model(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """After ready, nothing that tenants can do compiles anything."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.backend.base import LOSS_NAMES, SampleRequest
@@ -15,26 +18,41 @@ from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.training_wire import Datum, TrainingData
 
 CONTEXT, VOCAB = 24, 61
-LATTICE = ShapeLattice(
-    CONTEXT, block=8, chunk=32, tokens=128, request_slots=8, rank_classes=(8, 32)
-)
-ROOM_BYTES = 1_000_000
-"""On the device, for 16 adapters of 75 or 300 KB each; and half of it on the host."""
+LATTICE = ShapeLattice(CONTEXT, block=4, chunk=8, tokens=128, request_slots=8, rank_classes=(8, 32))
+"""Datums of up to three chunks, and caches of 8, 16 and 24 positions."""
+ROOM_BYTES, SNAPSHOT_BYTES = 1_000_000, 200_000
+"""On the device, for 16 adapters of 75 or 300 KB each; and half of it on the host. And for two or
+more snapshots, of a quarter of that each."""
 CONFIGS = {"cross_entropy": {}, "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
 
 
 @pytest.fixture(scope="module")
-def ready(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JaxBackend:
+def spoken_model(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base model with a tokenizer, whose tokens are "a", "b", … and "t26", "t27", …"""
+    folder = tmp_path_factory.mktemp("spoken")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(base_model / name, folder)
+    words = {chr(97 + i) if i < 26 else f"t{i}": i for i in range(VOCAB)}
+    Tokenizer(WordLevel(words, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ready(spoken_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JaxBackend:
+    room = AdapterRoom(
+        ROOM_BYTES, ROOM_BYTES // 2, tmp_path_factory.mktemp("pages"), SNAPSHOT_BYTES
+    )
     backend = JaxBackend(
-        str(base_model),
+        str(spoken_model),
         name="tiny",
         tokenizer_id="tiny",
         lattice=LATTICE,
         sample_rows=2,
-        room=AdapterRoom(ROOM_BYTES, ROOM_BYTES // 2, tmp_path_factory.mktemp("pages")),
+        room=room,
     )
     backend.compile_ahead()
     assert backend.programs.wait(280)
+    assert backend.figures["programs_failed"] == 0
     return backend
 
 
@@ -60,6 +78,7 @@ def test_no_work_of_16_tenants_compiles_anything(ready: JaxBackend) -> None:
         ready.sample(_requests(name, turn, random))
     assert ready.programs.compilations_after_ready == before
     assert ready.figures["adapters_paged_in_total"] > 0
+    assert not ready.has_snapshot("tenant 0")  # it made room for others
 
 
 def _every_length(random: np.random.Generator) -> Iterator[int]:
@@ -113,18 +132,36 @@ def _datum(length: int, targets: int, loss: str, random: np.random.Generator) ->
 
 
 def _requests(snapshot: str, turn: int, random: np.random.Generator) -> list[SampleRequest]:
-    """Of the snapshot and of the base model."""
+    """Of the snapshot and of the base model, each with parameters of its own."""
     length = 1 + turn % (CONTEXT - 1)
     prompt = random.integers(0, VOCAB, length).astype(np.int32)
-    asked = {
-        "num_samples": 1 + turn % 3,
+    return [
+        SampleRequest(prompt, name, turn, **_parameters(length, random))
+        for name in (snapshot, None)
+    ]
+
+
+def _parameters(length: int, random: np.random.Generator) -> dict[str, Any]:
+    """Every one that a sample can have, for a prompt of this length."""
+
+    def some(*values: int) -> int:
+        return int(random.choice(values))
+
+    stop_tokens = random.choice(VOCAB, some(0, 1, 5), replace=False)
+    stop_strings = random.choice(["a", "b c", "t30 t31", "zz"], some(0, 1, 3), replace=False)
+    asked: dict[str, Any] = {
+        "num_samples": some(1, 2, 3),
         "max_tokens": int(random.integers(1, CONTEXT - length + 1)),
         "temperature": float(random.choice([0.0, 0.5, 1.0])),
-        "top_k": int(random.choice([-1, 3])),
+        "top_k": some(-1, 3),
         "top_p": float(random.choice([1.0, 0.7])),
-        "prompt_logprobs": bool(turn % 2),
-        "topk_prompt": turn % 5,
-        "topk_sample": turn % 4,
-        "alt_tokens": turn % 3,
+        "stop_tokens": frozenset(stop_tokens.tolist()),
+        "stop_strings": tuple(stop_strings.tolist()),
+        "prompt_logprobs": bool(some(0, 1)),
+        "topk_prompt": some(0, 1, 64),
+        "topk_sample": some(0, 1, 64),
+        "alt_tokens": some(0, 1, 64),
     }
-    return [SampleRequest(prompt, name, turn, **asked) for name in (snapshot, None)]
+    if width := some(0, 1, 64):
+        asked["targets"] = random.integers(-1, VOCAB, (length - 1, width)).astype(np.int32)
+    return asked

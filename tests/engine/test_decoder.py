@@ -57,7 +57,7 @@ def forward(model: Decoder, tokens: Array, lora: LoraRows | None) -> Array:
 def decode(
     model: Decoder, tokens: Array, positions: Array, cache: KVCache, lora: LoraRows | None
 ) -> tuple[Array, KVCache]:
-    return model.decode(tokens, positions, cache, lora)
+    return model.decode(tokens, positions, cache, model.unstacked(lora))
 
 
 def test_prefill_and_decode_equal_the_full_forward_with_adapters(

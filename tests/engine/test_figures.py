@@ -6,13 +6,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.figures import FIGURES
+from tuneserve_engine.files import FileStore
 from tuneserve_engine.link import Link
+from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Queue, Store
 from tuneserve_engine.queue.memory import MemoryStore
 from tuneserve_engine.queue.remote import RemoteQueue, serve
+from tuneserve_engine.worker import Worker, WorkerPolicy
+
+if TYPE_CHECKING:
+    from tuneserve_engine.backend.jax.backend import JaxBackend
 
 
 @dataclass
@@ -75,6 +82,21 @@ def test_figures_pass_the_socket(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
+
+
+def test_a_worker_tells_every_figure_and_no_other(tmp_path: Path, backend: "JaxBackend") -> None:
+    async def connect() -> Queue:
+        return MemoryStore()
+
+    worker = Worker(
+        connect,
+        Operations(backend, FileStore(tmp_path)),
+        backend.info,
+        name="worker",
+        policy=WorkerPolicy(figures=lambda: backend.figures),
+    )
+    compiling_ahead = {"ready"}
+    assert worker._figures().keys() | compiling_ahead == FIGURES.keys()
 
 
 def test_every_name_can_be_a_metric() -> None:

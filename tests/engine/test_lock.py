@@ -58,6 +58,21 @@ def test_it_waits_for_the_one_before(tmp_path, monkeypatch):
     lock_name(tmp_path, "a/b", timeout_s=1).close()
 
 
+def test_a_lock_that_its_holder_deletes_is_made_anew(tmp_path, monkeypatch):
+    """Else its next holder would keep nobody from making another one of the name."""
+    before = lock_name(tmp_path, "a", timeout_s=0)
+
+    def delete(_: float) -> None:
+        (tmp_path / "a.lock").unlink()
+        before.close()
+
+    monkeypatch.setattr(time, "sleep", delete)
+    with lock_name(tmp_path, "a", timeout_s=1):
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="another worker named a"):
+            lock_name(tmp_path, "a", timeout_s=0)
+
+
 def test_a_directory_that_is_a_file_is_named(tmp_path):
     (tmp_path / "taken").touch()
     with pytest.raises(OSError, match=r"taken: File exists; choose another"):

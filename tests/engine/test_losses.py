@@ -138,13 +138,22 @@ def inputs_of(loss: str, blocks: int = 1, size: int = 1, **given: Any) -> LossIn
     )
 
 
-@pytest.mark.parametrize("loss", LOSS_NAMES[1:])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "gspo"])
 def test_a_token_without_advantage_costs_nothing_even_if_its_ratio_overflows(loss: str):
     value, gradient = run(
         np.full((1, 1, 1), -1, np.float32),
         inputs_of(loss, advantages=0.0, old_logprobs=-1e4),
     )
     assert value[0, 0] == 0 and gradient[0, 0, 0] == 0
+
+
+def test_without_an_advantage_dro_still_pulls_towards_the_old_logprob():
+    """½·beta·(lp - q)² and its derivative, worked by hand; dro has no ratio that could overflow."""
+    value, gradient = run(
+        np.full((1, 1, 1), -1, np.float32),
+        inputs_of("dro", advantages=0.0, old_logprobs=-5.0, beta=0.25),
+    )
+    assert (value[0, 0], gradient[0, 0, 0]) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize("loss", LOSS_NAMES)

@@ -21,7 +21,13 @@ from tinker.types.save_weights_for_sampler_response import SaveWeightsForSampler
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine import outcomes, training_wire
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult, TrainUnit
+from tuneserve_engine.backend.base import (
+    AdapterState,
+    DeviceFailed,
+    SampleRequest,
+    SampleResult,
+    TrainUnit,
+)
 from tuneserve_engine.backend.fake import FakeBackend
 from tuneserve_engine.errors import ServerError
 from tuneserve_engine.files import FileStore, new_file_id
@@ -441,6 +447,33 @@ def test_a_full_disk_fails_the_save_alone_and_the_file_can_be_written_later(
     assert world.files.ids() == {kept}
     assert body(world.save(TRAINING, file_id)) == {"path": "tinker://m/weights/a"}
     assert body(world.load(kept))["model_id"] == "m"
+
+
+def test_a_save_has_the_state_of_its_turn_whenever_its_file_is_written(world: World) -> None:
+    world.create()
+    world.train()
+    saved, file_id = world.state(), new_file_id()
+    command = SaveWeights(TRAINING, file_id, record(TRAINING, file_id))
+    executed = world.operations.execute([world.job(JobKind.SAVE_WEIGHTS, encode(command))])
+    world.train()
+    world.operations.forget("m")
+    assert world.files.ids() == set()  # the device has not waited for the disk
+    (outcome,) = executed.outcomes()
+    assert body(outcome) == {"path": "tinker://m/weights/a"}
+    world.load(file_id, "copy", config=CONFIG)
+    assert_same(world.state("copy"), saved)
+
+
+def test_a_device_that_fails_during_a_save_is_nobodys_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any, **__: Any) -> AdapterState:
+        raise DeviceFailed("it fell off the bus")
+
+    world.create()
+    monkeypatch.setattr(world.backend, "adapter_state", lost)
+    with pytest.raises(DeviceFailed):
+        world.save(TRAINING)
 
 
 def test_a_save_that_names_nothing_is_our_fault(world: World) -> None:

@@ -136,6 +136,24 @@ def test_the_norm_neither_overflows_nor_vanishes(size: float):
     np.testing.assert_allclose(norm, size * math.sqrt(entries), rtol=1e-6)
 
 
+def one_entry(size: float) -> LoraWeights:
+    gradient = zeros()
+    gradient.a["q_proj"] = gradient.a["q_proj"].at[1, 2, 0].set(size)
+    return gradient
+
+
+@pytest.mark.parametrize("size", [2.0**125, 2.0**126, 2.0**127, 3e38])
+def test_the_norm_of_one_huge_entry_is_that_entry(size: float):
+    want = np.linalg.norm(np.array([size, 0, 0], np.float64))
+    np.testing.assert_allclose(jax.jit(global_norm)(one_entry(size)), want, rtol=1e-6)
+
+
+def test_a_huge_entry_is_clipped():
+    params = AdamParams(beta1=0.0, grad_clip_norm=1.0)
+    state = step(fresh(zeros()), one_entry(3e38), params, 1)
+    np.testing.assert_allclose(state.first_moment.a["q_proj"][1, 2, 0], 1.0, rtol=1e-6)
+
+
 def test_the_norm_of_the_largest_entries_is_still_finite():
     assert np.isfinite(jax.jit(global_norm)(tree(lambda shape: np.full(shape, 3e38))))
 

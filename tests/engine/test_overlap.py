@@ -3,18 +3,23 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engine.test_operations import record
 from tests.engine.test_recovery import NEVER, OFTEN
 from tests.engine.worker_bench import TIMEOUT_S, Bench, gradient_body, loss, run, until
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine import training_wire, worker
+from tuneserve_engine import files, training_wire, worker
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.jobs import Job, JobKind, LoadWeights, SaveWeights, encode
+from tuneserve_engine.records import CheckpointKind
 from tuneserve_engine.training_wire import TrainingData
+
+FILE = "0" * 32
 
 
 class Results:
@@ -184,6 +189,101 @@ def test_an_idle_device_decodes_and_encodes_for_itself(
         assert len(results.threads) == 1
 
     run(tmp_path, scenario)
+
+
+def test_the_device_does_not_wait_for_the_disk_that_a_save_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, begun, go_on = files._write_synced, threading.Event(), threading.Event()
+
+    def held(*given: Any) -> None:
+        begun.set()
+        assert go_on.wait(TIMEOUT_S)
+        write(*given)
+
+    monkeypatch.setattr(files, "_write_synced", held)
+
+    async def scenario(bench: Bench) -> None:
+        for model in "ab":
+            await bench.ok(await bench.create(model))
+        checkpoint = record(CheckpointKind.TRAINING, FILE)
+        command = SaveWeights(CheckpointKind.TRAINING, FILE, checkpoint)
+        saved = await bench.submit(JobKind.SAVE_WEIGHTS, encode(command), "a")
+        await until(begun.is_set)
+        others = [await bench.gradient("b"), await bench.step("a")]
+        await until(lambda: (bench.backend.gradients, bench.backend.steps) == (["b"], ["a"]))
+        assert await bench.store.wait(saved, 0) is None
+        go_on.set()
+        for request in (saved, *others):
+            await bench.ok(request)
+        load = LoadWeights(FILE, checkpoint.key, optimizer=True)
+        await bench.ok(await bench.submit(JobKind.LOAD_WEIGHTS, encode(load), "a"))
+        assert bench.state("a").step == 0
+
+    try:
+        run(tmp_path, scenario, NEVER)
+    finally:
+        go_on.set()
+
+
+# --- the device's idle time -----------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
+    clock = Clock()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        assert bench.worker._host_s == 0
+        choose = bench.worker._scheduler.next_unit
+
+        def slow(pending: Sequence[Job]) -> list[Job]:
+            clock.now_s += 2.0 if pending else 0.0
+            return choose(pending)
+
+        bench.worker._scheduler.next_unit = slow  # type: ignore[method-assign]
+        first = await running(bench, "a")
+        others = [await bench.step("a"), await bench.gradient("a")]
+        await taken(bench, 2)
+        bench.backend.gate.set()
+        for request in (first, *others):
+            await bench.ok(request)
+        clock.now_s += 100.0  # nobody asked for anything
+        await bench.ok(await bench.gradient("a"))
+        assert bench.worker._host_s == 8.0
+
+    run(tmp_path, scenario, replace(NEVER, clock=clock))
+
+
+def test_the_host_is_charged_for_results_that_the_device_waits_for(
+    tmp_path: Path, results: Results
+) -> None:
+    clock = Clock()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        requests = [await running(bench, "a", 0)]
+        for token in range(1, 6):
+            requests += [await bench.step("a"), await bench.gradient("a", token)]
+        await taken(bench, 10)
+        bench.backend.gate.set()
+        most = worker._UNDELIVERED + 2
+        await until(lambda: len(bench.backend.gradients) + len(bench.backend.steps) == most)
+        await asyncio.sleep(0.05)
+        clock.now_s += 3.0
+        results.go_on.set()
+        for request in requests:
+            await bench.ok(request)
+        assert bench.worker._host_s == 3.0
+
+    run(tmp_path, scenario, replace(NEVER, clock=clock))
 
 
 # --- payloads -------------------------------------------------------------------------------------

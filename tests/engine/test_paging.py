@@ -19,7 +19,7 @@ from tests.engine.adapter_bench import (
     random_state,
 )
 from tuneserve_engine.adapters import UNEMBED, AdamParams
-from tuneserve_engine.backend.base import AdapterState
+from tuneserve_engine.backend.base import AdapterState, DeviceFailed, OutOfMemory
 from tuneserve_engine.backend.jax import paging
 from tuneserve_engine.backend.jax.adapters import (
     LoraWeights,
@@ -315,14 +315,19 @@ def test_a_fresh_adapter_is_stored_without_its_zeros(
     assert weights < file.stat().st_size < weights + 3000
 
 
-def test_files_of_an_earlier_process_are_deleted_and_nothing_else(
-    pager_of: Callable[..., AdapterPager], tmp_path: Path
+@pytest.mark.parametrize("what", ["dropped", "replaced"])
+def test_what_is_no_more_leaves_the_device_at_once(
+    pager_of: Callable[..., AdapterPager], what: str
 ):
-    (tmp_path / "something").write_text("of somebody")
-    put(pager_of(1), "a", "b")
-    assert in_files(tmp_path) == 3
-    pager_of(1)
-    assert [path.name for path in tmp_path.iterdir()] == ["something"]
+    """Though somebody still has it: the trainer, to know whose weights it copied."""
+    pager = pager_of(2)
+    put(pager, "a", "b")
+    (adapter,) = pager.get(["a"])
+    if what == "dropped":
+        pager.drop("a")
+    else:
+        pager.put("a", random_state(9), 8)
+    assert all(array.is_deleted() for array in arrays_of(adapter))
 
 
 # --- looking ahead -------------------------------------------------------------------------------
@@ -461,7 +466,7 @@ def test_a_state_of_another_base_model_is_refused_at_once(pager_of: Callable[...
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_file_that_cannot_be_read_is_told_to_who_needs_it(
+def test_a_file_that_cannot_be_read_needs_another_process(
     pager_of: Callable[..., AdapterPager], tmp_path: Path, damage: str
 ):
     pager = pager_of(2)
@@ -473,7 +478,7 @@ def test_a_file_that_cannot_be_read_is_told_to_who_needs_it(
         file.write_bytes(content[:-5])
     pager.look_ahead(["a"])
     settle(pager)
-    with pytest.raises(ServerError, match=f"could not be read from {file}"):
+    with pytest.raises(DeviceFailed, match=f"could not be read from {file}"):
         pager.get(["a"])
     file.write_bytes(content)
     put(pager, "b", seed=1)
@@ -483,30 +488,68 @@ def test_a_file_that_cannot_be_read_is_told_to_who_needs_it(
     assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
 
 
-def test_a_disk_without_room_leaves_every_adapter_where_it_was(
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_keeps_nobody_from_training(
+    pager_of: Callable[..., AdapterPager],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """What cannot be written takes more of the host's memory than it should, until it can be."""
+    pager, model = pager_of(1), Model()
+    put(pager, "a", "b", "c")
+    model.adapters = {name: on_device(random_state(i, rank=8)) for i, name in enumerate("abc")}
+    monkeypatch.setattr("tuneserve_engine.backend.jax.page_files.save_file", full)
+    for name in "abcabc":
+        (adapter,) = pager.get([name])
+        start_step(adapter, PARAMS)
+        start_step(model.adapters[name], PARAMS)
+    assert [record.message for record in caplog.records] == [
+        f"an adapter of {pager._entries['a'].host_bytes} bytes could not be written to {tmp_path}: "
+        "[Errno 28] No space left on device; make room there, or give adapters more of the host's "
+        "memory; until then they take more of it than they should"
+    ]
+    assert in_files(tmp_path) == 0
+    monkeypatch.undo()
+    pager.get(["b"])
+    check_limits(pager, tmp_path, ["b"])
+    assert in_files(tmp_path) == 2
+    for name in "abc":
+        assert bits(pager.get([name])[0]) == bits(model.adapters[name])
+
+
+def test_a_disk_without_room_refuses_new_adapters_only(
     pager_of: Callable[..., AdapterPager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pager = pager_of(1)
     put(pager, "a", "b")
-    (adapter,) = pager.get(["a"])
-    start_step(adapter, PARAMS)
-    before, files = bits(adapter), in_files(tmp_path)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    files = in_files(tmp_path)
     monkeypatch.setattr("tuneserve_engine.backend.jax.page_files.save_file", full)
-    with pytest.raises(ServerError, match=r"could not be written to .*No space left"):
-        pager.get(["b"])
-    with pytest.raises(ServerError, match="No space left"):
+    with pytest.raises(OutOfMemory, match=r"could not be written to .*No space left"):
         put(pager, "c", seed=2)
-    with pytest.raises(ServerError, match="No space left"):
-        put(pager, "b", seed=3)
-    assert pager.paged_out == 0 and in_files(tmp_path) == files
-    assert set(pager.ids) == {"a", "b"}
-    assert pager.get(["a"])[0] is adapter and bits(adapter) == before
-    monkeypatch.undo()
-    assert bits(pager.get(["b"])[0]) == bits(on_device(random_state(1, rank=8)))
+    assert set(pager.ids) == {"a", "b"} and in_files(tmp_path) == files
+    put(pager, "b", seed=3)
+    for seed, name in ((0, "a"), (3, "b")):
+        assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
+
+
+def test_a_file_that_cannot_be_deleted_keeps_nobody_from_training(
+    pager_of: Callable[..., AdapterPager], monkeypatch: pytest.MonkeyPatch
+):
+    pager = pager_of(1)
+    put(pager, "a", "b")
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tuneserve_engine.backend.jax.page_files.save_file", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    for seed, name in ((0, "a"), (1, "b")):
+        assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
+    pager.drop("a")
 
 
 def test_a_device_without_room_is_told_to_who_needs_it_and_may_have_room_later(

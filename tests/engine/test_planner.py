@@ -1,4 +1,4 @@
-"""What the planner counts is what the arrays take, and what it chooses is the best that fits."""
+"""What the planner chooses is the best that fits."""
 
 import subprocess
 import sys
@@ -7,201 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import TrainBatch
-from tuneserve_engine.backend.jax.adapters import new_adapter, target_shapes
-from tuneserve_engine.backend.jax.bank import Bank, new_bank, new_scratch
+from tests.engine.test_footprint import QWEN3
 from tuneserve_engine.backend.jax.device_memory import machine_bytes
-from tuneserve_engine.backend.jax.head import head_chunk_blocks
 from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.tape import Workspace
-from tuneserve_engine.backend.jax.train import StreamIn, score_stream, space_shapes, train_stream
 from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.footprint import Footprint, Shape
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.planner import Device, DoesNotFit, Plan, plan
-
-QWEN3 = ModelConfig(
-    architecture="qwen3",
-    vocab_size=61,
-    hidden=16,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    intermediate=20,
-    context_length=48,
-    qk_norm=True,
-    tied_embeddings=True,
-)
-QWEN2 = replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True)
-LLAMA = replace(
-    QWEN3,
-    architecture="llama",
-    qk_norm=False,
-    tied_embeddings=False,
-    attention_bias=True,
-    output_bias=True,
-    mlp_bias=True,
-)
-MODELS = pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=lambda c: c.architecture)
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-LATTICE = ShapeLattice(48, block=8, chunk=16, tokens=64, request_slots=6, rank_classes=(2, 4))
-RANK = LATTICE.max_rank
-BLOCKS = LATTICE.stream // LATTICE.block
-
-
-def footprint(config: ModelConfig, **changes: Any) -> Footprint:
-    shape = Shape(LATTICE, "dots", 8, "float32", "cpu")
-    return Footprint(config, replace(shape, **changes))
-
-
-def size(arrays: Any) -> int:
-    """Bytes of arrays, or of shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-
-
-def decoder(config: ModelConfig, dtype: Any, remat: Any = "dots") -> Decoder:
-    graph, shapes = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    )
-    model = nnx.merge(graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-    model.block, model.chunk_blocks = LATTICE.block, LATTICE.chunk // LATTICE.block
-    model.remat = remat
-    return model
-
-
-def bank(config: ModelConfig, rank: int = RANK) -> Bank:
-    return new_bank(target_shapes(config), rank, LATTICE.slots(rank))
-
-
-def workspace(config: ModelConfig, dtype: Any, remat: Any) -> Workspace:
-    """Shapes of what training holds."""
-    shapes: Workspace = space_shapes(decoder(config, dtype, remat), bank(config), BLOCKS)
-    return shapes
-
-
-# --- bytes ---------------------------------------------------------------------------------------
-
-
-@MODELS
-@DTYPES
-def test_the_base_weights_are_those_of_the_decoder(config: ModelConfig, dtype: Any) -> None:
-    real = nnx.state(decoder(config, dtype), nnx.Param)
-    assert footprint(config, dtype=dtype).base.bytes == size(real)
-
-
-@MODELS
-def test_bank_and_scratch_have_a_slot_for_every_request_of_a_unit(config: ModelConfig) -> None:
-    for rank in LATTICE.rank_classes:
-        held = bank(config, rank)
-        scratch = new_scratch(target_shapes(config), rank, LATTICE.slots(rank))
-        assert footprint(config).bank(rank).bytes == size((held.a, held.b)) + size(scratch)
-
-
-@MODELS
-def test_an_adapter_has_four_copies(config: ModelConfig) -> None:
-    counted = footprint(config)
-    for rank in LATTICE.rank_classes:
-        adapter = new_adapter(AdapterConfig(1, 1.0, 0), target_shapes(config), rank)
-        copies = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
-        assert [size(copy) for copy in copies] == [counted.adapter_bytes(rank)] * 4
-    unit = max(LATTICE.slots(rank) * counted.adapter_bytes(rank) for rank in LATTICE.rank_classes)
-    assert counted.unit_adapter_bytes == 4 * unit
-
-
-@MODELS
-@DTYPES
-@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
-def test_training_takes_what_its_workspace_does(
-    config: ModelConfig, remat: Any, dtype: Any
-) -> None:
-    counted = footprint(config, remat=remat, dtype=dtype)
-    real = workspace(config, dtype, remat)
-    assert counted.tape.bytes == size(real.tape)
-    assert counted.layer_gradients.bytes == size((real.dx, real.dattended, real.dqkv))
-
-
-@MODELS
-@DTYPES
-def test_training_that_computes_nothing_again_is_not_underestimated(
-    config: ModelConfig, dtype: Any
-) -> None:
-    counted = footprint(config, remat="none", dtype=dtype).tape.bytes
-    real = size(workspace(config, dtype, "none").tape)
-    assert real <= counted <= 1.25 * real
-
-
-@pytest.mark.parametrize("vocab_size", [61, 8192, 151_936, 1_000_000])
-def test_the_head_takes_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
-    lattice = replace(LATTICE, block=64, chunk=1024)
-    counted = footprint(replace(QWEN3, vocab_size=vocab_size), lattice=lattice)
-    blocks = head_chunk_blocks(64, 1024, vocab_size)
-    assert counted.head_chunk_tokens == 64 * blocks
-    assert counted.logits.bytes == 2 * 64 * blocks * vocab_size * 4
-
-
-def test_sampling_has_a_cache_and_an_adapter_for_every_row() -> None:
-    counted = footprint(QWEN3, sample_rows=5)
-    assert counted.caches.bytes == 5 * 2 * 3 * 2 * 6 * 48 * 4  # k and v, layers, heads, H, capacity
-    assert counted.lanes.bytes == 5 * counted.adapter_bytes(4)
-
-
-@DTYPES
-def test_programs_of_training_need_no_more_besides_than_is_planned(dtype: Any) -> None:
-    config = replace(QWEN3, hidden=64, intermediate=160, head_dim=16, vocab_size=400)
-    counted = footprint(config, dtype=dtype)
-    planned = counted.stream.bytes + counted.chunk.bytes + counted.logits.bytes
-    wide = sum(line.bytes for line in counted.wide_copies)
-    trained, scored = temporaries(config, dtype)
-    assert trained <= planned + wide
-    assert scored <= planned + wide
-
-
-def temporaries(config: ModelConfig, dtype: Any) -> tuple[int, int]:
-    """Bytes that the programs of a gradient and of scores need while they run."""
-    model, held = decoder(config, dtype), bank(config)
-    space = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), workspace(config, dtype, "dots"))
-    scratch = new_scratch(target_shapes(config), RANK, LATTICE.slots(RANK))
-    stream = StreamIn.of(nobodys(LATTICE.stream), LATTICE.block)
-    model.train()
-    graph, weights = nnx.split(model)
-
-    def train(weights: Any, *args: Any) -> Any:
-        return train_stream(nnx.merge(graph, weights), *args)
-
-    training = jax.jit(train, donate_argnums=(1, 2)).lower(weights, space, scratch, held, stream)
-    model.eval()
-    scoring_graph, _ = nnx.split(model)
-
-    def score(weights: Any, *args: Any) -> Any:
-        return score_stream(nnx.merge(scoring_graph, weights), *args)
-
-    scoring = jax.jit(score).lower(weights, held, stream)
-    trained, scored = (
-        each.compile().memory_analysis().temp_size_in_bytes for each in (training, scoring)
-    )
-    return trained, scored
-
-
-def nobodys(tokens: int) -> TrainBatch:
-    """A micro-batch of padding."""
-    whole, real = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
-    fields: dict[str, Any] = dict.fromkeys(TrainBatch._fields, real)
-    fields |= dict.fromkeys(("tokens", "positions", "datum", "loss_id"), whole)
-    fields |= {"targets": whole[:, None], "weights": real[:, None], "blocks": 0}
-    fields |= dict.fromkeys(("block_request", "block_start"), whole[:: LATTICE.block])
-    return TrainBatch(**fields)
-
-
-# --- choices -------------------------------------------------------------------------------------
 
 MODEL = replace(
     QWEN3, vocab_size=8192, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64,
@@ -225,7 +39,7 @@ def downwards(**settings: Any) -> list[Plan]:
             plans.append(planned(memory, **settings))
         except DoesNotFit:
             return plans
-        memory = memory * 24 // 25
+        memory = memory * 99 // 100
 
 
 def test_with_enough_memory_everything_has_its_default() -> None:
@@ -266,10 +80,34 @@ def test_memory_that_lacks_costs_first_what_is_kept_then_slots_then_ranks() -> N
     assert chosen[-1] == ((8,), 1, "full")
 
 
+def test_room_for_snapshots_is_the_first_to_go_and_never_less_than_for_one() -> None:
+    counts = [
+        (
+            (each.lattice.rank_classes, each.lattice.request_slots, each.remat),
+            each.lattice.stream,
+            snapshots(each),
+        )
+        for each in downwards()
+    ]
+    assert counts[0][2] == 8  # as many as are sampled together
+    assert {count for *_, count in counts} == {8, 4, 2, 1}
+    for same in {tuple(rest) for *rest, _ in counts}:
+        falling = [count for *rest, count in counts if tuple(rest) == same]
+        assert falling == sorted(falling, reverse=True)
+    assert snapshots(planned(sample_rows=3)) == 3
+
+
+def snapshots(found: Plan) -> float:
+    """How many of the highest ranks there is room for."""
+    layer = 2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1536)
+    per_rank = 4 * (8 * layer + 512 + 8192)
+    return found.snapshot_bytes / (found.lattice.max_rank * per_rank)
+
+
 def test_every_plan_has_room_for_the_adapters_of_a_unit() -> None:
     for found in downwards():
         lattice = found.lattice
-        shape = Shape(lattice, found.remat, 8, "float32", "cpu")
+        shape = Shape(lattice, found.remat, 8, 1, "float32", "cpu")
         assert found.adapter_device_bytes >= Footprint(MODEL, shape).unit_adapter_bytes
 
 
@@ -287,7 +125,7 @@ def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> Non
         {"remat": "full"},
         {"batch_tokens": 16_384},
         {"chunk_tokens": 128},
-        {"request_slots": 64},
+        {"request_slots": 16},
         {"adapter_device_bytes": GIB, "adapter_host_bytes": 0},
         {"max_context_tokens": 128},
     ],
@@ -304,6 +142,11 @@ def test_what_was_asked_for_is_kept(asked: dict[str, Any]) -> None:
         "max_context_tokens": found.lattice.context_length,
     }
     assert {name: kept[name] for name in asked} == asked
+
+
+def test_more_requests_than_a_unit_ever_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"request_slots\s+.*less than or equal to 32"):
+        WorkerSettings(request_slots=33)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tuneserve_engine.backend.jax.device import on_device
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
+from tuneserve_engine.errors import ServerError
 
 VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
 ONES = np.ones(3, np.float32)
@@ -34,20 +36,26 @@ def traced(seen: list[str], name: str) -> Callable[[Any], Any]:
     return run
 
 
-def refuse(x: Any) -> Any:
-    raise ValueError("no such program")
+def refused(seen: list[str], said: str) -> Callable[[Any], Any]:
+    """A function of which the compiler says so; it notes each time that this is tried."""
+
+    def run(x: Any) -> Any:
+        seen.append(said)
+        raise jax.errors.JaxRuntimeError(said)
+
+    return run
 
 
 def test_a_program_computes_its_function() -> None:
     programs = ProgramSet()
-    program = programs.add("double", double)
+    program = programs.add("double", double, use="tests")
     program.declare("short", VECTOR)
     np.testing.assert_array_equal(program("short", ONES), [2, 2, 2])
 
 
 def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> None:
     seen: list[str] = []
-    program = ProgramSet().add("noted", traced(seen, "run"))
+    program = ProgramSet().add("noted", traced(seen, "run"), use="tests")
     program.declare(3, VECTOR)
     for _ in range(3):
         program(3, ONES)
@@ -56,14 +64,14 @@ def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> Non
 
 
 def test_arguments_of_another_shape_than_their_key_are_refused() -> None:
-    program = ProgramSet().add("double", double)
+    program = ProgramSet().add("double", double, use="tests")
     program.declare("short", VECTOR)
     with pytest.raises(TypeError):
         program("short", np.ones(4, np.float32))
 
 
 def test_donated_arguments_are_gone_and_others_are_not() -> None:
-    program = ProgramSet().add("sum", lambda x, y: x + y, donate=(1,))
+    program = ProgramSet().add("sum", lambda x, y: x + y, use="tests", donate=(1,))
     kept, given = jnp.ones(3), jnp.ones(3)
     program("short", kept, given)
     assert given.is_deleted() and not kept.is_deleted()
@@ -73,7 +81,11 @@ def test_a_model_is_left_out_of_calls_and_its_places_do_not_count() -> None:
     config = ModelConfig("qwen3", 11, 8, 1, 2, 1, 4, 8, 16)
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     program = ProgramSet().add(
-        "row", lambda model, x: x + model.unembedding()[0], model=model, donate=(0,)
+        "row",
+        lambda model, x: x + model.unembedding()[0],
+        use="tests",
+        model=model,
+        donate=(0,),
     )
     want = np.asarray(model.unembedding()[0]) + 1
     given = jnp.ones(8)
@@ -85,7 +97,7 @@ def test_everything_declared_is_compiled_ahead_in_order() -> None:
     seen: list[str] = []
     programs = ProgramSet()
     for name, order in (("rare", 2), ("first", 0), ("second", 1), ("first too", 0)):
-        programs.add(name, traced(seen, name)).declare((), VECTOR, order=order)
+        programs.add(name, traced(seen, name), use="tests").declare((), VECTOR, order=order)
     assert not programs.ready.is_set()
     programs.compile_ahead(threads=1)
     assert programs.wait(60)
@@ -103,8 +115,8 @@ def test_a_call_does_not_wait_for_programs_before_its_own() -> None:
         return x
 
     programs = ProgramSet()
-    programs.add("slow", slow).declare((), VECTOR)
-    program = programs.add("double", double)
+    programs.add("slow", slow, use="tests").declare((), VECTOR)
+    program = programs.add("double", double, use="tests")
     program.declare((), VECTOR, order=9)
     programs.compile_ahead(threads=1)
     assert stuck.wait(60)
@@ -125,7 +137,7 @@ def test_a_call_waits_for_the_thread_that_compiles_its_program() -> None:
         return x
 
     programs = ProgramSet()
-    program = programs.add("slow", slow)
+    program = programs.add("slow", slow, use="tests")
     program.declare((), VECTOR)
     programs.compile_ahead(threads=1)
     assert began.wait(60)
@@ -134,23 +146,67 @@ def test_a_call_waits_for_the_thread_that_compiles_its_program() -> None:
     assert seen == ["traced"]
 
 
-def test_a_program_that_cannot_be_compiled_fails_its_calls_and_the_start_only() -> None:
+@pytest.mark.parametrize(
+    "said", ["INTERNAL: ptxas exited with 1", "RESOURCE_EXHAUSTED: out of memory in autotuning"]
+)
+def test_a_program_that_cannot_be_compiled_is_tried_once_and_fails_its_calls_only(
+    said: str,
+) -> None:
+    """It is not the device that failed, nor was a request too large for it."""
+    seen: list[str] = []
     programs = ProgramSet()
-    broken, sound = programs.add("broken", refuse), programs.add("double", double)
-    broken.declare((), VECTOR)
-    sound.declare((), VECTOR)
+    broken = programs.add("broken", refused(seen, said), use="sums, by length")
+    sound = programs.add("double", double, use="tests")
+    broken.declare(3, VECTOR)
+    sound.declare(3, VECTOR)
     programs.compile_ahead(threads=1)
-    with pytest.raises(ValueError, match="no such program"):
-        programs.wait(60)
-    assert not programs.ready.is_set()
-    with pytest.raises(ValueError, match="no such program"):
-        broken((), ONES)
-    np.testing.assert_array_equal(sound((), ONES), [2, 2, 2])
+    assert programs.wait(60)
+    for _ in range(2):
+        with pytest.raises(ServerError) as failed:
+            on_device(broken, 3, ONES)
+        assert str(failed.value) == (
+            f"this server cannot run broken 3, its program for sums, by length; the compiler said: "
+            f"{said}; other requests are served; ask the operator, whose log says more"
+        )
+        assert failed.value.no_room  # a model that needs it is not lost: another worker may run it
+    np.testing.assert_array_equal(sound(3, ONES), [2, 2, 2])
+    assert seen == [said]
+    assert programs.figures == {
+        "ready": 1.0,
+        "programs": 2,
+        "programs_compiled": 1,
+        "programs_failed": 1,
+        "compilations_after_ready_total": 0,
+    }
+
+
+def test_a_program_that_cannot_be_compiled_when_it_is_called_is_tried_once_too() -> None:
+    seen: list[str] = []
+    programs = ProgramSet()
+    broken = programs.add("broken", refused(seen, "a long story\nwith a second line"), use="sums")
+    for _ in range(2):
+        with pytest.raises(ServerError, match=r"said: a long story; other"):
+            broken("undeclared", ONES)
+    assert len(seen) == 1
+    assert programs.figures["programs_failed"] == 1
+
+
+def test_who_does_not_compile_ahead_is_neither_ready_nor_cold() -> None:
+    programs = ProgramSet()
+    program = programs.add("double", double, use="tests")
+    program.declare("short", VECTOR)
+    program("short", ONES)
+    assert programs.figures == {
+        "programs": 1,
+        "programs_compiled": 1,
+        "programs_failed": 0,
+        "compilations_after_ready_total": 0,
+    }
 
 
 def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
     programs = ProgramSet()
-    program = programs.add("double", double)
+    program = programs.add("double", double, use="tests")
     program.declare((), VECTOR)
     jnp.zeros(1234)  # before: does not count
     assert programs.compilations_after_ready == 0
@@ -171,7 +227,7 @@ def test_a_process_that_ends_finishes_one_program_only() -> None:
 import jax, jax.numpy as jnp
 from tuneserve_engine.backend.jax.programs import ProgramSet
 programs = ProgramSet()
-program = programs.add("double", lambda x: x + x)
+program = programs.add("double", lambda x: x + x, use="tests")
 for size in range(10_000):
     program.declare(size, jax.ShapeDtypeStruct((size,), jnp.float32))
 programs.compile_ahead(threads=1)

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult
-from tuneserve_engine.backend.jax.adapters import TargetShapes, target_shapes
+from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
+from tuneserve_engine.backend.jax import sample as sample_module
+from tuneserve_engine.backend.jax.adapters import TargetShapes, restored_weights, target_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
-from tuneserve_engine.backend.jax.sample_programs import CHOICES
+from tuneserve_engine.backend.jax.sample_programs import CHOICES, Programs
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.sampling_wire import MAX_TOP_K
@@ -39,6 +40,9 @@ CONFIG = ModelConfig(
 )
 LATTICE = ShapeLattice(CONFIG.context_length, block=8, chunk=16, rank_classes=(2, 32))
 """Caches of 16, 32 and 64 positions."""
+RANK_BYTES = 4 * (16 + 32 + 2 * (16 + 16) + 32 + 16 + 3 * (16 + 24) + 16 + 67)
+"""Of a snapshot, per rank of its class: inputs and outputs of every target."""
+ROOMY = 6 * 32 * RANK_BYTES
 NAN = "full of NaN"
 TENANTS = ("rank 2", "rank 4", "attention only")
 
@@ -70,9 +74,10 @@ def programs() -> ProgramSet:
 
 @pytest.fixture(scope="module")
 def sampler(programs: ProgramSet, model: Decoder) -> Sampler:
-    sampler = Sampler(programs, model, LATTICE, Letters(), lanes=LANES, max_snapshots=6)
+    sampler = Sampler(programs, model, LATTICE, Letters(), lanes=LANES, snapshot_bytes=ROOMY)
     programs.compile_ahead(threads=2)
     assert programs.wait(300)
+    assert programs.figures["programs_failed"] == 0
     sampler.load_snapshot("rank 2", state(rank=2, seed=1))
     sampler.load_snapshot("rank 4", state(rank=4, seed=2))
     sampler.load_snapshot("attention only", state(rank=1, seed=3, train_mlp=False))
@@ -217,19 +222,22 @@ def test_a_prompt_and_budget_may_fill_the_whole_context(sampler: Sampler) -> Non
     assert len(last.sequences[0].tokens) == 1
 
 
-def test_a_request_for_logprobs_never_decodes(
+def test_a_request_for_logprobs_never_decodes_nor_fails_where_nothing_can_decode(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def decode(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("decoded")
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
 
     monkeypatch.setattr(Decoder, "decode", decode)
-    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES)
-    (result,) = sampler.sample([request(9, max_tokens=1, prompt_logprobs=True)])
-    assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == 9
-    assert len(result.sequences[0].tokens) == 1
-    with pytest.raises(AssertionError, match="decoded"):
-        sampler.sample([request(9, max_tokens=2)])
+    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES, snapshot_bytes=ROOMY)
+    for _ in range(2):
+        (result,) = sampler.sample([request(9, max_tokens=1, prompt_logprobs=True)])
+        assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == 9
+        assert len(result.sequences[0].tokens) == 1
+        with pytest.raises(
+            ServerError, match=r"cannot run decode \(16, 2\), .*no such instruction"
+        ):
+            sampler.sample([request(9, max_tokens=2)])
 
 
 def test_many_samples_of_a_prompt_cost_one_prefill(
@@ -299,17 +307,115 @@ def test_an_unloaded_snapshot_is_named_before_anything_runs(
         sampler.sample([request(), request(snapshot_id="gone")])
 
 
-def test_the_least_recently_used_snapshot_makes_room(model: Decoder) -> None:
-    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES, max_snapshots=2)
-    for name in ("a", "b"):
+def small(model: Decoder, snapshot_bytes: int, *names: str) -> Sampler:
+    """A sampler with snapshots of rank 2."""
+    sampler = Sampler(
+        ProgramSet(), model, LATTICE, None, lanes=LANES, snapshot_bytes=snapshot_bytes
+    )
+    for name in names:
         sampler.load_snapshot(name, state(rank=2, seed=1))
+    return sampler
+
+
+def kept(sampler: Sampler, names: str) -> str:
+    """Those of the snapshots that are loaded; asking keeps their order."""
+    return "".join(name for name in names if sampler.has_snapshot(name))
+
+
+def test_the_least_recently_used_snapshot_makes_room(model: Decoder) -> None:
+    sampler = small(model, 2 * 2 * RANK_BYTES, "a", "b")
     assert sampler.has_snapshot("a")  # asking counts as use: a call asks before it samples
     sampler.load_snapshot("c", state(rank=2, seed=1))
-    assert [sampler.has_snapshot(name) for name in "abc"] == [True, False, True]
+    assert kept(sampler, "abc") == "ac"
+
+
+def test_a_large_snapshot_makes_room_for_itself_at_the_expense_of_many(model: Decoder) -> None:
+    """And one that is larger than all the room is still there, alone."""
+    sampler = small(model, (32 + 2 + 2) * RANK_BYTES, *"abcd")
+    sampler.load_snapshot("e", state(rank=3, seed=1))
+    assert kept(sampler, "abcde") == "cde"
+    crowded = small(model, 5 * RANK_BYTES, *"ab")
+    crowded.load_snapshot("c", state(rank=32, seed=1))
+    assert kept(crowded, "abc") == "c"
+
+
+def test_room_is_made_before_a_snapshot_comes(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = small(model, 2 * 2 * RANK_BYTES, "a", "b")
+    seen: list[str] = []
+
+    def restored(*args: Any) -> Any:
+        seen.append(kept(sampler, "abc"))
+        return restored_weights(*args)
+
+    monkeypatch.setattr(sample_module, "restored_weights", restored)
+    sampler.load_snapshot("c", state(rank=2, seed=1))
+    sampler.load_snapshot("c", state(rank=2, seed=2))  # in place of itself
+    assert seen == ["b", "b"]
+
+
+class Full:
+    """Stands for a device that has no room the first few times."""
+
+    def __init__(self, real: Any, times: int) -> None:
+        self.real, self.times = real, times
+
+    def __call__(self, *args: Any) -> Any:
+        self.times -= 1
+        if self.times >= 0:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return self.real(*args)
+
+
+def test_where_the_device_has_less_room_than_was_planned_old_snapshots_go(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = small(model, ROOMY, *"abcd")
+    monkeypatch.setattr(sample_module, "restored_weights", Full(restored_weights, 2))
+    sampler.load_snapshot("e", state(rank=2, seed=1))
+    assert kept(sampler, "abcde") == "cde"
+    monkeypatch.setattr(sample_module, "restored_weights", Full(restored_weights, 9))
+    with pytest.raises(OutOfMemory):
+        sampler.load_snapshot("f", state(rank=2, seed=1))
+
+
+def test_a_call_that_finds_no_room_is_made_again_without_the_snapshots_of_others(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = request(snapshot_id="rank 2", temperature=0.7)
+    (want,) = sampler.sample([mine])
+    saved = dict(sampler._snapshots)
+    monkeypatch.setattr(sampler._programs, "decode", Full(sampler._programs.decode, 1))
+    (got,) = sampler.sample([mine])
+    assert_same_bits(got, want)
+    assert list(sampler._snapshots) == ["rank 2"]
+    monkeypatch.setattr(sampler._programs, "decode", Full(sampler._programs.decode, 1))
+    with pytest.raises(OutOfMemory):  # there is nothing left to drop
+        sampler.sample([mine])
+    sampler._snapshots.update(saved)
+
+
+def test_a_call_for_more_snapshots_than_there_is_room_for_can_be_made_in_parts(
+    model: Decoder,
+) -> None:
+    sampler = small(model, 2 * RANK_BYTES)
+    asked = [request(snapshot_id=name, max_tokens=1) for name in "ab"]
+
+    def load(name: str) -> None:
+        sampler.load_snapshot(name, state(rank=2, seed=ord(name)))
+
+    for name in "ab":
+        load(name)
+    with pytest.raises(ServerError, match=rf"'a' is not loaded.* {2 * RANK_BYTES} bytes.*again"):
+        sampler.sample(asked)
+    for name, one in zip("ab", asked, strict=True):
+        load(name)
+        sampler.sample([one])
 
 
 def test_a_snapshot_keeps_its_weights_when_the_host_copy_changes(model: Decoder) -> None:
-    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES)
+    sampler = small(model, ROOMY)
     saved = state(rank=2, seed=1)
     sampler.load_snapshot("frozen", saved)
     one = request(snapshot_id="frozen", max_tokens=1, prompt_logprobs=True)
@@ -376,3 +482,17 @@ def test_no_request_compiles_anything(
     results = sampler.sample(asked)
     assert programs.compilations_after_ready == before
     assert [len(result.sequences) for result in results] == [one.num_samples for one in asked]
+
+
+def test_decoding_needs_no_room_for_weights(model: Decoder) -> None:
+    """A layer more takes less than half of its weights: they are read where they are."""
+
+    def temporary_bytes(layers: int) -> int:
+        config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
+        deep = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+        lattice = ShapeLattice(16, block=8, chunk=16, rank_classes=(2,))
+        (shape,) = Programs(ProgramSet(), deep, lattice, LANES).decode.shapes()
+        return int(shape.compiled().memory_analysis().temp_size_in_bytes)
+
+    weights = 4 * 3 * 64 * 256  # of the MLP alone
+    assert temporary_bytes(5) - temporary_bytes(2) < 3 * weights / 2

@@ -20,6 +20,7 @@ from tuneserve_engine.backend.jax.adapters import LoraWeights, target_shapes
 from tuneserve_engine.backend.jax.bank import Bank, new_bank, new_scratch
 from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.block import Layer, after_attention, before_attention
+from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.models.layers import attend
 from tuneserve_engine.backend.jax.train import StreamIn, space_shapes, train_stream
@@ -27,10 +28,15 @@ from tuneserve_engine.backend.jax.train import StreamIn, space_shapes, train_str
 SLOTS, RANK = 8, 16
 TOKENS, BLOCK, CHUNK_BLOCKS = 512, 8, 2
 CONFIG = replace(TINY, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48)
-LAYER_INPUT = 4 * TOKENS * CONFIG.hidden
-LOGSUMEXP = 4 * TOKENS * CONFIG.heads
-"""Of attention: float32, kept with its result, which is as large as a layer's input."""
+WIDE = replace(CONFIG, hidden=512, heads=8, kv_heads=4, head_dim=64, intermediate=1536)
+"""As wide as a small model that somebody trains."""
 FEW, MANY = 4, 12
+
+
+def with_attention(config: ModelConfig) -> float:
+    """What ``attention`` keeps of a layer, in layer inputs: its input, what attention gave, which
+    is as large, and that one's log sum of exponentials: float32, one per head."""
+    return 2 + config.heads / config.hidden
 
 
 class Takes(NamedTuple):
@@ -51,8 +57,8 @@ class Case(NamedTuple):
     stream: StreamIn
 
 
-def case_of(layers: int, remat: str) -> Case:
-    model = Decoder(replace(CONFIG, layers=layers), rngs=nnx.Rngs(0), dtype=jnp.float32)
+def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
+    model = Decoder(replace(config, layers=layers), rngs=nnx.Rngs(0), dtype=jnp.float32)
     model.block, model.chunk_blocks = BLOCK, CHUNK_BLOCKS
     model.remat = remat  # type: ignore[assignment]
     model.train()
@@ -71,9 +77,9 @@ def takes(compiled: Any, case: Case, workspace: int) -> Takes:
 
 
 @cache
-def training(layers: int, remat: str) -> Takes:
+def training(layers: int, remat: str, config: ModelConfig = CONFIG) -> Takes:
     """The program of training, with the workspace and the scratch donated."""
-    case = case_of(layers, remat)
+    case = case_of(layers, remat, config)
     space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
     program = jax.jit(train_stream, donate_argnums=(1, 2))
     compiled = program.lower(case.model, space, case.scratch, case.bank, case.stream).compile()
@@ -123,22 +129,29 @@ def autodiff(layers: int) -> Takes:
     return takes(compiled, case, 0)
 
 
-def per_layer(few: Takes, many: Takes) -> dict[str, float]:
+def per_layer(few: Takes, many: Takes, config: ModelConfig = CONFIG) -> dict[str, float]:
     """What a further layer adds, in layer inputs."""
+    layer_inputs = (MANY - FEW) * 4 * TOKENS * config.hidden
     return {
-        name: (getattr(many, name) - getattr(few, name)) / (MANY - FEW) / LAYER_INPUT
+        name: (getattr(many, name) - getattr(few, name)) / layer_inputs
         for name in ("workspace", "temporary", "live")
     }
 
 
-@pytest.mark.parametrize(
-    ("remat", "kept"), [("full", 1), ("attention", 2 + LOGSUMEXP / LAYER_INPUT)]
-)
+@pytest.mark.parametrize(("remat", "kept"), [("full", 1), ("attention", with_attention(CONFIG))])
 def test_a_further_layer_takes_what_its_policy_keeps(remat: str, kept: float) -> None:
     slope = per_layer(training(FEW, remat), training(MANY, remat))
     assert slope["workspace"] == pytest.approx(kept)
     assert slope["workspace"] + slope["temporary"] <= kept + 0.1, slope
     assert slope["live"] <= kept + 0.1, slope
+
+
+@pytest.mark.parametrize(("remat", "most"), [("full", 1.1), ("attention", 2.1)])
+def test_a_further_wide_layer_takes_one_layer_input_or_two(remat: str, most: float) -> None:
+    slope = per_layer(training(FEW, remat, WIDE), training(MANY, remat, WIDE), WIDE)
+    assert slope["workspace"] == {"full": 1, "attention": with_attention(WIDE)}[remat]
+    assert slope["workspace"] + slope["temporary"] <= most, slope
+    assert slope["live"] <= most, slope
 
 
 def test_autodiff_over_the_layers_would_take_three_times_as_much() -> None:

@@ -23,6 +23,7 @@ from tinker.types.provenance_spans import PromptProvenanceSpan
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.errors import UserError
+from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.training_wire import (
     LOSS_SPECS,
     MAX_FIELDS,
@@ -524,6 +525,16 @@ def test_targets_that_few_bytes_name_are_bounded(monkeypatch: pytest.MonkeyPatch
     with_csr([0, 0, 0], [], [], [2, 64])(sent)
     sent.data.extend([sent.data[0]] * 3)
     refused(sent.SerializeToString(), ["data[:3]", "384 targets", "300", "split"])
+
+
+def test_targets_are_counted_as_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve_engine.training_wire.MAX_TARGET_CELLS", 300)
+    pair = datum([1, 2], target_tokens=np.array([[2, 3], [4, 5]]))
+    sent = message(pair, pair, pair).SerializeToString()
+    refused(sent, ["data[:3]", "384 targets", "300", "64 are counted for each position", "split"])
+    lattice = ShapeLattice(INFO.context_length)
+    assert len(decode(pair, pair).data) * 2 * lattice.target_class(2) <= 300
+    assert len(decode(*[datum([1, 2], target_tokens=[2, 3])] * 150).data) == 150
 
 
 def test_a_sparse_tensor_is_not_made_dense_before_its_size_is_known() -> None:

@@ -39,13 +39,15 @@ FORWARD = training_body(DATUM, forward_only=True)
 
 
 class Noting(FakeBackend):
-    """Notes its calls; those with an adapter of ``failing`` raise."""
+    """Notes its calls; those with an adapter of ``failing`` raise. Steps of ``lonely`` ones are not
+    taken beside others."""
 
     def __init__(self, memory_tokens: int | None = None) -> None:
         super().__init__(memory_tokens=memory_tokens)
         self.units: list[tuple[str, ...]] = []
         self.steps: list[list[str]] = []
         self.failing: dict[str, Exception] = {}
+        self.lonely: dict[str, OutOfMemory] = {}
 
     def forward_backward(self, unit: TrainUnit) -> TrainResult:
         self.units.append(unit.adapter_ids)
@@ -56,7 +58,11 @@ class Noting(FakeBackend):
         names = [name for name, _ in steps]
         self.steps.append(names)
         self._check(names)
-        return super().optim_steps(steps)
+        if len(names) == 1:
+            return super().optim_steps(steps)
+        return [
+            self.lonely.get(step[0]) or super(Noting, self).optim_steps([step])[0] for step in steps
+        ]
 
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
@@ -147,6 +153,16 @@ def test_a_request_that_never_fits_ends_in_an_error(new_world: Callable[..., Wor
     assert outcome.rejection is not None and outcome.rejection.no_room
 
 
+def test_a_request_does_not_run_again_in_streams_as_long_as_those_that_did_not_fit(
+    new_world: Callable[..., World],
+) -> None:
+    world = new_world(Noting(memory_tokens=16))
+    longest = training_body({"tokens": [1] * 64, "target_tokens": [2] * 64})
+    (outcome,) = world.run(world.gradient(longest, "a"))
+    assert "no memory for this forward_backward" in message(outcome)
+    assert len(world.backend.units) == 3  # of 256, 128 and 64 tokens
+
+
 def test_a_device_that_failed_ends_the_unit_at_once(new_world: Callable[..., World]) -> None:
     world = new_world()
     world.backend.failing = {"A": DeviceFailed("it fell off the bus")}
@@ -200,12 +216,26 @@ def test_a_step_that_alone_could_not_be_taken_fails_alone(
     new_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = new_world()
-    results = [{"grad_norm": 1.0}, OutOfMemory("no room"), RuntimeError("on fire")]
-    monkeypatch.setattr(world.backend, "optim_steps", lambda _: results)
+    results = {"a": {"grad_norm": 1.0}, "b": OutOfMemory("no room"), "A": RuntimeError("on fire")}
+    monkeypatch.setattr(
+        world.backend, "optim_steps", lambda steps: [results[name] for name, _ in steps]
+    )
     first, second, third = world.run(*[step_of(world, model) for model in "abA"])
     assert body(first) == {"metrics": {"grad_norm": 1.0}}
     assert "no memory" in message(second, "server")
     assert "internal error" in message(third, "server")
+
+
+def test_a_step_without_room_beside_others_is_taken_alone(new_world: Callable[..., World]) -> None:
+    world, alone = new_world(), new_world()
+    for each in (world, alone):
+        each.run(*[each.gradient(model=model) for model in "abA"])
+    world.backend.lonely = {"b": OutOfMemory("no room"), "A": OutOfMemory("no room")}
+    outcomes = world.run(*[step_of(world, model) for model in "abA"])
+    assert world.backend.steps == [["a", "b", "A"], ["b"], ["A"]]
+    for model, outcome in zip("abA", outcomes, strict=True):
+        assert body(outcome) == body(alone.step(model=model))
+        assert_same(world.state(model), alone.state(model))
 
 
 # --- answers and payloads beside the device -------------------------------------------------------
@@ -298,7 +328,8 @@ def test_only_models_that_are_here_are_looked_ahead_for(
     assert asked == [["B", "a"]]
 
 
-def test_the_time_that_the_backend_had_a_unit_is_told(tmp_path: Path) -> None:
+def test_the_time_that_the_device_had_a_unit_is_told(tmp_path: Path) -> None:
+    """A quarter of it the unit waits for adapters."""
     now_s = 0.0
 
     class Slow(FakeBackend):
@@ -307,9 +338,13 @@ def test_the_time_that_the_backend_had_a_unit_is_told(tmp_path: Path) -> None:
             now_s += 2.0
             return super().forward_backward(unit)
 
+        @property
+        def page_wait_s(self) -> float:
+            return now_s / 4
+
     world = World(tmp_path, Slow(), clock=lambda: now_s)
     for name in "aA":
         world.create(name, LARGE if name.isupper() else CONFIG)
     unit = [world.gradient(model="a"), world.gradient(model="A")]
-    assert world.operations.execute(unit).device_s == 4.0
-    assert world.operations.execute(unit[:1]).device_s == 2.0
+    assert world.operations.execute(unit).device_s == 3.0
+    assert world.operations.execute(unit[:1]).device_s == 1.5

@@ -45,7 +45,7 @@ class Pair:
         model, config = load_base_model(str(hf.folder), dtype="float32")
         lattice = ShapeLattice(config.context_length, block=8, chunk=16)
         model.block, model.chunk_blocks = lattice.block, lattice.chunk // lattice.block
-        self.ours = Sampler(ProgramSet(), model, lattice, None, lanes=4)
+        self.ours = Sampler(ProgramSet(), model, lattice, None, lanes=4, snapshot_bytes=1 << 30)
         for name, adapter in ADAPTERS.items():
             self.ours.load_snapshot(name, adapter_state(self.theirs, name, adapter))
 

@@ -71,7 +71,7 @@ def prefill(model: Decoder, tokens: Array) -> KVCache:
 def decode(
     model: Decoder, tokens: Array, positions: Array, cache: KVCache
 ) -> tuple[Array, KVCache]:
-    hidden, cache = model.decode(tokens, positions, cache, None)
+    hidden, cache = model.decode(tokens, positions, cache, model.unstacked(None))
     return model.logits(hidden[:, None], None)[:, 0], cache
 
 

@@ -117,18 +117,44 @@ async def test_health_says_what_a_worker_still_compiles_and_that_it_takes_reques
     assert "warming" not in health and "warming" not in health["base_models"][0]
 
 
+async def test_a_worker_that_compiles_nothing_ahead_is_not_said_to_warm_up(api: Any) -> None:
+    await lease(api, "one", {"programs": 40.0, "programs_compiled": 3.0, "programs_failed": 0.0})
+    health = await api.get("/healthz")
+    assert health["worker"] == "ready"
+    assert "warming" not in health and "failing" not in health
+
+
+async def test_health_says_which_share_of_the_programs_cannot_be_compiled(api: Any) -> None:
+    ready = {"ready": 1.0, "programs": 40.0, "programs_compiled": 39.0, "programs_failed": 1.0}
+    await lease(api, "one", ready)
+    await lease(api, "two", {"ready": 1.0, "programs": 40.0, "programs_compiled": 40.0})
+    health = await api.get("/healthz")
+    assert health["failing"] == (
+        "1 of 40 programs cannot be compiled; requests that need one fail; the worker's log says "
+        "why"
+    )
+    assert health["base_models"][0]["failing"] == health["failing"]
+    assert (health["worker"], "warming" in health) == ("ready", False)
+
+
 async def test_up_says_that_it_is_ready_and_what_is_still_compiled(
     monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
     answers = [
         {},
         {"worker": "absent", "base_model": "m"},
-        {"worker": "ready", "base_model": "m", "warming": "1 of 2 programs compiled"},
+        {
+            "worker": "ready",
+            "base_model": "m",
+            "warming": "1 of 3 programs compiled",
+            "failing": "1 of 3 programs cannot be compiled",
+        },
     ]
     monkeypatch.setattr("tuneserve_server.readiness.health_of", lambda _: answers.pop(0))
     said: list[str] = []
     await report_progress(settings, said.append)
     assert said[1].startswith("ready: TINKER_BASE_URL=")
-    assert said[-1] == (
-        "warming up: 1 of 2 programs compiled; a request that needs another one waits for it"
-    )
+    assert said[-2:] == [
+        "warming up: 1 of 3 programs compiled; a request that needs another one waits for it",
+        "attention: 1 of 3 programs cannot be compiled",
+    ]

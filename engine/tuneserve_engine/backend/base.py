@@ -203,6 +203,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def page_wait_s(self) -> float:
+        """How long calls have waited for adapters to come, so far."""
+        ...
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """What is going on here, by the names of ``figures.FIGURES``. May be read by any thread."""
         ...
@@ -222,8 +227,8 @@ class Backend(Protocol):
         self, steps: Sequence[tuple[str, AdamParams]]
     ) -> list[Mapping[str, float] | Exception]:
         """Applies AdamW to each adapter's accumulated gradient and clears it: an adapter at most
-        once. Finite metrics per step, or why that one was not taken, in order. All steps are under
-        way before the first is waited for."""
+        once. Finite metrics per step, or why that one was not taken, in order. Steps of as many
+        adapters as the device has room for are under way before the first is waited for."""
         ...
 
     def look_ahead(self, adapter_ids: Sequence[str]) -> None:

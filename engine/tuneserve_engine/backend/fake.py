@@ -96,6 +96,10 @@ class FakeBackend:
         return "fake-1"
 
     @property
+    def page_wait_s(self) -> float:
+        return 0.0
+
+    @property
     def figures(self) -> Mapping[str, float]:
         return {"adapters": len(self._adapters)}
 

@@ -62,9 +62,9 @@ def lost(model_id: str) -> Rejection:
 
 def no_room(model_id: str) -> Rejection:
     return Rejection(
-        f"the device has no memory to bring model {model_id} back at the moment; the model is as "
-        "it was, and this request was not carried out; send it again with a new seq_id when other "
-        "models have been parked, or ask the operator for another worker",
+        f"there is no room to bring model {model_id} back at the moment; the model is as it was, "
+        "and this request was not carried out; send it again with a new seq_id when other models "
+        "have been parked, or tell the operator: the worker's log says what it lacks",
         "server",
     )
 

@@ -15,7 +15,7 @@ from tuneserve_server import body, commands
 from tuneserve_server.deps import Caller, CallerDep, RawBody, ServicesDep, reply
 from tuneserve_server.errors import InvalidRequest, NotFound, SessionEnded
 from tuneserve_server.openapi import fails, takes
-from tuneserve_server.served import warming
+from tuneserve_server.served import failing, warming
 
 router = APIRouter()
 
@@ -117,6 +117,7 @@ async def healthz(services: ServicesDep) -> Response:
             name=each.info.name,
             workers=each.workers,
             warming=warming(each),
+            failing=failing(each),
             architecture=each.info.architecture,
             context_length=each.info.context_length,
             max_rank=each.info.max_rank,
@@ -126,7 +127,7 @@ async def healthz(services: ServicesDep) -> Response:
     first: dict[str, Any] = {}
     if models:
         first = models[0].model_dump(
-            include={"architecture", "context_length", "max_rank", "warming"}
+            include={"architecture", "context_length", "max_rank", "warming", "failing"}
         )
     return reply(
         types.HealthResponse(

@@ -1,9 +1,9 @@
 """The JAX backend: holds the device's state and runs the pure programs on it."""
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from tuneserve_engine.backend.jax.models.weights import (
     resolve_base_model,
 )
 from tuneserve_engine.backend.jax.numerics import numerics_id
+from tuneserve_engine.backend.jax.page_files import PageFolder
 from tuneserve_engine.backend.jax.paging import AdapterPager
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
@@ -38,6 +39,9 @@ from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.planner import PlanSettings, plan
 
 _UNLIMITED_BYTES = 1 << 62
+
+Stepped = dict[str, Mapping[str, float] | Exception]
+"""By adapter: what its step gave, or why it was not taken."""
 
 
 class BackendSettings(PlanSettings, Protocol):
@@ -59,12 +63,14 @@ class BackendSettings(PlanSettings, Protocol):
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """Where adapters are kept: most bytes on the device, most on the host, and a directory for the
-    rest, which is emptied; None = one of the system's."""
+    """Where adapters are kept: most bytes on the device, most on the host, and the directory in
+    which one is made for the rest; None = the system's. Those that are sampled from are apart, on
+    the device: ``snapshot_bytes`` at most."""
 
     device_bytes: int = _UNLIMITED_BYTES
     host_bytes: int = _UNLIMITED_BYTES
     directory: Path | None = None
+    snapshot_bytes: int = _UNLIMITED_BYTES
 
 
 class JaxBackend:
@@ -116,8 +122,9 @@ class JaxBackend:
         model.block = self._lattice.block
         model.chunk_blocks = self._lattice.chunk // self._lattice.block
         room = room or AdapterRoom()
+        self._pages = PageFolder(room.directory)
         self._pager = AdapterPager(
-            room.directory or Path(tempfile.mkdtemp(prefix="tuneserve-pages-")),
+            self._pages.path,
             self._shapes,
             device_bytes=room.device_bytes,
             host_bytes=room.host_bytes,
@@ -125,7 +132,12 @@ class JaxBackend:
         self._programs = ProgramSet()
         self._trainer = Trainer(self._programs, model, self._lattice)
         self._sampler = Sampler(
-            self._programs, model, self._lattice, _tokenizer(folder), lanes=sample_rows
+            self._programs,
+            model,
+            self._lattice,
+            _tokenizer(folder),
+            lanes=sample_rows,
+            snapshot_bytes=room.snapshot_bytes,
         )
 
     @classmethod
@@ -142,7 +154,10 @@ class JaxBackend:
             remat=planned.remat,
             sample_rows=planned.sample_rows,
             room=AdapterRoom(
-                planned.adapter_device_bytes, planned.adapter_host_bytes, settings.pages_dir
+                planned.adapter_device_bytes,
+                planned.adapter_host_bytes,
+                settings.pages_dir,
+                planned.snapshot_bytes,
             ),
             compile_cache_dir=settings.compile_cache_dir,
         )
@@ -181,7 +196,9 @@ class JaxBackend:
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
     ) -> AdapterState:
-        return self._pager.state(adapter_id, optimizer=optimizer, accumulator=accumulator)
+        return on_device(
+            partial(self._pager.state, adapter_id, optimizer=optimizer, accumulator=accumulator)
+        )
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         rank_class = self._lattice.rank_class(state.config.rank)
@@ -198,28 +215,40 @@ class JaxBackend:
     def optim_steps(
         self, steps: Sequence[tuple[str, AdamParams]]
     ) -> list[Mapping[str, float] | Exception]:
-        results: list[Mapping[str, float] | Exception] = [{}] * len(steps)
-        known = set(self._pager.ids)
-        here = [adapter_id for adapter_id, _ in steps if adapter_id in known]
-        adapters = dict(zip(here, on_device(self._pager.get, here), strict=True))
-        norms: dict[int, jax.Array] = {}
-        for index, (adapter_id, params) in enumerate(steps):
+        asked = dict(steps)
+        results: Stepped = {}
+        for group in self._pager.groups(list(asked)):
+            results |= self._steps({adapter_id: asked[adapter_id] for adapter_id in group})
+        return [results[adapter_id] for adapter_id, _ in steps]
+
+    def _steps(self, asked: Mapping[str, AdamParams]) -> Stepped:
+        """Those of adapters that the device has room for together. Raises ``DeviceFailed`` only: an
+        earlier group has taken its steps, and must not be asked to take them again."""
+        try:
+            adapters = on_device(self._pager.get, list(asked))
+        except DeviceFailed:
+            raise
+        except Exception as error:
+            if len(asked) == 1:
+                return dict.fromkeys(asked, error)
+            alone = [self._steps({adapter_id: params}) for adapter_id, params in asked.items()]
+            return {adapter_id: result for each in alone for adapter_id, result in each.items()}
+        results: Stepped = {}
+        norms: dict[str, jax.Array] = {}
+        for (adapter_id, params), adapter in zip(asked.items(), adapters, strict=True):
             try:
-                adapter = adapters.get(adapter_id) or self._pager.get([adapter_id])[0]
-                norms[index] = on_device(
+                norms[adapter_id] = on_device(
                     self._trainer.start_step, adapter, params, donated=arrays_of(adapter)
                 )
             except DeviceFailed:
                 raise
             except Exception as error:
-                results[index] = error
+                results[adapter_id] = error
         try:
             waited = jax.device_get(norms)
         except jax.errors.JaxRuntimeError as error:  # whatever it is, the only copies are consumed
             raise DeviceFailed(f"a step failed on the device: {error}") from error
-        for index, norm in waited.items():
-            results[index] = {"grad_norm": float(norm)}
-        return results
+        return results | {name: {"grad_norm": float(norm)} for name, norm in waited.items()}
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         return self._sampler.has_snapshot(snapshot_id)
@@ -231,11 +260,16 @@ class JaxBackend:
         return on_device(self._sampler.sample, requests)
 
     @property
+    def page_wait_s(self) -> float:
+        return self._pager.waited_s
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """What is going on here, for whoever watches."""
         pager = self._pager
         return {
             **self._programs.figures,
+            "tokens_trained_total": self._trainer.tokens_trained,
             "tokens_computed_total": self._trainer.tokens_computed,
             "adapters": len(pager.ids),
             "adapters_on_device": pager.on_device,

@@ -9,16 +9,16 @@ Dimension key: B lanes, V vocabulary, U steps per dispatch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import SampledSequence, SampleRequest, TopK
-from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.decoder import KVCache
+from tuneserve_engine.backend.jax.sample_adapters import Adapter, LaneBank
 from tuneserve_engine.backend.jax.sample_programs import (
-    Adapter,
     Choices,
     Decoded,
     Programs,
@@ -104,7 +104,8 @@ class Lanes:
         self._rank_class = rank_class
         self._drafts: list[Draft | None] = [None] * lanes
         self._adapters: list[Adapter | None] = [None] * lanes
-        self._device: tuple[KVCache, LoraRows] | None = None
+        self._weights: tuple[Any, ...] = ()
+        self._device: tuple[KVCache, LaneBank] | None = None
         self._state = no_lanes(lanes, capacity)
 
     def run(self, waiting: Iterator[Draft]) -> None:
@@ -122,6 +123,7 @@ class Lanes:
         assert draft.prompt is not None, "a sequence joins a lane once"
         index = np.int32(lane)
         if self._device is None:
+            self._weights = self._programs.unstacked(())
             self._device = (
                 self._programs.empty_cache(self._capacity, draft.prompt),
                 self._programs.empty_bank(self._rank_class, draft.adapter.weights),
@@ -150,7 +152,7 @@ class Lanes:
         top_asked = any(draft is not None and draft.request.topk_sample for draft in self._drafts)
         state = self._state._replace(top=np.bool_(top_asked))
         key = self._capacity, self._rank_class
-        decoded: Decoded = self._programs.decode(key, cache, bank, state)
+        decoded: Decoded = self._programs.decode(key, cache, self._weights, bank, state)
         self._device = decoded.cache, bank
         tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
         top = jax.device_get(decoded.top) if top_asked else None

@@ -44,5 +44,6 @@ def lora_delta(
 ) -> Float[Array, "B T F"]:
     """``scale · (x A) B`` with each row's own adapter, in x's dtype."""
     low = jnp.einsum("BTD,BDR->BTR", x, a.astype(x.dtype))
-    low = low * scale.astype(x.dtype)[:, None, None]
+    # Rounded to bfloat16, the scale would be off by up to 0.4 %, for every token the same way.
+    low = (low.astype(jnp.float32) * scale[:, None, None]).astype(x.dtype)
     return jnp.einsum("BTR,BRF->BTF", low, b.astype(x.dtype))

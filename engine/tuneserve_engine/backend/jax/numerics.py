@@ -13,7 +13,16 @@ import tuneserve_engine
 from tuneserve_engine.lattice import ShapeLattice
 
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
-_CODE = ("batch.py", "lattice.py", "sampling_wire.py", "training_wire.py", "backend/jax/**/*.py")
+_CODE = (
+    "adapters.py",
+    "batch.py",
+    "gradients.py",
+    "lattice.py",
+    "sampling_wire.py",
+    "training_wire.py",
+    "backend/base.py",
+    "backend/jax/**/*.py",
+)
 """What a request passes through on its way to a result."""
 _FLAGS = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC", "PJRT_NPROC", "NPROC")
 _OPTIONS = (
@@ -51,6 +60,13 @@ def numerics_id(
         f"lanes={sample_rows}",
     )
     return " ".join(parts)
+
+
+def ask_for_float32(dtype: str) -> None:
+    """With ``dtype`` float32, has every program that is compiled from here on multiply float32 as
+    such: a GPU would round the factors to TF32, which keeps 10 of 23 bits."""
+    if dtype == "float32" and jax.default_backend() != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 
 
 def _version(package: str) -> str:

@@ -18,8 +18,10 @@ from tuneserve_engine.adapters import AdamParams, check_adam_params
 from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
+_LEAST_FACTOR = 2.0**-64
 _LARGEST = float(np.finfo(np.float32).max)
-_LEAST_EXPONENT = -120  # 2^120 is still a float32
+_EXPONENTS = (-120, 120)
+"""Of scales: 2^127 is no float32 any more, and 2^-127 is one that devices take for 0."""
 
 
 Scalar = Float[Array, ""] | np.float32
@@ -107,8 +109,8 @@ def adamw_step(
     before clipping.
     """
     norm = global_norm(accumulator)
-    clip = jnp.minimum(scalars.clip_norm / (norm + _CLIP_EPS), 1.0)
-    gradient = jax.tree.map(lambda g: g * clip, accumulator)
+    first, second = _clipping(norm, scalars.clip_norm)
+    gradient = jax.tree.map(lambda g: g * first * second, accumulator)
     mean = jax.tree.map(lambda m, g: _lerp(m, g, scalars.mean_weight), first_moment, gradient)
     square = jax.tree.map(
         lambda v, g: v * scalars.beta2 + g * g * scalars.square_weight, second_moment, gradient
@@ -120,6 +122,14 @@ def adamw_step(
         square,
     )
     return Stepped(new, mean, square, jax.tree.map(jnp.zeros_like, accumulator), norm)
+
+
+def _clipping(norm: Float[Array, ""], most: Scalar) -> tuple[Array, Array]:
+    """Two factors for the gradient: the first is 1 but for a huge norm, whose one factor would be
+    so small that devices take it for 0."""
+    norm = norm + _CLIP_EPS
+    first = jnp.where(most / norm < _LEAST_FACTOR, _LEAST_FACTOR, 1.0)
+    return first, jnp.minimum(most / (norm * first), 1.0)
 
 
 def _lerp(start: Array, end: Array, weight: Scalar) -> Array:
@@ -141,7 +151,7 @@ def global_norm(tree: LoraWeights) -> Float[Array, ""]:
     are taken after an exact scaling by the power of two of the largest entry."""
     leaves = jax.tree.leaves(tree)
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)) for x in leaves]))
-    exponent = jnp.maximum(jnp.frexp(largest)[1], _LEAST_EXPONENT)
+    exponent = jnp.clip(jnp.frexp(largest)[1], *_EXPONENTS)
     scale = jnp.ldexp(jnp.float32(1), -exponent)
     squares = jnp.sum(jnp.stack([jnp.sum((x * scale) ** 2) for x in leaves]))
     norm = jnp.ldexp(jnp.sqrt(squares), exponent)

@@ -1,17 +1,55 @@
 """Files of adapters that are paged out. No checkpoints: they mean nothing to another process."""
 
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, Tensors
-from tuneserve_engine.errors import ServerError
+from tuneserve_engine.backend.base import AdapterState, DeviceFailed, OutOfMemory, Tensors
+from tuneserve_engine.lock import lock_name
 
 _SUFFIX = ".page"
+_LOCK = "pages"
+_LOCK_S = 5.0
 _GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
+
+
+class PageFolder:
+    """A new directory for one process's pages, in ``root``, or None: in the system's.
+
+    It goes when this object does. What a process left in ``root`` that did not get to that is
+    deleted when the next folder is made there: nobody holds its lock any more.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        if root is not None:
+            root.mkdir(parents=True, exist_ok=True)
+            _delete_abandoned(root)
+        self.path = Path(tempfile.mkdtemp(prefix="tuneserve-pages-", dir=root))
+        lock = lock_name(self.path, _LOCK, timeout_s=_LOCK_S)
+        weakref.finalize(self, _delete, self.path, lock)
+
+
+def _delete_abandoned(root: Path) -> None:
+    # Only what has a lock is a folder of pages: the operator may have put ``root`` anywhere.
+    for path in root.glob(f"*/{_LOCK}.lock"):
+        try:
+            lock = lock_name(path.parent, _LOCK, timeout_s=0)
+        except OSError:
+            continue  # of a process that lives
+        _delete(path.parent, lock)
+
+
+def _delete(directory: Path, lock: IO[bytes]) -> None:
+    with lock:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -26,26 +64,27 @@ class PageFile:
     def write(cls, path: Path, state: AdapterState) -> "PageFile":
         """Writes the state, whose arrays are contiguous, to ``path`` with a suffix.
 
-        Raises ServerError, and leaves no file, if that fails.
+        Raises OutOfMemory, and leaves no file, if that fails.
         """
         path = path.with_suffix(_SUFFIX)
         try:
             save_file(tensors_of(state), path)
         except (OSError, SafetensorError) as error:
-            path.unlink(missing_ok=True)
-            raise ServerError(
+            _unlink(path)
+            raise OutOfMemory(
                 f"an adapter of {bytes_of(state)} bytes could not be written to {path.parent}: "
                 f"{error}; make room there, or give adapters more of the host's memory"
             ) from error
         return cls(path, state.config, state.step)
 
     def read(self) -> AdapterState:
-        """The state, bit for bit; ServerError if the file is gone or damaged."""
+        """The state, bit for bit; DeviceFailed if the file is gone or damaged, since no other call
+        can have it either: the next process restores the adapter without it."""
         groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
         try:
             tensors = load_file(self.path)
         except (OSError, SafetensorError) as error:
-            raise ServerError(
+            raise DeviceFailed(
                 f"a paged-out adapter could not be read from {self.path}: {error}; restart the "
                 "worker, which restores it from its last recovery point"
             ) from error
@@ -55,14 +94,12 @@ class PageFile:
         return AdapterState(self.config, step=self.step, **groups)
 
     def delete(self) -> None:
-        self.path.unlink(missing_ok=True)
+        _unlink(self.path)
 
-    @staticmethod
-    def empty(directory: Path) -> None:
-        """Makes the directory, or deletes what an earlier process left in it."""
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in directory.glob(f"*{_SUFFIX}"):
-            path.unlink()
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):  # a disk that fails: the file goes with its folder, or the next one
+        path.unlink()
 
 
 def tensors_of(state: AdapterState) -> Tensors:

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from tuneserve_engine.backend.base import AdapterState, Tensors
+from tuneserve_engine.backend.base import AdapterState, OutOfMemory, Tensors
 from tuneserve_engine.backend.jax.adapters import (
     TargetShapes,
     TrainingAdapter,
@@ -58,13 +58,21 @@ class _Entry:
             self.file.delete()
             self.file = None
 
+    def discard(self) -> None:
+        """Frees what the adapter takes in any of the three places."""
+        self.forget_paged()
+        if self.device is not None:
+            _free(self.device)
+            self.device = None
+
 
 class AdapterPager:
     """Owns all training adapters of a process; brings them to the device and takes them off it.
 
     ``device_bytes`` and ``host_bytes`` are what adapters may take in either memory; the least
-    recently used ones are in ``directory``, which belongs to this process and is emptied at its
-    start. An adapter has the same bits wherever it has been.
+    recently used ones are in ``directory``, which belongs to this pager alone. What cannot be
+    written there stays in the host's memory, beyond its limit: only new adapters are refused then.
+    An adapter has the same bits wherever it has been.
 
     One thread calls, ``look_ahead`` apart, which any thread may. One adapter moves at a time, here
     or in the background; while one moves, a memory may hold it beyond its limit.
@@ -73,9 +81,9 @@ class AdapterPager:
     def __init__(
         self, directory: Path, shapes: TargetShapes, *, device_bytes: int, host_bytes: int
     ) -> None:
-        PageFile.empty(directory)
         self._directory = directory
         self._numbers = count()
+        self._writes_fail = False  # of pages, since the last one that did not
         self._shapes = shapes
         self._device_limit = device_bytes
         self._host_limit = host_bytes
@@ -107,7 +115,8 @@ class AdapterPager:
     def put(self, adapter_id: str, state: AdapterState, rank_class: int) -> None:
         """Registers an adapter, or replaces it. It gets to the device when it is needed there.
 
-        Raises UserError if the state does not fit this base model.
+        Raises UserError if the state does not fit this base model, OutOfMemory if the adapter is
+        new and there is no room for another one.
         """
         check_state(state, self._shapes)
         entry = _Entry(rank_class, adapter_bytes(self._shapes, rank_class))
@@ -117,7 +126,7 @@ class AdapterPager:
                 old = self._entries.pop(adapter_id, None)
                 self._entries[adapter_id] = entry
             try:
-                self._make_host_room()
+                self._make_host_room(may_refuse=old is None)
             except BaseException:
                 entry.forget_paged()
                 with self._state:
@@ -126,13 +135,29 @@ class AdapterPager:
                         self._entries[adapter_id] = old
                 raise
             if old is not None:
-                old.forget_paged()
+                old.discard()
+
+    def groups(self, adapter_ids: Sequence[str]) -> list[list[str]]:
+        """The adapters in their order, in groups that the device has room for: an adapter larger
+        than that is alone, and one that does not exist takes none."""
+        groups: list[list[str]] = []
+        room = 0
+        for adapter_id in adapter_ids:
+            with self._state:
+                entry = self._entries.get(adapter_id)
+            needed = entry.device_bytes if entry is not None else 0
+            if not groups or needed > room:
+                groups.append([])
+                room = self._device_limit
+            groups[-1].append(adapter_id)
+            room -= needed
+        return groups
 
     def get(self, adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
         """The adapters, on the device; they stay there until the next call.
 
         Others are paged out to make room; what does not fit even so is there beyond the limit.
-        Raises ServerError if an adapter cannot be moved, and whatever JAX raises.
+        Raises DeviceFailed if an adapter's file cannot be read, and whatever JAX raises.
         """
         started_s = time.monotonic()
         with self._state:
@@ -165,7 +190,7 @@ class AdapterPager:
             with self._state:
                 entry = self._entry(adapter_id)
                 del self._entries[adapter_id]
-            entry.forget_paged()
+            entry.discard()
 
     def look_ahead(self, adapter_ids: Sequence[str]) -> None:
         """Begins to bring the adapters to the device, most urgent first, and returns at once.
@@ -260,14 +285,23 @@ class AdapterPager:
             with self._state:
                 entry.device = adapter
             raise
-        for array in arrays_of(adapter):
-            array.delete()  # whoever still has the adapter must not train what is no longer it
+        _free(adapter)
         self.paged_out += 1
         return True
 
-    def _make_host_room(self, coming: _Entry | None = None) -> None:
+    def _make_host_room(self, coming: _Entry | None = None, *, may_refuse: bool = False) -> None:
         """Writes to files what is beyond the host's limit; not ``coming``, which is about to leave
-        the host's memory."""
+        the host's memory. What cannot be written stays there, unless this ``may_refuse``."""
+        try:
+            self._write_excess(coming)
+        except OutOfMemory as error:
+            if may_refuse:
+                raise
+            if not self._writes_fail:
+                logger.error("%s; until then they take more of it than they should", error)
+            self._writes_fail = True
+
+    def _write_excess(self, coming: _Entry | None) -> None:
         with self._state:
             held = [x for x in self._entries.values() if x.host is not None and x is not coming]
         excess = sum(entry.host_bytes for entry in held) - self._host_limit
@@ -278,6 +312,7 @@ class AdapterPager:
             assert entry.host is not None
             entry.file = PageFile.write(self._directory / str(next(self._numbers)), entry.host)
             entry.host = None
+            self._writes_fail = False
 
     # --- bookkeeping -----------------------------------------------------------------------------
 
@@ -309,6 +344,13 @@ class AdapterPager:
                 and adapter_id not in self._pinned
                 and adapter_id not in sparing
             ]
+
+
+def _free(adapter: TrainingAdapter) -> None:
+    """Gives its memory back at once, not when the last reference goes (the trainer keeps some, to
+    know whose weights it has copied), and lets nobody train what is no longer the adapter."""
+    for array in arrays_of(adapter):
+        array.delete()
 
 
 def _resumable(state: AdapterState) -> AdapterState:

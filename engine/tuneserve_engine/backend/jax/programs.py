@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -14,12 +15,15 @@ from flax import nnx
 from jax.stages import Compiled
 
 from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.errors import ServerError
 
 logger = logging.getLogger(__name__)
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 """What JAX reports for every program, a single eager operation included, compiled or read from the
 persistent cache."""
+_REASON_CHARS = 300
+"""Of what the compiler says that an error repeats; all of it is in the log."""
 
 
 class Program:
@@ -27,9 +31,15 @@ class Program:
     shapes: looking at some hundred arrays to find out would cost more than most calls."""
 
     def __init__(
-        self, name: str, function: Callable[..., Any], bound: tuple[Any, ...], donate: Sequence[int]
+        self,
+        name: str,
+        use: str,
+        function: Callable[..., Any],
+        bound: tuple[Any, ...],
+        donate: Sequence[int],
     ) -> None:
         self.name = name
+        self.use = use
         self._bound = bound
         self._jitted = jax.jit(function, donate_argnums=[len(bound) + place for place in donate])
         self._shapes: dict[Hashable, Shape] = {}
@@ -41,7 +51,8 @@ class Program:
 
     def __call__(self, key: Hashable, *args: Any) -> Any:
         """What the function returns. Compiles first, or waits for it, where that is not done; an
-        undeclared key is declared by its first call."""
+        undeclared key is declared by its first call. Raises ServerError if it cannot be compiled.
+        """
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes.setdefault(key, Shape(self, key, _specs(args), 0))
@@ -56,7 +67,7 @@ class Program:
 
 
 class Shape:
-    """A program for the arguments of one key."""
+    """A program for the arguments of one key: waiting, compiled, or refused by the compiler."""
 
     def __init__(self, program: Program, key: Hashable, specs: tuple[Any, ...], order: int) -> None:
         self.order = order
@@ -64,32 +75,58 @@ class Shape:
         self._program = program
         self._specs = specs
         self._compiled: Compiled | None = None
+        self._refusal: str | None = None  # not the exception: its frames hold arrays
         self._lock = threading.Lock()
 
     @property
     def is_compiled(self) -> bool:
         return self._compiled is not None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether it cannot be compiled: that is tried once."""
+        return self._refusal is not None
+
     def compiled(self) -> Compiled:
-        """The executable. Whoever comes first compiles it, the others wait; what cannot be compiled
-        raises for each of them."""
+        """The executable. Whoever comes first compiles it, the others wait. Raises ServerError if
+        it cannot be compiled: the device is well, and other programs run."""
         if self._compiled is None:
             with self._lock:
-                if self._compiled is None:
-                    started_s = time.monotonic()
-                    self._compiled = self._program.lower(self._specs).compile()
-                    logger.debug("%s: %.2f s", self.name, time.monotonic() - started_s)
+                if self._compiled is None and self._refusal is None:
+                    self._compile()
+        if self._compiled is None:
+            raise self._error()
         return self._compiled
+
+    def _compile(self) -> None:
+        started_s = time.monotonic()
+        try:
+            self._compiled = self._program.lower(self._specs).compile()
+        except Exception as error:
+            logger.exception("%s cannot be compiled", self.name)
+            reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]
+            self._refusal = reason or type(error).__name__
+        else:
+            logger.debug("%s: %.2f s", self.name, time.monotonic() - started_s)
+
+    def _error(self) -> ServerError:
+        error = ServerError(
+            f"this server cannot run {self.name}, its program for {self._program.use}; the "
+            f"compiler said: {self._refusal}; other requests are served; ask the operator, whose "
+            "log says more"
+        )
+        error.no_room = True
+        return error
 
 
 class ProgramSet:
-    """All programs of a process. ``ready`` is set when everything declared is compiled."""
+    """All programs of a process. ``ready`` is set when everything declared is compiled ahead, but
+    for what cannot be compiled."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
         self._programs: list[Program] = []
-        self._failure: Exception | None = None
-        self._ended = threading.Event()
+        self._is_ahead = False
         self._compilations = _compilations()
         self._at_ready = 0
 
@@ -98,10 +135,12 @@ class ProgramSet:
         name: str,
         function: Callable[..., Any],
         *,
+        use: str,
         model: Decoder | None = None,
         donate: Sequence[int] = (),
     ) -> Program:
         """``function`` as a program; ``donate`` are places among the arguments of its calls.
+        ``use`` says to a client what needs it, and what its keys are.
 
         With a model it is ``function(model, *args)``, and calls leave the model out. Its weights
         are arguments: XLA would compute for seconds with what a program has closed over.
@@ -110,7 +149,7 @@ class ProgramSet:
         if model is not None:
             function, leaves = _with_leaves(model, function)
             bound = (leaves,)
-        program = Program(name, function, bound, donate)
+        program = Program(name, use, function, bound, donate)
         self._programs.append(program)
         return program
 
@@ -119,7 +158,8 @@ class ProgramSet:
 
         Calls need not wait for that: each waits for its own program at most.
         """
-        declared = [shape for program in self._programs for shape in program.shapes()]
+        self._is_ahead = True
+        declared = self._shapes()
         waiting: SimpleQueue[Shape] = SimpleQueue()
         for shape in sorted(declared, key=lambda shape: shape.order):
             waiting.put(shape)
@@ -134,20 +174,20 @@ class ProgramSet:
         ).start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether everything is compiled, after waiting for it; raises if a program cannot be."""
-        self._ended.wait(timeout_s)
-        if self._failure is not None:
-            raise self._failure
-        return self.ready.is_set()
+        """Whether all is ready, after waiting for it."""
+        return self.ready.wait(timeout_s)
 
     @property
     def figures(self) -> dict[str, float]:
-        """How far compiling ahead is, and what was compiled after it."""
-        declared = [shape for program in self._programs for shape in program.shapes()]
+        """How far compiling ahead is, and what was compiled after it. Who does not compile ahead
+        does not get ready, nor is it cold."""
+        declared = self._shapes()
+        ready = {"ready": float(self.ready.is_set())} if self._is_ahead else {}
         return {
-            "ready": float(self.ready.is_set()),
+            **ready,
             "programs": len(declared),
             "programs_compiled": sum(shape.is_compiled for shape in declared),
+            "programs_failed": sum(shape.is_refused for shape in declared),
             "compilations_after_ready_total": self.compilations_after_ready,
         }
 
@@ -163,22 +203,25 @@ class ProgramSet:
                 shape = waiting.get_nowait()
             except Empty:
                 return
-            try:
+            with suppress(ServerError):  # who needs it will be told; the log has it
                 shape.compiled()
-            except Exception as error:
-                logger.exception("%s cannot be compiled", shape.name)
-                self._failure = self._failure or error
 
     def _finish(
         self, workers: list[threading.Thread], declared: list[Shape], started_s: float
     ) -> None:
         for worker in workers:
             worker.join()
-        if all(shape.is_compiled for shape in declared):
-            self._at_ready = self._compilations.count
-            self.ready.set()
-            logger.info("%d programs in %.1f s", len(declared), time.monotonic() - started_s)
-        self._ended.set()
+        refused = sum(shape.is_refused for shape in declared)
+        if sum(shape.is_compiled for shape in declared) + refused < len(declared):
+            return  # the process ends
+        self._at_ready = self._compilations.count
+        self.ready.set()
+        logger.info("%d programs in %.1f s", len(declared), time.monotonic() - started_s)
+        if refused:
+            logger.error("%d of them cannot be compiled: requests that need them fail", refused)
+
+    def _shapes(self) -> list[Shape]:
+        return [shape for program in self._programs for shape in program.shapes()]
 
 
 class Compilations:

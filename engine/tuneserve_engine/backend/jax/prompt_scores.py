@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import FloatArray, IntArray, SampleRequest, SampleResult, TopK
+from tuneserve_engine.backend.jax.sample_adapters import Adapter
 from tuneserve_engine.backend.jax.sample_programs import (
     CHOICES,
-    Adapter,
     Choices,
     Programs,
     Questions,

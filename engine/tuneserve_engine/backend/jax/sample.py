@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult
+from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
 from tuneserve_engine.backend.jax.adapters import restored_weights, target_shapes
+from tuneserve_engine.backend.jax.device import on_device
 from tuneserve_engine.backend.jax.generate import Draft, Lanes, draw_first
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.prompt_scores import score_prompt
-from tuneserve_engine.backend.jax.sample_programs import CHOICES, Adapter, Prefilled, Programs
+from tuneserve_engine.backend.jax.sample_adapters import Adapter, weights_bytes
+from tuneserve_engine.backend.jax.sample_programs import CHOICES, Prefilled, Programs
 from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
@@ -25,7 +27,7 @@ _NO_ADAPTER = AdapterState(
 
 
 class Sampler:
-    """Owns the snapshots and runs requests on them.
+    """Owns the snapshots, at most ``snapshot_bytes`` of them or one, and runs requests on them.
 
     A request's tokens and logprobs have the same bits alone and in any company: its prompt is run
     by itself, and it decodes in lanes whose shapes it chose itself. Its programs are declared at
@@ -40,23 +42,24 @@ class Sampler:
         tokenizer: TextDecoder | None,
         *,
         lanes: int,
-        max_snapshots: int = 64,
+        snapshot_bytes: int,
     ) -> None:
         self._lattice = lattice
         self._tokenizer = tokenizer
         self._lanes = lanes
-        self._max_snapshots = max_snapshots
+        self._snapshot_bytes = snapshot_bytes
         self._vocab_size = model.config.vocab_size
         self._programs = Programs(programs, model, lattice, lanes)
         self._shapes = target_shapes(model.config)
+        self._sizes = {rank: weights_bytes(self._shapes, rank) for rank in lattice.rank_classes}
         self._base = self._on_device(_NO_ADAPTER)
-        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()
+        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         """Whether it is loaded; if so it counts as just used.
 
         Asking for, or loading, every snapshot of a call before the call therefore keeps all of
-        them, as long as they are no more than the limit.
+        them, as long as there is room for them.
         """
         if snapshot_id not in self._snapshots:
             return False
@@ -64,14 +67,31 @@ class Sampler:
         return True
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        """Puts frozen weights on the device; drops the least recently used beyond the limit."""
-        self._snapshots[snapshot_id] = self._on_device(state)
-        self._snapshots.move_to_end(snapshot_id)
-        while len(self._snapshots) > self._max_snapshots:
+        """Puts frozen weights on the device. Drops the least recently used ones first, where they
+        would be beyond the limit, or the device has no room for another."""
+        self._snapshots.pop(snapshot_id, None)
+        room = self._snapshot_bytes - self._sizes[self._lattice.rank_class(state.config.rank)]
+        while self._snapshots and self._held_bytes() > room:
             self._snapshots.popitem(last=False)
+        while (adapter := self._loaded(state)) is None:
+            self._snapshots.popitem(last=False)
+        self._snapshots[snapshot_id] = adapter
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """One result per request, in order. Nothing runs if one of them cannot."""
+        """One result per request, in order. Nothing runs if one of them cannot. If the device has
+        no room, once more without the snapshots that the requests do not need."""
+        try:
+            return on_device(self._sample, requests)
+        except OutOfMemory:
+            needed = {request.snapshot_id for request in requests}
+            others = self._snapshots.keys() - needed
+            if not others:
+                raise
+        for snapshot_id in others:
+            del self._snapshots[snapshot_id]
+        return self._sample(requests)
+
+    def _sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         groups: defaultdict[tuple[int, int], list[_Run]] = defaultdict(list)
         runs = [self._run(request) for request in requests]
         for run in runs:
@@ -101,6 +121,18 @@ class Sampler:
         capacity = self._lattice.capacity(len(request.prompt) + request.max_tokens)
         return _Run(request, adapter, capacity, drafts)
 
+    def _loaded(self, state: AdapterState) -> Adapter | None:
+        """None if the device has no room and there are snapshots to drop."""
+        try:
+            return on_device(self._on_device, state)
+        except OutOfMemory:
+            if not self._snapshots:
+                raise
+            return None
+
+    def _held_bytes(self) -> int:
+        return sum(self._sizes[adapter.rank_class] for adapter in self._snapshots.values())
+
     def _on_device(self, state: AdapterState) -> Adapter:
         rank_class = self._lattice.rank_class(state.config.rank)
         weights = restored_weights(state, self._shapes, rank_class)
@@ -111,8 +143,8 @@ class Sampler:
             return self._base
         if snapshot_id not in self._snapshots:
             raise ServerError(
-                f"snapshot {snapshot_id!r} is not loaded; at most {self._max_snapshots} are kept, "
-                "and one call can use no more; load it again, then sample"
+                f"snapshot {snapshot_id!r} is not loaded; this server keeps {self._snapshot_bytes} "
+                "bytes of them, and one call can use no more; load it again, then sample"
             )
         self._snapshots.move_to_end(snapshot_id)
         return self._snapshots[snapshot_id]

@@ -2,8 +2,8 @@
 
 A request's options are arguments or places in arrays of fixed width, never part of a shape.
 
-Dimension key: L layers, B lanes, V vocabulary, D hidden, T cache capacity, P positions of a chunk,
-K ids per position, Q choices per position, U steps per dispatch.
+Dimension key: B lanes, V vocabulary, D hidden, T cache capacity, P positions of a part, K ids per
+position, Q choices per position, U steps per dispatch.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,20 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from tuneserve_engine.backend.jax.adapters import LoraWeights, TargetShapes, target_shapes
-from tuneserve_engine.backend.jax.lora import LoraRows
+from tuneserve_engine.backend.jax.adapters import target_shapes
+from tuneserve_engine.backend.jax.head import head_chunk_blocks
+from tuneserve_engine.backend.jax.models.block import Layer
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache
 from tuneserve_engine.backend.jax.programs import ProgramSet
+from tuneserve_engine.backend.jax.sample_adapters import (
+    Adapter,
+    LaneBank,
+    Scalar,
+    adapter_specs,
+    adopt,
+    empty_bank,
+)
 from tuneserve_engine.backend.jax.sampling_math import (
     AnyArray,
     RowParams,
@@ -36,20 +45,6 @@ STEPS_PER_DISPATCH = 4
 CHOICES = 64
 """Entries of a top-k or of alternatives that are computed whatever k is asked, and most ids to
 score beside a prompt's own tokens: a few percent of what a position's logits cost."""
-
-
-Scalar = Array | np.generic
-
-
-class Adapter(NamedTuple):
-    """A frozen adapter on the device, padded to its rank class; the base model has one of zeros."""
-
-    weights: LoraWeights
-    scale: Scalar
-
-    @property
-    def rank_class(self) -> int:
-        return int(next(iter(self.weights.a.values())).shape[-1])
 
 
 class Choices(NamedTuple):
@@ -68,7 +63,7 @@ class Prefilled(NamedTuple):
 
 
 class Questions(NamedTuple):
-    """What to say about each position of a chunk of a prompt."""
+    """What to say about each position of a part of a prompt."""
 
     ids: AnyArray  # [P, K] int32, -1 = none
     top: Scalar  # bool: the most likely ids
@@ -111,21 +106,24 @@ class Programs:
     def __init__(
         self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice, lanes: int
     ) -> None:
-        positions = lattice.chunk
+        # As many as training scores at once: logits of a whole chunk would take gigabytes.
+        blocks = head_chunk_blocks(lattice.block, lattice.chunk, model.config.vocab_size)
+        positions = blocks * lattice.block
         self.positions = positions
-        # By capacity and rank class.
-        self.prefill = programs.add("prefill", _prefill, model=model)
-        self.decode = programs.add("decode", _decode, model=model, donate=(0,))
-        # By capacity.
-        self.part = programs.add("part", partial(_part, positions=positions))
-        self.join = programs.add("join", _join, donate=(0,))
-        self.empty_cache = programs.add("empty_cache", partial(_empty_cache, lanes=lanes))
-        # By rank class.
-        self.score = programs.add("score", _score, model=model)
-        self.adopt = programs.add("adopt", _adopt, donate=(0,))
-        self.empty_bank = programs.add("empty_bank", partial(_empty_bank, lanes=lanes))
-        # No key.
-        self.first = programs.add("first", _first)
+        use = "samples, by capacity and rank class"
+        self.prefill = programs.add("prefill", _prefill, use=use, model=model)
+        self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
+        use = "samples, by capacity"
+        self.part = programs.add("part", partial(_part, positions=positions), use=use)
+        self.join = programs.add("join", _join, use=use, donate=(0,))
+        self.empty_cache = programs.add("empty_cache", partial(_empty_cache, lanes=lanes), use=use)
+        use = "samples, by rank class"
+        self.score = programs.add("score", _score, use=use, model=model)
+        self.adopt = programs.add("adopt", adopt, use=use, donate=(0,))
+        self.empty_bank = programs.add("empty_bank", partial(empty_bank, lanes=lanes), use=use)
+        use = "samples, all of them"
+        self.first = programs.add("first", _first, use=use)
+        self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
         self._declare(model, lattice, lanes)
 
     def _declare(self, model: Decoder, lattice: ShapeLattice, lanes: int) -> None:
@@ -133,11 +131,12 @@ class Programs:
         config, shapes = model.config, target_shapes(model.config)
         dtype = model.unembedding().dtype
         index = _spec((), np.int32)
-        adapters = {rank: _adapter_specs(shapes, rank) for rank in lattice.rank_classes}
+        adapters = {rank: adapter_specs(shapes, rank) for rank in lattice.rank_classes}
         banks = {
-            rank: jax.eval_shape(partial(_empty_bank, lanes=lanes), adapter.weights)
+            rank: jax.eval_shape(partial(empty_bank, lanes=lanes), adapter.weights)
             for rank, adapter in adapters.items()
         }
+        weights = jax.eval_shape(partial(_unstacked, model))
         part = _spec((1, self.positions, config.hidden), dtype)
         questions = _question_specs(self.positions)
         for order, (rank, adapter) in enumerate(adapters.items()):
@@ -156,8 +155,9 @@ class Programs:
             for rarer, (rank, adapter) in enumerate(adapters.items()):
                 key, rare = (capacity, rank), order + rarer
                 self.prefill.declare(key, tokens, index, adapter, order=rare)
-                self.decode.declare(key, cache, banks[rank], state, order=rare)
+                self.decode.declare(key, cache, weights, banks[rank], state, order=rare)
         self.first.declare((), _spec((1, config.vocab_size), np.float32), no_rows(lanes))
+        self.unstacked.declare(())
 
 
 def no_rows(lanes: int) -> RowParams:
@@ -185,7 +185,7 @@ def no_lanes(lanes: int, capacity: int) -> LaneState:
 def _prefill(
     model: Decoder, tokens: Int[Array, "1 T"], length: Int[Array, ""], adapter: Adapter
 ) -> Prefilled:
-    lora = _one_row(adapter)
+    lora = adapter.one_row()
     hidden, cache = model.prefill(tokens, lora, tokens.shape[1], length)
     last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
     return Prefilled(hidden, cache, model.logits(last, lora)[:, 0])
@@ -203,7 +203,7 @@ def _score(
     model: Decoder, hidden: Float[Array, "1 P D"], adapter: Adapter, asked: Questions
 ) -> Scores:
     """Logits exist in here only: for one chunk at a time, and never on the host."""
-    logits = model.logits(hidden, _one_row(adapter))[0]
+    logits = model.logits(hidden, adapter.one_row())[0]
     count = logits.shape[0]
     temperature = jnp.broadcast_to(jnp.asarray(asked.temperature)[None], (count,))
     alternatives = _if(
@@ -218,18 +218,26 @@ def _score(
     return Scores(token_logprobs(logits, jnp.asarray(asked.ids)), top, alternatives)
 
 
-def _decode(model: Decoder, cache: KVCache, bank: LoraRows, lanes: LaneState) -> Decoded:
+def _unstacked(model: Decoder) -> tuple[Any, ...]:
+    """Each layer's own weights: a copy of the base model for as long as somebody decodes."""
+    return tuple(layer.weights for layer in model.unstacked(None))
+
+
+def _decode(
+    model: Decoder, cache: KVCache, weights: tuple[Any, ...], bank: LaneBank, lanes: LaneState
+) -> Decoded:
     """The next tokens of every lane; idle lanes give values to ignore."""
 
     positions, step = jnp.asarray(lanes.positions), jnp.asarray(lanes.step)
     temperature = jnp.asarray(lanes.rows.temperature)
+    layers = tuple(Layer(mine, bank.of_layer(index)) for index, mine in enumerate(weights))
 
     def one(
         carry: tuple[Array, KVCache], index: Array
     ) -> tuple[tuple[Array, KVCache], tuple[Array, Array, Choices]]:
         tokens, cache = carry
-        hidden, cache = model.decode(tokens, positions + index, cache, bank)
-        logits = model.logits(hidden[:, None], bank)[:, 0]
+        hidden, cache = model.decode(tokens, positions + index, cache, layers)
+        logits = model.logits(hidden[:, None], bank.of_unembedding())[:, 0]
         tokens, logprobs = draw(logits, step + index, lanes.rows)
         top = _if(lanes.top, lambda: _top(logits, temperature))
         return (tokens, cache), (tokens, logprobs, top)
@@ -260,11 +268,6 @@ def _if(asked: Scalar, choices: Callable[[], Choices]) -> Choices:
     return chosen
 
 
-def _one_row(adapter: Adapter) -> LoraRows:
-    weights = jax.tree.map(lambda x: jnp.expand_dims(x, x.ndim - 2), adapter.weights)
-    return LoraRows(weights.a, weights.b, jnp.asarray(adapter.scale)[None])
-
-
 def _join(cache: KVCache, lane: Int[Array, ""], prompt: KVCache) -> KVCache:
     """The lane holds the prompt's cache, all of it: what a former sequence left there, a NaN for
     instance, would reach the new one through its masked positions (0 x NaN)."""
@@ -273,20 +276,6 @@ def _join(cache: KVCache, lane: Int[Array, ""], prompt: KVCache) -> KVCache:
         return jax.lax.dynamic_update_slice_in_dim(lanes, row, lane, axis=0)
 
     return KVCache(*jax.tree.map(place, tuple(cache), tuple(prompt)))
-
-
-def _adopt(bank: LoraRows, lane: Int[Array, ""], adapter: Adapter) -> LoraRows:
-    """The bank with the adapter in the lane's slot."""
-
-    def place(slots: Array, new: Array) -> Array:
-        updated: Array = jax.lax.dynamic_update_index_in_dim(slots, new, lane, axis=new.ndim - 2)
-        return updated
-
-    return LoraRows(
-        a=jax.tree.map(place, bank.a, adapter.weights.a),
-        b=jax.tree.map(place, bank.b, adapter.weights.b),
-        scale=bank.scale.at[lane].set(jnp.asarray(adapter.scale)),
-    )
 
 
 def _empty_cache(prompt: KVCache, *, lanes: int) -> KVCache:
@@ -298,28 +287,9 @@ def _empty_cache(prompt: KVCache, *, lanes: int) -> KVCache:
     return KVCache(*jax.tree.map(rows, tuple(prompt)))
 
 
-def _empty_bank(weights: LoraWeights, *, lanes: int) -> LoraRows:
-    """Zeros for all lanes, each with the shapes of these weights."""
-
-    def slots(x: Array) -> Array:
-        return jnp.zeros((*x.shape[:-2], lanes, *x.shape[-2:]), x.dtype)
-
-    a, b = jax.tree.map(slots, weights)
-    return LoraRows(a, b, jnp.zeros(lanes, jnp.float32))
-
-
 def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Stands for an array."""
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
-
-
-def _adapter_specs(shapes: TargetShapes, rank: int) -> Any:
-    """An ``Adapter`` of specs."""
-    a, b = {}, {}
-    for name, (*layers, inputs, outputs) in shapes.items():
-        a[name] = _spec((*layers, inputs, rank), np.float32)
-        b[name] = _spec((*layers, rank, outputs), np.float32)
-    return Adapter(LoraWeights(a, b), _spec((), np.float32))
 
 
 def _cache_specs(config: ModelConfig, capacity: int, dtype: DTypeLike) -> Any:

@@ -1,5 +1,6 @@
 """Training on the device: the buffers that all units share, and the programs that run in them."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ from tuneserve_engine.backend.jax.train import (
 )
 from tuneserve_engine.lattice import ShapeLattice, multiple_from
 
+_UNDER_WAY = 2
+"""Micro-batches whose arrays are on the device: the next is sent while one runs."""
+
 
 class Trainer:
     """Runs units and optimizer steps on adapters that others own.
@@ -45,39 +49,45 @@ class Trainer:
     def __init__(self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice) -> None:
         self._lattice = lattice
         self._shapes = target_shapes(model.config)
+        by = "by rank class, targets per token and blocks"
         model.eval()  # type: ignore[no-untyped-call]
-        self._score = programs.add("score_stream", score_stream, model=model)
+        self._score = programs.add("score_stream", score_stream, use=f"forward {by}", model=model)
         model.train()  # type: ignore[no-untyped-call]
-        self._train = programs.add("train_stream", train_stream, model=model, donate=(0, 1))
-        self._place = programs.add("place", banks.place, donate=(0,))
-        self._finite = programs.add("finite_sum", banks.finite_sum)
-        self._add = programs.add("add", banks.add, donate=(0,))
-        self._step = programs.add("adamw_step", adamw_step, donate=(0, 1, 2, 3))
+        self._train = programs.add(
+            "train_stream",
+            train_stream,
+            use=f"forward_backward {by}",
+            model=model,
+            donate=(0, 1),
+        )
+        gradients = "forward_backward by rank class"
+        self._place = programs.add("place", banks.place, use=gradients, donate=(0,))
+        self._finite = programs.add("finite_sum", banks.finite_sum, use=gradients)
+        self._add = programs.add("add", banks.add, use=gradients, donate=(0,))
+        self._step = programs.add(
+            "adamw_step", adamw_step, use="optim_step by rank class", donate=(0, 1, 2, 3)
+        )
         self._space_shapes = partial(space_shapes, model)
         self._space: Workspace | None = None
         self._banks: dict[int, _Slots] = {}
         self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank class
-        self.tokens_computed = 0
-        """Of forward_backward so far, padding included."""
+        self.tokens_trained = self.tokens_computed = 0
+        """Of forward_backward so far; the latter with padding."""
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
     def forward_backward(self, unit: TrainUnit, adapters: Sequence[TrainingAdapter]) -> TrainResult:
         """Runs the unit on its requests' adapters; see ``Backend.forward_backward``."""
         rank_class = adapters[0].rank_class
-        slots = self._filled(rank_class, adapters)
-        scored: list[Scored] = []
-        begun: set[int] = set()
-        for batch in unit.batches:
-            stream = StreamIn.of(batch, self._lattice.block, begun)
-            begun |= set(batch.block_request.tolist())
-            used = batch.blocks * self._lattice.block
-            self.tokens_computed += multiple_from(used, self._lattice.chunk)
-            scored.append(self._run(stream, slots, rank_class, unit.forward_only))
-        # Waits here: whatever fails on the device fails before an accumulator is touched.
-        outputs = [
-            TrainOutput(_rows(out.logprobs), _rows(out.loss)) for out in jax.device_get(scored)
-        ]
+        try:
+            slots = self._filled(rank_class, adapters)
+            # Waits here: whatever fails on the device fails before an accumulator is touched.
+            outputs = self._outputs(unit, slots, rank_class)
+        except Exception:
+            # A program gives its buffers back before it has run: one that failed spoiled them.
+            self._space = None
+            self._banks.pop(rank_class, None)
+            raise
         finite = _finite(unit.batches, outputs, len(adapters))
         if not unit.forward_only:
             finite = self._commit(adapters, slots, finite)
@@ -86,6 +96,22 @@ class Trainer:
     def start_step(self, adapter: TrainingAdapter, params: AdamParams) -> Array:
         """Puts the adapter one step further and returns the gradient's norm; waits for neither."""
         return start_step(adapter, params, partial(self._step, adapter.rank_class))
+
+    def _outputs(self, unit: TrainUnit, slots: "_Slots", rank_class: int) -> list[TrainOutput]:
+        """Runs the micro-batches, and waits for all of them."""
+        outputs: list[TrainOutput] = []
+        under_way: deque[Scored] = deque()
+        begun: set[int] = set()
+        for batch in unit.batches:
+            if len(under_way) == _UNDER_WAY:
+                outputs.append(_fetched(under_way.popleft()))
+            stream = StreamIn.of(batch, self._lattice.block, begun)
+            begun |= set(batch.block_request.tolist())
+            used = batch.blocks * self._lattice.block
+            self.tokens_trained += int(np.count_nonzero(batch.datum >= 0))
+            self.tokens_computed += multiple_from(used, self._lattice.chunk)
+            under_way.append(self._run(stream, slots, rank_class, unit.forward_only))
+        return outputs + [_fetched(each) for each in under_way]
 
     def _run(self, stream: Any, slots: "_Slots", rank_class: int, is_scored: bool) -> Scored:
         """Dispatches one micro-batch."""
@@ -249,6 +275,12 @@ def _blank(shape: Any) -> Any:
     room = np.zeros(int(np.prod(shape.shape)) + 1, shape.dtype)
     start = int(room.ctypes.data % 64 == 0)
     return room[start : start + room.size - 1].reshape(shape.shape)
+
+
+def _fetched(out: Scored) -> TrainOutput:
+    """On the host, once it has been computed."""
+    host: Scored = jax.device_get(out)
+    return TrainOutput(_rows(host.logprobs), _rows(host.loss))  # type: ignore[arg-type]
 
 
 def _rows(blocks: FloatArray) -> FloatArray:

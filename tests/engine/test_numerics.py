@@ -1,0 +1,59 @@
+"""What the numerics id covers, and what makes numbers what it says."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+import tuneserve_engine
+from tuneserve_engine.backend.jax import numerics
+
+ROOT = Path(tuneserve_engine.__path__[0])
+STARTS = ("gradients", "sampling_wire", "backend.jax.trainer", "backend.jax.sample")
+NO_NUMBERS = {ROOT / name for name in ("errors.py", "jobs.py", "outcomes.py")}
+
+
+def imports_of(path: Path) -> Iterator[Path]:
+    """The engine's modules that this one imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tuneserve_engine."):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                found = ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
+                if found.is_file():
+                    yield found
+
+
+def test_the_digest_covers_every_module_that_a_result_passes_through():
+    waiting = [ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in STARTS]
+    reached = set(waiting)
+    while waiting:
+        new = set(imports_of(waiting.pop())) - reached - NO_NUMBERS
+        reached |= new
+        waiting += new
+    names = {path.relative_to(ROOT).as_posix() for path in reached}
+    covered = {part.decode() for part in list(numerics._code())[::2]}
+    assert names <= covered
+    assert {"adapters.py", "backend/base.py", "backend/jax/sample_adapters.py"} <= names
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize(
+    ("device", "dtype", "wanted"),
+    [("gpu", "float32", "highest"), ("gpu", "bfloat16", None), ("cpu", "float32", None)],
+)
+def test_a_gpu_is_asked_not_to_round_float32(
+    device: str, dtype: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    numerics.ask_for_float32(dtype)
+    assert jax.config.jax_default_matmul_precision == wanted
