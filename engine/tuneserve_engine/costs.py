@@ -32,8 +32,7 @@ class Cost:
 
     ``work`` adds up over jobs: a tenant is charged by it. A unit takes less than the sum where its
     jobs share chunks or lanes that would be empty: a gradient has ``tokens``, in whole blocks; a
-    sample decodes ``sequences`` side by side, ``steps`` one after the other, in lanes of one
-    ``capacity``.
+    sample decodes ``sequences`` side by side, ``steps`` one after the other.
     """
 
     work: float
@@ -41,7 +40,6 @@ class Cost:
     prompt: float = 0  # in steps
     steps: int = 0
     sequences: int = 0
-    capacity: int = 0
 
 
 class Costs:
@@ -95,18 +93,13 @@ class Costs:
             prompt=prompt,
             steps=steps,
             sequences=sequences,
-            capacity=self._lattice.capacity(len(asked.prompt) + steps),
         )
 
     def _of_samples(self, costs: Sequence[Cost]) -> float:
-        """Lanes of one capacity after the other; in each, the longest or the sum over lanes."""
-        longest: defaultdict[int, int] = defaultdict(int)
-        decoded: defaultdict[int, int] = defaultdict(int)
-        for cost in costs:
-            longest[cost.capacity] = max(longest[cost.capacity], cost.steps)
-            decoded[cost.capacity] += cost.steps * cost.sequences
-        steps = sum(max(longest[c], decoded[c] / self._lanes) for c in longest)
-        return sum(cost.prompt for cost in costs) + steps
+        """All lanes side by side: the longest, or the sum over lanes."""
+        decoded = sum(cost.steps * cost.sequences for cost in costs)
+        longest = max(cost.steps for cost in costs)
+        return sum(cost.prompt for cost in costs) + max(longest, decoded / self._lanes)
 
 
 class Estimates:

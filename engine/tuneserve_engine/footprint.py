@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from tuneserve_engine.backend.jax.models.config import ModelConfig
+from tuneserve_engine.backend.jax.page_pool import PAGES_PER_ROUND, pages_of
 from tuneserve_engine.lattice import ShapeLattice
 
 Remat = Literal["none", "dots", "attention", "full"]
@@ -25,6 +26,8 @@ _TOKEN_BYTES = 96
 """What the layers compute of a token beside its hidden states: masks, and whose block it is in."""
 _DRAWN_COPIES, _SCORED_COPIES = 8, 3
 """Of logits, float32, while tokens are drawn, and while a prompt's positions are scored."""
+_SCORE_COPIES = 4
+"""Of attention's scores, float32: masked, and as weights."""
 _ALTERNATIVES = 64 * 128
 """Of a position that is scored: 64 draws, each from a block of 128 logits."""
 _ITEM = {"float32": 4, "bfloat16": 2}
@@ -332,19 +335,15 @@ class Footprint:
 
     @property
     def caches(self) -> Line:
-        """Of the rows that decode, and of a prompt that waits for a row."""
-        rows, capacity = self.shape.sample_rows + 1, self.shape.lattice.capacities[-1]
+        """Keys and values, with room for the whole context in every row."""
+        c, lattice, item = self.config, self.shape.lattice, self.shape.item
+        pages = pages_of(lattice, self.shape.sample_rows)
+        width = 2 * c.layers * c.kv_heads * c.head_dim
         return Line(
-            "sampling caches",
-            f"{rows} rows * {capacity:,} tokens * {self._cached_bytes:,} bytes",
-            rows * capacity * self._cached_bytes,
+            "sampling pages",
+            f"{pages:,} pages * {lattice.block} tokens * {width:,} * {item} bytes",
+            pages * lattice.block * width * item,
         )
-
-    @property
-    def _cached_bytes(self) -> int:
-        """Keys and values of a token in all layers."""
-        c = self.config
-        return 2 * c.layers * c.kv_heads * c.head_dim * self.shape.item
 
     @property
     def lanes(self) -> Line:
@@ -373,26 +372,42 @@ class Footprint:
 
     @property
     def prompt(self) -> Line:
-        """Keys and values of all layers, stacked, and a copy of the adapter. The rest of a prompt
-        has the room of a stream."""
-        capacity, rank = self.shape.lattice.capacities[-1], self.shape.lattice.max_rank
+        """Hidden states of a chunk, what its attention reads, and its scores. The rest of a layer
+        has the room of a chunk of training."""
+        c, lattice = self.config, self.shape.lattice
+        blocks = lattice.chunk // lattice.block
+        width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
+        held = lattice.chunk * width + blocks * self._read_per_row
         return Line(
-            "a prompt on its way",
-            f"{capacity:,} tokens * {self._cached_bytes:,} bytes + an adapter of rank {rank}",
-            capacity * self._cached_bytes + self.adapter_bytes(rank),
+            "a chunk of prompts",
+            f"({lattice.chunk:,} tokens * {width:,} + {blocks} blocks * {self._read_per_row:,}) "
+            "* 4 bytes",
+            held * 4,
         )
 
     @property
+    def _round(self) -> int:
+        """Positions that attention to pages takes together."""
+        return PAGES_PER_ROUND * self.shape.lattice.block
+
+    @property
+    def _read_per_row(self) -> int:
+        """Elements of the pages that attention takes together, gathered and masked."""
+        return 4 * self.config.kv_heads * self.config.head_dim * self._round
+
+    @property
     def drawing(self) -> Line:
-        """Logits of every row, a layer's scores of its cache, and its intermediate values."""
-        c, rows, capacity = self.config, self.shape.sample_rows, self.shape.lattice.capacities[-1]
-        width = _DRAWN_COPIES * c.vocab_size + 2 * c.heads * capacity + self._layer_width
+        """Logits of every row, what a layer's attention reads and its scores, and the layer's
+        intermediate values."""
+        c, rows = self.config, self.shape.sample_rows
+        attention = self._read_per_row + _SCORE_COPIES * c.heads * self._round
+        width = _DRAWN_COPIES * c.vocab_size + attention + self._layer_width
         return Line("drawing tokens", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
 
     @property
     def scoring(self) -> Line:
-        """Logits of a part of a prompt, and what is drawn from them."""
-        tokens = self.head_chunk_tokens
+        """Logits of a block of a prompt, and what is drawn from them."""
+        tokens = self.shape.lattice.block
         width = _SCORED_COPIES * (self.config.vocab_size + _ALTERNATIVES) + self._layer_width
         return Line(
             "scoring prompts", f"{tokens:,} tokens * {width:,} * 4 bytes", tokens * width * 4

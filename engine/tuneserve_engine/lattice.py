@@ -22,7 +22,7 @@ def multiple_from(n: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class ShapeLattice:
-    """Implements ``backend.base.Lattice``, and the shapes of sampling.
+    """Implements ``backend.base.Lattice``.
 
     A training program has one length, ``stream``; it works through as many chunks of it as a
     micro-batch uses. ``tokens`` is how long a stream should be; it is longer where one datum of
@@ -96,24 +96,4 @@ class ShapeLattice:
         raise UserError(
             f"target_tokens has {targets} targets per position; this server takes 1 to "
             f"{_TARGET_CLASSES[-1]}; send fewer"
-        )
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Positions of a decode cache, rising: the chunk times powers of two, and the context."""
-        sizes = []
-        size = self.chunk
-        while size < self.context_length:
-            sizes.append(size)
-            size *= 2
-        return (*sizes, multiple_from(self.context_length, self.chunk))
-
-    def capacity(self, length: int) -> int:
-        """The smallest capacity for a prompt and its samples of ``length`` tokens together."""
-        for candidate in self.capacities:
-            if length <= candidate:
-                return candidate
-        raise UserError(
-            f"a prompt and its samples have {length} tokens; this base model takes "
-            f"{self.context_length}; shorten the prompt or lower max_tokens"
         )

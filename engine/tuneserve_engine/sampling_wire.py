@@ -146,7 +146,10 @@ def _csr_cells(
 
 def encode_response(command: Sample, result: SampleResult) -> bytes:
     """The ``SampleResponse`` message: ``num_samples`` sequences in order, and the scores asked."""
-    response = wire.SampleResponse(sequences=[_sequence(s) for s in result.sequences])
+    response = wire.SampleResponse(
+        sequences=[_sequence(s) for s in result.sequences],
+        prompt_cache_hit_tokens=result.prompt_cache_hit_tokens,
+    )
     n = len(command.prompt)
     if result.prompt_logprobs is not None:
         logprobs = result.prompt_logprobs.astype("<f4")

@@ -7,11 +7,13 @@ import pytest
 from flax import nnx
 from jax import Array
 
+from tests.paged_rows import PagedRows
 from tuneserve_engine.adapters import PROJECTIONS, UNEMBED
 from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache, layer_shapes
-from tuneserve_engine.backend.jax.models.layers import attend, rms_norm
+from tuneserve_engine.backend.jax.models.decoder import Decoder, layer_shapes
+from tuneserve_engine.backend.jax.models.layers import rms_norm
+from tuneserve_engine.backend.jax.pages import attend_pages
 
 CONFIG = ModelConfig(
     architecture="qwen3",
@@ -53,51 +55,30 @@ def forward(model: Decoder, tokens: Array, lora: LoraRows | None) -> Array:
     return model(tokens, lora)
 
 
-@jax.jit
-def decode(
-    model: Decoder, tokens: Array, positions: Array, cache: KVCache, lora: LoraRows | None
-) -> tuple[Array, KVCache]:
-    return model.decode(tokens, positions, cache, model.unstacked(lora))
-
-
-def test_prefill_and_decode_equal_the_full_forward_with_adapters(
-    model: Decoder, lora: LoraRows
+@pytest.mark.parametrize("block", [2, 4])
+def test_reading_and_writing_pages_equal_the_full_forward_with_adapters(
+    model: Decoder, lora: LoraRows, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     want = forward(model, TOKENS, lora)
-    prefill = jax.jit(lambda model, tokens, lora: model.prefill(tokens, lora, capacity=12))
-    hidden, cache = prefill(model, TOKENS[:, :4], lora)
-    np.testing.assert_allclose(hidden, want[:, :4], atol=1e-5)
+    monkeypatch.setattr(model, "block", block)
+    # What an earlier sequence left in a page must not be seen, whatever it is.
+    rows = PagedRows(model, 2, 12, lora, filler=np.nan)
+    np.testing.assert_allclose(rows.read(TOKENS[:, :4]), want[:, :4], atol=1e-5)
     for at in range(4, 9):
-        hidden, cache = decode(model, TOKENS[:, at], jnp.full(2, at, jnp.int32), cache, lora)
-        np.testing.assert_allclose(hidden, want[:, at], atol=1e-5)
-    assert cache.capacity == 12
-    assert [k.shape for k in cache.k] == [(2, 2, 8, 12)] * 3
-    assert [v.shape for v in cache.v] == [(2, 2, 12, 8)] * 3
-
-
-def test_decode_does_not_see_what_padding_or_an_older_text_left_in_the_cache(
-    model: Decoder,
-) -> None:
-    shape_k, shape_v = (2, 2, 8, 9), (2, 2, 9, 8)
-    stale = KVCache((jnp.full(shape_k, 7.0),) * 3, (jnp.full(shape_v, 7.0),) * 3)
-    want = forward(model, TOKENS, None)
-    cache = stale
-    for at in range(9):
-        hidden, cache = decode(model, TOKENS[:, at], jnp.full(2, at, jnp.int32), cache, None)
+        hidden = rows.write(TOKENS[:, at], np.full(2, at))
         np.testing.assert_allclose(hidden, want[:, at], atol=1e-5)
 
 
-def test_a_row_past_the_capacity_writes_nothing(model: Decoder) -> None:
-    zeros = KVCache((jnp.zeros((2, 2, 8, 5)),) * 3, (jnp.zeros((2, 2, 5, 8)),) * 3)
-    _, cache = decode(model, TOKENS[:, 0], jnp.asarray([5, 1], jnp.int32), zeros, None)
-    for k, v in zip(cache.k, cache.v, strict=True):
-        assert not np.any(k[0]) and not np.any(v[0])
-        assert np.any(k[1, :, :, 1]) and np.any(v[1, :, 1])
-
-
-def test_a_prompt_longer_than_the_cache_is_refused(model: Decoder) -> None:
-    with pytest.raises(ValueError, match="9 positions do not fit a cache of 8"):
-        model.prefill(jnp.asarray(TOKENS), None, capacity=8)
+def test_a_row_writes_its_own_position_and_an_idle_one_none(model: Decoder) -> None:
+    rows = PagedRows(model, 3, 64, None)
+    # Idle, at the first position, behind the last one.
+    rows.write(TOKENS[[0, 1, 1], 0], np.array([-1, 1, 64 * 16]))
+    of_row = np.asarray(rows.table[1])
+    for k, v in zip(rows.pages.k, rows.pages.v, strict=True):
+        written = [page for page in range(1, len(k)) if np.any(k[page]) or np.any(v[page])]
+        assert written == [of_row[0]]
+        assert np.any(k[of_row[0], :, :, 1]) and not np.any(k[of_row[0], :, :, 2:])
+        assert np.any(v[of_row[0], :, 1]) and not np.any(v[of_row[0], :, 2:])
 
 
 def test_later_tokens_change_no_bit_of_earlier_positions(model: Decoder, lora: LoraRows) -> None:
@@ -127,21 +108,37 @@ def test_an_abstract_decoder_has_the_shapes_and_types_of_a_real_one(model: Decod
     assert jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(abstract)) == want
 
 
-def test_attention_equals_a_loop_over_heads_and_positions() -> None:
+def test_attention_to_pages_equals_a_loop_over_heads_and_positions() -> None:
     rng = np.random.default_rng(2)
-    q, k, v = (
-        rng.normal(size=s).astype(np.float32) for s in ((2, 3, 4, 6), (2, 2, 6, 5), (2, 2, 5, 6))
-    )
-    visible = rng.random((2, 3, 5)) < 0.6
-    visible[:, :, 0] = True
-    want = np.zeros_like(q)
-    for b, t, n in np.ndindex(2, 3, 4):
-        seen = visible[b, t]
-        scores = q[b, t, n] @ k[b, n // 2][:, seen] / np.sqrt(6)
-        weights = np.exp(scores) / np.exp(scores).sum()
-        want[b, t, n] = weights @ v[b, n // 2][seen]
-    got = jax.jit(attend)(q, k, v, visible)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    heads, kv_heads, size, head = 4, 2, 3, 6
+    positions = np.array([[16, 17, 18], [4, 5, 6], [-3, -2, -1]], np.int32)
+    table = np.array([[3, 1, 4, 2, 9, 6, 5, 0], [8, 7, 3, 0, 0, 0, 0, 0], [0] * 8], np.int32)
+    q = rng.normal(size=(3, 3, heads, head)).astype(np.float32)
+    keys = rng.normal(size=(10, kv_heads, head, size)).astype(np.float32)
+    values = rng.normal(size=(10, kv_heads, size, head)).astype(np.float32)
+    want = np.zeros((3, 3, heads, head), np.float32)
+    for b, t, n in np.ndindex(3, 3, heads):
+        seen = range(positions[b, t] + 1)
+        if seen:
+            k = np.array([keys[table[b, i // size], n // 2, :, i % size] for i in seen])
+            v = np.array([values[table[b, i // size], n // 2, i % size] for i in seen])
+            scores = k @ q[b, t, n] / np.sqrt(head)
+            want[b, t, n] = np.exp(scores) / np.exp(scores).sum() @ v
+    got = jax.jit(attend_pages)(q, keys, values, table, positions)
+    np.testing.assert_allclose(got, want.reshape(3, 3, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_longer_neighbours_change_no_bit_of_attention_to_pages() -> None:
+    """More rounds than a row needs add exact zeros to it."""
+    rng = np.random.default_rng(3)
+    q = rng.normal(size=(2, 1, 4, 64)).astype(np.float32)
+    keys = rng.normal(size=(40, 2, 64, 16)).astype(np.float32)
+    values = rng.normal(size=(40, 2, 16, 64)).astype(np.float32)
+    table = rng.integers(1, 40, (2, 16)).astype(np.int32)
+    attend = jax.jit(attend_pages)
+    short = attend(q, keys, values, table, np.array([[20], [30]], np.int32))
+    long = attend(q, keys, values, table, np.array([[20], [250]], np.int32))
+    np.testing.assert_array_equal(short[0], long[0])
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:

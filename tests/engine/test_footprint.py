@@ -16,6 +16,7 @@ from tuneserve_engine.backend.jax.bank import Bank, new_bank, new_scratch
 from tuneserve_engine.backend.jax.head import head_chunk_blocks
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.page_pool import pages_of
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample_programs import Programs
 from tuneserve_engine.backend.jax.tape import Workspace
@@ -154,13 +155,14 @@ ROWS = 5
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler's programs, for the longest prompts and the highest ranks."""
+    """The sampler's programs, for the highest ranks."""
 
     programs: Programs
 
     @classmethod
     def of(cls, config: ModelConfig, lattice: ShapeLattice, dtype: Any) -> "Sampling":
-        return cls(Programs(ProgramSet(), decoder(config, dtype, lattice=lattice), lattice, ROWS))
+        model, pages = decoder(config, dtype, lattice=lattice), pages_of(lattice, ROWS)
+        return cls(Programs(ProgramSet(), model, lattice, lanes=ROWS, pages=pages))
 
     def arguments(self, name: str, which: int = -1) -> list[int]:
         """Bytes of each."""
@@ -178,18 +180,17 @@ class Sampling:
 
 @MODELS
 @DTYPES
-def test_sampling_has_layers_of_its_own_and_a_cache_and_an_adapter_for_every_row(
+def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
     config: ModelConfig, dtype: Any
 ) -> None:
     counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
     sampling = Sampling.of(config, LATTICE, dtype)
-    cache, weights, lanes, _ = sampling.arguments("decode")
-    _, _, prompt = sampling.arguments("join")
-    *_, snapshot = sampling.arguments("prefill")
+    pages, weights, lanes, _ = sampling.arguments("decode")
+    *_, snapshot = sampling.arguments("adopt")
     *_, empty = sampling.arguments("adopt", which=0)
     scale = 4
     assert counted.unstacked.bytes == weights
-    assert counted.caches.bytes == cache + prompt  # of one that waits for a row
+    assert counted.caches.bytes == pages
     assert counted.lanes.bytes == lanes - ROWS * scale
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
@@ -267,9 +268,7 @@ def test_programs_of_sampling_need_no_more_besides_than_is_planned(name: str, dt
     counted = footprint(config, dtype=dtype, lattice=lattice, sample_rows=ROWS)
     sampling = Sampling.of(config, lattice, dtype)
     wide = sum(line.bytes for line in counted.wide_copies)
-    waiting = counted.caches.bytes // (ROWS + 1)
-    prompt = counted.prompt.bytes + counted.stream.bytes + counted.chunk.bytes + waiting
-    assert sampling.takes("prefill") <= prompt + counted.drawing.bytes + wide
-    assert sampling.takes("first") <= counted.drawing.bytes + wide
+    assert sampling.takes("prefill") <= counted.prompt.bytes + counted.chunk.bytes + wide
     assert sampling.takes("decode") <= counted.drawing.bytes + wide
     assert sampling.takes("score") <= counted.scoring.bytes + wide
+    assert sampling.takes("copy") <= counted.caches.bytes // 2 + wide

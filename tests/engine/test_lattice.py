@@ -58,31 +58,6 @@ def test_targets_without_a_class_are_refused_with_the_limit(targets: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("context", "chunk", "capacities"),
-    [
-        (2048, 256, (256, 512, 1024, 2048)),
-        (1500, 256, (256, 512, 1024, 1536)),  # multiples of the chunk, all of them
-        (1000, 192, (192, 384, 768, 1152)),
-        (24, 256, (256,)),
-    ],
-)
-def test_capacities_double_from_the_chunk_up_to_the_context(
-    context: int, chunk: int, capacities: tuple[int, ...]
-) -> None:
-    assert ShapeLattice(context, chunk=chunk).capacities == capacities
-
-
-@pytest.mark.parametrize(("length", "capacity"), [(1, 256), (256, 256), (257, 512), (1500, 1536)])
-def test_a_prompt_and_its_samples_take_the_smallest_capacity(length: int, capacity: int) -> None:
-    assert ShapeLattice(1500).capacity(length) == capacity
-
-
-def test_more_than_the_largest_capacity_is_refused_with_the_limit() -> None:
-    with pytest.raises(UserError, match=r"1537 tokens.*takes 1500"):
-        ShapeLattice(1500).capacity(1537)
-
-
-@pytest.mark.parametrize(
     "options",
     [
         {"context_length": 0},

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
 from tuneserve_engine.backend.jax import sample as sample_module
+from tuneserve_engine.backend.jax import sample_programs
 from tuneserve_engine.backend.jax.adapters import TargetShapes, restored_weights, target_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
@@ -222,37 +223,60 @@ def test_a_prompt_and_budget_may_fill_the_whole_context(sampler: Sampler) -> Non
     assert len(last.sequences[0].tokens) == 1
 
 
-def test_a_request_for_logprobs_never_decodes_nor_fails_where_nothing_can_decode(
+def test_what_cannot_be_compiled_fails_who_needs_it_and_nobody_else(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decode(*args: Any, **kwargs: Any) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
         raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
 
-    monkeypatch.setattr(Decoder, "decode", decode)
+    monkeypatch.setattr(sample_programs, "token_logprobs", broken)
     sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES, snapshot_bytes=ROOMY)
     for _ in range(2):
-        (result,) = sampler.sample([request(9, max_tokens=1, prompt_logprobs=True)])
-        assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == 9
-        assert len(result.sequences[0].tokens) == 1
-        with pytest.raises(
-            ServerError, match=r"cannot run decode \(16, 2\), .*no such instruction"
-        ):
-            sampler.sample([request(9, max_tokens=2)])
+        with pytest.raises(ServerError, match=r"cannot run score 2, .*no such instruction"):
+            sampler.sample([request(9, prompt_logprobs=True)])
+        (result,) = sampler.sample([request(9, max_tokens=2)])
+        assert len(result.sequences[0].tokens) == 2
 
 
 def test_many_samples_of_a_prompt_cost_one_prefill(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    """However many lanes wait for it, each part of a prompt is computed once."""
+    parts = []
     prefill = sampler._programs.prefill
 
     def counted(*args: Any) -> Any:
-        calls.append(args)
+        parts.extend(start for start in args[-1].start if start >= 0)
         return prefill(*args)
 
     monkeypatch.setattr(sampler._programs, "prefill", counted)
-    sampler.sample([request(num_samples=16), request(6, num_samples=3)])
-    assert len(calls) == 2
+    sampler.sample([request(45, num_samples=16), request(46, num_samples=3)])
+    # 44 and 45 tokens are read before the first is drawn, in blocks of 8.
+    assert sorted(parts) == sorted(2 * [0, 8, 16, 24, 32, 40])
+
+
+def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+    prefill = sampler._programs.prefill
+
+    def counted(*args: Any) -> Any:
+        parts.extend(start for start in args[-1].start if start >= 0)
+        return prefill(*args)
+
+    first = request(41, snapshot_id="rank 2")
+    turns = np.concatenate([first.prompt, request(7).prompt])
+    alone = sampler.sample([replace(first, prompt=turns, snapshot_id="rank 4")])
+    sampler.sample([first])
+    monkeypatch.setattr(sampler._programs, "prefill", counted)
+    (again,) = sampler.sample([replace(first, prompt=turns)])
+    assert parts == [40], "five whole blocks are there already"
+    assert again.prompt_cache_hit_tokens == 40
+    parts.clear()
+    (same,) = sampler.sample([replace(first, prompt=turns, snapshot_id="rank 4")])
+    assert parts == []
+    assert_same_bits(same, alone[0])
 
 
 def test_a_lane_is_refilled_before_the_longest_sequence_ends(
@@ -491,7 +515,8 @@ def test_decoding_needs_no_room_for_weights(model: Decoder) -> None:
         config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
         deep = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
         lattice = ShapeLattice(16, block=8, chunk=16, rank_classes=(2,))
-        (shape,) = Programs(ProgramSet(), deep, lattice, LANES).decode.shapes()
+        programs = Programs(ProgramSet(), deep, lattice, lanes=LANES, pages=9)
+        (shape,) = programs.decode.shapes()
         return int(shape.compiled().memory_analysis().temp_size_in_bytes)
 
     weights = 4 * 3 * 64 * 256  # of the MLP alone

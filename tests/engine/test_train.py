@@ -28,6 +28,7 @@ from tests.engine.stream_case import (
     run,
     score,
 )
+from tests.paged_rows import PagedRows
 from tuneserve_engine.adapters import UNEMBED, AdamParams
 from tuneserve_engine.backend.base import TrainBatch
 from tuneserve_engine.backend.jax.adapters import TrainingAdapter
@@ -194,14 +195,11 @@ def test_rows_and_decoding_give_the_logprobs_of_training(
     want = ran("dots").outs[0].logprobs[places, 0]
     whole = jax.jit(lambda model: model(tokens, lora))(decoder)
     assert_close(target_logprobs(whole, row.targets), want, "at once")
-    prefill = jax.jit(lambda model: model.prefill(tokens[:, :before], lora, capacity=40))
-    hidden, kept = prefill(decoder)
-    decode = jax.jit(
-        lambda model, token, at, kept: model.decode(token, at, kept, model.unstacked(lora))
-    )
-    found = [target_logprobs(hidden, row.targets[:before])]
+    paged = PagedRows(decoder, 1, 40, lora)
+    read = paged.read(np.asarray(tokens)[:, :before])
+    found = [target_logprobs(read, row.targets[:before])]
     for at in range(before, len(row.tokens)):
-        hidden, kept = decode(decoder, tokens[:, at], np.int32([at]), kept)
+        hidden = paged.write(np.asarray(tokens)[:, at], np.array([at]))
         found.append(target_logprobs(hidden[:, None], row.targets[at : at + 1]))
     assert_close(np.concatenate(found), want, "token by token")
 

@@ -15,9 +15,10 @@ from flax import nnx
 from jax import Array
 from transformers import LlamaForCausalLM
 
+from tests.paged_rows import PagedRows
 from tuneserve_engine.adapters import PROJECTIONS, UNEMBED
 from tuneserve_engine.backend.jax.lora import LoraRows
-from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache
+from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.models.weights import load_base_model, read_config
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -62,19 +63,6 @@ def logits_of(model: Decoder, tokens: Array, lora: LoraRows | None) -> Array:
     return model.logits(model(tokens, lora), lora)
 
 
-@jax.jit
-def prefill(model: Decoder, tokens: Array) -> KVCache:
-    return model.prefill(tokens, None, capacity=TOKENS.shape[1])[1]
-
-
-@jax.jit
-def decode(
-    model: Decoder, tokens: Array, positions: Array, cache: KVCache
-) -> tuple[Array, KVCache]:
-    hidden, cache = model.decode(tokens, positions, cache, model.unstacked(None))
-    return model.logits(hidden[:, None], None)[:, 0], cache
-
-
 def hf_logits(model: Any) -> Any:
     with torch.no_grad():
         return model(torch.from_numpy(TOKENS).long()).logits.float().numpy()
@@ -93,18 +81,21 @@ def test_logits_equal_hugging_face(reference: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama 3.1 rope", "qwen2.5, one kv head, tied", "qwen3"])
-def test_prefill_and_decode_equal_hugging_face_at_every_position(reference: Any, name: str) -> None:
+def test_reading_and_writing_equal_hugging_face_at_every_position(
+    reference: Any, name: str
+) -> None:
     architecture, options = MODELS[name]
     hf = reference(architecture, **options)
     model, _ = load_base_model(str(hf.folder), dtype="float32")
     want = hf_logits(hf.model)
     starts = np.array([1, 7, 5], np.int32)  # rows of unequal length share the padded prompt
-    cache = prefill(model, jnp.asarray(TOKENS[:, :7]))
+    paged = PagedRows(model, 3, TOKENS.shape[1], None)
+    paged.read(TOKENS[:, :7])
     rows = np.arange(3)
     for step in range(TOKENS.shape[1] - 7):
         at = starts + step
-        got, cache = decode(model, jnp.asarray(TOKENS[rows, at]), jnp.asarray(at), cache)
-        assert_logits_equal(got, want[rows, at])
+        hidden = paged.write(TOKENS[rows, at], at)
+        assert_logits_equal(model.logits(hidden[:, None], None)[:, 0], want[rows, at])
 
 
 def test_both_spellings_of_rope_options_give_one_config(reference: Any, tmp_path: Any) -> None:

@@ -118,6 +118,7 @@ class SampleResult:
     topk_prompt: TopK | None = None  # [N-1, k] for positions 1..N-1
     target_logprobs: FloatArray | None = None  # [N-1, K], 0 where the target is -1
     alt_tokens: TopK | None = None  # [N-1, k] draws and their logprobs at the request's temperature
+    prompt_cache_hit_tokens: int = 0  # of the prompt, that had not to be computed
 
 
 @dataclass(frozen=True)

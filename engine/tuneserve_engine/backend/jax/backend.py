@@ -28,7 +28,7 @@ from tuneserve_engine.backend.jax.models.weights import (
     read_config,
     resolve_base_model,
 )
-from tuneserve_engine.backend.jax.numerics import numerics_id
+from tuneserve_engine.backend.jax.numerics import ask_for_float32, numerics_id
 from tuneserve_engine.backend.jax.page_files import PageFolder
 from tuneserve_engine.backend.jax.paging import AdapterPager
 from tuneserve_engine.backend.jax.programs import ProgramSet
@@ -97,6 +97,7 @@ class JaxBackend:
     ) -> None:
         if compile_cache_dir is not None:
             keep_programs(compile_cache_dir)
+        ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
         model, config = load_base_model(str(folder), dtype=dtype)
         self._lattice = lattice or ShapeLattice(config.context_length)

@@ -1,28 +1,31 @@
-"""Decoding in a fixed number of lanes: sequences join as others end, whoever they belong to.
+"""Sequences on their way through lanes: they read their prompt, then write, until they end.
 
-Bits change with the number of rows and with the capacity of the cache, never with what the other
-rows hold. So the number of lanes is fixed, and lanes exist per (capacity, rank class): both follow
-from a request alone.
+A fixed number of lanes of one rank class decode together. Whenever one is free the next sequence
+takes it, whoever it belongs to. Prompts are read in chunks of blocks that belong to any of the
+lanes, and a part that somebody has read already is not read again.
 
-Dimension key: B lanes, V vocabulary, U steps per dispatch.
+Dimension key: B lanes, n blocks of a chunk, S positions of a block, U steps per dispatch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import SampledSequence, SampleRequest, TopK
-from tuneserve_engine.backend.jax.models.decoder import KVCache
+from tuneserve_engine.backend.jax.page_pool import PagePool, Part, digests
+from tuneserve_engine.backend.jax.pages import Pages
+from tuneserve_engine.backend.jax.prompt_scores import Answers
 from tuneserve_engine.backend.jax.sample_adapters import Adapter, LaneBank
 from tuneserve_engine.backend.jax.sample_programs import (
     Choices,
     Decoded,
     Programs,
+    no_blocks,
     no_lanes,
+    no_questions,
     no_rows,
 )
 from tuneserve_engine.backend.jax.sampling_math import AnyArray, RowParams, seed_halves
@@ -31,17 +34,27 @@ from tuneserve_engine.backend.jax.stops import StopReason, StopWatch
 
 @dataclass
 class Draft:
-    """A sequence being written. ``prompt`` is its prompt's cache while it waits for a lane."""
+    """A sequence being written. Its prompt but the last token is read into ``parts``; what follows
+    goes to its ``own`` pages. ``answers`` collects what is asked about the prompt."""
 
     request: SampleRequest
     sample: int
     adapter: Adapter
     watch: StopWatch
-    prompt: KVCache | None = None
+    answers: Answers | None = None
+    parts: list[Part] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    read: int = 0  # parts
+    cache_hits: int = 0  # tokens that somebody had read before
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[AnyArray, AnyArray]] = field(default_factory=list)
     stop_reason: StopReason | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens that are read before the first is drawn: decoding begins with the last one."""
+        return len(self.request.prompt) - 1
 
     def push(self, token: int, logprob: float, top: tuple[AnyArray, AnyArray] | None) -> bool:
         """Takes the next token; True if it is the last."""
@@ -66,20 +79,201 @@ class Draft:
         )
 
 
-def draw_first(
-    programs: Programs, logits: Float[Array, "1 V"], drafts: Sequence[Draft], lanes: int
-) -> None:
-    """Gives every draft of one request its first token."""
-    k = drafts[0].request.topk_sample
-    for start in range(0, len(drafts), lanes):
-        part = drafts[start : start + lanes]
-        rows = no_rows(lanes)
-        for lane, draft in enumerate(part):
-            _set_row(rows, lane, draft)
-        tokens, chosen, choices = jax.device_get(programs.first((), logits, rows))
-        top = (choices.ids[0, :k], choices.logprobs[0, :k]) if k else None
-        for lane, draft in enumerate(part):
-            draft.push(int(tokens[lane]), float(chosen[lane]), top)
+class Cache:
+    """What the lanes of all rank classes share: pages, and the base model's weights by layer. Both
+    come to the device when they are first needed."""
+
+    def __init__(self, programs: Programs, pages: int) -> None:
+        self.pool = PagePool(pages)
+        self._programs = programs
+        self._pages: Pages | None = None
+        self._weights: tuple[Any, ...] | None = None
+
+    @property
+    def weights(self) -> tuple[Any, ...]:
+        if self._weights is None:
+            self._weights = self._programs.unstacked(())
+        return self._weights
+
+    def take(self) -> Pages:
+        """The pages, to be given to a program that gives them back by ``put``."""
+        pages = self._pages
+        self._pages = None
+        return self._programs.empty_pages(()) if pages is None else pages
+
+    def put(self, pages: Pages) -> None:
+        self._pages = pages
+
+    def copy(self, source: int, target: int) -> None:
+        """Copies a page."""
+        self.put(self._programs.copy((), self.take(), np.int32(source), np.int32(target)))
+
+
+class Lanes:
+    """The lanes of one rank class."""
+
+    def __init__(self, programs: Programs, cache: Cache, *, lanes: int, rank_class: int) -> None:
+        self._programs = programs
+        self._cache = cache
+        self._rank_class = rank_class
+        self._drafts: list[Draft | None] = [None] * lanes
+        self._adapted: list[str | None] = [None] * lanes  # whose weights the bank has
+        self._reading: list[int] = []  # lanes, in the order in which they came
+        self._bank: LaneBank | None = None
+        self._state = no_lanes(lanes, programs.table_width)
+
+    @property
+    def reading(self) -> int:
+        """Sequences that read their prompt."""
+        return len(self._reading)
+
+    @property
+    def writing(self) -> int:
+        """Sequences that decode."""
+        return sum(draft is not None for draft in self._drafts) - len(self._reading)
+
+    def enter(self, draft: Draft, weights: str) -> bool:
+        """Gives the draft a lane and pages, if there are enough. ``weights`` names its adapter."""
+        lane = next((lane for lane, held in enumerate(self._drafts) if held is None), None)
+        if lane is None:
+            return False
+        size, context = self._programs.block, draft.context
+        names = digests(weights, draft.request.prompt[:context], size)
+        last = context + draft.request.max_tokens - 1
+        reserved = self._cache.pool.reserve(names, last // size - context // size + 1)
+        if reserved is None:
+            return False
+        draft.parts, draft.own = reserved
+        if draft.answers is None:
+            hits = sum(part.written for part in draft.parts)
+            draft.cache_hits = min(hits * size, context)
+        self._adopt(lane, draft.adapter, weights)
+        self._drafts[lane] = draft
+        self._state.table[lane] = 0
+        self._state.table[lane, : len(draft.parts)] = [part.page for part in draft.parts]
+        self._reading.append(lane)
+        return True
+
+    def _adopt(self, lane: int, adapter: Adapter, weights: str) -> None:
+        if self._bank is None:
+            self._bank = self._programs.empty_bank(self._rank_class, adapter.weights)
+        if self._adapted[lane] != weights:
+            key = self._rank_class
+            self._bank = self._programs.adopt(key, self._bank, np.int32(lane), adapter)
+            self._adapted[lane] = weights
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """One chunk of the prompts that wait to be read; those that are through begin to write."""
+        blocks = no_blocks(self._programs.blocks, self._programs.block, self._programs.table_width)
+        chosen = []
+        for number, (lane, draft) in enumerate(self._next_parts()):
+            part = draft.request.prompt[: draft.context][draft.read * self._programs.block :]
+            part = part[: self._programs.block]
+            blocks.tokens[number, : len(part)] = part
+            blocks.start[number] = draft.read * self._programs.block
+            blocks.table[number] = self._state.table[lane]
+            blocks.lane[number] = lane
+            chosen.append((draft, draft.read))
+            draft.parts[draft.read].written = True
+            draft.read += 1
+        if chosen:
+            pages, hidden = self._programs.prefill(
+                self._rank_class, self._cache.take(), self._cache.weights, self._bank, blocks
+            )
+            self._cache.put(pages)
+            self._score(chosen, hidden, blocks.lane)
+        for lane in list(self._reading):
+            held = self._drafts[lane]
+            assert held is not None
+            if held.read == len(held.parts):
+                self._reading.remove(lane)
+                self._begin(lane, held)
+
+    def _next_parts(self) -> Iterator[tuple[int, Draft]]:
+        """Lanes and drafts whose next part is for this chunk: before the next is asked for, it
+        counts as read. A part that is there already is passed over, unless it is asked about."""
+        left = self._programs.blocks
+        for lane in self._reading:
+            draft = self._drafts[lane]
+            assert draft is not None
+            while draft.read < len(draft.parts):
+                if draft.parts[draft.read].written and draft.answers is None:
+                    draft.read += 1
+                elif left:
+                    left -= 1
+                    yield lane, draft
+                else:
+                    break
+
+    def _score(self, chosen: list[tuple[Draft, int]], hidden: Any, lane: AnyArray) -> None:
+        asking = [(number, *each) for number, each in enumerate(chosen) if each[0].answers]
+        if not asking:
+            return
+        questions = no_questions(self._programs.blocks, self._programs.block)
+        for number, draft, part in asking:
+            assert draft.answers is not None
+            draft.answers.ask(questions, number, part)
+        scores = self._programs.score(self._rank_class, hidden, self._bank, lane, questions)
+        for number, draft, part in asking:
+            assert draft.answers is not None
+            draft.answers.add(part, number, scores)
+
+    def _begin(self, lane: int, draft: Draft) -> None:
+        """From here on the sequence writes, into pages of its own."""
+        size = self._programs.block
+        if draft.context % size:
+            self._cache.copy(draft.parts[-1].page, draft.own[0])
+        first = draft.context // size
+        self._state.table[lane, first : first + len(draft.own)] = draft.own
+        _set_row(self._state.rows, lane, draft)
+        self._state.tokens[lane] = draft.request.prompt[-1]
+        self._state.positions[lane] = draft.context
+        self._state.step[lane] = 0
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def write(self) -> list[Draft]:
+        """One dispatch: a few tokens for every sequence that writes, those past its end dropped.
+        The sequences that end."""
+        writing = [
+            (lane, draft)
+            for lane, draft in enumerate(self._drafts)
+            if draft is not None and lane not in self._reading
+        ]
+        top_asked = any(draft.request.topk_sample for _, draft in writing)
+        state = self._state._replace(top=np.bool_(top_asked))
+        decoded: Decoded = self._programs.decode(
+            self._rank_class, self._cache.take(), self._cache.weights, self._bank, state
+        )
+        self._cache.put(decoded.pages)
+        tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
+        top = jax.device_get(decoded.top) if top_asked else None
+        ended = []
+        for lane, draft in writing:
+            for step in range(len(tokens)):
+                row = _best(top, step, lane, draft.request.topk_sample)
+                if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
+                    ended.append(draft)
+                    self._leave(lane)
+                    break
+            else:
+                self._state.tokens[lane] = draft.tokens[-1]
+                self._state.positions[lane] += len(tokens)
+                self._state.step[lane] += len(tokens)
+        return ended
+
+    def _leave(self, lane: int) -> None:
+        draft = self._drafts[lane]
+        assert draft is not None
+        self._cache.pool.release(draft.parts, draft.own)
+        self._drafts[lane] = None
+        if lane in self._reading:
+            self._reading.remove(lane)
+        self._state.positions[lane] = -1
+        self._state.table[lane] = 0
+        _set_row(self._state.rows, lane, None)
 
 
 def _set_row(rows: RowParams, lane: int, draft: Draft | None) -> None:
@@ -93,84 +287,6 @@ def _set_row(rows: RowParams, lane: int, draft: Draft | None) -> None:
     rows.temperature[lane] = request.temperature
     rows.top_k[lane] = request.top_k
     rows.top_p[lane] = request.top_p
-
-
-class Lanes:
-    """The decode lanes of one capacity and rank class."""
-
-    def __init__(self, programs: Programs, *, lanes: int, capacity: int, rank_class: int) -> None:
-        self._programs = programs
-        self._capacity = capacity
-        self._rank_class = rank_class
-        self._drafts: list[Draft | None] = [None] * lanes
-        self._adapters: list[Adapter | None] = [None] * lanes
-        self._weights: tuple[Any, ...] = ()
-        self._device: tuple[KVCache, LaneBank] | None = None
-        self._state = no_lanes(lanes, capacity)
-
-    def run(self, waiting: Iterator[Draft]) -> None:
-        """Finishes every draft of the iterator, which is asked for one whenever a lane is free."""
-        while True:
-            for lane, held in enumerate(self._drafts):
-                draft = next(waiting, None) if held is None else None
-                if draft is not None:
-                    self._enter(lane, draft)
-            if not any(self._drafts):
-                return
-            self._advance()
-
-    def _enter(self, lane: int, draft: Draft) -> None:
-        assert draft.prompt is not None, "a sequence joins a lane once"
-        index = np.int32(lane)
-        if self._device is None:
-            self._weights = self._programs.unstacked(())
-            self._device = (
-                self._programs.empty_cache(self._capacity, draft.prompt),
-                self._programs.empty_bank(self._rank_class, draft.adapter.weights),
-            )
-        cache, bank = self._device
-        cache = self._programs.join(self._capacity, cache, index, draft.prompt)
-        if self._adapters[lane] is not draft.adapter:
-            bank = self._programs.adopt(self._rank_class, bank, index, draft.adapter)
-            self._adapters[lane] = draft.adapter
-        self._device = cache, bank
-        draft.prompt = None
-        self._drafts[lane] = draft
-        _set_row(self._state.rows, lane, draft)
-        self._place(lane, draft)
-
-    def _place(self, lane: int, draft: Draft) -> None:
-        """What the lane decodes next: the last token, at its place in the sequence."""
-        self._state.tokens[lane] = draft.tokens[-1]
-        self._state.positions[lane] = len(draft.request.prompt) + len(draft.tokens) - 1
-        self._state.step[lane] = len(draft.tokens)
-
-    def _advance(self) -> None:
-        """One dispatch: a few tokens for every lane; those past a sequence's end are dropped."""
-        assert self._device is not None
-        cache, bank = self._device
-        top_asked = any(draft is not None and draft.request.topk_sample for draft in self._drafts)
-        state = self._state._replace(top=np.bool_(top_asked))
-        key = self._capacity, self._rank_class
-        decoded: Decoded = self._programs.decode(key, cache, self._weights, bank, state)
-        self._device = decoded.cache, bank
-        tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
-        top = jax.device_get(decoded.top) if top_asked else None
-        for lane, draft in enumerate(self._drafts):
-            if draft is None:
-                continue
-            for step in range(len(tokens)):
-                row = _best(top, step, lane, draft.request.topk_sample)
-                if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
-                    self._leave(lane)
-                    break
-            else:
-                self._place(lane, draft)
-
-    def _leave(self, lane: int) -> None:
-        self._drafts[lane] = None
-        self._state.positions[lane] = self._capacity
-        _set_row(self._state.rows, lane, None)
 
 
 def _best(top: Choices | None, step: int, lane: int, k: int) -> tuple[AnyArray, AnyArray] | None:

@@ -1,59 +1,75 @@
 """What a request asks about its own prompt: logprobs, targets, the top k, alternatives.
 
-Dimension key: N prompt tokens, K ids per position, P positions of a chunk, D hidden, T cache
-capacity.
+Dimension key: N prompt tokens, K ids per position, n blocks of a chunk, S positions of a block.
 """
-
-from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.base import FloatArray, IntArray, SampleRequest, SampleResult, TopK
-from tuneserve_engine.backend.jax.sample_adapters import Adapter
-from tuneserve_engine.backend.jax.sample_programs import (
-    CHOICES,
-    Choices,
-    Programs,
-    Questions,
-    Scores,
-)
+from tuneserve_engine.backend.jax.sample_programs import Choices, Questions, Scores
 from tuneserve_engine.backend.jax.sampling_math import seed_halves
 
 
-def score_prompt(
-    programs: Programs,
-    request: SampleRequest,
-    hidden: Float[Array, "1 T D"],
-    adapter: Adapter,
-) -> SampleResult:
-    """The scores that the request asks for, in a result without sequences.
+class Answers:
+    """Collects one request's, block by block. Row i of a matrix is about prompt position i + 1."""
 
-    Row i of a matrix is about prompt position i + 1.
-    """
-    rows = len(request.prompt) - 1
-    ids = _asked_ids(request)
-    scores = np.zeros((rows, ids.shape[1]), np.float32)
-    top = _no_choices(rows, request.topk_prompt)
-    alternatives = _no_choices(rows, request.alt_tokens)
-    if ids.shape[1] or request.topk_prompt or request.alt_tokens:
-        # All chunks are under way before the first is waited for.
-        for part, answers in list(_chunks(programs, request, ids, hidden, adapter)):
+    def __init__(self, request: SampleRequest, block: int) -> None:
+        self._request = request
+        self._block = block
+        self._ids = _asked_ids(request)
+        self._scores: list[tuple[int, int, Scores]] = []
+
+    @staticmethod
+    def are_asked(request: SampleRequest) -> bool:
+        """Whether the request asks anything about its prompt."""
+        return bool(
+            request.prompt_logprobs
+            or request.targets is not None
+            or request.topk_prompt
+            or request.alt_tokens
+        )
+
+    def ask(self, questions: Questions, number: int, part: int) -> None:
+        """Puts the questions about a part of the prompt in a block's place."""
+        rows = self._rows(part)
+        questions.ids[number, : rows.stop - rows.start, : self._ids.shape[1]] = self._ids[rows]
+        questions.top[number] = self._request.topk_prompt > 0
+        questions.alternatives[number] = self._request.alt_tokens > 0
+        questions.seed[number] = seed_halves(self._request.seed)
+        questions.positions[number] = rows.start + 1 + np.arange(self._block)
+        questions.temperature[number] = self._request.temperature
+
+    def add(self, part: int, number: int, scores: Scores) -> None:
+        """Takes what a block's place in a chunk gave; it is fetched with the result."""
+        self._scores.append((part, number, scores))
+
+    def result(self) -> SampleResult:
+        """All answers, in a result without sequences."""
+        request, ids = self._request, self._ids
+        logprobs = np.zeros(ids.shape, np.float32)
+        top = _no_choices(len(ids), request.topk_prompt)
+        alternatives = _no_choices(len(ids), request.alt_tokens)
+        for part, number, scores in self._scores:
+            rows = self._rows(part)
             if ids.shape[1]:
-                width = part.stop - part.start
-                scores[part] = jax.device_get(answers.logprobs)[:width, : ids.shape[1]]
+                found = jax.device_get(scores.logprobs)[number]
+                logprobs[rows] = found[: rows.stop - rows.start, : ids.shape[1]]
             if request.topk_prompt:
-                _fill(top, part, answers.top)
+                _fill(top, rows, scores.top, number)
             if request.alt_tokens:
-                _fill(alternatives, part, answers.alternatives)
-    return SampleResult(
-        sequences=(),
-        prompt_logprobs=_shifted(scores[:, 0]) if request.prompt_logprobs else None,
-        topk_prompt=top if request.topk_prompt else None,
-        target_logprobs=None if request.targets is None else scores[:, -request.targets.shape[1] :],
-        alt_tokens=alternatives if request.alt_tokens else None,
-    )
+                _fill(alternatives, rows, scores.alternatives, number)
+        targets = request.targets
+        return SampleResult(
+            sequences=(),
+            prompt_logprobs=_shifted(logprobs[:, 0]) if request.prompt_logprobs else None,
+            topk_prompt=top if request.topk_prompt else None,
+            target_logprobs=None if targets is None else logprobs[:, -targets.shape[1] :],
+            alt_tokens=alternatives if request.alt_tokens else None,
+        )
+
+    def _rows(self, part: int) -> slice:
+        return slice(part * self._block, min((part + 1) * self._block, len(self._ids)))
 
 
 def _asked_ids(request: SampleRequest) -> IntArray:
@@ -66,41 +82,15 @@ def _asked_ids(request: SampleRequest) -> IntArray:
     return np.concatenate(columns, axis=1).astype(np.int32)
 
 
-def _chunks(
-    programs: Programs,
-    request: SampleRequest,
-    ids: IntArray,
-    hidden: Float[Array, "1 T D"],
-    adapter: Adapter,
-) -> Iterator[tuple[slice, Scores]]:
-    """The answers, still on the device, and their rows, chunk after chunk."""
-    rows, columns = ids.shape
-    capacity = hidden.shape[1]
-    for start in range(0, rows, programs.positions):
-        part = slice(start, min(start + programs.positions, rows))
-        padded = np.full((programs.positions, 1 + CHOICES), -1, np.int32)
-        padded[: part.stop - start, :columns] = ids[part]
-        asked = Questions(
-            ids=padded,
-            top=np.bool_(request.topk_prompt),
-            alternatives=np.bool_(request.alt_tokens),
-            seed=seed_halves(request.seed),
-            positions=np.arange(start + 1, start + 1 + programs.positions, dtype=np.int32),
-            temperature=np.float32(request.temperature),
-        )
-        chunk = programs.part(capacity, hidden, np.int32(start))
-        yield part, programs.score(adapter.rank_class, chunk, adapter, asked)
-
-
 def _no_choices(rows: int, k: int) -> TopK:
     return TopK(np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float32))
 
 
-def _fill(choices: TopK, part: slice, answers: Choices) -> None:
+def _fill(choices: TopK, rows: slice, answers: Choices, number: int) -> None:
     ids, logprobs = jax.device_get(answers)
-    rows, k = part.stop - part.start, choices.token_ids.shape[1]
-    choices.token_ids[part] = ids[:rows, :k]
-    choices.logprobs[part] = logprobs[:rows, :k]
+    count, k = rows.stop - rows.start, choices.token_ids.shape[1]
+    choices.token_ids[rows] = ids[number, :count, :k]
+    choices.logprobs[rows] = logprobs[number, :count, :k]
 
 
 def _shifted(logprobs: FloatArray) -> FloatArray:

@@ -1,6 +1,6 @@
 """Sampling from frozen adapters and the base model: requests in, results out."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,12 +10,13 @@ from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
 from tuneserve_engine.backend.jax.adapters import restored_weights, target_shapes
 from tuneserve_engine.backend.jax.device import on_device
-from tuneserve_engine.backend.jax.generate import Draft, Lanes, draw_first
+from tuneserve_engine.backend.jax.generate import Cache, Draft, Lanes
 from tuneserve_engine.backend.jax.models.decoder import Decoder
+from tuneserve_engine.backend.jax.page_pool import pages_of
 from tuneserve_engine.backend.jax.programs import ProgramSet
-from tuneserve_engine.backend.jax.prompt_scores import score_prompt
+from tuneserve_engine.backend.jax.prompt_scores import Answers
 from tuneserve_engine.backend.jax.sample_adapters import Adapter, weights_bytes
-from tuneserve_engine.backend.jax.sample_programs import CHOICES, Prefilled, Programs
+from tuneserve_engine.backend.jax.sample_programs import CHOICES, Programs
 from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
@@ -29,9 +30,10 @@ _NO_ADAPTER = AdapterState(
 class Sampler:
     """Owns the snapshots, at most ``snapshot_bytes`` of them or one, and runs requests on them.
 
-    A request's tokens and logprobs have the same bits alone and in any company: its prompt is run
-    by itself, and it decodes in lanes whose shapes it chose itself. Its programs are declared at
-    construction; none of its calls compiles anything else.
+    Requests come and end at any time; ``advance`` takes all of them a little further. A request's
+    tokens and logprobs have the same bits alone and in any company: all products have one shape,
+    and a sequence attends to its own pages only. All programs are declared at construction; no call
+    compiles anything else.
     """
 
     def __init__(  # noqa: PLR0913
@@ -43,17 +45,22 @@ class Sampler:
         *,
         lanes: int,
         snapshot_bytes: int,
+        pages: int | None = None,
     ) -> None:
+        """``pages`` for keys and values: by default every lane can be as long as the context."""
         self._lattice = lattice
         self._tokenizer = tokenizer
-        self._lanes = lanes
+        self._lane_count = lanes
         self._snapshot_bytes = snapshot_bytes
         self._vocab_size = model.config.vocab_size
-        self._programs = Programs(programs, model, lattice, lanes)
+        pages = pages or pages_of(lattice, lanes)
+        self._programs = Programs(programs, model, lattice, lanes=lanes, pages=pages)
+        self._pages = pages
         self._shapes = target_shapes(model.config)
         self._sizes = {rank: weights_bytes(self._shapes, rank) for rank in lattice.rank_classes}
         self._base = self._on_device(_NO_ADAPTER)
         self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self._forget_all()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         """Whether it is loaded; if so it counts as just used.
@@ -92,16 +99,52 @@ class Sampler:
         return self._sample(requests)
 
     def _sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        groups: defaultdict[tuple[int, int], list[_Run]] = defaultdict(list)
         runs = [self._run(request) for request in requests]
         for run in runs:
-            groups[run.capacity, run.adapter.rank_class].append(run)
-        for (capacity, rank_class), members in groups.items():
-            lanes = Lanes(
-                self._programs, lanes=self._lanes, capacity=capacity, rank_class=rank_class
-            )
-            lanes.run(draft for run in members for draft in self._started(run))
+            self._waiting.extend((run, draft) for draft in run.drafts)
+        while not all(run.is_done for run in runs):
+            self.advance()
         return [run.result() for run in runs]
+
+    def advance(self) -> None:
+        """A chunk of the prompts and a few tokens of the rest, of every rank class."""
+        try:
+            self._admit()
+            for lanes in self._lanes_of.values():
+                if lanes.reading:
+                    lanes.read()
+                # Until most lanes write, to fill them is worth more than to use the few.
+                if lanes.writing and lanes.writing >= lanes.reading:
+                    lanes.write()
+        except BaseException:  # pages may be consumed: whatever they held is lost
+            self._forget_all()
+            raise
+
+    def _forget_all(self) -> None:
+        """Nothing is on its way, and the device holds nothing for it."""
+        self._cache = Cache(self._programs, self._pages)
+        self._lanes_of: dict[int, Lanes] = {}
+        self._waiting: deque[tuple[_Run, Draft]] = deque()
+
+    def _admit(self) -> None:
+        """Lanes for those who wait, first come first served: nobody overtakes one for whom there
+        are not enough pages, but in lanes of another rank class."""
+        full: set[int] = set()
+        again: deque[tuple[_Run, Draft]] = deque()
+        while self._waiting:
+            run, draft = self._waiting.popleft()
+            rank_class = draft.adapter.rank_class
+            if rank_class in full or not self._lanes(rank_class).enter(draft, run.weights):
+                full.add(rank_class)
+                again.append((run, draft))
+        self._waiting = again
+
+    def _lanes(self, rank_class: int) -> Lanes:
+        if rank_class not in self._lanes_of:
+            self._lanes_of[rank_class] = Lanes(
+                self._programs, self._cache, lanes=self._lane_count, rank_class=rank_class
+            )
+        return self._lanes_of[rank_class]
 
     def _run(self, request: SampleRequest) -> "_Run":
         adapter = self._adapter(request.snapshot_id)
@@ -118,8 +161,10 @@ class Sampler:
             Draft(request, sample, adapter, self._watch(request))
             for sample in range(request.num_samples)
         ]
-        capacity = self._lattice.capacity(len(request.prompt) + request.max_tokens)
-        return _Run(request, adapter, capacity, drafts)
+        answers = None
+        if Answers.are_asked(request):
+            answers = drafts[0].answers = Answers(request, self._lattice.block)
+        return _Run(drafts, answers, request.snapshot_id or "")
 
     def _loaded(self, state: AdapterState) -> Adapter | None:
         """None if the device has no room and there are snapshots to drop."""
@@ -157,39 +202,26 @@ class Sampler:
             tokenizer=self._tokenizer,
         )
 
-    def _started(self, run: "_Run") -> list[Draft]:
-        """The drafts that one token did not finish, after the request's one pass over its prompt.
-
-        Scores and first tokens come from that pass: a request for logprobs never decodes.
-        """
-        request = run.request
-        tokens = np.zeros((1, run.capacity), np.int32)
-        tokens[0, : len(request.prompt)] = request.prompt
-        key = run.capacity, run.adapter.rank_class
-        prefilled: Prefilled = self._programs.prefill(
-            key, tokens, np.int32(len(request.prompt)), run.adapter
-        )
-        run.scores = score_prompt(self._programs, request, prefilled.hidden, run.adapter)
-        draw_first(self._programs, prefilled.logits, run.drafts, self._lanes)
-        unfinished = [draft for draft in run.drafts if draft.stop_reason is None]
-        for draft in unfinished:
-            draft.prompt = prefilled.cache
-        return unfinished
-
 
 @dataclass
 class _Run:
-    """A request on its way through a call; ``capacity`` is its own choice."""
+    """A request on its way; ``weights`` names the adapter."""
 
-    request: SampleRequest
-    adapter: Adapter
-    capacity: int
     drafts: list[Draft]
-    scores: SampleResult | None = None
+    answers: Answers | None
+    weights: str
+
+    @property
+    def is_done(self) -> bool:
+        return all(draft.stop_reason is not None for draft in self.drafts)
 
     def result(self) -> SampleResult:
-        assert self.scores is not None, "the request has not started"
-        return replace(self.scores, sequences=tuple(draft.result() for draft in self.drafts))
+        scores = SampleResult(()) if self.answers is None else self.answers.result()
+        return replace(
+            scores,
+            sequences=tuple(draft.result() for draft in self.drafts),
+            prompt_cache_hit_tokens=self.drafts[0].cache_hits,
+        )
 
 
 def _check_widths(request: SampleRequest) -> None:

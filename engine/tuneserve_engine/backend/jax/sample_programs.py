@@ -2,8 +2,9 @@
 
 A request's options are arguments or places in arrays of fixed width, never part of a shape.
 
-Dimension key: B lanes, V vocabulary, D hidden, T cache capacity, P positions of a part, K ids per
-position, Q choices per position, U steps per dispatch.
+Dimension key: B lanes, n blocks of a chunk of prompts, S positions of a block, which is a page, J
+entries of a row of the table, V vocabulary, D hidden, K ids per position, Q choices per position, U
+steps per dispatch.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.adapters import target_shapes
-from tuneserve_engine.backend.jax.head import head_chunk_blocks
+from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.block import Layer
 from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import Decoder, KVCache
+from tuneserve_engine.backend.jax.models.decoder import Decoder, Paged
+from tuneserve_engine.backend.jax.page_pool import table_width
+from tuneserve_engine.backend.jax.pages import Pages
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample_adapters import (
-    Adapter,
     LaneBank,
     Scalar,
     adapter_specs,
@@ -41,7 +43,7 @@ from tuneserve_engine.backend.jax.sampling_math import (
 from tuneserve_engine.lattice import ShapeLattice
 
 STEPS_PER_DISPATCH = 4
-"""Tokens per lane between two looks of the host: at most one fewer are decoded in vain."""
+"""Tokens that each lane gets before the host looks; what a dispatch costs is shared by them."""
 CHOICES = 64
 """Entries of a top-k or of alternatives that are computed whatever k is asked, and most ids to
 score beside a prompt's own tokens: a few percent of what a position's logits cost."""
@@ -54,39 +56,41 @@ class Choices(NamedTuple):
     logprobs: AnyArray  # [..., Q] float32
 
 
-class Prefilled(NamedTuple):
-    """What one pass over a prompt leaves: shared by all samples of its request."""
+class Blocks(NamedTuple):
+    """Parts of prompts, of one lane or several, that are computed together."""
 
-    hidden: Float[Array, "1 T D"]
-    cache: KVCache  # of one row
-    logits: Float[Array, "1 V"]  # after the last token
+    tokens: AnyArray  # [n, S] int32
+    start: AnyArray  # [n] int32 the position of the first token; -S for an unused block
+    table: AnyArray  # [n, J] int32 of the lane
+    lane: AnyArray  # [n] int32
 
 
 class Questions(NamedTuple):
-    """What to say about each position of a part of a prompt."""
+    """What to say about each position of a chunk's blocks."""
 
-    ids: AnyArray  # [P, K] int32, -1 = none
-    top: Scalar  # bool: the most likely ids
-    alternatives: Scalar  # bool: draws
-    seed: AnyArray  # [2] uint32, high half first
-    positions: AnyArray  # [P] int32 that draws depend on
-    temperature: Scalar  # float32 of the draws
+    ids: AnyArray  # [n, S, K] int32, -1 = none
+    top: AnyArray  # [n] bool: the most likely ids
+    alternatives: AnyArray  # [n] bool: draws
+    seed: AnyArray  # [n, 2] uint32, high half first
+    positions: AnyArray  # [n, S] int32 that draws depend on
+    temperature: AnyArray  # [n] float32 of the draws
 
 
 class Scores(NamedTuple):
     """The answers."""
 
-    logprobs: Float[Array, "P K"]
-    top: Choices
-    alternatives: Choices
+    logprobs: AnyArray  # [n, S, K] float32
+    top: Choices  # [n, S, Q]
+    alternatives: Choices  # [n, S, Q]
 
 
 class LaneState(NamedTuple):
     """What each lane decodes next."""
 
     tokens: AnyArray  # [B] int32 the last token of its sequence
-    positions: AnyArray  # [B] int32 that token's place; the capacity or beyond in an idle lane
+    positions: AnyArray  # [B] int32 that token's place; -1 in an idle lane
     step: AnyArray  # [B] int32 number of the token to draw, 0 = the first after the prompt
+    table: AnyArray  # [B, J] int32 the pages of its sequence
     rows: RowParams
     top: Scalar  # bool: some lane asks for the most likely ids
 
@@ -94,70 +98,65 @@ class LaneState(NamedTuple):
 class Decoded(NamedTuple):
     """What one dispatch gave."""
 
-    cache: KVCache
+    pages: Pages
     tokens: Int[Array, "U B"]
     logprobs: Float[Array, "U B"]
     top: Choices  # [U, B, Q]
 
 
 class Programs:
-    """The sampler's part of a process's programs; each says what its keys are."""
+    """The sampler's part of a process's programs. Those with adapters have a key, the rank class;
+    the others have none, ``()``."""
 
     def __init__(
-        self, programs: ProgramSet, model: Decoder, lattice: ShapeLattice, lanes: int
+        self,
+        programs: ProgramSet,
+        model: Decoder,
+        lattice: ShapeLattice,
+        *,
+        lanes: int,
+        pages: int,
     ) -> None:
-        # As many as training scores at once: logits of a whole chunk would take gigabytes.
-        blocks = head_chunk_blocks(lattice.block, lattice.chunk, model.config.vocab_size)
-        positions = blocks * lattice.block
-        self.positions = positions
-        use = "samples, by capacity and rank class"
-        self.prefill = programs.add("prefill", _prefill, use=use, model=model)
-        self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
-        use = "samples, by capacity"
-        self.part = programs.add("part", partial(_part, positions=positions), use=use)
-        self.join = programs.add("join", _join, use=use, donate=(0,))
-        self.empty_cache = programs.add("empty_cache", partial(_empty_cache, lanes=lanes), use=use)
-        use = "samples, by rank class"
-        self.score = programs.add("score", _score, use=use, model=model)
-        self.adopt = programs.add("adopt", adopt, use=use, donate=(0,))
-        self.empty_bank = programs.add("empty_bank", partial(empty_bank, lanes=lanes), use=use)
-        use = "samples, all of them"
-        self.first = programs.add("first", _first, use=use)
-        self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
-        self._declare(model, lattice, lanes)
-
-    def _declare(self, model: Decoder, lattice: ShapeLattice, lanes: int) -> None:
-        """Small capacities and low ranks first: everybody passes through those."""
-        config, shapes = model.config, target_shapes(model.config)
+        self.blocks = lattice.chunk // lattice.block
+        self.block = lattice.block
+        self.table_width = table_width(lattice.context_length, lattice.block)
         dtype = model.unembedding().dtype
+        make_bank = partial(empty_bank, lanes=lanes)
+        make_pages = partial(_empty_pages, model.config, pages, lattice.block, dtype)
+        use = "samples, by rank class"
+        self.prefill = programs.add("prefill", _prefill, use=use, model=model, donate=(0,))
+        self.score = programs.add("score", _score, use=use, model=model)
+        self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
+        self.adopt = programs.add("adopt", adopt, use=use, donate=(0,))
+        self.empty_bank = programs.add("empty_bank", make_bank, use=use)
+        use = "samples, all of them"
+        self.copy = programs.add("copy", _copy, use=use, donate=(0,))
+        self.empty_pages = programs.add("empty_pages", make_pages, use=use)
+        self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
+        self._declare(model, lattice.rank_classes, lanes, jax.eval_shape(make_pages))
+
+    def _declare(
+        self, model: Decoder, rank_classes: tuple[int, ...], lanes: int, pages: Any
+    ) -> None:
+        """Everything that sampling can ever call, the common first. ``pages`` is one of specs."""
+        config, shapes = model.config, target_shapes(model.config)
         index = _spec((), np.int32)
-        adapters = {rank: adapter_specs(shapes, rank) for rank in lattice.rank_classes}
-        banks = {
-            rank: jax.eval_shape(partial(empty_bank, lanes=lanes), adapter.weights)
-            for rank, adapter in adapters.items()
-        }
         weights = jax.eval_shape(partial(_unstacked, model))
-        part = _spec((1, self.positions, config.hidden), dtype)
-        questions = _question_specs(self.positions)
-        for order, (rank, adapter) in enumerate(adapters.items()):
-            self.score.declare(rank, part, adapter, questions, order=order)
-            self.adopt.declare(rank, banks[rank], index, adapter, order=order)
-            self.empty_bank.declare(rank, adapter.weights, order=order)
-        for order, capacity in enumerate(lattice.capacities):
-            hidden = _spec((1, capacity, config.hidden), dtype)
-            tokens = _spec((1, capacity), np.int32)
-            one = _cache_specs(config, capacity, dtype)
-            cache = jax.eval_shape(partial(_empty_cache, lanes=lanes), one)
-            self.part.declare(capacity, hidden, index, order=order)
-            self.join.declare(capacity, cache, index, one, order=order)
-            self.empty_cache.declare(capacity, one, order=order)
-            state = no_lanes(lanes, capacity)
-            for rarer, (rank, adapter) in enumerate(adapters.items()):
-                key, rare = (capacity, rank), order + rarer
-                self.prefill.declare(key, tokens, index, adapter, order=rare)
-                self.decode.declare(key, cache, weights, banks[rank], state, order=rare)
-        self.first.declare((), _spec((1, config.vocab_size), np.float32), no_rows(lanes))
+        hidden = _spec((self.blocks, self.block, config.hidden), pages.k[0].dtype)
+        blocks = no_blocks(self.blocks, self.block, self.table_width)
+        questions = no_questions(self.blocks, self.block)
         self.unstacked.declare(())
+        self.empty_pages.declare(())
+        self.copy.declare((), pages, index, index)
+        for order, rank in enumerate(rank_classes):
+            adapter = adapter_specs(shapes, rank)
+            bank = jax.eval_shape(partial(empty_bank, lanes=lanes), adapter.weights)
+            state = no_lanes(lanes, self.table_width)
+            self.prefill.declare(rank, pages, weights, bank, blocks, order=order)
+            self.decode.declare(rank, pages, weights, bank, state, order=order)
+            self.score.declare(rank, hidden, bank, blocks.lane, questions, order=order)
+            self.adopt.declare(rank, bank, index, adapter, order=order)
+            self.empty_bank.declare(rank, adapter.weights, order=order)
 
 
 def no_rows(lanes: int) -> RowParams:
@@ -171,96 +170,141 @@ def no_rows(lanes: int) -> RowParams:
     )
 
 
-def no_lanes(lanes: int, capacity: int) -> LaneState:
+def no_lanes(lanes: int, width: int) -> LaneState:
     """Idle lanes."""
     return LaneState(
         tokens=np.zeros(lanes, np.int32),
-        positions=np.full(lanes, capacity, np.int32),
+        positions=np.full(lanes, -1, np.int32),
         step=np.zeros(lanes, np.int32),
+        table=np.zeros((lanes, width), np.int32),
         rows=no_rows(lanes),
         top=np.bool_(False),
     )
 
 
+def no_blocks(blocks: int, size: int, width: int) -> Blocks:
+    """Unused blocks."""
+    return Blocks(
+        tokens=np.zeros((blocks, size), np.int32),
+        start=np.full(blocks, -size, np.int32),
+        table=np.zeros((blocks, width), np.int32),
+        lane=np.zeros(blocks, np.int32),
+    )
+
+
+def no_questions(blocks: int, size: int) -> Questions:
+    """Blocks of which nothing is asked."""
+    return Questions(
+        ids=np.full((blocks, size, 1 + CHOICES), -1, np.int32),
+        top=np.zeros(blocks, np.bool_),
+        alternatives=np.zeros(blocks, np.bool_),
+        seed=np.zeros((blocks, 2), np.uint32),
+        positions=np.zeros((blocks, size), np.int32),
+        temperature=np.zeros(blocks, np.float32),
+    )
+
+
 def _prefill(
-    model: Decoder, tokens: Int[Array, "1 T"], length: Int[Array, ""], adapter: Adapter
-) -> Prefilled:
-    lora = adapter.one_row()
-    hidden, cache = model.prefill(tokens, lora, tokens.shape[1], length)
-    last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)
-    return Prefilled(hidden, cache, model.logits(last, lora)[:, 0])
-
-
-def _part(
-    hidden: Float[Array, "1 T D"], start: Int[Array, ""], *, positions: int
-) -> Float[Array, "1 P D"]:
-    """``positions`` positions from ``start`` on, zeros past the end."""
-    padded = jnp.pad(hidden, ((0, 0), (0, -hidden.shape[1] % positions), (0, 0)))
-    return jax.lax.dynamic_slice_in_dim(padded, start, positions, axis=1)
+    model: Decoder, pages: Pages, weights: tuple[Any, ...], bank: LaneBank, blocks: Blocks
+) -> tuple[Pages, Float[Array, "n S D"]]:
+    """Fills a page with the keys and values of each block; hidden states, to be scored. A block may
+    follow another one of its prompt in the same chunk."""
+    size = blocks.tokens.shape[1]
+    start, lane = jnp.asarray(blocks.start), jnp.asarray(blocks.lane)
+    layers = tuple(
+        Layer(mine, bank.of_layer(index)._replace(slot=lane)) for index, mine in enumerate(weights)
+    )
+    positions = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+    view = Paged(positions, jnp.asarray(blocks.table), pages, layers)
+    hidden, pages = model.continued(jnp.asarray(blocks.tokens), view)
+    return pages, hidden
 
 
 def _score(
-    model: Decoder, hidden: Float[Array, "1 P D"], adapter: Adapter, asked: Questions
+    model: Decoder,
+    hidden: Float[Array, "n S D"],
+    bank: LaneBank,
+    lane: Int[Array, " n"],
+    asked: Questions,
 ) -> Scores:
-    """Logits exist in here only: for one chunk at a time, and never on the host."""
-    logits = model.logits(hidden, adapter.one_row())[0]
-    count = logits.shape[0]
-    temperature = jnp.broadcast_to(jnp.asarray(asked.temperature)[None], (count,))
-    alternatives = _if(
-        asked.alternatives,
-        lambda: Choices(
-            *draw_alternatives(
-                logits, jnp.asarray(asked.seed), jnp.asarray(asked.positions), temperature, CHOICES
-            )
-        ),
-    )
-    top = _if(asked.top, lambda: _top(logits, jnp.ones(count, jnp.float32)))
-    return Scores(token_logprobs(logits, jnp.asarray(asked.ids)), top, alternatives)
+    """Logits exist in here only: for one block at a time, and never on the host."""
+    adapters = bank.of_unembedding()
+
+    def block(given: Any) -> Scores:
+        hidden, lane, asked = given
+        mine = LoraRows(
+            *jax.tree.map(lambda x: x[lane][None], (adapters.a, adapters.b, adapters.scale))
+        )
+        logits = model.logits(hidden[None], mine)[0]
+        count = logits.shape[0]
+        temperature = jnp.broadcast_to(asked.temperature, (count,))
+        alternatives = _if(
+            asked.alternatives,
+            lambda: Choices(
+                *draw_alternatives(logits, asked.seed, asked.positions, temperature, CHOICES)
+            ),
+        )
+        top = _if(asked.top, lambda: _top(logits, jnp.ones(count, jnp.float32)))
+        return Scores(token_logprobs(logits, asked.ids), top, alternatives)
+
+    scores: Scores = jax.lax.map(block, (hidden, lane, jax.tree.map(jnp.asarray, asked)))
+    return scores
 
 
 def _unstacked(model: Decoder) -> tuple[Any, ...]:
-    """Each layer's own weights: a copy of the base model for as long as somebody decodes."""
+    """Each layer's own weights: a second copy of the base model's layers."""
     return tuple(layer.weights for layer in model.unstacked(None))
 
 
 def _decode(
-    model: Decoder, cache: KVCache, weights: tuple[Any, ...], bank: LaneBank, lanes: LaneState
+    model: Decoder, pages: Pages, weights: tuple[Any, ...], bank: LaneBank, lanes: LaneState
 ) -> Decoded:
     """The next tokens of every lane; idle lanes give values to ignore."""
-
     positions, step = jnp.asarray(lanes.positions), jnp.asarray(lanes.step)
-    temperature = jnp.asarray(lanes.rows.temperature)
+    temperature, table = jnp.asarray(lanes.rows.temperature), jnp.asarray(lanes.table)
     layers = tuple(Layer(mine, bank.of_layer(index)) for index, mine in enumerate(weights))
 
     def one(
-        carry: tuple[Array, KVCache], index: Array
-    ) -> tuple[tuple[Array, KVCache], tuple[Array, Array, Choices]]:
-        tokens, cache = carry
-        hidden, cache = model.decode(tokens, positions + index, cache, layers)
-        logits = model.logits(hidden[:, None], bank.of_unembedding())[:, 0]
-        tokens, logprobs = draw(logits, step + index, lanes.rows)
+        carry: tuple[Array, Pages], number: Array
+    ) -> tuple[tuple[Array, Pages], tuple[Array, Array, Choices]]:
+        tokens, pages = carry
+        at = jnp.where(positions < 0, -1, positions + number)
+        hidden, pages = model.continued(tokens[:, None], Paged(at[:, None], table, pages, layers))
+        logits = model.logits(hidden, bank.of_unembedding())[:, 0]
+        tokens, logprobs = draw(logits, step + number, lanes.rows)
         top = _if(lanes.top, lambda: _top(logits, temperature))
-        return (tokens, cache), (tokens, logprobs, top)
+        return (tokens, pages), (tokens, logprobs, top)
 
     numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    (_, cache), drawn = jax.lax.scan(one, (jnp.asarray(lanes.tokens), cache), numbers)
-    return Decoded(cache, *drawn)
+    (_, pages), drawn = jax.lax.scan(one, (jnp.asarray(lanes.tokens), pages), numbers)
+    return Decoded(pages, *drawn)
 
 
-def _first(logits: Float[Array, "1 V"], rows: RowParams) -> tuple[Array, Array, Choices]:
-    """Token 0 of as many samples of a prompt as there are lanes, and its most likely ids [1, Q] at
-    the temperature of the first of them."""
-    lanes = rows.sample.shape[0]
-    spread = jnp.broadcast_to(logits, (lanes, logits.shape[1]))
-    tokens, logprobs = draw(spread, jnp.zeros(lanes, jnp.int32), rows)
-    return tokens, logprobs, _top(logits, jnp.asarray(rows.temperature)[:1])
+def _copy(pages: Pages, source: Int[Array, ""], target: Int[Array, ""]) -> Pages:
+    """The pages with a copy of one in another's place."""
+
+    def copied(x: Array) -> Array:
+        page = jax.lax.dynamic_index_in_dim(x, source, keepdims=False)
+        updated: Array = jax.lax.dynamic_update_index_in_dim(x, page, target, 0)
+        return updated
+
+    return Pages(*jax.tree.map(copied, tuple(pages)))
+
+
+def _empty_pages(config: ModelConfig, pages: int, size: int, dtype: DTypeLike) -> Pages:
+    heads, width = config.kv_heads, config.head_dim
+    layers = range(config.layers)
+    return Pages(
+        k=tuple(jnp.zeros((pages, heads, width, size), dtype) for _ in layers),
+        v=tuple(jnp.zeros((pages, heads, size, width), dtype) for _ in layers),
+    )
 
 
 def _top(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Choices:
     return Choices(*top_logprobs(logits, temperature, min(CHOICES, logits.shape[-1])))
 
 
-def _if(asked: Scalar, choices: Callable[[], Choices]) -> Choices:
+def _if(asked: AnyArray | Scalar, choices: Callable[[], Choices]) -> Choices:
     """The choices, or zeros at next to no cost."""
     shapes = jax.eval_shape(choices)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -268,46 +312,6 @@ def _if(asked: Scalar, choices: Callable[[], Choices]) -> Choices:
     return chosen
 
 
-def _join(cache: KVCache, lane: Int[Array, ""], prompt: KVCache) -> KVCache:
-    """The lane holds the prompt's cache, all of it: what a former sequence left there, a NaN for
-    instance, would reach the new one through its masked positions (0 x NaN)."""
-
-    def place(lanes: Array, row: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(lanes, row, lane, axis=0)
-
-    return KVCache(*jax.tree.map(place, tuple(cache), tuple(prompt)))
-
-
-def _empty_cache(prompt: KVCache, *, lanes: int) -> KVCache:
-    """Zeros for all lanes, each with the shape of this prompt's cache."""
-
-    def rows(x: Array) -> Array:
-        return jnp.zeros((lanes, *x.shape[1:]), x.dtype)
-
-    return KVCache(*jax.tree.map(rows, tuple(prompt)))
-
-
 def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Stands for an array."""
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
-
-
-def _cache_specs(config: ModelConfig, capacity: int, dtype: DTypeLike) -> Any:
-    """A ``KVCache`` of specs, of one row."""
-    heads, size = config.kv_heads, config.head_dim
-    keys, values = (1, heads, size, capacity), (1, heads, capacity, size)
-    return KVCache(
-        k=(_spec(keys, dtype),) * config.layers, v=(_spec(values, dtype),) * config.layers
-    )
-
-
-def _question_specs(positions: int) -> Any:
-    """``Questions`` of specs."""
-    return Questions(
-        ids=_spec((positions, 1 + CHOICES), np.int32),
-        top=_spec((), np.bool_),
-        alternatives=_spec((), np.bool_),
-        seed=_spec((2,), np.uint32),
-        positions=_spec((positions,), np.int32),
-        temperature=_spec((), np.float32),
-    )

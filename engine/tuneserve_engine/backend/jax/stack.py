@@ -76,23 +76,23 @@ class Stack:
         return self.weights, jnp.arange(self.config.layers, dtype=jnp.int32)
 
     def score(
-        self, x: Float[Array, "n S D"], stream: Stream, bank: LoraRows | None, *, keep_cache: bool
-    ) -> tuple[Float[Array, "n S D"], tuple[Array, Array] | None]:
-        """Hidden states after the last layer, for no backward pass; if asked for, also every
-        layer's keys and values, [L, n, K, S, H] each. Undefined behind the last used block."""
+        self, x: Float[Array, "n S D"], stream: Stream, bank: LoraRows | None
+    ) -> Float[Array, "n S D"]:
+        """Hidden states after the last layer, for no backward pass. Undefined behind the last used
+        block."""
         blank = blank_attention(self.config, x.shape[0], x.shape[1], x.dtype)
 
-        def layer(carry: Any, sliced: Any) -> Any:
+        def layer(carry: Any, sliced: Any) -> tuple[Any, None]:
             x, y, attention = carry
             run = LayerRun(self, stream, bank, *sliced)
             attention = run.attend(run.project_all(x, 0, attention, 0), 0, 0)
             # Two buffers: a loop that reads and writes one has XLA copy all of it, chunk by chunk.
             y = run.each_chunk(lambda at, y: run.finish(x, at, attention, y), y)
-            return (y, x, attention), (attention.k, attention.v) if keep_cache else None
+            return (y, x, attention), None
 
         start: Any = (x, x, blank)
-        (x, *_), cache = jax.lax.scan(layer, start, self.layers())
-        return x, cache
+        (x, *_), _ = jax.lax.scan(layer, start, self.layers())
+        return x
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,105 @@
+"""Keys and values of samples in pages, and attention through a table that says which page is where.
+
+A page holds ``S`` positions of one sequence; several sequences may read the same one. Attention
+takes a few pages of every row per round, with an online softmax (FlashAttention-2,
+https://arxiv.org/abs/2307.08691, algorithm 1), and as many rounds as the longest row needs: what a
+row has not got is masked and adds exact zeros, so that its bits depend on its own pages alone.
+
+Dimension key: L layers, P pages, S positions of a page, J entries of a row of the table, B rows,
+T positions of a row, N query heads, K key/value heads, each read by G = N / K query heads (Q = GT),
+H head_dim, W pages of a round.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from tuneserve_engine.backend.jax.attention import UNSEEN
+from tuneserve_engine.backend.jax.page_pool import PAGES_PER_ROUND
+
+
+class Pages(NamedTuple):
+    """An array per layer: a stacked one that is carried through a loop is copied at every step."""
+
+    k: tuple[Array, ...]  # L of [P, K, H, S]
+    v: tuple[Array, ...]  # L of [P, K, S, H]
+
+
+def write_page(
+    keys: Float[Array, "P K H S"],
+    values: Float[Array, "P K S H"],
+    page: Int[Array, " B"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+) -> tuple[Array, Array]:
+    """Fills each row's page."""
+    for row in range(k.shape[0]):
+        keys = lax.dynamic_update_index_in_dim(keys, k[row].transpose(1, 2, 0), page[row], 0)
+        values = lax.dynamic_update_index_in_dim(values, v[row].transpose(1, 0, 2), page[row], 0)
+    return keys, values
+
+
+def write_position(  # noqa: PLR0913
+    keys: Float[Array, "P K H S"],
+    values: Float[Array, "P K S H"],
+    page: Int[Array, " B"],
+    offset: Int[Array, " B"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+) -> tuple[Array, Array]:
+    """Writes one position of each row's page."""
+    return keys.at[page, :, :, offset].set(k), values.at[page, :, offset, :].set(v)
+
+
+def attend_pages(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "P K H S"],
+    values: Float[Array, "P K S H"],
+    table: Int[Array, "B J"],
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T NH"]:
+    """Each position's attention to those of its row up to itself; below 0 it gives zeros.
+
+    Scores, softmax and sums are float32.
+    """
+    count, length, heads, size = q.shape
+    kv_heads, page = keys.shape[1], values.shape[2]
+    groups, width = heads // kv_heads, PAGES_PER_ROUND * page
+    rows = q.reshape(count, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(count, kv_heads, groups * length, size).astype(jnp.float32) * size**-0.5
+    places = jnp.arange(width, dtype=jnp.int32)
+    last = jnp.max(positions, axis=1)
+
+    def add(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, out = sums
+        pages = lax.dynamic_slice_in_dim(table, number * PAGES_PER_ROUND, PAGES_PER_ROUND, axis=1)
+        at = number * width + places
+        seen = at[None, None, :] <= positions[:, :, None]
+        held = (at[None, :] <= last[:, None]).reshape(count, PAGES_PER_ROUND, 1, page, 1)
+        scores = _scores(rows, keys[pages], seen)
+        new_top = jnp.maximum(top, scores.max(-1))
+        kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+        # What an earlier sequence left behind this one's end may be NaN, and 0 x NaN is.
+        read = jnp.where(held, values[pages], 0).astype(jnp.float32)
+        parts = weights.reshape(*weights.shape[:3], PAGES_PER_ROUND, page)
+        more = jnp.einsum("BKQWS,BWKSH->BKQH", parts, read)
+        return new_top, total * kept + weights.sum(-1), out * kept[..., None] + more
+
+    nothing = jnp.full(rows.shape[:-1], UNSEEN), jnp.zeros(rows.shape[:-1]), jnp.zeros_like(rows)
+    rounds = (jnp.max(last) + width) // width
+    _, total, out = lax.fori_loop(0, rounds, add, nothing)
+    out = out / jnp.where(total > 0, total, 1.0)[..., None]
+    out = out.reshape(count, kv_heads, groups, length, size).transpose(0, 3, 1, 2, 4)
+    attended: Array = out.reshape(count, length, heads * size).astype(q.dtype)
+    return attended
+
+
+def _scores(
+    rows: Float[Array, "B K Q H"], keys: Float[Array, "B W K H S"], seen: Bool[Array, "B T WS"]
+) -> Float[Array, "B K Q WS"]:
+    products = jnp.einsum("BKQH,BWKHS->BKQWS", rows, keys.astype(jnp.float32))
+    products = products.reshape(*products.shape[:3], -1)
+    groups = rows.shape[2] // seen.shape[1]
+    return jnp.where(jnp.tile(seen, (1, groups, 1))[:, None], products, UNSEEN)
