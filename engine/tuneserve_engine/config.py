@@ -19,9 +19,9 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from tuneserve_engine.jobs import MAX_JOBS
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.queue.base import StorePolicy
-from tuneserve_engine.scheduler import MAX_JOBS
 
 TINY_MODEL = Path(__file__).parent / "tiny_model"
 SETTINGS_FILE = "tuneserve.toml"  # in the working directory

@@ -17,6 +17,8 @@ from tuneserve_engine.records import Checkpoint, CheckpointKind, Sampler, Update
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+MAX_JOBS = 32
+"""Of one unit: each has a gradient on the device."""
 
 
 class JobKind(StrEnum):

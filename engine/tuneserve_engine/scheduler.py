@@ -10,13 +10,10 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from tuneserve_engine.costs import Costs, Estimates
-from tuneserve_engine.jobs import Job, JobKind
+from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind
 
 _SHARED = {JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP, JobKind.SAMPLE}
 """Kinds of which many jobs can share a unit."""
-
-MAX_JOBS = 32
-"""Jobs of one unit: each has a gradient on the device."""
 
 MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""

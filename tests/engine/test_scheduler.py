@@ -8,8 +8,8 @@ import pytest
 
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.costs import Cost, Costs
-from tuneserve_engine.jobs import Job, JobKind, Sample, encode
-from tuneserve_engine.scheduler import MAX_BYTES, MAX_JOBS, Scheduler
+from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind, Sample, encode
+from tuneserve_engine.scheduler import MAX_BYTES, Scheduler
 
 CREATE, GRADIENT, STEP = JobKind.CREATE_MODEL, JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP
 SAVE, SAMPLE, UNLOAD = JobKind.SAVE_WEIGHTS, JobKind.SAMPLE, JobKind.UNLOAD_MODEL
