@@ -43,6 +43,8 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/latency.py $(ARGS)
 	$(BIN)/python benchmarks/queue_alone.py $(ARGS)
+	$(BIN)/python benchmarks/trace.py $(ARGS)
+	$(BIN)/python benchmarks/techniques.py $(ARGS)
 
 compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its own
 	$(BIN)/pytest tests/compat $(ARGS)
