@@ -249,6 +249,7 @@ class Operations:
             try:
                 command = jobs.decode(job.payload, jobs.Sample)
                 request = sampling_wire.to_request(command, self._backend.info)
+                request = replace(request, owner=job.tenant)
                 self._ensure_snapshot(request.snapshot_id)
                 asked.append((job, command, request))
             except EngineError as error:

@@ -277,6 +277,9 @@ def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
     (same,) = sampler.sample([replace(first, prompt=turns, snapshot_id="rank 4")])
     assert parts == []
     assert_same_bits(same, alone[0])
+    (other,) = sampler.sample([replace(first, prompt=turns, owner="another")])
+    assert other.prompt_cache_hit_tokens == 0, "else it would know what others asked"
+    assert_same_bits(other, again)
 
 
 def test_a_lane_is_refilled_before_the_longest_sequence_ends(

@@ -93,6 +93,7 @@ class SampleRequest:
     topk_sample: int = 0
     targets: IntArray | None = None  # [N-1, K] ids to score at positions 1..N-1, -1 = skip
     alt_tokens: int = 0  # draws per prompt position after the first
+    owner: str = ""  # who may share what was computed of the prompt: nobody else learns of it
 
 
 @dataclass(frozen=True)

@@ -132,13 +132,14 @@ class Lanes:
         """Sequences that decode."""
         return sum(draft is not None for draft in self._drafts) - len(self._reading)
 
-    def enter(self, draft: Draft, weights: str) -> bool:
-        """Gives the draft a lane and pages, if there are enough. ``weights`` names its adapter."""
+    def enter(self, draft: Draft) -> bool:
+        """Gives the draft a lane and pages, if there are enough."""
         lane = next((lane for lane, held in enumerate(self._drafts) if held is None), None)
         if lane is None:
             return False
         size, context = self._programs.block, draft.context
-        names = digests(weights, draft.request.prompt[:context], size)
+        weights, owner = draft.request.snapshot_id or "", draft.request.owner
+        names = digests(f"{owner}/{weights}", draft.request.prompt[:context], size)
         last = context + draft.request.max_tokens - 1
         reserved = self._cache.pool.reserve(names, last // size - context // size + 1)
         if reserved is None:

@@ -90,11 +90,12 @@ class PagePool:
         return part.page
 
 
-def digests(weights: str, tokens: IntArray, size: int) -> list[bytes]:
+def digests(scope: str, tokens: IntArray, size: int) -> list[bytes]:
     """Names of the prompt's parts of ``size`` tokens, the last one shorter: each of everything that
-    its keys and values depend on, which is the weights and all tokens up to its end."""
+    its keys and values depend on, which is the weights and all tokens up to its end. ``scope``
+    names the weights, and whose prompts they are."""
     found = []
-    before = blake2b(weights.encode()).digest()
+    before = blake2b(scope.encode()).digest()
     for start in range(0, len(tokens), size):
         part = tokens[start : start + size].astype("<i4").tobytes()
         before = blake2b(before + part).digest()

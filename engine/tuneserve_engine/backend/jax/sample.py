@@ -101,7 +101,7 @@ class Sampler:
     def _sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         runs = [self._run(request) for request in requests]
         for run in runs:
-            self._waiting.extend((run, draft) for draft in run.drafts)
+            self._waiting.extend(run.drafts)
         while not all(run.is_done for run in runs):
             self.advance()
         return [run.result() for run in runs]
@@ -124,19 +124,19 @@ class Sampler:
         """Nothing is on its way, and the device holds nothing for it."""
         self._cache = Cache(self._programs, self._pages)
         self._lanes_of: dict[int, Lanes] = {}
-        self._waiting: deque[tuple[_Run, Draft]] = deque()
+        self._waiting: deque[Draft] = deque()
 
     def _admit(self) -> None:
         """Lanes for those who wait, first come first served: nobody overtakes one for whom there
         are not enough pages, but in lanes of another rank class."""
         full: set[int] = set()
-        again: deque[tuple[_Run, Draft]] = deque()
+        again: deque[Draft] = deque()
         while self._waiting:
-            run, draft = self._waiting.popleft()
+            draft = self._waiting.popleft()
             rank_class = draft.adapter.rank_class
-            if rank_class in full or not self._lanes(rank_class).enter(draft, run.weights):
+            if rank_class in full or not self._lanes(rank_class).enter(draft):
                 full.add(rank_class)
-                again.append((run, draft))
+                again.append(draft)
         self._waiting = again
 
     def _lanes(self, rank_class: int) -> Lanes:
@@ -164,7 +164,7 @@ class Sampler:
         answers = None
         if Answers.are_asked(request):
             answers = drafts[0].answers = Answers(request, self._lattice.block)
-        return _Run(drafts, answers, request.snapshot_id or "")
+        return _Run(drafts, answers)
 
     def _loaded(self, state: AdapterState) -> Adapter | None:
         """None if the device has no room and there are snapshots to drop."""
@@ -205,11 +205,10 @@ class Sampler:
 
 @dataclass
 class _Run:
-    """A request on its way; ``weights`` names the adapter."""
+    """A request on its way."""
 
     drafts: list[Draft]
     answers: Answers | None
-    weights: str
 
     @property
     def is_done(self) -> bool:
