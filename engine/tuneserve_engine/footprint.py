@@ -372,17 +372,16 @@ class Footprint:
 
     @property
     def prompt(self) -> Line:
-        """Hidden states of a chunk, what its attention reads, and its scores. The rest of a layer
-        has the room of a chunk of training."""
+        """Hidden states of a chunk, what its attention reads, its scores, and its blocks' adapters
+        once more. The rest of a layer has the room of a chunk of training."""
         c, lattice = self.config, self.shape.lattice
         blocks = lattice.chunk // lattice.block
         width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
-        held = lattice.chunk * width + blocks * self._read_per_row
+        per_block = self._read_per_row + lattice.max_rank * self._layer_rank_parameters
         return Line(
             "a chunk of prompts",
-            f"({lattice.chunk:,} tokens * {width:,} + {blocks} blocks * {self._read_per_row:,}) "
-            "* 4 bytes",
-            held * 4,
+            f"({lattice.chunk:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 bytes",
+            4 * (lattice.chunk * width + blocks * per_block),
         )
 
     @property
