@@ -4,6 +4,7 @@ Dimension key: L layers, B rows, T positions, D hidden, V vocabulary, N query he
 heads, H head_dim, E entries of a row's table, n blocks of S tokens of a stream.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -176,21 +177,14 @@ class Decoder(nnx.Module):
         rope = self._rope(view.positions)
         table, positions = view.table, view.positions
         keys, values = list(view.pages.k), list(view.pages.v)
-        size = values[0].shape[2]
-        part = positions[:, 0] // size
+        part = positions[:, 0] // values[0].shape[2]
         held = (part >= 0) & (part < table.shape[1])
         found = jnp.take_along_axis(table, jnp.where(held, part, 0)[:, None], axis=1)[:, 0]
         page = jnp.where(held, found, UNUSED_PAGE)
         for index, layer in enumerate(view.layers):
-            q, k, v = before_attention(self.config, layer, x, rope)
-            if x.shape[1] == size:
-                written = write_page(keys[index], values[index], page, k, v)
-            else:
-                offset = positions[:, 0] % size
-                written = write_position(keys[index], values[index], page, offset, k[:, 0], v[:, 0])
-            keys[index], values[index] = written
-            attended = attend_pages(q, *written, table, positions)
-            x = after_attention(self.config, layer, x, attended)
+            x, keys[index], values[index] = _paged_layer(
+                self.config, layer, x, rope, keys[index], values[index], page, table, positions
+            )
         return x, Pages(tuple(keys), tuple(values))
 
     def logits(self, hidden: Float[Array, "B T D"], lora: LoraRows | None) -> Float[Array, "B T V"]:
@@ -221,3 +215,27 @@ class Decoder(nnx.Module):
             config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
         )
         return rope_tables(positions, jnp.asarray(frequencies))
+
+
+@partial(jax.jit, static_argnums=0)  # so that it is traced once, not once per layer
+def _paged_layer(  # noqa: PLR0913
+    config: ModelConfig,
+    layer: Layer,
+    x: Array,
+    rope: Rope,
+    keys: Array,
+    values: Array,
+    page: Array,
+    table: Array,
+    positions: Array,
+) -> tuple[Array, Array, Array]:
+    """The layer's output, and its pages with the keys and values of ``x``."""
+    size = values.shape[2]
+    q, k, v = before_attention(config, layer, x, rope)
+    if x.shape[1] == size:
+        keys, values = write_page(keys, values, page, k, v)
+    else:
+        offset = positions[:, 0] % size
+        keys, values = write_position(keys, values, page, offset, k[:, 0], v[:, 0])
+    attended = attend_pages(q, keys, values, table, positions)
+    return after_attention(config, layer, x, attended), keys, values
