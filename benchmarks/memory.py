@@ -26,7 +26,7 @@ from tuneserve_engine.backend.jax.losses import LossInputs
 from tuneserve_engine.backend.jax.models.block import Layer, after_attention, before_attention
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.models.layers import attend, rms_norm
+from tuneserve_engine.backend.jax.models.layers import rms_norm
 from tuneserve_engine.backend.jax.optimizer import adamw_step, step_scalars
 from tuneserve_engine.backend.jax.scratch import BlockSlots
 from tuneserve_engine.backend.jax.stack import Stream
@@ -153,15 +153,13 @@ def ordinary(layers: int) -> Compiled:
     bank, scratch = shapes_of(layers)
     adapters = LoraRows(bank.a, bank.b, bank.scale).layers()
     rope = (spec(BLOCKS, BLOCK, 1, config.head_dim // 2),) * 2
-    visible = np.tril(np.ones((BLOCKS, BLOCK, BLOCK), bool))
 
     def loss(adapters: Any, weights: Any, x: Any, rows: tuple[Any, Any], rope: Any) -> Any:
         def body(x: Any, sliced: Any) -> Any:
             weights, (a, b) = sliced
             layer = Layer(weights, LoraRows(a, b, *rows))
             q, k, v = before_attention(config, layer, x, rope)
-            keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-            attended = attend(q, keys, values, visible)
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
             return after_attention(config, layer, x, attended.reshape(*x.shape[:2], -1)), None
 
         x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), x, (weights, adapters))

@@ -347,11 +347,12 @@ class Footprint:
 
     @property
     def lanes(self) -> Line:
-        rank, rows = self.shape.lattice.max_rank, self.shape.sample_rows
+        ranks, rows = self.shape.lattice.rank_classes, self.shape.sample_rows
         return Line(
-            "sampling bank",
-            f"{rows} rows * 4 bytes * rank {rank} * {self.rank_parameters:,}",
-            rows * self.adapter_bytes(rank),
+            "sampling banks",
+            f"{rows} rows * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
+            f"{self.rank_parameters:,}",
+            rows * sum(self.adapter_bytes(rank) for rank in ranks),
         )
 
     @property

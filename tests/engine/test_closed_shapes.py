@@ -19,7 +19,7 @@ from tuneserve_engine.training_wire import Datum, TrainingData
 
 CONTEXT, VOCAB = 24, 61
 LATTICE = ShapeLattice(CONTEXT, block=4, chunk=8, tokens=128, request_slots=8, rank_classes=(8, 32))
-"""Datums of up to three chunks, and caches of 8, 16 and 24 positions."""
+"""Datums of up to three chunks, and sequences of up to six pages."""
 ROOM_BYTES, SNAPSHOT_BYTES = 1_000_000, 200_000
 """On the device, for 16 adapters of 75 or 300 KB each; and half of it on the host. And for two or
 more snapshots, of a quarter of that each."""

@@ -185,13 +185,14 @@ def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
 ) -> None:
     counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
     sampling = Sampling.of(config, LATTICE, dtype)
-    pages, weights, lanes, _ = sampling.arguments("decode")
+    pages, weights, *_ = sampling.arguments("decode")
+    banks = sum(sampling.arguments("decode", which)[2] for which in range(2))
     *_, snapshot = sampling.arguments("adopt")
     *_, empty = sampling.arguments("adopt", which=0)
     scale = 4
     assert counted.unstacked.bytes == weights
     assert counted.caches.bytes == pages
-    assert counted.lanes.bytes == lanes - ROWS * scale
+    assert counted.lanes.bytes == banks - 2 * ROWS * scale  # each rank class has its own
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
 

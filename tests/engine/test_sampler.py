@@ -40,7 +40,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )
 LATTICE = ShapeLattice(CONFIG.context_length, block=8, chunk=16, rank_classes=(2, 32))
-"""Caches of 16, 32 and 64 positions."""
+"""Sequences of up to eight pages."""
 RANK_BYTES = 4 * (16 + 32 + 2 * (16 + 16) + 32 + 16 + 3 * (16 + 24) + 16 + 67)
 """Of a snapshot, per rank of its class: inputs and outputs of every target."""
 ROOMY = 6 * 32 * RANK_BYTES
@@ -187,7 +187,7 @@ def test_a_sample_does_not_depend_on_how_many_there_are(sampler: Sampler) -> Non
 
 
 def test_a_shorter_budget_gives_a_prefix(sampler: Sampler) -> None:
-    """Within one capacity class; both prompts and budgets fit 16 positions."""
+    """Both prompts and budgets fit 16 positions."""
     long, short = sampler.sample([request(max_tokens=11), request(max_tokens=6)])
     assert short.sequences[0].stop_reason == "length"
     np.testing.assert_array_equal(short.sequences[0].tokens, long.sequences[0].tokens[:6])
@@ -223,6 +223,15 @@ def test_a_prompt_and_budget_may_fill_the_whole_context(sampler: Sampler) -> Non
     assert len(last.sequences[0].tokens) == 1
 
 
+@pytest.mark.timeout(120)
+def test_a_single_lane_has_room_for_the_longest_sequence(model: Decoder) -> None:
+    """The last part of its prompt is there twice: as it was read, and to be written behind."""
+    sampler = Sampler(ProgramSet(), model, LATTICE, None, lanes=1, snapshot_bytes=ROOMY)
+    for length in (58, 63, 57):
+        (full,) = sampler.sample([request(length, max_tokens=64 - length)])
+        assert len(full.sequences[0].tokens) == 64 - length
+
+
 def test_what_cannot_be_compiled_fails_who_needs_it_and_nobody_else(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,11 +247,9 @@ def test_what_cannot_be_compiled_fails_who_needs_it_and_nobody_else(
         assert len(result.sequences[0].tokens) == 2
 
 
-def test_many_samples_of_a_prompt_cost_one_prefill(
-    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many lanes wait for it, each part of a prompt is computed once."""
-    parts = []
+def parts_read(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by the position of each part of a prompt that is read from here on."""
+    parts: list[int] = []
     prefill = sampler._programs.prefill
 
     def counted(*args: Any) -> Any:
@@ -250,6 +257,14 @@ def test_many_samples_of_a_prompt_cost_one_prefill(
         return prefill(*args)
 
     monkeypatch.setattr(sampler._programs, "prefill", counted)
+    return parts
+
+
+def test_many_samples_of_a_prompt_cost_one_prefill(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many lanes wait for it, each part of a prompt is computed once."""
+    parts = parts_read(sampler, monkeypatch)
     sampler.sample([request(45, num_samples=16), request(46, num_samples=3)])
     # 44 and 45 tokens are read before the first is drawn, in blocks of 8.
     assert sorted(parts) == sorted(2 * [0, 8, 16, 24, 32, 40])
@@ -258,18 +273,11 @@ def test_many_samples_of_a_prompt_cost_one_prefill(
 def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = []
-    prefill = sampler._programs.prefill
-
-    def counted(*args: Any) -> Any:
-        parts.extend(start for start in args[-1].start if start >= 0)
-        return prefill(*args)
-
     first = request(41, snapshot_id="rank 2")
     turns = np.concatenate([first.prompt, request(7).prompt])
     alone = sampler.sample([replace(first, prompt=turns, snapshot_id="rank 4")])
     sampler.sample([first])
-    monkeypatch.setattr(sampler._programs, "prefill", counted)
+    parts = parts_read(sampler, monkeypatch)
     (again,) = sampler.sample([replace(first, prompt=turns)])
     assert parts == [40], "five whole blocks are there already"
     assert again.prompt_cache_hit_tokens == 40

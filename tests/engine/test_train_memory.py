@@ -22,7 +22,6 @@ from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.block import Layer, after_attention, before_attention
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.models.layers import attend
 from tuneserve_engine.backend.jax.train import StreamIn, space_shapes, train_stream
 
 SLOTS, RANK = 8, 16
@@ -95,7 +94,6 @@ def autodiff(layers: int) -> Takes:
     """
     case = case_of(layers, "full")
     config = case.model.config
-    seen = jnp.tril(jnp.ones((1, BLOCK, BLOCK), jnp.bool_))
 
     def added(model: Decoder, scratch: LoraWeights, bank: Bank, x: Array, slot: Array) -> Any:
         rope = model.stack().rope(jnp.broadcast_to(jnp.arange(BLOCK)[None], x.shape[:2]))
@@ -105,7 +103,7 @@ def autodiff(layers: int) -> Takes:
             weights, a, b = sliced
             parts = Layer(weights, LoraRows(a, b, bank.scale, slot))
             q, k, v = before_attention(config, parts, x, rope)
-            attended = attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), seen)
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
             attended = attended.reshape(*x.shape[:2], -1)
             return after_attention(config, parts, x, attended), None
 

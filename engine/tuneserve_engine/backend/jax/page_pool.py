@@ -22,8 +22,9 @@ def table_width(positions: int, page: int) -> int:
 
 
 def pages_of(lattice: ShapeLattice, lanes: int) -> int:
-    """Pages with which every lane can be as long as the context."""
-    return lanes * table_width(lattice.context_length, lattice.block) + 1
+    """Pages with which every lane can be as long as the context, with a copy of its prompt's last
+    part besides; and the unused one."""
+    return lanes * (table_width(lattice.context_length, lattice.block) + 1) + 1
 
 
 @dataclass

@@ -30,10 +30,9 @@ _NO_ADAPTER = AdapterState(
 class Sampler:
     """Owns the snapshots, at most ``snapshot_bytes`` of them or one, and runs requests on them.
 
-    Requests come and end at any time; ``advance`` takes all of them a little further. A request's
-    tokens and logprobs have the same bits alone and in any company: all products have one shape,
-    and a sequence attends to its own pages only. All programs are declared at construction; no call
-    compiles anything else.
+    A request's tokens and logprobs have the same bits alone and in any company: all products have
+    one shape, and a sequence attends to its own pages only. All programs are declared at
+    construction; no call compiles anything else.
     """
 
     def __init__(  # noqa: PLR0913
@@ -45,17 +44,14 @@ class Sampler:
         *,
         lanes: int,
         snapshot_bytes: int,
-        pages: int | None = None,
     ) -> None:
-        """``pages`` for keys and values: by default every lane can be as long as the context."""
         self._lattice = lattice
         self._tokenizer = tokenizer
         self._lane_count = lanes
         self._snapshot_bytes = snapshot_bytes
         self._vocab_size = model.config.vocab_size
-        pages = pages or pages_of(lattice, lanes)
-        self._programs = Programs(programs, model, lattice, lanes=lanes, pages=pages)
-        self._pages = pages
+        self._pages = pages_of(lattice, lanes)
+        self._programs = Programs(programs, model, lattice, lanes=lanes, pages=self._pages)
         self._shapes = target_shapes(model.config)
         self._sizes = {rank: weights_bytes(self._shapes, rank) for rank in lattice.rank_classes}
         self._base = self._on_device(_NO_ADAPTER)
@@ -103,10 +99,10 @@ class Sampler:
         for run in runs:
             self._waiting.extend(run.drafts)
         while not all(run.is_done for run in runs):
-            self.advance()
+            self._advance()
         return [run.result() for run in runs]
 
-    def advance(self) -> None:
+    def _advance(self) -> None:
         """A chunk of the prompts and a few tokens of the rest, of every rank class."""
         try:
             self._admit()

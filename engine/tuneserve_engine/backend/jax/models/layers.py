@@ -9,12 +9,9 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.models.config import Llama3Scaling
-
-_HIDDEN_SCORE = -1e30
-"""Score of a masked key: large enough to vanish, finite so that its gradient is never NaN."""
 
 
 def rms_norm(
@@ -70,32 +67,3 @@ def apply_rope(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
     return rotated.astype(x.dtype)
-
-
-def attend(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B K H S"],
-    v: Float[Array, "B K S H"],
-    visible: Bool[Array, "#B T S"],
-) -> Float[Array, "B T N H"]:
-    """Grouped-query attention over the visible keys; scores and softmax in float32.
-
-    Keys come with positions last and values with positions before the head axis: the layout of the
-    cache, in which a decode step's products run without a transpose.
-    """
-    batch, length, heads, head_dim = q.shape
-    kv_heads = k.shape[1]
-    groups, capacity = heads // kv_heads, k.shape[3]
-    grouped = q.reshape(batch, length, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
-    # One batch axis: with two, XLA CPU has no product of bfloat16 into float32.
-    scores = jnp.einsum(
-        "XQH,XHS->XQS",
-        grouped.reshape(batch * kv_heads, groups * length, head_dim),
-        k.reshape(batch * kv_heads, head_dim, capacity),
-        preferred_element_type=jnp.float32,
-    )
-    scores = scores.reshape(batch, kv_heads, groups, length, capacity) * (1.0 / math.sqrt(head_dim))
-    scores = jnp.where(visible[:, None, None, :, :], scores, _HIDDEN_SCORE)
-    probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("BKGTS,BKSH->BTKGH", probabilities, v)
-    return out.reshape(batch, length, heads, head_dim)
