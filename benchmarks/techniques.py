@@ -17,7 +17,7 @@ from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.jax.adapters import adapter_bytes, target_shapes
-from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend, keep_programs
+from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
 from tuneserve_engine.backend.jax.models.weights import read_config
 from tuneserve_engine.backend.jax.stack import Remat
 from tuneserve_engine.lattice import ShapeLattice
@@ -105,7 +105,6 @@ def main() -> None:
     threads = limit_threads(None)
     with tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd()) as name:
         folder = Path(name)
-        keep_programs(folder / "compiled")
         write_model(folder / "bench")
         rows = policies(folder / "bench", arguments.rounds)
         print(rows, file=sys.stderr)

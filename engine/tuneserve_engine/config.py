@@ -209,7 +209,8 @@ class WorkerSettings(CommonSettings):
     )
     compile_cache: Path | None = Field(
         default=None,
-        description="Where compiled programs are kept; default: compiled/ in the data directory.",
+        description="Where compiled programs are kept; who can write there can run code in the "
+        "worker. Default: compiled/ in the data directory.",
     )
 
     worker_name: str | None = Field(

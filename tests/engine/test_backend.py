@@ -1,7 +1,7 @@
 """The backend's own promises, apart from isolation."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import (
@@ -20,9 +19,9 @@ from tuneserve_engine.backend.base import (
     SampleRequest,
     TrainUnit,
 )
-from tuneserve_engine.backend.jax import backend as backend_module
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.numerics import numerics_id
+from tuneserve_engine.backend.jax.programs import Program
 from tuneserve_engine.config import WorkerSettings
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
@@ -142,36 +141,39 @@ def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
     assert np.abs(prompts[0] - prompts[1]).mean() < 0.05
 
 
-@pytest.fixture
-def cache_settings() -> Iterator[None]:
-    """Puts JAX's settings back: they belong to the process."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-def test_every_program_is_kept_in_the_cache_directory(
-    base_model: Path, tmp_path: Path, cache_settings: None
+def test_a_restart_neither_traces_nor_compiles_again(
+    backend: JaxBackend,
+    base_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unit_of: Any,
+    batch_of: Any,
+    datum: Any,
 ):
-    cache = tmp_path / "programs"
-    JaxBackend(str(base_model), name="tiny", tokenizer_id="t", compile_cache_dir=cache)
-    before = set(cache.glob("*"))
-    jax.jit(lambda x: 3 * x + 1)(np.float32(2))
-    assert set(cache.glob("*")) > before
+    unit = unit_of(["a"], [batch_of((0, datum(1, 11)))])
+
+    def used() -> tuple[Any, dict[str, float]]:
+        started = JaxBackend(
+            str(base_model),
+            name="tiny",
+            tokenizer_id="t",
+            lattice=backend.lattice,
+            compile_cache_dir=tmp_path,
+        )
+        started.create_adapter("a", CONFIG)
+        result = started.forward_backward(unit)
+        stepped = step(started, "a", learning_rate=0.02)
+        return result.outputs[0].logprobs.tobytes(), stepped
+
+    cold = used()
+    monkeypatch.delattr(Program, "lower")
+    assert used() == cold
 
 
 @pytest.mark.parametrize(("asked", "given"), [(64, 64), (4096, 2048)])
 def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, given: int
+    tmp_path: Path, asked: int, given: int
 ):
-    monkeypatch.setattr(backend_module, "keep_programs", lambda _: None)
     settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked, compile_ahead=False)
     backend = JaxBackend.from_settings(settings)
     assert backend.info.context_length == backend.lattice.context_length == given

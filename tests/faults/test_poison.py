@@ -18,7 +18,14 @@ from tests.faults.devices import HEAVY as HEAVY_TOKENS
 from tests.faults.devices import TOO_HEAVY, Device, FakeDevice, JaxDevice
 from tests.faults.poison import Poison, corpus
 from tests.faults.test_kills import opened
-from tests.faults.workload import Client, Tenant, file_id, no_pause, state_bits
+from tests.faults.workload import (
+    Client,
+    Tenant,
+    file_id,
+    no_pause,
+    state_bits,
+    without_cache_hits,
+)
 from tuneserve_engine import checkpoint
 from tuneserve_engine.adapters import AdamParams
 from tuneserve_engine.backend.base import AdapterState
@@ -144,7 +151,7 @@ class World:
             if (self.files / tenant.snapshot(0)).exists():
                 outcome = await self.ended(replace(first, tenant="else", scope=scope, seq=number))
                 assert outcome.rejection is None, outcome.rejection
-                self.answers.append(outcome.body)
+                self.answers.append(without_cache_hits(outcome.body))
                 number += 1
             await asyncio.sleep(0.01)
 

@@ -235,7 +235,7 @@ class Client:
                 break
         assert outcome.rejection is None, f"{job.kind} {job.seq}: {outcome.rejection}"
         key = (job.scope, job.seq)
-        body = _without_cache_hits(outcome.body) if job.kind == JobKind.SAMPLE else outcome.body
+        body = without_cache_hits(outcome.body) if job.kind == JobKind.SAMPLE else outcome.body
         assert self.results.setdefault(key, body) == body, "a result changed"
 
     async def _submit(self, job: Job, *records: Record) -> str:
@@ -247,7 +247,7 @@ class Client:
                 continue
 
 
-def _without_cache_hits(sampled: bytes) -> bytes:
+def without_cache_hits(sampled: bytes) -> bytes:
     """All of a sample's response but what it says of the work that others had spared it."""
     response = wire.SampleResponse.FromString(sampled)
     response.ClearField("prompt_cache_hit_tokens")

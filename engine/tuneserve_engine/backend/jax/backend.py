@@ -22,6 +22,7 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.backend.jax.adapters import arrays_of, new_state, target_shapes
 from tuneserve_engine.backend.jax.device import on_device
 from tuneserve_engine.backend.jax.device_memory import default_device
+from tuneserve_engine.backend.jax.kept_programs import KeptPrograms
 from tuneserve_engine.backend.jax.models.weights import (
     DType,
     load_base_model,
@@ -95,8 +96,6 @@ class JaxBackend:
         room: AdapterRoom | None = None,
         compile_cache_dir: Path | None = None,
     ) -> None:
-        if compile_cache_dir is not None:
-            keep_programs(compile_cache_dir)
         ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
         model, config = load_base_model(str(folder), dtype=dtype)
@@ -130,7 +129,9 @@ class JaxBackend:
             device_bytes=room.device_bytes,
             host_bytes=room.host_bytes,
         )
-        self._programs = ProgramSet()
+        self._programs = ProgramSet(
+            KeptPrograms(compile_cache_dir, self._numerics_id) if compile_cache_dir else None
+        )
         self._trainer = Trainer(self._programs, model, self._lattice)
         self._sampler = Sampler(
             self._programs,
@@ -278,13 +279,6 @@ class JaxBackend:
             "adapters_paged_out_total": pager.paged_out,
             "page_wait_seconds_total": pager.waited_s,
         }
-
-
-def keep_programs(directory: Path) -> None:
-    """Makes JAX store every compiled program in ``directory`` and look there first."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))  # type: ignore[no-untyped-call]
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # type: ignore[no-untyped-call]
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)  # type: ignore[no-untyped-call]
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

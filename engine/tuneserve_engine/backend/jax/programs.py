@@ -14,14 +14,14 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
+from tuneserve_engine.backend.jax.kept_programs import KeptPrograms
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.errors import ServerError
 
 logger = logging.getLogger(__name__)
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-"""What JAX reports for every program, a single eager operation included, compiled or read from the
-persistent cache."""
+"""What JAX reports for every program that it compiles, a single eager operation included."""
 _REASON_CHARS = 300
 """Of what the compiler says that an error repeats; all of it is in the log."""
 
@@ -34,14 +34,15 @@ class Program:
         self,
         name: str,
         use: str,
-        function: Callable[..., Any],
+        jitted: jax.stages.Wrapped,
         bound: tuple[Any, ...],
-        donate: Sequence[int],
+        kept: KeptPrograms | None,
     ) -> None:
         self.name = name
         self.use = use
+        self._jitted = jitted
         self._bound = bound
-        self._jitted = jax.jit(function, donate_argnums=[len(bound) + place for place in donate])
+        self._kept = kept
         self._shapes: dict[Hashable, Shape] = {}
 
     def declare(self, key: Hashable, *specs: Any, order: int = 0) -> None:
@@ -65,12 +66,26 @@ class Program:
     def lower(self, specs: tuple[Any, ...]) -> jax.stages.Lowered:
         return self._jitted.lower(*self._bound, *specs)
 
+    def compiled(self, key: Hashable, specs: tuple[Any, ...]) -> Compiled:
+        """The executable: the one that was kept, if there is one. Else it is kept now."""
+        if self._kept is None:
+            return self.lower(specs).compile()
+        leaves = jax.tree.leaves((self._bound, specs))
+        taken = " ".join(f"{leaf.dtype}{np.shape(leaf)}" for leaf in leaves)
+        identity = f"{self.name} {key} of {taken}"
+        found = self._kept.load(identity)
+        if found is None:
+            found = self.lower(specs).compile()
+            self._kept.keep(identity, found)
+        return found
+
 
 class Shape:
     """A program for the arguments of one key: waiting, compiled, or refused by the compiler."""
 
     def __init__(self, program: Program, key: Hashable, specs: tuple[Any, ...], order: int) -> None:
         self.order = order
+        self._key = key
         self.name = f"{program.name} {key}"
         self._program = program
         self._specs = specs
@@ -101,7 +116,7 @@ class Shape:
     def _compile(self) -> None:
         started_s = time.monotonic()
         try:
-            self._compiled = self._program.lower(self._specs).compile()
+            self._compiled = self._program.compiled(self._key, self._specs)
         except Exception as error:
             logger.exception("%s cannot be compiled", self.name)
             reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]
@@ -121,9 +136,10 @@ class Shape:
 
 class ProgramSet:
     """All programs of a process. ``ready`` is set when everything declared is compiled ahead, but
-    for what cannot be compiled."""
+    for what cannot be compiled. What is ``kept`` is not compiled again."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptPrograms | None = None) -> None:
+        self._kept = kept
         self.ready = threading.Event()
         self._programs: list[Program] = []
         self._is_ahead = False
@@ -149,7 +165,8 @@ class ProgramSet:
         if model is not None:
             function, leaves = _with_leaves(model, function)
             bound = (leaves,)
-        program = Program(name, use, function, bound, donate)
+        jitted = jax.jit(function, donate_argnums=[len(bound) + place for place in donate])
+        program = Program(name, use, jitted, bound, self._kept)
         self._programs.append(program)
         return program
 
