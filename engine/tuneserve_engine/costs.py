@@ -3,7 +3,7 @@ cost so far. Plain Python; the caller measures time."""
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median_low
 
 import msgspec
@@ -74,6 +74,14 @@ class Costs:
         alike = max(self._lanes // cost.sequences, 1) if cost.sequences else 1
         return self.of_unit([cost] * alike)
 
+    def shared(self, cost: Cost) -> float:
+        """What a unit may cost that this job starts and others of other tenants join. A unit of
+        gradients costs the device something once, however small it is: a CPU, which copies each
+        layer's weights, a twelfth of a chunk. So small ones of many tenants share four chunks."""
+        if not cost.tokens:
+            return self.beside(cost)
+        return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
+
     def _of_gradient(self, lengths: Sequence[int]) -> Cost:
         tokens = multiple_from(sum(lengths), self._lattice.block)
         return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
@@ -121,6 +129,11 @@ class Estimates:
         """How long a unit may take that this job starts; 0 before any of the kind ran."""
         rates = self._rates[first.kind]
         return median_low(rates) * self._costs.beside(self._cost(first)) if rates else 0.0
+
+    def shared_s(self, first: Job) -> float:
+        """The same, where each job that joins is another tenant's."""
+        rates = self._rates[first.kind]
+        return median_low(rates) * self._costs.shared(self._cost(first)) if rates else 0.0
 
     def shares(self, unit: Sequence[Job]) -> list[float]:
         """Each job's part of the unit's time; they add up to 1."""

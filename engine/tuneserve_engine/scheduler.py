@@ -19,8 +19,8 @@ MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
 
 UNIT_S = 0.03
-"""Device time after which a unit takes no further job, unless that costs no more time: everyone
-else waits for it."""
+"""Device time after which a unit takes no further job of a tenant that it has one of, unless that
+costs no more time: everyone else waits for it."""
 
 
 class Scheduler:
@@ -123,6 +123,7 @@ class Scheduler:
         """
         unit = [first]
         room_s = max(self._unit_s, self._estimates.room_s(first))
+        shared_s = max(room_s, self._estimates.shared_s(first))
         queues = {
             tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
             for tenant, jobs in waiting.items()
@@ -140,7 +141,8 @@ class Scheduler:
             if tenant not in counters:
                 turns.pop()
             job = queues[tenant].popleft()
-            joined = self._joined(unit, job, room_s, lowest_first)
+            rooms = room_s, room_s if tenant in counters else shared_s
+            joined = self._joined(unit, job, rooms, lowest_first)
             if joined is None:
                 queues[tenant].clear()
                 refusals += 1
@@ -150,23 +152,29 @@ class Scheduler:
         return unit
 
     def _joined(
-        self, unit: Sequence[Job], job: Job, room_s: float, lowest_first: Sequence[str]
+        self,
+        unit: Sequence[Job],
+        job: Job,
+        rooms: tuple[float, float],
+        lowest_first: Sequence[str],
     ) -> dict[str, float] | None:
         """The counters of the unit's tenants with the job. None if there is no room for it, or it
         would take its tenant too far from whoever has the lowest counter of those with work: that
-        one may have nothing to put into this unit."""
+        one may have nothing to put into this unit. ``rooms`` are how far that is, in seconds, and
+        how long the unit may take."""
         if not _can_share(job):
             return None
         if sum(len(each.payload) for each in unit) + len(job.payload) > MAX_BYTES:
             return None
         together = [*unit, job]
         seconds = self._estimates.unit_s(together)
-        if seconds is None or seconds > room_s:
+        apart_s, unit_s = rooms
+        if seconds is None or seconds > unit_s:
             return None
         charged = self._charged(together, seconds)
         others = (self._counters[tenant] for tenant in lowest_first if tenant not in charged)
         lowest = min([*charged.values(), *islice(others, 1)])
-        near = (charged[job.tenant] - lowest) * self._weight(job.tenant) <= room_s
+        near = (charged[job.tenant] - lowest) * self._weight(job.tenant) <= apart_s
         return charged if near else None
 
     def _charged(self, unit: Sequence[Job], seconds: float) -> dict[str, float]:

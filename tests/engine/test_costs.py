@@ -77,6 +77,12 @@ def test_a_unit_that_a_sample_starts_has_room_for_its_like_in_the_other_lanes() 
     assert COSTS.beside(COSTS.of(gradient(10, 10))) == together(gradient(10, 10))
 
 
+def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
+    assert COSTS.shared(COSTS.of(gradient(10))) == 16 + 4 * 64
+    assert COSTS.shared(COSTS.of(gradient(200, 200))) == 16 + 7 * 64
+    assert COSTS.shared(COSTS.of(sample(32, 100))) == COSTS.beside(COSTS.of(sample(32, 100)))
+
+
 @pytest.mark.parametrize("kind", list(JobKind))
 def test_a_job_that_makes_no_sense_costs_something(kind: JobKind) -> None:
     for payload in (b"", b"\xff\xff", encode(Sample([], 1, num_samples=0, max_tokens=-5))):

@@ -170,8 +170,19 @@ def test_gradients_that_fill_the_rest_of_anothers_chunk_join_whatever_its_time()
     """Four blocks of 64 tokens are computed together, and each request has one."""
     device = Scheduler(unit_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
-    jobs = gradients(*[(name, 2, 32) for name in "abcde"])
+    jobs = gradients(*[("a", 2, 32)] * 5)
     assert device.next_unit(jobs) == jobs[:4]
+
+
+def test_small_gradients_of_other_tenants_share_four_chunks() -> None:
+    """Whatever their time: 16 blocks of 64 tokens, of which each tenant's share is one request."""
+    device = Scheduler(unit_s=0.01)
+    device.charge(gradients(("z", 2, 32)), 0.5)
+    jobs = gradients(*[(str(tenant), 2, 32) for tenant in range(20)])
+    jobs = [replace(job, tenant=job.scope) for job in jobs]
+    assert device.next_unit(jobs) == jobs[:16]
+    crowd = gradients(*[("a", 2, 32)] * 20, ("b", 2, 32))
+    assert device.next_unit(crowd) == [*crowd[:3], crowd[20]]
 
 
 def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
@@ -186,8 +197,8 @@ def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
 
     costs = Counting()
     device = Scheduler(unit_s=1.0, costs=costs)
-    device.charge(gradients(("z", 1, 512)), 0.6)
-    jobs = gradients(*[(str(tenant), 1, 512) for tenant in range(1000)])
+    device.charge(gradients(("z", 1, 1024)), 0.6)
+    jobs = gradients(*[(str(tenant), 1, 1024) for tenant in range(1000)])
     jobs = [replace(job, tenant=job.scope) for job in jobs]
     costs.asked = 0
     assert device.next_unit(jobs) == jobs[:1]
