@@ -4,6 +4,7 @@ cost so far. Plain Python; the caller measures time."""
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median_low
 
 import msgspec
@@ -82,6 +83,16 @@ class Costs:
             return self.beside(cost)
         return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
 
+    def best(self, costs: Sequence[Cost]) -> int:
+        """How many of these jobs, in this order, use the device best. A gradient that begins a
+        chunk and does not fill it takes no longer if it waits for the next unit, where others may
+        share the chunk."""
+        if not any(cost.tokens for cost in costs):
+            return len(costs)
+        counts = range(1, len(costs) + 1)
+        tokens = list(accumulate(cost.tokens for cost in costs))
+        return max(counts, key=lambda n: (tokens[n - 1] / self._of_gradients(costs[:n]), n))
+
     def _of_gradient(self, lengths: Sequence[int]) -> Cost:
         tokens = multiple_from(sum(lengths), self._lattice.block)
         return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
@@ -134,6 +145,10 @@ class Estimates:
         """The same, where each job that joins is another tenant's."""
         rates = self._rates[first.kind]
         return median_low(rates) * self._costs.shared(self._cost(first)) if rates else 0.0
+
+    def best(self, unit: Sequence[Job]) -> int:
+        """How many of a unit's jobs, in the order in which they joined, use the device best."""
+        return self._costs.best([self._cost(job) for job in unit])
 
     def shares(self, unit: Sequence[Job]) -> list[float]:
         """Each job's part of the unit's time; they add up to 1."""

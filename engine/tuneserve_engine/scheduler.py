@@ -43,6 +43,7 @@ class Scheduler:
         self._estimates = Estimates(costs or Costs())
         self._counters: dict[str, float] = {}
         self._floor = 0.0  # the lowest counter of a tenant with work; never falls
+        self._largest_s = 0.0  # of any request that ran
         self._units = 0
         self._last_unit: dict[str, int] = {}
 
@@ -50,9 +51,9 @@ class Scheduler:
         """The jobs of the next pass, in ``release`` order; empty only if nothing is pending.
 
         ``pending`` is in release order. The tenant with the lowest counter goes first, with its
-        oldest runnable job; runnable jobs of that kind join, again by the lowest counter, as room
-        and fairness allow. A model's jobs run in order: behind its first pending job only more of
-        the same ``forward_backward`` run can share the unit.
+        oldest runnable job, and optimizer steps before gradients; runnable jobs of that kind join,
+        again by the lowest counter, as room and fairness allow. A model's jobs run in order: behind
+        its first pending job only more of the same ``forward_backward`` run can share the unit.
         """
         self._estimates.forget_all_but(pending)
         waiting: dict[str, list[Job]] = {}
@@ -61,7 +62,7 @@ class Scheduler:
         self._arrive(waiting)
         if not waiting:
             return []
-        first = waiting[min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))][0]
+        first = self._first(waiting)
         unit = self._filled(first, waiting) if _can_share(first) else [first]
         return sorted(unit, key=lambda job: job.release)
 
@@ -89,6 +90,7 @@ class Scheduler:
         """Accounts for a unit that took ``seconds`` of the device."""
         self._units += 1
         self._counters |= self._charged(unit, seconds)
+        self._largest_s = max(self._largest_s, seconds * max(self._estimates.shares(unit)))
         self._last_unit |= {job.tenant: self._units for job in unit}
         self._estimates.learn(unit, seconds)
 
@@ -114,6 +116,19 @@ class Scheduler:
         if charged and tenant in charged:
             return charged[tenant], self._units + 1, job.release
         return self._at(tenant), served, job.release
+
+    def _first(self, waiting: Mapping[str, Sequence[Job]]) -> Job:
+        """The next job of whose turn it is. If that is a gradient, an optimizer step goes before it
+        that takes its tenant no further ahead than the gradient would: it takes next to no time,
+        and the gradient behind it can share a unit then."""
+        first = waiting[min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))][0]
+        steps = [job for jobs in waiting.values() for job in jobs if job.kind == JobKind.OPTIM_STEP]
+        if first.kind != JobKind.FORWARD_BACKWARD or not steps:
+            return first
+        step = min(steps, key=lambda job: self._turn(job.tenant, job))
+        room_s = max(self._unit_s, min(self._estimates.room_s(first), self._largest_s))
+        lowest_first = sorted(waiting, key=self._at)
+        return step if self._joined([], step, (room_s, room_s), lowest_first) else first
 
     def _filled(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
         """The first job and those of its kind that may join it, in turn.
@@ -149,7 +164,7 @@ class Scheduler:
             else:
                 unit.append(job)
                 counters = joined
-        return unit
+        return unit[: self._estimates.best(unit)]
 
     def _joined(
         self,

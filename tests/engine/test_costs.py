@@ -83,6 +83,28 @@ def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
     assert COSTS.shared(COSTS.of(sample(32, 100))) == COSTS.beside(COSTS.of(sample(32, 100)))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "count"),
+    [
+        ([32], 1),
+        ([32, 32], 2),
+        ([32] * 3, 2),  # the third would have a chunk of its own, half of it empty
+        ([32] * 7, 6),
+        ([32] * 8, 8),
+        ([48] * 4, 4),  # three chunks, full
+        ([48] * 3, 3),  # of 144 tokens 128 would do, but not for three whole jobs
+        ([200, 10], 2),  # the rest of the fourth chunk
+        ([256, 10], 1),
+        ([256, 32, 32], 3),
+    ],
+)
+def test_a_unit_of_gradients_leaves_what_would_have_a_chunk_half_empty(
+    tokens: list[int], count: int
+) -> None:
+    assert COSTS.best([COSTS.of(gradient(each)) for each in tokens]) == count
+    assert COSTS.best([COSTS.of(sample(each, 100)) for each in tokens]) == len(tokens)
+
+
 @pytest.mark.parametrize("kind", list(JobKind))
 def test_a_job_that_makes_no_sense_costs_something(kind: JobKind) -> None:
     for payload in (b"", b"\xff\xff", encode(Sample([], 1, num_samples=0, max_tokens=-5))):

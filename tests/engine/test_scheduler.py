@@ -63,7 +63,8 @@ def test_a_run_of_gradients_of_one_model_shares_a_unit_up_to_the_step() -> None:
 
 def test_a_gradient_waits_for_the_step_before_it() -> None:
     jobs = pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT))
-    assert unit(jobs, {"a": 1.0, "b": 0.5}) == [2]
+    assert unit(jobs, {"a": 1.0, "b": 0.5}) == [0]
+    assert unit(with_fields(jobs, 0, attempts=1), {"a": 1.0, "b": 0.5}) == [2]
 
 
 @pytest.mark.parametrize("kind", [CREATE, SAVE, JobKind.LOAD_WEIGHTS, UNLOAD])
@@ -86,10 +87,27 @@ def test_gradients_of_all_tenants_share_a_unit_in_release_order() -> None:
 
 
 def test_the_tenant_that_used_the_least_decides_the_kind() -> None:
-    jobs = pending(("a", GRADIENT), ("b", STEP), ("c", GRADIENT))
+    jobs = pending(("a", GRADIENT), ("b", SAMPLE), ("c", GRADIENT))
     assert unit(jobs) == [0, 2]  # nobody used anything: the oldest
     assert unit(jobs, {"a": 2.0, "b": 1.0, "c": 2.0}) == [1]
     assert unit(jobs, {"a": 2.0, "b": 3.0, "c": 1.0}) == [0, 2]
+
+
+def test_steps_go_before_a_gradient_but_take_nobody_further_ahead_than_it_would() -> None:
+    """So that the gradients behind them share its unit."""
+    device = Scheduler(unit_s=0.03)
+    for _ in range(5):
+        device.charge(gradients(("z", 4, 64)), 0.5)
+    device.charge(pending(("z", STEP)), 0.003)
+    (gradient,) = gradients(("c", 4, 64))
+    steps = pending(("c", GRADIENT), ("a", STEP), ("b", STEP))[1:]
+    jobs = [gradient, *steps]
+    assert device.next_unit(jobs) == steps
+    device.charge(gradients(("a", 4, 64)), 0.3)  # the gradient would take 0.5 s
+    assert device.next_unit(jobs) == steps[1:]
+    assert device.next_unit([gradient, steps[0]]) == steps[:1]
+    device.charge(gradients(("a", 4, 64)), 0.4)
+    assert device.next_unit([gradient, steps[0]]) == [gradient]
 
 
 def test_one_tenants_backlog_leaves_room_for_the_others() -> None:
