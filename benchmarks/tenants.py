@@ -27,7 +27,7 @@ from tuneserve_server.local import LocalServer
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 LEARNING_RATE = 1e-3
 ACTIVE, TOKENS = 8, 128
-STEPS = 4  # of one contender before it is the next one's turn
+STEPS = 8  # of one contender before it is the next one's turn
 OPTIMIZER_STEPS = 5
 SEQUENCES = random_tokens([TOKENS] * ACTIVE, Shape().vocab, seed=1)
 DATA = Tenant.data(SEQUENCES)

@@ -1,10 +1,10 @@
 """How long jobs will take: a cost that a job's payload tells, times what units of its kind took per
 cost so far. Plain Python; the caller measures time."""
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from statistics import median_low
 
 import msgspec
@@ -77,21 +77,30 @@ class Costs:
 
     def shared(self, cost: Cost) -> float:
         """What a unit may cost that this job starts and others of other tenants join. A unit of
-        gradients costs the device something once, however small it is: a CPU, which copies each
-        layer's weights, a twelfth of a chunk. So small ones of many tenants share four chunks."""
+        gradients costs the device something once, however small it is: a CPU copies each layer's
+        weights. So small ones of many tenants share four chunks."""
         if not cost.tokens:
             return self.beside(cost)
         return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
 
-    def best(self, costs: Sequence[Cost]) -> int:
-        """How many of these jobs, in this order, use the device best. A gradient that begins a
-        chunk and does not fill it takes no longer if it waits for the next unit, where others may
-        share the chunk."""
-        if not any(cost.tokens for cost in costs):
-            return len(costs)
-        counts = range(1, len(costs) + 1)
-        tokens = list(accumulate(cost.tokens for cost in costs))
-        return max(counts, key=lambda n: (tokens[n - 1] / self._of_gradients(costs[:n]), n))
+    @property
+    def slots(self) -> int:
+        """Gradients that one pass has room for, if all adapters are of the lowest ranks."""
+        return self._lattice.slots(self._lattice.rank_classes[0])
+
+    def full(self, costs: Sequence[Cost]) -> int:
+        """How many of a unit's jobs, in this order, fill their chunks, where those behind them
+        would have one more to themselves, and not fill it. All, where there are none such."""
+        tokens = sum(cost.tokens for cost in costs)
+        chunk = self._lattice.chunk
+        rest = 0
+        for count in range(len(costs) - 1, 0, -1):
+            rest += costs[count].tokens
+            if rest >= chunk:
+                break
+            if rest and (tokens - rest) % chunk == 0:
+                return count
+        return len(costs)
 
     def _of_gradient(self, lengths: Sequence[int]) -> Cost:
         tokens = multiple_from(sum(lengths), self._lattice.block)
@@ -146,9 +155,13 @@ class Estimates:
         rates = self._rates[first.kind]
         return median_low(rates) * self._costs.shared(self._cost(first)) if rates else 0.0
 
-    def best(self, unit: Sequence[Job]) -> int:
-        """How many of a unit's jobs, in the order in which they joined, use the device best."""
-        return self._costs.best([self._cost(job) for job in unit])
+    def most(self, first: Job) -> int:
+        """Jobs that a unit of this one's kind has room for."""
+        return self._costs.slots if first.kind == JobKind.FORWARD_BACKWARD else sys.maxsize
+
+    def full(self, unit: Sequence[Job]) -> int:
+        """See ``Costs.full``."""
+        return self._costs.full([self._cost(job) for job in unit])
 
     def shares(self, unit: Sequence[Job]) -> list[float]:
         """Each job's part of the unit's time; they add up to 1."""

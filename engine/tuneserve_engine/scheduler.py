@@ -19,8 +19,8 @@ MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
 
 UNIT_S = 0.03
-"""Device time after which a unit takes no further job of a tenant that it has one of, unless that
-costs no more time: everyone else waits for it."""
+"""Device time after which a unit takes no further job, unless that costs no more time: everyone
+else waits for it. Small gradients of other tenants still join (see ``Costs.shared``)."""
 
 
 class Scheduler:
@@ -62,8 +62,12 @@ class Scheduler:
         self._arrive(waiting)
         if not waiting:
             return []
-        first = self._first(waiting)
-        unit = self._filled(first, waiting) if _can_share(first) else [first]
+        first = self._first(waiting, pending)
+        if not _can_share(first):
+            return [first]
+        unit = self._filled(first, waiting)
+        if len(unit) < len(pending):  # who is left out may share a chunk with others soon
+            unit = self._full(unit, waiting)
         return sorted(unit, key=lambda job: job.release)
 
     def upcoming(self, pending: Sequence[Job], running: Sequence[Job], most: int) -> list[Job]:
@@ -117,13 +121,21 @@ class Scheduler:
             return charged[tenant], self._units + 1, job.release
         return self._at(tenant), served, job.release
 
-    def _first(self, waiting: Mapping[str, Sequence[Job]]) -> Job:
+    def _first(self, waiting: Mapping[str, Sequence[Job]], pending: Sequence[Job]) -> Job:
         """The next job of whose turn it is. If that is a gradient, an optimizer step goes before it
-        that takes its tenant no further ahead than the gradient would: it takes next to no time,
-        and the gradient behind it can share a unit then."""
+        whose model has a gradient waiting behind it, and that takes its tenant no further ahead
+        than the gradient would: a step takes next to no time, and then both can share a unit."""
         first = waiting[min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))][0]
-        steps = [job for jobs in waiting.values() for job in jobs if job.kind == JobKind.OPTIM_STEP]
-        if first.kind != JobKind.FORWARD_BACKWARD or not steps:
+        if first.kind != JobKind.FORWARD_BACKWARD:
+            return first
+        gradients = {job.model_id for job in pending if job.kind == JobKind.FORWARD_BACKWARD}
+        steps = [
+            job
+            for jobs in waiting.values()
+            for job in jobs
+            if job.kind == JobKind.OPTIM_STEP and job.model_id in gradients and _can_share(job)
+        ]
+        if not steps:
             return first
         step = min(steps, key=lambda job: self._turn(job.tenant, job))
         room_s = max(self._unit_s, min(self._estimates.room_s(first), self._largest_s))
@@ -143,12 +155,14 @@ class Scheduler:
             tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
             for tenant, jobs in waiting.items()
         }
-        counters = self._charged(unit, self._estimates.unit_s(unit) or 0.0)
+        most = min(MAX_JOBS, self._estimates.most(first))
+        seconds = self._estimates.unit_s(unit) or 0.0
+        counters = self._charged(unit, seconds)
         others = [t for t, jobs in queues.items() if jobs and t not in counters]
         turns = sorted(((*self._turn(t, queues[t][0]), t) for t in others), reverse=True)
         lowest_first = sorted(waiting, key=self._at)
         refusals = 0
-        while len(unit) < MAX_JOBS and refusals < MAX_JOBS:
+        while len(unit) < most and refusals < MAX_JOBS:
             again = ((*self._turn(t, queues[t][0], counters), t) for t in counters if queues[t])
             *_, tenant = min([*again, *turns[-1:]], default=(None,))
             if tenant is None:
@@ -156,15 +170,25 @@ class Scheduler:
             if tenant not in counters:
                 turns.pop()
             job = queues[tenant].popleft()
-            rooms = room_s, room_s if tenant in counters else shared_s
-            joined = self._joined(unit, job, rooms, lowest_first)
+            limit_s = room_s if tenant in counters else shared_s
+            joined = self._joined(unit, job, (room_s, max(limit_s, seconds)), lowest_first)
             if joined is None:
                 queues[tenant].clear()
                 refusals += 1
             else:
                 unit.append(job)
-                counters = joined
-        return unit[: self._estimates.best(unit)]
+                counters, seconds = joined, self._estimates.unit_s(unit) or 0.0
+        return unit
+
+    def _full(self, unit: list[Job], waiting: Mapping[str, object]) -> list[Job]:
+        """The unit without what would begin a chunk and not fill it; but whole if those that are
+        left out would fall too far behind."""
+        kept = unit[: self._estimates.full(unit)]
+        charged = self._charged(kept, self._estimates.unit_s(kept) or 0.0)
+        lowest = min(charged.get(tenant, self._at(tenant)) for tenant in waiting)
+        room_s = max(self._unit_s, self._estimates.room_s(unit[0]))
+        is_fair = all((at - lowest) * self._weight(t) <= room_s for t, at in charged.items())
+        return kept if is_fair else unit
 
     def _joined(
         self,
@@ -189,7 +213,8 @@ class Scheduler:
         charged = self._charged(together, seconds)
         others = (self._counters[tenant] for tenant in lowest_first if tenant not in charged)
         lowest = min([*charged.values(), *islice(others, 1)])
-        near = (charged[job.tenant] - lowest) * self._weight(job.tenant) <= apart_s
+        # Of all, not only the tenant that joins: who shares a further chunk pays for it too.
+        near = all((at - lowest) * self._weight(t) <= apart_s for t, at in charged.items())
         return charged if near else None
 
     def _charged(self, unit: Sequence[Job], seconds: float) -> dict[str, float]:

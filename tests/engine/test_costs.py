@@ -92,17 +92,21 @@ def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
         ([32] * 7, 6),
         ([32] * 8, 8),
         ([48] * 4, 4),  # three chunks, full
-        ([48] * 3, 3),  # of 144 tokens 128 would do, but not for three whole jobs
+        ([48] * 5, 4),
+        ([48] * 3, 3),  # leaving one out would leave a chunk unfilled too
         ([200, 10], 2),  # the rest of the fourth chunk
         ([256, 10], 1),
         ([256, 32, 32], 3),
+        ([256, 16, 16], 1),  # the two together
+        ([64, 48, 48, 48], 4),
+        ([64, 128], 2),
     ],
 )
-def test_a_unit_of_gradients_leaves_what_would_have_a_chunk_half_empty(
+def test_a_unit_of_gradients_leaves_what_would_have_a_chunk_of_its_own_and_not_fill_it(
     tokens: list[int], count: int
 ) -> None:
-    assert COSTS.best([COSTS.of(gradient(each)) for each in tokens]) == count
-    assert COSTS.best([COSTS.of(sample(each, 100)) for each in tokens]) == len(tokens)
+    assert COSTS.full([COSTS.of(gradient(each)) for each in tokens]) == count
+    assert COSTS.full([COSTS.of(sample(each, 100)) for each in tokens]) == len(tokens)
 
 
 @pytest.mark.parametrize("kind", list(JobKind))

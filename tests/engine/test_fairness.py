@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count, cycle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tuneserve_engine.costs import Cost, Costs
@@ -20,6 +20,8 @@ from tuneserve_engine.scheduler import MAX_BYTES, Scheduler
 GRADIENT, SAMPLE, STEP = JobKind.FORWARD_BACKWARD, JobKind.SAMPLE, JobKind.OPTIM_STEP
 SAVE = JobKind.SAVE_WEIGHTS
 KINDS = (GRADIENT, SAMPLE, STEP, SAVE)
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
+"""Without making a failure smaller: a simulation is too long for that."""
 ids = count()
 
 
@@ -130,6 +132,58 @@ def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
         ahead_s = max(unit_s, device.largest_s) + 1e-9
         service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
         for tenant, served in service.items():
+            assert served - min(service.values()) <= ahead_s / weights[tenant]
+
+
+class Blocks(Sizes):
+    """A gradient has so many blocks of 64 tokens, and a unit computes whole chunks of four."""
+
+    def of(self, job: Job) -> Cost:
+        if job.kind != GRADIENT:
+            return super().of(job)
+        return Cost(work=16.0 + 64 * job.seq, tokens=64 * job.seq)
+
+
+@given(
+    weights=tenant_weights,
+    unit_s=st.sampled_from([0.0, 0.05, 0.5]),
+    chunk_s=st.sampled_from([0.001, 0.3]),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=60, phases=QUICK)
+def test_tenants_that_train_get_their_shares_whatever_joins_goes_first_or_waits(
+    weights: dict[str, float], unit_s: float, chunk_s: float, data: st.DataObject
+) -> None:
+    """Each repeats its own sequence of gradients and steps on models of its own, always ahead."""
+    costs = Blocks()
+    scheduler = Scheduler(weights, unit_s=unit_s, costs=costs)
+    part = st.tuples(st.sampled_from([GRADIENT, GRADIENT, STEP]), st.integers(1, 20))
+    plans = {
+        (tenant, model): cycle(data.draw(st.lists(part, min_size=1, max_size=6)))
+        for tenant in weights
+        for model in range(data.draw(st.integers(1, 3)))
+    }
+    device = Device(scheduler)
+    used = dict.fromkeys(weights, 0.0)
+    largest_s = 0.0
+    for _ in range(60):
+        for (tenant, model), plan in plans.items():
+            mine = [job for job in device.pending if job.model_id == f"{tenant}-{model}"]
+            for _ in range(4 - len(mine)):
+                device.submit(tenant, *next(plan), f"{tenant}-{model}")
+        unit = scheduler.next_unit(device.pending)
+        check_unit(unit, device.pending)
+        device.pending = [job for job in device.pending if job not in unit]
+        each = [costs.of(job) for job in unit]
+        rate = chunk_s / 272 if unit[0].kind == GRADIENT else 1e-5
+        seconds = rate * costs.of_unit(each)
+        scheduler.charge(unit, seconds)
+        for job, cost in zip(unit, each, strict=True):
+            used[job.tenant] += seconds * cost.work / sum(one.work for one in each)
+            largest_s = max(largest_s, rate * costs.of_unit([cost]))
+        service = {tenant: spent / weights[tenant] for tenant, spent in used.items()}
+        for tenant, served in service.items():
+            ahead_s = max(unit_s, largest_s) + 1e-9
             assert served - min(service.values()) <= ahead_s / weights[tenant]
 
 

@@ -1,5 +1,6 @@
 """Compiled programs on disk: found by the next process, by nobody else; damage is noticed."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -77,13 +78,30 @@ def test_what_is_of_other_numerics_is_not_found(tmp_path: Path) -> None:
 def test_keys_and_shapes_are_told_apart(tmp_path: Path) -> None:
     seen: list[str] = []
     for _ in range(2):
-        for key, size in (("a", 3), ("b", 3), ("c", 4)):
+        for key, size in (("a", 3), ("b", 3), ("b", 4)):
             program = programs(tmp_path, seen)
             np.testing.assert_array_equal(program(key, np.ones(size, np.float32)), [2.0] * size)
     assert seen == ["traced"] * 3
 
 
-@pytest.mark.parametrize("content", [b"", b"x" * 100, None], ids=["empty", "other", "cut"])
+def test_names_and_structures_are_told_apart(tmp_path: Path) -> None:
+    seen: list[str] = []
+    for name, argument in (("one", {"a": ONES}), ("other", {"a": ONES}), ("one", {"b": ONES})):
+
+        def run(x: Any, name: str = name) -> Any:
+            seen.append(name)
+            return sum(x.values()) + float(name == "other")
+
+        program = ProgramSet(KeptPrograms(tmp_path, "n")).add(name, run, use="tests")
+        np.testing.assert_array_equal(program("key", argument), ONES + (name == "other"))
+    assert seen == ["one", "other", "one"]
+
+
+UNREADABLE = b"no pickle"
+DAMAGED = [b"", b"x" * 100, hashlib.sha256(UNREADABLE).digest() + UNREADABLE, None]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=["empty", "other", "unreadable", "cut"])
 def test_a_damaged_file_is_compiled_again_and_replaced(
     tmp_path: Path, content: bytes | None
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.costs import Cost, Costs
 from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind, Sample, encode
+from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.scheduler import MAX_BYTES, Scheduler
 
 CREATE, GRADIENT, STEP = JobKind.CREATE_MODEL, JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP
@@ -65,6 +66,7 @@ def test_a_gradient_waits_for_the_step_before_it() -> None:
     jobs = pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT))
     assert unit(jobs, {"a": 1.0, "b": 0.5}) == [0]
     assert unit(with_fields(jobs, 0, attempts=1), {"a": 1.0, "b": 0.5}) == [2]
+    assert unit(jobs, {"a": 100.0, "b": 0.5}) == [2]
 
 
 @pytest.mark.parametrize("kind", [CREATE, SAVE, JobKind.LOAD_WEIGHTS, UNLOAD])
@@ -99,15 +101,29 @@ def test_steps_go_before_a_gradient_but_take_nobody_further_ahead_than_it_would(
     for _ in range(5):
         device.charge(gradients(("z", 4, 64)), 0.5)
     device.charge(pending(("z", STEP)), 0.003)
-    (gradient,) = gradients(("c", 4, 64))
-    steps = pending(("c", GRADIENT), ("a", STEP), ("b", STEP))[1:]
-    jobs = [gradient, *steps]
+    (first,) = gradients(("c", 4, 64))
+    _, *steps, _, _ = pending(
+        ("c", GRADIENT), ("a", STEP), ("b", STEP), ("a", GRADIENT), ("b", GRADIENT)
+    )
+    behind = pending(*[("z", SAVE)] * 3, ("a", GRADIENT), ("b", GRADIENT))[3:]
+    jobs = [first, *steps, *behind]
     assert device.next_unit(jobs) == steps
-    device.charge(gradients(("a", 4, 64)), 0.3)  # the gradient would take 0.5 s
+    assert device.next_unit([first, *steps]) == [first], "nothing would join it sooner"
+    device.charge(gradients(("a", 4, 64)), 0.3)  # the first gradient would take 0.5 s
     assert device.next_unit(jobs) == steps[1:]
-    assert device.next_unit([gradient, steps[0]]) == steps[:1]
+    assert device.next_unit([first, steps[0], behind[0]]) == steps[:1]
     device.charge(gradients(("a", 4, 64)), 0.4)
-    assert device.next_unit([gradient, steps[0]]) == [gradient]
+    assert device.next_unit([first, steps[0], behind[0]]) == [first]
+
+
+def test_a_tenants_steps_do_not_keep_its_own_gradient_waiting_for_ever() -> None:
+    """One model's steps come as fast as they are done; another's gradient was there before."""
+    device = scheduler()
+    jobs = pending(("a1", GRADIENT), ("a2", STEP), ("a2", GRADIENT), ("a2", STEP), ("a2", GRADIENT))
+    assert device.next_unit(jobs) == jobs[1:2]
+    assert device.next_unit([jobs[0], *jobs[2:]]) == [jobs[0], jobs[2]]
+    flood = pending(("a1", GRADIENT), *[("a2", STEP)] * 50)
+    assert device.next_unit(flood) == flood[:1]
 
 
 def test_one_tenants_backlog_leaves_room_for_the_others() -> None:
@@ -201,6 +217,27 @@ def test_small_gradients_of_other_tenants_share_four_chunks() -> None:
     assert device.next_unit(jobs) == jobs[:16]
     crowd = gradients(*[("a", 2, 32)] * 20, ("b", 2, 32))
     assert device.next_unit(crowd) == [*crowd[:3], crowd[20]]
+
+
+def test_a_unit_is_shared_by_as_many_as_a_pass_has_slots_for() -> None:
+    device = Scheduler(unit_s=0.01, costs=Costs(ShapeLattice(4096, request_slots=6)))
+    device.charge(gradients(("z", 2, 32)), 0.5)
+    jobs = gradients(*[(str(tenant), 2, 32) for tenant in range(20)])
+    jobs = [replace(job, tenant=job.scope) for job in jobs]
+    assert len(device.next_unit(jobs)) == 4  # two more would have a chunk half empty
+    assert len(device.next_unit(jobs[:6])) == 6
+
+
+def test_what_would_begin_a_chunk_and_not_fill_it_waits_for_company_if_there_is_other_work() -> (
+    None
+):
+    device = Scheduler(unit_s=0.01)
+    device.charge(gradients(("z", 2, 32)), 0.5)
+    jobs = gradients(*[(str(tenant), 1, 128) for tenant in range(7)])
+    jobs = [replace(job, tenant=job.scope) for job in jobs]
+    assert device.next_unit(jobs) == jobs
+    other = with_fields(pending(("y", SAVE)), 0, release=99)
+    assert device.next_unit([*jobs, *other]) == jobs[:6]
 
 
 def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:

@@ -2,9 +2,8 @@
 
 import hashlib
 import logging
-import os
 import pickle  # noqa: S403 - of the operator's own directory; see KeptPrograms
-import tempfile
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -75,12 +74,11 @@ class KeptPrograms:
 
 
 def _write(path: Path, content: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(name).replace(path)
+        partial.write_bytes(content)
+        partial.replace(path)
     except BaseException:
         with suppress(OSError):
-            Path(name).unlink()
+            partial.unlink()
         raise

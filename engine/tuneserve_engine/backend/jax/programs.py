@@ -70,8 +70,10 @@ class Program:
         """The executable: the one that was kept, if there is one. Else it is kept now."""
         if self._kept is None:
             return self.lower(specs).compile()
-        leaves = jax.tree.leaves((self._bound, specs))
-        taken = " ".join(f"{leaf.dtype}{np.shape(leaf)}" for leaf in leaves)
+        leaves = jax.tree_util.tree_leaves_with_path((self._bound, specs))
+        taken = " ".join(
+            f"{jax.tree_util.keystr(path)} {leaf.dtype}{np.shape(leaf)}" for path, leaf in leaves
+        )
         identity = f"{self.name} {key} of {taken}"
         found = self._kept.load(identity)
         if found is None:
