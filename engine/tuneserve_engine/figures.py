@@ -12,6 +12,14 @@ FIGURES = {
     "units_total": "Units of work done.",
     "tokens_trained_total": "Tokens of forward_backward requests, without padding.",
     "tokens_computed_total": "Tokens computed for them, padding included.",
+    "policy_tokens_total": "Tokens of policy losses with an advantage other than 0.",
+    "policy_logprob_gap_total": "Sum over them of how far the trainer's logprob is from the one "
+    "that the token came with: what sampler and trainer differ by, and what training changed since.",
+    "tokens_sampled_total": "Tokens drawn for samples.",
+    "lane_steps_total": "Steps of all lanes that decode, idle ones included: how full they were is "
+    "tokens_sampled_total over this.",
+    "prompt_tokens_total": "Tokens of samples' prompts, once per request.",
+    "prompt_tokens_read_total": "Those computed; the others somebody had sent before.",
     "adapters": "Adapters that models of this worker have.",
     "adapters_on_device": "Those in the device's memory.",
     "adapters_paged_in_total": "Adapters brought into the device's memory.",

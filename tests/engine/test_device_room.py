@@ -199,6 +199,25 @@ def test_tokens_are_counted_without_and_with_padding(
     assert [backend.figures[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]
 
 
+def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+) -> None:
+    """Of tokens of policy losses that have an advantage; the rest was not sampled."""
+    backend.create_adapter("compared", CONFIG)
+    old = np.linspace(-3, -1, 11)
+    advantages = np.array([0, 0, 0, 1, -1, 0.5, 0, 2, 1, 1, 0])
+    policy = datum(1, 11, "ppo", old_logprobs=old, advantages=advantages)
+    batch = batch_of((0, policy), (1, datum(2, 9)))
+    names = ("policy_tokens_total", "policy_logprob_gap_total")
+    before = [backend.figures[name] for name in names]
+    result = backend.forward_backward(unit_of(["compared"] * 2, [batch]))
+    found = result.outputs[0].logprobs[:11, 0]
+    expected = np.abs(found - old)[advantages != 0]
+    tokens, gap = (backend.figures[name] - was for name, was in zip(names, before, strict=True))
+    assert tokens == len(expected) == 6
+    np.testing.assert_allclose(gap, expected.sum(), rtol=1e-6)
+
+
 # --- states ---------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,11 @@ from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
-from tuneserve_engine.backend.jax.sample_programs import CHOICES, Programs
+from tuneserve_engine.backend.jax.sample_programs import (
+    CHOICES,
+    STEPS_PER_DISPATCH,
+    Programs,
+)
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.sampling_wire import MAX_TOP_K
@@ -264,10 +268,12 @@ def test_many_samples_of_a_prompt_cost_one_prefill(
     sampler: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many lanes wait for it, each part of a prompt is computed once."""
-    parts = parts_read(sampler, monkeypatch)
+    parts, before = parts_read(sampler, monkeypatch), replace(sampler.counts)
     sampler.sample([request(45, num_samples=16), request(46, num_samples=3)])
     # 44 and 45 tokens are read before the first is drawn, in blocks of 8.
     assert sorted(parts) == sorted(2 * [0, 8, 16, 24, 32, 40])
+    assert sampler.counts.prompt_tokens - before.prompt_tokens == 44 + 45
+    assert sampler.counts.prompt_tokens_read - before.prompt_tokens_read == 44 + 45
 
 
 def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
@@ -306,8 +312,28 @@ def test_a_lane_is_refilled_before_the_longest_sequence_ends(
     sampler.sample([long])
     alone = len(calls)
     calls.clear()
+    before = replace(sampler.counts)
     sampler.sample([long, request(4, num_samples=alone, max_tokens=3)])
     assert len(calls) == alone
+    assert sampler.counts.tokens - before.tokens == (LANES - 1) * 13 + alone * 3
+    assert sampler.counts.lane_steps - before.lane_steps == alone * STEPS_PER_DISPATCH * LANES
+
+
+@pytest.mark.parametrize("string", [True, False])
+def test_a_stop_ends_a_sequence_within_four_steps_of_it(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch, string: bool
+) -> None:
+    (free,) = sampler.sample([request(9, seed=5, max_tokens=40)])
+    tokens = free.sequences[0].tokens
+    third = int(tokens[2])
+    assert third not in tokens[:2]
+    text = Letters().decode(tokens[:3].tolist())
+    stop: Any = {"stop_strings": (text[1:],)} if string else {"stop_tokens": frozenset({third})}
+    before = replace(sampler.counts)
+    (stopped,) = sampler.sample([request(9, seed=5, max_tokens=40, **stop)])
+    np.testing.assert_array_equal(stopped.sequences[0].tokens, tokens[:3])
+    assert stopped.sequences[0].stop_reason == "stop"
+    assert sampler.counts.lane_steps - before.lane_steps == STEPS_PER_DISPATCH * LANES
 
 
 def test_scores_without_company_of_a_prompt_of_one_token_are_empty(sampler: Sampler) -> None:

@@ -268,11 +268,17 @@ class JaxBackend:
     @property
     def figures(self) -> Mapping[str, float]:
         """What is going on here, for whoever watches."""
-        pager = self._pager
+        pager, sampled = self._pager, self._sampler.counts
         return {
             **self._programs.figures,
             "tokens_trained_total": self._trainer.tokens_trained,
             "tokens_computed_total": self._trainer.tokens_computed,
+            "policy_tokens_total": self._trainer.policy_tokens,
+            "policy_logprob_gap_total": self._trainer.policy_gap,
+            "tokens_sampled_total": sampled.tokens,
+            "lane_steps_total": sampled.lane_steps,
+            "prompt_tokens_total": sampled.prompt_tokens,
+            "prompt_tokens_read_total": sampled.prompt_tokens_read,
             "adapters": len(pager.ids),
             "adapters_on_device": pager.on_device,
             "adapters_paged_in_total": pager.paged_in,

@@ -79,12 +79,23 @@ class Draft:
         )
 
 
+@dataclass
+class Counts:
+    """What sampling has done so far."""
+
+    prompt_tokens: int = 0  # to be read before the first token is drawn
+    prompt_tokens_read: int = 0  # those that nobody had read before
+    tokens: int = 0  # drawn and kept
+    lane_steps: int = 0  # of all lanes, idle ones included
+
+
 class Cache:
     """What the lanes of all rank classes share: pages, and the base model's weights by layer. Both
     come to the device when they are first needed."""
 
-    def __init__(self, programs: Programs, pages: int) -> None:
+    def __init__(self, programs: Programs, pages: int, counts: Counts) -> None:
         self.pool = PagePool(pages)
+        self.counts = counts
         self._programs = programs
         self._pages: Pages | None = None
         self._weights: tuple[Any, ...] | None = None
@@ -176,6 +187,7 @@ class Lanes:
             blocks.start[number] = draft.read * self._programs.block
             blocks.table[number] = self._state.table[lane]
             blocks.lane[number] = lane
+            self._cache.counts.prompt_tokens_read += len(part)
             chosen.append((draft, draft.read))
             draft.parts[draft.read].written = True
             draft.read += 1
@@ -251,9 +263,12 @@ class Lanes:
         self._cache.put(decoded.pages)
         tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
         top = jax.device_get(decoded.top) if top_asked else None
+        counts = self._cache.counts
+        counts.lane_steps += tokens.size
         ended = []
         for lane, draft in writing:
             for step in range(len(tokens)):
+                counts.tokens += 1
                 row = _best(top, step, lane, draft.request.topk_sample)
                 if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
                     ended.append(draft)

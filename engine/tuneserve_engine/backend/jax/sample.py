@@ -10,7 +10,7 @@ from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
 from tuneserve_engine.backend.jax.adapters import restored_weights, target_shapes
 from tuneserve_engine.backend.jax.device import on_device
-from tuneserve_engine.backend.jax.generate import Cache, Draft, Lanes
+from tuneserve_engine.backend.jax.generate import Cache, Counts, Draft, Lanes
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.page_pool import pages_of
 from tuneserve_engine.backend.jax.programs import ProgramSet
@@ -56,6 +56,7 @@ class Sampler:
         self._sizes = {rank: weights_bytes(self._shapes, rank) for rank in lattice.rank_classes}
         self._base = self._on_device(_NO_ADAPTER)
         self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self.counts = Counts()
         self._forget_all()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
@@ -118,7 +119,7 @@ class Sampler:
 
     def _forget_all(self) -> None:
         """Nothing is on its way, and the device holds nothing for it."""
-        self._cache = Cache(self._programs, self._pages)
+        self._cache = Cache(self._programs, self._pages, self.counts)
         self._lanes_of: dict[int, Lanes] = {}
         self._waiting: deque[Draft] = deque()
 
@@ -160,6 +161,7 @@ class Sampler:
         answers = None
         if Answers.are_asked(request):
             answers = drafts[0].answers = Answers(request, self._lattice.block)
+        self.counts.prompt_tokens += drafts[0].context
         return _Run(drafts, answers)
 
     def _loaded(self, state: AdapterState) -> Adapter | None:

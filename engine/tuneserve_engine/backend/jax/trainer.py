@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from tuneserve_engine.adapters import UNEMBED, AdamParams
 from tuneserve_engine.backend.base import (
+    LOSS_NAMES,
     FloatArray,
     IntArray,
     TrainBatch,
@@ -35,6 +36,7 @@ from tuneserve_engine.backend.jax.train import (
 )
 from tuneserve_engine.lattice import ShapeLattice, multiple_from
 
+_CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
 _UNDER_WAY = 2
 """Micro-batches whose arrays are on the device: the next is sent while one runs."""
 
@@ -73,6 +75,9 @@ class Trainer:
         self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank class
         self.tokens_trained = self.tokens_computed = 0
         """Of forward_backward so far; the latter with padding."""
+        self.policy_tokens, self.policy_gap = 0, 0.0
+        """Tokens of policy losses that count, and how far the logprobs that they came with are from
+        those found here: the sum of the absolute differences."""
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
@@ -89,6 +94,10 @@ class Trainer:
             self._banks.pop(rank_class, None)
             raise
         finite = _finite(unit.batches, outputs, len(adapters))
+        for batch, out in zip(unit.batches, outputs, strict=True):
+            gaps = _policy_gaps(batch, out)
+            self.policy_tokens += gaps.size
+            self.policy_gap += float(gaps.sum(dtype=np.float64))
         if not unit.forward_only:
             finite = self._commit(adapters, slots, finite)
         return TrainResult(tuple(outputs), tuple(finite))
@@ -243,6 +252,14 @@ def _finite(
         blocks = bad.reshape(len(batch.block_request), -1).any(axis=1)
         finite[batch.block_request[blocks]] = False
     return [bool(ok) for ok in finite]
+
+
+def _policy_gaps(batch: TrainBatch, out: TrainOutput) -> FloatArray:
+    """Of every token with an advantage: how far the logprob that it was sampled with is from the
+    one found now."""
+    counts = (batch.datum >= 0) & (batch.loss_id != _CROSS_ENTROPY) & (batch.advantages != 0)
+    gaps: FloatArray = np.abs(out.logprobs[counts, 0] - batch.old_logprobs[counts])
+    return gaps[np.isfinite(gaps)]
 
 
 def _stream_specs(lattice: ShapeLattice, targets: int) -> Any:

@@ -1,0 +1,216 @@
+"""What continuous batching, and reading a prompt once, gain in the bare engine; and how near
+decoding comes to the time of its products and of the memory that they read, alone.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_model import Shape, write_model
+from contenders import random_tokens
+from results import machine, publish, table
+from side_by_side import Pace, limit_threads, ratio, take_turns
+
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.backend.base import SampleRequest
+from tuneserve_engine.backend.jax.adapters import target_shapes
+from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.backend.jax.models.weights import read_config
+from tuneserve_engine.backend.jax.sample_programs import STEPS_PER_DISPATCH
+from tuneserve_engine.lattice import ShapeLattice
+
+CONTEXT = 1024
+CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
+REQUESTS, MIXED_LANES = 64, 16
+PROMPTS, NEW = (16, 512), (8, 256)
+"""Shortest and longest of the mixed requests: prompts and new tokens, log-uniform."""
+LONG_PROMPT, SAMPLES, FEW = 512, 16, 16
+WRITTEN, LIMIT_PROMPT = 64, 257
+SEEDS = count(1)
+CALLS = count()
+
+
+def engine(model: Path, lanes: int) -> JaxBackend:
+    """The bare engine with a snapshot, all that it needs compiled."""
+    lattice = ShapeLattice(CONTEXT, rank_classes=(CONFIG.rank,))
+    backend = JaxBackend(
+        str(model),
+        name="bench",
+        tokenizer_id="bench",
+        lattice=lattice,
+        sample_rows=lanes,
+        compile_cache_dir=model.parent / "compiled",
+    )
+    backend.create_adapter("bench", CONFIG)
+    backend.load_snapshot("bench", backend.adapter_state("bench", optimizer=False))
+    return backend
+
+
+def written(backend: JaxBackend, requests: Sequence[SampleRequest]) -> int:
+    """New tokens of the requests, which are sampled together."""
+    results = backend.sample(requests)
+    return sum(len(sequence.tokens) for result in results for sequence in result.sequences)
+
+
+def request(prompt: Any, new: int, owner: str, samples: int = 1) -> SampleRequest:
+    """Nobody but its owner may have read its prompt before."""
+    return SampleRequest(prompt, "bench", next(SEEDS), samples, new, owner=owner)
+
+
+def log_uniform(shortest: int, longest: int, seed: int) -> list[int]:
+    random = np.random.default_rng(seed)
+    drawn = np.exp(random.uniform(np.log(shortest), np.log(longest), REQUESTS))
+    return [round(each) for each in drawn.tolist()]
+
+
+def mixed(model: Path, rounds: int) -> dict[str, Any]:
+    """All at once, so that a lane that gets free is taken by the next; against batches of as many
+    as there are lanes, each of which waits for its longest."""
+    backend = engine(model, MIXED_LANES)
+    lengths = [max(length - 1, 1) for length in log_uniform(*PROMPTS, seed=1)]
+    prompts = random_tokens(lengths, Shape().vocab, seed=2)
+    limits = log_uniform(*NEW, seed=3)
+
+    def turn(size: int) -> int:
+        owner = f"call {next(CALLS)}"
+        asked = [request(p, new, owner) for p, new in zip(prompts, limits, strict=True)]
+        batches = [asked[i : i + size] for i in range(0, REQUESTS, size)]
+        return sum(written(backend, each) for each in batches)
+
+    paces = take_turns(
+        {"continuous": lambda: turn(REQUESTS), "static": lambda: turn(MIXED_LANES)}, rounds=rounds
+    )
+    what = f"{REQUESTS} mixed requests, {MIXED_LANES} lanes, new tokens/s"
+    return row(what, paces, 2.5)
+
+
+def one_prefill(model: Path, rounds: int) -> dict[str, Any]:
+    """Samples of one request, against as many requests of owners who share nothing."""
+    backend = engine(model, SAMPLES)
+    (prompt,) = random_tokens([LONG_PROMPT - 1], Shape().vocab, seed=4)
+
+    def together() -> int:
+        return written(backend, [request(prompt, FEW, f"call {next(CALLS)}", SAMPLES)])
+
+    def apart() -> int:
+        owners = [f"call {next(CALLS)}" for _ in range(SAMPLES)]
+        return written(backend, [request(prompt, FEW, owner) for owner in owners])
+
+    paces = take_turns({"one request": together, "16 that share nothing": apart}, rounds=rounds)
+    what = f"{SAMPLES} samples of a prompt of {LONG_PROMPT}, {FEW} new each, new tokens/s"
+    return row(what, paces, 2.0)
+
+
+def beside_the_limit(model: Path, lanes: int, rounds: int) -> dict[str, Any]:
+    """Decoding alone: the prompts have been read. The limit does every product of a step, with an
+    adapter for each lane, and reads the keys and values; nothing else."""
+    backend = engine(model, lanes)
+    prompts = random_tokens([LIMIT_PROMPT - 1] * lanes, Shape().vocab, seed=5)
+
+    def decode() -> int:
+        return written(backend, [request(each, WRITTEN, "reader") for each in prompts])
+
+    contenders = {"decoding": decode, "its products": products(model, lanes)}
+    paces = take_turns(contenders, rounds=rounds)
+    what = f"{lanes} lanes behind prompts of {LIMIT_PROMPT} tokens, new tokens/s"
+    return row(what, paces, 0.6)
+
+
+def products(model: Path, lanes: int) -> Callable[[], int]:
+    """As many steps as ``decode`` takes, for as many lanes."""
+    config = read_config(model)
+    heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
+    random = np.random.default_rng(6)
+
+    def array(*shape: int) -> Any:
+        return jnp.asarray(random.standard_normal(shape, np.float32) * 0.02)
+
+    cached = LIMIT_PROMPT + WRITTEN // 2
+    layers = []
+    for _ in range(config.layers):
+        shapes = {name: s[1:] for name, s in target_shapes(config).items() if len(s) == 3}
+        weights = {name: array(*shape) for name, shape in shapes.items()}
+        a = {name: array(lanes, shape[0], CONFIG.rank) for name, shape in shapes.items()}
+        b = {name: array(lanes, CONFIG.rank, shape[1]) for name, shape in shapes.items()}
+        keys, values = (array(lanes, kv_heads, cached, width) for _ in range(2))
+        layers.append((weights, a, b, keys, values))
+    head = array(config.hidden, config.vocab_size)
+
+    def dense(x: Any, layer: Any, name: str) -> Any:
+        weights, a, b, *_ = layer
+        low = jnp.einsum("bd,bdr->br", x, a[name])
+        return x @ weights[name] + jnp.einsum("br,brf->bf", low, b[name])
+
+    def attended(q: Any, layer: Any) -> Any:
+        grouped = q.reshape(lanes, kv_heads, heads // kv_heads, width)
+        scores = jnp.einsum("bkgh,bksh->bkgs", grouped, layer[3])
+        return jnp.einsum("bkgs,bksh->bkgh", scores, layer[4]).reshape(lanes, heads * width)
+
+    def step(x: Any, layers: Any, head: Any) -> Any:
+        for layer in layers:
+            q, k, v = (dense(x, layer, name) for name in ("q_proj", "k_proj", "v_proj"))
+            x = x + dense(attended(q + jnp.tile(k + v, heads // kv_heads), layer), layer, "o_proj")
+            inner = dense(x, layer, "gate_proj") * dense(x, layer, "up_proj")
+            x = x + dense(inner, layer, "down_proj")
+        return x + (x @ head)[:, : x.shape[1]]
+
+    @jax.jit
+    def dispatch(x: Any, layers: Any, head: Any) -> Any:
+        steps = jnp.arange(STEPS_PER_DISPATCH)
+        return jax.lax.scan(lambda x, _: (step(x, layers, head), None), x, steps)[0]
+
+    x = array(lanes, config.hidden)
+
+    def run() -> int:
+        done = x
+        for _ in range(WRITTEN // STEPS_PER_DISPATCH):
+            done = jax.block_until_ready(dispatch(x, layers, head))
+        del done
+        return WRITTEN * lanes
+
+    return run
+
+
+def row(what: str, paces: dict[str, Pace], least: float) -> dict[str, Any]:
+    """Of two contenders: the one in question, and what it is compared with."""
+    (of, pace), (to, reference) = paces.items()
+    found = ratio(pace, reference)
+    compared = {"this": of, "its pace": pace.median, "that": to, "that one's": reference.median}
+    shown = {"what": what, **compared, "ratio": found, "at least": least, "kept": found >= least}
+    print(shown, file=sys.stderr)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
+    arguments = parser.parse_args()
+    threads = limit_threads(None)
+    with tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd()) as name:
+        model = Path(name) / "bench"
+        write_model(model)
+        rows = [
+            mixed(model, arguments.rounds),
+            one_prefill(model, arguments.rounds),
+            *(beside_the_limit(model, lanes, arguments.rounds) for lanes in (16, 64)),
+        ]
+    about = (
+        f"`benchmarks/decode.py --rounds {arguments.rounds}`: bench model with an adapter of rank "
+        f"{CONFIG.rank}, bare engine; {machine('jax', threads=threads)}. Prompts of "
+        f"{PROMPTS[0]} to {PROMPTS[1]} tokens and {NEW[0]} to {NEW[1]} new ones, log-uniform, are "
+        "mixed. Medians of rounds in turns."
+    )
+    section = table("Decoding", about, list(rows[0]), [list(each.values()) for each in rows])
+    publish({"decoding": rows}, section, dry_run=arguments.dry_run)
+
+
+if __name__ == "__main__":
+    main()
