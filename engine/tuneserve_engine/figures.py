@@ -14,7 +14,8 @@ FIGURES = {
     "tokens_computed_total": "Tokens computed for them, padding included.",
     "policy_tokens_total": "Tokens of policy losses with an advantage other than 0.",
     "policy_logprob_gap_total": "Sum over them of how far the trainer's logprob is from the one "
-    "that the token came with: what sampler and trainer differ by, and what training changed since.",
+    "that the token came with: what sampler and trainer differ by, and what training changed "
+    "since.",
     "tokens_sampled_total": "Tokens drawn for samples.",
     "lane_steps_total": "Steps of all lanes that decode, idle ones included: how full they were is "
     "tokens_sampled_total over this.",
