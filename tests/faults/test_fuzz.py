@@ -101,7 +101,7 @@ async def test_mutated_json_is_answered_and_what_is_accepted_ends(
 def _json_paths(api: Api) -> Iterator[str]:
     for path, operations in api.app.openapi()["paths"].items():
         if not path.startswith(PREFIX):
-            continue  # OpenAI's, which need a tokenizer: tests/server/test_openai.py
+            continue  # OpenAI's, which need a tokenizer: tests/server/test_openai_failures.py
         for operation in operations.values():
             if "application/json" in operation.get("requestBody", {}).get("content", ()):
                 yield path
