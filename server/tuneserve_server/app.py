@@ -14,6 +14,7 @@ from tuneserve_server import errors
 from tuneserve_server.deps import Services
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
+from tuneserve_server.openai_text import Texts
 from tuneserve_server.openapi import describe
 from tuneserve_server.polls import Polls
 from tuneserve_server.routes import (
@@ -21,6 +22,7 @@ from tuneserve_server.routes import (
     futures,
     metrics,
     models,
+    openai,
     rest,
     sampling,
     service,
@@ -33,8 +35,8 @@ from tuneserve_server.sweeper import sweep_forever
 
 ROUTERS = (service, models, training, weights, sampling, futures, rest, files)
 PREFIX = "/api/v1"
-AT_ROOT = (metrics,)
-"""Where those who ask for them look by themselves."""
+AT_ROOT = (metrics, openai)
+"""Where those who ask for them look by themselves; their paths are whole."""
 
 
 def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = None) -> FastAPI:
@@ -95,5 +97,6 @@ async def _services(settings: ApiSettings, store: OpenStore, polls: Polls) -> Se
         last_seen=LastSeen(store),
         disk=DiskGuard(disks, settings.min_free_bytes),
         polls=polls,
+        texts=Texts(),
         secret=await store.secret(),
     )

@@ -203,6 +203,16 @@ def sampler_key(session_id: str, number: int) -> str:
     return f"{session_id}:sample:{number}"
 
 
+async def sampled_checkpoint(caller: Caller, path: str) -> Checkpoint:
+    """The caller's checkpoint at ``path``, which must be one to sample from."""
+    checkpoint = await caller.owned(Checkpoint, path)
+    if checkpoint.kind is CheckpointKind.EXTERNAL:
+        raise UserError(
+            f"{path} is an export for download; sample from a sampler_weights or weights path"
+        )
+    return checkpoint
+
+
 async def training_checkpoint(caller: Caller, path: str) -> Checkpoint:
     """The caller's checkpoint at ``path``, which must be one to train from."""
     try:

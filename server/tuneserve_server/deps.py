@@ -15,9 +15,16 @@ from tuneserve_engine.queue.base import Store
 from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Session
 from tuneserve_server import body
-from tuneserve_server.errors import NotFound, SessionEnded, StoreUnavailable, Unauthorized
+from tuneserve_server.errors import (
+    NotFound,
+    SessionEnded,
+    StoreUnavailable,
+    Unauthorized,
+    is_openai,
+)
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
+from tuneserve_server.openai_text import Texts
 from tuneserve_server.polls import Polls
 from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
@@ -39,6 +46,7 @@ class Services:
     last_seen: LastSeen
     disk: DiskGuard
     polls: Polls
+    texts: Texts
     secret: bytes
 
 
@@ -92,7 +100,8 @@ def tenant_of(api_key: str | None) -> str:
     if api_key is None or not api_key.startswith(KEY_PREFIXES):
         raise Unauthorized(
             "no usable API key in X-API-Key; send any key that starts with tml- (the same key is "
-            "the same tenant), for example with TINKER_API_KEY=tml-local"
+            "the same tenant), for example with TINKER_API_KEY=tml-local; to /v1, OpenAI clients "
+            "send it as Authorization: Bearer tml-..."
         )
     return "t-" + hashlib.sha256(api_key.encode()).hexdigest()[:16]
 
@@ -107,8 +116,14 @@ _API_KEY = APIKeyHeader(name="X-API-Key", auto_error=False, description="tml-...
 
 
 async def _caller(
-    services: "ServicesDep", api_key: Annotated[str | None, Security(_API_KEY)]
+    request: Request,
+    services: "ServicesDep",
+    api_key: Annotated[str | None, Security(_API_KEY)],
 ) -> Caller:
+    if is_openai(request):
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            api_key = token.strip()
     return Caller(**vars(services), tenant=tenant_of(api_key))
 
 

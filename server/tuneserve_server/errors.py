@@ -15,10 +15,12 @@ ApiError
 ├── LinkInvalid         403  a download link that we did not sign, or that has expired
 ├── Crowded             429  a limit is reached; send it again after the time given
 ├── DiskFull            503  the same, for the server's disk
+├── ModelUnavailable    503  the base model's tokenizer cannot be had here, now
 └── StoreUnavailable    503  nothing was accepted; send it again
 
 Every body is ``{"detail", "code"}`` with a Content-Length: the SDK takes a 400 without one for a
-proxy's. Bodies never repeat the input.
+proxy's. Under ``/v1`` it is OpenAI's, ``{"error": {"message", "type", "param", "code"}}``. Bodies
+never repeat the input.
 """
 
 import logging
@@ -34,6 +36,7 @@ from tuneserve_client.types import Failure
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.queue.base import KeyReused, Overloaded, ResultExpired, StoreFailed
 from tuneserve_engine.repeats import Repeats
+from tuneserve_server.openai_types import ErrorBody, OpenAIFailure
 
 logger = logging.getLogger(__name__)
 _put_off = Repeats(logger)  # clients come back each second, by the thousand
@@ -45,6 +48,7 @@ class ApiError(Exception):
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
     retry_after_s: int | None = None
+    param: str | None = None  # the field at fault, for OpenAI's bodies
 
     @property
     def headers(self) -> dict[str, str]:
@@ -61,6 +65,14 @@ class InvalidRequest(ApiError):
     code = "invalid_request"
 
 
+class InvalidField(InvalidRequest):
+    """The same, and which field it is."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class Malformed(ApiError):
     status = 422
     code = "malformed"
@@ -69,6 +81,11 @@ class Malformed(ApiError):
 class NotFound(ApiError):
     status = 404
     code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+    param = "model"
 
 
 class SessionEnded(ApiError):
@@ -126,6 +143,12 @@ class DiskFull(ApiError):
     retry_after_s = 15
 
 
+class ModelUnavailable(ApiError):
+    status = 503
+    code = "model_unavailable"
+    retry_after_s = 5
+
+
 class StoreUnavailable(ApiError):
     status = 503
     code = "store_unavailable"
@@ -143,6 +166,8 @@ _HANDLED = (
     Exception,
 )
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+OPENAI_PREFIX = "/v1/"
+_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 def failure(
@@ -150,6 +175,31 @@ def failure(
 ) -> JSONResponse:
     """The answer to a request that failed."""
     body = Failure(detail=detail, code=code).model_dump()
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+def is_openai(request: Request) -> bool:
+    """Whether the request is to one of the OpenAI-compatible routes."""
+    return str(request.scope["path"]).startswith(OPENAI_PREFIX)
+
+
+def openai_failure(error: ApiError) -> OpenAIFailure:
+    """The error in OpenAI's shape."""
+    return _openai_failure(error.status, error.code, str(error), error.param)
+
+
+def _openai_failure(status: int, code: str, detail: str, param: str | None) -> OpenAIFailure:
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return OpenAIFailure(error=ErrorBody(message=detail, type=kind, param=param, code=code))
+
+
+def _failed(
+    request: Request, status: int, code: str, detail: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """The answer in the shape that the route's clients expect."""
+    if not is_openai(request):
+        return failure(status, code, detail, headers)
+    body = _openai_failure(status, code, detail, None).model_dump()
     return JSONResponse(body, status_code=status, headers=headers)
 
 
@@ -170,30 +220,34 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("internal error; the server's log has the details")
 
 
-def _handle(_: Request, error: Exception) -> JSONResponse:
+def _handle(request: Request, error: Exception) -> JSONResponse:
     answer = as_api_error(error)
     if answer.status == 503:
         _put_off.warn(type(error).__name__, f"put requests off: {error}")
     elif answer.status >= 500:
         logger.error("a request failed", exc_info=error)
+    if is_openai(request):
+        body = openai_failure(answer).model_dump()
+        return JSONResponse(body, status_code=answer.status, headers=answer.headers)
     return failure(answer.status, answer.code, str(answer), answer.headers)
 
 
-def _handle_http(_: Request, error: Exception) -> JSONResponse:
+def _handle_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = HTTP_CODES.get(error.status_code, "http_error")
-    return failure(error.status_code, code, error.detail, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    return _failed(request, error.status_code, code, error.detail, headers)
 
 
-def _handle_parameters(_: Request, error: Exception) -> JSONResponse:
+def _handle_parameters(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     parts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-    return failure(Malformed.status, Malformed.code, "; ".join(parts)[:1000])
+    return _failed(request, Malformed.status, Malformed.code, "; ".join(parts)[:1000])
 
 
-def _handle_gone(_: Request, error: Exception) -> JSONResponse:
+def _handle_gone(request: Request, error: Exception) -> JSONResponse:
     """The client went away while sending; nobody reads the answer."""
-    return failure(400, InvalidRequest.code, "the connection ended before the request did")
+    return _failed(request, 400, InvalidRequest.code, "the connection ended before the request did")
 
 
 def install(app: FastAPI) -> None:

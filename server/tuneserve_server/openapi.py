@@ -9,11 +9,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from tuneserve_client import types
 from tuneserve_client.body import Request
-from tuneserve_server import errors
+from tuneserve_server import errors, openai_types
 
 _REF = "#/components/schemas/{model}"
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
@@ -49,11 +50,11 @@ def takes_message(name: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}, "parameters": [encoding]}
 
 
-def fails(*kinds: type[errors.ApiError]) -> Declared:
+def fails(*kinds: type[errors.ApiError], body: type[BaseModel] = types.Failure) -> Declared:
     """``responses`` of a route that may answer with these errors."""
     declared: Declared = {}
     for kind in kinds:
-        entry = declared.setdefault(kind.status, {"model": types.Failure, "description": ""})
+        entry = declared.setdefault(kind.status, {"model": body, "description": ""})
         entry["description"] = ", ".join(filter(None, [entry["description"], kind.code]))
     return declared
 
@@ -65,14 +66,15 @@ def describe(app: FastAPI) -> dict[str, Any]:
     schemas.update(_request_schemas())
     for unused in ("HTTPValidationError", "ValidationError"):  # the framework's own answer
         schemas.pop(unused, None)
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
         for operation in operations.values():
-            _add_common_failures(operation)
+            _add_common_failures(operation, is_openai=path.startswith(errors.OPENAI_PREFIX))
     return document
 
 
 def _request_schemas() -> dict[str, Any]:
-    kinds = [each for each in vars(types).values() if _is_request(each)]
+    known = (*vars(types).values(), *vars(openai_types).values())
+    kinds = [each for each in known if _is_request(each) and each is not Request]
     _, schema = models_json_schema([(each, "validation") for each in kinds], ref_template=_REF)
     definitions: dict[str, Any] = schema["$defs"]
     return definitions
@@ -82,7 +84,7 @@ def _is_request(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Request)
 
 
-def _add_common_failures(operation: dict[str, Any]) -> None:
+def _add_common_failures(operation: dict[str, Any], *, is_openai: bool) -> None:
     responses = operation["responses"]
     responses.pop("422", None)
     kinds: list[type[errors.ApiError]] = [*_ALL]
@@ -92,17 +94,20 @@ def _add_common_failures(operation: dict[str, Any]) -> None:
         kinds += _WITH_BODY
     elif "parameters" in operation:
         kinds.append(errors.Malformed)
+    if is_openai:  # there, a body that cannot be read is a 400
+        kinds = [each for each in kinds if each is not errors.Malformed]
+    body = openai_types.OpenAIFailure if is_openai else types.Failure
     for status in {kind.status for kind in kinds}:
         codes = [kind.code for kind in kinds if kind.status == status]
-        _add_failure(responses.setdefault(str(status), {}), codes)
+        _add_failure(responses.setdefault(str(status), {}), codes, body.__name__)
     operation["responses"] = dict(sorted(responses.items()))
 
 
-def _add_failure(response: dict[str, Any], codes: list[str]) -> None:
-    """Makes ``response`` one with these codes too."""
+def _add_failure(response: dict[str, Any], codes: list[str], body: str) -> None:
+    """Makes ``response`` one with these codes too, in this body."""
     said = response.get("description", "")
     response["description"] = ", ".join(filter(None, [said, *codes]))
-    failure = {"$ref": _REF.format(model=types.Failure.__name__)}
+    failure = {"$ref": _REF.format(model=body)}
     content = response.setdefault("content", {}).setdefault("application/json", {})
     known = content.get("schema", failure)
     content["schema"] = failure if known == failure else {"anyOf": [known, failure]}

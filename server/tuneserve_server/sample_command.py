@@ -21,30 +21,30 @@ def sample_command(
 ) -> Sample:
     """The request, resolved. Raises ``UserError``."""
     params = request.sampling_params
-    prompt = _prompt(request.prompt.chunks, info)
-    stop_tokens, stop_strings = _stops(params.stop)
+    prompt = checked_prompt(_tokens(request.prompt.chunks), info)
+    stop_tokens, stop_strings = checked_stops("sampling_params.stop", params.stop)
     targets = request.target_prompt_logprobs
     return Sample(
         prompt=prompt,
         seed=checked_seed(params.seed),
         file_id=file_id,
-        num_samples=_bounded("num_samples", request.num_samples, 1, MAX_SEQUENCE_IDS),
+        num_samples=bounded("num_samples", request.num_samples, 1, MAX_SEQUENCE_IDS),
         max_tokens=None
         if params.max_tokens is None
-        else _bounded("sampling_params.max_tokens", params.max_tokens, 1),
+        else bounded("sampling_params.max_tokens", params.max_tokens, 1),
         temperature=params.temperature,
-        top_k=_bounded("sampling_params.top_k", params.top_k, -1),
+        top_k=bounded("sampling_params.top_k", params.top_k, -1),
         top_p=params.top_p,
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         prompt_logprobs=bool(request.prompt_logprobs),
         prompt_logprobs_last_n=_last_n(request, len(prompt)),
-        topk_prompt_logprobs=_bounded("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        topk_sample_logprobs=_bounded("topk_sample_logprobs", request.topk_sample_logprobs),
+        topk_prompt_logprobs=bounded("topk_prompt_logprobs", request.topk_prompt_logprobs),
+        topk_sample_logprobs=bounded("topk_sample_logprobs", request.topk_sample_logprobs),
         target_prompt_logprobs=None if targets is None else _ids("data", targets.data, low=-1),
         target_shape=[] if targets is None else _shape(targets, len(prompt)),
         target_sparse=None if targets is None else _sparse(targets),
-        prompt_alt_tokens_k=_bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+        prompt_alt_tokens_k=bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
     )
 
 
@@ -53,13 +53,14 @@ def sequence_ids(sampling_session_id: str, seq: int, count: int) -> list[str]:
     return [f"{sampling_session_id}:{seq}:{i}" for i in range(min(max(count, 1), MAX_SEQUENCE_IDS))]
 
 
-def _bounded(name: str, value: int, low: int = 0, high: int = MAX_INT32) -> int:
+def bounded(name: str, value: int, low: int = 0, high: int = MAX_INT32) -> int:
+    """The value. Raises ``UserError`` outside the limits."""
     if not low <= value <= high:
         raise UserError(f"{name} is {shown(value)}; it must be {low} to {high}")
     return value
 
 
-def _prompt(chunks: list[Chunk], info: BaseModelInfo | None) -> list[int]:
+def _tokens(chunks: list[Chunk]) -> list[int]:
     """All text in order. A prompt may be cut into chunks anywhere."""
     prompt: list[int] = []
     for index, chunk in enumerate(chunks):
@@ -71,6 +72,11 @@ def _prompt(chunks: list[Chunk], info: BaseModelInfo | None) -> list[int]:
         if chunk.tokens is None:
             raise UserError(f"prompt.chunks[{index}].tokens is missing; send the token ids")
         prompt += chunk.tokens
+    return prompt
+
+
+def checked_prompt(prompt: list[int], info: BaseModelInfo | None) -> list[int]:
+    """The prompt, if the base model can go on from it."""
     if not prompt:
         raise UserError("the prompt has no tokens; send at least one, a BOS token for example")
     limit = info.vocab_size - 1 if info else MAX_INT32
@@ -88,8 +94,8 @@ def _prompt(chunks: list[Chunk], info: BaseModelInfo | None) -> list[int]:
     return prompt
 
 
-def _stops(
-    stop: str | list[str] | list[int] | None,
+def checked_stops(
+    name: str, stop: str | list[str] | list[int] | None
 ) -> tuple[list[int] | None, list[str] | None]:
     """Stop tokens and stop strings; an empty list, which means never to stop, stays one."""
     if stop is None:
@@ -97,17 +103,17 @@ def _stops(
     if isinstance(stop, str):
         stop = [stop]
     if len(stop) > _MAX_STOPS:
-        raise UserError(f"sampling_params.stop has {len(stop)} entries; at most {_MAX_STOPS}")
+        raise UserError(f"{name} has {len(stop)} entries; at most {_MAX_STOPS}")
     strings = [s for s in stop if isinstance(s, str)]
     tokens = [t for t in stop if isinstance(t, int)]
     if strings:
         if not all(0 < len(s) <= _MAX_STOP_CHARS for s in strings):
             raise UserError(
-                "sampling_params.stop has an empty string or one of more than "
+                f"{name} has an empty string or one of more than "
                 f"{_MAX_STOP_CHARS} characters; leave it out"
             )
         return None, strings
-    return _ids("sampling_params.stop", tokens), None
+    return _ids(name, tokens), None
 
 
 def _ids(name: str, values: list[int], low: int = 0) -> list[int]:
@@ -125,7 +131,7 @@ def _last_n(request: SampleRequest, length: int) -> int | None:
         raise UserError(
             "prompt_logprobs_last_n asks for part of prompt_logprobs, which is not set; set it"
         )
-    return _bounded("prompt_logprobs_last_n", n, 1, length - 1)
+    return bounded("prompt_logprobs_last_n", n, 1, length - 1)
 
 
 def _shape(targets: IntTensor, length: int) -> list[int]:

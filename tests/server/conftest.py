@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import struct
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.server.openai_case import LETTERS, TEMPLATE
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
@@ -238,4 +241,26 @@ async def api(settings: ApiSettings, anyio_backend: str) -> AsyncIterator[Api]:
 async def service(api: Api) -> Api:
     """The API with a worker."""
     await api.start_worker()
+    return api
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS)} | {"<eos>": 63}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens(["<eos>"])
+    made.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": {"content": "<eos>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+async def speaking(api: Any, tokenizer: Path) -> Any:
+    """The API with a worker whose base model has a tokenizer."""
+    await api.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
     return api

@@ -7,10 +7,10 @@ from fastapi import APIRouter, Response
 from tuneserve_client import types
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import JobKind, Sample
-from tuneserve_engine.records import Checkpoint, CheckpointKind, Sampler
+from tuneserve_engine.records import Sampler
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit_command
-from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
+from tuneserve_server.deps import CallerDep, RawBody, reply
 from tuneserve_server.errors import Crowded, DiskFull, InvalidRequest, NotFound, SessionEnded
 from tuneserve_server.openapi import fails, takes
 from tuneserve_server.sample_command import sample_command, sequence_ids
@@ -30,7 +30,7 @@ async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
     session = await caller.open_session(request.session_id)
     checkpoint = None
     if request.model_path is not None:
-        checkpoint = await _sampled_checkpoint(caller, request.model_path)
+        checkpoint = await commands.sampled_checkpoint(caller, request.model_path)
     elif request.base_model is None:
         raise UserError("base_model and model_path are both missing; name what to sample from")
     asked = request.base_model or (checkpoint.base_model if checkpoint else "")
@@ -54,15 +54,6 @@ async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
         await caller.store.delete(Sampler, sampler.key)
         raise
     return reply(types.SamplingSessionResponse(sampling_session_id=sampler.key))
-
-
-async def _sampled_checkpoint(caller: Caller, path: str) -> Checkpoint:
-    checkpoint = await caller.owned(Checkpoint, path)
-    if checkpoint.kind is CheckpointKind.EXTERNAL:
-        raise UserError(
-            f"{path} is an export for download; sample from a sampler_weights or weights path"
-        )
-    return checkpoint
 
 
 @router.get(

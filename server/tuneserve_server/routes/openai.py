@@ -1,0 +1,274 @@
+"""OpenAI's completions, chat completions and models, of base models and checkpoints.
+
+A request becomes the same jobs as ``asample`` makes, one for each prompt, and the connection is
+held until they have ended.
+"""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.jobs import JobKind, Sample, encode
+from tuneserve_engine.records import Checkpoint, CheckpointKind
+from tuneserve_server import commands, openai_request
+from tuneserve_server.admission import Place, admit
+from tuneserve_server.deps import Caller, CallerDep, RawBody
+from tuneserve_server.errors import (
+    Crowded,
+    DiskFull,
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    NotFound,
+    as_api_error,
+    openai_failure,
+)
+from tuneserve_server.openai_answer import (
+    Answer,
+    ChatShape,
+    CompletionShape,
+    Json,
+    Shape,
+    read_answer,
+    usage,
+)
+from tuneserve_server.openai_pending import check_crowd, results
+from tuneserve_server.openai_text import BaseText
+from tuneserve_server.openai_types import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    ModelEntry,
+    ModelList,
+    OpenAIFailure,
+)
+from tuneserve_server.openapi import Declared, fails, takes
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter()
+
+_PATH = "tinker://"
+_STREAM = "text/event-stream"
+_GENERATES: Declared = {
+    200: {"content": {"application/json": {"schema": {}}, _STREAM: {"schema": {}}}},
+    **fails(InvalidRequest, ModelNotFound, Crowded, DiskFull, ModelUnavailable, body=OpenAIFailure),
+}
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What a model's name means."""
+
+    info: BaseModelInfo
+    text: BaseText
+    file_id: str | None
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """An admitted request: its jobs, and how its answer is put."""
+
+    caller: Caller
+    request: GenerationRequest
+    target: _Target
+    shape: Shape
+    commands: list[Sample]
+    request_ids: list[str]
+    key: str
+
+    async def answers(self) -> AsyncGenerator[Answer | None]:
+        """Of each prompt in order; None whenever nothing has come for a while."""
+        scored = openai_request.scoring(self.request).wanted
+        eos, waiting = self.target.info.eos_token_ids, iter(self.commands)
+        async with aclosing(results(self.caller, self.request_ids)) as found:
+            async for result in found:
+                if result is None:
+                    yield None
+                    continue
+                command = next(waiting)
+                yield await asyncio.to_thread(
+                    read_answer, result, command, self.target.text, eos, scored=scored
+                )
+
+    def head(self, kind: str, created: int) -> Json:
+        return {
+            "id": self.key,
+            "object": kind,
+            "created": created,
+            "model": self.request.model,
+        }
+
+
+@router.post(
+    "/v1/completions",
+    openapi_extra=takes(CompletionRequest),
+    responses=_GENERATES,
+)
+async def completions(http: Request, caller: CallerDep, raw: RawBody) -> Response:
+    """Continuations of one prompt or of several."""
+    request = openai_request.parse(CompletionRequest, raw)
+    return await _generate(http, caller, request, CompletionShape(), openai_request.prompts)
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=takes(ChatCompletionRequest),
+    responses=_GENERATES,
+)
+async def chat_completions(http: Request, caller: CallerDep, raw: RawBody) -> Response:
+    """What the assistant says next."""
+    request = openai_request.parse(ChatCompletionRequest, raw)
+    return await _generate(http, caller, request, ChatShape(), openai_request.conversation)
+
+
+async def _generate(
+    http: Request,
+    caller: Caller,
+    request: Any,
+    shape: Shape,
+    tokens_of: Callable[[Any, BaseText], list[list[int]]],
+) -> Response:
+    check_crowd(caller)
+    target = await _target(caller, request.model)
+    tokens = await asyncio.to_thread(tokens_of, request, target.text)
+    samples = openai_request.samples(request, tokens, target.file_id, target.info)
+    key = shape.id_prefix + uuid.uuid4().hex
+    request_ids = [
+        await admit(caller, Place(JobKind.SAMPLE, key, index, target.info.name), encode(sample))
+        for index, sample in enumerate(samples)
+    ]
+    generation = _Generation(caller, request, target, shape, samples, request_ids, key)
+    if request.stream:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_stream(generation), media_type=_STREAM, headers=headers)
+    return await _whole(http, generation)
+
+
+async def _target(caller: Caller, asked: str) -> _Target:
+    """Raises ``ModelNotFound``, ``ModelUnavailable``."""
+    file_id = None
+    try:
+        if asked.startswith(_PATH):
+            checkpoint = await commands.sampled_checkpoint(caller, asked)
+            file_id = checkpoint.file_id
+            name = await caller.served.resolve(checkpoint.base_model)
+        else:
+            name = await caller.served.resolve(asked)
+    except (NotFound, UserError) as error:
+        raise ModelNotFound(f"{error} (GET /v1/models lists what there is)") from None
+    info = await caller.served.info(name)
+    if info is None:
+        raise ModelUnavailable(
+            f"no worker has served {name!r} yet; send the request again when one is ready"
+        )
+    return _Target(info, await caller.texts.of(info), file_id)
+
+
+async def _whole(http: Request, generation: _Generation) -> Response:
+    answers = []
+    async with aclosing(generation.answers()) as found:
+        async for answer in found:
+            if answer is not None:
+                answers.append(answer)
+            elif await http.is_disconnected():
+                raise ClientDisconnect  # nobody waits for the answer any more
+    choices = [choice for answer in answers for choice in answer.choices]
+    shape = generation.shape
+    return JSONResponse(
+        {
+            **generation.head(shape.whole, int(time.time())),
+            "choices": [shape.choice(index, each) for index, each in enumerate(choices)],
+            "usage": usage(answers),
+        }
+    )
+
+
+async def _stream(generation: _Generation) -> AsyncGenerator[str]:
+    """Events, each prompt's as soon as its result is there; comments while there is none."""
+    shape, options = generation.shape, generation.request.stream_options
+    with_usage = options is not None and options.include_usage
+    head = generation.head(shape.chunk, int(time.time()))
+    answers: list[Answer] = []
+    unknown: Json = {"usage": None} if with_usage else {}
+    try:
+        async with aclosing(generation.answers()) as found:
+            async for answer in found:
+                if answer is None:
+                    yield ": waiting\n\n"
+                    continue
+                first = sum(len(each.choices) for each in answers)
+                answers.append(answer)
+                for index, choice in enumerate(answer.choices, first):
+                    for piece in shape.pieces(index, choice):
+                        yield _event({**head, "choices": [piece], **unknown})
+    except Exception as error:
+        failed = as_api_error(error)
+        if failed.status >= 500:
+            logger.error("a stream failed: %s", error, exc_info=failed is not error)
+        yield _event(openai_failure(failed).model_dump())
+        return
+    if with_usage:
+        yield _event({**head, "choices": [], "usage": usage(answers)})
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@router.get("/v1/models", response_model=ModelList)
+async def list_models(caller: CallerDep) -> Response:
+    """The base models, and the caller's sampler checkpoints, newest first."""
+    entries = [_base_entry(each.info.name) for each in await caller.served.offered()]
+    entries = entries or [_base_entry(caller.settings.served_name)]
+    page = await caller.store.page(Checkpoint, tenant=caller.tenant)
+    now_s = time.time()
+    entries += [
+        _checkpoint_entry(each)
+        for each in page.items
+        if each.kind is CheckpointKind.SAMPLER and not each.has_expired(now_s)
+    ]
+    return JSONResponse(ModelList(data=entries).model_dump())
+
+
+@router.get(
+    "/v1/models/{model:path}",
+    response_model=ModelEntry,
+    responses=fails(ModelNotFound, body=OpenAIFailure),
+)
+async def get_model(model: str, caller: CallerDep) -> Response:
+    """One of them."""
+    try:
+        if model.startswith(_PATH):
+            entry = _checkpoint_entry(await commands.sampled_checkpoint(caller, model))
+        else:
+            entry = _base_entry(await caller.served.resolve(model))
+    except (NotFound, UserError) as error:
+        raise ModelNotFound(f"{error} (GET /v1/models lists what there is)") from None
+    return JSONResponse(entry.model_dump())
+
+
+def _base_entry(name: str) -> ModelEntry:
+    return ModelEntry(id=name, created=0)  # nobody knows when
+
+
+def _checkpoint_entry(checkpoint: Checkpoint) -> ModelEntry:
+    return ModelEntry(
+        id=checkpoint.key, created=int(checkpoint.created_s), parent=checkpoint.base_model
+    )

@@ -1,0 +1,188 @@
+"""The official OpenAI client against the real service; what it must say is what the SDK samples."""
+
+import os
+
+import openai
+import pytest
+import tinker
+import transformers
+from tinker import types
+
+from tuneserve_engine.config import TINY_MODEL
+from tuneserve_server.local import LocalServer
+
+pytestmark = [
+    # The SDK leaves its sockets to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+KEY = "tml-openai"
+PROMPT = "The sky is"
+MESSAGES = [
+    {"role": "system", "content": "Answer like a pirate."},
+    {"role": "user", "content": "What color is the sky?"},
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    os.environ["TINKER_TELEMETRY"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    quick = {"compile_ahead": "false", "chunk_tokens": "64"}
+    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def service(server):
+    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(service, server):
+    """The path of sampler weights that differ from the base model's."""
+    trainer = service.create_lora_training_client(server.base_model, rank=4, seed=7).result()
+    tokens = list(range(5, 25))
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * 19},
+    )
+    trainer.forward_backward([datum], "cross_entropy").result()
+    trainer.optim_step(types.AdamParams(learning_rate=1e-1)).result()
+    return trainer.save_weights_for_sampler("for-openai").result().path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+
+
+def sampled(service, tokens, count=1, **what):
+    """What the SDK samples; ``what`` names the weights, the rest are sampling parameters."""
+    weights = {name: what.pop(name) for name in ("base_model", "model_path") if name in what}
+    sampler = service.create_sampling_client(**weights).result()
+    prompt = types.ModelInput.from_ints(tokens)
+    return sampler.sample(prompt, count, types.SamplingParams(**what)).result().sequences
+
+
+def test_greedy_completions_are_the_sdks_samples(client, service, server, tokenizer):
+    tokens = tokenizer.encode(PROMPT)
+    (expected,) = sampled(
+        service, tokens, base_model=server.base_model, max_tokens=12, temperature=0.0
+    )
+    for prompt in (PROMPT, tokens):
+        answer = client.completions.create(
+            model=server.base_model, prompt=prompt, max_tokens=12, temperature=0, logprobs=2
+        )
+        (choice,) = answer.choices
+        found = choice.logprobs
+        assert choice.text == tokenizer.decode(expected.tokens, skip_special_tokens=True)
+        assert choice.finish_reason == expected.stop_reason
+        assert len(found.tokens) >= 1
+        assert found.token_logprobs == expected.logprobs[: len(found.tokens)]
+        # The likeliest token is the one that greedy sampling takes.
+        assert [max(top.values()) for top in found.top_logprobs] == found.token_logprobs
+        assert answer.usage.completion_tokens == len(expected.tokens)
+        assert answer.usage.prompt_tokens == len(tokens)
+
+
+def test_several_choices_under_a_seed_are_the_sdks_samples(client, service, server, tokenizer):
+    expected = sampled(
+        service,
+        tokenizer.encode(PROMPT),
+        2,
+        base_model=server.base_model,
+        max_tokens=10,
+        seed=11,
+    )
+    answer = client.completions.create(
+        model=server.base_model, prompt=PROMPT, max_tokens=10, seed=11, n=2
+    )
+    said = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in expected]
+    assert [choice.text for choice in answer.choices] == said
+    assert said[0] != said[1]
+
+
+def test_a_chat_goes_through_the_models_template(client, service, server, tokenizer):
+    tokens = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    (expected,) = sampled(
+        service, tokens, base_model=server.base_model, max_tokens=12, temperature=0.0
+    )
+    answer = client.chat.completions.create(
+        model=server.base_model,
+        messages=MESSAGES,
+        max_completion_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == tokenizer.decode(expected.tokens, skip_special_tokens=True)
+    scored = choice.logprobs.content
+    assert len(scored) >= 1
+    assert [each.logprob for each in scored] == expected.logprobs[: len(scored)]
+    assert all(len(each.top_logprobs) == 3 for each in scored)
+    assert answer.usage.prompt_tokens == len(tokens)
+
+
+def test_streams_say_what_whole_answers_say(client, server):
+    ask = {"model": server.base_model, "max_tokens": 10, "seed": 3}
+    whole = client.chat.completions.create(messages=MESSAGES, **ask)
+    with client.chat.completions.create(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **ask
+    ) as stream:
+        *chunks, last = list(stream)
+    said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert said == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.usage == whole.usage
+    whole = client.completions.create(prompt=PROMPT, n=2, **ask)
+    with client.completions.create(prompt=PROMPT, n=2, stream=True, **ask) as stream:
+        found = {chunk.choices[0].index: chunk.choices[0].text for chunk in stream}
+    assert found == {choice.index: choice.text for choice in whole.choices}
+
+
+def test_a_stop_string_is_cut(client, server):
+    ask = {"model": server.base_model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    (whole,) = client.completions.create(**ask).choices
+    stop = whole.text[4:7]
+    (cut,) = client.completions.create(stop=[stop], **ask).choices
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_sampler_weights_are_a_model_of_their_path(client, service, server, tokenizer, trained):
+    assert [each.id for each in client.models.list()] == [server.base_model, trained]
+    assert client.models.retrieve(trained).id == trained
+    assert client.models.retrieve(server.base_model).id == server.base_model
+    tokens = tokenizer.encode(PROMPT)
+    (expected,) = sampled(service, tokens, model_path=trained, max_tokens=12, temperature=0.0)
+    ask = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    (found,) = client.completions.create(model=trained, **ask).choices
+    (base,) = client.completions.create(model=server.base_model, **ask).choices
+    assert found.text == tokenizer.decode(expected.tokens, skip_special_tokens=True)
+    assert found.logprobs.token_logprobs == expected.logprobs[: len(found.logprobs.token_logprobs)]
+    assert found.logprobs.token_logprobs != base.logprobs.token_logprobs
+
+
+def test_errors_are_the_clients_own(client, server, trained):
+    with pytest.raises(openai.NotFoundError, match="gpt-4") as unknown:
+        client.completions.create(model="gpt-4", prompt=PROMPT)
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty") as refused:
+        client.completions.create(model=server.base_model, prompt=PROMPT, frequency_penalty=1)
+    assert refused.value.param == "frequency_penalty"
+    with pytest.raises(openai.BadRequestError, match="context of 2048"):
+        client.completions.create(model=server.base_model, prompt=[5] * 2048)
+    with pytest.raises(openai.AuthenticationError, match="tml-"):
+        client.with_options(api_key="sk-other").models.list()
+    with pytest.raises(openai.NotFoundError):
+        client.with_options(api_key="tml-somebody-else").models.retrieve(trained)

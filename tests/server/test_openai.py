@@ -1,0 +1,275 @@
+"""The OpenAI-compatible routes, over the fake backend and a tokenizer of one letter per token.
+
+Tokens 0 to 25 are a to z, then A to Z, 0 to 9 and the space; 63 ends a sequence. The fake backend's
+sample s under a seed has token ``seed + s + p`` at place p, and the logprob of token y after x is
+``-(1 + (x + y) % 8) / 8``.
+"""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.openai_case import (
+    ASK,
+    CHAT,
+    LETTERS,
+    ask,
+    assert_error,
+    chat,
+    complete,
+    events,
+    logprob,
+    texts,
+)
+from tuneserve_engine.backend.fake import FAKE_INFO
+from tuneserve_server.errors import OPENAI_PREFIX
+
+pytestmark = pytest.mark.anyio
+
+# --- completions ---------------------------------------------------------------------------------
+
+
+async def test_a_completion_has_openais_shape(speaking: Any) -> None:
+    answer = await complete(speaking)
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    assert answer == {
+        "object": "text_completion",
+        "model": "tuneserve/fake",
+        "choices": [{"index": 0, "text": "jkl", "logprobs": None, "finish_reason": "length"}],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 3,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+async def test_without_max_tokens_a_completion_has_sixteen(speaking: Any) -> None:
+    assert texts(await complete(speaking, max_tokens=None)) == ["jklmnopqrstuvwxy"]
+
+
+async def test_choices_of_several_prompts_come_prompt_by_prompt(speaking: Any) -> None:
+    answer = await complete(speaking, prompt=["ab", "abcd"], n=2)
+    assert texts(answer) == ["jkl", "klm", "lmn", "mno"]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["prompt_tokens"] == 6
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [([0, 1], ["jkl"]), ([[0, 1], [0, 1, 2, 3]], ["jkl", "lmn"]), (["ab"], ["jkl"])],
+)
+async def test_prompts_may_be_tokens(speaking: Any, prompt: Any, said: list[str]) -> None:
+    assert texts(await complete(speaking, prompt=prompt)) == said
+
+
+async def test_temperature_zero_is_greedy(speaking: Any) -> None:
+    assert texts(await complete(speaking, temperature=0)) == ["cde"]
+
+
+async def test_the_end_of_sequence_is_counted_but_not_shown(speaking: Any) -> None:
+    answer = await complete(speaking, seed=59, max_tokens=9, logprobs=0)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("9 ", "stop")
+    assert choice["logprobs"]["tokens"] == ["9", " "]
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("stop", "said", "why"),
+    [
+        ("lm", "jk", "stop"),
+        (["zz", "l"], "jk", "stop"),
+        ("j", "", "stop"),
+        ("zz", "jklm", "length"),
+        ([], "jklm", "length"),
+    ],
+)
+async def test_a_stop_string_is_cut_from_the_text(
+    speaking: Any, stop: Any, said: str, why: str
+) -> None:
+    answer = await complete(speaking, max_tokens=4, stop=stop, logprobs=1)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (said, why)
+    assert choice["logprobs"]["tokens"] == list(said)
+
+
+async def test_logprobs_are_of_each_token_and_of_the_likeliest(speaking: Any) -> None:
+    (choice,) = (await complete(speaking, logprobs=2))["choices"]
+    before, sampled = [1, 9, 10], [9, 10, 11]
+    likeliest = [sorted(range(64), key=lambda y, x=x: (-logprob(x, y), y))[:2] for x in before]
+    names = dict(enumerate(LETTERS)) | {63: "<eos>"}
+    assert choice["logprobs"] == {
+        "tokens": ["j", "k", "l"],
+        "token_logprobs": [logprob(x, y) for x, y in zip(before, sampled, strict=True)],
+        "top_logprobs": [
+            {names[y]: logprob(x, y) for y in found}
+            for x, found in zip(before, likeliest, strict=True)
+        ],
+        "text_offset": [0, 1, 2],
+    }
+
+
+async def test_a_seed_repeats_and_without_one_answers_differ(speaking: Any) -> None:
+    assert texts(await complete(speaking)) == texts(await complete(speaking))
+    found = {texts(await complete(speaking, seed=None))[0] for _ in range(8)}
+    assert len(found) > 1
+
+
+async def test_fields_that_ask_for_nothing_are_accepted(speaking: Any) -> None:
+    answer = await complete(
+        speaking,
+        **{"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        **{"presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1},
+        **{"echo": False, "suffix": None, "anything": None, "top_k": -1, "top_p": 1},
+    )
+    assert texts(answer) == ["jkl"]
+
+
+# --- chat ----------------------------------------------------------------------------------------
+
+
+async def test_a_chat_completion_answers_what_the_template_makes_of_it(speaking: Any) -> None:
+    answer = await chat(speaking)
+    assert answer.pop("id").startswith("chatcmpl-")
+    del answer["created"]
+    assert answer == {
+        "object": "chat.completion",
+        "model": "tuneserve/fake",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "yzA", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 17,
+            "completion_tokens": 3,
+            "total_tokens": 20,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+async def test_messages_may_come_in_parts_and_from_developers(speaking: Any) -> None:
+    messages = [
+        {"role": "developer", "content": "be"},
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": "yo", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "a"},
+    ]
+    answer = await chat(speaking, messages=messages)
+    made = len("system be user h\ni assistant yo user a assistant")
+    assert answer["usage"]["prompt_tokens"] == made
+
+
+async def test_the_template_has_the_options_of_the_request(speaking: Any) -> None:
+    answer = await chat(speaking, chat_template_kwargs={"voice": "me"})
+    assert answer["usage"]["prompt_tokens"] == len("user hi me")
+
+
+async def test_chat_goes_on_to_the_context_and_max_completion_tokens_wins(speaking: Any) -> None:
+    fields = {"max_tokens": None, "temperature": 0}
+    answer = await chat(speaking, **fields)
+    # From place 17 to the end of sequence, token 63, at the last place of 64.
+    assert answer["usage"]["completion_tokens"] == 64 - 17
+    assert answer["choices"][0]["message"]["content"] == LETTERS[17:]
+    answer = await chat(speaking, max_completion_tokens=2)
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+async def test_logprobs_of_a_chat_name_their_bytes(speaking: Any) -> None:
+    answer = await chat(speaking, max_tokens=1, logprobs=True, top_logprobs=1)
+    before, sampled = LETTERS.index("t"), LETTERS.index("y")
+    best = min(y for y in range(64) if (before + y) % 8 == 0)
+    assert answer["choices"][0]["logprobs"] == {
+        "content": [
+            {
+                "token": "y",
+                "logprob": logprob(before, sampled),
+                "bytes": [ord("y")],
+                "top_logprobs": [
+                    {"token": LETTERS[best], "logprob": -0.125, "bytes": [ord(LETTERS[best])]}
+                ],
+            }
+        ],
+        "refusal": None,
+    }
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+async def test_a_stream_of_completions_ends_with_usage_and_done(speaking: Any) -> None:
+    body = {**ASK, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, done = events(await ask(speaking, "/completions", body))
+    assert done == "[DONE]"
+    first, second, last = map(json.loads, chunks)
+    assert first["id"] == second["id"] == last["id"]
+    assert [first["choices"][0]["text"], second["choices"][0]["text"]] == ["jkl", "klm"]
+    assert second["choices"][0]["index"] == 1
+    assert (first["usage"], last["choices"]) == (None, [])
+    assert last["usage"]["completion_tokens"] == 6
+
+
+async def test_a_stream_of_chat_comes_as_deltas(speaking: Any) -> None:
+    body = {**CHAT, "stream": True}
+    *chunks, _ = events(await ask(speaking, "/chat/completions", body))
+    found = [json.loads(chunk) for chunk in chunks]
+    assert {each["object"] for each in found} == {"chat.completion.chunk"}
+    assert [each["choices"][0]["delta"] for each in found] == [
+        {"role": "assistant", "content": ""},
+        {"content": "yzA"},
+        {},
+    ]
+    assert [each["choices"][0]["finish_reason"] for each in found] == [None, None, "length"]
+    assert all("usage" not in each for each in found)
+
+
+async def test_a_stream_says_that_it_waits(speaking: Any, tokenizer: Path) -> None:
+    await speaking.stop_worker()
+    asking = asyncio.create_task(ask(speaking, "/completions", {**ASK, "stream": True}))
+    await asyncio.sleep(0.5)  # polls take 0.2 s here
+    await speaking.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
+    response = await asking
+    assert response.text.startswith(": waiting\n\n")
+    assert json.loads(events(response)[0])["choices"][0]["text"] == "jkl"
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+async def test_models_are_the_base_models_and_the_callers_sampler_checkpoints(
+    speaking: Any,
+) -> None:
+    model = await speaking.model(await speaking.session())
+    request = {"model_id": model, "seq_id": 1, "path": "mine", "kind": "snapshot"}
+    saved = await speaking.result(await speaking.post("/save_weights_for_sampler", request))
+    path = saved["path"]
+    listed = (await ask(speaking, "/models")).json()
+    assert listed["object"] == "list"
+    assert [each["id"] for each in listed["data"]] == ["tuneserve/fake", path]
+    assert listed["data"][1]["parent"] == "tuneserve/fake"
+    assert (await ask(speaking, f"/models/{path}")).json() == listed["data"][1]
+    assert (await ask(speaking, "/models/tuneserve/fake")).json() == listed["data"][0]
+    assert texts(await complete(speaking, model=path)) == ["jkl"]
+    # To others it does not exist.
+    others = (await ask(speaking, "/models", key="tml-b")).json()
+    assert [each["id"] for each in others["data"]] == ["tuneserve/fake"]
+    for response in (
+        await ask(speaking, f"/models/{path}", key="tml-b"),
+        await ask(speaking, "/completions", {**ASK, "model": path}, key="tml-b"),
+        await ask(speaking, "/completions", {**ASK, "model": "gpt-4"}),
+        await ask(speaking, "/models/gpt-4"),
+    ):
+        said = assert_error(response, 404, "model_not_found", "model")
+        assert f"{OPENAI_PREFIX}models" in said
