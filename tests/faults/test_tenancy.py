@@ -85,6 +85,14 @@ NAMING: dict[str, list[Call]] = {
     ],
     "GET /samplers/{sampler_id}": [("/samplers/@sampler", None)],
     "POST /asample": [("/asample", "@sample")],
+    "POST /v1/completions": [("/v1/completions", {"model": "@path", "prompt": "a"})],
+    "POST /v1/chat/completions": [
+        (
+            "/v1/chat/completions",
+            {"model": "@path", "messages": [{"role": "user", "content": "a"}]},
+        ),
+    ],
+    "GET /v1/models/{model}": [("/v1/models/@path", None)],
     "POST /retrieve_future": [("/retrieve_future", {"request_id": "@request"})],
     "GET /training_runs/{model_id}": [("/training_runs/@model", None)],
     "GET /training_runs/{model_id}/checkpoints": [("/training_runs/@model/checkpoints", None)],
@@ -110,6 +118,7 @@ NAMING: dict[str, list[Call]] = {
     ],
 }
 LISTING = {"GET /training_runs", "GET /checkpoints", "GET /sessions"}
+LISTING_WITH_BASES = {"GET /v1/models"}
 NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
@@ -123,7 +132,7 @@ class Objects:
 
     key: str
     ids: dict[str, str]
-    seq: int = 4  # of the model's next request
+    seq: int = 5  # of the model's next request
 
     @classmethod
     async def made(cls, api: Api, key: str) -> "Objects":
@@ -132,7 +141,13 @@ class Objects:
         sampler = await api.sampler(session, key=key)
         saved = []
         for seq, (route, name) in enumerate(
-            [("save_weights", "a"), ("save_weights_external", "e"), ("save_weights", "z")], 1
+            [
+                ("save_weights", "a"),
+                ("save_weights_external", "e"),
+                ("save_weights", "z"),
+                ("save_weights_for_sampler", "s"),
+            ],
+            1,
         ):
             body = {"model_id": model, "seq_id": seq, "path": name}
             saved.append(await api.post(f"/{route}", body, key=key))
@@ -178,7 +193,7 @@ class Tenancy:
         answer = await asgi.call(
             self.api.app,
             operation.split()[0],
-            PREFIX + quote(_filled(path, names)),
+            _prefixed(quote(_filled(path, names))),
             self._content(body, names, caller.seq),
             {"X-API-Key": caller.key, "Content-Type": "application/json"},
         )
@@ -200,6 +215,10 @@ class Tenancy:
             body = self.bodies.asample(names["sampler"], number)
         text = _filled(json.dumps(body), names)
         return text.replace(str(SEQ), str(seq)).replace(str(NUMBER), str(number)).encode()
+
+
+def _prefixed(path: str) -> str:
+    return path if path.startswith("/v1/") else PREFIX + path
 
 
 def _filled(text: str, names: dict[str, str]) -> str:
@@ -235,7 +254,7 @@ async def holdings(api: Api, owner: Objects) -> list[Any]:
 
 
 async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> None:
-    known = [*NAMING, *LISTING, *NAMING_NOTHING, *BY_LINK]
+    known = [*NAMING, *LISTING, *LISTING_WITH_BASES, *NAMING_NOTHING, *BY_LINK]
     assert len(known) == len(set(known))
     assert operations(service) == set(known)
 
@@ -265,6 +284,8 @@ async def test_the_owner_is_answered_on_every_one_of_these_routes(tenancy: Tenan
             status, _, text = await tenancy.call(operation, call, owner, owner.ids)
             if call[1] in wrong or (call[0].startswith(CHECKPOINT) and "urls" in call[0]):
                 assert status in (400, 422), (call, text)
+            elif operation.startswith("POST /v1/"):
+                assert (status, "model_unavailable" in text) == (503, True), "it has no tokenizer"
             else:
                 assert status == 200, (call, text)
 
@@ -277,6 +298,18 @@ async def test_lists_show_only_what_is_the_callers(tenancy: Tenancy) -> None:
         for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
             assert mine.ids["session"] in json.dumps(listed[mine.key])
             assert mine.ids["session"] not in json.dumps(listed[others])
+
+
+async def test_models_are_the_base_models_and_what_the_caller_has_saved(tenancy: Tenancy) -> None:
+    headers = {key: {"X-API-Key": key} for key in (OWNER, OTHER, "tml-new")}
+    listed = {
+        key: (await tenancy.api.http.get("/v1/models", headers=headers[key])).json()["data"]
+        for key in headers
+    }
+    assert [entry["id"] for entry in listed["tml-new"]] == ["tuneserve/fake"]
+    for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+        assert mine.ids["session"] in json.dumps(listed[mine.key])
+        assert mine.ids["session"] not in json.dumps(listed[others])
 
 
 async def test_an_idempotency_key_is_only_its_tenants(service: Api) -> None:
@@ -403,7 +436,7 @@ async def test_a_signed_link_leads_to_no_other_file(tenancy: Tenancy) -> None:
 async def test_no_name_in_a_body_leads_to_a_file(tenancy: Tenancy, tmp_path: Path) -> None:
     ids = tenancy.owner.ids
     before = everything(tmp_path)
-    seq = 3
+    seq = tenancy.owner.seq - 1
     for path, body in NAME_FIELDS:
         for evil in TRAVERSALS:
             seq += 1
