@@ -3,7 +3,6 @@ decoding comes to the time of its products and of the memory that they read, alo
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -16,7 +15,7 @@ import numpy as np
 from bench_model import Shape, write_model
 from contenders import random_tokens
 from results import machine, publish, table
-from side_by_side import Pace, limit_threads, ratio, take_turns
+from side_by_side import compared, limit_threads, take_turns
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import SampleRequest
@@ -88,7 +87,7 @@ def mixed(model: Path, rounds: int) -> dict[str, Any]:
         {"continuous": lambda: turn(REQUESTS), "static": lambda: turn(MIXED_LANES)}, rounds=rounds
     )
     what = f"{REQUESTS} mixed requests, {MIXED_LANES} lanes, new tokens/s"
-    return row(what, paces, 2.5)
+    return compared(what, paces, 2.5)
 
 
 def one_prefill(model: Path, rounds: int) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def one_prefill(model: Path, rounds: int) -> dict[str, Any]:
 
     paces = take_turns({"one request": together, "16 that share nothing": apart}, rounds=rounds)
     what = f"{SAMPLES} samples of a prompt of {LONG_PROMPT}, {FEW} new each, new tokens/s"
-    return row(what, paces, 2.0)
+    return compared(what, paces, 2.0)
 
 
 def beside_the_limit(model: Path, lanes: int, rounds: int) -> dict[str, Any]:
@@ -120,7 +119,7 @@ def beside_the_limit(model: Path, lanes: int, rounds: int) -> dict[str, Any]:
     contenders = {"decoding": decode, "its products": products(model, lanes)}
     paces = take_turns(contenders, rounds=rounds)
     what = f"{lanes} lanes behind prompts of {LIMIT_PROMPT} tokens, new tokens/s"
-    return row(what, paces, 0.6)
+    return compared(what, paces, 0.6)
 
 
 def products(model: Path, lanes: int) -> Callable[[], int]:
@@ -176,16 +175,6 @@ def products(model: Path, lanes: int) -> Callable[[], int]:
         return WRITTEN * lanes
 
     return run
-
-
-def row(what: str, paces: dict[str, Pace], least: float) -> dict[str, Any]:
-    """Of two contenders: the one in question, and what it is compared with."""
-    (of, pace), (to, reference) = paces.items()
-    found = ratio(pace, reference)
-    compared = {"this": of, "its pace": pace.median, "that": to, "that one's": reference.median}
-    shown = {"what": what, **compared, "ratio": found, "at least": least, "kept": found >= least}
-    print(shown, file=sys.stderr)
-    return shown
 
 
 def main() -> None:

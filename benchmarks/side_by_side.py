@@ -2,11 +2,13 @@
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -53,6 +55,16 @@ def take_turns(
 def ratio(of: Pace, to: Pace) -> float:
     """The median over rounds of one contender's pace over that of another, in the same round."""
     return statistics.median(a / b for a, b in zip(of.per_s, to.per_s, strict=True))
+
+
+def compared(what: str, paces: dict[str, Pace], least: float) -> dict[str, Any]:
+    """A row about two contenders: the one in question, and what it is compared with."""
+    (of, pace), (to, reference) = paces.items()
+    found = ratio(pace, reference)
+    names = {"this": of, "its pace": pace.median, "that": to, "that one's": reference.median}
+    shown = {"what": what, **names, "ratio": found, "at least": least, "kept": found >= least}
+    print(shown, file=sys.stderr)
+    return shown
 
 
 def cpu_ratio(of: Pace, to: Pace) -> float:

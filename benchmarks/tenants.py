@@ -5,7 +5,6 @@ ones; the optimizer step of one adapter beside others; far more adapters than th
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 from bench_model import Shape, write_model
 from contenders import Bare, Tenant, Work, random_tokens, tenants, train, wait_until_compiled
 from results import machine, publish, table
-from side_by_side import Pace, limit_threads, ratio, take_turns
+from side_by_side import compared, limit_threads, take_turns
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.jax.adapters import adapter_bytes, target_shapes
@@ -71,16 +70,6 @@ def each_one(active: Sequence[Tenant]) -> Work:
     return [(tenant, [datum]) for tenant, datum in zip(active, DATA, strict=True)]
 
 
-def row(what: str, paces: dict[str, Pace], limit: float) -> dict[str, Any]:
-    """Of two contenders: the one in question, and what it is compared with."""
-    (of, pace), (to, reference) = paces.items()
-    found = ratio(pace, reference)
-    compared = {"this": of, "its pace": pace.median, "that": to, "that one's": reference.median}
-    shown = {"what": what, **compared, "ratio": found, "at least": limit, "kept": found >= limit}
-    print(shown, file=sys.stderr)
-    return shown
-
-
 def one_or_eight_served(served: list[Tenant], rounds: int) -> Iterator[dict[str, Any]]:
     """Eight tenants with a datum each against one with eight, through the server."""
     for what, steps in (("gradients", False), ("steps", True)):
@@ -93,7 +82,7 @@ def one_or_eight_served(served: list[Tenant], rounds: int) -> Iterator[dict[str,
             "8 tenants x 1 datum": lambda turn=turn: turn(each_one(served)),
             "1 tenant x 8 datums": lambda turn=turn: turn([(served[0], DATA)]),
         }
-        yield row(f"{what}, server, tokens/s", take_turns(contenders, rounds=rounds), 0.9)
+        yield compared(f"{what}, server, tokens/s", take_turns(contenders, rounds=rounds), 0.9)
 
 
 def one_or_eight_bare(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
@@ -114,7 +103,7 @@ def one_or_eight_bare(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
             "8 tenants x 1 datum": lambda turn=turn: turn(eight),
             "1 tenant x 8 datums": lambda turn=turn: turn(one),
         }
-        yield row(f"{what}, bare engine, tokens/s", take_turns(contenders, rounds=rounds), 0.9)
+        yield compared(f"{what}, bare engine, tokens/s", take_turns(contenders, rounds=rounds), 0.9)
     for name in names:
         bare.backend.delete_adapter(name)
 
@@ -141,7 +130,7 @@ def optimizer(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
     paces = take_turns(dict.fromkeys(names, steps), rounds=10 * rounds, prepare=register)
     for name in names[1:]:
         pair = {name: paces[name], names[0]: paces[names[0]]}
-        yield row("optimizer steps of one adapter, bare engine, steps/s", pair, 0.9)
+        yield compared("optimizer steps of one adapter, bare engine, steps/s", pair, 0.9)
 
 
 def more_registered(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, Any]:
@@ -156,7 +145,7 @@ def more_registered(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[
         f"{len(few)} registered": lambda: turn(few),
     }
     paces = take_turns(contenders, rounds=rounds)
-    return row("steps of 8 tenants, server, tokens/s", paces, 0.95)
+    return compared("steps of 8 tenants, server, tokens/s", paces, 0.95)
 
 
 def by_turns(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, Any]:
@@ -173,7 +162,7 @@ def by_turns(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, An
         f"{len(few)} registered": lambda: turn([few] * count),
     }
     paces = take_turns(contenders, rounds=rounds)
-    return row("steps of 8 tenants, device memory for 8, server, tokens/s", paces, 0.8)
+    return compared("steps of 8 tenants, device memory for 8, server, tokens/s", paces, 0.8)
 
 
 def measure(folder: Path, rounds: int, crowd: int) -> list[dict[str, Any]]:

@@ -97,6 +97,22 @@ def test_names_and_structures_are_told_apart(tmp_path: Path) -> None:
     assert seen == ["one", "other", "one"]
 
 
+def test_a_program_that_is_needed_after_ready_counts_though_it_was_kept(tmp_path: Path) -> None:
+    """Else a request that no program was declared for would be noticed once only."""
+    late = []
+    for _ in range(2):
+        programs = ProgramSet(KeptPrograms(tmp_path, "n"))
+        program = programs.add("double", lambda x: x + x, use="tests")
+        program.declare("declared", ONES)
+        programs.compile_ahead(threads=1)
+        assert programs.wait(60)
+        program("declared", ONES)
+        assert programs.compilations_after_ready == 0
+        program("forgotten", np.ones(5, np.float32))
+        late.append(programs.compilations_after_ready)
+    assert late == [1, 1]
+
+
 UNREADABLE = b"no pickle"
 DAMAGED = [b"", b"x" * 100, hashlib.sha256(UNREADABLE).digest() + UNREADABLE, None]
 

@@ -32,6 +32,8 @@ class KeptPrograms:
         compilation_cache.reset_cache()  # else what was compiled before has settled that it is used
         self._folder = folder
         self._numerics_id = numerics_id
+        self.loaded = 0
+        """Programs that were found here."""
         self._faults = Repeats(logger)
 
     def load(self, identity: str) -> Compiled | None:
@@ -53,10 +55,11 @@ class KeptPrograms:
             found: Compiled = serialize_executable.deserialize_and_load(
                 program, taken, given, execution_devices=jax.local_devices()[:1]
             )
-            return found
         except Exception as error:  # of whatever kind: it can be compiled again
             logger.warning("%s cannot be loaded (%s); it is compiled again", path, error)
             return None
+        self.loaded += 1
+        return found
 
     def keep(self, identity: str, compiled: Compiled) -> None:
         """Writes the program, whole or not at all. That it cannot be kept is only logged."""

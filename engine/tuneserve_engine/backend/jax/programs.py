@@ -212,8 +212,12 @@ class ProgramSet:
 
     @property
     def compilations_after_ready(self) -> int:
-        """Of the whole process, eager operations included; none is expected."""
-        return self._compilations.count - self._at_ready if self.ready.is_set() else 0
+        """Of the whole process, eager operations included; none is expected. What an earlier
+        process had to compile so late, and is only read now, counts too."""
+        return self._made() - self._at_ready if self.ready.is_set() else 0
+
+    def _made(self) -> int:
+        return self._compilations.count + (self._kept.loaded if self._kept else 0)
 
     def _compile(self, waiting: "SimpleQueue[Shape]") -> None:
         # A process that ends waits for its threads: they finish what they are at, no more.
@@ -233,7 +237,7 @@ class ProgramSet:
         refused = sum(shape.is_refused for shape in declared)
         if sum(shape.is_compiled for shape in declared) + refused < len(declared):
             return  # the process ends
-        self._at_ready = self._compilations.count
+        self._at_ready = self._made()
         self.ready.set()
         logger.info("%d programs in %.1f s", len(declared), time.monotonic() - started_s)
         if refused:
