@@ -74,7 +74,7 @@ def _refuse(error: Exception) -> int:
 async def _work(
     settings: WorkerSettings, backend: JaxBackend, files: FileStore, pulse: Pulse
 ) -> None:
-    costs = Costs(backend.lattice, context=backend.info.context_length, lanes=settings.sample_rows)
+    costs = Costs(backend.lattice, context=backend.info.context_length, lanes=backend.sample_rows)
     async with open_queue(settings) as connect:
         worker = Worker(
             connect,

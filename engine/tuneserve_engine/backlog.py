@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.queue.base import LogEntry
 
 
@@ -15,10 +15,13 @@ class Backlog:
     def __init__(self) -> None:
         self._pending: dict[str, Job] = {}
         self._again: dict[str, asyncio.Future[Outcome]] = {}
+        self._samples = 0
         self.arrived = asyncio.Event()
 
     def add(self, jobs: Iterable[Job]) -> None:
-        self._pending |= {job.request_id: job for job in jobs}
+        for job in jobs:
+            self._samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
+            self._pending[job.request_id] = job
         self.arrived.set()
 
     def again(self, entries: Sequence[LogEntry], attempts: int) -> "asyncio.Future[list[Outcome]]":
@@ -45,6 +48,11 @@ class Backlog:
         """Whether nothing waits; may be asked from another thread."""
         return not self._pending
 
+    @property
+    def has_samples(self) -> bool:
+        """May be asked from another thread."""
+        return self._samples > 0
+
     def in_order(self) -> list[Job]:
         return sorted(self._pending.values(), key=lambda job: job.release)
 
@@ -57,6 +65,7 @@ class Backlog:
     def remove(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             del self._pending[job.request_id]
+            self._samples -= job.kind == JobKind.SAMPLE
 
     def done_again(self, job: Job, outcome: Outcome) -> None:
         future = self._again.pop(job.request_id)

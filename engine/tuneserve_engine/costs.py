@@ -3,13 +3,14 @@ cost so far. Plain Python; the caller measures time."""
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
 import msgspec
 
 from tuneserve_client.proto.head import datum_lengths
+from tuneserve_engine.backend.base import PROMPT_TOKENS_PER_STEP
 from tuneserve_engine.errors import EngineError
 from tuneserve_engine.jobs import Job, JobKind
 from tuneserve_engine.lattice import ShapeLattice, multiple_from
@@ -20,9 +21,6 @@ _REQUEST_TOKENS = 16
 _MOST_FIELDS = 16_384
 """Fields of a request that are looked at: a thousand datums have fewer."""
 
-_PROMPT_TOKENS_PER_STEP = 32
-"""Tokens of a prompt that cost as much as one decoded token: they run together, those alone."""
-
 _REMEMBERED = 9
 """Units of a kind that count. The median passes over those that had to compile a program."""
 
@@ -31,16 +29,14 @@ _REMEMBERED = 9
 class Cost:
     """What one job costs. Costs compare within a kind only.
 
-    ``work`` adds up over jobs: a tenant is charged by it. A unit takes less than the sum where its
-    jobs share chunks or lanes that would be empty: a gradient has ``tokens``, in whole blocks; a
-    sample decodes ``sequences`` side by side, ``steps`` one after the other.
+    ``work`` adds up over jobs: a tenant is charged by it. A unit of gradients takes less than the
+    sum where they share chunks that would be empty: each has ``tokens``, in whole blocks. A sample
+    takes a lane for each of its ``sequences``; its work is the most that it can come to.
     """
 
     work: float
     tokens: int = 0
-    prompt: float = 0  # in steps
-    steps: int = 0
-    sequences: int = 0
+    sequences: int = 1
 
 
 class Costs:
@@ -65,15 +61,11 @@ class Costs:
         """What jobs of one kind cost together."""
         if any(cost.tokens for cost in costs):
             return self._of_gradients(costs)
-        if any(cost.steps for cost in costs):
-            return self._of_samples(costs)
         return sum(cost.work for cost in costs)
 
     def beside(self, cost: Cost) -> float:
-        """What a unit may cost that this job starts: as much as the job, alone or, if it is a
-        sample, with its like in the other lanes."""
-        alike = max(self._lanes // cost.sequences, 1) if cost.sequences else 1
-        return self.of_unit([cost] * alike)
+        """What a unit may cost that this job starts: as much as the job alone."""
+        return self.of_unit([cost])
 
     def shared(self, cost: Cost) -> float:
         """What a unit may cost that this job starts and others of other tenants join. A unit of
@@ -82,6 +74,12 @@ class Costs:
         if not cost.tokens:
             return self.beside(cost)
         return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
+
+    @property
+    def places(self) -> int:
+        """Sequences that may be on their way at once: twice as many as lanes, so that one that is
+        free has the next at once."""
+        return 2 * self._lanes
 
     @property
     def slots(self) -> int:
@@ -115,19 +113,8 @@ class Costs:
         limit = max(self._context - len(asked.prompt), 1)
         steps = max(min(asked.max_tokens or limit, limit), 1)
         sequences = max(asked.num_samples, 1)
-        prompt = len(asked.prompt) / _PROMPT_TOKENS_PER_STEP
-        return Cost(
-            work=prompt + steps * sequences,
-            prompt=prompt,
-            steps=steps,
-            sequences=sequences,
-        )
-
-    def _of_samples(self, costs: Sequence[Cost]) -> float:
-        """All lanes side by side: the longest, or the sum over lanes."""
-        decoded = sum(cost.steps * cost.sequences for cost in costs)
-        longest = max(cost.steps for cost in costs)
-        return sum(cost.prompt for cost in costs) + max(longest, decoded / self._lanes)
+        prompt = len(asked.prompt) / PROMPT_TOKENS_PER_STEP
+        return Cost(work=prompt + steps * sequences, sequences=sequences)
 
 
 class Estimates:
@@ -163,14 +150,28 @@ class Estimates:
         """See ``Costs.full``."""
         return self._costs.full([self._cost(job) for job in unit])
 
-    def shares(self, unit: Sequence[Job]) -> list[float]:
-        """Each job's part of the unit's time; they add up to 1."""
-        work = [self._cost(job).work for job in unit]
-        return [each / sum(work) for each in work]
+    @property
+    def places(self) -> int:
+        """See ``Costs.places``."""
+        return self._costs.places
 
-    def learn(self, unit: Sequence[Job], seconds: float) -> None:
-        """Takes in what a unit took."""
-        cost = self._costs.of_unit([self._cost(job) for job in unit])
+    def sequences(self, job: Job) -> int:
+        return self._cost(job).sequences
+
+    def shares(self, unit: Sequence[Job], work: Mapping[str, float] | None = None) -> list[float]:
+        """Each job's part of the unit's time; they add up to 1. ``work`` is what was done for
+        samples, by request id, if that is known."""
+        if work and sum(work.values()) > 0:
+            parts = [work.get(job.request_id, 0.0) for job in unit]
+        else:
+            parts = [self._cost(job).work for job in unit]
+        return [part / sum(parts) for part in parts]
+
+    def learn(
+        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+    ) -> None:
+        """Takes in what a unit took. ``work`` as in ``shares``."""
+        cost = sum((work or {}).values()) or self._costs.of_unit([self._cost(job) for job in unit])
         self._rates[unit[0].kind].append(seconds / cost)
 
     def forget_all_but(self, jobs: Collection[Job]) -> None:

@@ -6,25 +6,25 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
-from tuneserve_engine import checkpoint, jobs, sampling_wire, training_wire
+from tuneserve_engine import checkpoint, jobs, training_wire
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
     DeviceFailed,
     OutOfMemory,
-    SampleResult,
+    Sampled,
+    SampleRequest,
     TrainResult,
     TrainUnit,
+    nothing,
 )
 from tuneserve_engine.batch import PackRequest
-from tuneserve_engine.errors import EngineError, ServerError, UserError
+from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.gradients import Asked, Passes, Results
 from tuneserve_engine.jobs import Job, JobKind, Outcome
@@ -35,10 +35,9 @@ from tuneserve_engine.outcomes import (
     failed_together,
     failure,
     in_json,
-    protobuf,
-    rejected,
 )
 from tuneserve_engine.records import CheckpointKind
+from tuneserve_engine.samples import Samples, never
 from tuneserve_engine.training_wire import TrainingData
 
 logger = logging.getLogger(__name__)
@@ -57,14 +56,21 @@ class _Resident:
 
 @dataclass(frozen=True)
 class Executed:
-    """A unit that has run: its jobs' answers, in order, and the seconds that the backend had it,
-    save those in which it waited for adapters."""
+    """A unit that has run: those of its jobs that have ended, their answers, in order, and the
+    seconds that the backend had it, save those in which it waited for adapters.
 
+    The others are samples on their way: ``left`` has how many sequences each has still to end.
+    ``work`` is what was done for each sample; see ``Sampled``.
+    """
+
+    jobs: Sequence[Job]
     answers: Sequence[Answer]
     device_s: float
+    left: Mapping[str, int] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)
 
     def outcomes(self) -> list[Outcome]:
-        """One per job, in order. May be called from another thread."""
+        """One per job that has ended, in order. May be called from another thread."""
         return [answer() for answer in self.answers]
 
 
@@ -79,6 +85,7 @@ class Operations:
         self._clock = clock
         self._device_s = 0.0  # of the unit that runs
         self._residents: dict[str, _Resident] = {}
+        self._samples = Samples(backend.info, self._sample_for, self._ensure_snapshot)
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
             JobKind.LOAD_WEIGHTS: self._load_weights,
@@ -99,18 +106,42 @@ class Operations:
         self._backend.look_ahead([each for each in model_ids if each in self._residents])
 
     def execute(
-        self, unit: Sequence[Job], decoded: Mapping[str, "Future[TrainingData]"] | None = None
+        self,
+        unit: Sequence[Job],
+        decoded: Mapping[str, "Future[TrainingData]"] | None = None,
+        is_over: Callable[[], bool] = never,
+        between: Callable[[], None] = nothing,
     ) -> Executed:
         """Runs the jobs, all of one kind: afterwards the device has done everything for them.
-        ``decoded`` is what ``decode`` gives for some of them, by request id."""
-        kind = unit[0].kind
+        ``decoded`` is what ``decode`` gives for some of them, by request id.
+
+        Samples go on until ``is_over`` only. Those that have not ended are to be in the next unit
+        of samples, where they go on; one that is not is given up.
+
+        ``between`` is called after every micro-batch but the last, and may execute a unit of
+        samples.
+        """
+        started_s, before_s = self._clock(), self._device_s
         self._device_s = 0.0
+        try:
+            return self._execute(unit, decoded or {}, is_over, between)
+        finally:  # a unit that this one came in between has not had the device meanwhile
+            self._device_s = before_s - (self._clock() - started_s)
+
+    def _execute(
+        self,
+        unit: Sequence[Job],
+        decoded: Mapping[str, "Future[TrainingData]"],
+        is_over: Callable[[], bool],
+        between: Callable[[], None],
+    ) -> Executed:
+        kind = unit[0].kind
+        if kind == JobKind.SAMPLE:
+            return self._sample(unit, is_over)
         if kind == JobKind.FORWARD_BACKWARD:
-            answers = self._forward_backward(unit, decoded or {})
+            answers = self._forward_backward(unit, decoded, between)
         elif kind == JobKind.OPTIM_STEP:
             answers = self._together(unit, self._optim_steps)
-        elif kind == JobKind.SAMPLE:
-            answers = self._together(unit, self._sample)
         elif kind == JobKind.SAVE_WEIGHTS:
             answers = [self._save_weights(job) for job in unit]
         else:
@@ -118,7 +149,7 @@ class Operations:
         for job in unit:
             if job.position is not None and job.model_id in self._residents:
                 self._residents[job.model_id].position = job.position + 1
-        return Executed(answers, self._device_s)
+        return Executed(unit, answers, self._device_s)
 
     def capture(self, model_id: str) -> tuple[AdapterState, int] | None:
         """The model's whole state, and the position that it is for; None if it is not here."""
@@ -184,7 +215,10 @@ class Operations:
         return resident
 
     def _forward_backward(
-        self, unit: Sequence[Job], decoded: Mapping[str, "Future[TrainingData]"]
+        self,
+        unit: Sequence[Job],
+        decoded: Mapping[str, "Future[TrainingData]"],
+        between: Callable[[], None],
     ) -> list[Answer]:
         results: Results = {}
         asked = []
@@ -197,11 +231,12 @@ class Operations:
                 results[job.request_id] = error
         if asked:
             halvings = max(job.halvings for job in unit)  # not 0 only for one that is alone
-            results |= Passes(self._run, self._backend.lattice).of(asked, halvings)
+            run = partial(self._run, between)
+            results |= Passes(run, self._backend.lattice).of(asked, halvings)
         return [self._gradient(job, results[job.request_id]) for job in unit]
 
-    def _run(self, unit: TrainUnit) -> TrainResult:
-        return self._timed(self._backend.forward_backward, unit)
+    def _run(self, between: Callable[[], None], unit: TrainUnit) -> TrainResult:
+        return self._timed(self._backend.forward_backward, unit, between)
 
     def _data(self, job: Job, decoded: "Future[TrainingData] | None") -> TrainingData:
         if decoded is None or decoded.cancel():  # it has not begun; nor need this wait for it
@@ -242,23 +277,16 @@ class Operations:
                 answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
         return [answers[job.request_id] for job in unit]
 
-    def _sample(self, unit: Sequence[Job]) -> list[Answer]:
-        answers: dict[str, Answer] = {}
-        asked = []
-        for job in unit:
-            try:
-                command = jobs.decode(job.payload, jobs.Sample)
-                request = sampling_wire.to_request(command, self._backend.info)
-                request = replace(request, owner=job.tenant)
-                self._ensure_snapshot(request.snapshot_id)
-                asked.append((job, command, request))
-            except EngineError as error:
-                answers[job.request_id] = _ready(rejected(job, error))
-        requests = [request for _, _, request in asked]
-        results = self._timed(self._backend.sample, requests) if requests else []
-        for (job, command, _), result in zip(asked, results, strict=True):
-            answers[job.request_id] = partial(attempt, job, partial(_sampled, command, result))
-        return [answers[job.request_id] for job in unit]
+    def _sample(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Executed:
+        answers, given = self._samples.go_on(unit, is_over)
+        ended = [job for job in unit if job.request_id in answers]
+        ready = [answers[job.request_id] for job in ended]
+        return Executed(ended, ready, self._device_s, given.left, given.work)
+
+    def _sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        return self._timed(self._backend.sample_for, asked, is_over)
 
     def _ensure_snapshot(self, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
@@ -283,6 +311,8 @@ class Operations:
             command = jobs.decode(job.payload, jobs.SaveWeights)
             training = command.kind == CheckpointKind.TRAINING
             state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
+            if command.sampler is not None:  # an unnamed one, which will be sampled from right away
+                self._timed(self._backend.load_snapshot, command.file_id, state)
         except Exception as error:
             return _ready(failure(job, error))
         return partial(attempt, job, partial(self._saved, command, state))
@@ -349,15 +379,6 @@ def _stepped(result: Mapping[str, float] | Exception, job: Job) -> Outcome:
     # JSON has no other numbers, and a step that was taken must not be reported as failed.
     finite = {name: value for name, value in result.items() if math.isfinite(value)}
     return replace(in_json(job, {"metrics": finite}), changed=True)
-
-
-def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
-    if not all(np.isfinite(each.logprobs).all() for each in result.sequences):
-        raise UserError(
-            "the sampler's weights give logits that are not finite, so no token can be drawn; "
-            "sample from a checkpoint saved before the training diverged"
-        )
-    return protobuf(job, sampling_wire.encode_response(command, result))
 
 
 def _check_targets(config: AdapterConfig) -> None:

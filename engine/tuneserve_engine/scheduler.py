@@ -5,15 +5,19 @@ lowest goes first, so that the counters of tenants with work stay together.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
+from typing import NamedTuple
 
 from tuneserve_engine.costs import Costs, Estimates
 from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind
 
-_SHARED = {JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP, JobKind.SAMPLE}
-"""Kinds of which many jobs can share a unit."""
+_SHARED = {JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP}
+"""Kinds of which many jobs can share a unit, beside samples."""
+
+_SUSPECTED = 2
+"""Workers that died of a sample, perhaps, before it has to be alone."""
 
 MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
@@ -21,6 +25,13 @@ MAX_BYTES = 1 << 20
 UNIT_S = 0.03
 """Device time after which a unit takes no further job, unless that costs no more time: everyone
 else waits for it. Small gradients of other tenants still join (see ``Costs.shared``)."""
+
+
+class UnderWay(NamedTuple):
+    """A sample that has begun, and how many sequences it has still to end."""
+
+    job: Job
+    sequences: int
 
 
 class Scheduler:
@@ -46,23 +57,32 @@ class Scheduler:
         self._largest_s = 0.0  # of any request that ran
         self._units = 0
         self._last_unit: dict[str, int] = {}
+        self._sampling_lead_s: dict[str, float] = {}  # of a tenant's samples over its other work
 
-    def next_unit(self, pending: Sequence[Job]) -> list[Job]:
-        """The jobs of the next pass, in ``release`` order; empty only if nothing is pending.
+    def next_unit(self, pending: Sequence[Job], under_way: Sequence[UnderWay] = ()) -> list[Job]:
+        """The jobs of the next pass, in ``release`` order; empty only if there is nothing to do.
 
         ``pending`` is in release order. The tenant with the lowest counter goes first, with its
         oldest runnable job, and optimizer steps before gradients; runnable jobs of that kind join,
         again by the lowest counter, as room and fairness allow. A model's jobs run in order: behind
         its first pending job only more of the same ``forward_backward`` run can share the unit.
+
+        Samples run in slices of time. All that are ``under_way`` are in every unit of samples;
+        others begin as places become free. Of a tenant's samples and its other work, what has had
+        less of the device goes first.
         """
-        self._estimates.forget_all_but(pending)
-        waiting: dict[str, list[Job]] = {}
-        for job in _runnable(pending):
-            waiting.setdefault(job.tenant, []).append(job)
-        self._arrive(waiting)
+        begun = [each.job for each in under_way]
+        self._estimates.forget_all_but([*begun, *pending])
+        runnable = _runnable(pending)
+        self._arrive(_by_tenant([*begun, *runnable]))
+        samples = self._joining(runnable, under_way)
+        others = [job for job in runnable if not _samples(job)]
+        waiting = _by_tenant([*begun, *samples, *others])
         if not waiting:
             return []
         first = self._first(waiting, pending)
+        if _samples(first):
+            return sorted([*begun, *samples], key=lambda job: job.release)
         if not _can_share(first):
             return [first]
         unit = self._filled(first, waiting)
@@ -70,13 +90,37 @@ class Scheduler:
             unit = self._full(unit, waiting)
         return sorted(unit, key=lambda job: job.release)
 
+    def between(
+        self,
+        running: Sequence[Job],
+        seconds: float,
+        pending: Sequence[Job],
+        under_way: Sequence[UnderWay],
+    ) -> list[Job]:
+        """The samples that go on, or begin, before the running unit does, which has had ``seconds``
+        so far; none if it is rather its turn."""
+        begun = [each.job for each in under_way]
+        samples = [*begun, *self._joining(pending, under_way)]
+        if not samples:
+            return []
+        used = self._charged(running, seconds)
+        tenant = min((job.tenant for job in samples), key=lambda t: used.get(t, self._at(t)))
+        at, lowest = used.get(tenant, self._at(tenant)), min(used.values())
+        lead_s = self._sampling_lead_s.get(tenant, 0.0)
+        if at == lowest and tenant in used:  # one tenant's, all of it
+            lead_s -= (at - self._at(tenant)) * self._weight(tenant)
+        if at > lowest or (at == lowest and lead_s > 0):
+            return []
+        return sorted(samples, key=lambda job: job.release)
+
     def upcoming(self, pending: Sequence[Job], running: Sequence[Job], most: int) -> list[Job]:
         """Up to ``most`` pending jobs in about the order in which they will run after the unit that
         does now: each tenant's in release order, and the tenants in turn."""
         queues: dict[str, deque[Job]] = {}
         for job in pending:
             queues.setdefault(job.tenant, deque()).append(job)
-        counters = self._charged(running, self._estimates.unit_s(running) or self._unit_s)
+        known_s = None if _samples(running[0]) else self._estimates.unit_s(running)
+        counters = self._charged(running, known_s or self._unit_s)
         turns = [(*self._turn(t, jobs[0], counters), t) for t, jobs in queues.items()]
         heapify(turns)
         upcoming: list[Job] = []
@@ -90,13 +134,61 @@ class Scheduler:
                 heappush(turns, (counter, served, queues[tenant][0].release, tenant))
         return upcoming
 
-    def charge(self, unit: Sequence[Job], seconds: float) -> None:
-        """Accounts for a unit that took ``seconds`` of the device."""
+    def charge(
+        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+    ) -> None:
+        """Accounts for a unit that took ``seconds`` of the device; ``work`` is what was done for
+        each sample, by request id."""
         self._units += 1
-        self._counters |= self._charged(unit, seconds)
-        self._largest_s = max(self._largest_s, seconds * max(self._estimates.shares(unit)))
+        shares = self._estimates.shares(unit, work)
+        self._counters |= self._with(unit, seconds, shares)
+        self._largest_s = max(self._largest_s, seconds * max(shares))
         self._last_unit |= {job.tenant: self._units for job in unit}
-        self._estimates.learn(unit, seconds)
+        for job, share in zip(unit, shares, strict=True):
+            lead_s = seconds * share if _samples(job) else -seconds * share
+            self._sampling_lead_s[job.tenant] = self._sampling_lead_s.get(job.tenant, 0) + lead_s
+        self._estimates.learn(unit, seconds, work)
+
+    def _joining(self, waiting: Sequence[Job], under_way: Sequence[UnderWay]) -> list[Job]:
+        """Those samples that may begin beside those under way, by the lowest counter, as long as
+        there are places. A tenant that has none under way need not wait for one; but none begins
+        who is ahead of anybody that waits, be it to train: samples under way go on in every
+        tenant's turn.
+
+        What a worker has died of, perhaps, keeps apart from what is under no suspicion, so that
+        three deaths find the culprit: the first is of all, the second of those suspected.
+        """
+        samples = [job for job in waiting if _samples(job)]
+        kinds = {job.attempts for job in [*samples, *(each.job for each in under_way)]}
+        if under_way and len(kinds) > 1:
+            return []  # those under way end, then the others can begin
+        left = self._estimates.places - sum(each.sequences for each in under_way)
+        present = {each.job.tenant for each in under_way}
+        lowest = min((self._at(job.tenant) for job in waiting), default=0.0)
+        room_s = max(self._unit_s, self._largest_s)
+        queues = {
+            tenant: deque(jobs)
+            for tenant, jobs in _by_tenant(samples).items()
+            if (self._at(tenant) - lowest) * self._weight(tenant) <= room_s
+        }
+        charged: dict[str, float] = {}
+        joining: list[Job] = []
+        while queues:
+            tenant = min(queues, key=lambda t: self._turn(t, queues[t][0], charged))
+            job = queues[tenant].popleft()
+            is_apart = job.attempts >= _SUSPECTED or job.attempts != (joining or [job])[0].attempts
+            if (present and is_apart) or (tenant in present and left <= 0):
+                del queues[tenant]
+                continue
+            if not queues[tenant]:
+                del queues[tenant]
+            joining.append(job)
+            present.add(tenant)
+            left -= self._estimates.sequences(job)
+            seconds = self._estimates.unit_s([job]) or self._unit_s
+            at = charged.get(tenant, self._at(tenant))
+            charged[tenant] = at + seconds / self._weight(tenant)
+        return joining
 
     def _arrive(self, waiting: Mapping[str, object]) -> None:
         """Lifts tenants that come back to the floor, and forgets absent ones below it."""
@@ -108,6 +200,7 @@ class Scheduler:
             if tenant not in waiting:
                 del self._counters[tenant]
                 self._last_unit.pop(tenant, None)
+                self._sampling_lead_s.pop(tenant, None)
         for tenant in waiting:
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
 
@@ -125,7 +218,8 @@ class Scheduler:
         """The next job of whose turn it is. If that is a gradient, an optimizer step goes before it
         whose model has a gradient waiting behind it, and that takes its tenant no further ahead
         than the gradient would: a step takes next to no time, and then both can share a unit."""
-        first = waiting[min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))][0]
+        tenant = min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))
+        first = self._next_of(tenant, waiting[tenant])
         if first.kind != JobKind.FORWARD_BACKWARD:
             return first
         gradients = {job.model_id for job in pending if job.kind == JobKind.FORWARD_BACKWARD}
@@ -141,6 +235,17 @@ class Scheduler:
         room_s = max(self._unit_s, min(self._estimates.room_s(first), self._largest_s))
         lowest_first = sorted(waiting, key=self._at)
         return step if self._joined([], step, (room_s, room_s), lowest_first) else first
+
+    def _next_of(self, tenant: str, jobs: Sequence[Job]) -> Job:
+        """The tenant's oldest job; if it has samples and other work, of what had less time."""
+        samples = [job for job in jobs if _samples(job)]
+        others = [job for job in jobs if not _samples(job)]
+        lead_s = self._sampling_lead_s.get(tenant, 0.0)
+        if not samples or not others:
+            self._sampling_lead_s.pop(tenant, None)
+        elif lead_s:
+            return others[0] if lead_s > 0 else samples[0]
+        return jobs[0]
 
     def _filled(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
         """The first job and those of its kind that may join it, in turn.
@@ -219,8 +324,13 @@ class Scheduler:
 
     def _charged(self, unit: Sequence[Job], seconds: float) -> dict[str, float]:
         """The counters of the unit's tenants after it."""
+        return self._with(unit, seconds, self._estimates.shares(unit))
+
+    def _with(
+        self, unit: Sequence[Job], seconds: float, parts: Sequence[float]
+    ) -> dict[str, float]:
         shares: dict[str, float] = {}
-        for job, share in zip(unit, self._estimates.shares(unit), strict=True):
+        for job, share in zip(unit, parts, strict=True):
             shares[job.tenant] = shares.get(job.tenant, 0.0) + share
         return {
             tenant: self._at(tenant) + seconds * share / self._weight(tenant)
@@ -233,6 +343,18 @@ class Scheduler:
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
+
+
+def _by_tenant(jobs: Iterable[Job]) -> dict[str, list[Job]]:
+    """Each tenant's, in release order."""
+    found: dict[str, list[Job]] = {}
+    for job in sorted(jobs, key=lambda job: job.release):
+        found.setdefault(job.tenant, []).append(job)
+    return found
+
+
+def _samples(job: Job) -> bool:
+    return job.kind == JobKind.SAMPLE
 
 
 def _can_share(job: Job) -> bool:

@@ -13,27 +13,25 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.ahead import Ahead
 from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.link import Link, cause
-from tuneserve_engine.operations import Executed, Operations
+from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, Queue
 from tuneserve_engine.residents import PointPolicy, Residents
 from tuneserve_engine.scheduler import Scheduler
+from tuneserve_engine.units import Unit, Units
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TAKE_JOBS = 256
-_AHEAD_JOBS = 64
-"""Jobs that are looked at before their turn: what two units take."""
-_UNDELIVERED = 2
-"""Units whose results may wait to be encoded; each holds its numbers in memory."""
+_NOTE_S = 1.0
+"""While samples go on, a note that says the same as the last is left out for so long."""
 _FINISH_BYTES = 64 * 2**20
 """Body bytes that one ``finish`` carries, unless one outcome is larger."""
 STOP_S = 25.0
@@ -83,13 +81,17 @@ class Worker:
         self.backlog = Backlog()
         self.clock = policy.clock
         self._operations = operations
-        self._scheduler = scheduler or Scheduler()
         self._device = policy.device()
         self._host = policy.host()
         self._disk = policy.disk()
-        self._decoded = Ahead(operations.decode, self._host)
-        self._running: list[Job] = []  # the unit on the device
-        self._executed: asyncio.Queue[_Unit] = asyncio.Queue(_UNDELIVERED)
+        self._units = Units(
+            operations,
+            scheduler or Scheduler(),
+            self,
+            device=self._device,
+            decoder=self._host,
+        )
+        self._noted: tuple[list[str], float] = ([], 0.0)  # what the store was told of it, and when
         self._residents = Residents(operations, policy.points, self)
         self._on_renewed = policy.renewed
         self._of_backend = policy.figures
@@ -105,20 +107,20 @@ class Worker:
         self._stopping = asyncio.Event()
         self._has_resigned = False
         self._tasks: asyncio.TaskGroup | None = None
-        self._units = 0
+        self._units_total = 0
         self._device_s = self._host_s = 0.0
 
     def stop(self) -> None:
         """Makes ``run`` return: after the running unit, with everything saved."""
         self._stopping.set()
-        self.backlog.arrived.set()
+        self._units.stop()
 
     async def run(self) -> None:
         """Returns soon after ``stop``: a unit that is still running after ``STOP_S`` is abandoned.
         Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                units = self._tasks.create_task(self._run_units())
+                units = self._tasks.create_task(self._units.run())
                 self._tasks.create_task(self._deliver())
                 self._tasks.create_task(self.link.keep(self._take, self._finish))
                 self._tasks.create_task(self._residents.keep_points())
@@ -128,6 +130,7 @@ class Worker:
             if failures is not None:
                 raise cause(failures) from None
         finally:
+            self._units.abandon()
             self._device.shutdown(wait=False, cancel_futures=True)
             self._host.shutdown(wait=False, cancel_futures=True)
             self._disk.shutdown(wait=False, cancel_futures=True)
@@ -158,9 +161,9 @@ class Worker:
     def _figures(self) -> dict[str, float]:
         return {
             **self._of_backend(),
-            "units_total": self._units,
+            "units_total": self._units_total,
             "device_seconds_total": self._device_s,
-            "host_seconds_total": self._host_s,
+            "host_seconds_total": self._units.idle_s + self._host_s,
         }
 
     def _renewed(self, leaving: list[str]) -> None:
@@ -179,7 +182,7 @@ class Worker:
                     self.backlog.add([job])
                 else:
                     self._residents.admit(job)
-            self._look_ahead()
+            self._units.look_ahead()
             kill_point("worker-took")
 
     async def _unless_paused(self, take: Awaitable[list[Job]]) -> list[Job]:
@@ -234,68 +237,25 @@ class Worker:
 
     # --- the device's side ----------------------------------------------------------------------
 
-    async def _run_units(self) -> None:
-        idle_since_s = self.clock()  # of the device, although there is work
-        while not self._stopping.is_set():
-            # Not chosen before the unit ahead of it has ended: what comes meanwhile may take part.
-            unit = self._scheduler.next_unit(self.backlog.in_order())
-            if not unit:
-                self.backlog.arrived.clear()
-                if not self._stopping.is_set():
-                    await self.backlog.arrived.wait()
-                idle_since_s = self.clock()
-                continue
-            self.backlog.remove(unit)
-            self._unstored |= {
-                job.request_id: job for job in unit if not self.backlog.is_again(job)
-            }
-            await self._note(unit)
-            kill_point("worker-before-unit")
-            started_s = self.clock()
-            self._host_s += started_s - idle_since_s
-            executed, outcomes = await self._execute(unit)
-            kill_point("worker-after-unit")
-            idle_since_s = self.clock()
-            seconds = idle_since_s - started_s
-            self._scheduler.charge(unit, seconds)
-            await self._executed.put(_Unit(unit, executed, outcomes, seconds))
-        await self._executed.join()
+    def began(self, jobs: Sequence[Job]) -> None:
+        self._unstored |= {job.request_id: job for job in jobs if not self.backlog.is_again(job)}
 
-    async def _execute(self, unit: list[Job]) -> tuple[Executed, list[Outcome] | None]:
-        """The outcomes too, if nothing waits for the device: then another thread need not wake. Not
-        those of a save, which waits for the disk: something may come meanwhile."""
-        decoded = self._decoded.take(unit)
+    def gave_up(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            del self._unstored[request_id]
 
-        def call() -> tuple[Executed, list[Outcome] | None]:
-            executed = self._operations.execute(unit, decoded)
-            is_idle = self.backlog.is_empty and unit[0].kind != JobKind.SAVE_WEIGHTS
-            return executed, executed.outcomes() if is_idle else None
-
-        running = self._start(self._device, call)
-        self._running = unit
-        self._look_ahead()
-        try:
-            return await running
-        finally:
-            self._running = []
-
-    def _look_ahead(self) -> None:
-        """Gets ready what runs next, while the device is busy: else it would wait for that."""
-        if not self._running:
-            return
-        jobs = self._scheduler.upcoming(self.backlog.in_order(), self._running, _AHEAD_JOBS)
-        self._operations.look_ahead(
-            list(dict.fromkeys(job.model_id for job in jobs if job.model_id))
-        )
-        self._decoded.expect([job for job in jobs if job.kind == JobKind.FORWARD_BACKWARD])
-
-    async def _note(self, unit: Sequence[Job]) -> None:
+    async def note(self, unit: Sequence[Job]) -> None:
         """Tells the store what runs now, without waiting for it to have heard. What runs again has
         ended long ago: for it stands the request that it is needed for."""
         ids = [
             self._residents.waiting(job) if self.backlog.is_again(job) else job.request_id
             for job in unit
         ]
+        now_s = self.clock()
+        is_slice = unit[0].kind == JobKind.SAMPLE
+        if is_slice and ids == self._noted[0] and now_s < self._noted[1] + _NOTE_S:
+            return
+        self._noted = ids, now_s
         self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, ids)))
         await asyncio.sleep(0)  # it is on its way when the unit starts
 
@@ -304,31 +264,34 @@ class Worker:
     async def _deliver(self) -> None:
         """Makes outcomes of what units gave, unit by unit, while the device goes on."""
         while True:
-            unit = await self._executed.get()
+            unit = await self._units.executed.get()
             started_s = self.clock()
             outcomes = unit.outcomes
             if outcomes is None:
                 outcomes = await self._start(self._host, unit.executed.outcomes)
             self._account(unit, outcomes, self.clock() - started_s)
-            self._executed.task_done()
+            self._units.executed.task_done()
 
-    def _account(self, unit: "_Unit", outcomes: list[Outcome], encoding_s: float) -> None:
-        self._units += 1
+    def _account(self, unit: Unit, outcomes: list[Outcome], encoding_s: float) -> None:
+        self._units_total += bool(unit.executed.jobs)
         self._device_s += unit.executed.device_s
         self._host_s += max(unit.seconds - unit.executed.device_s, 0.0)
-        for job, outcome in zip(unit.jobs, outcomes, strict=True):
+        jobs = unit.executed.jobs
+        for job, outcome in zip(jobs, outcomes, strict=True):
             outcome = self._residents.done(job, outcome)
             if self.backlog.is_again(job):
                 self.backlog.done_again(job, outcome)
             else:
                 self.offer([outcome])
+        if not jobs:  # samples went on, and none has ended
+            return
         logger.info(
             "unit %d: %d %s of %d tenants, %d failed, %.3f s; %.3f s of it on the device, then "
             "%.3f s for the results",
-            self._units,
-            len(unit.jobs),
-            unit.jobs[0].kind,
-            len({job.tenant for job in unit.jobs}),
+            self._units_total,
+            len(jobs),
+            jobs[0].kind,
+            len({job.tenant for job in jobs}),
             sum(outcome.rejection is not None for outcome in outcomes),
             unit.seconds,
             unit.executed.device_s,
@@ -350,15 +313,6 @@ class Worker:
     @staticmethod
     def _start(executor: Executor, call: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(executor, call)
-
-
-class _Unit(NamedTuple):
-    """One that has run; ``seconds`` include what the device thread did beside it."""
-
-    jobs: list[Job]
-    executed: Executed
-    outcomes: list[Outcome] | None  # None: they are still to be made
-    seconds: float
 
 
 class _Stopped(Exception):

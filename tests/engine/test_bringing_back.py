@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,9 +51,9 @@ def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
     units: list[set[str]] = []
 
     class Recording(Counting):
-        def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
             units.append(set(unit.adapter_ids))
-            return super().forward_backward(unit)
+            return super().forward_backward(unit, *between)
 
     async def scenario(bench: Bench) -> None:
         for model in "abc":
@@ -76,10 +77,10 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
     """Requests that change nothing are not done again, but count for a point's position."""
 
     class Slow(Counting):
-        def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
             if unit.adapter_ids[0] == "b":
                 time.sleep(0.6)  # a point of "a" comes before the step that waits
-            return super().forward_backward(unit)
+            return super().forward_backward(unit, *between)
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
@@ -135,10 +136,10 @@ class Full(Counting):
         self._check("loading", adapter_id)
         super().load_adapter(adapter_id, state)
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         for adapter_id in unit.adapter_ids:
             self._check("a gradient", adapter_id)
-        return super().forward_backward(unit)
+        return super().forward_backward(unit, *between)
 
 
 @pytest.mark.parametrize("what", ["creating", "loading", "a gradient"])

@@ -55,15 +55,11 @@ def test_a_gradient_is_charged_for_its_own_blocks() -> None:
     assert [COSTS.of(gradient(*n)).work for n in ([10], [10, 10], [60] * 3)] == [32, 48, 208]
 
 
-def test_samples_share_lanes() -> None:
-    alone = together(sample(32, 100))
-    assert alone == 1 + 100
-    assert together(*[sample(32, 100)] * 4) == 4 + 100
-    assert together(sample(32, 100, num_samples=4)) == 1 + 100
-    assert together(*[sample(32, 100)] * 5) == 5 + 125
-    assert together(sample(32, 100), sample(32, 97)) == 2 + 100
-    assert together(sample(32, 100), sample(32, 10)) == 2 + 100
+def test_samples_cost_what_they_read_and_may_write() -> None:
+    assert together(sample(32, 100)) == 1 + 100
+    assert together(*[sample(32, 100)] * 5) == 5 + 500
     assert COSTS.of(sample(64, 100, num_samples=4)).work == 2 + 400
+    assert [COSTS.of(sample(9, 9, num_samples=n)).sequences for n in (1, 7)] == [1, 7]
 
 
 def test_a_sample_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
@@ -71,16 +67,13 @@ def test_a_sample_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
     assert together(sample(32, 1000)) == 1 + 224
 
 
-def test_a_unit_that_a_sample_starts_has_room_for_its_like_in_the_other_lanes() -> None:
-    assert COSTS.beside(COSTS.of(sample(32, 100))) == together(*[sample(32, 100)] * 4)
-    assert COSTS.beside(COSTS.of(sample(32, 100, 3))) == together(sample(32, 100, 3))
-    assert COSTS.beside(COSTS.of(gradient(10, 10))) == together(gradient(10, 10))
+def test_twice_as_many_sequences_are_on_their_way_as_there_are_lanes() -> None:
+    assert COSTS.places == Estimates(COSTS).places == 8
 
 
 def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
     assert COSTS.shared(COSTS.of(gradient(10))) == 16 + 4 * 64
     assert COSTS.shared(COSTS.of(gradient(200, 200))) == 16 + 7 * 64
-    assert COSTS.shared(COSTS.of(sample(32, 100))) == COSTS.beside(COSTS.of(sample(32, 100)))
 
 
 @pytest.mark.parametrize(
@@ -130,6 +123,18 @@ def test_estimates_follow_the_median_of_what_was_measured() -> None:
         estimates.learn([job], 2.0)
     assert estimates.unit_s([job]) == pytest.approx(2.0)
     assert estimates.unit_s([sample(1, 1)]) is None
+
+
+def test_samples_are_charged_and_learned_by_what_was_done_for_them() -> None:
+    estimates = Estimates(COSTS)
+    one, other = (
+        Job("t", JobKind.SAMPLE, "s", 0, sample(32, 100).payload, request_id=i) for i in "ab"
+    )
+    assert estimates.shares([one, other]) == [0.5, 0.5]
+    assert estimates.shares([one, other], {"a": 6.0, "b": 2.0}) == [0.75, 0.25]
+    assert estimates.shares([one, other], {"a": 0.0, "b": 0.0}) == [0.5, 0.5]
+    estimates.learn([one, other], 0.5, {"a": 6.0, "b": 4.0})
+    assert estimates.unit_s([one]) == pytest.approx(101 * 0.05)
 
 
 def test_jobs_of_a_unit_share_its_time_by_their_work() -> None:

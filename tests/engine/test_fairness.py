@@ -1,7 +1,8 @@
 """Whose turn it is: shares by weight, returning from idle, and a light tenant beside a flood.
 
-A device is simulated: a unit takes the sum of what its jobs take, and a kind's first unit also has
-to compile. The scheduler sees sizes and measured units, and has to learn the rest.
+A device is simulated: a unit takes the sum of what its jobs take, samples go on by turns of one
+part of their size, and a kind's first unit also has to compile. The scheduler sees sizes and
+measured units, and has to learn the rest.
 """
 
 from collections import defaultdict
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from tuneserve_engine.costs import Cost, Costs
 from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind
-from tuneserve_engine.scheduler import MAX_BYTES, Scheduler
+from tuneserve_engine.scheduler import MAX_BYTES, Scheduler, UnderWay
 
 GRADIENT, SAMPLE, STEP = JobKind.FORWARD_BACKWARD, JobKind.SAMPLE, JobKind.OPTIM_STEP
 SAVE = JobKind.SAVE_WEIGHTS
@@ -46,6 +47,7 @@ class Device:
     units: list[list[Job]] = field(default_factory=list)
     compiled: set[JobKind] = field(default_factory=set)
     largest_s: float = 0.0  # of any request so far
+    begun: dict[str, tuple[Job, float]] = field(default_factory=dict)  # samples, and what is left
 
     def submit(self, tenant: str, kind: JobKind, size: int, model: str | None = None) -> str:
         """A request of ``size``; without a model it waits for nobody."""
@@ -58,9 +60,12 @@ class Device:
         return job.request_id
 
     def run_unit(self) -> list[Job]:
-        unit = self.scheduler.next_unit(self.pending)
-        check_unit(unit, self.pending)
+        under_way = [UnderWay(job, 1) for job, _ in self.begun.values()]
+        unit = self.scheduler.next_unit(self.pending, under_way)
+        check_unit(unit, [*self.pending, *(each.job for each in under_way)])
         kind = unit[0].kind
+        if kind == SAMPLE:
+            return self.run_slice(unit)
         times = [job.seq * self.rates[kind] for job in unit]
         first_s = 0.0 if kind in self.compiled else self.compile_s
         self.compiled.add(kind)
@@ -76,15 +81,46 @@ class Device:
         self.scheduler.charge(unit, seconds)
         return unit
 
+    def run_slice(self, unit: list[Job]) -> list[Job]:
+        """Samples go on for the time of a unit."""
+        assert {job.request_id for job in unit} >= self.begun.keys()
+        self.begun = {
+            job.request_id: self.begun.get(job.request_id, (job, float(job.seq))) for job in unit
+        }
+        self.pending = [job for job in self.pending if job.request_id not in self.begun]
+        seconds = 0.0 if SAMPLE in self.compiled else self.compile_s
+        self.compiled.add(SAMPLE)
+        work = dict.fromkeys(self.begun, 0.0)
+        while any(left for _, left in self.begun.values()):
+            for name, (job, left) in self.begun.items():
+                part = min(left, 1.0)
+                self.begun[name] = (job, left - part)
+                work[name] += part
+                seconds += part * self.rates[SAMPLE]
+            if seconds >= self.scheduler._unit_s:
+                break
+        self.now += seconds
+        for job in unit:
+            self.used[job.tenant] += seconds * work[job.request_id] / sum(work.values())
+        ended = {name: self.now for name, (_, left) in self.begun.items() if not left}
+        self.begun = {name: each for name, each in self.begun.items() if name not in ended}
+        self.done |= ended
+        self.units.append([job for job in unit if job.request_id in ended])
+        self.scheduler.charge(unit, seconds, work)
+        return unit
+
 
 def check_unit(unit: list[Job], pending: list[Job]) -> None:
     assert unit
     assert len({job.kind for job in unit}) == 1
-    assert len(unit) <= MAX_JOBS
-    assert len(unit) == 1 or sum(len(job.payload) for job in unit) <= MAX_BYTES
+    if unit[0].kind == SAMPLE:
+        assert len({job.attempts for job in unit}) == 1
+    else:
+        assert len(unit) <= MAX_JOBS
+        assert len(unit) == 1 or sum(len(job.payload) for job in unit) <= MAX_BYTES
+        assert len(unit) == 1 or not any(job.attempts for job in unit)
     assert [job.release for job in unit] == sorted({job.release for job in unit})
     assert {job.request_id for job in unit} <= {job.request_id for job in pending}
-    assert len(unit) == 1 or not any(job.attempts for job in unit)
     for job in unit[:1] if unit[0].model_id is None else unit:
         # Nothing of its model that must come first stays behind.
         earlier = [w for w in pending if w.model_id == job.model_id and w.release < job.release]
@@ -103,7 +139,7 @@ job_sizes = st.sampled_from([1, 3, 10, 30, 100, 1000])
     unit_s=st.sampled_from([0.0, 0.05, 0.5]),
     compile_s=st.sampled_from([0.0, 2.0]),
     rates=st.tuples(*[st.sampled_from([0.0001, 0.001, 0.01])] * 4),
-    kinds=st.sets(st.sampled_from(KINDS), min_size=1),
+    kinds=st.sets(st.sampled_from((GRADIENT, STEP, SAVE)), min_size=1),
     data=st.data(),
 )
 @settings(deadline=None, max_examples=100)
@@ -126,7 +162,7 @@ def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
     for _ in range(40):
         for tenant in wanting:  # each has work, always
             kind, size = next(turns[tenant])
-            model = f"{tenant}-model" if models[tenant] and kind != SAMPLE else None
+            model = f"{tenant}-model" if models[tenant] else None
             device.submit(tenant, kind, size, model)
         wanting = [job.tenant for job in device.run_unit()]
         ahead_s = max(unit_s, device.largest_s) + 1e-9
@@ -205,6 +241,47 @@ def test_equal_requests_are_done_in_proportion_to_the_weights(
             assert per_weight[tenant] - min(per_weight.values()) <= 1 / weight + 1e-9
 
 
+@given(
+    weights=tenant_weights,
+    unit_s=st.sampled_from([0.0, 0.05, 0.5]),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=50, phases=QUICK)
+def test_samplers_and_trainers_get_their_shares(
+    weights: dict[str, float], unit_s: float, data: st.DataObject
+) -> None:
+    """Some only sample, some only train, some do both; all have more to do than there is time for.
+
+    Samples that have begun go on with any others, so that a tenant may be ahead by what it has
+    under way: at most one request in each of the 16 places, and one for the place that is its own.
+    """
+    device = Device(Scheduler(weights, unit_s=unit_s, costs=Sizes()))
+    plans = {
+        tenant: cycle(
+            data.draw(
+                st.lists(
+                    st.tuples(st.sampled_from([SAMPLE, GRADIENT]), job_sizes),
+                    min_size=1,
+                    max_size=6,
+                )
+            )
+        )
+        for tenant in weights
+    }
+    for _ in range(400):
+        for tenant, plan in plans.items():
+            kinds = [job.kind for job in device.pending if job.tenant == tenant]
+            while len(kinds) < 34:
+                kind, size = next(plan)
+                kinds.append(kind)
+                device.submit(tenant, kind, size)
+        device.run_unit()
+    service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
+    ahead_s = max(unit_s, 1.0) * 17 + 1e-9
+    for tenant, served in service.items():
+        assert served - min(service.values()) <= ahead_s / weights[tenant]
+
+
 models = st.sampled_from(["a1", "a2", "b1", "c1", "c2", "d1"])
 arrivals = st.lists(
     st.tuples(models, st.sampled_from(list(JobKind)), job_sizes, st.sampled_from([0, 0, 0, 1])),
@@ -226,8 +303,8 @@ def test_a_backlog_drains_and_every_model_in_order(
         for number, (model, kind, size, attempts) in enumerate(described)
     ]  # fmt: skip
     device = Device(Scheduler(unit_s=unit_s, costs=Sizes()), dict.fromkeys(JobKind, 0.001))
-    while arriving or device.pending:
-        number = data.draw(st.integers(0 if device.pending else 1, 20))
+    while arriving or device.pending or device.begun:
+        number = data.draw(st.integers(0 if device.pending or device.begun else 1, 20))
         device.pending += arriving[:number]
         del arriving[:number]
         device.run_unit()
@@ -323,7 +400,7 @@ def test_an_overloaded_device_serves_by_weight_and_remembers_only_who_has_work()
     service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
     assert max(service.values()) - min(service.values()) <= 3.03 / 0.5
     device.pending = [job for job in device.pending if job.tenant in weights]
-    while device.pending:
+    while device.pending or device.begun:
         device.run_unit()
     device.scheduler.next_unit([])
     assert not device.scheduler._counters and not device.scheduler._last_unit

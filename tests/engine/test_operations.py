@@ -601,11 +601,11 @@ class Fragile(FakeBackend):
     victim: Any = None
     calls = 0
 
-    def forward_backward(self, unit: TrainUnit) -> Any:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> Any:
         self.calls += 1
         if self.victim in unit.adapter_ids:
             raise RuntimeError("RESOURCE_EXHAUSTED: 3 secrets at 0x7f")
-        return super().forward_backward(unit)
+        return super().forward_backward(unit, *between)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         self.calls += 1

@@ -13,10 +13,11 @@ from tests.engine.test_operations import record
 from tests.engine.test_recovery import NEVER, OFTEN
 from tests.engine.worker_bench import TIMEOUT_S, Bench, gradient_body, loss, run, until
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine import files, training_wire, worker
+from tuneserve_engine import files, training_wire, units
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, JobKind, LoadWeights, SaveWeights, encode
 from tuneserve_engine.records import CheckpointKind
+from tuneserve_engine.scheduler import UnderWay
 from tuneserve_engine.training_wire import TrainingData
 
 FILE = "0" * 32
@@ -72,7 +73,7 @@ async def running(bench: Bench, model: str, token: int = 0) -> str:
     """A gradient that the device is busy with until its gate opens."""
     bench.backend.gate.clear()
     request = await bench.gradient(model, token)
-    await until(lambda: bool(bench.worker._running))
+    await until(lambda: bool(bench.worker._units._running))
     return request
 
 
@@ -115,7 +116,7 @@ def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: 
             requests += [await bench.step("a"), await bench.gradient("a", token)]
         await taken(bench, 10)
         bench.backend.gate.set()
-        most = worker._UNDELIVERED + 2  # one is being encoded, one waits to be put beside them
+        most = units._UNDELIVERED + 2  # one is being encoded, one waits to be put beside them
         await until(lambda: executed(bench) == most)
         await asyncio.sleep(0.05)
         assert executed(bench) == most
@@ -241,14 +242,14 @@ def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        assert bench.worker._host_s == 0
-        choose = bench.worker._scheduler.next_unit
+        assert bench.worker._figures()["host_seconds_total"] == 0
+        choose = bench.worker._units._scheduler.next_unit
 
-        def slow(pending: Sequence[Job]) -> list[Job]:
+        def slow(pending: Sequence[Job], under_way: Sequence[UnderWay]) -> list[Job]:
             clock.now_s += 2.0 if pending else 0.0
-            return choose(pending)
+            return choose(pending, under_way)
 
-        bench.worker._scheduler.next_unit = slow  # type: ignore[method-assign]
+        bench.worker._units._scheduler.next_unit = slow  # type: ignore[method-assign]
         first = await running(bench, "a")
         others = [await bench.step("a"), await bench.gradient("a")]
         await taken(bench, 2)
@@ -257,7 +258,7 @@ def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
             await bench.ok(request)
         clock.now_s += 100.0  # nobody asked for anything
         await bench.ok(await bench.gradient("a"))
-        assert bench.worker._host_s == 8.0
+        assert bench.worker._figures()["host_seconds_total"] == 8.0
 
     run(tmp_path, scenario, replace(NEVER, clock=clock))
 
@@ -274,14 +275,14 @@ def test_the_host_is_charged_for_results_that_the_device_waits_for(
             requests += [await bench.step("a"), await bench.gradient("a", token)]
         await taken(bench, 10)
         bench.backend.gate.set()
-        most = worker._UNDELIVERED + 2
+        most = units._UNDELIVERED + 2
         await until(lambda: len(bench.backend.gradients) + len(bench.backend.steps) == most)
         await asyncio.sleep(0.05)
         clock.now_s += 3.0
         results.go_on.set()
         for request in requests:
             await bench.ok(request)
-        assert bench.worker._host_s == 3.0
+        assert bench.worker._figures()["host_seconds_total"] == 3.0
 
     run(tmp_path, scenario, replace(NEVER, clock=clock))
 

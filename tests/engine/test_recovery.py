@@ -137,8 +137,8 @@ def test_results_that_were_given_do_not_change_when_they_are_computed_again(tmp_
 class Drifting(Counting):
     """Another device, with other last bits."""
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
-        result = super().forward_backward(unit)
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+        result = super().forward_backward(unit, *between)
         for output in result.outputs:
             output.logprobs[:] = np.nextafter(output.logprobs, np.float32(9))
         return result
@@ -162,7 +162,7 @@ def test_other_bits_are_flagged_and_the_client_keeps_what_it_has(tmp_path: Path)
 class Forgetful(Counting):
     """A device that cannot do again what it did."""
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         raise RuntimeError("out of order")
 
 
@@ -231,9 +231,9 @@ def test_a_small_device_does_again_what_it_did_in_the_same_halves(tmp_path: Path
         def __init__(self) -> None:
             super().__init__(memory_tokens=32)
 
-        def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
             lengths.extend(len(batch.tokens) for batch in unit.batches)
-            return super().forward_backward(unit)
+            return super().forward_backward(unit, *between)
 
     async def scenario(bench: Bench) -> None:
         await bench.kill()
@@ -281,7 +281,7 @@ def test_what_is_done_again_is_noted_as_the_request_that_needs_it(tmp_path: Path
 class Dying(Counting):
     """A device that fails for good at the first gradient."""
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         raise DeviceFailed("the device failed: it fell off the bus")
 
 

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
-from tuneserve_engine.backend.jax import sample as sample_module
+from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleResult
 from tuneserve_engine.backend.jax import sample_programs
-from tuneserve_engine.backend.jax.adapters import TargetShapes, restored_weights, target_shapes
+from tuneserve_engine.backend.jax.adapters import TargetShapes, target_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
@@ -366,132 +365,6 @@ def test_an_unloaded_snapshot_is_named_before_anything_runs(
     monkeypatch.setattr(sampler._programs, "prefill", None)
     with pytest.raises(ServerError, match=r"snapshot 'gone' is not loaded.*load it again"):
         sampler.sample([request(), request(snapshot_id="gone")])
-
-
-def small(model: Decoder, snapshot_bytes: int, *names: str) -> Sampler:
-    """A sampler with snapshots of rank 2."""
-    sampler = Sampler(
-        ProgramSet(), model, LATTICE, None, lanes=LANES, snapshot_bytes=snapshot_bytes
-    )
-    for name in names:
-        sampler.load_snapshot(name, state(rank=2, seed=1))
-    return sampler
-
-
-def kept(sampler: Sampler, names: str) -> str:
-    """Those of the snapshots that are loaded; asking keeps their order."""
-    return "".join(name for name in names if sampler.has_snapshot(name))
-
-
-def test_the_least_recently_used_snapshot_makes_room(model: Decoder) -> None:
-    sampler = small(model, 2 * 2 * RANK_BYTES, "a", "b")
-    assert sampler.has_snapshot("a")  # asking counts as use: a call asks before it samples
-    sampler.load_snapshot("c", state(rank=2, seed=1))
-    assert kept(sampler, "abc") == "ac"
-
-
-def test_a_large_snapshot_makes_room_for_itself_at_the_expense_of_many(model: Decoder) -> None:
-    """And one that is larger than all the room is still there, alone."""
-    sampler = small(model, (32 + 2 + 2) * RANK_BYTES, *"abcd")
-    sampler.load_snapshot("e", state(rank=3, seed=1))
-    assert kept(sampler, "abcde") == "cde"
-    crowded = small(model, 5 * RANK_BYTES, *"ab")
-    crowded.load_snapshot("c", state(rank=32, seed=1))
-    assert kept(crowded, "abc") == "c"
-
-
-def test_room_is_made_before_a_snapshot_comes(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = small(model, 2 * 2 * RANK_BYTES, "a", "b")
-    seen: list[str] = []
-
-    def restored(*args: Any) -> Any:
-        seen.append(kept(sampler, "abc"))
-        return restored_weights(*args)
-
-    monkeypatch.setattr(sample_module, "restored_weights", restored)
-    sampler.load_snapshot("c", state(rank=2, seed=1))
-    sampler.load_snapshot("c", state(rank=2, seed=2))  # in place of itself
-    assert seen == ["b", "b"]
-
-
-class Full:
-    """Stands for a device that has no room the first few times."""
-
-    def __init__(self, real: Any, times: int) -> None:
-        self.real, self.times = real, times
-
-    def __call__(self, *args: Any) -> Any:
-        self.times -= 1
-        if self.times >= 0:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return self.real(*args)
-
-
-def test_where_the_device_has_less_room_than_was_planned_old_snapshots_go(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = small(model, ROOMY, *"abcd")
-    monkeypatch.setattr(sample_module, "restored_weights", Full(restored_weights, 2))
-    sampler.load_snapshot("e", state(rank=2, seed=1))
-    assert kept(sampler, "abcde") == "cde"
-    monkeypatch.setattr(sample_module, "restored_weights", Full(restored_weights, 9))
-    with pytest.raises(OutOfMemory):
-        sampler.load_snapshot("f", state(rank=2, seed=1))
-
-
-def test_a_call_that_finds_no_room_is_made_again_without_the_snapshots_of_others(
-    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine = request(snapshot_id="rank 2", temperature=0.7)
-    (want,) = sampler.sample([mine])
-    saved = dict(sampler._snapshots)
-    monkeypatch.setattr(sampler._programs, "decode", Full(sampler._programs.decode, 1))
-    (got,) = sampler.sample([mine])
-    assert_same_bits(got, want)
-    assert list(sampler._snapshots) == ["rank 2"]
-    monkeypatch.setattr(sampler._programs, "decode", Full(sampler._programs.decode, 1))
-    with pytest.raises(OutOfMemory):  # there is nothing left to drop
-        sampler.sample([mine])
-    sampler._snapshots.update(saved)
-
-
-def test_a_call_for_more_snapshots_than_there_is_room_for_can_be_made_in_parts(
-    model: Decoder,
-) -> None:
-    sampler = small(model, 2 * RANK_BYTES)
-    asked = [request(snapshot_id=name, max_tokens=1) for name in "ab"]
-
-    def load(name: str) -> None:
-        sampler.load_snapshot(name, state(rank=2, seed=ord(name)))
-
-    for name in "ab":
-        load(name)
-    with pytest.raises(ServerError, match=rf"'a' is not loaded.* {2 * RANK_BYTES} bytes.*again"):
-        sampler.sample(asked)
-    for name, one in zip("ab", asked, strict=True):
-        load(name)
-        sampler.sample([one])
-
-
-def test_a_snapshot_keeps_its_weights_when_the_host_copy_changes(model: Decoder) -> None:
-    sampler = small(model, ROOMY)
-    saved = state(rank=2, seed=1)
-    sampler.load_snapshot("frozen", saved)
-    one = request(snapshot_id="frozen", max_tokens=1, prompt_logprobs=True)
-    (before,) = sampler.sample([one])
-    for tensor in saved.weights.values():
-        tensor += 1.0
-    assert_same_bits(sampler.sample([one])[0], before)
-
-
-def test_a_snapshot_of_another_model_is_refused(sampler: Sampler) -> None:
-    wrong = state(rank=2, seed=1)
-    wrong.weights["q_proj.A"] = wrong.weights["q_proj.A"][:, :-1]
-    with pytest.raises(UserError, match=r"q_proj\.A"):
-        sampler.load_snapshot("wrong", wrong)
-    assert not sampler.has_snapshot("wrong")
 
 
 @pytest.mark.parametrize("asked", [{"topk_prompt": 65}, {"topk_sample": 65}, {"alt_tokens": 65}])

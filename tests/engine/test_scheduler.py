@@ -8,7 +8,7 @@ import pytest
 
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.costs import Cost, Costs
-from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind, Sample, encode
+from tuneserve_engine.jobs import MAX_JOBS, Job, JobKind
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.scheduler import MAX_BYTES, Scheduler
 
@@ -154,7 +154,7 @@ def with_fields(jobs: list[Job], at: int, **fields: int) -> list[Job]:
 
 
 @pytest.mark.parametrize("fields", [{"attempts": 1}, {"attempts": 2}, {"halvings": 1}])
-@pytest.mark.parametrize("kind", [GRADIENT, SAMPLE, STEP])
+@pytest.mark.parametrize("kind", [GRADIENT, STEP])
 def test_a_suspect_and_a_job_too_large_for_the_device_run_alone(
     kind: JobKind, fields: dict[str, int]
 ) -> None:
@@ -267,35 +267,3 @@ def test_a_unit_that_had_to_compile_is_soon_forgotten() -> None:
     assert len(device.next_unit(jobs[1:])) == 1
     device.charge(jobs[1:2], 0.01)
     assert len(device.next_unit(jobs[2:])) == 6
-
-
-def sampling(*asked: tuple[str, int, int, int]) -> list[Job]:
-    """Samples from (tenant, prompt tokens, most tokens, samples)."""
-    jobs = pending(*[(tenant, SAMPLE) for tenant, *_ in asked])
-    return [
-        replace(
-            job, payload=encode(Sample([0] * prompt, 1, max_tokens=tokens, num_samples=samples))
-        )
-        for job, (_, prompt, tokens, samples) in zip(jobs, asked, strict=True)
-    ]
-
-
-def test_samples_that_decode_side_by_side_cost_the_time_of_one() -> None:
-    """At a millisecond per step a sample of 1,000 tokens takes a second: more than a unit's time,
-    but eight lanes hold eight of them."""
-    device = Scheduler(unit_s=0.1)
-    device.charge(sampling(("z", 32, 1000, 1)), 1.0)
-    jobs = sampling(*[("a", 32, 1000, 1)] * 20)
-    assert device.next_unit(jobs) == jobs[:8]
-    jobs = sampling(*[("a", 32, 1000, 8)] * 20)
-    assert device.next_unit(jobs) == jobs[:1]
-
-
-def test_a_short_sample_is_not_kept_waiting_by_long_ones() -> None:
-    device = Scheduler(unit_s=0.1)
-    device.charge(sampling(("z", 32, 1000, 1)), 1.0)
-    jobs = sampling(("a", 32, 20, 1), ("b", 32, 1000, 1), ("a", 32, 20, 1))
-    assert device.next_unit(jobs) == [jobs[0], jobs[2]]
-    # Those of any length decode side by side.
-    jobs = sampling(("b", 500, 1000, 1), ("b", 600, 900, 1), ("b", 32, 900, 1), ("a", 32, 600, 1))
-    assert device.next_unit(jobs) == jobs

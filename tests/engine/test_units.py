@@ -49,10 +49,10 @@ class Noting(FakeBackend):
         self.failing: dict[str, Exception] = {}
         self.lonely: dict[str, OutOfMemory] = {}
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         self.units.append(unit.adapter_ids)
         self._check(unit.adapter_ids)
-        return super().forward_backward(unit)
+        return super().forward_backward(unit, *between)
 
     def optim_steps(self, steps: Sequence[tuple[str, AdamParams]]) -> list[Any]:
         names = [name for name, _ in steps]
@@ -333,10 +333,10 @@ def test_the_time_that_the_device_had_a_unit_is_told(tmp_path: Path) -> None:
     now_s = 0.0
 
     class Slow(FakeBackend):
-        def forward_backward(self, unit: TrainUnit) -> TrainResult:
+        def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
             nonlocal now_s
             now_s += 2.0
-            return super().forward_backward(unit)
+            return super().forward_backward(unit, *between)
 
         @property
         def page_wait_s(self) -> float:

@@ -48,11 +48,11 @@ class Counting(FakeBackend):
         self.gate = threading.Event()
         self.gate.set()
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         assert self.gate.wait(TIMEOUT_S)
         if self.victim in unit.adapter_ids:
             raise RuntimeError("the device is on fire")
-        result = super().forward_backward(unit)
+        result = super().forward_backward(unit, *between)
         self.gradients += unit.adapter_ids
         return result
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.base import SampleRequest, SampleResult, TrainResult, TrainUnit
@@ -52,7 +53,7 @@ class DeadlyBackend(FakeBackend):
             self._die(signal.SIGABRT, [adapter_id])
         super().create_adapter(adapter_id, config)
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         names = list(unit.adapter_ids)
         found: set[int] = set()
         for batch in unit.batches:
@@ -66,7 +67,7 @@ class DeadlyBackend(FakeBackend):
         if self._is_first:
             self._is_first = False
             time.sleep(0.1)
-        return super().forward_backward(unit)
+        return super().forward_backward(unit, *between)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         tokens = {token for request in requests for token in request.prompt.tolist()}

@@ -54,13 +54,13 @@ def has_no_room_for(tokens: IntArray) -> bool:
 
 
 class CrampedBackend(FakeBackend):
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         for batch in unit.batches:
             if is_broken_by(batch.tokens):
                 raise RuntimeError("the device is on fire")
             if has_no_room_for(batch.tokens):
                 raise OutOfMemory("the device has no room")
-        return super().forward_backward(unit)
+        return super().forward_backward(unit, *between)
 
 
 class FakeDevice:

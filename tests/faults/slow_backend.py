@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tuneserve_engine.backend.base import TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FakeBackend
@@ -26,9 +27,9 @@ class SlowBackend(FakeBackend):
         super().__init__()
         self._began = began
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         slow = any((batch.tokens == SLOW).any() for batch in unit.batches)
         if slow and not self._began.exists():
             self._began.touch()
             time.sleep(3600)
-        return super().forward_backward(unit)
+        return super().forward_backward(unit, *between)

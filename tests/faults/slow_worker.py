@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tuneserve_engine.backend.base import TrainBatch, TrainResult, TrainUnit
 from tuneserve_engine.backend.fake import FakeBackend
@@ -36,9 +37,9 @@ class SlowBackend(FakeBackend):
         super().__init__()
         self._lattice = replace(self._lattice, chunk=CHUNK, tokens=CHUNK)
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
         started_s = time.monotonic()
-        result = super().forward_backward(unit)
+        result = super().forward_backward(unit, *between)
         needed_s = TOKEN_S * sum(self._computed(batch) for batch in unit.batches)
         time.sleep(max(0.0, started_s + needed_s - time.monotonic()))
         return result

@@ -4,7 +4,7 @@ Dimension key: N tokens of a stream, or of a prompt; K targets per position, V v
 S generated tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -15,6 +15,9 @@ from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Tensors = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
+
+PROMPT_TOKENS_PER_STEP = 32
+"""Tokens of a prompt that cost about as much as one that is drawn: they run together, those not."""
 
 LOSS_NAMES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 """Position = ``TrainBatch.loss_id``."""
@@ -123,6 +126,17 @@ class SampleResult:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """What a part of sampling gave: ``ended`` are results, or why a request could not run;
+    ``left`` how many sequences each of the others has still to end; ``work`` what was done for each
+    request, in tokens drawn: ``PROMPT_TOKENS_PER_STEP`` that are read count as one."""
+
+    ended: Mapping[str, SampleResult | Exception]
+    left: Mapping[str, int]
+    work: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class AdapterState:
     """A resumable adapter on the host. ``weights`` holds true-rank arrays (no padding):
     ``<target>.A`` [L, d_in, rank] and ``<target>.B`` [L, rank, d_out]; ``unembed`` without L.
@@ -184,6 +198,10 @@ class Lattice(Protocol):
         ...
 
 
+def nothing() -> None:
+    return None
+
+
 class Backend(Protocol):
     """Holds one base model, training adapters and frozen snapshots.
 
@@ -220,9 +238,12 @@ class Backend(Protocol):
 
     def delete_adapter(self, adapter_id: str) -> None: ...
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(
+        self, unit: TrainUnit, between: Callable[[], None] = nothing, /
+    ) -> TrainResult:
         """Runs the unit; adds each finite request's gradient to its adapter's accumulator, in the
-        order of ``unit.adapter_ids``. A ``forward_only`` unit touches no accumulator."""
+        order of ``unit.adapter_ids``. A ``forward_only`` unit touches no accumulator. ``between``
+        is called after every micro-batch but the last, and may call what samples."""
         ...
 
     def optim_steps(
@@ -250,10 +271,19 @@ class Backend(Protocol):
     def has_snapshot(self, snapshot_id: str) -> bool: ...
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        """Registers frozen weights for sampling; old ones may be dropped to make room."""
+        """Registers frozen weights for sampling. Others may be dropped to make room, but none that
+        was registered, or asked for, since the last call that samples."""
         ...
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         """One result per request, in order. Tokens depend on (seed, sample index, position) and
-        the request alone."""
+        the request alone. What ``sample_for`` left under way is given up."""
+        ...
+
+    def sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        """Goes on with those of the requests that the call before this one named and left under
+        way, and begins the others: until all have ended or, after a step or more, ``is_over``. A
+        request that was under way and is not asked for any more is given up."""
         ...

@@ -10,7 +10,7 @@ token ``(seed + s + p) % V``; at temperature 0 it is ``p % V``. Logprobs ignore 
 every token reads as one letter: ``chr(97 + token % 26)``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +28,7 @@ from tuneserve_engine.backend.base import (
     FloatArray,
     IntArray,
     OutOfMemory,
+    Sampled,
     SampledSequence,
     SampleRequest,
     SampleResult,
@@ -37,6 +38,7 @@ from tuneserve_engine.backend.base import (
     TrainOutput,
     TrainResult,
     TrainUnit,
+    nothing,
 )
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
@@ -80,6 +82,7 @@ class FakeBackend:
         )
         self._adapters: dict[str, _Adapter] = {}
         self._snapshots: dict[str, AdapterState] = {}
+        self._wanted: set[str] = set()  # since the last call that samples
         self._max_snapshots = max_snapshots
         self._memory_tokens = memory_tokens
 
@@ -116,13 +119,17 @@ class FakeBackend:
         del self._adapters[adapter_id]
 
     @np.errstate(all="ignore")  # like a device, which says NaN and goes on
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(
+        self, unit: TrainUnit, between: Callable[[], None] = nothing, /
+    ) -> TrainResult:
         adapters = [self._adapter(adapter_id) for adapter_id in unit.adapter_ids]
         self._check_room(unit)
         slopes = [0.0] * len(adapters)  # d loss / d shift of each request
         finite = [True] * len(adapters)
         outputs = []
-        for batch in unit.batches:
+        for index, batch in enumerate(unit.batches):
+            if index:
+                between()
             output = TrainOutput(np.zeros_like(batch.weights), np.zeros_like(batch.beta))
             block = len(batch.tokens) // len(batch.block_request)
             for number in range(batch.datum.max() + 1):
@@ -197,6 +204,7 @@ class FakeBackend:
 
     def has_snapshot(self, snapshot_id: str) -> bool:
         found = snapshot_id in self._snapshots
+        self._wanted.add(snapshot_id)
         if found:
             self._snapshots[snapshot_id] = self._snapshots.pop(snapshot_id)  # now the newest
         return found
@@ -205,11 +213,35 @@ class FakeBackend:
         self._check_fits(state)
         self._snapshots.pop(snapshot_id, None)
         self._snapshots[snapshot_id] = state
+        self._wanted.add(snapshot_id)
+        self._make_room()
+
+    def _make_room(self) -> None:
         for oldest in list(self._snapshots)[: -self._max_snapshots]:
-            del self._snapshots[oldest]
+            if oldest not in self._wanted:
+                del self._snapshots[oldest]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         return [_sample(request, self._row_logprobs(request)) for request in requests]
+
+    def sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        """A step is a whole request."""
+        ended: dict[str, SampleResult | EngineError] = {}
+        for name, request in asked.items():
+            try:
+                (ended[name],) = self.sample([request])
+            except EngineError as error:
+                ended[name] = error
+            if is_over():
+                break
+        left = {name: asked[name].num_samples for name in asked if name not in ended}
+        work = {name: len(asked[name].prompt) + asked[name].max_tokens for name in ended}
+        if not left:
+            self._wanted.clear()
+            self._make_room()
+        return Sampled(ended, left, work)
 
     def _row_logprobs(self, request: SampleRequest) -> FloatArray:
         """[V, V]: the logprob of every token after every token."""

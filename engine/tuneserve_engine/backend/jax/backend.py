@@ -1,7 +1,7 @@
 """The JAX backend: holds the device's state and runs the pure programs on it."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,12 @@ from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import (
     AdapterState,
     DeviceFailed,
+    Sampled,
     SampleRequest,
     SampleResult,
     TrainResult,
     TrainUnit,
+    nothing,
 )
 from tuneserve_engine.backend.jax.adapters import arrays_of, new_state, target_shapes
 from tuneserve_engine.backend.jax.device import on_device
@@ -65,8 +67,9 @@ class BackendSettings(PlanSettings, Protocol):
 @dataclass(frozen=True)
 class AdapterRoom:
     """Where adapters are kept: most bytes on the device, most on the host, and the directory in
-    which one is made for the rest; None = the system's. Those that are sampled from are apart, on
-    the device: ``snapshot_bytes`` at most."""
+    which one is made for the rest; None = the system's. Those that are sampled from are apart: at
+    most ``snapshot_bytes`` on the device and a quarter of what the host has; the rest is in files.
+    """
 
     device_bytes: int = _UNLIMITED_BYTES
     host_bytes: int = _UNLIMITED_BYTES
@@ -115,6 +118,8 @@ class JaxBackend:
             eos_token_ids=config.eos_token_ids,
         )
         self._shapes = target_shapes(config)
+        self.sample_rows = sample_rows
+        """Sequences that are decoded together."""
         self._numerics_id = numerics_id(
             folder, dtype=dtype, lattice=self._lattice, remat=remat, sample_rows=sample_rows
         )
@@ -127,7 +132,7 @@ class JaxBackend:
             self._pages.path,
             self._shapes,
             device_bytes=room.device_bytes,
-            host_bytes=room.host_bytes,
+            host_bytes=room.host_bytes - room.host_bytes // 4,
         )
         self._programs = ProgramSet(
             KeptPrograms(compile_cache_dir, self._numerics_id) if compile_cache_dir else None
@@ -140,6 +145,7 @@ class JaxBackend:
             _tokenizer(folder),
             lanes=sample_rows,
             snapshot_bytes=room.snapshot_bytes,
+            snapshot_host_bytes=room.host_bytes // 4,
         )
 
     @classmethod
@@ -209,10 +215,13 @@ class JaxBackend:
     def look_ahead(self, adapter_ids: Sequence[str]) -> None:
         self._pager.look_ahead(adapter_ids)
 
-    def forward_backward(self, unit: TrainUnit) -> TrainResult:
+    def forward_backward(
+        self, unit: TrainUnit, between: Callable[[], None] = nothing, /
+    ) -> TrainResult:
         adapters = on_device(self._pager.get, unit.adapter_ids)
         accumulators = [adapter.accumulator for adapter in adapters]
-        return on_device(self._trainer.forward_backward, unit, adapters, donated=accumulators)
+        run = self._trainer.forward_backward
+        return on_device(run, unit, adapters, between, donated=accumulators)
 
     def optim_steps(
         self, steps: Sequence[tuple[str, AdamParams]]
@@ -260,6 +269,11 @@ class JaxBackend:
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
         return on_device(self._sampler.sample, requests)
+
+    def sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        return on_device(self._sampler.sample_for, asked, is_over)
 
     @property
     def page_wait_s(self) -> float:

@@ -14,11 +14,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from tuneserve_engine.backend.base import SampledSequence, SampleRequest, TopK
+from tuneserve_engine.backend.base import (
+    PROMPT_TOKENS_PER_STEP,
+    SampledSequence,
+    SampleRequest,
+    TopK,
+)
 from tuneserve_engine.backend.jax.page_pool import PagePool, Part, digests
 from tuneserve_engine.backend.jax.pages import Pages
 from tuneserve_engine.backend.jax.prompt_scores import Answers
-from tuneserve_engine.backend.jax.sample_adapters import Adapter, LaneBank
+from tuneserve_engine.backend.jax.sample_adapters import LaneBank
 from tuneserve_engine.backend.jax.sample_programs import (
     Choices,
     Decoded,
@@ -29,22 +34,24 @@ from tuneserve_engine.backend.jax.sample_programs import (
     no_rows,
 )
 from tuneserve_engine.backend.jax.sampling_math import AnyArray, RowParams, seed_halves
+from tuneserve_engine.backend.jax.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.stops import StopReason, StopWatch
 
 
-@dataclass
+@dataclass(eq=False)
 class Draft:
     """A sequence being written. Its prompt but the last token is read into ``parts``; what follows
     goes to its ``own`` pages. ``answers`` collects what is asked about the prompt."""
 
     request: SampleRequest
     sample: int
-    adapter: Adapter
+    snapshot: Snapshot
     watch: StopWatch
     answers: Answers | None = None
     parts: list[Part] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     read: int = 0  # parts
+    read_tokens: int = 0  # that nobody had read before
     cache_hits: int = 0  # tokens that somebody had read before
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -64,6 +71,11 @@ class Draft:
             self.top.append(top)
         self.stop_reason = self.watch.push(token)
         return self.stop_reason is not None
+
+    @property
+    def work(self) -> float:
+        """What was done for it: see ``Sampled``."""
+        return len(self.tokens) + self.read_tokens / PROMPT_TOKENS_PER_STEP
 
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None, "a sequence was left unfinished"
@@ -93,8 +105,11 @@ class Cache:
     """What the lanes of all rank classes share: pages, and the base model's weights by layer. Both
     come to the device when they are first needed."""
 
-    def __init__(self, programs: Programs, pages: int, counts: Counts) -> None:
+    def __init__(
+        self, programs: Programs, pages: int, snapshots: Snapshots, counts: Counts
+    ) -> None:
         self.pool = PagePool(pages)
+        self.snapshots = snapshots
         self.counts = counts
         self._programs = programs
         self._pages: Pages | None = None
@@ -141,7 +156,16 @@ class Lanes:
     @property
     def writing(self) -> int:
         """Sequences that decode."""
-        return sum(draft is not None for draft in self._drafts) - len(self._reading)
+        return len(self.drafts) - len(self._reading)
+
+    @property
+    def drafts(self) -> list[Draft]:
+        """Those that have a lane."""
+        return [draft for draft in self._drafts if draft is not None]
+
+    @property
+    def are_full(self) -> bool:
+        return None not in self._drafts
 
     def enter(self, draft: Draft) -> bool:
         """Gives the draft a lane and pages, if there are enough."""
@@ -149,8 +173,8 @@ class Lanes:
         if lane is None:
             return False
         size, context = self._programs.block, draft.context
-        weights, owner = draft.request.snapshot_id or "", draft.request.owner
-        names = digests(f"{owner}/{weights}", draft.request.prompt[:context], size)
+        scope = f"{draft.request.owner}/{draft.snapshot.name}"
+        names = digests(scope, draft.request.prompt[:context], size)
         last = context + draft.request.max_tokens - 1
         reserved = self._cache.pool.reserve(names, last // size - context // size + 1)
         if reserved is None:
@@ -159,20 +183,27 @@ class Lanes:
         if draft.answers is None:
             hits = sum(part.written for part in draft.parts)
             draft.cache_hits = min(hits * size, context)
-        self._adopt(lane, draft.adapter, weights)
+        self._adopt(lane, draft.snapshot)
         self._drafts[lane] = draft
         self._state.table[lane] = 0
         self._state.table[lane, : len(draft.parts)] = [part.page for part in draft.parts]
         self._reading.append(lane)
         return True
 
-    def _adopt(self, lane: int, adapter: Adapter, weights: str) -> None:
+    def leave(self, draft: Draft) -> None:
+        """Gives back the draft's lane and pages, if it has them; it cannot go on."""
+        lane = next((lane for lane, held in enumerate(self._drafts) if held is draft), None)
+        if lane is not None:
+            self._free(lane)
+
+    def _adopt(self, lane: int, snapshot: Snapshot) -> None:
+        if self._bank is not None and self._adapted[lane] == snapshot.name:
+            return
+        adapter = self._cache.snapshots.on_device(snapshot)
         if self._bank is None:
             self._bank = self._programs.empty_bank(self._rank_class, adapter.weights)
-        if self._adapted[lane] != weights:
-            key = self._rank_class
-            self._bank = self._programs.adopt(key, self._bank, np.int32(lane), adapter)
-            self._adapted[lane] = weights
+        self._bank = self._programs.adopt(self._rank_class, self._bank, np.int32(lane), adapter)
+        self._adapted[lane] = snapshot.name
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -188,6 +219,7 @@ class Lanes:
             blocks.table[number] = self._state.table[lane]
             blocks.lane[number] = lane
             self._cache.counts.prompt_tokens_read += len(part)
+            draft.read_tokens += len(part)
             chosen.append((draft, draft.read))
             draft.parts[draft.read].written = True
             draft.read += 1
@@ -247,9 +279,8 @@ class Lanes:
 
     # --- writing --------------------------------------------------------------------------------
 
-    def write(self) -> list[Draft]:
-        """One dispatch: a few tokens for every sequence that writes, those past its end dropped.
-        The sequences that end."""
+    def write(self) -> None:
+        """One dispatch: a few tokens for every sequence that writes, those past its end dropped."""
         writing = [
             (lane, draft)
             for lane, draft in enumerate(self._drafts)
@@ -265,22 +296,19 @@ class Lanes:
         top = jax.device_get(decoded.top) if top_asked else None
         counts = self._cache.counts
         counts.lane_steps += tokens.size
-        ended = []
         for lane, draft in writing:
             for step in range(len(tokens)):
                 counts.tokens += 1
                 row = _best(top, step, lane, draft.request.topk_sample)
                 if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
-                    ended.append(draft)
-                    self._leave(lane)
+                    self._free(lane)
                     break
             else:
                 self._state.tokens[lane] = draft.tokens[-1]
                 self._state.positions[lane] += len(tokens)
                 self._state.step[lane] += len(tokens)
-        return ended
 
-    def _leave(self, lane: int) -> None:
+    def _free(self, lane: int) -> None:
         draft = self._drafts[lane]
         assert draft is not None
         self._cache.pool.release(draft.parts, draft.own)

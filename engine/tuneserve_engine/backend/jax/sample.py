@@ -1,34 +1,36 @@
 """Sampling from frozen adapters and the base model: requests in, results out."""
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, OutOfMemory, SampleRequest, SampleResult
-from tuneserve_engine.backend.jax.adapters import restored_weights, target_shapes
+from tuneserve_engine.backend.base import (
+    AdapterState,
+    OutOfMemory,
+    Sampled,
+    SampleRequest,
+    SampleResult,
+)
+from tuneserve_engine.backend.jax.adapters import target_shapes
 from tuneserve_engine.backend.jax.device import on_device
 from tuneserve_engine.backend.jax.generate import Cache, Counts, Draft, Lanes
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.page_pool import pages_of
 from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.prompt_scores import Answers
-from tuneserve_engine.backend.jax.sample_adapters import Adapter, weights_bytes
 from tuneserve_engine.backend.jax.sample_programs import CHOICES, Programs
+from tuneserve_engine.backend.jax.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
-from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
-
-_NO_ADAPTER = AdapterState(
-    AdapterConfig(1, 0.0, 0, train_attn=False, train_mlp=False, train_unembed=False), {}
-)
-"""The base model as an adapter of zeros, so that its rows can share lanes with any other's."""
 
 
 class Sampler:
-    """Owns the snapshots, at most ``snapshot_bytes`` of them or one, and runs requests on them.
+    """Owns the snapshots, at most ``snapshot_bytes`` of them, or one, on the device, and runs
+    requests on them.
 
     A request's tokens and logprobs have the same bits alone and in any company: all products have
     one shape, and a sequence attends to its own pages only. All programs are declared at
@@ -44,64 +46,88 @@ class Sampler:
         *,
         lanes: int,
         snapshot_bytes: int,
+        snapshot_host_bytes: int = sys.maxsize,
     ) -> None:
         self._lattice = lattice
         self._tokenizer = tokenizer
         self._lane_count = lanes
-        self._snapshot_bytes = snapshot_bytes
         self._vocab_size = model.config.vocab_size
         self._pages = pages_of(lattice, lanes)
         self._programs = Programs(programs, model, lattice, lanes=lanes, pages=self._pages)
-        self._shapes = target_shapes(model.config)
-        self._sizes = {rank: weights_bytes(self._shapes, rank) for rank in lattice.rank_classes}
-        self._base = self._on_device(_NO_ADAPTER)
-        self._snapshots: OrderedDict[str, Adapter] = OrderedDict()  # least recently used first
+        self.snapshots = Snapshots(
+            target_shapes(model.config),
+            lattice,
+            device_bytes=snapshot_bytes,
+            host_bytes=snapshot_host_bytes,
+        )
         self.counts = Counts()
         self._forget_all()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
-        """Whether it is loaded; if so it counts as just used.
-
-        Asking for, or loading, every snapshot of a call before the call therefore keeps all of
-        them, as long as there is room for them.
-        """
-        if snapshot_id not in self._snapshots:
-            return False
-        self._snapshots.move_to_end(snapshot_id)
-        return True
+        """Whether it is loaded; if so it stays at least until the next call that samples."""
+        return self.snapshots.get(snapshot_id) is not None
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        """Puts frozen weights on the device. Drops the least recently used ones first, where they
-        would be beyond the limit, or the device has no room for another."""
-        self._snapshots.pop(snapshot_id, None)
-        room = self._snapshot_bytes - self._sizes[self._lattice.rank_class(state.config.rank)]
-        while self._snapshots and self._held_bytes() > room:
-            self._snapshots.popitem(last=False)
-        while (adapter := self._loaded(state)) is None:
-            self._snapshots.popitem(last=False)
-        self._snapshots[snapshot_id] = adapter
+        """Keeps frozen weights at least until the next call that samples."""
+        self.snapshots.put(snapshot_id, state)
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        """One result per request, in order. Nothing runs if one of them cannot. If the device has
-        no room, once more without the snapshots that the requests do not need."""
-        try:
-            return on_device(self._sample, requests)
-        except OutOfMemory:
-            needed = {request.snapshot_id for request in requests}
-            others = self._snapshots.keys() - needed
-            if not others:
-                raise
-        for snapshot_id in others:
-            del self._snapshots[snapshot_id]
-        return self._sample(requests)
+        """One result per request, in order. Nothing runs if one of them cannot."""
+        self._keep({})
+        for request in requests:
+            self._run(request)
+        asked = {str(number): request for number, request in enumerate(requests)}
+        ended = self.sample_for(asked, _never).ended
+        results = [ended[name] for name in asked]
+        assert all(isinstance(result, SampleResult) for result in results)
+        return results  # type: ignore[return-value]
 
-    def _sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        runs = [self._run(request) for request in requests]
-        for run in runs:
-            self._waiting.extend(run.drafts)
-        while not all(run.is_done for run in runs):
+    def sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        """See ``Backend.sample_for``. If the device has no room, once more from the start without
+        the snapshots that are on it."""
+        try:
+            return on_device(self._sample_for, asked, is_over)
+        except OutOfMemory:
+            if not self.snapshots.leave_device():
+                raise
+        return self._sample_for(asked, is_over)
+
+    def _sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        ended: dict[str, SampleResult | EngineError] = {}
+        self._keep(asked)
+        for name in [name for name in asked if name not in self._under_way]:
+            try:
+                run = self._run(asked[name])
+            except EngineError as error:
+                ended[name] = error
+            else:
+                self._under_way[name] = run
+                self._waiting.extend(run.drafts)
+                self.counts.prompt_tokens += run.drafts[0].context
+        self.snapshots.settle()
+        runs = dict(self._under_way)
+        before = {name: run.work for name, run in runs.items()}
+        while self._under_way:
             self._advance()
-        return [run.result() for run in runs]
+            for name in [name for name, run in self._under_way.items() if not run.left]:
+                ended[name] = self._under_way.pop(name).result()
+            if is_over():
+                break
+        left = {name: run.left for name, run in self._under_way.items()}
+        return Sampled(ended, left, {name: run.work - before[name] for name, run in runs.items()})
+
+    def _keep(self, asked: Collection[str]) -> None:
+        """Gives up what is under way and not asked for."""
+        for name in self._under_way.keys() - set(asked):
+            for draft in self._under_way.pop(name).drafts:
+                if draft in self._waiting:
+                    self._waiting.remove(draft)
+                else:
+                    self._lanes(draft.snapshot.rank_class).leave(draft)
 
     def _advance(self) -> None:
         """A chunk of the prompts and a few tokens of the rest, of every rank class."""
@@ -119,22 +145,44 @@ class Sampler:
 
     def _forget_all(self) -> None:
         """Nothing is on its way, and the device holds nothing for it."""
-        self._cache = Cache(self._programs, self._pages, self.counts)
+        self._cache = Cache(self._programs, self._pages, self.snapshots, self.counts)
         self._lanes_of: dict[int, Lanes] = {}
-        self._waiting: deque[Draft] = deque()
+        self._waiting: list[Draft] = []
+        self._under_way: dict[str, _Run] = {}
 
     def _admit(self) -> None:
-        """Lanes for those who wait, first come first served: nobody overtakes one for whom there
-        are not enough pages, but in lanes of another rank class."""
+        """Lanes for those who wait: first the one whose owner has the fewest, then first come,
+        first served. An owner that has none gets one of whoever has most. Nobody overtakes one for
+        whom there are not enough pages, but in lanes of another rank class."""
         full: set[int] = set()
-        again: deque[Draft] = deque()
-        while self._waiting:
-            draft = self._waiting.popleft()
-            rank_class = draft.adapter.rank_class
-            if rank_class in full or not self._lanes(rank_class).enter(draft):
-                full.add(rank_class)
-                again.append(draft)
-        self._waiting = again
+        while candidates := [d for d in self._waiting if d.snapshot.rank_class not in full]:
+            held = Counter(
+                _place(draft) for lanes in self._lanes_of.values() for draft in lanes.drafts
+            )
+            draft = min(candidates, key=lambda draft: held[_place(draft)])  # the first such
+            lanes = self._lanes(draft.snapshot.rank_class)
+            if lanes.are_full and not held[_place(draft)]:
+                self._displace(lanes)
+            if lanes.enter(draft):
+                self._waiting.remove(draft)
+            else:
+                full.add(draft.snapshot.rank_class)
+
+    def _displace(self, lanes: Lanes) -> None:
+        """Takes a lane from the owner that has most, if that is more than one: of the sequence that
+        has the least to lose, which begins again when its turn comes. It will be the same."""
+        owners = Counter(draft.request.owner for draft in lanes.drafts)
+        owner, count = owners.most_common(1)[0]
+        if count == 1:
+            return
+        mine = [draft for draft in lanes.drafts if draft.request.owner == owner]
+        loser = min(mine, key=lambda draft: draft.work)
+        lanes.leave(loser)
+        anew = self._draft(loser.request, loser.snapshot, loser.sample)
+        for run in self._under_way.values():
+            if loser in run.drafts:
+                run.restart(loser, anew)
+        self._waiting.insert(0, anew)
 
     def _lanes(self, rank_class: int) -> Lanes:
         if rank_class not in self._lanes_of:
@@ -144,7 +192,6 @@ class Sampler:
         return self._lanes_of[rank_class]
 
     def _run(self, request: SampleRequest) -> "_Run":
-        adapter = self._adapter(request.snapshot_id)
         _check_widths(request)
         # Python's numbers are wider than the device's; beyond its range they mean its limit.
         request = replace(
@@ -154,43 +201,21 @@ class Sampler:
             topk_prompt=min(request.topk_prompt, self._vocab_size),
             topk_sample=min(request.topk_sample, self._vocab_size),
         )
-        drafts = [
-            Draft(request, sample, adapter, self._watch(request))
-            for sample in range(request.num_samples)
-        ]
-        answers = None
-        if Answers.are_asked(request):
-            answers = drafts[0].answers = Answers(request, self._lattice.block)
-        self.counts.prompt_tokens += drafts[0].context
-        return _Run(drafts, answers)
+        snapshot, count = self._snapshot(request.snapshot_id), request.num_samples
+        return _Run([self._draft(request, snapshot, sample) for sample in range(count)])
 
-    def _loaded(self, state: AdapterState) -> Adapter | None:
-        """None if the device has no room and there are snapshots to drop."""
-        try:
-            return on_device(self._on_device, state)
-        except OutOfMemory:
-            if not self._snapshots:
-                raise
-            return None
+    def _draft(self, request: SampleRequest, snapshot: Snapshot, sample: int) -> Draft:
+        asks = sample == 0 and Answers.are_asked(request)
+        answers = Answers(request, self._lattice.block) if asks else None
+        return Draft(request, sample, snapshot, self._watch(request), answers)
 
-    def _held_bytes(self) -> int:
-        return sum(self._sizes[adapter.rank_class] for adapter in self._snapshots.values())
-
-    def _on_device(self, state: AdapterState) -> Adapter:
-        rank_class = self._lattice.rank_class(state.config.rank)
-        weights = restored_weights(state, self._shapes, rank_class)
-        return Adapter(weights, np.float32(state.config.scale))
-
-    def _adapter(self, snapshot_id: str | None) -> Adapter:
+    def _snapshot(self, snapshot_id: str | None) -> Snapshot:
         if snapshot_id is None:
-            return self._base
-        if snapshot_id not in self._snapshots:
-            raise ServerError(
-                f"snapshot {snapshot_id!r} is not loaded; this server keeps {self._snapshot_bytes} "
-                "bytes of them, and one call can use no more; load it again, then sample"
-            )
-        self._snapshots.move_to_end(snapshot_id)
-        return self._snapshots[snapshot_id]
+            return self.snapshots.base_model
+        snapshot = self.snapshots.get(snapshot_id)
+        if snapshot is None:
+            raise ServerError(f"snapshot {snapshot_id!r} is not loaded; load it again, then sample")
+        return snapshot
 
     def _watch(self, request: SampleRequest) -> StopWatch:
         return StopWatch(
@@ -206,19 +231,38 @@ class _Run:
     """A request on its way."""
 
     drafts: list[Draft]
-    answers: Answers | None
+    lost: float = 0.0  # work on drafts that began again
 
     @property
-    def is_done(self) -> bool:
-        return all(draft.stop_reason is not None for draft in self.drafts)
+    def left(self) -> int:
+        """Sequences that have not ended."""
+        return sum(draft.stop_reason is None for draft in self.drafts)
+
+    @property
+    def work(self) -> float:
+        return self.lost + sum(draft.work for draft in self.drafts)
+
+    def restart(self, draft: Draft, anew: Draft) -> None:
+        self.lost += draft.work
+        self.drafts[self.drafts.index(draft)] = anew
 
     def result(self) -> SampleResult:
-        scores = SampleResult(()) if self.answers is None else self.answers.result()
+        first = self.drafts[0]
+        scores = SampleResult(()) if first.answers is None else first.answers.result()
         return replace(
             scores,
             sequences=tuple(draft.result() for draft in self.drafts),
-            prompt_cache_hit_tokens=self.drafts[0].cache_hits,
+            prompt_cache_hit_tokens=first.cache_hits,
         )
+
+
+def _never() -> bool:
+    return False
+
+
+def _place(draft: Draft) -> tuple[int, str]:
+    """The rank class, and who asked."""
+    return draft.snapshot.rank_class, draft.request.owner
 
 
 def _check_widths(request: SampleRequest) -> None:

@@ -1,7 +1,6 @@
 """Training on the device: the buffers that all units share, and the programs that run in them."""
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from tuneserve_engine.backend.base import (
     TrainOutput,
     TrainResult,
     TrainUnit,
+    nothing,
 )
 from tuneserve_engine.backend.jax import bank as banks
 from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter, target_shapes
@@ -37,8 +37,6 @@ from tuneserve_engine.backend.jax.train import (
 from tuneserve_engine.lattice import ShapeLattice, multiple_from
 
 _CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
-_UNDER_WAY = 2
-"""Micro-batches whose arrays are on the device: the next is sent while one runs."""
 
 
 class Trainer:
@@ -81,13 +79,18 @@ class Trainer:
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
-    def forward_backward(self, unit: TrainUnit, adapters: Sequence[TrainingAdapter]) -> TrainResult:
+    def forward_backward(
+        self,
+        unit: TrainUnit,
+        adapters: Sequence[TrainingAdapter],
+        between: Callable[[], None] = nothing,
+    ) -> TrainResult:
         """Runs the unit on its requests' adapters; see ``Backend.forward_backward``."""
         rank_class = adapters[0].rank_class
         try:
             slots = self._filled(rank_class, adapters)
             # Waits here: whatever fails on the device fails before an accumulator is touched.
-            outputs = self._outputs(unit, slots, rank_class)
+            outputs = self._outputs(unit, slots, rank_class, between)
         except Exception:
             # A program gives its buffers back before it has run: one that failed spoiled them.
             self._space = None
@@ -106,21 +109,25 @@ class Trainer:
         """Puts the adapter one step further and returns the gradient's norm; waits for neither."""
         return start_step(adapter, params, partial(self._step, adapter.rank_class))
 
-    def _outputs(self, unit: TrainUnit, slots: "_Slots", rank_class: int) -> list[TrainOutput]:
+    def _outputs(
+        self, unit: TrainUnit, slots: "_Slots", rank_class: int, between: Callable[[], None]
+    ) -> list[TrainOutput]:
         """Runs the micro-batches, and waits for all of them."""
         outputs: list[TrainOutput] = []
-        under_way: deque[Scored] = deque()
+        running: Scored | None = None
         begun: set[int] = set()
         for batch in unit.batches:
-            if len(under_way) == _UNDER_WAY:
-                outputs.append(_fetched(under_way.popleft()))
-            stream = StreamIn.of(batch, self._lattice.block, begun)
+            # Sent while the one before it runs.
+            stream = jax.device_put(StreamIn.of(batch, self._lattice.block, begun))
+            if running is not None:
+                outputs.append(_fetched(running))
+                between()
             begun |= set(batch.block_request.tolist())
             used = batch.blocks * self._lattice.block
             self.tokens_trained += int(np.count_nonzero(batch.datum >= 0))
             self.tokens_computed += multiple_from(used, self._lattice.chunk)
-            under_way.append(self._run(stream, slots, rank_class, unit.forward_only))
-        return outputs + [_fetched(each) for each in under_way]
+            running = self._run(stream, slots, rank_class, unit.forward_only)
+        return outputs if running is None else [*outputs, _fetched(running)]
 
     def _run(self, stream: Any, slots: "_Slots", rank_class: int, is_scored: bool) -> Scored:
         """Dispatches one micro-batch."""

@@ -1,0 +1,219 @@
+"""Units of jobs on the device, one after the other: what the scheduler chooses, and what comes of
+it. Samples run in slices of time, which come in between a training unit's micro-batches too."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tuneserve_engine.ahead import Ahead
+from tuneserve_engine.backlog import Backlog
+from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.kill_points import kill_point
+from tuneserve_engine.operations import Executed, Operations
+from tuneserve_engine.scheduler import UNIT_S, Scheduler, UnderWay
+
+T = TypeVar("T")
+
+_AHEAD_JOBS = 64
+"""Jobs that are looked at before their turn: what two units take."""
+_UNDELIVERED = 2
+"""Units whose results may wait to be encoded; each holds its numbers in memory."""
+_SAMPLING_S = 0.25
+"""Samples go on for so long before the scheduler is asked again; ``UNIT_S`` if anything waits."""
+_ENDED_S = 0.5
+"""How soon the device's thread notices that the event loop will not answer any more."""
+
+
+class Unit(NamedTuple):
+    """One that has run; ``seconds`` include what the device's thread did beside it."""
+
+    executed: Executed
+    outcomes: list[Outcome] | None  # None: they are still to be made
+    seconds: float
+
+
+class Host(Protocol):
+    """What the units need of the worker around them."""
+
+    backlog: Backlog
+
+    def clock(self) -> float: ...
+
+    async def note(self, unit: Sequence[Job]) -> None:
+        """Tells the store what runs now."""
+        ...
+
+    def began(self, jobs: Sequence[Job]) -> None:
+        """These have left the backlog."""
+        ...
+
+    def gave_up(self, request_ids: Sequence[str]) -> None:
+        """These have begun, and will not be ended here."""
+        ...
+
+
+class Units:
+    """Runs on the event loop, and on ``device``, a thread."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        scheduler: Scheduler,
+        host: Host,
+        *,
+        device: Executor,
+        decoder: Executor,
+    ) -> None:
+        self.executed: asyncio.Queue[Unit] = asyncio.Queue(_UNDELIVERED)
+        self.idle_s = 0.0
+        """Of the device, although there was work."""
+        self._operations = operations
+        self._scheduler = scheduler
+        self._host = host
+        self._backlog = host.backlog
+        self._clock = host.clock
+        self._device = device
+        self._decoded = Ahead(operations.decode, decoder)
+        self._running: list[Job] = []  # the unit on the device
+        self._sampling: dict[str, UnderWay] = {}
+        self._stopping = asyncio.Event()
+        self._ended = threading.Event()
+
+    def stop(self) -> None:
+        """Makes ``run`` return after the running unit. Samples under way are given up: whoever
+        begins them again draws the same tokens."""
+        self._stopping.set()
+        self._backlog.arrived.set()
+
+    def abandon(self) -> None:
+        """The event loop ends: the device's thread is not to wait for it."""
+        self._ended.set()
+
+    async def run(self) -> None:
+        """Returns after ``stop``, when all results have been taken."""
+        idle_since_s = self._clock()
+        while not self._stopping.is_set():
+            # Not chosen before the unit ahead of it has ended: what comes meanwhile may take part.
+            under_way = list(self._sampling.values())
+            unit = self._scheduler.next_unit(self._backlog.in_order(), under_way)
+            if not unit:
+                self._backlog.arrived.clear()
+                if not self._stopping.is_set():
+                    await self._backlog.arrived.wait()
+                idle_since_s = self._clock()
+                continue
+            await self._begin(unit)
+            kill_point("worker-before-unit")
+            turn = _Turn(unit, self._clock)
+            self.idle_s += turn.started_s - idle_since_s
+            executed, outcomes = await self._execute(turn)
+            kill_point("worker-after-unit")
+            idle_since_s = self._clock()
+            await self._ended_turn(turn, executed, outcomes)
+        self._host.gave_up(list(self._sampling))
+        await self.executed.join()
+
+    def look_ahead(self) -> None:
+        """Gets ready what runs next, while the device is busy: else it would wait for that."""
+        if not self._running:
+            return
+        jobs = self._scheduler.upcoming(self._backlog.in_order(), self._running, _AHEAD_JOBS)
+        self._operations.look_ahead(
+            list(dict.fromkeys(job.model_id for job in jobs if job.model_id))
+        )
+        self._decoded.expect([job for job in jobs if job.kind == JobKind.FORWARD_BACKWARD])
+
+    async def _begin(self, unit: Sequence[Job]) -> None:
+        new = [job for job in unit if job.request_id not in self._sampling]
+        self._backlog.remove(new)
+        self._host.began(new)
+        await self._host.note(unit)
+
+    async def _ended_turn(
+        self, turn: "_Turn", executed: Executed, outcomes: list[Outcome] | None
+    ) -> None:
+        seconds = turn.seconds
+        self._scheduler.charge(turn.unit, seconds, executed.work)
+        if turn.unit[0].kind == JobKind.SAMPLE:
+            left = executed.left
+            jobs = {job.request_id: job for job in turn.unit if job.request_id in left}
+            self._sampling = {name: UnderWay(job, left[name]) for name, job in jobs.items()}
+        await self.executed.put(Unit(executed, outcomes, seconds))
+
+    async def _execute(self, turn: "_Turn") -> tuple[Executed, list[Outcome] | None]:
+        """The outcomes too, if nothing waits for the device: then another thread need not wake. Not
+        those of a save, which waits for the disk: something may come meanwhile."""
+        unit, decoded = turn.unit, self._decoded.take(turn.unit)
+        loop = asyncio.get_running_loop()
+
+        def call() -> tuple[Executed, list[Outcome] | None]:
+            is_over, between = partial(self._is_over, turn), partial(self._between, loop, turn)
+            executed = self._operations.execute(unit, decoded, is_over, between)
+            is_idle = self._backlog.is_empty and unit[0].kind != JobKind.SAVE_WEIGHTS
+            return executed, executed.outcomes() if is_idle and not executed.left else None
+
+        running = loop.run_in_executor(self._device, call)
+        self._running = unit
+        self.look_ahead()
+        try:
+            return await running
+        finally:
+            self._running = []
+
+    # --- on the device's thread -----------------------------------------------------------------
+
+    def _is_over(self, turn: "_Turn") -> bool:
+        is_awaited = turn.comes_between or not self._backlog.is_empty or self._stopping.is_set()
+        return turn.seconds >= (UNIT_S if is_awaited else _SAMPLING_S)
+
+    def _between(self, loop: asyncio.AbstractEventLoop, turn: "_Turn") -> None:
+        """Samples go on, as long as it is their turn."""
+        if not self._sampling and not self._backlog.has_samples:
+            return
+        started_s = self._clock()
+        while unit := self._ask(loop, self._samples_between(turn, started_s)):
+            slice_ = _Turn(unit, self._clock, comes_between=True)
+            executed = self._operations.execute(unit, is_over=partial(self._is_over, slice_))
+            self._ask(loop, self._ended_turn(slice_, executed, None))
+        self._ask(loop, self._host.note(turn.unit))
+        turn.interrupted_s += self._clock() - started_s
+
+    async def _samples_between(self, turn: "_Turn", since_s: float) -> list[Job]:
+        if self._stopping.is_set():
+            return []
+        seconds = turn.seconds - (self._clock() - since_s)
+        pending, under_way = self._backlog.in_order(), list(self._sampling.values())
+        unit = self._scheduler.between(turn.unit, seconds, pending, under_way)
+        if unit:
+            await self._begin(unit)
+        return unit
+
+    def _ask(self, loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T]) -> T:
+        """What the event loop answers."""
+        answer = asyncio.run_coroutine_threadsafe(call, loop)
+        while True:
+            try:
+                return answer.result(_ENDED_S)
+            except TimeoutError:
+                if self._ended.is_set():
+                    raise
+
+
+class _Turn:
+    """A unit's time on the device, without that of others which came in between."""
+
+    def __init__(
+        self, unit: list[Job], clock: Callable[[], float], *, comes_between: bool = False
+    ) -> None:
+        self.unit = unit
+        self.comes_between = comes_between
+        self.started_s = clock()
+        self.interrupted_s = 0.0
+        self._clock = clock
+
+    @property
+    def seconds(self) -> float:
+        return self._clock() - self.started_s - self.interrupted_s

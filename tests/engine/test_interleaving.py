@@ -1,0 +1,117 @@
+"""Sampling and training beside each other on one device: who comes in between whom, and what
+becomes of samples that are under way when something else happens."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.engine.worker_bench import Bench, Counting, run, until
+from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_engine.backend.base import (
+    Sampled,
+    SampleRequest,
+    TrainResult,
+    TrainUnit,
+)
+from tuneserve_engine.jobs import JobKind
+
+DATUMS, TOKENS, MICRO_BATCHES = 20, 64, 5
+"""A stream of the fake backend has room for 256 tokens."""
+
+
+def long_gradient() -> bytes:
+    body = wire.ForwardBackwardRequest(loss_fn="cross_entropy")
+    for _ in range(DATUMS):
+        datum = body.data.add()
+        datum.model_input.add().encoded_text.tokens = np.ones(TOKENS, "<i4").tobytes()
+        datum.loss_fn_inputs["target_tokens"].dense = np.ones(TOKENS, "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].dtype = wire.DTYPE_INT64
+    return body.SerializeToString()
+
+
+class Stepwise(Counting):
+    """Draws nothing before it was called ``slices`` times for a request; notes what it does."""
+
+    def __init__(self, slices: int = 1) -> None:
+        super().__init__()
+        self.slices = slices
+        self.calls: dict[str, int] = {}
+        self.events: list[str] = []
+        self.before_between: Callable[[], None] = lambda: None
+
+    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+        def noted() -> None:
+            self.events.append("between")
+            self.before_between()
+            between[0]()
+
+        self.events.append("begin")
+        result = super().forward_backward(unit, noted)
+        self.events.append("end")
+        return result
+
+    def sample_for(
+        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
+    ) -> Sampled:
+        for name in [name for name in self.calls if name not in asked]:
+            del self.calls[name]
+        self.events.append(f"sample {len(asked)}")
+        while True:
+            for name in asked:
+                self.calls[name] = self.calls.get(name, 0) + 1
+            ready = {name: each for name, each in asked.items() if self.calls[name] >= self.slices}
+            if ready:
+                given = super().sample_for(ready, lambda: False)
+                left = {name: 1 for name in asked if name not in ready}
+                return Sampled(given.ended, left, dict.fromkeys(asked, 1.0))
+            if is_over():
+                return Sampled({}, dict.fromkeys(asked, 1), dict.fromkeys(asked, 1.0))
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(10)
+
+
+async def restarted(bench: Bench, backend: Counting) -> None:
+    await bench.kill()
+    bench.start(backend)
+
+
+def test_a_sample_that_comes_during_a_long_gradient_waits_for_a_micro_batch_only(
+    tmp_path: Path,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        backend = Stepwise()
+        await restarted(bench, backend)
+        await bench.ok(await bench.create("a"))
+        arrived = threading.Event()
+        backend.before_between = lambda: assert_set(arrived)
+        gradient = await bench.submit(JobKind.FORWARD_BACKWARD, long_gradient(), "a")
+        await until(lambda: "between" in backend.events)
+        sample = await bench.sample("b", 1)
+        await until(lambda: bench.worker.backlog.has_samples)
+        arrived.set()
+        await bench.ok(sample)
+        await bench.ok(gradient)
+        assert backend.events[:3] == ["begin", "between", "sample 1"]
+        assert backend.events.count("between") == MICRO_BATCHES - 1
+        assert backend.events[-1] == "end"
+
+    run(tmp_path, scenario)
+
+
+def test_samples_under_way_at_a_stop_are_drawn_by_the_next_worker(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await restarted(bench, Stepwise(slices=10**9))
+        sample = await bench.sample("b", 1)
+        await until(lambda: bool(bench.backend.calls))  # type: ignore[attr-defined]
+        bench.worker.stop()
+        await asyncio.wait_for(bench.task, 10)
+        bench.start(Stepwise())
+        await bench.ok(sample)
+
+    run(tmp_path, scenario)
