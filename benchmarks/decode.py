@@ -71,21 +71,29 @@ def log_uniform(shortest: int, longest: int, seed: int) -> list[int]:
 
 def mixed(model: Path, rounds: int) -> dict[str, Any]:
     """All at once, so that a lane that gets free is taken by the next; against batches of as many
-    as there are lanes, each of which waits for its longest."""
+    as there are lanes, whose prompts are padded to the longest, and who wait for the longest."""
     backend = engine(model, MIXED_LANES)
     lengths = [max(length - 1, 1) for length in log_uniform(*PROMPTS, seed=1)]
     prompts = random_tokens(lengths, Shape().vocab, seed=2)
     limits = log_uniform(*NEW, seed=3)
 
-    def turn(size: int) -> int:
+    def asked(prompts: Sequence[Any], limits: Sequence[int]) -> list[SampleRequest]:
         owner = f"call {next(CALLS)}"
-        asked = [request(p, new, owner) for p, new in zip(prompts, limits, strict=True)]
-        batches = [asked[i : i + size] for i in range(0, REQUESTS, size)]
-        return sum(written(backend, each) for each in batches)
+        return [request(p, new, owner) for p, new in zip(prompts, limits, strict=True)]
 
-    paces = take_turns(
-        {"continuous": lambda: turn(REQUESTS), "static": lambda: turn(MIXED_LANES)}, rounds=rounds
-    )
+    def static() -> int:
+        tokens = 0
+        for first in range(0, REQUESTS, MIXED_LANES):
+            batch = slice(first, first + MIXED_LANES)
+            longest = max(map(len, prompts[batch]))
+            padded = [np.resize(each, longest) for each in prompts[batch]]
+            tokens += written(backend, asked(padded, limits[batch]))
+        return tokens
+
+    def continuous() -> int:
+        return written(backend, asked(prompts, limits))
+
+    paces = take_turns({"continuous": continuous, "static": static}, rounds=rounds)
     what = f"{REQUESTS} mixed requests, {MIXED_LANES} lanes, new tokens/s"
     return compared(what, paces, 2.5)
 
@@ -195,7 +203,8 @@ def main() -> None:
         f"`benchmarks/decode.py --rounds {arguments.rounds}`: bench model with an adapter of rank "
         f"{CONFIG.rank}, bare engine; {machine('jax', threads=threads)}. Prompts of "
         f"{PROMPTS[0]} to {PROMPTS[1]} tokens and {NEW[0]} to {NEW[1]} new ones, log-uniform, are "
-        "mixed. Medians of rounds in turns."
+        "mixed. A static batch pads its prompts to the longest and waits for the longest. Medians "
+        "of rounds in turns."
     )
     section = table("Decoding", about, list(rows[0]), [list(each.values()) for each in rows])
     publish({"decoding": rows}, section, dry_run=arguments.dry_run)

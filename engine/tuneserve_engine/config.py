@@ -200,8 +200,9 @@ class WorkerSettings(CommonSettings):
     )
     adapter_host_bytes: NonNegativeInt | None = Field(
         default=None,
-        description="Memory of the host for adapters that the device has no room for; what it has "
-        "no room for lies on disk. Default: half of the machine's memory, for a CPU a quarter.",
+        description="Memory of the host for adapters that the device has no room for, a quarter of "
+        "it for those that are sampled from; what it has no room for lies on disk. Default: half "
+        "of the machine's memory, for a CPU a quarter.",
     )
     compile_ahead: bool = Field(
         default=True,

@@ -145,7 +145,7 @@ def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
 
 
 @pytest.mark.parametrize(("program", "forward_only"), [("_train", False), ("_score", True)])
-def test_the_device_holds_two_micro_batches_at_most(
+def test_one_micro_batch_runs_at_a_time_and_in_between_the_device_is_free(
     backend: JaxBackend,
     batch_of: Any,
     unit_of: Any,
@@ -175,8 +175,9 @@ def test_the_device_holds_two_micro_batches_at_most(
     monkeypatch.setattr(backend._trainer, program, noting)
     monkeypatch.setattr(jax, "device_get", fetched)
     unit = unit_of(["many"], batches, forward_only=forward_only)
-    together = backend.forward_backward(unit).outputs
-    assert (most, under_way) == (2, [])
+    between: list[int] = []
+    together = backend.forward_backward(unit, lambda: between.append(len(under_way))).outputs
+    assert (most, under_way, between) == (1, [], [0, 0, 0, 0])
     monkeypatch.undo()
     for batch, output in zip(batches, together, strict=True):
         alone = backend.forward_backward(unit_of(["many"], [batch], forward_only=True)).outputs[0]

@@ -27,6 +27,9 @@ from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
+_MOST = 3
+"""So many lanes have to write for each one that reads, if there are any that read."""
+
 
 class Sampler:
     """Owns the snapshots, at most ``snapshot_bytes`` of them, or one, on the device, and runs
@@ -99,6 +102,7 @@ class Sampler:
     ) -> Sampled:
         ended: dict[str, SampleResult | EngineError] = {}
         self._keep(asked)
+        new: list[Draft] = []
         for name in [name for name in asked if name not in self._under_way]:
             try:
                 run = self._run(asked[name])
@@ -106,8 +110,10 @@ class Sampler:
                 ended[name] = error
             else:
                 self._under_way[name] = run
-                self._waiting.extend(run.drafts)
+                new += run.drafts
                 self.counts.prompt_tokens += run.drafts[0].context
+        # Of those that come together the longest first: else it would be alone in the end.
+        self._waiting += sorted(new, key=lambda draft: -draft.request.max_tokens)
         self.snapshots.settle()
         runs = dict(self._under_way)
         before = {name: run.work for name, run in runs.items()}
@@ -137,7 +143,7 @@ class Sampler:
                 if lanes.reading:
                     lanes.read()
                 # Until most lanes write, to fill them is worth more than to use the few.
-                if lanes.writing and lanes.writing >= lanes.reading:
+                if lanes.writing and lanes.writing >= _MOST * lanes.reading:
                     lanes.write()
         except BaseException:  # pages may be consumed: whatever they held is lost
             self._forget_all()
