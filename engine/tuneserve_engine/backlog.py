@@ -58,6 +58,11 @@ class Backlog:
         for job in jobs:
             del self._pending[job.request_id]
 
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Takes out those of these that wait."""
+        for request_id in request_ids:
+            self._pending.pop(request_id, None)
+
     def done_again(self, job: Job, outcome: Outcome) -> None:
         future = self._again.pop(job.request_id)
         if not future.done():

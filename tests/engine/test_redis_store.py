@@ -31,6 +31,7 @@ from tuneserve_engine.queue import redis_news
 from tuneserve_engine.queue.base import (
     Fenced,
     Queue,
+    SamplerClient,
     Store,
     StoreFailed,
     StorePolicy,
@@ -129,6 +130,31 @@ def test_who_waits_learns_what_happened_while_nobody_could_tell(
                 await redis.client_kill_filter(_type="pubsub")
                 await store.finish(epoch, [Outcome(request_id, b"x")])
                 assert await asyncio.wait_for(waiting, 5) == Outcome(request_id, b"x")
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_client_s_samples_learns_what_nobody_could_tell(
+    redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            mine = SamplerClient("alice", "s:sample:0", 0)
+            after = 0
+            for seq in range(1, 11):
+                request_id = (await store.submit(sample(seq))).request_id
+                waiting = asyncio.create_task(
+                    store.completions(mine, after=after, limit=9, timeout_s=10)
+                )
+                await asyncio.sleep(0.01)
+                await redis.client_kill_filter(_type="pubsub")
+                await store.finish(epoch, [Outcome(request_id, b"x")])
+                (told,) = await asyncio.wait_for(waiting, 5)
+                assert told.request_id == request_id
+                after = told.number
 
     asyncio.run(main())
 
