@@ -74,7 +74,7 @@ class Link:
     async def _exchange(self, queue: Queue, traffic: tuple[Call[None], ...]) -> None:
         if self._epoch is not None:
             # Learns of a successor before leasing, which would take the name back from it.
-            await queue.renew(self._epoch)
+            self._renewed(await queue.renew(self._epoch))
         lease = await queue.lease(self._name, self._owner, self._info)
         if self._epoch is not None and not lease.resumed:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")

@@ -363,7 +363,8 @@ def test_all_keys_share_one_hash_tag(redis_server: RedisServer, tmp_path: Path) 
 
 
 async def _live(store: RedisStore) -> None:
-    """A session with a model that trains, is saved and unloaded; a sample; a gap; two workers."""
+    """A session with a model that trains, is saved and unloaded; a sample, and one that is
+    cancelled; a gap; two workers."""
     epoch = (await store.lease("worker", "process", INFO)).epoch
     await store.put(session())
     await store.put(sampler(file_id="f"))
@@ -372,6 +373,8 @@ async def _live(store: RedisStore) -> None:
     await store.finish(epoch, [Outcome(created.request_id, b"{}", updates=(ready,))])
     steps = [(await store.submit(job(seq))).request_id for seq in (1, 2, 3, 5)]
     sampled = (await store.submit(sample(1, "f"))).request_id
+    await store.cancel((await store.submit(sample(2, "f"))).request_id)
+    await store.join("s:sample:0")
     await store.begin(epoch, steps)
     results = [Outcome(each, b"r" * 100, changed=True) for each in steps[:3]]
     await store.finish(epoch, [*results, Outcome(sampled, b"s" * 100)])
@@ -402,7 +405,7 @@ def test_nothing_but_tombstones_and_records_is_left(
         kinds = {key.split(":")[0] for key in left}
         assert kinds == {
             *("meta", "tenant", "served", "served-seen"),
-            *("job", "seqs", "expired", "lane", "record", "list"),
+            *("job", "seqs", "expired", "completions", "lane", "record", "list"),
         }
         async with client(redis_server.url) as redis:
             start = f"{{{prefix_of(tmp_path)}}}:"
@@ -414,7 +417,8 @@ def test_nothing_but_tombstones_and_records_is_left(
         async with opened(redis_server.url, tmp_path, clock=clock) as store:
             await store.sweep(START_S + 200_000, SweepPolicy())
         gone = left - await keys(redis_server.url, tmp_path)
-        assert gone == {key for key in left if key.startswith(("job:", "seqs:", "expired"))}
+        forgotten = ("job:", "seqs:", "expired", "completions:")
+        assert gone == {key for key in left if key.startswith(forgotten)}
 
     asyncio.run(main())
 
