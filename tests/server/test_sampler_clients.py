@@ -161,7 +161,7 @@ async def test_a_tenant_with_too_many_polls_is_held_for_a_second_only(api: Any) 
 async def test_a_store_that_refuses_acknowledgements_still_tells(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def full(*_: object) -> None:
+    async def full(*_: object, **__: object) -> None:
         raise StoreFailed("database or disk is full")
 
     sampler = await service.sampler(await service.session())
