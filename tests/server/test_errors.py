@@ -92,6 +92,14 @@ async def test_an_unreadable_body_is_refused_without_repeating_it(api: Any, cont
         assert "NaN" not in response.text
 
 
+async def test_an_error_about_metadata_does_not_repeat_its_keys(api: Any) -> None:
+    body = {"user_metadata": {"my secret": {"a": 1}}}
+    response = await api.call("POST", "/create_session", json=body)
+    assert_failure(response, 422)
+    assert response.json()["detail"].startswith("user_metadata: ")
+    assert "secret" not in response.text
+
+
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Any) -> None:
     assert_failure(await api.call("GET", "/nothing"), 404)
     assert_failure(await api.call("POST", "/forward", json={}), 404)
