@@ -16,6 +16,9 @@ def _texts(value: object) -> object:
     """Numbers and booleans as text: old SDKs let users put them into metadata."""
     if not isinstance(value, dict):
         return value
+    if not all(isinstance(v, str | int | float) for v in value.values()):
+        # Here, because the error would name the entry, whose key is the client's own.
+        raise ValueError("each value must be a text, a number or a boolean")
     return {k: str(v) if isinstance(v, int | float) else v for k, v in value.items()}
 
 

@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from tuneserve_client.body import MAX_INT32, Id, Metadata, ModelSeq, Request, Response, Seq
+from tuneserve_client.body import (
+    MAX_INT32,
+    MAX_INT64,
+    Id,
+    Metadata,
+    ModelSeq,
+    Request,
+    Response,
+    Seq,
+)
 
 # --- service -------------------------------------------------------------------------------------
 
@@ -189,6 +198,45 @@ class FutureRetrieveRequest(Request):
     allow_metadata_only: bool = False
 
 
+class SamplingTarget(Request):
+    """One of the clients of a sampling session; the one that opened it is 0."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: Id
+    cloned_sampler_id: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
+
+
+class FuturesRetrieveRequest(Request):
+    target: SamplingTarget
+    prev_cursor: Seq = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: list[Id] = Field(
+        default=[], description="Requests whose results are no longer needed."
+    )
+
+
+class FinishedFuture(Response):
+    state: Literal["finished"] = "finished"
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class FailedFuture(Response):
+    state: Literal["failed"] = "failed"
+    request_id: str
+
+
+class FuturesResponse(Response):
+    """What has ended since the cursor; ``retrieve_future`` has the results, and the errors."""
+
+    completions: list[FinishedFuture | FailedFuture]
+    cursor: int
+
+
+class CancelRequest(Request):
+    request_id: Id
+
+
 class NotReadyResponse(Response):
     """Body of the 408 that ends a poll: ask again."""
 
@@ -279,6 +327,15 @@ class SamplerResponse(Response):
     sampler_id: str
     base_model: str
     model_path: str | None = None
+
+
+class JoinSamplingSessionRequest(Request):
+    sampling_session_id: Id
+
+
+class JoinSamplingSessionResponse(Response):
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
 
 
 class Chunk(Request):

@@ -67,6 +67,10 @@ class Backlog:
             del self._pending[job.request_id]
             self._samples -= job.kind == JobKind.SAMPLE
 
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Takes out those of these that wait."""
+        self.remove([self._pending[name] for name in request_ids if name in self._pending])
+
     def done_again(self, job: Job, outcome: Outcome) -> None:
         future = self._again.pop(job.request_id)
         if not future.done():

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.queue.base import Queue, StoreFailed
+from tuneserve_engine.queue.base import Queue, Renewal, StoreFailed
 from tuneserve_engine.repeats import Repeats
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ class Link:
     """A lease under ``name``, kept by renewing it every ``renew_s``.
 
     ``connect`` gives a connected queue, and is called again whenever the connection is lost.
-    ``give_up`` is told the models that another worker should have; ``figures`` are told to the
-    store with every renewal.
+    ``renewed`` is told what the store answers to a renewal; ``figures`` are told to the store with
+    every one.
     """
 
     def __init__(  # noqa: PLR0913
@@ -35,14 +35,14 @@ class Link:
         connect: Callable[[], Awaitable[Queue]],
         name: str,
         info: BaseModelInfo,
-        give_up: Callable[[list[str]], None],
+        renewed: Callable[[Renewal], None],
         renew_s: float,
         figures: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._connect = connect
         self._name = name
         self._info = info
-        self._give_up = give_up
+        self._renewed = renewed
         self._renew_s = renew_s
         self._figures = figures
         self._owner = uuid.uuid4().hex
@@ -74,7 +74,7 @@ class Link:
     async def _exchange(self, queue: Queue, traffic: tuple[Call[None], ...]) -> None:
         if self._epoch is not None:
             # Learns of a successor before leasing, which would take the name back from it.
-            await queue.renew(self._epoch)
+            self._renewed(await queue.renew(self._epoch))
         lease = await queue.lease(self._name, self._owner, self._info)
         if self._epoch is not None and not lease.resumed:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")
@@ -89,7 +89,7 @@ class Link:
 
     async def _renew(self, queue: Queue, epoch: int) -> None:
         while True:
-            self._give_up(await queue.renew(epoch, dict(self._figures())))
+            self._renewed(await queue.renew(epoch, dict(self._figures())))
             await asyncio.sleep(self._renew_s)
 
     async def ask(self, call: Call[T]) -> T:

@@ -67,6 +67,7 @@ class Sampler:
     created_s: float
     model_path: str | None = None
     file_id: str | None = None
+    clients: int = 0  # that have joined the one that opened it
 
 
 @dataclass(frozen=True)

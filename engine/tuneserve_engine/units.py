@@ -3,7 +3,7 @@ it. Samples run in slices of time, which come in between a training unit's micro
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -79,6 +79,8 @@ class Units:
         self._decoded = Ahead(operations.decode, decoder)
         self._running: list[Job] = []  # the unit on the device
         self._sampling: dict[str, UnderWay] = {}
+        self._on_device: Sequence[Job] = ()  # samples of the slice that runs
+        self._cancelled: set[str] = set()  # those of them that will not go on
         self._stopping = asyncio.Event()
         self._ended = threading.Event()
 
@@ -87,6 +89,12 @@ class Units:
         begins them again draws the same tokens."""
         self._stopping.set()
         self._backlog.arrived.set()
+
+    def cancel(self, request_ids: Collection[str]) -> None:
+        """Samples of these that are under way go no further than the slice that runs."""
+        self._cancelled |= {each.request_id for each in self._on_device} & set(request_ids)
+        for request_id in request_ids:
+            self._sampling.pop(request_id, None)
 
     def abandon(self) -> None:
         """The event loop ends: the device's thread is not to wait for it."""
@@ -130,6 +138,7 @@ class Units:
         new = [job for job in unit if job.request_id not in self._sampling]
         self._backlog.remove(new)
         self._host.began(new)
+        self._on_device = unit if unit[0].kind == JobKind.SAMPLE else ()
         await self._host.note(unit)
 
     async def _ended_turn(
@@ -138,9 +147,12 @@ class Units:
         seconds = turn.seconds
         self._scheduler.charge(turn.unit, seconds, executed.work)
         if turn.unit[0].kind == JobKind.SAMPLE:
-            left = executed.left
+            left = executed.left.keys() - self._cancelled
             jobs = {job.request_id: job for job in turn.unit if job.request_id in left}
-            self._sampling = {name: UnderWay(job, left[name]) for name, job in jobs.items()}
+            self._on_device, self._cancelled = (), set()
+            self._sampling = {
+                name: UnderWay(job, executed.left[name]) for name, job in jobs.items()
+            }
         await self.executed.put(Unit(executed, outcomes, seconds))
 
     async def _execute(self, turn: "_Turn") -> tuple[Executed, list[Outcome] | None]:

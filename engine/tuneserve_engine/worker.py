@@ -21,7 +21,7 @@ from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.link import Link, cause
 from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Fenced, Queue
+from tuneserve_engine.queue.base import Fenced, Queue, Renewal
 from tuneserve_engine.residents import PointPolicy, Residents
 from tuneserve_engine.scheduler import Scheduler
 from tuneserve_engine.units import Unit, Units
@@ -166,9 +166,19 @@ class Worker:
             "host_seconds_total": self._units.idle_s + self._host_s,
         }
 
-    def _renewed(self, leaving: list[str]) -> None:
+    def _renewed(self, renewal: Renewal) -> None:
         self._on_renewed()
-        self._residents.give_up(leaving)
+        self._residents.give_up(renewal.leaving)
+        self.cancelled(renewal.cancelled)
+
+    def cancelled(self, request_ids: Sequence[str]) -> None:
+        """Forgets these requests, which have ended: what waits is not run, samples under way are
+        given up, and nobody waits for the outcome of what runs, which the store ignores."""
+        self.backlog.drop(request_ids)
+        self._units.cancel(request_ids)
+        for request_id in request_ids:
+            self._unstored.pop(request_id, None)
+        self._wake_stored()
 
     async def _take(self, queue: Queue, epoch: int) -> None:
         while True:
@@ -216,10 +226,13 @@ class Worker:
             del self._outcomes[: len(batch)]
             for outcome in batch:
                 self._unstored.pop(outcome.request_id, None)
-            self._stored.set()
-            self._stored = asyncio.Event()
+            self._wake_stored()
             if not self._outcomes:  # not before: after a lost connection they are offered again
                 self._offered.clear()
+
+    def _wake_stored(self) -> None:
+        self._stored.set()
+        self._stored = asyncio.Event()
 
     async def stored(self, model_id: str | None, position: int | None) -> None:
         """Returns when the model's requests before ``position`` (None: all; of all models) that
@@ -242,7 +255,7 @@ class Worker:
 
     def gave_up(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            del self._unstored[request_id]
+            self._unstored.pop(request_id, None)
 
     async def note(self, unit: Sequence[Job]) -> None:
         """Tells the store what runs now, without waiting for it to have heard. What runs again has

@@ -1,22 +1,35 @@
 """A store and a recovery point as a release wrote them: a later one must read them, or refuse.
 
-``golden/store-2.sql`` is the dump of a store of version 2 whose worker was killed: a model that
+``golden/store-<n>.sql`` is the dump of a store of version n whose worker was killed: a model that
 was created, got two gradients and a step, was saved, and got another gradient that no point covers.
-Keep it when the format changes, and add one of the new format beside it.
+Keep them when the format changes, and add one of the new format beside them.
 """
 
 import shutil
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from tests.engine.test_recovery import NEVER, finish_round
 from tests.engine.worker_bench import Bench, run
+from tuneserve_engine.queue.base import SamplerClient
+from tuneserve_engine.queue.schema import VERSION
 from tuneserve_engine.records import Model
 
 GOLDEN = Path(__file__).with_name("golden")
 
 
-def test_a_store_of_version_2_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def laid_out(root: Path, version: int) -> None:
+    """Makes ``root`` the directory of the killed service."""
+    shutil.copytree(GOLDEN / "files", root / "files")
+    connection = sqlite3.connect(root / "store.db")
+    connection.executescript((GOLDEN / f"store-{version}.sql").read_text())
+    connection.close()
+
+
+@pytest.mark.parametrize("version", range(2, VERSION + 1))
+def test_an_earlier_store_goes_on_bit_for_bit(tmp_path: Path, version: int) -> None:
     states = []
 
     async def undisturbed(bench: Bench) -> None:
@@ -36,9 +49,20 @@ def test_a_store_of_version_2_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
     run(tmp_path / "undisturbed", undisturbed)
     root = tmp_path / "golden"
-    shutil.copytree(GOLDEN / "files", root / "files")
-    connection = sqlite3.connect(root / "store.db")
-    connection.executescript((GOLDEN / "store-2.sql").read_text())
-    connection.close()
+    laid_out(root, version)
     run(root, continued, NEVER)
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("version", range(2, VERSION + 1))
+def test_an_earlier_store_tells_of_the_samples_that_end_in_it(tmp_path: Path, version: int) -> None:
+    async def scenario(bench: Bench) -> None:
+        request_id = await bench.sample("a", 1)
+        await bench.ok(request_id)
+        client = SamplerClient("a", "a:sample", 0)
+        told = await bench.store.completions(client, after=0, limit=9, timeout_s=0)
+        assert [(each.request_id, each.number) for each in told] == [(request_id, 1)]
+
+    laid_out(tmp_path / "golden", version)
+    for _ in range(2):  # opened again, it is of this version already
+        run(tmp_path / "golden", scenario, NEVER)

@@ -4,11 +4,13 @@ becomes of samples that are under way when something else happens."""
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.engine.test_recovery import NEVER
 from tests.engine.worker_bench import Bench, Counting, run, until
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.backend.base import (
@@ -115,3 +117,19 @@ def test_samples_under_way_at_a_stop_are_drawn_by_the_next_worker(tmp_path: Path
         await bench.ok(sample)
 
     run(tmp_path, scenario)
+
+
+def test_a_sample_that_is_cancelled_while_it_runs_goes_no_further(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        backend = Stepwise(slices=10**9)
+        await restarted(bench, backend)
+        cancelled, other = [await bench.sample("b", seq) for seq in range(2)]
+        await until(lambda: backend.calls.keys() == {cancelled, other})
+        assert await bench.store.cancel(cancelled)
+        await until(lambda: backend.calls.keys() == {other})
+        backend.slices = 1
+        await bench.ok(other)
+        rejection = (await bench.outcome(cancelled)).rejection
+        assert rejection is not None and "cancelled" in rejection.message
+
+    run(tmp_path, scenario, replace(NEVER, renew_s=0.05))

@@ -31,6 +31,7 @@ from tuneserve_engine.queue import redis_news
 from tuneserve_engine.queue.base import (
     Fenced,
     Queue,
+    SamplerClient,
     Store,
     StoreFailed,
     StorePolicy,
@@ -129,6 +130,31 @@ def test_who_waits_learns_what_happened_while_nobody_could_tell(
                 await redis.client_kill_filter(_type="pubsub")
                 await store.finish(epoch, [Outcome(request_id, b"x")])
                 assert await asyncio.wait_for(waiting, 5) == Outcome(request_id, b"x")
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_a_client_s_samples_learns_what_nobody_could_tell(
+    redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
+            epoch = (await store.lease("worker", "process", INFO)).epoch
+            mine = SamplerClient("alice", "s:sample:0", 0)
+            after = 0
+            for seq in range(1, 11):
+                request_id = (await store.submit(sample(seq))).request_id
+                waiting = asyncio.create_task(
+                    store.completions(mine, after=after, limit=9, timeout_s=10)
+                )
+                await asyncio.sleep(0.01)
+                await redis.client_kill_filter(_type="pubsub")
+                await store.finish(epoch, [Outcome(request_id, b"x")])
+                (told,) = await asyncio.wait_for(waiting, 5)
+                assert told.request_id == request_id
+                after = told.number
 
     asyncio.run(main())
 
@@ -337,7 +363,8 @@ def test_all_keys_share_one_hash_tag(redis_server: RedisServer, tmp_path: Path) 
 
 
 async def _live(store: RedisStore) -> None:
-    """A session with a model that trains, is saved and unloaded; a sample; a gap; two workers."""
+    """A session with a model that trains, is saved and unloaded; a sample, and one that is
+    cancelled; a gap; two workers."""
     epoch = (await store.lease("worker", "process", INFO)).epoch
     await store.put(session())
     await store.put(sampler(file_id="f"))
@@ -346,6 +373,8 @@ async def _live(store: RedisStore) -> None:
     await store.finish(epoch, [Outcome(created.request_id, b"{}", updates=(ready,))])
     steps = [(await store.submit(job(seq))).request_id for seq in (1, 2, 3, 5)]
     sampled = (await store.submit(sample(1, "f"))).request_id
+    await store.cancel((await store.submit(sample(2, "f"))).request_id)
+    await store.join("s:sample:0")
     await store.begin(epoch, steps)
     results = [Outcome(each, b"r" * 100, changed=True) for each in steps[:3]]
     await store.finish(epoch, [*results, Outcome(sampled, b"s" * 100)])
@@ -376,7 +405,7 @@ def test_nothing_but_tombstones_and_records_is_left(
         kinds = {key.split(":")[0] for key in left}
         assert kinds == {
             *("meta", "tenant", "served", "served-seen"),
-            *("job", "seqs", "expired", "lane", "record", "list"),
+            *("job", "seqs", "expired", "completions", "lane", "record", "list"),
         }
         async with client(redis_server.url) as redis:
             start = f"{{{prefix_of(tmp_path)}}}:"
@@ -388,7 +417,8 @@ def test_nothing_but_tombstones_and_records_is_left(
         async with opened(redis_server.url, tmp_path, clock=clock) as store:
             await store.sweep(START_S + 200_000, SweepPolicy())
         gone = left - await keys(redis_server.url, tmp_path)
-        assert gone == {key for key in left if key.startswith(("job:", "seqs:", "expired"))}
+        forgotten = ("job:", "seqs:", "expired", "completions:")
+        assert gone == {key for key in left if key.startswith(forgotten)}
 
     asyncio.run(main())
 

@@ -17,6 +17,7 @@ from tuneserve_engine.adapters import AdapterConfig, BaseModelInfo
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue.base import (
     RecoveryPoint,
+    SamplerClient,
     StoreFailed,
     StorePolicy,
     SweepPolicy,
@@ -213,10 +214,18 @@ def test_what_the_store_does_all_day_is_a_few_look_ups(tmp_path: Path) -> None:
             await store.save_point(epoch, RecoveryPoint("m", position, "file", "numerics"))
         await store.log(epoch, "m", start=0)
         await store.submit(job(3), replace(MODEL, key="another"))
+        client = SamplerClient("alice", "s", 0)
+        for seq in (2, 3):
+            sampled = await store.submit(Job("alice", JobKind.SAMPLE, "s", seq, base_model="tiny"))
+            await store.cancel(sampled.request_id)
+        await store.completions(client, after=0, limit=10, timeout_s=0)
+        await store.acknowledge(client, [sampled.request_id])
         await store.resign(epoch)
         for table in ("jobs", "payloads", "lanes", "counts", "points", "records"):
             for statement, step in await plans(store, list(statements), table):
                 assert step.startswith("SEARCH"), (statement, step)
+                if "completion > " in statement:
+                    assert "INDEX jobs_completed" in step and "completion>" in step
         await store.close()
 
     asyncio.run(main())

@@ -31,10 +31,12 @@ from tests.engine.store_contract.bench import (
 from tests.redis_server import RedisServer
 from tuneserve_engine.jobs import Job, JobKind, LoadWeights, Outcome, Rejection, encode
 from tuneserve_engine.queue.base import (
+    Completion,
     Fenced,
     KeyReused,
     Overloaded,
     ResultExpired,
+    SamplerClient,
     Store,
     StorePolicy,
     SweepPolicy,
@@ -60,6 +62,8 @@ Call = Callable[[Store], Awaitable[Any]]
 def told(result: Any) -> Any:
     """A result without what stores may number as they like."""
     if isinstance(result, list):
+        if result and isinstance(result[0], Completion):  # what ends together has no order
+            return sorted((replace(each, number=0) for each in result), key=str)
         return [told(each) for each in result]
     return replace(result, release=0) if isinstance(result, Job) else result
 
@@ -177,6 +181,26 @@ class Script:
     def do_job_key(self) -> Call:
         request_id = self.pick(self.ids)
         return lambda store: store.job_key(request_id)
+
+    def do_cancel(self) -> Call:
+        request_id = self.pick(self.ids)
+        return lambda store: store.cancel(request_id)
+
+    def client(self) -> SamplerClient:
+        scope = self.pick(("s:sample:0", "t:sample:0"))
+        return SamplerClient("alice", scope, self.pick((0, 0, 0, 1)))
+
+    def do_completions(self) -> Call:
+        client = self.client()
+        return lambda store: store.completions(client, after=0, limit=1000, timeout_s=0)
+
+    def do_acknowledge(self) -> Call:
+        client, ids = self.client(), self.random.sample(self.ids, min(4, len(self.ids)))
+        return lambda store: store.acknowledge(client, ids)
+
+    def do_join(self) -> Call:
+        key = f"{self.pick(SESSIONS)}:sample:{self.pick((0, 1))}"
+        return lambda store: store.join(key)
 
     def do_lease(self) -> Call:
         name, owner, info = self.pick("vw"), self.pick("pq"), self.pick(INFOS)

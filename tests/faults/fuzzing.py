@@ -147,6 +147,18 @@ class Lane:
             ("POST", "/asample", self._sample(bodies, number)),
             ("POST", "/retrieve_future", {"request_id": self.done, "allow_metadata_only": True}),
             (
+                "POST",
+                "/retrieve_futures",
+                {
+                    "target": {"sampling_session_id": self.sampler, "cloned_sampler_id": 0},
+                    "prev_cursor": number,
+                    "timeout": 0,
+                    "retrieved_request_ids": [self.done],
+                },
+            ),
+            ("POST", "/cancel_future", {"request_id": self.done}),
+            ("POST", "/join_sampling_session", {"sampling_session_id": self.sampler}),
+            (
                 "PUT",
                 "/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",
                 {"ttl_seconds": 86_400},
@@ -216,7 +228,7 @@ class Lane:
 
 
 # One for each template: those that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 5]
+_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:

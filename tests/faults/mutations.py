@@ -15,7 +15,7 @@ CANARY = "canary-4f1c"
 """Stands in what is sent, and must not come back in an error."""
 
 NAMES = {
-    *("session_id", "model_id", "sampling_session_id", "request_id"),
+    *("session_id", "model_id", "sampling_session_id", "request_id", "target"),
     *("base_model", "path", "model_path", "tinker_path"),
 }
 """Fields that name something: an error may say which name was meant."""

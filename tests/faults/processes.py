@@ -33,6 +33,13 @@ class Service:
         self._start([sys.executable, "-m", "tuneserve_server", "api"], environment)
         self._until({"absent", "ready"})
 
+    def restart_api(self) -> None:
+        """Kills the API process; its successor listens on the same port."""
+        self._processes[0].kill()
+        self._processes.pop(0).wait()
+        self.start_api()
+        self._processes.insert(0, self._processes.pop())
+
     def start_worker(self, script: Path = WORKER) -> None:
         self._start([sys.executable, str(script), str(self.data_dir)], {})
         self._until({"ready"})

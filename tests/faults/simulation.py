@@ -263,6 +263,9 @@ class _Line:
     async def wait(self, request_id: str, timeout_s: float) -> Any:
         return await self._call("wait", request_id, timeout_s)
 
+    async def cancel(self, request_id: str) -> bool:
+        return bool(await self._call("cancel", request_id))
+
 
 def fake_operations(folder: Path) -> Operations:
     return Operations(FakeBackend(), FileStore(folder, UnsyncedFs()))

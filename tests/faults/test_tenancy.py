@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults import asgi
 from tests.faults.processes import running_service
-from tests.server.conftest import Api
+from tests.server.conftest import Api, asample
 from tuneserve_server.routes import files
 
 pytestmark = pytest.mark.anyio
@@ -94,6 +94,16 @@ NAMING: dict[str, list[Call]] = {
     ],
     "GET /v1/models/{model}": [("/v1/models/@path", None)],
     "POST /retrieve_future": [("/retrieve_future", {"request_id": "@request"})],
+    "POST /retrieve_futures": [
+        (
+            "/retrieve_futures",
+            {"target": {"sampling_session_id": "@sampler"}, "timeout": 0},
+        ),
+    ],
+    "POST /join_sampling_session": [
+        ("/join_sampling_session", {"sampling_session_id": "@sampler"}),
+    ],
+    "POST /cancel_future": [("/cancel_future", {"request_id": "@sampled"})],
     "GET /training_runs/{model_id}": [("/training_runs/@model", None)],
     "GET /training_runs/{model_id}/checkpoints": [("/training_runs/@model/checkpoints", None)],
     "GET /sessions/{session_id}": [("/sessions/@session", None)],
@@ -152,12 +162,14 @@ class Objects:
             body = {"model_id": model, "seq_id": seq, "path": name}
             saved.append(await api.post(f"/{route}", body, key=key))
             await api.result(saved[-1], key=key)
+        sampled = await api.post("/asample", asample(sampler, 0), key=key)
         ids = {
             "session": session,
             "model": model,
             "sampler": sampler,
             "path": f"tinker://{model}/weights/a",
             "request": saved[0]["request_id"],
+            "sampled": sampled["request_id"],
         }
         return cls(key, ids)
 
@@ -166,12 +178,12 @@ class Objects:
         fake = self.ids["session"][:-4] + "zzzz"
         yield {
             **{name: id_.replace(self.ids["session"], fake) for name, id_ in self.ids.items()},
-            "request": self.ids["request"][:-4] + "zzzz",
+            **{name: self.ids[name][:-4] + "zzzz" for name in ("request", "sampled")},
         }
         yield {
             **{name: id_.replace(":0", ":9") for name, id_ in self.ids.items()},
             "session": fake,
-            "request": self.ids["request"][::-1],
+            **{name: self.ids[name][::-1] for name in ("request", "sampled")},
         }
 
 
@@ -198,7 +210,7 @@ class Tenancy:
             {"X-API-Key": caller.key, "Content-Type": "application/json"},
         )
         text = _named(answer.body.decode(), ids)
-        if answer.status != 200 or "request_id" not in text:
+        if answer.status != 200 or "request_id" not in answer.json:
             return answer.status, answer.headers, text
         caller.seq += body == "@gradient" or str(SEQ) in str(body)
         result = await self.api.poll(answer.json["request_id"], key=caller.key)

@@ -39,6 +39,8 @@ class Api(Protocol):
 
     async def wait(self, request_id: str, timeout_s: float) -> Outcome | None: ...
 
+    async def cancel(self, request_id: str) -> bool: ...
+
 
 async def no_pause() -> None:
     await asyncio.sleep(0)
@@ -70,7 +72,8 @@ def gradient_body(tokens: Sequence[int], targets: Sequence[int], advantage: floa
 
 @dataclass
 class Tenant:
-    """One model's requests, in order. Odd tenants sample between steps, as in RL."""
+    """One model's requests, in order. Odd tenants sample between steps, as in RL, and give one
+    sample up."""
 
     number: int
     base_model: str
@@ -123,24 +126,18 @@ class Tenant:
         return [self.job(first + n, kind, payload) for n, (kind, payload) in enumerate(jobs)]
 
     def samples(self, index: int) -> list[Job]:
-        if not self.is_rl:
-            return []
-        commands = [
-            Sample([1 + index, 2], seed=97 * index + n, file_id=self.snapshot(index), max_tokens=3)
-            for n in range(2)
-        ]
+        return [self._sample(index, n) for n in range(2)] if self.is_rl else []
+
+    def unwanted(self, index: int) -> list[Job]:
+        """Samples that are given up."""
+        return [self._sample(index, 2)] if self.is_rl else []
+
+    def _sample(self, index: int, n: int) -> Job:
+        snapshot = self.snapshot(index)
+        command = Sample([1 + index, 2], seed=97 * index + n, file_id=snapshot, max_tokens=3)
         scope = f"{self.session}:sample:0"
-        return [
-            Job(
-                self.name,
-                JobKind.SAMPLE,
-                scope,
-                2 * index + n,
-                encode(command),
-                base_model=self.base_model,
-            )
-            for n, command in enumerate(commands)
-        ]
+        key = (self.name, JobKind.SAMPLE, scope, 3 * index + n)
+        return Job(*key, encode(command), base_model=self.base_model)
 
     def final(self) -> Job:
         file = file_id(self.number, "final")
@@ -199,7 +196,8 @@ class Tenant:
 
 @dataclass
 class Client:
-    """Plays a tenant. ``results`` are the bodies by (scope, seq): all that the client was told."""
+    """Plays a tenant. ``results`` are the bodies by (scope, seq): all that the client was told.
+    ``given_up`` are the outcomes of what it cancelled, which may have ended before."""
 
     tenant: Tenant
     api: Api
@@ -207,14 +205,18 @@ class Client:
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     resends: float = 0.1
     results: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    given_up: dict[str, Outcome] = field(default_factory=dict)
 
     async def run(self) -> None:
         job, records = self.tenant.creation()
         await self._one(job, *records)
         for index in range(self.tenant.rounds):
             await self._together(self.tenant.round(index))
-            await self._together(self.tenant.samples(index))
+            giving_up = (self._give_up(job) for job in self.tenant.unwanted(index))
+            await asyncio.gather(self._together(self.tenant.samples(index)), *giving_up)
         await self._one(self.tenant.final())
+        for request_id, outcome in self.given_up.items():
+            assert await self._outcome(request_id) == outcome, "an outcome changed"
 
     async def _together(self, jobs: Sequence[Job]) -> None:
         shuffled = list(jobs)
@@ -225,6 +227,29 @@ class Client:
         request_id = await self._submit(job, *records)
         if self.draw.random() < self.resends:
             assert await self._submit(job, *records) == request_id, "a resend is the same request"
+        outcome = await self._outcome(request_id)
+        assert outcome.rejection is None, f"{job.kind} {job.seq}: {outcome.rejection}"
+        key = (job.scope, job.seq)
+        body = without_cache_hits(outcome.body) if job.kind == JobKind.SAMPLE else outcome.body
+        assert self.results.setdefault(key, body) == body, "a result changed"
+
+    async def _give_up(self, job: Job) -> None:
+        """Cancels the sample before it runs, while it does, or when it has ended."""
+        request_id = await self._submit(job)
+        for _ in range(self.draw.randrange(4)):
+            await self.pause()
+        while True:
+            await self.pause()
+            try:
+                assert await self.api.cancel(request_id)
+            except ConnectionError:
+                continue
+            break
+        self.given_up[request_id] = outcome = await self._outcome(request_id)
+        rejection = outcome.rejection
+        assert rejection is None or "was cancelled" in rejection.message, rejection
+
+    async def _outcome(self, request_id: str) -> Outcome:
         while True:
             await self.pause()
             try:
@@ -232,11 +257,7 @@ class Client:
             except ConnectionError:
                 continue
             if outcome is not None:
-                break
-        assert outcome.rejection is None, f"{job.kind} {job.seq}: {outcome.rejection}"
-        key = (job.scope, job.seq)
-        body = without_cache_hits(outcome.body) if job.kind == JobKind.SAMPLE else outcome.body
-        assert self.results.setdefault(key, body) == body, "a result changed"
+                return outcome
 
     async def _submit(self, job: Job, *records: Record) -> str:
         while True:

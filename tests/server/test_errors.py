@@ -43,8 +43,9 @@ def assert_failure(
 
 
 async def test_there_are_as_many_routes_as_the_wire_has_endpoints(api: Any) -> None:
-    """Priority A and B of the wire are 32 endpoints; one more serves the downloads."""
-    assert len(set(routes())) == 33
+    """Priority A and B of the wire are 32 endpoints, and clients of sampling sessions have three
+    more; one serves the downloads."""
+    assert len(set(routes())) == 36
 
 
 async def test_every_route_but_two_wants_a_key(api: Any) -> None:
@@ -89,6 +90,14 @@ async def test_an_unreadable_body_is_refused_without_repeating_it(api: Any, cont
         assert_failure(response, 422)
         assert "ud800" not in response.text
         assert "NaN" not in response.text
+
+
+async def test_an_error_about_metadata_does_not_repeat_its_keys(api: Any) -> None:
+    body = {"user_metadata": {"my secret": {"a": 1}}}
+    response = await api.call("POST", "/create_session", json=body)
+    assert_failure(response, 422)
+    assert response.json()["detail"].startswith("user_metadata: ")
+    assert "secret" not in response.text
 
 
 async def test_unknown_paths_and_methods_have_the_same_shape(api: Any) -> None:

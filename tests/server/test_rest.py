@@ -239,9 +239,15 @@ async def test_telemetry_is_accepted_and_dropped(api: Any) -> None:
         assert await api.post("/telemetry", content=content) == {"status": "accepted"}
 
 
-async def test_the_introductions_of_the_sdk_are_answered_with_defaults(api: Any) -> None:
-    for path in ("/client/config", "/client/dynamic_config"):
-        assert await api.post(path, {"sdk_version": "0.38.0"}) == {}
+async def test_the_introductions_of_the_sdk_are_answered_with_what_is_no_default(
+    api: Any,
+) -> None:
+    for path, names in (
+        ("/client/config", {"sample_use_retrieve_futures", "sample_join_sampling_session"}),
+        ("/client/dynamic_config", {"sample_cancel_enabled"}),
+    ):
+        answer = await api.post(path, {"sdk_version": "0.38.0"})
+        assert answer == dict.fromkeys(names, True)
 
 
 async def test_a_poll_says_when_there_is_no_worker(api: Any, bodies: Any) -> None:

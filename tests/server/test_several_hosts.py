@@ -120,6 +120,32 @@ async def test_a_poll_on_one_host_is_woken_by_a_result_from_another(
     assert (await waiting)["model_id"] == answer["model_id"]
 
 
+async def test_clients_of_a_sampling_session_may_speak_to_any_host(
+    hosts: tuple[Api, Api], bodies: Any
+) -> None:
+    a, b = hosts
+    sampler = await a.sampler(await a.session())
+    joining = (
+        api.post("/join_sampling_session", {"sampling_session_id": sampler}) for api in hosts
+    )
+    assert {each["client_counter"] for each in await asyncio.gather(*joining)} == {1, 2}
+    first, second = [await a.post("/asample", bodies.asample(sampler, seq)) for seq in (0, 1)]
+    poll = {"target": {"sampling_session_id": sampler}}
+    waiting = asyncio.create_task(a.post("/retrieve_futures", poll))
+    await asyncio.sleep(0.1)
+    await b.post("/cancel_future", {"request_id": first["request_id"]})
+    told = await waiting
+    assert told["completions"] == [{"state": "failed", "request_id": first["request_id"]}]
+    poll["prev_cursor"] = told["cursor"]
+    waiting = asyncio.create_task(b.post("/retrieve_futures", poll))
+    await asyncio.sleep(0.1)
+    await a.start_worker("on-a")
+    while not (completions := (await waiting)["completions"]):  # it took more than poll_s
+        waiting = asyncio.create_task(b.post("/retrieve_futures", poll))
+    (done,) = completions
+    assert (done["state"], done["request_id"]) == ("finished", second["request_id"])
+
+
 async def test_requests_are_put_off_while_redis_is_away_and_polls_are_held(
     hosts: tuple[Api, Api], redis: RedisServer, bodies: Any
 ) -> None:

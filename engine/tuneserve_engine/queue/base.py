@@ -15,6 +15,9 @@ from tuneserve_engine.records import Record, Update
 
 R = TypeVar("R", bound=Record)
 
+CLIENT_SEQS = 10**9
+"""Sequence numbers of one client of a sampling session; the next one's follow."""
+
 
 class Fenced(Exception):
     """This worker's lease is over: another process has its name, or it was silent for too long.
@@ -87,6 +90,14 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class Renewal:
+    """What a worker hears when it renews its lease."""
+
+    leaving: list[str] = field(default_factory=list)  # models to be given up
+    cancelled: list[str] = field(default_factory=list)  # requests that ended without it
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """A base model that some worker has leased with: now, or in the past."""
 
@@ -116,6 +127,26 @@ class LogEntry:
 
 
 @dataclass(frozen=True)
+class SamplerClient:
+    """One of the clients that sample in a session: the ``number``-th to join it, from 1 on, or the
+    one that opened it, 0. Samples with ``seq // CLIENT_SEQS == number`` are its own."""
+
+    tenant: str
+    scope: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sample that has ended."""
+
+    request_id: str
+    number: int  # in the order in which samples end
+    failed: bool = False
+    size: int | None = None  # of the result in bytes, while there is one
+
+
+@dataclass(frozen=True)
 class Page(Generic[R]):
     items: list[R]
     total: int
@@ -139,9 +170,11 @@ class Queue(Protocol):
         over at once, as after ``renew``'s time-out."""
         ...
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
         """Keeps the lease for its time to live. Returns models placed here that should be given
-        up (``release``): idle ones, and those that another worker has more room for.
+        up (``release``): idle ones, and those that another worker has more room for. And samples
+        placed here that were cancelled since the last renewal, which need not outlive the store's
+        process: one that is done all the same is done in vain.
 
         ``figures`` are what the worker tells of itself, in place of what it told before; they need
         not outlive the store's process.
@@ -210,6 +243,29 @@ class Store(Queue, Protocol):
         """The outcome, as soon as there is one; None after the time-out. Raises ``ResultExpired``
         for one dropped after its retention, ``KeyError`` for an unknown id: no request becomes one
         within twice the retention after its end."""
+        ...
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends a sample that has not ended, wherever it is, as rejected. Whether the request is a
+        sample: no other is touched. Raises ``KeyError`` for an unknown id."""
+        ...
+
+    async def completions(
+        self, client: SamplerClient, *, after: int, limit: int, timeout_s: float
+    ) -> list[Completion]:
+        """The client's ended samples with a ``number`` above ``after``, in that order, as soon as
+        there is one; none after the time-out. They are there until the request is forgotten, or
+        acknowledged."""
+        ...
+
+    async def acknowledge(self, client: SamplerClient, request_ids: Sequence[str]) -> None:
+        """Drops the results of those of these that are ended samples of the client, before their
+        retention is over, and their completions."""
+        ...
+
+    async def join(self, sampler_key: str) -> int | None:
+        """The number of one more client of a sampling session, which no other gets; None if there
+        is no such session."""
         ...
 
     async def put(self, record: Record) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.kill_points import kill_point
+from tuneserve_engine.queue.base import SamplerClient
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
@@ -27,10 +28,16 @@ class News:
 
     take: bool = False  # jobs were placed with a worker, or a lease is over
     ended: list[Outcome] = field(default_factory=list)
+    completed: set[SamplerClient] = field(default_factory=set)  # of samples among them
+    cancelled: list[tuple[int, str]] = field(default_factory=list)  # and the epochs to tell
+    over: list[int] = field(default_factory=list)  # epochs
 
     def add(self, other: "News") -> None:
         self.take = self.take or other.take
         self.ended += other.ended
+        self.completed |= other.completed
+        self.cancelled += other.cancelled
+        self.over += other.over
 
 
 class Transaction:

@@ -18,6 +18,7 @@ from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.queue import redis_forms as forms
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import (
+    Completion,
     Fenced,
     KeyReused,
     Lease,
@@ -25,6 +26,8 @@ from tuneserve_engine.queue.base import (
     Page,
     R,
     RecoveryPoint,
+    Renewal,
+    SamplerClient,
     ServedModel,
     StoreFailed,
     StorePolicy,
@@ -183,6 +186,34 @@ class RedisStore:
         self._news.check_open()
         return await self._news.outcome(request_id, timeout_s)
 
+    # --- clients that sample --------------------------------------------------------------------
+
+    async def cancel(self, request_id: str) -> bool:
+        rejection = rules.cancelled()
+        (found,) = await self._run("cancel", request_id, rejection.message, rejection.category)
+        if found == b"unknown":
+            raise KeyError(request_id)
+        return bool(found == b"sample")
+
+    async def completions(
+        self, client: SamplerClient, *, after: int, limit: int, timeout_s: float
+    ) -> list[Completion]:
+        async def look() -> list[Completion]:
+            rows = await self._run("completions", forms.client(client), after, limit)
+            return [forms.read_completion(row) for row in rows]
+
+        return await self._news.completed.found(forms.client_in_news(client), look, timeout_s)
+
+    async def acknowledge(self, client: SamplerClient, request_ids: Sequence[str]) -> None:
+        most = rules.ACKNOWLEDGED_AT_ONCE
+        for start in range(0, len(request_ids), most):
+            chunk = request_ids[start : start + most]
+            await self._run("acknowledge", forms.client(client), *chunk)
+
+    async def join(self, sampler_key: str) -> int | None:
+        number: int | None = await self._run("join", sampler_key)
+        return number
+
     # --- the worker's half ----------------------------------------------------------------------
 
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
@@ -190,10 +221,10 @@ class RedisStore:
         epoch, resumed = await self._run("lease", name, owner, info.name, facts, self._lease_policy)
         return Lease(epoch, resumed=bool(resumed))
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
         told = b"" if figures is None else msgspec.json.encode(figures)
-        models = await self._run_leased("renew", epoch, self._lease_policy, told)
-        return [model.decode() for model in models]
+        lists = await self._run_leased("renew", epoch, self._lease_policy, told)
+        return Renewal(*([each.decode() for each in found] for found in lists))
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:

@@ -5,6 +5,7 @@ bytes, which Redis' reader does not know, and integers that Lua's doubles could 
 """
 
 import dataclasses
+import hashlib
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,7 +14,15 @@ import msgspec
 
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue import rules
-from tuneserve_engine.queue.base import LogEntry, Overloaded, R, RecoveryPoint, ResultExpired
+from tuneserve_engine.queue.base import (
+    Completion,
+    LogEntry,
+    Overloaded,
+    R,
+    RecoveryPoint,
+    ResultExpired,
+    SamplerClient,
+)
 from tuneserve_engine.records import (
     RECORD_NAME,
     RECORD_TYPES,
@@ -210,6 +219,24 @@ def read_outcome(request_id: str, row: Sequence[Any]) -> Outcome | None:
     if category is not None:
         return Outcome(request_id, rejection=Rejection(result.decode(), category.decode()))
     return Outcome(request_id, result, content_type.decode())
+
+
+# --- clients that sample ------------------------------------------------------------------------
+
+
+def client(of: SamplerClient) -> str:
+    """The client as scripts name it."""
+    return f"{len(of.tenant.encode())}:{of.tenant}{of.number}:{of.scope}"
+
+
+def client_in_news(of: SamplerClient) -> str:
+    """The client as news name it."""
+    return "+" + hashlib.sha1(client(of).encode(), usedforsecurity=False).hexdigest()
+
+
+def read_completion(row: Sequence[Any]) -> Completion:
+    request_id, number, failed, size = row
+    return Completion(request_id.decode(), int(number), bool(failed), size)
 
 
 # --- workers ------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.queue import redis_forms as forms
 from tuneserve_engine.queue.base import ResultExpired, StoreFailed
 from tuneserve_engine.queue.redis_server import Server
+from tuneserve_engine.queue.watching import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class News:
         self._waiting: dict[str, set[asyncio.Future[Outcome | None]]] = {}
         self._ended: set[str] = set()  # waited for, and to be fetched
         self._has_ended = asyncio.Event()
+        self.completed = Watch()
         self.placed = asyncio.Event()  # replaced after each use: holders of the old one wake
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -47,6 +49,7 @@ class News:
             for future in waiting:
                 if not future.done():
                     future.set_result(None)
+        self.completed.close()
         self._wake_takes()
 
     def check_open(self) -> None:
@@ -103,6 +106,7 @@ class News:
 
     def _look_again(self) -> None:
         self._fetch_soon(self._waiting)
+        self.completed.wake_all()
         self._wake_takes()
 
     def _hear(self, message: bytes | None) -> None:
@@ -112,6 +116,7 @@ class News:
         placed, *ended = message.decode().split(" ")
         if placed == "1":
             self._wake_takes()
+        self.completed.wake(ended)  # clients are named among them
         self._fetch_soon(ended)
 
     def _fetch_soon(self, request_ids: Iterable[str]) -> None:

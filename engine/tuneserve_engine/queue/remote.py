@@ -29,6 +29,7 @@ from tuneserve_engine.queue.base import (
     LogEntry,
     Queue,
     RecoveryPoint,
+    Renewal,
     StoreFailed,
 )
 
@@ -311,8 +312,8 @@ class RemoteQueue:
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         return cast(Lease, await self._call("lease", name, owner, info))
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
-        return cast(list[str], await self._call("renew", epoch, figures))
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
+        return cast(Renewal, await self._call("renew", epoch, figures))
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         return cast(list[Job], await self._call("take", epoch, after, max_jobs))

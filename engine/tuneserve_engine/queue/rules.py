@@ -14,6 +14,7 @@ from tuneserve_engine.records import Model, ModelStatus, Session
 ALIVE = (ModelStatus.CREATING, ModelStatus.READY)
 FORGOTTEN_AT_ONCE = 10_000  # requests that one sweep forgets at most: a bounded pause
 TAKE_BYTES = 64 * 2**20  # payload bytes that one take returns at most, unless one job is larger
+ACKNOWLEDGED_AT_ONCE = 1000  # results that one step drops: nobody else is served meanwhile
 
 
 def request_id(secret: bytes, job: Job) -> str:
@@ -96,6 +97,13 @@ def silent(session_key: str, ttl_s: float) -> Rejection:
         f"session {session_key} was not heard of for {ttl_s:g} s while this sample was waiting, so "
         "it was dropped; keep the client running, which tells the server that somebody waits, and "
         "submit the sample again with a new seq_id"
+    )
+
+
+def cancelled() -> Rejection:
+    return Rejection(
+        "this sample was cancelled before it was done, and nothing of it is kept; submit it again "
+        "with a new seq_id if it is wanted after all"
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tuneserve_engine.queue.base import StoreUnusable
 
-VERSION = 2
+VERSION = 3
 BUSY_S = 5.0  # a restarted process may meet the last breath of its predecessor
 CHECKPOINT_PAGES = 4000  # 16 MB of WAL: with 100 KB payloads, one checkpoint per ~150 commits
 
@@ -16,6 +16,11 @@ CHECKPOINT_PAGES = 4000  # 16 MB of WAL: with 100 KB payloads, one checkpoint pe
 UNFINISHED = "state IN ('held', 'ready')"
 # Neither replay needs it, nor a lane that has yet to pass its position.
 FORGETTABLE = "state = 'expired' AND digest IS NULL AND (position IS NULL OR release > 0)"
+
+_COMPLETED = (
+    "CREATE INDEX jobs_completed ON jobs (tenant, scope, seq / 1000000000, completion) "
+    "WHERE completion IS NOT NULL"
+)
 
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
 # have a table of their own: a job's row changes several times, and would be written with its
@@ -58,7 +63,8 @@ _TABLES = (
     "CREATE INDEX lanes_placed ON lanes (worker) WHERE worker IS NOT NULL",
     "CREATE INDEX lanes_in_use ON lanes (tenant) WHERE worker IS NOT NULL OR jobs > 0",
     # digest and halvings are set while the payload is kept for replay. release is 0 until the lane
-    # comes to the position; then one that was spent before has none any more.
+    # comes to the position; then one that was spent before has none any more. completion counts
+    # samples as they end, until their clients have acknowledged them.
     """CREATE TABLE jobs (
         n INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
@@ -78,6 +84,7 @@ _TABLES = (
         finished_s REAL,
         digest BLOB,
         halvings INTEGER,
+        completion INTEGER,
         category TEXT,
         error TEXT,
         content_type TEXT,
@@ -91,6 +98,7 @@ _TABLES = (
     f"CREATE INDEX jobs_expired ON jobs (finished_s) WHERE {FORGETTABLE}",
     "CREATE UNIQUE INDEX jobs_log ON jobs (model_id, position) WHERE position IS NOT NULL",
     "CREATE INDEX jobs_kept ON jobs (model_id, position) WHERE digest IS NOT NULL",
+    _COMPLETED,
     """CREATE INDEX jobs_loads ON jobs (model_id)
         WHERE kind = 'load_weights' AND digest IS NOT NULL""",
     "CREATE TABLE payloads (job INTEGER PRIMARY KEY, payload BLOB NOT NULL)",
@@ -114,6 +122,15 @@ _TABLES = (
     "CREATE INDEX records_by_tenant ON records (type, tenant, n)",
     "CREATE INDEX records_by_parent ON records (type, parent, n)",
 )
+
+_UPGRADES = {
+    2: (
+        "ALTER TABLE jobs ADD COLUMN completion INTEGER",
+        _COMPLETED,
+        "INSERT INTO meta VALUES ('completion', 0)",
+    ),
+}
+"""What makes a store of an earlier version one of the next."""
 
 NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb3 smbfs ncpfs afs ceph lustre beegfs davfs fuse.sshfs fuse.s3fs fuse.gcsfuse "
@@ -200,18 +217,23 @@ def create_tables(connection: sqlite3.Connection, secret: bytes) -> None:
     """Makes an empty database a store."""
     for statement in _TABLES:
         connection.execute(statement)
-    start = {"version": VERSION, "secret": secret, "epoch": 0, "release": 0}
+    start = {"version": VERSION, "secret": secret, "epoch": 0, "release": 0, "completion": 0}
     connection.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
 
 
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Leaves the tables of this version behind; refuses those of any other."""
+    """Leaves the tables of this version behind; refuses those that it cannot make such."""
     connection.execute("BEGIN IMMEDIATE")
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
         create_tables(connection, secrets.token_bytes(32))
     row = connection.execute("SELECT value FROM meta WHERE name = 'version'").fetchone()
-    connection.execute("COMMIT")
     found = row[0] if row else None
+    while found in _UPGRADES:
+        for statement in _UPGRADES[found]:
+            connection.execute(statement)
+        found += 1
+        connection.execute("UPDATE meta SET value = ? WHERE name = 'version'", (found,))
+    connection.execute("COMMIT")
     if found != VERSION:
         raise StoreUnusable(
             f"the store {path} has schema version {found}, this release reads version {VERSION}; "

@@ -14,17 +14,22 @@ from typing import Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_jobs as jobs
 from tuneserve_engine.queue import sqlite_leases as leases
 from tuneserve_engine.queue import sqlite_lifecycle as lifecycle
 from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
+from tuneserve_engine.queue import sqlite_samples as samples
 from tuneserve_engine.queue.base import (
+    Completion,
     Lease,
     LogEntry,
     Page,
     R,
     RecoveryPoint,
+    Renewal,
+    SamplerClient,
     ServedModel,
     StoreFailed,
     StorePolicy,
@@ -33,6 +38,7 @@ from tuneserve_engine.queue.base import (
 )
 from tuneserve_engine.queue.group_commit import GroupCommit, News, Operation, Transaction
 from tuneserve_engine.queue.schema import open_database
+from tuneserve_engine.queue.watching import Watch
 from tuneserve_engine.records import Record, Update
 
 P = ParamSpec("P")
@@ -60,6 +66,8 @@ class SqlStore:
         self._policy = policy
         self._leases = leases.Leases(policy)
         self._waiting: dict[str, set[asyncio.Future[Outcome | None]]] = {}
+        self._completed = Watch()
+        self._cancelled: dict[int, list[str]] = {}  # by the epoch that has not heard of them
         self._news = asyncio.Event()  # replaced after each use: holders of the old one wake
         self._closed = False
 
@@ -71,6 +79,7 @@ class SqlStore:
             for future in waiting:
                 if not future.done():
                     future.set_result(None)
+        self._completed.close()
         self._wake_takes()
 
     async def _call(
@@ -92,6 +101,11 @@ class SqlStore:
             for future in self._waiting.get(outcome.request_id, ()):
                 if not future.done():
                     future.set_result(outcome)
+        self._completed.wake(news.completed)
+        for epoch, request_id in news.cancelled:
+            self._cancelled.setdefault(epoch, []).append(request_id)
+        for epoch in news.over:
+            self._cancelled.pop(epoch, None)
         if news.take:
             self._wake_takes()
 
@@ -134,13 +148,33 @@ class SqlStore:
     async def job_key(self, request_id: str) -> tuple[str, str] | None:
         return await self._call(jobs.key, request_id)
 
+    async def cancel(self, request_id: str) -> bool:
+        return await self._call(samples.cancel, request_id)
+
+    async def completions(
+        self, client: SamplerClient, *, after: int, limit: int, timeout_s: float
+    ) -> list[Completion]:
+        async def look() -> list[Completion]:
+            return await self._call(samples.completions, client, after, limit)
+
+        return await self._completed.found(client, look, timeout_s)
+
+    async def acknowledge(self, client: SamplerClient, request_ids: Sequence[str]) -> None:
+        most = rules.ACKNOWLEDGED_AT_ONCE
+        for start in range(0, len(request_ids), most):
+            await self._call(samples.acknowledge, client, request_ids[start : start + most])
+
+    async def join(self, sampler_key: str) -> int | None:
+        return await self._call(samples.join, sampler_key)
+
     # --- workers and their models ---------------------------------------------------------------
 
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         return await self._call(self._leases.lease, name, owner, info)
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> list[str]:
-        return await self._call(self._leases.renew, epoch, figures)
+    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
+        leaving = await self._call(self._leases.renew, epoch, figures)
+        return Renewal(leaving, self._cancelled.pop(epoch, []))
 
     async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
         await self._call(self._leases.begin, epoch, request_ids)

@@ -15,10 +15,12 @@ from tuneserve_engine.queue import sqlite_placement as placement
 from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import (
+    CLIENT_SEQS,
     Fenced,
     KeyReused,
     LogEntry,
     ResultExpired,
+    SamplerClient,
     StorePolicy,
     Submitted,
 )
@@ -339,26 +341,28 @@ def end(tx: Transaction, result: Outcome) -> None:
     """Stores how an unfinished job ended and makes it news. Its payload is dropped, unless the job
     changed its model's state: then it may have to be done again."""
     row = tx.one(
-        "SELECT n, tenant, kind, model_id, position, worker, size FROM jobs "
+        "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size FROM jobs "
         f"WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
     )
     assert row is not None, f"{result.request_id} had already ended"
-    n, tenant, kind, model_id, position, worker, size = row
+    n, tenant, kind, scope, seq, model_id, position, worker, size = row
     rejection = result.rejection
     is_kept = result.changed and rejection is None and position is not None
+    is_sample = kind == JobKind.SAMPLE
     stored = Outcome(result.request_id, result.body, result.content_type)
     if rejection is not None:
         stored = Outcome(result.request_id, rejection=rejection)
     tx.run(
         "UPDATE jobs SET state = 'done', category = ?, error = ?, content_type = ?, body = ?, "
-        "digest = ?, halvings = ?, finished_s = ? WHERE n = ?",
+        "digest = ?, halvings = ?, completion = ?, finished_s = ? WHERE n = ?",
         None if rejection is None else rejection.category,
         None if rejection is None else rejection.message,
         stored.content_type,
         stored.body,
         rules.digest(stored.body) if is_kept else None,
         result.halvings if is_kept else None,
+        records.next_of(tx, "completion") if is_sample else None,
         tx.now_s,
         n,
     )
@@ -370,6 +374,8 @@ def end(tx: Transaction, result: Outcome) -> None:
     elif kind == JobKind.UNLOAD_MODEL:
         points.forget(tx, model_id)
     tx.news.ended.append(stored)
+    if is_sample:
+        tx.news.completed.add(SamplerClient(tenant, scope, seq // CLIENT_SEQS))
 
 
 def end_jobs_of(

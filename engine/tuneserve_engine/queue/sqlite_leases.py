@@ -131,6 +131,7 @@ class Leases:
         tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
         tx.run("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)
         tx.news.take = True  # parked takes of the epoch must learn that it is over
+        tx.news.over.append(epoch)
         return str(base_model)
 
     def _count_attempts(self, tx: Transaction, epoch: int) -> None:

@@ -1,7 +1,13 @@
-"""Results: one held poll after the other, until the outcome is there."""
+"""Results: one held poll after the other, until the outcome is there.
+
+A client that samples need not hold one for each request: it asks ``retrieve_futures`` which of all
+have ended, and fetches those.
+"""
 
 import logging
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 from fastapi import APIRouter, Response
@@ -9,14 +15,16 @@ from fastapi.responses import JSONResponse
 
 from tuneserve_client import types
 from tuneserve_engine.jobs import Outcome
-from tuneserve_engine.queue.base import ResultExpired
+from tuneserve_engine.queue.base import Completion, ResultExpired, SamplerClient, StoreFailed
 from tuneserve_engine.records import Model, ModelStatus, Sampler
+from tuneserve_engine.repeats import Repeats
 from tuneserve_server import body
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
-from tuneserve_server.errors import NotFound, ResultGone
+from tuneserve_server.errors import InvalidRequest, NotFound, ResultGone, SessionEnded
 from tuneserve_server.openapi import BINARY, PROTOBUF, fails, takes
 
 logger = logging.getLogger(__name__)
+_faults = Repeats(logger)
 
 router = APIRouter()
 
@@ -24,6 +32,8 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 _CROWDED_S = 1.0  # a poll that is ended at once would be there again at once
 _STATE_S = 3.0  # after a poll of 40 s, before the client's 45 s are over
+_NO_REQUEST = "this request does not exist, or it is not yours"
+_MOST_COMPLETIONS = 1000  # of one answer: 100 KB
 
 
 @router.post(
@@ -78,7 +88,7 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
     """The scope of the caller's request. Polls for it are signs of life of its session."""
     tenant, scope = await caller.store.job_key(request_id) or (None, "")
     if tenant != caller.tenant:
-        raise NotFound("this request does not exist, or it is not yours")
+        raise NotFound(_NO_REQUEST)
     await caller.last_seen.note(scope.partition(":")[0])
     return scope
 
@@ -119,3 +129,80 @@ def _not_ready(state: QueueState, reason: str | None) -> Response:
     response = reply(types.NotReadyResponse(queue_state=state, queue_state_reason=reason))
     response.status_code = 408
     return response
+
+
+# --- many at once ---------------------------------------------------------------------------------
+
+
+@router.post(
+    "/retrieve_futures",
+    response_model=types.FuturesResponse,
+    openapi_extra=takes(types.FuturesRetrieveRequest),
+    responses=fails(NotFound),
+)
+async def retrieve_futures(caller: CallerDep, raw: RawBody) -> Response:
+    """Which samples of one client have ended since the cursor; held while there is none. Results
+    that the client says to have are dropped."""
+    request = body.parse(types.FuturesRetrieveRequest, raw)
+    settings = caller.settings
+    hold_s = settings.poll_s if request.timeout is None else min(request.timeout, settings.poll_s)
+
+    async def waiting() -> list[Completion]:
+        client = await _own_client(caller, request.target)
+        await _acknowledge(caller, client, request.retrieved_request_ids)
+        return await caller.store.completions(
+            client, after=request.prev_cursor, limit=_MOST_COMPLETIONS, timeout_s=hold_s
+        )
+
+    with caller.polls.counted(caller.tenant) as held:
+        if held > settings.max_polls_per_tenant:
+            hold_s = min(hold_s, _CROWDED_S)
+        found = await caller.polls.hold(waiting(), hold_s + _STATE_S) or []
+    cursor = found[-1].number if found else request.prev_cursor
+    return reply(types.FuturesResponse(completions=list(map(_as_future, found)), cursor=cursor))
+
+
+async def _own_client(caller: Caller, target: types.SamplingTarget) -> SamplerClient:
+    """The caller's client. Its polls are signs of life of its session."""
+    key = target.sampling_session_id
+    with suppress(SessionEnded):  # what was asked for before is still to be had
+        await caller.sampler(key)
+    await caller.last_seen.note(key.partition(":")[0])
+    return SamplerClient(caller.tenant, key, target.cloned_sampler_id)
+
+
+async def _acknowledge(caller: Caller, client: SamplerClient, request_ids: Sequence[str]) -> None:
+    """Drops results. One that stays goes with its retention: nobody waits for a full disk here."""
+    try:
+        await caller.store.acknowledge(client, request_ids)
+    except (StoreFailed, ConnectionError) as error:
+        _faults.warn("acknowledge", f"results that clients have are kept: {error}")
+
+
+def _as_future(completion: Completion) -> types.FinishedFuture | types.FailedFuture:
+    request_id = completion.request_id
+    if completion.failed:
+        return types.FailedFuture(request_id=request_id)
+    size = completion.size
+    return types.FinishedFuture(request_id=request_id, response_payload_uncompressed_size=size)
+
+
+@router.post(
+    "/cancel_future",
+    openapi_extra=takes(types.CancelRequest),
+    responses=fails(InvalidRequest, NotFound),
+)
+async def cancel_future(caller: CallerDep, raw: RawBody) -> Response:
+    """Ends a sample that nobody wants any more. One that has ended stays as it is."""
+    request = body.parse(types.CancelRequest, raw)
+    await _own_scope(caller, request.request_id)
+    try:
+        is_sample = await caller.store.cancel(request.request_id)
+    except KeyError:  # forgotten this very moment
+        raise NotFound(_NO_REQUEST) from None
+    if not is_sample:
+        raise InvalidRequest(
+            "only samples can be cancelled; a model's requests run in order, each on what the one "
+            "before has left: let it run"
+        )
+    return JSONResponse({})

@@ -56,6 +56,23 @@ async def create_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
     return reply(types.SamplingSessionResponse(sampling_session_id=sampler.key))
 
 
+@router.post(
+    "/join_sampling_session",
+    response_model=types.JoinSamplingSessionResponse,
+    openapi_extra=takes(types.JoinSamplingSessionRequest),
+    responses=fails(NotFound, SessionEnded),
+)
+async def join_sampling_session(caller: CallerDep, raw: RawBody) -> Response:
+    """A number for one more client of a sampling session, which no other client of it gets. Its
+    sequence numbers start at so many times 10^9."""
+    request = body.parse(types.JoinSamplingSessionRequest, raw)
+    sampler = await caller.sampler(request.sampling_session_id)
+    number = await caller.store.join(sampler.key)
+    if number is None:
+        raise NotFound("this sampling session ended just now; create another in a new session")
+    return reply(types.JoinSamplingSessionResponse(client_counter=number))
+
+
 @router.get(
     "/samplers/{sampler_id}",
     response_model=types.SamplerResponse,

@@ -21,10 +21,15 @@ router = APIRouter()
 
 
 @router.post("/client/config")
-@router.post("/client/dynamic_config")
 async def client_config(_: CallerDep) -> Response:
-    """Every feature flag of the SDK at its default."""
-    return JSONResponse({})
+    """Feature flags of the SDK that are not at their defaults; fetched once by each client."""
+    return JSONResponse({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
+
+
+@router.post("/client/dynamic_config")
+async def client_dynamic_config(_: CallerDep) -> Response:
+    """The same, for those that live clients fetch again and again."""
+    return JSONResponse({"sample_cancel_enabled": True})
 
 
 @router.post(

@@ -3,7 +3,10 @@
 
 import pytest
 
-_PARTS = "bench durability forgetting jobs leases limits placement points records sessions".split()
+_PARTS = [
+    *"bench durability forgetting jobs leases limits placement points records samples".split(),
+    "sessions",
+]
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
 from tests.engine.store_contract.bench import Bench, Clock, scenario  # noqa: E402
@@ -15,6 +18,7 @@ from tests.engine.store_contract.limits import LimitsContract  # noqa: E402
 from tests.engine.store_contract.placement import PlacementContract  # noqa: E402
 from tests.engine.store_contract.points import PointsContract  # noqa: E402
 from tests.engine.store_contract.records import RecordsContract  # noqa: E402
+from tests.engine.store_contract.samples import SamplesContract  # noqa: E402
 from tests.engine.store_contract.sessions import SessionsContract  # noqa: E402
 
 __all__ = ["Bench", "Clock", "DurableStoreContract", "StoreContract", "scenario"]
@@ -27,6 +31,7 @@ class StoreContract(
     PointsContract,
     LimitsContract,
     RecordsContract,
+    SamplesContract,
     SessionsContract,
     ForgettingContract,
 ):

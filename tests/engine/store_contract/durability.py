@@ -8,15 +8,25 @@ import pytest
 from tests.engine.store_contract.bench import (
     INFO,
     START_S,
+    Bench,
     Contract,
     job,
     model,
     point,
     sample,
+    sampler,
     session,
 )
 from tuneserve_engine.jobs import Outcome
-from tuneserve_engine.queue.base import Lease, Overloaded, ServedModel, StorePolicy, Submitted
+from tuneserve_engine.queue.base import (
+    Completion,
+    Lease,
+    Overloaded,
+    SamplerClient,
+    ServedModel,
+    StorePolicy,
+    Submitted,
+)
 from tuneserve_engine.records import Session
 
 
@@ -75,3 +85,31 @@ class DurabilityContract(Contract):
 
         asyncio.run(before())
         asyncio.run(after())
+
+    def test_a_reopened_store_knows_its_clients_and_what_they_have_heard(
+        self, tmp_path: Path
+    ) -> None:
+        client = SamplerClient("alice", "s:sample:0", 1)
+
+        async def told(bench: Bench) -> list[Completion]:
+            return await bench.store.completions(client, after=0, limit=9, timeout_s=0)
+
+        async def play() -> None:
+            async with self.bench(tmp_path) as bench:
+                await bench.lease()
+                await bench.store.put(sampler())
+                assert [await bench.store.join("s:sample:0") for _ in "12"] == [1, 2]
+                jobs = [await bench.store.submit(sample(10**9 + n)) for n in range(3)]
+                ids = [each.request_id for each in jobs]
+                await bench.store.cancel(ids[0])
+                await bench.finish(Outcome(ids[1], b"x"))
+                before = await told(bench)
+            async with self.bench(tmp_path) as bench:
+                assert await bench.lease() == Lease(1, resumed=True)
+                assert await bench.store.join("s:sample:0") == 3
+                assert await told(bench) == before
+                await bench.finish(Outcome(ids[0], b"in vain"), Outcome(ids[2], b"x"))
+                (*_, last) = await told(bench)
+                assert last == Completion(ids[2], before[-1].number + 1, size=1)
+
+        asyncio.run(play())

@@ -207,28 +207,28 @@ class PlacementContract(Contract):
     async def test_a_worker_gives_half_of_what_it_has_more_to_a_new_one(self, bench: Bench) -> None:
         for key in MODELS[:5]:
             await bench.submit(1, model_id=key)
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
         await bench.join("other", OTHER)
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
         second = await bench.join("second")
         idle = [each for each in await bench.take() if each.model_id == MODELS[3]]
         await bench.finish(*(Outcome(each.request_id) for each in idle))
         orders = [MODELS[3], MODELS[0]]  # the idle one first, then by name
-        assert await bench.queue.renew(bench.epoch) == orders
-        assert await bench.queue.renew(second) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == orders
+        assert (await bench.queue.renew(second)).leaving == []
         for key in orders:
             await bench.queue.release(bench.epoch, key)
         assert keys(await bench.take(second)) == [(MODELS[0], 1)]
         await bench.submit(2, model_id=MODELS[3])
         assert keys(await bench.take(second)) == [(MODELS[0], 1), (MODELS[3], 2)]
-        assert await bench.queue.renew(bench.epoch) == []  # 3 and 2
-        assert await bench.queue.renew(second) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []  # 3 and 2
+        assert (await bench.queue.renew(second)).leaving == []
 
     @scenario
     async def test_one_model_more_is_no_reason_to_move_it(self, bench: Bench) -> None:
         await bench.submit(1)
         await bench.join("second")
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
 
     @scenario
     async def test_an_idle_model_is_to_be_parked_until_its_next_request(self, bench: Bench) -> None:
@@ -242,11 +242,11 @@ class PlacementContract(Contract):
         (*_, again) = await bench.take()
         await bench.finish(Outcome(again.request_id))
         await bench.store.sweep(START_S + 900, policy)
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
         await bench.store.sweep(START_S + 900.5, policy)  # model 1 is busy, model 2 younger
-        assert await bench.queue.renew(bench.epoch) == [MODELS[0]]
+        assert (await bench.queue.renew(bench.epoch)).leaving == [MODELS[0]]
         await bench.submit(2, model_id=MODELS[0])
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
 
     @scenario
     async def test_a_parked_model_comes_back_with_its_next_request(self, bench: Bench) -> None:
@@ -254,12 +254,12 @@ class PlacementContract(Contract):
         await bench.submit(1)
         await bench.finish(Outcome(bench.ids[1]))
         await bench.store.sweep(START_S + 1000, SweepPolicy())
-        assert await bench.queue.renew(bench.epoch) == ["s:train:0"]
+        assert (await bench.queue.renew(bench.epoch)).leaving == ["s:train:0"]
         await bench.queue.release(bench.epoch, "s:train:0")
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
         await bench.submit(2)
         assert [each.seq for each in await bench.take()] == [2]
-        assert await bench.queue.renew(bench.epoch) == []
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
 
     # --- who serves what ------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ local function lane_key(model) return P .. 'lane:' .. model end
 local function tenant_key(tenant) return P .. 'tenant:' .. tenant end
 local function worker_key(epoch) return P .. 'worker:' .. epoch end
 local function queue_key(epoch) return P .. 'queue:' .. epoch end
+local function cancelled_key(epoch) return P .. 'cancelled:' .. epoch end
 local function seqs_key(tenant, scope) return P .. 'seqs:' .. #tenant .. ':' .. tenant .. scope end
 
 -- The jobs of a lane: released, by release; ahead of their turn, waiting or spent, by position;
@@ -26,13 +27,26 @@ local function ahead_key(model) return P .. 'lane-ahead:' .. model end
 local function log_key(model) return P .. 'lane-log:' .. model end
 local function points_key(model) return P .. 'points:' .. model end
 
--- Whether jobs were placed or a lease ended, and which jobs did: for those who wait.
-local news = { placed = false, ended = {} }
+-- The ended samples of one client of a sampling session, by the order in which they did. A client's
+-- sequence numbers have its own before their last nine digits; they are text, for some do not fit a
+-- double.
+local function completions_key(client) return P .. 'completions:' .. client end
+local function client_of(tenant, scope, seq)
+  local number = string.sub(seq, 1, -10)
+  return #tenant .. ':' .. tenant .. (number == '' and '0' or number) .. ':' .. scope
+end
+
+-- Whether jobs were placed or a lease ended, which jobs did, and whose samples were among them: for
+-- those who wait.
+local news = { placed = false, ended = {}, completed = {} }
 
 local function announce()
   if news.placed or #news.ended > 0 then
-    local first = news.placed and '1' or '0'
-    call('PUBLISH', P .. 'news', first .. ' ' .. table.concat(news.ended, ' '))
+    local first, words = news.placed and '1' or '0', news.ended
+    for client in pairs(news.completed) do
+      words[#words + 1] = '+' .. redis.sha1hex(client)
+    end
+    call('PUBLISH', P .. 'news', first .. ' ' .. table.concat(words, ' '))
   end
 end
 

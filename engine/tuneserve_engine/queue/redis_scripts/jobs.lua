@@ -55,6 +55,12 @@ function jobs.advance(model, position)
   call('HSET', lane_key(model), 'next', position)
 end
 
+-- Whose sample this is; nil for a job of another kind, and one that is unknown.
+function jobs.client(id)
+  local job = call('HMGET', job_key(id), 'kind', 'tenant', 'scope', 'seq')
+  return job[1] == 'sample' and client_of(job[2], job[3], job[4]) or nil
+end
+
 -- Stores how a job ended, and makes it news.
 -- how: error and category, or ctype; body; digest and halvings of one that is kept.
 local function store(id, how)
@@ -69,6 +75,11 @@ local function store(id, how)
   end
   call('ZADD', P .. 'ended', NOW, id)
   news.ended[#news.ended + 1] = id
+  local client = jobs.client(id)
+  if client then
+    call('ZADD', completions_key(client), call('HINCRBY', META, 'completions', 1), id)
+    news.completed[client] = true
+  end
 end
 
 -- Stores a new job, counted among the unfinished, or ended at once if it has an error; then
@@ -127,6 +138,10 @@ end
 
 -- Forgets a job that has shrunk.
 function jobs.forget(id)
+  local client = jobs.client(id)
+  if client then
+    call('ZREM', completions_key(client), id)
+  end
   local key = call('HMGET', job_key(id), 'tenant', 'scope', 'seq')
   call('HDEL', seqs_key(key[1], key[2]), key[3])
   call('DEL', job_key(id))

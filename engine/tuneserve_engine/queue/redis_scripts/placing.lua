@@ -139,7 +139,8 @@ function placing.end_lease(epoch)
     take_lane(model)
     settle_lane(model)
   end
-  call('DEL', worker_key(epoch), queue_key(epoch), lanes_key(epoch), P .. 'running:' .. epoch)
+  call('DEL', worker_key(epoch), queue_key(epoch), lanes_key(epoch), cancelled_key(epoch),
+    P .. 'running:' .. epoch)
   news.placed = true
   return worker[2]
 end

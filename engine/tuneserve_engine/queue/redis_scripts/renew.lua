@@ -1,6 +1,7 @@
 -- flags: allow-oom
 -- uses: records placing jobs leases
--- Keeps a lease, and ends those that ran out: {'renewed', models to be given up}.
+-- Keeps a lease, and ends those that ran out: {'renewed', {models to be given up, jobs that were
+-- cancelled since the last time}}.
 local epoch = ARGV[2]
 local policy = cmsgpack.unpack(ARGV[3])
 local figures = ARGV[4]
@@ -43,5 +44,7 @@ local given_up = {}
 for i = 1, math.max(parked, surplus) do
   given_up[i] = models[i]
 end
+local cancelled = call('LRANGE', cancelled_key(epoch), 0, -1)
+call('DEL', cancelled_key(epoch))
 announce()
-return { 'renewed', given_up }
+return { 'renewed', { given_up, cancelled } }
