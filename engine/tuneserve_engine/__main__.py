@@ -78,7 +78,7 @@ async def _work(
     async with open_queue(settings) as connect:
         worker = Worker(
             connect,
-            Operations(backend, files),
+            Operations(backend, files, rescore_samples=settings.rescore_samples),
             backend.info,
             name=settings.lease_name,
             scheduler=Scheduler(settings.tenant_weights, costs=costs),

@@ -188,6 +188,11 @@ class WorkerSettings(CommonSettings):
         "the memory lacks.",
     )
     sample_rows: PositiveInt = Field(default=8, description="Sequences decoded together.")
+    rescore_samples: bool = Field(
+        default=False,
+        description="Samples at temperature 1 or 0 carry the logprobs that training gives for "
+        "them, to the bit, instead of those that they were drawn with. Costs a forward pass each.",
+    )
     device_memory_bytes: PositiveInt | None = Field(
         default=None,
         description="Memory of the device to plan with; default: what the device reports, for a "

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -30,6 +30,7 @@ from tuneserve_engine.gradients import Asked, Passes, Results
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.outcomes import (
     Answer,
+    Executed,
     attempt,
     created,
     failed_together,
@@ -37,6 +38,7 @@ from tuneserve_engine.outcomes import (
     in_json,
 )
 from tuneserve_engine.records import CheckpointKind
+from tuneserve_engine.rescoring import Rescoring
 from tuneserve_engine.samples import Samples, never
 from tuneserve_engine.training_wire import TrainingData
 
@@ -54,37 +56,24 @@ class _Resident:
     missing_gradients: bool = False  # a forward_backward failed since the last step
 
 
-@dataclass(frozen=True)
-class Executed:
-    """A unit that has run: those of its jobs that have ended, their answers, in order, and the
-    seconds that the backend had it, save those in which it waited for adapters.
-
-    The others are samples on their way: ``left`` has how many sequences each has still to end.
-    ``work`` is what was done for each sample; see ``Sampled``.
-    """
-
-    jobs: Sequence[Job]
-    answers: Sequence[Answer]
-    device_s: float
-    left: Mapping[str, int] = field(default_factory=dict)
-    work: Mapping[str, float] = field(default_factory=dict)
-
-    def outcomes(self) -> list[Outcome]:
-        """One per job that has ended, in order. May be called from another thread."""
-        return [answer() for answer in self.answers]
-
-
 class Operations:
     """Executes jobs on a backend. Called from one thread, unless said otherwise."""
 
     def __init__(
-        self, backend: Backend, files: FileStore, *, clock: Callable[[], float] = time.monotonic
+        self,
+        backend: Backend,
+        files: FileStore,
+        *,
+        rescore_samples: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._files = files
         self._clock = clock
         self._device_s = 0.0  # of the unit that runs
         self._residents: dict[str, _Resident] = {}
+        run = partial(self._run, nothing)
+        self._rescoring = Rescoring(backend, run, self.read) if rescore_samples else None
         self._samples = Samples(backend.info, self._sample_for, self._ensure_snapshot)
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
@@ -286,7 +275,10 @@ class Operations:
     def _sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
     ) -> Sampled:
-        return self._timed(self._backend.sample_for, asked, is_over)
+        given = self._timed(self._backend.sample_for, asked, is_over)
+        if self._rescoring is None:
+            return given
+        return replace(given, ended=self._rescoring.of(asked, given.ended))
 
     def _ensure_snapshot(self, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):

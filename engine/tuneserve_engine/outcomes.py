@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
@@ -19,6 +19,26 @@ Answer = Callable[[], Outcome]
 MAX_BODY_BYTES = 80 * 2**20
 """Largest result: it passes to the store in one message. More than any ``forward_backward`` that
 ``training_wire`` accepts gives, so that none is refused after its gradient was added."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A unit that has run: those of its jobs that have ended, their answers, in order, and the
+    seconds that the backend had it, save those in which it waited for adapters.
+
+    The others are samples on their way: ``left`` has how many sequences each has still to end.
+    ``work`` is what was done for each sample; see ``Sampled``.
+    """
+
+    jobs: Sequence[Job]
+    answers: Sequence[Answer]
+    device_s: float
+    left: Mapping[str, int] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)
+
+    def outcomes(self) -> list[Outcome]:
+        """One per job that has ended, in order. May be called from another thread."""
+        return [answer() for answer in self.answers]
 
 
 def attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:

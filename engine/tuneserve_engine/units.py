@@ -12,7 +12,8 @@ from tuneserve_engine.ahead import Ahead
 from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.kill_points import kill_point
-from tuneserve_engine.operations import Executed, Operations
+from tuneserve_engine.operations import Operations
+from tuneserve_engine.outcomes import Executed
 from tuneserve_engine.scheduler import UNIT_S, Scheduler, UnderWay
 
 T = TypeVar("T")
