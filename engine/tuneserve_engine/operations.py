@@ -303,8 +303,6 @@ class Operations:
             command = jobs.decode(job.payload, jobs.SaveWeights)
             training = command.kind == CheckpointKind.TRAINING
             state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
-            if command.sampler is not None:  # an unnamed one, which will be sampled from right away
-                self._timed(self._backend.load_snapshot, command.file_id, state)
         except Exception as error:
             return _ready(failure(job, error))
         return partial(attempt, job, partial(self._saved, command, state))

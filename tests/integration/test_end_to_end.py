@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,6 +134,28 @@ def test_trainer_and_sampler_give_the_same_logprobs(service, server):
     np.testing.assert_allclose(
         sampled[1:], trained.loss_fn_outputs[0]["logprobs"].to_numpy()[:-1], atol=2e-5
     )
+
+
+def test_a_sample_does_not_wait_for_a_long_gradient(service, server):
+    """100,000 tokens in some 25 micro-batches, and a sample that comes while they run: it is drawn
+    in between, and both are what they are alone."""
+    trainer = new_trainer(service, server)
+    step(trainer, [datum(list(range(5, 25)))])
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(list(range(5, 15)))
+    params = types.SamplingParams(max_tokens=16, seed=3, stop=[])
+    (before,) = sampler.sample(prompt, 1, params).result().sequences
+    data = [datum([(7 * number + i) % 250 + 2 for i in range(500)]) for number in range(200)]
+    alone = trainer.forward(data, "cross_entropy").result()
+    with ThreadPoolExecutor(1) as pool:
+        gradient = pool.submit(trainer.forward_backward(data, "cross_entropy").result)
+        time.sleep(1.0)  # it is on the device, or on its way
+        (beside,) = sampler.sample(prompt, 1, params).result().sequences
+        assert not gradient.done()
+        assert (beside.tokens, beside.logprobs) == (before.tokens, before.logprobs)
+        trained = gradient.result()
+    for one, other in zip(trained.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
+        np.testing.assert_array_equal(one["logprobs"].to_numpy(), other["logprobs"].to_numpy())
 
 
 def test_seeds_repeat_and_samples_differ(service, server):
