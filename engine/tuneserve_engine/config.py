@@ -191,7 +191,8 @@ class WorkerSettings(CommonSettings):
     rescore_samples: bool = Field(
         default=False,
         description="Samples at temperature 1 or 0 carry the logprobs that training gives for "
-        "them, to the bit, instead of those that they were drawn with. Costs a forward pass each.",
+        "them, instead of those that they were drawn with. Costs a forward pass each, and samples "
+        "then wait for whole training units.",
     )
     device_memory_bytes: PositiveInt | None = Field(
         default=None,

@@ -108,11 +108,12 @@ class Operations:
         of samples, where they go on; one that is not is given up.
 
         ``between`` is called after every micro-batch but the last, and may execute a unit of
-        samples.
+        samples; not if these are scored by the programs of training, which are busy then.
         """
         started_s, before_s = self._clock(), self._device_s
         self._device_s = 0.0
         try:
+            between = between if self._rescoring is None else nothing
             return self._execute(unit, decoded or {}, is_over, between)
         finally:  # a unit that this one came in between has not had the device meanwhile
             self._device_s = before_s - (self._clock() - started_s)
@@ -267,10 +268,10 @@ class Operations:
         return [answers[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Executed:
-        answers, given = self._samples.go_on(unit, is_over)
+        answers, left, work = self._samples.go_on(unit, is_over)
         ended = [job for job in unit if job.request_id in answers]
         ready = [answers[job.request_id] for job in ended]
-        return Executed(ended, ready, self._device_s, given.left, given.work)
+        return Executed(ended, ready, self._device_s, left, work)
 
     def _sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]

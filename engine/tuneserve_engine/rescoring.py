@@ -1,7 +1,9 @@
-"""Logprobs of samples as training gives them: by the same programs, with the same bits.
+"""Logprobs of samples as training gives them, by its programs.
 
 Sampling computes a sequence token by token, training all of it at once: in float32 the logprobs
-differ in the last bits, in bfloat16 by more, and a policy loss takes the ratio of the two.
+differ in the last bits, in bfloat16 by more, and a policy loss takes the ratio of the two. A
+sequence is scored as a request with this datum alone would be; one that packs it with others may
+differ from that in the last bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,22 +64,20 @@ class Rescoring:
 
     def _scored(self, request: SampleRequest, result: SampleResult) -> SampleResult:
         adapter_id = f"rescoring {request.snapshot_id or ''}"
-        data = TrainingData(
-            "cross_entropy", {}, True, [_datum(request, each) for each in result.sequences]
-        )
+        sequences = list(result.sequences)
+        texts = [_text(request, each) for each in sequences]
         rank = self._load(adapter_id, request.snapshot_id)
         try:
-            (packed,) = pack([PackRequest(adapter_id, rank, data)], self._backend.lattice)
-            logprobs, _ = unpack(packed, self._run(packed.unit).outputs, 0, data)
+            asked = [PackRequest(adapter_id, rank, text) for text in texts]
+            for packed in pack(asked, self._backend.lattice):
+                outputs = self._run(packed.unit).outputs
+                for member, index in enumerate(packed.members):
+                    ((logprobs,), _) = unpack(packed, outputs, member, texts[index])
+                    drawn = sequences[index]
+                    sequences[index] = replace(drawn, logprobs=logprobs[-len(drawn.tokens) :])
         finally:
             self._backend.delete_adapter(adapter_id)
-        sequences = zip(result.sequences, logprobs, strict=True)
-        return replace(
-            result,
-            sequences=tuple(
-                replace(each, logprobs=values[-len(each.tokens) :]) for each, values in sequences
-            ),
-        )
+        return replace(result, sequences=tuple(sequences))
 
     def _load(self, adapter_id: str, snapshot_id: str | None) -> int:
         """The adapter's rank."""
@@ -89,9 +89,10 @@ class Rescoring:
         return state.config.rank
 
 
-def _datum(request: SampleRequest, sequence: SampledSequence) -> Datum:
+def _text(request: SampleRequest, sequence: SampledSequence) -> TrainingData:
     """The prompt and what followed; its targets are what was drawn, the prompt's do not count."""
     text = np.concatenate([request.prompt, sequence.tokens]).astype(np.int32)
     weights = np.zeros((len(text) - 1, 1), np.float32)
     weights[len(request.prompt) - 1 :] = 1.0
-    return Datum(text[:-1], text[1:, None], weights, flat=True)
+    datum = Datum(text[:-1], text[1:, None], weights, flat=True)
+    return TrainingData("cross_entropy", {}, forward_only=True, data=[datum])

@@ -1,6 +1,7 @@
 """``sample`` requests on a backend: all at once, in parts, and each alone where that fails."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,10 +24,11 @@ def never() -> bool:
 
 
 class Progress(NamedTuple):
-    """``answers`` of the jobs that have ended, by request id; ``given`` is what the backend did."""
+    """``answers`` of the jobs that have ended, by request id; the rest as in ``Sampled``."""
 
     answers: Mapping[str, Answer]
-    given: Sampled
+    left: Mapping[str, int]
+    work: Mapping[str, float]
 
 
 class Samples:
@@ -43,11 +45,12 @@ class Samples:
         self._sample_for = sample_for
         self._ensure_snapshot = ensure_snapshot
         self._under_way: dict[str, _Sampling] = {}
+        self._apart: list[str] = []  # of a pass that failed
 
     def go_on(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Progress:
         """Goes on with those of the jobs that are under way, and begins the others, until
-        ``is_over``; gives up those that are under way and not in the unit. If the pass fails as a
-        whole, each runs alone, to its end."""
+        ``is_over``; gives up those that are under way and not in the unit. Those of a pass that
+        failed as a whole go on alone, one after the other."""
         before, self._under_way = self._under_way, {}
         answers: dict[str, Answer] = {}
         for job in unit:
@@ -55,38 +58,42 @@ class Samples:
                 self._under_way[job.request_id] = before.get(job.request_id) or self._begun(job)
             except Exception as error:
                 answers[job.request_id] = partial(failure, job, error)
-        asked = {name: each.request for name, each in self._under_way.items()}
+        left: Mapping[str, int] = dict.fromkeys(self._under_way, 0)
+        work: Counter[str] = Counter()
+        while left:
+            given = self._pass({name: self._under_way[name].request for name in left}, is_over)
+            for name, result in given.ended.items():
+                answers[name] = self._under_way.pop(name).answer(result)
+            left = given.left
+            work.update(given.work)
+            if is_over():
+                break
+        return Progress(answers, left, dict(work))
+
+    def _pass(self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]) -> Sampled:
+        """Goes on with all; or with one, as long as there are some of a pass that failed."""
+        self._apart = [name for name in self._apart if name in asked]
+        chosen = dict(asked) if not self._apart else {self._apart[0]: asked[self._apart[0]]}
         try:
-            given = self._sample_for(asked, is_over)
+            if self._apart:
+                self._ensure_snapshot(chosen[self._apart[0]].snapshot_id)
+            given = self._sample_for(chosen, is_over)
         except DeviceFailed:
             raise
         except Exception as error:
-            given = self._alone(asked, error)
-        for name, result in given.ended.items():
-            answers[name] = self._under_way.pop(name).answer(result)
-        return Progress(answers, given)
+            if len(chosen) > 1:
+                failed_together([self._under_way[name].job for name in chosen], error)
+                self._apart = list(chosen)
+                chosen = {}
+            given = Sampled(dict.fromkeys(chosen, error), {}, {})
+        waiting = {name: each.num_samples for name, each in asked.items() if name not in chosen}
+        return replace(given, left={**waiting, **given.left})
 
     def _begun(self, job: Job) -> "_Sampling":
         command = jobs.decode(job.payload, jobs.Sample)
         request = sampling_wire.to_request(command, self._info)
         self._ensure_snapshot(request.snapshot_id)
         return _Sampling(job, command, replace(request, owner=job.tenant))
-
-    def _alone(self, asked: Mapping[str, SampleRequest], error: Exception) -> Sampled:
-        """What each gives by itself, after all together failed."""
-        if len(asked) == 1:
-            return Sampled(dict.fromkeys(asked, error), {}, {})
-        failed_together([each.job for each in self._under_way.values()], error)
-        ended: dict[str, SampleResult | Exception] = {}
-        for name, request in asked.items():
-            try:
-                self._ensure_snapshot(request.snapshot_id)
-                ended |= self._sample_for({name: request}, never).ended
-            except DeviceFailed:
-                raise
-            except Exception as alone:
-                ended[name] = alone
-        return Sampled(ended, {}, {})
 
 
 @dataclass(frozen=True)

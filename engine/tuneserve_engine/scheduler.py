@@ -141,7 +141,11 @@ class Scheduler:
         each sample, by request id."""
         self._units += 1
         shares = self._estimates.shares(unit, work)
-        self._counters |= self._with(unit, seconds, shares)
+        charged = self._with(unit, seconds, shares)
+        # Who has no lane yet cannot use its turn: it must not keep it from others for that.
+        served = {job.tenant for job, share in zip(unit, shares, strict=True) if share}
+        lowest = min(charged[tenant] for tenant in served)
+        self._counters |= {tenant: max(at, lowest) for tenant, at in charged.items()}
         self._largest_s = max(self._largest_s, seconds * max(shares))
         self._last_unit |= {job.tenant: self._units for job in unit}
         for job, share in zip(unit, shares, strict=True):
@@ -158,19 +162,18 @@ class Scheduler:
         What a worker has died of, perhaps, keeps apart from what is under no suspicion, so that
         three deaths find the culprit: the first is of all, the second of those suspected.
         """
-        samples = [job for job in waiting if _samples(job)]
-        kinds = {job.attempts for job in [*samples, *(each.job for each in under_way)]}
-        if under_way and len(kinds) > 1:
-            return []  # those under way end, then the others can begin
         left = self._estimates.places - sum(each.sequences for each in under_way)
         present = {each.job.tenant for each in under_way}
         lowest = min((self._at(job.tenant) for job in waiting), default=0.0)
         room_s = max(self._unit_s, self._largest_s)
         queues = {
             tenant: deque(jobs)
-            for tenant, jobs in _by_tenant(samples).items()
+            for tenant, jobs in _by_tenant(job for job in waiting if _samples(job)).items()
             if (self._at(tenant) - lowest) * self._weight(tenant) <= room_s
         }
+        first = [jobs[0] for jobs in queues.values()] + [each.job for each in under_way]
+        if under_way and len({job.attempts for job in first}) > 1:
+            return []  # those under way end, then the others can begin
         charged: dict[str, float] = {}
         joining: list[Job] = []
         while queues:

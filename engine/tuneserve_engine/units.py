@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tuneserve_engine.ahead import Ahead
+from tuneserve_engine.backend.base import DeviceFailed
 from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.kill_points import kill_point
@@ -69,8 +70,8 @@ class Units:
         decoder: Executor,
     ) -> None:
         self.executed: asyncio.Queue[Unit] = asyncio.Queue(_UNDELIVERED)
-        self.idle_s = 0.0
-        """Of the device, although there was work."""
+        self.device_s = self.host_s = 0.0
+        """In which the device ran, and in which it waited although there was work."""
         self._operations = operations
         self._scheduler = scheduler
         self._host = host
@@ -117,7 +118,7 @@ class Units:
             await self._begin(unit)
             kill_point("worker-before-unit")
             turn = _Turn(unit, self._clock)
-            self.idle_s += turn.started_s - idle_since_s
+            self.host_s += turn.started_s - idle_since_s
             executed, outcomes = await self._execute(turn)
             kill_point("worker-after-unit")
             idle_since_s = self._clock()
@@ -146,6 +147,8 @@ class Units:
         self, turn: "_Turn", executed: Executed, outcomes: list[Outcome] | None
     ) -> None:
         seconds = turn.seconds
+        self.device_s += executed.device_s
+        self.host_s += max(seconds - executed.device_s, 0.0)
         self._scheduler.charge(turn.unit, seconds, executed.work)
         if turn.unit[0].kind == JobKind.SAMPLE:
             left = executed.left.keys() - self._cancelled
@@ -154,7 +157,8 @@ class Units:
             self._sampling = {
                 name: UnderWay(job, executed.left[name]) for name, job in jobs.items()
             }
-        await self.executed.put(Unit(executed, outcomes, seconds))
+        if executed.jobs:  # else there is nothing to deliver, and nothing to wait for
+            await self.executed.put(Unit(executed, outcomes, seconds))
 
     async def _execute(self, turn: "_Turn") -> tuple[Executed, list[Outcome] | None]:
         """The outcomes too, if nothing waits for the device: then another thread need not wake. Not
@@ -184,15 +188,26 @@ class Units:
 
     def _between(self, loop: asyncio.AbstractEventLoop, turn: "_Turn") -> None:
         """Samples go on, as long as it is their turn."""
-        if not self._sampling and not self._backlog.has_samples:
+        if self._ended.is_set() or not (self._sampling or self._backlog.has_samples):
             return
         started_s = self._clock()
-        while unit := self._ask(loop, self._samples_between(turn, started_s)):
+        try:
+            self._run_slices(loop, turn, started_s)
+        except DeviceFailed:
+            raise
+        except Exception as error:  # which is not the fault of the unit that runs
+            raise DeviceFailed(f"sampling between micro-batches failed: {error}") from error
+        turn.interrupted_s += self._clock() - started_s
+
+    def _run_slices(self, loop: asyncio.AbstractEventLoop, turn: "_Turn", since_s: float) -> None:
+        is_interrupted = False
+        while unit := self._ask(loop, self._samples_between(turn, since_s)):
+            is_interrupted = True
             slice_ = _Turn(unit, self._clock, comes_between=True)
             executed = self._operations.execute(unit, is_over=partial(self._is_over, slice_))
             self._ask(loop, self._ended_turn(slice_, executed, None))
-        self._ask(loop, self._host.note(turn.unit))
-        turn.interrupted_s += self._clock() - started_s
+        if is_interrupted:
+            self._ask(loop, self._host.note(turn.unit))
 
     async def _samples_between(self, turn: "_Turn", since_s: float) -> list[Job]:
         if self._stopping.is_set():
@@ -211,7 +226,7 @@ class Units:
             try:
                 return answer.result(_ENDED_S)
             except TimeoutError:
-                if self._ended.is_set():
+                if self._ended.is_set() or answer.done():
                     raise
 
 

@@ -108,7 +108,6 @@ class Worker:
         self._has_resigned = False
         self._tasks: asyncio.TaskGroup | None = None
         self._units_total = 0
-        self._device_s = self._host_s = 0.0
 
     def stop(self) -> None:
         """Makes ``run`` return: after the running unit, with everything saved."""
@@ -162,8 +161,8 @@ class Worker:
         return {
             **self._of_backend(),
             "units_total": self._units_total,
-            "device_seconds_total": self._device_s,
-            "host_seconds_total": self._units.idle_s + self._host_s,
+            "device_seconds_total": self._units.device_s,
+            "host_seconds_total": self._units.host_s,
         }
 
     def _renewed(self, renewal: Renewal) -> None:
@@ -256,6 +255,8 @@ class Worker:
     def gave_up(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._unstored.pop(request_id, None)
+        if request_ids:  # nor is anybody to be blamed for what happens from here on
+            self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, [])))
 
     async def note(self, unit: Sequence[Job]) -> None:
         """Tells the store what runs now, without waiting for it to have heard. What runs again has
@@ -286,9 +287,7 @@ class Worker:
             self._units.executed.task_done()
 
     def _account(self, unit: Unit, outcomes: list[Outcome], encoding_s: float) -> None:
-        self._units_total += bool(unit.executed.jobs)
-        self._device_s += unit.executed.device_s
-        self._host_s += max(unit.seconds - unit.executed.device_s, 0.0)
+        self._units_total += 1
         jobs = unit.executed.jobs
         for job, outcome in zip(jobs, outcomes, strict=True):
             outcome = self._residents.done(job, outcome)
@@ -296,8 +295,6 @@ class Worker:
                 self.backlog.done_again(job, outcome)
             else:
                 self.offer([outcome])
-        if not jobs:  # samples went on, and none has ended
-            return
         logger.info(
             "unit %d: %d %s of %d tenants, %d failed, %.3f s; %.3f s of it on the device, then "
             "%.3f s for the results",

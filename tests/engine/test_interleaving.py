@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from tests.engine.test_operations import record
 from tests.engine.test_recovery import NEVER
 from tests.engine.worker_bench import Bench, Counting, run, until
 from tuneserve_client.proto import wire_pb2 as wire
@@ -19,7 +21,9 @@ from tuneserve_engine.backend.base import (
     TrainResult,
     TrainUnit,
 )
-from tuneserve_engine.jobs import JobKind
+from tuneserve_engine.files import FileStore
+from tuneserve_engine.jobs import JobKind, SaveWeights, encode
+from tuneserve_engine.records import CheckpointKind
 
 DATUMS, TOKENS, MICRO_BATCHES = 20, 64, 5
 """A stream of the fake backend has room for 256 tokens."""
@@ -133,3 +137,31 @@ def test_a_sample_that_is_cancelled_while_it_runs_goes_no_further(tmp_path: Path
         assert rejection is not None and "cancelled" in rejection.message
 
     run(tmp_path, scenario, replace(NEVER, renew_s=0.05))
+
+
+def test_samples_go_on_while_a_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = threading.Event()
+    write = FileStore.write
+
+    def slowly(*given: Any) -> int:
+        assert written.wait(10)
+        return write(*given)
+
+    async def scenario(bench: Bench) -> None:
+        backend = Stepwise(slices=10**9)
+        await restarted(bench, backend)
+        await bench.ok(await bench.create("a"))
+        monkeypatch.setattr(FileStore, "write", slowly)
+        checkpoint = record(CheckpointKind.TRAINING, "0" * 32)
+        command = SaveWeights(CheckpointKind.TRAINING, "0" * 32, checkpoint)
+        save = await bench.submit(JobKind.SAVE_WEIGHTS, encode(command), "a")
+        sample = await bench.sample("b", 1)
+        await until(lambda: backend.events.count("sample 1") > 5)
+        written.set()
+        await bench.ok(save)
+        backend.slices = 1
+        await bench.ok(sample)
+
+    run(tmp_path, scenario, NEVER)

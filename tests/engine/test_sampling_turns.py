@@ -145,3 +145,28 @@ def test_between_micro_batches_weights_count(weight: float) -> None:
         device.charge([sample], 0.1, {sample.request_id: 1.0})
         slices += 1
     assert weight * 10 <= slices <= weight * 10 + 1
+
+
+def test_who_waits_for_a_lane_does_not_keep_others_from_the_device_for_that() -> None:
+    """Three tenants sample, two lanes hold two of them, and a fourth trains."""
+    jobs = samples(("a", 1), ("b", 1), ("c", 1))
+    training = behind(jobs, pending(("d", GRADIENT)))
+    device = Scheduler(unit_s=0.03, costs=Costs(lanes=2))
+    begun = under_way(jobs, 1, 1, 1)
+    trained = 0
+    for _ in range(300):
+        unit = device.next_unit(training, begun)
+        trained += unit == training
+        work = {job.request_id: 4.0 for job in jobs[:2]} | {jobs[2].request_id: 0.0}
+        device.charge(unit, 0.03, work if unit == jobs else None)
+    assert 75 <= trained <= 150  # a fourth by tenants, a half at most
+
+
+def test_a_suspect_whose_tenant_may_not_begin_holds_up_nobody() -> None:
+    fresh = samples(("a", 1), ("a", 1))
+    suspect = behind(fresh, samples(("b", 1), attempts=1))
+    device = four_lanes()
+    device.charge(fresh[:1], 0.1, {fresh[0].request_id: 4.0})
+    for _ in range(9):
+        device.charge(pending(("b", SAVE)), 1.0)
+    assert device.next_unit([fresh[1], *suspect], under_way(fresh[:1], 1)) == fresh

@@ -51,7 +51,7 @@ def on_host(snapshots: Snapshots) -> str:
 
 
 def on_device(snapshots: Snapshots) -> str:
-    return "".join(snapshot.name for snapshot in snapshots._device)
+    return "".join(snapshots._device)
 
 
 def load(snapshots: Snapshots, name: str) -> None:
@@ -160,19 +160,42 @@ def test_a_call_that_finds_no_room_is_made_again_without_snapshots_on_the_device
     assert_same_bits(sampler.sample([mine])[0], want)
 
 
-def test_more_snapshots_than_there_is_room_for_are_sampled_in_one_call(model: Decoder) -> None:
-    """Ten checkpoints of a model; the device has room for one, and the host for one."""
-    names = "abcdefghij"
-    small = Sampler(
+def sampler_of(model: Decoder, *, device_bytes: int, host_bytes: int) -> Sampler:
+    return Sampler(
         ProgramSet(),
         model,
         LATTICE,
         None,
         lanes=LANES,
-        snapshot_bytes=2 * RANK_BYTES,
-        snapshot_host_bytes=HOST_BYTES,
+        snapshot_bytes=device_bytes,
+        snapshot_host_bytes=host_bytes,
     )
-    roomy = Sampler(ProgramSet(), model, LATTICE, None, lanes=LANES, snapshot_bytes=ROOMY)
+
+
+def test_a_request_begins_again_although_its_snapshot_is_nowhere_else(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has room for one, and the device fails once."""
+    small = sampler_of(model, device_bytes=ROOMY, host_bytes=HOST_BYTES)
+    asked = {name: request(snapshot_id=name, max_tokens=20) for name in "ab"}
+    for name in "ab":
+        small.load_snapshot(name, state(rank=2, seed=ord(name)))
+    small.sample_for(asked, lambda: True)
+    assert on_host(small.snapshots) == "b"
+    monkeypatch.setattr(small._programs, "decode", Full(small._programs.decode, 1))
+    given = small.sample_for(asked, lambda: False)
+    for name, one in asked.items():
+        small.load_snapshot(name, state(rank=2, seed=ord(name)))
+        got = given.ended[name]
+        assert not isinstance(got, Exception)
+        assert_same_bits(got, small.sample([one])[0])
+
+
+def test_more_snapshots_than_there_is_room_for_are_sampled_in_one_call(model: Decoder) -> None:
+    """Ten checkpoints of a model; the device has room for one, and the host for one."""
+    names = "abcdefghij"
+    small = sampler_of(model, device_bytes=2 * RANK_BYTES, host_bytes=HOST_BYTES)
+    roomy = sampler_of(model, device_bytes=ROOMY, host_bytes=ROOMY)
     asked = [request(snapshot_id=name, max_tokens=6, temperature=0.8) for name in names]
     for each in (small, roomy):
         for name in names:

@@ -52,7 +52,7 @@ class Draft:
     own: list[int] = field(default_factory=list)
     read: int = 0  # parts
     read_tokens: int = 0  # that nobody had read before
-    cache_hits: int = 0  # tokens that somebody had read before
+    cache_hits: int | None = None  # tokens that somebody had read before it first had a lane
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[AnyArray, AnyArray]] = field(default_factory=list)
@@ -180,7 +180,7 @@ class Lanes:
         if reserved is None:
             return False
         draft.parts, draft.own = reserved
-        if draft.answers is None:
+        if draft.answers is None and draft.cache_hits is None:
             hits = sum(part.written for part in draft.parts)
             draft.cache_hits = min(hits * size, context)
         self._adopt(lane, draft.snapshot)

@@ -64,6 +64,8 @@ class Sampler:
             host_bytes=snapshot_host_bytes,
         )
         self.counts = Counts()
+        self._held: dict[str, Snapshot] = {}
+        """Of requests under way, who may have to begin again when it is nowhere else."""
         self._forget_all()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
@@ -102,18 +104,22 @@ class Sampler:
     ) -> Sampled:
         ended: dict[str, SampleResult | EngineError] = {}
         self._keep(asked)
-        new: list[Draft] = []
+        new: dict[str, _Run] = {}
         for name in [name for name in asked if name not in self._under_way]:
             try:
-                run = self._run(asked[name])
+                new[name] = self._run(asked[name])
             except EngineError as error:
                 ended[name] = error
-            else:
-                self._under_way[name] = run
-                new += run.drafts
-                self.counts.prompt_tokens += run.drafts[0].context
+        self._under_way |= new
+        self.counts.prompt_tokens += sum(run.drafts[0].context for run in new.values())
         # Of those that come together the longest first: else it would be alone in the end.
-        self._waiting += sorted(new, key=lambda draft: -draft.request.max_tokens)
+        drafts = [draft for run in new.values() for draft in run.drafts]
+        self._waiting += sorted(drafts, key=lambda draft: -draft.request.max_tokens)
+        self._held = {
+            draft.snapshot.name: draft.snapshot
+            for run in self._under_way.values()
+            for draft in run.drafts
+        }
         self.snapshots.settle()
         runs = dict(self._under_way)
         before = {name: run.work for name, run in runs.items()}
@@ -185,6 +191,7 @@ class Sampler:
         loser = min(mine, key=lambda draft: draft.work)
         lanes.leave(loser)
         anew = self._draft(loser.request, loser.snapshot, loser.sample)
+        anew.cache_hits = loser.cache_hits
         for run in self._under_way.values():
             if loser in run.drafts:
                 run.restart(loser, anew)
@@ -218,7 +225,7 @@ class Sampler:
     def _snapshot(self, snapshot_id: str | None) -> Snapshot:
         if snapshot_id is None:
             return self.snapshots.base_model
-        snapshot = self.snapshots.get(snapshot_id)
+        snapshot = self.snapshots.get(snapshot_id) or self._held.get(snapshot_id)
         if snapshot is None:
             raise ServerError(f"snapshot {snapshot_id!r} is not loaded; load it again, then sample")
         return snapshot
@@ -258,7 +265,7 @@ class _Run:
         return replace(
             scores,
             sequences=tuple(draft.result() for draft in self.drafts),
-            prompt_cache_hit_tokens=first.cache_hits,
+            prompt_cache_hit_tokens=first.cache_hits or 0,
         )
 
 

@@ -45,7 +45,7 @@ class Snapshots:
         self._device_bytes = device_bytes
         self._host_bytes = host_bytes
         self._host: OrderedDict[str, Snapshot] = OrderedDict()  # least recently used first
-        self._device: OrderedDict[Snapshot, Adapter] = OrderedDict()  # the same
+        self._device: OrderedDict[str, Adapter] = OrderedDict()  # the same
         self._wanted: set[str] = set()
         self.base_model = Snapshot("", NO_ADAPTER, lattice.rank_class(1))
         self.loads = 0
@@ -58,6 +58,7 @@ class Snapshots:
         rank_class = self._lattice.rank_class(state.config.rank)
         self._host[name] = Snapshot(name, AdapterState(state.config, weights), rank_class)
         self._host.move_to_end(name)
+        self._device.pop(name, None)
         self._wanted.add(name)
         self._make_room()
 
@@ -76,15 +77,15 @@ class Snapshots:
     def on_device(self, snapshot: Snapshot) -> Adapter:
         """Its weights on the device, where the least recently used ones make room for them: as many
         as the limit asks for, and more if the device has less room."""
-        if snapshot in self._device:
-            self._device.move_to_end(snapshot)
-            return self._device[snapshot]
+        if snapshot.name in self._device:
+            self._device.move_to_end(snapshot.name)
+            return self._device[snapshot.name]
         room = self._device_bytes - self._sizes[snapshot.rank_class]
         while self._device and self._on_device_bytes() > room:
             self._device.popitem(last=False)
         while (adapter := self._loaded(snapshot)) is None:
             self._device.popitem(last=False)
-        self._device[snapshot] = adapter
+        self._device[snapshot.name] = adapter
         self.loads += 1
         return adapter
 
@@ -113,7 +114,7 @@ class Snapshots:
         return Adapter(weights, np.float32(state.config.scale))
 
     def _on_device_bytes(self) -> int:
-        return sum(self._sizes[snapshot.rank_class] for snapshot in self._device)
+        return sum(self._sizes[adapter.rank_class] for adapter in self._device.values())
 
 
 def _bytes(tensors: Tensors) -> int:
