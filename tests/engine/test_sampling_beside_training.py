@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from tuneserve_engine.backend.base import AdapterState, SampleRequest, SampleRes
 from tuneserve_engine.backend.jax.backend import JaxBackend
 
 MODELS = {"a": AdapterConfig(8, 16.0, seed=1), "b": AdapterConfig(32, 16.0, seed=2)}
+RUNS = count()
 STEP = AdamParams(learning_rate=0.05, weight_decay=0.1)
 
 
@@ -40,7 +42,7 @@ def requests(random: Random, snapshots: list[str]) -> dict[str, SampleRequest]:
 def bits(result: Any) -> Any:
     assert isinstance(result, SampleResult)
     drawn = [(s.tokens.tobytes(), s.logprobs.tobytes(), s.stop_reason) for s in result.sequences]
-    return drawn, None if result.prompt_logprobs is None else result.prompt_logprobs.tobytes()
+    return drawn, result.prompt_logprobs is None or result.prompt_logprobs.tobytes()
 
 
 def state_bits(state: AdapterState) -> list[Any]:
@@ -52,8 +54,9 @@ class Run:
     """A training run of two models, a snapshot of each after every step; ``pause`` is called
     wherever something may come in between."""
 
-    def __init__(self, backend: JaxBackend, units: list[TrainUnit]) -> None:
+    def __init__(self, backend: JaxBackend, units: list[TrainUnit], prefix: str) -> None:
         self.backend = backend
+        self.prefix = prefix  # of its snapshots: a name stands for the same weights, always
         self.units = units
         self.outputs: list[bytes] = []
 
@@ -72,7 +75,7 @@ class Run:
                 assert not isinstance(metrics, Exception)
             for name in MODELS:
                 state = self.backend.adapter_state(name, optimizer=False)
-                self.backend.load_snapshot(f"{name}-{turn}", state)
+                self.backend.load_snapshot(f"{self.prefix}-{name}-{turn}", state)
             pause()
         states = [
             self.backend.adapter_state(name, optimizer=True, accumulator=True) for name in MODELS
@@ -82,12 +85,12 @@ class Run:
         return [*self.outputs, *[state_bits(state) for state in states]]
 
 
-@settings(max_examples=8, deadline=None, phases=QUICK)
+@settings(max_examples=4, deadline=None, phases=QUICK)
 @given(seed=st.integers(0, 2**32))
 def test_sampling_and_training_change_no_bit_of_each_other(
     backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, seed: int
 ) -> None:
-    random = Random(seed)
+    random, prefix = Random(seed), f"run {next(RUNS)}"
     rows = [datum(random.randrange(2**20), random.randint(3, 24)) for _ in range(6)]
     units = [
         unit_of(
@@ -95,8 +98,8 @@ def test_sampling_and_training_change_no_bit_of_each_other(
         )
         for name in MODELS
     ]
-    want_training = Run(backend, units).go(lambda: None)
-    snapshots = [f"{name}-{turn}" for name in MODELS for turn in range(2)]
+    want_training = Run(backend, units, prefix).go(lambda: None)
+    snapshots = [f"{prefix}-{name}-{turn}" for name in MODELS for turn in range(2)]
     everyone = requests(random, snapshots)
     want = {}
     for name, one in everyone.items():
@@ -107,7 +110,7 @@ def test_sampling_and_training_change_no_bit_of_each_other(
     waiting = dict(everyone)
     asked: dict[str, SampleRequest] = {}
     got: dict[str, Any] = {}
-    run = Run(backend, units)
+    run = Run(backend, units, prefix)
 
     def pause() -> None:
         for name, one in list(waiting.items()):
@@ -124,4 +127,4 @@ def test_sampling_and_training_change_no_bit_of_each_other(
     assert run.go(pause) == want_training
     while waiting or asked:
         pause()
-    assert got == want
+    assert [name for name in want if got[name] != want[name]] == []

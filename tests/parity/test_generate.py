@@ -33,10 +33,10 @@ MODELS: dict[str, dict[str, Any]] = {
 ADAPTERS = {
     "everything": AdapterConfig(rank=3, alpha=6, seed=0),
     "mlp_and_head": AdapterConfig(rank=8, alpha=16, seed=0, train_attn=False),
-    "attention": AdapterConfig(rank=9, alpha=4, seed=0, train_mlp=False, train_unembed=False),
+    "attention": AdapterConfig(rank=5, alpha=4, seed=0, train_mlp=False, train_unembed=False),
     "head": AdapterConfig(rank=2, alpha=2, seed=0, train_attn=False, train_mlp=False),
 }
-"""Every part alone or with others; ranks of two classes, which have lanes of their own."""
+"""Every part alone or with others."""
 TENANTS = (None, *ADAPTERS)
 
 
