@@ -35,6 +35,12 @@ class ApiSettings(CommonSettings):
     poll_s: Annotated[float, Field(gt=0, le=40)] = Field(
         default=25.0, description="How long a poll for a result is held; clients give up at 45 s."
     )
+    retrieve_futures: bool = Field(
+        default=False,
+        description="Has clients wait for all their samples with one poll, in place of one each. "
+        "Good for thousands at once; the SDK (0.38.0) has been seen to hang, rarely, when a client "
+        "that did so was closed.",
+    )
     max_body_bytes: PositiveInt = Field(
         default=16 * MIB, description="Largest request body as sent."
     )

@@ -36,7 +36,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    with running_service(tmp_path) as running:
+    with running_service(tmp_path, retrieve_futures=True) as running:
         yield running
 
 
@@ -144,7 +144,9 @@ def test_a_sample_that_is_given_up_is_cancelled_and_makes_room(
 ) -> None:
     given_up: list[str] = []
     with (
-        running_service(tmp_path, worker=False, max_tenant_jobs=1) as service,
+        running_service(
+            tmp_path, worker=False, max_tenant_jobs=1, retrieve_futures=True
+        ) as service,
         client_of(service) as client,
     ):
         sampler = sampler_of(client)

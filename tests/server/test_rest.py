@@ -243,7 +243,7 @@ async def test_the_introductions_of_the_sdk_are_answered_with_what_is_no_default
     api: Any,
 ) -> None:
     for path, names in (
-        ("/client/config", {"sample_use_retrieve_futures", "sample_join_sampling_session"}),
+        ("/client/config", {"sample_join_sampling_session"}),
         ("/client/dynamic_config", {"sample_cancel_enabled"}),
     ):
         answer = await api.post(path, {"sdk_version": "0.38.0"})

@@ -21,9 +21,12 @@ router = APIRouter()
 
 
 @router.post("/client/config")
-async def client_config(_: CallerDep) -> Response:
+async def client_config(caller: CallerDep) -> Response:
     """Feature flags of the SDK that are not at their defaults; fetched once by each client."""
-    return JSONResponse({"sample_use_retrieve_futures": True, "sample_join_sampling_session": True})
+    flags = {"sample_join_sampling_session": True}
+    if caller.settings.retrieve_futures:
+        flags["sample_use_retrieve_futures"] = True
+    return JSONResponse(flags)
 
 
 @router.post("/client/dynamic_config")
