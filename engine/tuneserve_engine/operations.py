@@ -27,7 +27,7 @@ from tuneserve_engine.batch import PackRequest
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.gradients import Asked, Passes, Results
-from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Part
 from tuneserve_engine.outcomes import (
     Answer,
     attempt,
@@ -60,7 +60,7 @@ class Executed:
     seconds that the backend had it, save those in which it waited for adapters.
 
     The others are samples on their way: ``left`` has how many sequences each has still to end.
-    ``work`` is what was done for each sample; see ``Sampled``.
+    ``work`` is what was done for each sample; see ``Sampled``. ``parts``: see ``Progress``.
     """
 
     jobs: Sequence[Job]
@@ -68,6 +68,7 @@ class Executed:
     device_s: float
     left: Mapping[str, int] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
 
     def outcomes(self) -> list[Outcome]:
         """One per job that has ended, in order. May be called from another thread."""
@@ -95,6 +96,10 @@ class Operations:
     @property
     def numerics_id(self) -> str:
         return self._backend.numerics_id
+
+    @property
+    def have_listeners(self) -> bool:
+        return self._samples.have_listeners
 
     def decode(self, job: Job) -> TrainingData:
         """The checked data of a ``forward_backward``. Touches no model: may be called from another
@@ -278,10 +283,10 @@ class Operations:
         return [answers[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Executed:
-        answers, given = self._samples.go_on(unit, is_over)
+        answers, given, parts = self._samples.go_on(unit, is_over)
         ended = [job for job in unit if job.request_id in answers]
         ready = [answers[job.request_id] for job in ended]
-        return Executed(ended, ready, self._device_s, given.left, given.work)
+        return Executed(ended, ready, self._device_s, given.left, given.work, parts)
 
     def _sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]

@@ -1,4 +1,5 @@
-"""``sample`` requests on a backend: all at once, in parts, and each alone where that fails."""
+"""``sample`` requests on a backend: all at once, in parts, and each alone where that fails. Who
+listens to one is told of it part by part."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from tuneserve_engine import jobs, sampling_wire
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.base import DeviceFailed, Sampled, SampleRequest, SampleResult
 from tuneserve_engine.errors import UserError
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.outcomes import Answer, attempt, failed_together, failure, protobuf
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,12 @@ def never() -> bool:
 
 
 class Progress(NamedTuple):
-    """``answers`` of the jobs that have ended, by request id; ``given`` is what the backend did."""
+    """``answers`` of the jobs that have ended, by request id; ``given`` is what the backend did;
+    ``parts`` are for those who listen to the other jobs, by the names of their streams."""
 
     answers: Mapping[str, Answer]
     given: Sampled
+    parts: Mapping[str, Sequence[Part]]
 
 
 class Samples:
@@ -43,6 +46,11 @@ class Samples:
         self._sample_for = sample_for
         self._ensure_snapshot = ensure_snapshot
         self._under_way: dict[str, _Sampling] = {}
+
+    @property
+    def have_listeners(self) -> bool:
+        """Whether somebody waits for tokens of those under way. May be read by any thread."""
+        return any(each.request.stream for each in self._under_way.values())
 
     def go_on(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Progress:
         """Goes on with those of the jobs that are under way, and begins the others, until
@@ -64,7 +72,15 @@ class Samples:
             given = self._alone(asked, error)
         for name, result in given.ended.items():
             answers[name] = self._under_way.pop(name).answer(result)
-        return Progress(answers, given)
+        parts = {
+            self._under_way[name].command.stream: [
+                sampling_wire.encode_part(each)
+                for each in drawn
+                if np.isfinite(each.logprobs).all()  # else it will fail: see ``_sampled``
+            ]
+            for name, drawn in given.drawn.items()
+        }
+        return Progress(answers, given, parts)
 
     def _begun(self, job: Job) -> "_Sampling":
         command = jobs.decode(job.payload, jobs.Sample)
