@@ -11,7 +11,14 @@ import numpy as np
 
 from tuneserve_engine import jobs, sampling_wire
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.backend.base import DeviceFailed, Sampled, SampleRequest, SampleResult
+from tuneserve_engine.backend.base import (
+    DeviceFailed,
+    Drawn,
+    Sampled,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+)
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.outcomes import Answer, attempt, failed_together, failure, protobuf
@@ -46,11 +53,7 @@ class Samples:
         self._sample_for = sample_for
         self._ensure_snapshot = ensure_snapshot
         self._under_way: dict[str, _Sampling] = {}
-
-    @property
-    def have_listeners(self) -> bool:
-        """Whether somebody waits for tokens of those under way. May be read by any thread."""
-        return any(each.request.stream for each in self._under_way.values())
+        self.have_listeners = False  # whether anybody waits for tokens of those that go on
 
     def go_on(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Progress:
         """Goes on with those of the jobs that are under way, and begins the others, until
@@ -64,6 +67,7 @@ class Samples:
             except Exception as error:
                 answers[job.request_id] = partial(failure, job, error)
         asked = {name: each.request for name, each in self._under_way.items()}
+        self.have_listeners = any(request.stream for request in asked.values())
         try:
             given = self._sample_for(asked, is_over)
         except DeviceFailed:
@@ -74,11 +78,10 @@ class Samples:
             answers[name] = self._under_way.pop(name).answer(result)
         parts = {
             self._under_way[name].command.stream: [
-                sampling_wire.encode_part(each)
-                for each in drawn
-                if np.isfinite(each.logprobs).all()  # else it will fail: see ``_sampled``
+                sampling_wire.encode_part(each) for each in drawn
             ]
             for name, drawn in given.drawn.items()
+            if all(_is_finite(each) for each in drawn)  # else it will fail: see ``_sampled``
         }
         return Progress(answers, given, parts)
 
@@ -120,9 +123,13 @@ class _Sampling:
 
 
 def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
-    if not all(np.isfinite(each.logprobs).all() for each in result.sequences):
+    if not all(_is_finite(each) for each in result.sequences):
         raise UserError(
             "the sampler's weights give logits that are not finite, so no token can be drawn; "
             "sample from a checkpoint saved before the training diverged"
         )
     return protobuf(job, sampling_wire.encode_response(command, result))
+
+
+def _is_finite(drawn: Drawn | SampledSequence) -> bool:
+    return bool(np.isfinite(drawn.logprobs).all())

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from tests.engine.worker_bench import TIMEOUT_S, Bench, Counting, run, until
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine import live as live_module
-from tuneserve_engine.backend.base import Sampled, SampleRequest
+from tuneserve_engine.backend.base import Sampled, SampleRequest, SampleResult
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.jobs import Job, JobKind, Sample, encode
 from tuneserve_engine.queue.streams import Heard
@@ -38,12 +39,12 @@ class Stepwise(Counting):
         return super().sample_for(asked, lambda: True)
 
 
-async def begun(bench: Bench) -> Stepwise:
+async def begun(bench: Bench, backend: Stepwise | None = None) -> Stepwise:
     """A new worker in place of the bench's."""
     if isinstance(bench.backend, Stepwise):
         bench.backend.draw(1000)
     await bench.kill()
-    backend = Stepwise()
+    backend = backend or Stepwise()
     bench.start(backend)
     return backend
 
@@ -156,6 +157,25 @@ def test_nothing_is_told_of_samples_that_nobody_listens_to(tmp_path: Path) -> No
         backend = await begun(bench)
         backend.draw(TOKENS)
         await bench.ok(await bench.sample("b", 1))
+        assert "progress" not in bench.line.calls
+
+    run(tmp_path, scenario)
+
+
+def test_numbers_that_will_fail_the_sample_are_not_told(tmp_path: Path) -> None:
+    class Broken(Stepwise):
+        def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+            (result,) = super().sample(requests)
+            first = result.sequences[0]
+            broken = replace(first, logprobs=first.logprobs * np.float32(np.nan))
+            return [replace(result, sequences=(broken, *result.sequences[1:]))]
+
+    async def scenario(bench: Bench) -> None:
+        backend = await begun(bench, Broken())
+        request_id = await asked(bench, "one")
+        backend.draw(TOKENS)
+        rejection = (await bench.outcome(request_id)).rejection
+        assert rejection is not None and "not finite" in rejection.message
         assert "progress" not in bench.line.calls
 
     run(tmp_path, scenario)
