@@ -97,6 +97,20 @@ class Outcome:
     halvings: int = 0
 
 
+@dataclass(frozen=True)
+class Part:
+    """What was drawn for the ``sequence``-th continuation of a sample that has not ended, from its
+    place ``start`` on: ``drawn`` is a ``SampledSequence`` message without a stop reason.
+
+    A sample that begins again draws the same, so that a place that was told of twice is nothing
+    new. What was not heard of is not told again: it comes with the result.
+    """
+
+    sequence: int
+    start: int
+    drawn: bytes
+
+
 # --- commands: the payload of every kind but forward_backward -----------------------------------
 
 
@@ -147,6 +161,7 @@ class Sample:
     """One prompt, ``num_samples`` continuations. ``file_id`` None samples the base model.
 
     ``max_tokens`` None means: up to the context limit. ``stop`` None: stop at EOS; empty: never.
+    ``stream`` is the name under which somebody listens to what is drawn, if anybody does.
     """
 
     prompt: list[int]
@@ -167,6 +182,7 @@ class Sample:
     target_shape: list[int] = field(default_factory=list)
     target_sparse: SparseTargets | None = None
     prompt_alt_tokens_k: int = 0
+    stream: str = ""
 
 
 Command = TypeVar("Command", CreateModel, OptimStep, SaveWeights, LoadWeights, Sample)

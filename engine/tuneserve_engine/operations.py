@@ -85,6 +85,10 @@ class Operations:
     def numerics_id(self) -> str:
         return self._backend.numerics_id
 
+    @property
+    def have_listeners(self) -> bool:
+        return self._samples.have_listeners
+
     def decode(self, job: Job) -> TrainingData:
         """The checked data of a ``forward_backward``. Touches no model: may be called from another
         thread."""
@@ -268,10 +272,12 @@ class Operations:
         return [answers[job.request_id] for job in unit]
 
     def _sample(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Executed:
-        answers, left, work = self._samples.go_on(unit, is_over)
+        answers, left, work, parts = self._samples.go_on(unit, is_over)
         ended = [job for job in unit if job.request_id in answers]
         ready = [answers[job.request_id] for job in ended]
-        return Executed(ended, ready, self._device_s, left, work)
+        if self._rescoring is not None:  # what was drawn so far has other logprobs than the result
+            parts = {}
+        return Executed(ended, ready, self._device_s, left, work, parts)
 
     def _sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]

@@ -8,7 +8,7 @@ from typing import Any
 
 from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
 from tuneserve_engine.errors import EngineError, ServerError, UserError
-from tuneserve_engine.jobs import PROTOBUF, Job, JobKind, Outcome, Rejection
+from tuneserve_engine.jobs import PROTOBUF, Job, JobKind, Outcome, Part, Rejection
 from tuneserve_engine.records import ModelStatus, Update
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Executed:
     seconds that the backend had it, save those in which it waited for adapters.
 
     The others are samples on their way: ``left`` has how many sequences each has still to end.
-    ``work`` is what was done for each sample; see ``Sampled``.
+    ``work`` is what was done for each sample; see ``Sampled``. ``parts``: see ``Progress``.
     """
 
     jobs: Sequence[Job]
@@ -35,6 +35,7 @@ class Executed:
     device_s: float
     left: Mapping[str, int] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
 
     def outcomes(self) -> list[Outcome]:
         """One per job that has ended, in order. May be called from another thread."""

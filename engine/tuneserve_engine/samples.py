@@ -1,4 +1,5 @@
-"""``sample`` requests on a backend: all at once, in parts, and each alone where that fails."""
+"""``sample`` requests on a backend: all at once, in parts, and each alone where that fails. Who
+listens to one is told of it part by part."""
 
 import logging
 from collections import Counter
@@ -11,9 +12,16 @@ import numpy as np
 
 from tuneserve_engine import jobs, sampling_wire
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.backend.base import DeviceFailed, Sampled, SampleRequest, SampleResult
+from tuneserve_engine.backend.base import (
+    DeviceFailed,
+    Drawn,
+    Sampled,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+)
 from tuneserve_engine.errors import UserError
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.outcomes import Answer, attempt, failed_together, failure, protobuf
 
 logger = logging.getLogger(__name__)
@@ -24,11 +32,14 @@ def never() -> bool:
 
 
 class Progress(NamedTuple):
-    """``answers`` of the jobs that have ended, by request id; the rest as in ``Sampled``."""
+    """``answers`` of the jobs that have ended, by request id; ``left`` and ``work`` as in
+    ``Sampled``; ``parts`` are for those who listen to the other jobs, by the names of their
+    streams."""
 
     answers: Mapping[str, Answer]
     left: Mapping[str, int]
     work: Mapping[str, float]
+    parts: Mapping[str, Sequence[Part]]
 
 
 class Samples:
@@ -46,6 +57,7 @@ class Samples:
         self._ensure_snapshot = ensure_snapshot
         self._under_way: dict[str, _Sampling] = {}
         self._apart: list[str] = []  # of a pass that failed
+        self.have_listeners = False  # whether anybody waits for tokens of those that go on
 
     def go_on(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Progress:
         """Goes on with those of the jobs that are under way, and begins the others, until
@@ -58,17 +70,23 @@ class Samples:
                 self._under_way[job.request_id] = before.get(job.request_id) or self._begun(job)
             except Exception as error:
                 answers[job.request_id] = partial(failure, job, error)
+        self.have_listeners = any(each.request.stream for each in self._under_way.values())
         left: Mapping[str, int] = dict.fromkeys(self._under_way, 0)
         work: Counter[str] = Counter()
+        parts: dict[str, list[Part]] = {}
         while left:
             given = self._pass({name: self._under_way[name].request for name in left}, is_over)
             for name, result in given.ended.items():
                 answers[name] = self._under_way.pop(name).answer(result)
             left = given.left
             work.update(given.work)
+            for name, drawn in given.drawn.items():
+                if all(_is_finite(each) for each in drawn):  # else it will fail: see ``_sampled``
+                    heard = parts.setdefault(self._under_way[name].command.stream, [])
+                    heard += [sampling_wire.encode_part(each) for each in drawn]
             if is_over():
                 break
-        return Progress(answers, left, dict(work))
+        return Progress(answers, left, dict(work), parts)
 
     def _pass(self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]) -> Sampled:
         """Goes on with all; or with one, as long as there are some of a pass that failed."""
@@ -111,9 +129,13 @@ class _Sampling:
 
 
 def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
-    if not all(np.isfinite(each.logprobs).all() for each in result.sequences):
+    if not all(_is_finite(each) for each in result.sequences):
         raise UserError(
             "the sampler's weights give logits that are not finite, so no token can be drawn; "
             "sample from a checkpoint saved before the training diverged"
         )
     return protobuf(job, sampling_wire.encode_response(command, result))
+
+
+def _is_finite(drawn: Drawn | SampledSequence) -> bool:
+    return bool(np.isfinite(drawn.logprobs).all())

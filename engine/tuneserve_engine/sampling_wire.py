@@ -8,6 +8,7 @@ import numpy as np
 from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.base import (
+    Drawn,
     FloatArray,
     IntArray,
     SampledSequence,
@@ -16,7 +17,7 @@ from tuneserve_engine.backend.base import (
     TopK,
 )
 from tuneserve_engine.errors import UserError
-from tuneserve_engine.jobs import Sample, SparseTargets
+from tuneserve_engine.jobs import Part, Sample, SparseTargets
 
 MAX_SAMPLES = 256
 MAX_TOP_K = 64
@@ -52,6 +53,7 @@ def to_request(command: Sample, info: BaseModelInfo) -> SampleRequest:
         topk_sample=command.topk_sample_logprobs,
         targets=_targets(command, len(prompt), info),
         alt_tokens=command.prompt_alt_tokens_k,
+        stream=bool(command.stream),
     )
 
 
@@ -188,10 +190,20 @@ def _topk_rows(scored: TopK, command: Sample) -> TopK:
     return rows
 
 
+def encode_part(drawn: Drawn) -> Part:
+    """What was drawn, as those who listen are told of it."""
+    return Part(drawn.sequence, drawn.start, _drawn(drawn).SerializeToString())
+
+
 def _sequence(sequence: SampledSequence) -> wire.SampledSequence:
     reason = wire.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire.STOP_REASON_LENGTH
+    message = _drawn(sequence)
+    message.stop_reason = reason
+    return message
+
+
+def _drawn(sequence: SampledSequence | Drawn) -> wire.SampledSequence:
     return wire.SampledSequence(
-        stop_reason=reason,
         tokens=sequence.tokens.astype("<i4").tobytes(),
         logprobs=sequence.logprobs.astype("<f4").tobytes(),
         topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),

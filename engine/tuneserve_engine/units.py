@@ -3,7 +3,7 @@ it. Samples run in slices of time, which come in between a training unit's micro
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from tuneserve_engine.ahead import Ahead
 from tuneserve_engine.backend.base import DeviceFailed
 from tuneserve_engine.backlog import Backlog
-from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Part
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.outcomes import Executed
@@ -24,7 +24,8 @@ _AHEAD_JOBS = 64
 _UNDELIVERED = 2
 """Units whose results may wait to be encoded; each holds its numbers in memory."""
 _SAMPLING_S = 0.25
-"""Samples go on for so long before the scheduler is asked again; ``UNIT_S`` if anything waits."""
+"""Samples go on for so long before the scheduler is asked again; ``UNIT_S`` if anything waits, or
+anybody listens."""
 _ENDED_S = 0.5
 """How soon the device's thread notices that the event loop will not answer any more."""
 
@@ -54,6 +55,10 @@ class Host(Protocol):
 
     def gave_up(self, request_ids: Sequence[str]) -> None:
         """These have begun, and will not be ended here."""
+        ...
+
+    def drew(self, parts: Mapping[str, Sequence[Part]]) -> None:
+        """Tells those who listen to samples, sooner or later."""
         ...
 
 
@@ -157,6 +162,7 @@ class Units:
             self._sampling = {
                 name: UnderWay(job, executed.left[name]) for name, job in jobs.items()
             }
+            self._host.drew(executed.parts)
         if executed.jobs:  # else there is nothing to deliver, and nothing to wait for
             await self.executed.put(Unit(executed, outcomes, seconds))
 
@@ -183,7 +189,12 @@ class Units:
     # --- on the device's thread -----------------------------------------------------------------
 
     def _is_over(self, turn: "_Turn") -> bool:
-        is_awaited = turn.comes_between or not self._backlog.is_empty or self._stopping.is_set()
+        is_awaited = (
+            turn.comes_between
+            or not self._backlog.is_empty
+            or self._operations.have_listeners
+            or self._stopping.is_set()
+        )
         return turn.seconds >= (UNIT_S if is_awaited else _SAMPLING_S)
 
     def _between(self, loop: asyncio.AbstractEventLoop, turn: "_Turn") -> None:

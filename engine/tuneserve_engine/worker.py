@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backlog import Backlog
-from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Part
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.link import Link, cause
+from tuneserve_engine.live import Live
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced, Queue, Renewal
 from tuneserve_engine.residents import PointPolicy, Residents
@@ -96,6 +97,7 @@ class Worker:
         self._on_renewed = policy.renewed
         self._of_backend = policy.figures
         self.link = Link(connect, name, info, self._renewed, policy.renew_s, self._figures)
+        self._live = Live(self.link, self.spawn)
         self._cursor = 0
         self._taking = asyncio.Lock()
         self._pause = asyncio.Event()
@@ -257,6 +259,9 @@ class Worker:
             self._unstored.pop(request_id, None)
         if request_ids:  # nor is anybody to be blamed for what happens from here on
             self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, [])))
+
+    def drew(self, parts: Mapping[str, Sequence[Part]]) -> None:
+        self._live.tell(parts)
 
     async def note(self, unit: Sequence[Job]) -> None:
         """Tells the store what runs now, without waiting for it to have heard. What runs again has

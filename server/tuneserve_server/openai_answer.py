@@ -27,10 +27,10 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Choice:
-    """One continuation."""
+    """One continuation, or a piece of it."""
 
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length"] | None  # None: more follows
     scored: list[ScoredToken] | None
 
 
@@ -65,7 +65,7 @@ def _choice(
     eos: Sequence[int],
     scored: bool,
 ) -> Choice:
-    tokens = _ints(sequence.tokens)
+    tokens = ints(sequence.tokens)
     stopped = sequence.stop_reason == wire.STOP_REASON_STOP
     if stopped and tokens[-1] in eos:
         tokens = tokens[:-1]
@@ -87,44 +87,78 @@ def _scored(
     sequence: wire.SampledSequence, tokens: Sequence[int], text: BaseText, length: int
 ) -> list[ScoredToken]:
     """The tokens that begin in the first ``length`` characters."""
-    logprobs = _floats(sequence.logprobs)
+    return [
+        scored_token(sequence, place, offset, text)
+        for place, offset in enumerate(offsets(tokens, text))
+        if offset < length
+    ]
+
+
+def scored_token(
+    sequence: wire.SampledSequence, place: int, offset: int, text: BaseText
+) -> ScoredToken:
+    """The ``place``-th token of the sequence, which begins at ``offset`` of the text."""
+    (token,) = ints(_row(sequence.tokens, place, 1))
+    (logprob,) = _floats(_row(sequence.logprobs, place, 1))
     top = sequence.topk_sampled_logprobs
-    ids, values = _ints(top.token_ids), _floats(top.logprobs)
-    found = []
-    for i, offset in enumerate(offsets(tokens, text)):
-        if offset >= length:
-            break
-        row = slice(i * top.k, (i + 1) * top.k)
-        others = [
-            (text.piece(token), max(value, _LOWEST))
-            for token, value in zip(ids[row], values[row], strict=True)
-        ]
-        found.append(ScoredToken(text.piece(tokens[i]), offset, max(logprobs[i], _LOWEST), others))
-    return found
+    ids = ints(_row(top.token_ids, place, top.k))
+    values = _floats(_row(top.logprobs, place, top.k))
+    others = [
+        (text.piece(each), max(value, _LOWEST)) for each, value in zip(ids, values, strict=True)
+    ]
+    return ScoredToken(text.piece(token), offset, max(logprob, _LOWEST), others)
+
+
+class Spoken:
+    """The text of tokens as they come: as much of it as whole characters make, which no token that
+    follows changes. ``offsets`` says where each token begins in it; inside a character, where that
+    begins.
+
+    Only what follows the last whole character but one is decoded again, so that this takes linear
+    time. The one before is for decoders that write no space before what comes first.
+    """
+
+    def __init__(self, text: BaseText) -> None:
+        self.tokens: list[int] = []
+        self.offsets: list[int] = []
+        self.text = ""
+        self._decode = text.decode
+        self._whole = ""  # the text of all tokens before ``_start``
+        self._start = 0
+        self._before = 0  # from here on tokens are decoded
+        self._shown = 0  # characters of those before ``_start``
+
+    def push(self, token: int) -> None:
+        self.offsets.append(len(self.text))
+        self.tokens.append(token)
+        piece = self._decode(self.tokens[self._before :])[self._shown :]
+        if piece.endswith(_CUT):
+            self.text = self._whole + piece.rstrip(_CUT)
+        elif piece:
+            self.text = self._whole = self._whole + piece
+            self._before, self._start = self._start, len(self.tokens)
+            self._shown = len(self._decode(self.tokens[self._before :]))
 
 
 def offsets(tokens: Sequence[int], text: BaseText) -> list[int]:
-    """Where each token begins in the text of all; inside a character, where that begins.
-
-    Only what follows the last whole character is decoded again, so that this takes linear time.
-    """
-    found, base, start = [], 0, 0
-    for i in range(len(tokens)):
-        piece = text.decode(tokens[start:i])
-        if piece.endswith(_CUT):
-            found.append(base + len(piece.rstrip(_CUT)))
-        else:
-            base, start = base + len(piece), i
-            found.append(base)
-    return found
+    """Where each token begins in the text of all."""
+    spoken = Spoken(text)
+    for token in tokens:
+        spoken.push(token)
+    return spoken.offsets
 
 
-def _ints(packed: bytes) -> list[int]:
+def ints(packed: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(packed) // 4}i", packed))
 
 
 def _floats(packed: bytes) -> list[float]:
     return list(struct.unpack(f"<{len(packed) // 4}f", packed))
+
+
+def _row(packed: bytes, row: int, width: int) -> bytes:
+    """The ``row``-th of rows of so many numbers."""
+    return packed[4 * row * width : 4 * (row + 1) * width]
 
 
 # --- the two shapes ------------------------------------------------------------------------------
@@ -141,8 +175,8 @@ class Shape(Protocol):
         """The whole continuation."""
         ...
 
-    def pieces(self, index: int, choice: Choice) -> list[Json]:
-        """The same for a stream, piece by piece."""
+    def pieces(self, index: int, choice: Choice, *, is_first: bool) -> list[Json]:
+        """A piece of it for a stream."""
         ...
 
 
@@ -158,7 +192,7 @@ class CompletionShape:
             "finish_reason": choice.finish_reason,
         }
 
-    def pieces(self, index: int, choice: Choice) -> list[Json]:
+    def pieces(self, index: int, choice: Choice, *, is_first: bool) -> list[Json]:
         return [self.choice(index, choice)]
 
 
@@ -189,14 +223,15 @@ class ChatShape:
             "finish_reason": choice.finish_reason,
         }
 
-    def pieces(self, index: int, choice: Choice) -> list[Json]:
-        start = {"role": "assistant", "content": ""}
-        logprobs = _chat_logprobs(choice)
-        return [
-            _piece(index, start, None, None),
-            _piece(index, {"content": choice.text}, logprobs, None),
-            _piece(index, {}, None, choice.finish_reason),
-        ]
+    def pieces(self, index: int, choice: Choice, *, is_first: bool) -> list[Json]:
+        found = []
+        if is_first:
+            found.append(_piece(index, {"role": "assistant", "content": ""}, None, None))
+        if choice.text or choice.scored:
+            found.append(_piece(index, {"content": choice.text}, _chat_logprobs(choice), None))
+        if choice.finish_reason is not None:
+            found.append(_piece(index, {}, None, choice.finish_reason))
+        return found
 
 
 def _piece(index: int, delta: Json, logprobs: Json | None, finish_reason: str | None) -> Json:

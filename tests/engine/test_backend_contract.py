@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.listener import Listener
 from tuneserve_engine.adapters import UNEMBED, AdamParams, AdapterConfig
 from tuneserve_engine.backend.base import (
     AdapterState,
@@ -634,6 +635,40 @@ def test_a_stop_token_ends_a_sample_and_is_its_last_token(device: Backend) -> No
     # On the last token of the budget it is a stop as well.
     (sequence,) = sample(device, ask(stop_tokens=frozenset({stop}), max_tokens=3)).sequences
     assert sequence.stop_reason == "stop"
+
+
+def test_what_is_drawn_is_told_part_by_part_to_who_listens(device: Backend) -> None:
+    asked = {
+        "live": ask(num_samples=3, max_tokens=10, topk_sample=2, stream=True),
+        "too": ask(seed=9, max_tokens=10, stream=True),
+        "silent": ask(seed=5, max_tokens=10),
+    }
+    listener, ended, left = Listener(), {}, dict(asked)
+    while left:
+        given = device.sample_for(left, lambda: True)
+        assert "silent" not in given.drawn
+        listener.hear(given)
+        ended |= given.ended
+        left = {name: left[name] for name in given.left}
+    heard = {place for place, told in listener.places.items() if told}
+    assert heard == {("live", 0), ("live", 1), ("live", 2), ("too", 0)}
+    assert listener.repeated == 0
+    for name, request in asked.items():
+        listener.assert_heard(name, ended[name])
+        assert same_sample(ended[name], sample(device, replace(request, stream=False)))
+
+
+def test_what_begins_again_is_told_again_from_its_start(device: Backend) -> None:
+    asked = {"live": ask(num_samples=2, max_tokens=10, stream=True)}
+    listener, started = Listener(), 0
+    for _ in range(2):
+        while not (given := device.sample_for(asked, lambda: True)).drawn:
+            assert not given.ended
+        listener.hear(given)
+        started += sum(part.start == 0 for part in given.drawn["live"])
+        device.sample_for({}, lambda: True)  # it is given up
+    assert started == 4
+    assert listener.repeated > 0
 
 
 def test_a_fresh_adapter_samples_as_the_base_model(device: Backend) -> None:

@@ -26,7 +26,7 @@ from tests.engine.store_contract.bench import (
 )
 from tests.redis_server import RedisServer
 from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.jobs import Outcome, Part
 from tuneserve_engine.queue import redis_news
 from tuneserve_engine.queue.base import (
     Fenced,
@@ -183,6 +183,25 @@ def test_a_long_silence_is_not_taken_for_no_news(
     asyncio.run(main())
 
 
+def test_nothing_that_is_told_of_samples_on_their_way_is_stored(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
+            before = await keys(redis_server.url, tmp_path)
+            written = (await redis.info("persistence"))["aof_current_size"]
+            heard = store.listen(["a"])
+            for place in range(100):
+                await store.progress({"a": [Part(0, place, bytes(1000))]})
+            found = 0
+            while found < 100:
+                found += len(await heard.take())
+            assert await keys(redis_server.url, tmp_path) == before
+            assert (await redis.info("persistence"))["aof_current_size"] == written
+
+    asyncio.run(main())
+
+
 def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         async with opened(server.url, tmp_path) as store, client(server.url) as redis:
@@ -194,6 +213,7 @@ def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> No
                 await store.submit(sample(2))
             (taken,) = await store.take(epoch, after=0, max_jobs=10)
             await store.begin(epoch, [taken.request_id])
+            await store.progress({"a": [Part(0, 0, b"x")]})
             await store.renew(epoch)
             await store.finish(epoch, [Outcome(accepted, b"x")])
             assert await store.wait(accepted, 0) == Outcome(accepted, b"x")

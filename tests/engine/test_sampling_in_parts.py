@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.listener import Listener
 from tests.engine.test_fairness import QUICK
 from tests.engine.test_sampler import (
     COMPANY,
@@ -40,13 +41,18 @@ def after(steps: int) -> Callable[[], bool]:
 
 
 def to_the_end(
-    sampler: Sampler, asked: Mapping[str, SampleRequest], steps: int = 1
+    sampler: Sampler,
+    asked: Mapping[str, SampleRequest],
+    steps: int = 1,
+    listener: Listener | None = None,
 ) -> dict[str, Any]:
     """What they give, going on for so many steps at a time."""
     ended: dict[str, Any] = {}
     left = dict(asked)
     while left:
         given = sampler.sample_for(left, after(steps))
+        if listener is not None:
+            listener.hear(given)
         ended |= given.ended
         left = {name: left[name] for name in given.left}
     return ended
@@ -58,11 +64,14 @@ def test_a_random_schedule_changes_no_bit_of_a_request(
     sampler: Sampler, alone: list[SampleResult], seed: int
 ) -> None:
     """They come one after the other, some are given up and come again, and every part ends
-    anywhere; owners differ, so that some lose their lanes to others and begin anew."""
+    anywhere; owners differ, so that some lose their lanes to others and begin anew. Who listens to
+    some of them hears what they will give."""
     random = Random(seed)
     everyone = {
-        str(number): replace(one, owner=random.choice("xyz")) for number, one in enumerate(COMPANY)
+        str(number): replace(one, owner=random.choice("xyz"), stream=random.random() < 0.5)
+        for number, one in enumerate(COMPANY)
     }
+    listener = Listener()
     waiting = random.sample(sorted(everyone), len(everyone))
     asked: dict[str, SampleRequest] = {}
     ended: dict[str, Any] = {}
@@ -73,6 +82,8 @@ def test_a_random_schedule_changes_no_bit_of_a_request(
             asked[name] = everyone[name]
         given = sampler.sample_for(asked, after(random.randint(1, 6)))
         assert given.ended.keys() | given.left.keys() == asked.keys()
+        assert all(asked[name].stream for name in given.drawn)
+        listener.hear(given)
         ended |= given.ended
         asked = {name: asked[name] for name in given.left}
         if asked and give_ups:
@@ -82,6 +93,7 @@ def test_a_random_schedule_changes_no_bit_of_a_request(
             waiting.insert(0, name)
     for number, want in enumerate(alone):
         assert_same_bits(ended[str(number)], want)
+        listener.assert_heard(str(number), want)
     assert sampler._cache.pool.room == sampler._pages - 1  # nothing was kept by anybody
 
 
@@ -116,15 +128,22 @@ def test_an_owner_without_a_lane_gets_one_of_whoever_has_most(sampler: Sampler) 
     """And what lost it begins again, and ends as it would have."""
     flood = request(5, num_samples=3 * LANES, max_tokens=24, stop_tokens=frozenset())
     (want,) = sampler.sample([flood])
-    flood, light = replace(flood, owner="flood"), request(7, max_tokens=4, owner="light")
+    flood = replace(flood, owner="flood", stream=True)
+    light = request(7, max_tokens=4, owner="light")
     asked = {"flood": flood}
-    work = sampler.sample_for(asked, after(2)).work["flood"]
+    listener = Listener()
+    given = sampler.sample_for(asked, after(2))
+    work = given.work["flood"]
+    listener.hear(given)
     given = sampler.sample_for(asked | {"light": light}, after(2))
     work += given.work["flood"]
+    listener.hear(given)
     assert given.ended.keys() == {"light"}
     assert given.left == {"flood": 3 * LANES}
-    ended = to_the_end(sampler, asked)
+    ended = to_the_end(sampler, asked, listener=listener)
     assert_same_bits(ended["flood"], want)
+    listener.assert_heard("flood", want)
+    assert listener.repeated > 0
 
 
 def test_a_single_lane_of_an_owner_is_not_taken(sampler: Sampler) -> None:

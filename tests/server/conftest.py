@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,18 @@ class Api:
         self.backend = FakeBackend()
         self._workers: dict[str, tuple[Worker, asyncio.Task[None]]] = {}
 
-    async def start_worker(self, name: str = "worker", info: BaseModelInfo = FAKE_INFO) -> None:
+    async def start_worker(
+        self,
+        name: str = "worker",
+        info: BaseModelInfo = FAKE_INFO,
+        backend: Callable[[BaseModelInfo], FakeBackend] = FakeBackend,
+    ) -> None:
         """A worker with an empty memory; under a name that was used before, its successor."""
 
         async def connect() -> Queue:
             return self.services.store
 
-        self.backend = FakeBackend(info)
+        self.backend = backend(info)
         operations = Operations(self.backend, self.services.files)
         worker = Worker(connect, operations, info, name=name)
         running = asyncio.create_task(worker.run())

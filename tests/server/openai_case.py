@@ -1,6 +1,9 @@
 """Requests to the OpenAI-compatible routes, and what their answers have in common."""
 
+import asyncio
+import json
 import string
+from collections.abc import Callable
 from typing import Any
 
 LETTERS = string.ascii_letters + string.digits + " "
@@ -66,3 +69,106 @@ def events(response: Any) -> list[Any]:
     found = [each for each in response.text.split("\n\n")[:-1] if not each.startswith(":")]
     assert all(each.startswith("data: ") for each in found)
     return [each.removeprefix("data: ") for each in found]
+
+
+class Streaming:
+    """A request whose answer is read as it comes; httpx's transport to an app waits for the end."""
+
+    def __init__(self, api: Any, path: str, body: Any) -> None:
+        self._app = api.app
+        self._path = f"/v1{path}"
+        self.body = body
+        self.text = ""
+        self._news = asyncio.Event()
+        self._left = asyncio.Event()
+
+    async def __aenter__(self) -> "Streaming":
+        self._running = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        """The client goes away, if the answer has not ended."""
+        self._left.set()
+        async with asyncio.timeout(10):
+            await self._running
+
+    async def _run(self) -> None:
+        messages = [{"type": "http.request", "body": json.dumps(self.body).encode()}]
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": self._path,
+            "raw_path": self._path.encode(),
+            "query_string": b"",
+            "headers": [(b"authorization", b"Bearer tml-a")],
+            "state": {},
+        }
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await self._left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            self.text += message.get("body", b"").decode()
+            self._news.set()
+
+        await self._app(scope, receive, send)
+
+    @property
+    def events(self) -> list[Any]:
+        """Those that have come, but for the last, ``[DONE]``."""
+        found = [each for each in self.text.split("\n\n")[:-1] if not each.startswith(":")]
+        data = [each.removeprefix("data: ") for each in found]
+        return [json.loads(each) for each in data if each != "[DONE]"]
+
+    @property
+    def is_done(self) -> bool:
+        return self.text.endswith("data: [DONE]\n\n")
+
+    @property
+    def said(self) -> dict[int, str]:
+        """The text of every choice, as far as it has come."""
+        said: dict[int, str] = {}
+        for event in self.events:
+            for choice in event["choices"]:
+                text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                said[choice["index"]] = said.get(choice["index"], "") + text
+        return said
+
+    async def until(self, is_so: Callable[["Streaming"], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not is_so(self):
+                self._news.clear()
+                await self._news.wait()
+
+    async def says(self, said: dict[int, str]) -> None:
+        """Returns when this has been said."""
+        await self.until(lambda stream: stream.said == said)
+
+    async def done(self) -> None:
+        await self.until(lambda stream: stream.is_done)
+
+
+def whole(events: list[Any]) -> list[Any]:
+    """The choices of a stream of completions, put together as one answer has them."""
+    choices: dict[int, Any] = {}
+    for event in events:
+        for piece in event["choices"]:
+            if piece["index"] not in choices:
+                choices[piece["index"]] = piece
+                continue
+            choice = choices[piece["index"]]
+            assert choice["finish_reason"] is None
+            choice["text"] += piece["text"]
+            choice["finish_reason"] = piece["finish_reason"]
+            if piece["logprobs"] is not None:
+                for name, values in piece["logprobs"].items():
+                    before = choice["logprobs"][name]
+                    choice["logprobs"][name] = (
+                        before + values if before and values else before or values
+                    )
+    return [choices[index] for index in sorted(choices)]

@@ -5,7 +5,6 @@ sample s under a seed has token ``seed + s + p`` at place p, and the logprob of 
 ``-(1 + (x + y) % 8) / 8``.
 """
 
-import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.server.openai_case import (
     ASK,
     CHAT,
     LETTERS,
+    Streaming,
     ask,
     assert_error,
     chat,
@@ -237,12 +237,11 @@ async def test_a_stream_of_chat_comes_as_deltas(speaking: Any) -> None:
 
 async def test_a_stream_says_that_it_waits(speaking: Any, tokenizer: Path) -> None:
     await speaking.stop_worker()
-    asking = asyncio.create_task(ask(speaking, "/completions", {**ASK, "stream": True}))
-    await asyncio.sleep(0.5)  # polls take 0.2 s here
-    await speaking.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
-    response = await asking
-    assert response.text.startswith(": waiting\n\n")
-    assert json.loads(events(response)[0])["choices"][0]["text"] == "jkl"
+    async with Streaming(speaking, "/completions", {**ASK, "stream": True}) as stream:
+        await stream.until(lambda stream: stream.text.startswith(": waiting\n\n"))
+        await speaking.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
+        await stream.done()
+        assert stream.said == {0: "jkl"}
 
 
 # --- models --------------------------------------------------------------------------------------

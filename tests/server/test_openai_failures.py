@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.openai_case import ASK, CHAT, ask, assert_error, complete, events, texts
 from tuneserve_engine.errors import UserError
+from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import Overloaded
 from tuneserve_server.deps import tenant_of
 
@@ -144,6 +145,28 @@ async def test_too_many_requests_are_429(speaking: Any, monkeypatch: pytest.Monk
     assert response.json()["error"]["type"] == "rate_limit_error"
 
 
+async def test_prompts_before_one_that_is_refused_are_not_sampled(
+    speaking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await speaking.stop_worker()
+    store, accepted = speaking.services.store, []
+    submit = store.submit
+
+    async def filling(job: Any) -> Any:
+        if len(accepted) == 2:
+            raise Overloaded("your key has 2 unfinished requests", 5)
+        submitted = await submit(job)
+        accepted.append(submitted.request_id)
+        return submitted
+
+    monkeypatch.setattr(store, "submit", filling)
+    response = await ask(speaking, "/completions", {**ASK, "prompt": ["a", "b", "c"]})
+    assert_error(response, 429, "overloaded", None)
+    assert len(accepted) == 2
+    for request_id in accepted:
+        assert (await store.wait(request_id, 0)).rejection == rules.cancelled()
+
+
 async def test_no_mutated_body_makes_a_5xx(speaking: Any) -> None:
     rng = random.Random(5)
     odd = [None, True, -1, 0, 2**70, 1e300, "", "x", [], {}, [[]], ["a", 1], {"type": "text"}]
@@ -171,8 +194,20 @@ async def test_a_request_that_fails_says_why_in_the_stream_too(
 # --- who waits -----------------------------------------------------------------------------------
 
 
-async def test_a_client_that_leaves_is_not_waited_for(speaking: Any) -> None:
+async def test_a_client_that_leaves_is_not_waited_for(
+    speaking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what it asked for sampled."""
     await speaking.stop_worker()
+    store, cancelled = speaking.services.store, []
+    cancel = store.cancel
+
+    async def noted(request_id: str) -> bool:
+        cancelled.append(request_id)
+        found: bool = await cancel(request_id)
+        return found
+
+    monkeypatch.setattr(store, "cancel", noted)
     for stream in (False, True):
         body = json.dumps({**ASK, "stream": stream}).encode()
         messages = [{"type": "http.request", "body": body}, {"type": "http.disconnect"}]
@@ -198,6 +233,9 @@ async def test_a_client_that_leaves_is_not_waited_for(speaking: Any) -> None:
             await speaking.app(scope, receive, send)
         with speaking.services.polls.counted(tenant_of("tml-a")) as held:
             assert held == 1  # this one
+        assert len(cancelled) == 1
+        ended = await store.wait(cancelled.pop(), 0)
+        assert ended.rejection == rules.cancelled()
 
 
 async def test_who_waits_is_told_that_the_service_stops(speaking: Any) -> None:

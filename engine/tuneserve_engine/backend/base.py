@@ -96,6 +96,7 @@ class SampleRequest:
     topk_sample: int = 0
     targets: IntArray | None = None  # [N-1, K] ids to score at positions 1..N-1, -1 = skip
     alt_tokens: int = 0  # draws per prompt position after the first
+    stream: bool = False  # somebody wants to hear of tokens before the sequence has ended
     owner: str = ""  # who may share what was computed of the prompt: nobody else learns of it
 
 
@@ -116,6 +117,17 @@ class SampledSequence:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """A part of a sequence on its way: what was drawn from its place ``start`` on."""
+
+    sequence: int
+    start: int
+    tokens: IntArray  # [S], S >= 1
+    logprobs: FloatArray  # [S]
+    topk: TopK | None = None  # [S, k]
+
+
+@dataclass(frozen=True)
 class SampleResult:
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: FloatArray | None = None  # [N] temperature 1, [0] is NaN
@@ -129,11 +141,15 @@ class SampleResult:
 class Sampled:
     """What a part of sampling gave: ``ended`` are results, or why a request could not run;
     ``left`` how many sequences each of the others has still to end; ``work`` what was done for each
-    request, in tokens drawn: ``PROMPT_TOKENS_PER_STEP`` that are read count as one."""
+    request, in tokens drawn: ``PROMPT_TOKENS_PER_STEP`` that are read count as one.
+
+    ``drawn`` is what each of those with ``stream`` that have not ended has drawn since the part
+    before. A sequence that begins again begins here again too, with the same tokens."""
 
     ended: Mapping[str, SampleResult | Exception]
     left: Mapping[str, int]
     work: Mapping[str, float]
+    drawn: Mapping[str, Sequence[Drawn]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -25,21 +25,21 @@ from tuneserve_engine.adapters import (
 from tuneserve_engine.backend.base import (
     LOSS_NAMES,
     AdapterState,
+    Drawn,
     FloatArray,
     IntArray,
     OutOfMemory,
     Sampled,
-    SampledSequence,
     SampleRequest,
     SampleResult,
     Tensors,
-    TopK,
     TrainBatch,
     TrainOutput,
     TrainResult,
     TrainUnit,
     nothing,
 )
+from tuneserve_engine.backend.fake_samples import drawn_between, sampled
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
@@ -83,6 +83,7 @@ class FakeBackend:
         self._adapters: dict[str, _Adapter] = {}
         self._snapshots: dict[str, AdapterState] = {}
         self._wanted: set[str] = set()  # since the last call that samples
+        self._places: dict[str, int] = {}  # how far samples with a stream have come
         self._max_snapshots = max_snapshots
         self._memory_tokens = memory_tokens
 
@@ -222,26 +223,56 @@ class FakeBackend:
                 del self._snapshots[oldest]
 
     def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        return [_sample(request, self._row_logprobs(request)) for request in requests]
+        return [sampled(request, self._row_logprobs(request)) for request in requests]
 
     def sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
     ) -> Sampled:
-        """A step is a whole request."""
+        """A step is a whole request, or one token of every sequence of those with ``stream``."""
         ended: dict[str, SampleResult | EngineError] = {}
+        streams: dict[str, SampleResult] = {}
+        is_ended = False
         for name, request in asked.items():
             try:
-                (ended[name],) = self.sample([request])
+                (result,) = self.sample([request])
             except EngineError as error:
                 ended[name] = error
-            if is_over():
+            else:
+                if request.stream:
+                    streams[name] = result
+                    continue
+                ended[name] = result
+            if is_ended := is_over():
                 break
+        drawn = {} if is_ended else self._drawn_on(streams, ended, is_over)
         left = {name: asked[name].num_samples for name in asked if name not in ended}
         work = {name: len(asked[name].prompt) + asked[name].max_tokens for name in ended}
         if not left:
             self._wanted.clear()
             self._make_room()
-        return Sampled(ended, left, work)
+        return Sampled(ended, left, work, drawn)
+
+    def _drawn_on(
+        self,
+        streams: Mapping[str, SampleResult],
+        ended: dict[str, SampleResult | EngineError],
+        is_over: Callable[[], bool],
+    ) -> dict[str, list[Drawn]]:
+        """What is drawn of these until ``is_over``; adds those that end to ``ended``."""
+        before = {name: self._places.get(name, 0) for name in streams}
+        self._places, left = dict(before), dict(streams)
+        while left:
+            for name, result in list(left.items()):
+                self._places[name] += 1
+                if self._places[name] >= max(len(each.tokens) for each in result.sequences):
+                    ended[name] = left.pop(name)
+                    del self._places[name]
+            if is_over():
+                break
+        return {
+            name: drawn_between(result, before[name], self._places[name])
+            for name, result in left.items()
+        }
 
     def _row_logprobs(self, request: SampleRequest) -> FloatArray:
         """[V, V]: the logprob of every token after every token."""
@@ -348,53 +379,3 @@ def _accumulate(adapter: _Adapter, slope: float) -> bool:
     if finite:
         adapter.accumulator, adapter.accumulated = total, True
     return finite
-
-
-def _sample(request: SampleRequest, logprobs: FloatArray) -> SampleResult:
-    prompt, n = request.prompt, len(request.prompt)
-    rows = logprobs[prompt[:-1]]  # [N-1, V]: after each token but the last
-    scores = np.full(n, np.nan, np.float32)
-    scores[1:] = rows[np.arange(n - 1), prompt[1:]]
-    targets = request.targets
-    at = np.arange(n - 1)[:, None]
-    alternatives = None
-    if request.alt_tokens:
-        draws = (request.seed + at + np.arange(request.alt_tokens)) % logprobs.shape[1]
-        alternatives = TopK(draws.astype(np.int32), rows[at, draws])
-    return SampleResult(
-        sequences=tuple(_sequence(request, s, logprobs) for s in range(request.num_samples)),
-        prompt_logprobs=scores if request.prompt_logprobs else None,
-        topk_prompt=_topk(rows, request.topk_prompt) if request.topk_prompt else None,
-        target_logprobs=None
-        if targets is None
-        else np.where(targets < 0, np.float32(0), rows[at, np.maximum(targets, 0)]),
-        alt_tokens=alternatives,
-    )
-
-
-def _sequence(request: SampleRequest, index: int, logprobs: FloatArray) -> SampledSequence:
-    first = 0 if request.temperature == 0 else request.seed + index
-    previous = int(request.prompt[-1])
-    tokens: list[int] = []
-    befores: list[int] = []
-    text = ""
-    stopped = False
-    while not stopped and len(tokens) < request.max_tokens:
-        token = (first + len(request.prompt) + len(tokens)) % logprobs.shape[1]
-        befores.append(previous)
-        tokens.append(token)
-        previous = token
-        text += chr(97 + token % 26)
-        stopped = token in request.stop_tokens or any(s in text for s in request.stop_strings if s)
-    rows = logprobs[befores]
-    return SampledSequence(
-        tokens=np.array(tokens, np.int32),
-        logprobs=rows[np.arange(len(tokens)), tokens],
-        stop_reason="stop" if stopped else "length",
-        topk=_topk(rows, request.topk_sample) if request.topk_sample else None,
-    )
-
-
-def _topk(rows: FloatArray, k: int) -> TopK:
-    ids = np.argsort(-rows, axis=1, kind="stable")[:, :k]
-    return TopK(ids.astype(np.int32), np.take_along_axis(rows, ids, axis=1))

@@ -5,12 +5,13 @@ With SQLite the API process owns the store, and workers reach its ``Queue`` half
 news.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, Outcome, Part
+from tuneserve_engine.queue.streams import Heard
 from tuneserve_engine.records import Record, Update
 
 R = TypeVar("R", bound=Record)
@@ -161,7 +162,7 @@ class Queue(Protocol):
     placed with nobody, because no worker serves its base model, is placed when one comes. Placing
     gives waiting jobs new ``release`` numbers, so that a cursor never misses them.
 
-    Every method but ``lease`` raises ``Fenced`` if the epoch is over. Any may raise ``StoreFailed``
+    Every method with an epoch raises ``Fenced`` if that is over. Any may raise ``StoreFailed``
     or ``ConnectionError``.
     """
 
@@ -192,6 +193,11 @@ class Queue(Protocol):
     async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
         """Notes what this worker runs from now on, in place of the last note. The note need not
         outlive the store's process: it is for workers that die."""
+        ...
+
+    async def progress(self, parts: dict[str, list[Part]]) -> None:
+        """Tells those who ``listen`` now, and nobody later: nothing of it is stored, and it may be
+        lost on its way. Whoever draws a sample draws the same, so that it needs no lease."""
         ...
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
@@ -243,6 +249,11 @@ class Store(Queue, Protocol):
         """The outcome, as soon as there is one; None after the time-out. Raises ``ResultExpired``
         for one dropped after its retention, ``KeyError`` for an unknown id: no request becomes one
         within twice the retention after its end."""
+        ...
+
+    def listen(self, streams: Iterable[str]) -> Heard:
+        """What workers tell by ``progress`` of samples with these streams, each of a name that
+        nobody else has. Listen before the sample is submitted: what was told before is gone."""
         ...
 
     async def cancel(self, request_id: str) -> bool:

@@ -6,14 +6,14 @@ and news from the server into results for those who wait.
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
 
 import msgspec
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, Outcome, Rejection
+from tuneserve_engine.jobs import Job, Outcome, Part, Rejection
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.queue import redis_forms as forms
 from tuneserve_engine.queue import rules
@@ -38,6 +38,7 @@ from tuneserve_engine.queue.base import (
 from tuneserve_engine.queue.redis_news import News
 from tuneserve_engine.queue.redis_server import Server
 from tuneserve_engine.queue.redis_sweep import end_session, sweep
+from tuneserve_engine.queue.streams import Heard
 from tuneserve_engine.records import RECORD_NAME, Model, Record, Session, Update
 
 logger = logging.getLogger(__name__)
@@ -186,6 +187,9 @@ class RedisStore:
         self._news.check_open()
         return await self._news.outcome(request_id, timeout_s)
 
+    def listen(self, streams: Iterable[str]) -> Heard:
+        return self._news.streams.listen(streams)
+
     # --- clients that sample --------------------------------------------------------------------
 
     async def cancel(self, request_id: str) -> bool:
@@ -238,6 +242,9 @@ class RedisStore:
 
     async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
         await self._run_leased("begin", epoch, *request_ids)
+
+    async def progress(self, parts: dict[str, list[Part]]) -> None:
+        await self._run("progress", forms.pack(parts))
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
         packed = forms.pack([forms.outcome(each) for each in outcomes])

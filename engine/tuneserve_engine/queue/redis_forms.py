@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Part, Rejection
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import (
     Completion,
@@ -237,6 +237,11 @@ def client_in_news(of: SamplerClient) -> str:
 def read_completion(row: Sequence[Any]) -> Completion:
     request_id, number, failed, size = row
     return Completion(request_id.decode(), int(number), bool(failed), size)
+
+
+def read_parts(packed: bytes) -> dict[str, list[Part]]:
+    """What samples have drawn, by the names of their streams."""
+    return msgspec.msgpack.decode(packed, type=dict[str, list[Part]])
 
 
 # --- workers ------------------------------------------------------------------------------------

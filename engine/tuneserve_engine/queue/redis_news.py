@@ -9,12 +9,14 @@ from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.queue import redis_forms as forms
 from tuneserve_engine.queue.base import ResultExpired, StoreFailed
 from tuneserve_engine.queue.redis_server import Server
+from tuneserve_engine.queue.streams import Streams
 from tuneserve_engine.queue.watching import Watch
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 _CHUNK = 100  # outcomes that are asked for at once
+_PROGRESS = b"2 "  # begins a message of what samples on their way have drawn
 
 
 class News:
@@ -27,6 +29,7 @@ class News:
         self._ended: set[str] = set()  # waited for, and to be fetched
         self._has_ended = asyncio.Event()
         self.completed = Watch()
+        self.streams = Streams()
         self.placed = asyncio.Event()  # replaced after each use: holders of the old one wake
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -112,6 +115,10 @@ class News:
     def _hear(self, message: bytes | None) -> None:
         if message is None:
             self._look_again()
+            return
+        if message.startswith(_PROGRESS):
+            if self.streams.are_heard:  # every process is told of every stream
+                self.streams.tell(forms.read_parts(message.removeprefix(_PROGRESS)))
             return
         placed, *ended = message.decode().split(" ")
         if placed == "1":

@@ -22,7 +22,7 @@ from typing import Any, cast, get_type_hints
 import msgspec
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.queue.base import (
     Fenced,
     Lease,
@@ -320,6 +320,9 @@ class RemoteQueue:
 
     async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
         await self._call("begin", epoch, request_ids)
+
+    async def progress(self, parts: dict[str, list[Part]]) -> None:
+        await self._call("progress", parts)
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
         await self._call("finish", epoch, outcomes)

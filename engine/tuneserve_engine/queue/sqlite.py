@@ -7,13 +7,13 @@ side around it: who waits for what, and who is woken by which commit.
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_jobs as jobs
 from tuneserve_engine.queue import sqlite_leases as leases
@@ -38,6 +38,7 @@ from tuneserve_engine.queue.base import (
 )
 from tuneserve_engine.queue.group_commit import GroupCommit, News, Operation, Transaction
 from tuneserve_engine.queue.schema import open_database
+from tuneserve_engine.queue.streams import Heard, Streams
 from tuneserve_engine.queue.watching import Watch
 from tuneserve_engine.records import Record, Update
 
@@ -67,6 +68,7 @@ class SqlStore:
         self._leases = leases.Leases(policy)
         self._waiting: dict[str, set[asyncio.Future[Outcome | None]]] = {}
         self._completed = Watch()
+        self._streams = Streams()
         self._cancelled: dict[int, list[str]] = {}  # by the epoch that has not heard of them
         self._news = asyncio.Event()  # replaced after each use: holders of the old one wake
         self._closed = False
@@ -144,6 +146,12 @@ class SqlStore:
             waiting.discard(future)
             if not waiting:
                 del self._waiting[request_id]
+
+    async def progress(self, parts: dict[str, list[Part]]) -> None:
+        self._streams.tell(parts)
+
+    def listen(self, streams: Iterable[str]) -> Heard:
+        return self._streams.listen(streams)
 
     async def job_key(self, request_id: str) -> tuple[str, str] | None:
         return await self._call(jobs.key, request_id)

@@ -1,7 +1,7 @@
 """OpenAI's completions, chat completions and models, of base models and checkpoints.
 
 A request becomes the same jobs as ``asample`` makes, one for each prompt, and the connection is
-held until they have ended.
+held until they have ended. A stream says what they draw as it comes.
 """
 
 import asyncio
@@ -11,16 +11,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import JobKind, Sample, encode
+from tuneserve_engine.queue.streams import Heard, Told
 from tuneserve_engine.records import Checkpoint, CheckpointKind
 from tuneserve_server import commands, openai_request
 from tuneserve_server.admission import Place, admit
@@ -44,7 +46,8 @@ from tuneserve_server.openai_answer import (
     read_answer,
     usage,
 )
-from tuneserve_server.openai_pending import check_crowd, results
+from tuneserve_server.openai_live import Speech
+from tuneserve_server.openai_pending import check_crowd, give_up, results
 from tuneserve_server.openai_text import BaseText
 from tuneserve_server.openai_types import (
     ChatCompletionRequest,
@@ -79,29 +82,48 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Generation:
-    """An admitted request: its jobs, and how its answer is put."""
+    """A request: its jobs, and how its answer is put."""
 
     caller: Caller
     request: GenerationRequest
     target: _Target
     shape: Shape
     commands: list[Sample]
-    request_ids: list[str]
+    request_ids: list[str]  # of those whose results have not come
     key: str
 
-    async def answers(self) -> AsyncGenerator[Answer | None]:
-        """Of each prompt in order; None whenever nothing has come for a while."""
-        scored = openai_request.scoring(self.request).wanted
+    @property
+    def is_scored(self) -> bool:
+        return openai_request.scoring(self.request).wanted
+
+    async def answers(self, heard: Heard | None = None) -> AsyncGenerator[Answer | Told | None]:
+        """Of each prompt in order, and what is heard before; None whenever no answer has come for a
+        while."""
         eos, waiting = self.target.info.eos_token_ids, iter(self.commands)
-        async with aclosing(results(self.caller, self.request_ids)) as found:
+        async with aclosing(results(self.caller, list(self.request_ids), heard)) as found:
             async for result in found:
-                if result is None:
-                    yield None
+                if not isinstance(result, bytes):
+                    yield result
                     continue
+                del self.request_ids[0]
                 command = next(waiting)
                 yield await asyncio.to_thread(
-                    read_answer, result, command, self.target.text, eos, scored=scored
+                    read_answer, result, command, self.target.text, eos, scored=self.is_scored
                 )
+
+    def speech(self) -> Speech:
+        eos = self.target.info.eos_token_ids
+        return Speech(self.commands, self.target.text, eos, scored=self.is_scored)
+
+    async def admit(self) -> None:
+        name = self.target.info.name
+        for index, sample in enumerate(self.commands):
+            place = Place(JobKind.SAMPLE, self.key, index, name)
+            self.request_ids.append(await admit(self.caller, place, encode(sample)))
+
+    async def give_up(self) -> None:
+        """Nobody waits for what has not come."""
+        await give_up(self.caller, self.request_ids)
 
     def head(self, kind: str, created: int) -> Json:
         return {
@@ -146,15 +168,18 @@ async def _generate(
     tokens = await asyncio.to_thread(tokens_of, request, target.text)
     samples = openai_request.samples(request, tokens, target.file_id, target.info)
     key = shape.id_prefix + uuid.uuid4().hex
-    request_ids = [
-        await admit(caller, Place(JobKind.SAMPLE, key, index, target.info.name), encode(sample))
-        for index, sample in enumerate(samples)
-    ]
-    generation = _Generation(caller, request, target, shape, samples, request_ids, key)
     if request.stream:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(_stream(generation), media_type=_STREAM, headers=headers)
-    return await _whole(http, generation)
+        samples = [replace(each, stream=f"{key}/{index}") for index, each in enumerate(samples)]
+    generation = _Generation(caller, request, target, shape, samples, [], key)
+    heard = caller.store.listen(each.stream for each in samples if each.stream)
+    try:
+        await generation.admit()
+        if not request.stream:
+            return await _whole(http, generation)
+    except BaseException:
+        await generation.give_up()
+        raise
+    return _Events(generation, heard)
 
 
 async def _target(caller: Caller, asked: str) -> _Target:
@@ -181,7 +206,7 @@ async def _whole(http: Request, generation: _Generation) -> Response:
     answers = []
     async with aclosing(generation.answers()) as found:
         async for answer in found:
-            if answer is not None:
+            if isinstance(answer, Answer):
                 answers.append(answer)
             elif await http.is_disconnected():
                 raise ClientDisconnect  # nobody waits for the answer any more
@@ -196,23 +221,42 @@ async def _whole(http: Request, generation: _Generation) -> Response:
     )
 
 
-async def _stream(generation: _Generation) -> AsyncGenerator[str]:
-    """Events, each prompt's as soon as its result is there; comments while there is none."""
+class _Events(StreamingResponse):
+    """A stream. What it leaves behind when its client goes away is given up."""
+
+    def __init__(self, generation: _Generation, heard: Heard) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_stream(generation, heard), media_type=_STREAM, headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # here, as a stream that was not begun has no end either
+            await self._generation.give_up()
+
+
+async def _stream(generation: _Generation, heard: Heard) -> AsyncGenerator[str]:
+    """Events, as soon as there is something to say; comments while there is no result."""
     shape, options = generation.shape, generation.request.stream_options
     with_usage = options is not None and options.include_usage
     head = generation.head(shape.chunk, int(time.time()))
     answers: list[Answer] = []
+    speech = generation.speech()
     unknown: Json = {"usage": None} if with_usage else {}
     try:
-        async with aclosing(generation.answers()) as found:
-            async for answer in found:
-                if answer is None:
+        async with aclosing(generation.answers(heard)) as found:
+            async for news in found:
+                if news is None:
                     yield ": waiting\n\n"
                     continue
-                first = sum(len(each.choices) for each in answers)
-                answers.append(answer)
-                for index, choice in enumerate(answer.choices, first):
-                    for piece in shape.pieces(index, choice):
+                if isinstance(news, Answer):
+                    answers.append(news)
+                    said = speech.end(news)
+                else:
+                    said = await asyncio.to_thread(speech.hear, news)
+                for index, choice, is_first in said:
+                    for piece in shape.pieces(index, choice, is_first=is_first):
                         yield _event({**head, "choices": [piece], **unknown})
     except Exception as error:
         failed = as_api_error(error)

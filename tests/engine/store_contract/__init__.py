@@ -4,8 +4,8 @@
 import pytest
 
 _PARTS = [
-    *"bench durability forgetting jobs leases limits placement points records samples".split(),
-    "sessions",
+    *"bench durability forgetting jobs leases limits placement points progress records".split(),
+    *"samples sessions".split(),
 ]
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
@@ -17,6 +17,7 @@ from tests.engine.store_contract.leases import LeasesContract  # noqa: E402
 from tests.engine.store_contract.limits import LimitsContract  # noqa: E402
 from tests.engine.store_contract.placement import PlacementContract  # noqa: E402
 from tests.engine.store_contract.points import PointsContract  # noqa: E402
+from tests.engine.store_contract.progress import ProgressContract  # noqa: E402
 from tests.engine.store_contract.records import RecordsContract  # noqa: E402
 from tests.engine.store_contract.samples import SamplesContract  # noqa: E402
 from tests.engine.store_contract.sessions import SessionsContract  # noqa: E402
@@ -31,6 +32,7 @@ class StoreContract(
     PointsContract,
     LimitsContract,
     RecordsContract,
+    ProgressContract,
     SamplesContract,
     SessionsContract,
     ForgettingContract,

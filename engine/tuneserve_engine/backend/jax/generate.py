@@ -16,6 +16,9 @@ import numpy as np
 
 from tuneserve_engine.backend.base import (
     PROMPT_TOKENS_PER_STEP,
+    Drawn,
+    FloatArray,
+    IntArray,
     SampledSequence,
     SampleRequest,
     TopK,
@@ -56,6 +59,7 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[AnyArray, AnyArray]] = field(default_factory=list)
+    told: int = 0  # tokens that ``news`` has given
     stop_reason: StopReason | None = None
 
     @property
@@ -79,14 +83,23 @@ class Draft:
 
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None, "a sequence was left unfinished"
+        tokens, logprobs, top = self._since(0)
+        return SampledSequence(tokens, logprobs, self.stop_reason, top)
+
+    def news(self) -> Drawn | None:
+        """What was drawn since this was last asked; None if nothing was."""
+        start, self.told = self.told, len(self.tokens)
+        return Drawn(self.sample, start, *self._since(start)) if start < self.told else None
+
+    def _since(self, start: int) -> tuple[IntArray, FloatArray, TopK | None]:
+        """Tokens, logprobs and the likeliest, from a place on."""
         top = None
         if self.top:
-            ids, logprobs = zip(*self.top, strict=True)
+            ids, logprobs = zip(*self.top[start:], strict=True)
             top = TopK(np.stack(ids), np.stack(logprobs))
-        return SampledSequence(
-            np.array(self.tokens, np.int32),
-            np.array(self.logprobs, np.float32),
-            self.stop_reason,
+        return (
+            np.array(self.tokens[start:], np.int32),
+            np.array(self.logprobs[start:], np.float32),
             top,
         )
 

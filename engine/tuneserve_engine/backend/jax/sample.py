@@ -9,6 +9,7 @@ import numpy as np
 
 from tuneserve_engine.backend.base import (
     AdapterState,
+    Drawn,
     OutOfMemory,
     Sampled,
     SampleRequest,
@@ -130,7 +131,9 @@ class Sampler:
             if is_over():
                 break
         left = {name: run.left for name, run in self._under_way.items()}
-        return Sampled(ended, left, {name: run.work - before[name] for name, run in runs.items()})
+        work = {name: run.work - before[name] for name, run in runs.items()}
+        drawn = {name: run.news() for name, run in self._under_way.items() if asked[name].stream}
+        return Sampled(ended, left, work, {name: each for name, each in drawn.items() if each})
 
     def _keep(self, asked: Collection[str]) -> None:
         """Gives up what is under way and not asked for."""
@@ -254,6 +257,11 @@ class _Run:
     @property
     def work(self) -> float:
         return self.lost + sum(draft.work for draft in self.drafts)
+
+    def news(self) -> list[Drawn]:
+        """What was drawn since this was last asked."""
+        found = [draft.news() for draft in self.drafts]
+        return [each for each in found if each is not None]
 
     def restart(self, draft: Draft, anew: Draft) -> None:
         self.lost += draft.work
