@@ -84,7 +84,7 @@ class Samples:
                 if all(_is_finite(each) for each in drawn):  # else it will fail: see ``_sampled``
                     heard = parts.setdefault(self._under_way[name].command.stream, [])
                     heard += [sampling_wire.encode_part(each) for each in drawn]
-            if is_over():
+            if not self._apart or is_over():
                 break
         return Progress(answers, left, dict(work), parts)
 
