@@ -1,6 +1,8 @@
 """The official OpenAI client against the real service; what it must say is what the SDK samples."""
 
 import os
+import sqlite3
+from contextlib import closing
 
 import openai
 import pytest
@@ -144,10 +146,29 @@ def test_streams_say_what_whole_answers_say(client, server):
     assert said == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert last.usage == whole.usage
-    whole = client.completions.create(prompt=PROMPT, n=2, **ask)
-    with client.completions.create(prompt=PROMPT, n=2, stream=True, **ask) as stream:
-        found = {chunk.choices[0].index: chunk.choices[0].text for chunk in stream}
-    assert found == {choice.index: choice.text for choice in whole.choices}
+
+
+def test_a_stream_in_pieces_is_the_whole_answer(client, server):
+    """With logprobs, choices of several prompts beside each other, and stop strings that some of
+    them meet; so hot that there are tokens of all kinds, parts of characters among them."""
+    ask = {"model": server.base_model, "prompt": [PROMPT, "日本"], "n": 3, "max_tokens": 300}
+    ask |= {"seed": 5, "logprobs": 2, "temperature": 4}
+    said = [choice.text for choice in client.completions.create(**ask).choices]
+    for stop in (None, [said[0][40:43], said[4][60:62]]):
+        whole = client.completions.create(stop=stop, **ask)
+        with client.completions.create(stop=stop, stream=True, **ask) as stream:
+            pieces = [chunk.choices[0] for chunk in stream]
+        assert len({piece.index for piece in pieces[: len(pieces) // 2]}) > 1
+        for choice in whole.choices:
+            mine = [piece for piece in pieces if piece.index == choice.index]
+            assert "".join(piece.text for piece in mine) == choice.text
+            assert [piece.finish_reason for piece in mine[:-1]] == [None] * (len(mine) - 1)
+            assert mine[-1].finish_reason == choice.finish_reason
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                found = [each for piece in mine for each in getattr(piece.logprobs, name) or []]
+                assert found == getattr(choice.logprobs, name)
+        if stop is None:
+            assert len(pieces) > 2 * len(whole.choices)
 
 
 def test_a_stop_string_is_cut(client, server):
@@ -186,3 +207,19 @@ def test_errors_are_the_clients_own(client, server, trained):
         client.with_options(api_key="sk-other").models.list()
     with pytest.raises(openai.NotFoundError):
         client.with_options(api_key="tml-somebody-else").models.retrieve(trained)
+
+
+def test_text_comes_before_the_last_token_is_drawn(client, server):
+    """It never is: its client goes away when it has read the first of 128 long texts."""
+    ask = {"model": server.base_model, "prompt": PROMPT, "temperature": 4}
+    with client.completions.create(n=128, max_tokens=2000, stream=True, **ask) as stream:
+        first = next(iter(stream))
+    assert first.choices[0].text
+    assert first.choices[0].finish_reason is None
+    second = client.completions.create(max_tokens=4, **ask)
+    server.stop()  # nobody else may look into its store
+    with closing(sqlite3.connect(server.data_dir / "store.db")) as store:
+        ended = dict(store.execute("SELECT scope, error FROM jobs"))
+    server.start()
+    assert "was cancelled" in ended[first.id]
+    assert ended[second.id] is None
