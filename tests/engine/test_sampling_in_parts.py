@@ -121,7 +121,7 @@ def test_what_is_not_asked_for_any_more_is_given_up_with_its_lanes(sampler: Samp
     given = sampler.sample_for({"short": short}, after(1))
     assert given.ended.keys() == {"short"}
     assert not any(lanes.drafts for lanes in sampler._lanes_of.values())
-    assert sampler._waiting == []
+    assert not sampler._waiting
 
 
 def test_an_owner_without_a_lane_gets_one_of_whoever_has_most(sampler: Sampler) -> None:

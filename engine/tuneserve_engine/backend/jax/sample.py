@@ -1,7 +1,7 @@
 """Sampling from frozen adapters and the base model: requests in, results out."""
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -115,7 +115,8 @@ class Sampler:
         self.counts.prompt_tokens += sum(run.drafts[0].context for run in new.values())
         # Of those that come together the longest first: else it would be alone in the end.
         drafts = [draft for run in new.values() for draft in run.drafts]
-        self._waiting += sorted(drafts, key=lambda draft: -draft.request.max_tokens)
+        for draft in sorted(drafts, key=lambda draft: -draft.request.max_tokens):
+            self._waiting.setdefault(_place(draft), deque()).append(draft)
         self._held = {
             draft.snapshot.name: draft.snapshot
             for run in self._under_way.values()
@@ -139,8 +140,9 @@ class Sampler:
         """Gives up what is under way and not asked for."""
         for name in self._under_way.keys() - set(asked):
             for draft in self._under_way.pop(name).drafts:
-                if draft in self._waiting:
-                    self._waiting.remove(draft)
+                queue = self._waiting.get(_place(draft), ())
+                if draft in queue:
+                    self._take(_place(draft), draft)
                 else:
                     self._lanes(draft.snapshot.rank_class).leave(draft)
 
@@ -162,26 +164,32 @@ class Sampler:
         """Nothing is on its way, and the device holds nothing for it."""
         self._cache = Cache(self._programs, self._pages, self.snapshots, self.counts)
         self._lanes_of: dict[int, Lanes] = {}
-        self._waiting: list[Draft] = []
+        self._waiting: dict[tuple[int, str], deque[Draft]] = {}
         self._under_way: dict[str, _Run] = {}
 
     def _admit(self) -> None:
-        """Lanes for those who wait: first the one whose owner has the fewest, then first come,
-        first served. An owner that has none gets one of whoever has most. Nobody overtakes one for
-        whom there are not enough pages, but in lanes of another rank class."""
+        """Lanes for those who wait: first for the owner that has the fewest, then first come, first
+        served. An owner that has none gets one of whoever has most. Nobody overtakes one for whom
+        there are not enough pages, but in lanes of another rank class."""
         full: set[int] = set()
-        while candidates := [d for d in self._waiting if d.snapshot.rank_class not in full]:
+        while places := [place for place in self._waiting if place[0] not in full]:
             held = Counter(
-                _place(draft) for lanes in self._lanes_of.values() for draft in lanes.drafts
+                _place(each) for lanes in self._lanes_of.values() for each in lanes.drafts
             )
-            draft = min(candidates, key=lambda draft: held[_place(draft)])  # the first such
-            lanes = self._lanes(draft.snapshot.rank_class)
-            if lanes.are_full and not held[_place(draft)]:
+            place = min(places, key=lambda place: held[place])
+            lanes, draft = self._lanes(place[0]), self._waiting[place][0]
+            if lanes.are_full and not held[place]:
                 self._displace(lanes)
             if lanes.enter(draft):
-                self._waiting.remove(draft)
+                self._take(place, draft)
             else:
-                full.add(draft.snapshot.rank_class)
+                full.add(place[0])
+
+    def _take(self, place: tuple[int, str], draft: Draft) -> None:
+        """Out of those who wait."""
+        self._waiting[place].remove(draft)
+        if not self._waiting[place]:
+            del self._waiting[place]
 
     def _displace(self, lanes: Lanes) -> None:
         """Takes a lane from the owner that has most, if that is more than one: of the sequence that
@@ -198,7 +206,7 @@ class Sampler:
         for run in self._under_way.values():
             if loser in run.drafts:
                 run.restart(loser, anew)
-        self._waiting.insert(0, anew)
+        self._waiting.setdefault(_place(anew), deque()).appendleft(anew)
 
     def _lanes(self, rank_class: int) -> Lanes:
         if rank_class not in self._lanes_of:
