@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tuneserve_engine.lattice import multiple_from
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Queue
 from tuneserve_engine.queue.remote import RemoteQueue
-from tuneserve_engine.scheduler import Scheduler
+from tuneserve_engine.scheduler import Scheduler, UnderWay
 from tuneserve_engine.worker import Worker
 
 CHUNK, TOKEN_S = 512, 0.0004
@@ -56,18 +56,20 @@ class Noting(Scheduler):
         self._file = path.open("w")
         self._waiting: list[str] = []
 
-    def next_unit(self, pending: Sequence[Job]) -> list[Job]:
+    def next_unit(self, pending: Sequence[Job], under_way: Sequence[UnderWay] = ()) -> list[Job]:
         self._waiting = sorted({job.tenant for job in pending})
-        return super().next_unit(pending)
+        return super().next_unit(pending, under_way)
 
-    def charge(self, unit: Sequence[Job], seconds: float) -> None:
+    def charge(
+        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+    ) -> None:
         shares: defaultdict[str, float] = defaultdict(float)
         for job, share in zip(unit, self._estimates.shares(unit), strict=True):
             shares[job.tenant] += share * seconds
         line = {"kind": unit[0].kind, "seconds": shares, "jobs": len(unit)}
         self._file.write(json.dumps(line | {"waiting": self._waiting}) + "\n")
         self._file.flush()
-        super().charge(unit, seconds)
+        super().charge(unit, seconds, work)
 
 
 async def main(data_dir: Path) -> None:
