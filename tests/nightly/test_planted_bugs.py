@@ -33,7 +33,7 @@ class Bug:
 BUGS = (
     Bug(
         "a sampler that draws from hidden randomness",
-        f"{ENGINE}/backend/fake.py",
+        f"{ENGINE}/backend/fake_samples.py",
         "first = 0 if request.temperature == 0 else request.seed + index",
         "first = __import__('random').randrange(60)",
         SIMULATION,
