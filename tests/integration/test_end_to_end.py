@@ -137,7 +137,7 @@ def test_trainer_and_sampler_give_the_same_logprobs(service, server):
 
 
 def test_a_sample_does_not_wait_for_a_long_gradient(service, server):
-    """100,000 tokens in some 25 micro-batches, and a sample that comes while they run: it is drawn
+    """60,000 tokens in some 15 micro-batches, and a sample that comes while they run: it is drawn
     in between, and both are what they are alone."""
     trainer = new_trainer(service, server)
     step(trainer, [datum(list(range(5, 25)))])
@@ -145,7 +145,7 @@ def test_a_sample_does_not_wait_for_a_long_gradient(service, server):
     prompt = types.ModelInput.from_ints(list(range(5, 15)))
     params = types.SamplingParams(max_tokens=16, seed=3, stop=[])
     (before,) = sampler.sample(prompt, 1, params).result().sequences
-    data = [datum([(7 * number + i) % 250 + 2 for i in range(500)]) for number in range(200)]
+    data = [datum([(7 * number + i) % 250 + 2 for i in range(500)]) for number in range(120)]
     alone = trainer.forward(data, "cross_entropy").result()
     with ThreadPoolExecutor(1) as pool:
         gradient = pool.submit(trainer.forward_backward(data, "cross_entropy").result)
