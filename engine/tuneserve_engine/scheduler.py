@@ -38,8 +38,9 @@ class Scheduler:
     """Shares the device among tenants by ``weights``, 1 for those not named.
 
     Of two tenants that both have work, neither gets ahead of the other by more than one request, or
-    ``unit_s`` if that is more: in device time, each divided by its tenant's weight. A tenant that
-    had no work gains nothing by it: it comes back at the lowest counter of those that had.
+    ``unit_s`` if that is more, and what it has under way of samples: in device time, each divided
+    by its tenant's weight. A tenant that had no work gains nothing by it: it comes back at the
+    lowest counter of those that had.
     """
 
     def __init__(

@@ -48,8 +48,6 @@ class Snapshots:
         self._device: OrderedDict[str, Adapter] = OrderedDict()  # the same
         self._wanted: set[str] = set()
         self.base_model = Snapshot("", NO_ADAPTER, lattice.rank_class(1))
-        self.loads = 0
-        """Copies to the device so far."""
 
     def put(self, name: str, state: AdapterState) -> None:
         """Keeps a copy of the weights. Raises UserError if they do not fit the base model."""
@@ -86,7 +84,6 @@ class Snapshots:
         while (adapter := self._loaded(snapshot)) is None:
             self._device.popitem(last=False)
         self._device[snapshot.name] = adapter
-        self.loads += 1
         return adapter
 
     def leave_device(self) -> bool:
