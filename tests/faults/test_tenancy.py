@@ -224,9 +224,9 @@ class Tenancy:
             return content
         number = next(self.numbers)
         if body == "@sample":
-            body = self.bodies.asample(names["sampler"], number)
-        text = _filled(json.dumps(body), names)
-        return text.replace(str(SEQ), str(seq)).replace(str(NUMBER), str(number)).encode()
+            body = self.bodies.asample("@sampler", number)
+        numbered = json.dumps(body).replace(str(SEQ), str(seq)).replace(str(NUMBER), str(number))
+        return _filled(numbered, names).encode()  # last: an id may contain the digits of a SEQ
 
 
 def _prefixed(path: str) -> str:
