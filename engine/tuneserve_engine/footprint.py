@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.page_pool import PAGES_PER_ROUND, pages_of
+from tuneserve_engine.backend.jax.page_pool import pages_of, pages_per_round
 from tuneserve_engine.lattice import ShapeLattice
 
 Remat = Literal["none", "dots", "attention", "full"]
@@ -388,7 +388,7 @@ class Footprint:
     @property
     def _round(self) -> int:
         """Positions that attention to pages takes together."""
-        return PAGES_PER_ROUND * self.shape.lattice.block
+        return pages_per_round(self.shape.device_kind) * self.shape.lattice.block
 
     @property
     def _read_per_row(self) -> int:

@@ -12,12 +12,13 @@ H head_dim, W pages of a round.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from tuneserve_engine.backend.jax.attention import UNSEEN
-from tuneserve_engine.backend.jax.page_pool import PAGES_PER_ROUND
+from tuneserve_engine.backend.jax.page_pool import pages_per_round
 
 
 class Pages(NamedTuple):
@@ -66,7 +67,8 @@ def attend_pages(
     """
     count, length, heads, size = q.shape
     kv_heads, page = keys.shape[1], values.shape[2]
-    groups, width = heads // kv_heads, PAGES_PER_ROUND * page
+    together = pages_per_round(jax.default_backend())
+    groups, width = heads // kv_heads, together * page
     rows = q.reshape(count, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(count, kv_heads, groups * length, size).astype(jnp.float32) * size**-0.5
     places = jnp.arange(width, dtype=jnp.int32)
@@ -74,16 +76,16 @@ def attend_pages(
 
     def add(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = sums
-        pages = lax.dynamic_slice_in_dim(table, number * PAGES_PER_ROUND, PAGES_PER_ROUND, axis=1)
+        pages = lax.dynamic_slice_in_dim(table, number * together, together, axis=1)
         at = number * width + places
         seen = at[None, None, :] <= positions[:, :, None]
-        held = (at[None, :] <= last[:, None]).reshape(count, PAGES_PER_ROUND, 1, page, 1)
+        held = (at[None, :] <= last[:, None]).reshape(count, together, 1, page, 1)
         scores = _scores(rows, keys[pages], seen)
         new_top = jnp.maximum(top, scores.max(-1))
         kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
         # What an earlier sequence left behind this one's end may be NaN, and 0 x NaN is.
         read = jnp.where(held, values[pages], 0).astype(jnp.float32)
-        parts = weights.reshape(*weights.shape[:3], PAGES_PER_ROUND, page)
+        parts = weights.reshape(*weights.shape[:3], together, page)
         more = jnp.einsum("BKQWS,BWKSH->BKQH", parts, read)
         return new_top, total * kept + weights.sum(-1), out * kept[..., None] + more
 
