@@ -38,8 +38,7 @@ class ApiSettings(CommonSettings):
     retrieve_futures: bool = Field(
         default=False,
         description="Has clients wait for all their samples with one poll, in place of one each. "
-        "Good for thousands at once; the SDK (0.38.0) has been seen to hang, rarely, when a client "
-        "that did so was closed.",
+        "Good for thousands at once; one alone takes some 10 ms longer.",
     )
     max_body_bytes: PositiveInt = Field(
         default=16 * MIB, description="Largest request body as sent."

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tinker
 from tinker import types
 
 from tests.faults.fault_proxy import FaultProxy
 from tests.integration.test_sdk_wire import running_server
+from tests.sdk import service_client
 from tuneserve_engine import checkpoint
 from tuneserve_engine.backend.base import AdapterState
 from tuneserve_engine.queue.sqlite import SqliteStore
@@ -60,10 +60,10 @@ class Tenant:
     def __init__(self, url: str, key: str, number: int) -> None:
         self.number = number
         self.run = Run()
-        self.client = tinker.ServiceClient(base_url=url, api_key=key)
+        self.url, self.key = url, key
 
     def train(self) -> Run:
-        with self.client as client:
+        with service_client(self.url, self.key) as client:
             holder = client.holder
             config = holder.get_client_config().model_copy(update={"fwdbwd_max_chunk_len": 2})
             holder._client_config = config

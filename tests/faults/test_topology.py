@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tinker
 from tinker import types
 
 from tests.faults.fault_proxy import FaultProxy, Message, named
 from tests.faults.topology import Topology
+from tests.sdk import service_client
 from tuneserve_server.local import LocalServer
 from tuneserve_server.readiness import health_of
 
@@ -101,7 +101,7 @@ def script(url: str, disturb: Callable[[], None]) -> list[Any]:
     """Everything that the service at ``url`` told a tenant who trains, samples, saves and resumes.
     ``disturb`` is called while requests are under way."""
     told: list[Any] = []
-    with tinker.ServiceClient(base_url=url, api_key="tml-topology") as client:
+    with service_client(url, "tml-topology") as client:
         trainers = [
             client.create_lora_training_client(BASE_MODEL, rank=4, seed=number).result()
             for number in range(MODELS)

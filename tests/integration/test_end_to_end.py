@@ -18,6 +18,7 @@ import torch
 import transformers
 from tinker import types
 
+from tests.sdk import service_client
 from tuneserve_engine.config import TINY_MODEL
 from tuneserve_server.local import LocalServer, free_port
 
@@ -48,7 +49,7 @@ def server(tmp_path_factory, quick):
 
 @pytest.fixture(scope="module")
 def service(server):
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-tests") as client:
+    with service_client(server.url, "tml-tests") as client:
         yield client
 
 
@@ -219,7 +220,7 @@ def test_a_bad_datum_is_named_and_later_requests_run(service, server, what):
 
 def test_a_tenants_curve_is_the_same_alone_and_beside_others(server):
     def run(key, rank, bad=False):
-        with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+        with service_client(server.url, key) as client:
             trainer = new_trainer(client, server, rank=rank)
             if bad:
                 trainer.forward_backward([BAD["nan"][0]], "cross_entropy")

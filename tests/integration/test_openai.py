@@ -6,10 +6,10 @@ from contextlib import closing
 
 import openai
 import pytest
-import tinker
 import transformers
 from tinker import types
 
+from tests.sdk import service_client
 from tuneserve_engine.config import TINY_MODEL
 from tuneserve_server.local import LocalServer
 
@@ -43,7 +43,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def service(server):
-    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as made:
+    with service_client(server.url, KEY) as made:
         yield made
 
 

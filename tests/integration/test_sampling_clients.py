@@ -9,6 +9,7 @@ import sqlite3
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import tinker
 from tinker import types
 
 from tests.faults.processes import BASE_MODEL, Service, running_service
+from tests.sdk import service_client
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
@@ -40,8 +42,8 @@ def service(tmp_path: Path) -> Iterator[Service]:
         yield running
 
 
-def client_of(service: Service) -> tinker.ServiceClient:
-    return tinker.ServiceClient(base_url=f"http://127.0.0.1:{service.port}", api_key=KEY)
+def client_of(service: Service) -> AbstractContextManager[tinker.ServiceClient]:
+    return service_client(f"http://127.0.0.1:{service.port}", KEY)
 
 
 def sampler_of(client: tinker.ServiceClient) -> tinker.SamplingClient:

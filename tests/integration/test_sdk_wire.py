@@ -25,6 +25,8 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
+from tests.sdk import service_client
+
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -98,7 +100,7 @@ def running_server(data_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def service(server: Server) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url, api_key=server.key) as client:
+    with service_client(server.url, server.key) as client:
         yield client
     del client
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
@@ -299,7 +301,7 @@ def test_many_samples_at_once_all_come_back(service: tinker.ServiceClient) -> No
 
 def test_three_tenants_train_at_once_and_see_only_their_own(server: Server) -> None:
     def tenant(key: str) -> tuple[int, float]:
-        with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+        with service_client(server.url, key) as client:
             trainer = trainer_of(client)
             loss = 0.0
             for _ in range(3):
