@@ -93,8 +93,8 @@ class Samples:
         self._apart = [name for name in self._apart if name in asked]
         chosen = dict(asked) if not self._apart else {self._apart[0]: asked[self._apart[0]]}
         try:
-            if self._apart:
-                self._ensure_snapshot(chosen[self._apart[0]].snapshot_id)
+            for request in chosen.values():  # another pass may have pushed it out
+                self._ensure_snapshot(request.snapshot_id)
             given = self._sample_for(chosen, is_over)
         except DeviceFailed:
             raise

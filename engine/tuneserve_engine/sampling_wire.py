@@ -18,6 +18,7 @@ from tuneserve_engine.backend.base import (
 )
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import Part, Sample, SparseTargets
+from tuneserve_engine.outcomes import MAX_BODY_BYTES
 
 MAX_SAMPLES = 256
 MAX_TOP_K = 64
@@ -37,12 +38,14 @@ def to_request(command: Sample, info: BaseModelInfo) -> SampleRequest:
             "of which at least one must be left to sample; shorten the prompt"
         )
     _check_counts(command)
+    most = room if command.max_tokens is None else min(command.max_tokens, room)
+    _check_size(command, most)
     return SampleRequest(
         prompt=prompt,
         snapshot_id=command.file_id,
         seed=command.seed,
         num_samples=command.num_samples,
-        max_tokens=room if command.max_tokens is None else min(command.max_tokens, room),
+        max_tokens=most,
         temperature=command.temperature,
         top_k=command.top_k,
         top_p=command.top_p,
@@ -93,6 +96,18 @@ def _check_counts(command: Sample) -> None:
         raise UserError(f"top_p is {command.top_p}; it must be above 0 and at most 1")
     if command.top_k < 1 and command.top_k != -1:
         raise UserError(f"top_k is {command.top_k}; it must be at least 1, or -1 for all tokens")
+
+
+def _check_size(command: Sample, max_tokens: int) -> None:
+    """Refuses before it is drawn what could not be answered: a token has an id and a logprob, and
+    as much for each of the likeliest."""
+    size = command.num_samples * max_tokens * 8 * (1 + command.topk_sample_logprobs)
+    if size > MAX_BODY_BYTES:
+        raise UserError(
+            f"{command.num_samples} samples of up to {max_tokens} tokens with "
+            f"{command.topk_sample_logprobs} top logprobs each can come to {size} bytes; the limit "
+            f"is {MAX_BODY_BYTES}; ask for fewer samples, tokens or top-k entries"
+        )
 
 
 def _stop_tokens(command: Sample, info: BaseModelInfo) -> frozenset[int]:

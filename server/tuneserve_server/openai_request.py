@@ -192,13 +192,12 @@ def _samples(
         raise UserError("top_k is 0; it must be at least 1, or -1 for all tokens")
     # An empty list is no stop of their own here, not "never stop" as in asample.
     _, strings = checked_stops("stop", request.stop or None)
-    seed = checked_seed(request.seed)
     count = bounded("n", 1 if request.n is None else request.n, 1, MAX_N)
     most = _max_tokens(request)
     return [
         Sample(
             prompt=checked_prompt(prompt, info),
-            seed=seed,
+            seed=checked_seed(request.seed),  # without one, each prompt has its own
             file_id=file_id,
             num_samples=count,
             max_tokens=most,

@@ -13,7 +13,7 @@ from tuneserve_server.commands import checked_seed, shown
 
 MAX_SEQUENCE_IDS = 4096
 _MAX_STOPS = 256
-_MAX_STOP_CHARS = 1024
+_MAX_STOP_CHARS = 256  # every token is looked at with so many before it, while the device waits
 
 
 def sample_command(

@@ -159,6 +159,52 @@ def test_a_single_lane_of_an_owner_is_not_taken(sampler: Sampler) -> None:
     assert to_the_end(sampler, asked | {"e": one_more}).keys() == {*asked, "e"}
 
 
+def test_more_owners_than_lanes_take_turns(sampler: Sampler) -> None:
+    """One that comes to lanes of others with much to do gets the first that is free."""
+    never = frozenset[int]()
+    asked = {
+        owner: request(5, num_samples=40, max_tokens=8, owner=owner, stop_tokens=never)
+        for owner in "abcd"[:LANES]
+    }
+    sampler.sample_for(asked, after(1))
+    asked["e"] = request(5, max_tokens=1, owner="e", stop_tokens=never)
+    for _ in range(4):  # two dispatches end those that have lanes; one reads, one writes
+        given = sampler.sample_for(asked, after(1))
+        asked = {name: asked[name] for name in given.left}
+    assert "e" not in asked
+    sampler.sample_for({}, after(1))
+
+
+def test_prompts_without_end_do_not_keep_others_from_writing(
+    sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def noted(name: str) -> None:
+        program = getattr(sampler._programs, name)
+
+        def call(*args: Any) -> Any:
+            done.append(name[0])
+            return program(*args)
+
+        monkeypatch.setattr(sampler._programs, name, call)
+
+    writer = request(3, max_tokens=40, owner="a", stop_tokens=frozenset())
+    sampler.sample_for({"writer": writer}, after(2))
+    noted("prefill")
+    noted("decode")
+    asked = {"writer": writer}
+    for number in range(30):  # four chunks each
+        prompt = (request(60).prompt + number) % 67
+        asked[str(number)] = replace(request(60, max_tokens=1, owner="b"), prompt=prompt)
+    while "writer" in asked:
+        given = sampler.sample_for(asked, after(1))
+        asked = {name: asked[name] for name in given.left}
+    assert "p" * 4 + "d" in "".join(done)
+    assert "p" * 5 not in "".join(done)
+    sampler.sample_for({}, after(1))
+
+
 def test_a_request_that_cannot_run_ends_alone(sampler: Sampler, alone: list[SampleResult]) -> None:
     asked = {"0": COMPANY[0], "gone": request(snapshot_id="gone"), "1": COMPANY[1]}
     first = sampler.sample_for(asked, after(1))

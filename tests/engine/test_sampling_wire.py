@@ -219,6 +219,15 @@ def test_bad_values_are_refused_with_field_value_and_limit(case: str) -> None:
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
+def test_what_could_not_be_answered_is_refused_before_it_is_drawn() -> None:
+    """A token and a logprob are 8 bytes, and so is each of the likeliest: 32 x 32764 x 8 x 11."""
+    info = replace(INFO, context_length=32_768)
+    most = command(num_samples=32, topk_sample_logprobs=10)
+    with pytest.raises(UserError, match="can come to 92263424 bytes; the limit is 83886080"):
+        to_request(most, info)
+    assert to_request(replace(most, max_tokens=20_000), info).max_tokens == 20_000
+
+
 small = st.integers(-3, 102)
 
 

@@ -117,6 +117,11 @@ async def test_logprobs_are_of_each_token_and_of_the_likeliest(speaking: Any) ->
     }
 
 
+async def test_without_a_seed_each_prompt_has_its_own(speaking: Any) -> None:
+    answer = await complete(speaking, prompt=["ab"] * 8, seed=None)
+    assert len(set(texts(answer))) > 1
+
+
 async def test_a_seed_repeats_and_without_one_answers_differ(speaking: Any) -> None:
     assert texts(await complete(speaking)) == texts(await complete(speaking))
     found = {texts(await complete(speaking, seed=None))[0] for _ in range(8)}

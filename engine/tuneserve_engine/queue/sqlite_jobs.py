@@ -337,6 +337,15 @@ def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
     placement.unplace(tx, model_id)
 
 
+def drop(tx: Transaction, request_id: str, rejection: Rejection) -> None:
+    """Ends an unfinished sample; its worker hears of it with its next renewal."""
+    row = tx.one("SELECT worker FROM jobs WHERE request_id = ?", request_id)
+    assert row is not None, f"{request_id} is unknown"
+    end(tx, Outcome(request_id, rejection=rejection))
+    if row[0] is not None:
+        tx.news.cancelled.append((row[0], request_id))
+
+
 def end(tx: Transaction, result: Outcome) -> None:
     """Stores how an unfinished job ended and makes it news. Its payload is dropped, unless the job
     changed its model's state: then it may have to be done again."""

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import msgspec
 
-from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import SweepPolicy
 from tuneserve_engine.queue.group_commit import Transaction
 from tuneserve_engine.queue.schema import FORGETTABLE, UNFINISHED
-from tuneserve_engine.queue.sqlite_jobs import advance, end, end_jobs_of, unload, use_up
+from tuneserve_engine.queue.sqlite_jobs import advance, drop, end_jobs_of, unload, use_up
 from tuneserve_engine.records import Model, ModelStatus, Sampler, Session
 
 FREE_PAGES = 4096  # handed back to the file system per sweep: 16 MB, a bounded pause
@@ -87,7 +86,7 @@ def _drop_silent_samples(tx: Transaction, now_s: float, policy: SweepPolicy) -> 
             scope,
             session.tenant,
         ):
-            end(tx, Outcome(request_id, rejection=rejection))
+            drop(tx, request_id, rejection)
 
 
 def _forget_old(tx: Transaction, now_s: float, result_ttl_s: float) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tuneserve_engine.jobs import JobKind, Outcome
+from tuneserve_engine.jobs import JobKind
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import Completion, SamplerClient
 from tuneserve_engine.queue.group_commit import Transaction
-from tuneserve_engine.queue.sqlite_jobs import end, is_unfinished
+from tuneserve_engine.queue.sqlite_jobs import drop, is_unfinished
 from tuneserve_engine.records import Sampler
 
 # As the index ``jobs_completed`` has it.
@@ -16,16 +16,13 @@ _OF_CLIENT = "tenant = ? AND scope = ? AND seq / 1000000000 = ?"
 
 
 def cancel(tx: Transaction, request_id: str) -> bool:
-    row = tx.one("SELECT kind, worker FROM jobs WHERE request_id = ?", request_id)
+    row = tx.one("SELECT kind FROM jobs WHERE request_id = ?", request_id)
     if row is None:
         raise KeyError(request_id)
-    kind, worker = row
-    if kind != JobKind.SAMPLE:
+    if row[0] != JobKind.SAMPLE:
         return False
     if is_unfinished(tx, request_id):
-        end(tx, Outcome(request_id, rejection=rules.cancelled()))
-        if worker is not None:
-            tx.news.cancelled.append((worker, request_id))
+        drop(tx, request_id, rules.cancelled())
     return True
 
 

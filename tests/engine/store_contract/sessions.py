@@ -176,6 +176,16 @@ class SessionsContract(Contract):
         ]
 
     @scenario
+    async def test_a_worker_hears_of_dropped_samples_that_it_has_taken(self, bench: Bench) -> None:
+        await bench.store.put(session())
+        await bench.store.put(sampler())
+        request_id = (await bench.store.submit(sample(1))).request_id
+        await bench.take()
+        await bench.store.sweep(START_S + 1000, SweepPolicy(sample_ttl_s=120))
+        assert (await bench.store.renew(bench.epoch)).cancelled == [request_id]
+        assert (await bench.store.renew(bench.epoch)).cancelled == []
+
+    @scenario
     async def test_a_dropped_sample_that_was_running_after_all_changes_nothing(
         self, bench: Bench
     ) -> None:

@@ -40,6 +40,12 @@ from tuneserve_engine.backend.jax.sampling_math import AnyArray, RowParams, seed
 from tuneserve_engine.backend.jax.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.stops import StopReason, StopWatch
 
+_MOST = 3
+"""So many lanes have to write for each one that reads, if there are any that read."""
+_CHUNKS_IN_A_ROW = 4
+"""Of prompts, before those who write go on, however few they are: else whoever sends long prompts
+without end would keep them waiting."""
+
 
 @dataclass(eq=False)
 class Draft:
@@ -158,6 +164,8 @@ class Lanes:
         self._drafts: list[Draft | None] = [None] * lanes
         self._adapted: list[str | None] = [None] * lanes  # whose weights the bank has
         self._reading: list[int] = []  # lanes, in the order in which they came
+        self._put_off = False  # a chunk, for one dispatch
+        self._in_a_row = 0  # chunks
         self._bank: LaneBank | None = None
         self._state = no_lanes(lanes, programs.table_width)
 
@@ -219,6 +227,32 @@ class Lanes:
         self._adapted[lane] = snapshot.name
 
     # --- reading --------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """A chunk of the prompts and a few tokens of the rest."""
+        if self._should_read():
+            self.read()
+            self._in_a_row += 1
+        if self._most_write or (self.writing and self._in_a_row >= _CHUNKS_IN_A_ROW):
+            self.write()
+            self._in_a_row = 0
+
+    @property
+    def _most_write(self) -> bool:
+        """Until they do, to fill lanes is worth more than to use the few."""
+        return self.writing > 0 and self.writing >= _MOST * self.reading
+
+    def _should_read(self) -> bool:
+        """A chunk that would not be full waits for a dispatch of those who write, in which others
+        may come to share it."""
+        unread = [
+            sum(not part.written or draft.answers is not None for part in draft.parts[draft.read :])
+            for lane in self._reading
+            if (draft := self._drafts[lane])
+        ]
+        is_full, begins = sum(unread) >= self._programs.blocks, 0 in unread
+        self._put_off = self._most_write and not (is_full or begins or self._put_off)
+        return bool(unread) and not self._put_off
 
     def read(self) -> None:
         """One chunk of the prompts that wait to be read; those that are through begin to write."""
@@ -350,4 +384,5 @@ def _best(top: Choices | None, step: int, lane: int, k: int) -> tuple[AnyArray, 
     """Ids and logprobs [k] of one token, if it was asked for them."""
     if top is None or not k:
         return None
-    return top.ids[step, lane, :k], top.logprobs[step, lane, :k]
+    # Copies: a view would keep what all lanes got.
+    return top.ids[step, lane, :k].copy(), top.logprobs[step, lane, :k].copy()

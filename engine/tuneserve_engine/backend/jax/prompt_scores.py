@@ -3,6 +3,8 @@
 Dimension key: N prompt tokens, K ids per position, n blocks of a chunk, S positions of a block.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -18,7 +20,7 @@ class Answers:
         self._request = request
         self._block = block
         self._ids = _asked_ids(request)
-        self._scores: list[tuple[int, int, Scores]] = []
+        self._scores: list[tuple[int, int, Any, Choices | None, Choices | None]] = []
 
     @staticmethod
     def are_asked(request: SampleRequest) -> bool:
@@ -41,8 +43,18 @@ class Answers:
         questions.temperature[number] = self._request.temperature
 
     def add(self, part: int, number: int, scores: Scores) -> None:
-        """Takes what a block's place in a chunk gave; it is fetched with the result."""
-        self._scores.append((part, number, scores))
+        """Takes what a block's place in a chunk gave; it is fetched with the result. What nobody
+        asked for need not stay on the device until then."""
+        asked = self._request
+        self._scores.append(
+            (
+                part,
+                number,
+                scores.logprobs if self._ids.shape[1] else None,
+                scores.top if asked.topk_prompt else None,
+                scores.alternatives if asked.alt_tokens else None,
+            )
+        )
 
     def result(self) -> SampleResult:
         """All answers, in a result without sequences."""
@@ -50,15 +62,15 @@ class Answers:
         logprobs = np.zeros(ids.shape, np.float32)
         top = _no_choices(len(ids), request.topk_prompt)
         alternatives = _no_choices(len(ids), request.alt_tokens)
-        for part, number, scores in self._scores:
+        for part, number, scored, best, drawn in self._scores:
             rows = self._rows(part)
-            if ids.shape[1]:
-                found = jax.device_get(scores.logprobs)[number]
+            if scored is not None:
+                found = jax.device_get(scored)[number]
                 logprobs[rows] = found[: rows.stop - rows.start, : ids.shape[1]]
-            if request.topk_prompt:
-                _fill(top, rows, scores.top, number)
-            if request.alt_tokens:
-                _fill(alternatives, rows, scores.alternatives, number)
+            if best is not None:
+                _fill(top, rows, best, number)
+            if drawn is not None:
+                _fill(alternatives, rows, drawn, number)
         targets = request.targets
         return SampleResult(
             sequences=(),

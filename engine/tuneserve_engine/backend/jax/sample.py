@@ -28,9 +28,6 @@ from tuneserve_engine.backend.jax.stops import StopWatch, TextDecoder
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.lattice import ShapeLattice
 
-_MOST = 3
-"""So many lanes have to write for each one that reads, if there are any that read."""
-
 
 class Sampler:
     """Owns the snapshots, at most ``snapshot_bytes`` of them, or one, on the device, and runs
@@ -151,11 +148,7 @@ class Sampler:
         try:
             self._admit()
             for lanes in self._lanes_of.values():
-                if lanes.reading:
-                    lanes.read()
-                # Until most lanes write, to fill them is worth more than to use the few.
-                if lanes.writing and lanes.writing >= _MOST * lanes.reading:
-                    lanes.write()
+                lanes.advance()
         except BaseException:  # pages may be consumed: whatever they held is lost
             self._forget_all()
             raise
@@ -182,6 +175,8 @@ class Sampler:
                 self._displace(lanes)
             if lanes.enter(draft):
                 self._take(place, draft)
+                if place in self._waiting:  # of owners with as many lanes, the next comes first
+                    self._waiting[place] = self._waiting.pop(place)
             else:
                 full.add(place[0])
 

@@ -180,6 +180,15 @@ function jobs.finish(id, how)
   end
 end
 
+-- Ends an unfinished sample; its worker hears of it with its next renewal.
+function jobs.drop(id, how)
+  local worker = call('HGET', job_key(id), 'worker')
+  jobs.finish(id, how)
+  if worker and worker ~= '' then
+    call('RPUSH', cancelled_key(worker), id)
+  end
+end
+
 -- Ends the unfinished jobs of a model that takes no more; with `held`, only those that wait for a
 -- gap.
 function jobs.finish_all(model, how, held)
