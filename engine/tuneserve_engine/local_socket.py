@@ -19,8 +19,8 @@ def check_path(path: Path) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """A bound socket that only its owner can connect to. Not listening yet: nobody gets in before
-    its permissions are set.
+    """A listening socket that only its owner can connect to. It listens from when its permissions
+    are set: who comes before it is served waits.
 
     Replaces the socket of a process that is gone; raises ``FileExistsError`` for one in use.
     """
@@ -31,6 +31,7 @@ def listen(path: Path) -> socket.socket:
     try:
         listener.bind(os.fspath(path))
         path.chmod(0o600)
+        listener.listen()
     except BaseException:
         listener.close()
         raise

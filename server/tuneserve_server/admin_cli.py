@@ -162,19 +162,25 @@ def _print_tenants(found: list[dict[str, Any]]) -> None:
 def _call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any:
     """What the API process answers; ends the command, saying why, if it does not."""
     socket = _socket(data_dir)
+    if not socket.is_socket():
+        _nobody_at(socket, "there is no such socket")
     transport = httpx.HTTPTransport(uds=str(socket))
     try:
         with httpx.Client(transport=transport, base_url="http://admin", timeout=_TIMEOUT_S) as http:
             answer = http.request(method, path, json=body)
     except httpx.TransportError as error:
-        _end(
-            f"nobody answers at {socket.absolute()} ({error}); start the API process (tuneserve up "
-            "or tuneserve api), name its data directory with --data-dir, and be the same user",
-            status=1,
-        )
+        _nobody_at(socket, str(error))
     if answer.status_code != 200:
         _end(answer.json()["detail"], status=1)
     return answer.json()
+
+
+def _nobody_at(socket: Path, reason: str) -> NoReturn:
+    _end(
+        f"nobody answers at {socket.absolute()} ({reason}); start the API process (tuneserve up or "
+        "tuneserve api), name its data directory with --data-dir, and be the same user",
+        status=1,
+    )
 
 
 def _socket(data_dir: Path | None) -> Path:

@@ -98,8 +98,8 @@ class LimitsContract(Contract):
 
     @staged(StorePolicy(server_jobs=3))
     async def test_the_server_may_have_so_many_requests(self, bench: Bench) -> None:
-        for tenant in ("alice", "bob", "carol"):
-            assert not await is_refused(bench, sample(1, tenant=tenant))
+        for name in ("alice", "bob", "carol"):
+            assert not await is_refused(bench, sample(1, tenant=name))
         assert await is_refused(bench, sample(1, tenant="dave"), "the server has 3 unfinished")
         taken = await bench.take()
         await bench.finish(Outcome(taken[0].request_id))
