@@ -25,6 +25,7 @@ from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
 
+ROOT = Path(__file__).parents[2]
 KEY = re.compile("tml-[0-9a-f]{12}-[0-9a-f]{64}")
 TENANT = {"tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"}
 
@@ -209,6 +210,14 @@ async def test_a_body_is_not_read_for_a_wrong_key(api: Api, operator: Operator) 
     assert (answer.status_code, sent) == (401, 0)
 
 
+async def test_health_says_whether_keys_are_needed(
+    api: Api, operator: Operator, at_once: None
+) -> None:
+    assert (await api.get("/healthz", key=None))["keys_required"] is False
+    await operator.key()
+    assert (await api.get("/healthz", key=None))["keys_required"] is True
+
+
 async def test_wrong_keys_without_end_are_put_off(
     api: Api, operator: Operator, at_once: None
 ) -> None:
@@ -365,6 +374,18 @@ async def test_a_key_is_made_listed_and_revoked_by_commands(
     revoked = await tuneserve(tmp_path, "keys", "revoke", key.split("-")[1], "--json")
     assert json.loads(revoked.stdout)["state"] == "revoked"
     assert (await api.call("GET", "/sessions", key=key)).status_code == 401
+
+
+async def test_the_commands_of_the_documentation_run(socket: Path, tmp_path: Path) -> None:
+    pages = [ROOT / "docs/keys.md", ROOT / "docs/configuration.md", ROOT / "README.md"]
+    text = "".join(page.read_text() for page in pages)
+    blocks = "".join(re.findall("^```sh\n(.*?)^```", text, re.M | re.S))
+    commands = re.findall(r"\btuneserve ((?:keys|tenants) [^#)\n]+)", blocks)
+    assert len(commands) >= 6
+    for command in commands:
+        arguments = command.replace("--data-dir ./data", "").split()
+        result = await tuneserve(tmp_path, *arguments)
+        assert result.exit_code == 0, (command, result.output)
 
 
 async def test_scopes_and_expiry_are_options(socket: Path, tmp_path: Path) -> None:

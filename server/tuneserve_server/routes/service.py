@@ -154,5 +154,6 @@ async def healthz(services: ServicesDep) -> Response:
             store=settings.store_kind,
             durability=services.store.durability,
             disk="full" if services.disk.refusal() else "ok",
+            keys_required=await services.door.wants_keys(),
         )
     )
