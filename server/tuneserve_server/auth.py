@@ -24,6 +24,7 @@ from tuneserve_server.errors import TooManyLogins, Unauthorized
 
 FRESH_S = 2.0  # with PATIENCE_S, a revoked key is refused within 5 s
 PATIENCE_S = 2.0  # with a store that does not say what became of a key that is known
+GRACE_S = 60.0  # while it does not, a key is good that was used so long ago; polls take 40 s
 LOGINS_PER_S = 10
 MOST_KNOWN = 10_000  # keys, and addresses, of which something is remembered
 PREFIXES = ("tml-", "eyJ")
@@ -96,8 +97,8 @@ async def _read(reading: Awaitable[T], known: T | None) -> T:
 
 
 class KnownKeys:
-    """The store's keys, as they were at most ``FRESH_S`` ago; older only while it cannot be
-    read."""
+    """The store's keys, as they were at most ``FRESH_S`` ago. While it cannot be read, those in use
+    are as they were last known: clients must not see their polls fail."""
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
@@ -113,7 +114,8 @@ class KnownKeys:
         looked_s, known = self._known.get(key_id, (-math.inf, None))
         if now_s - looked_s < FRESH_S:
             return known
-        found = await _read(self._store.get(Key, key_id), known)
+        in_use = now_s - looked_s < GRACE_S
+        found = await _read(self._store.get(Key, key_id), known if in_use else None)
         self._known[key_id] = (now_s, found)
         self._known.move_to_end(key_id)
         if len(self._known) > MOST_KNOWN:
@@ -177,15 +179,16 @@ class Door:
         self._keyed = require_keys
         self._clock = clock
         self._wall_clock = wall_clock
-        self._looked_s: float | None = None  # for keys, finding none
+        self._looked_s = -math.inf  # for keys, finding none
         self._keys = KnownKeys(store, clock)
         self._failures = FailedLogins(clock)
 
     async def wants_keys(self) -> bool:
         """Whether only keys from the store are let in."""
-        now_s, looked_s = self._clock(), self._looked_s
-        if not self._keyed and (looked_s is None or now_s - looked_s >= FRESH_S):
-            known = None if looked_s is None else False
+        now_s = self._clock()
+        age_s = now_s - self._looked_s
+        if not self._keyed and age_s >= FRESH_S:
+            known = False if age_s < GRACE_S else None
             self._keyed = await _read(has_keys(self._store), known) or self._keyed
             self._looked_s = now_s
         return self._keyed

@@ -15,7 +15,6 @@ from tuneserve_engine.config import REFUSED
 from tuneserve_engine.queue.base import StoreUnusable
 from tuneserve_engine.queue.opening import OpenStore, open_store
 from tuneserve_server import admin
-from tuneserve_server.admin import create_admin_app
 from tuneserve_server.app import create_app
 from tuneserve_server.auth import has_keys
 from tuneserve_server.polls import Polls
@@ -97,14 +96,7 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             settings.store_shown,
             settings.files_dir.resolve(),
         )
-        if is_keyed:
-            logger.info("only API keys of this server are let in: tuneserve keys list")
-        elif settings.trusted_network:
-            logger.warning(
-                "any API key is accepted: the operator vouches that strangers cannot reach %s "
-                "(trusted_network)",
-                settings.url,
-            )
+        _say_who_gets_in(settings, is_keyed)
         if not stopped.is_set():
             await _Server(config, polls).serve(sockets=[listener])
         return 0
@@ -122,10 +114,21 @@ def _check_reach(settings: ApiSettings, is_keyed: bool) -> None:
         )
 
 
+def _say_who_gets_in(settings: ApiSettings, is_keyed: bool) -> None:
+    if is_keyed:
+        logger.info("only API keys of this server are let in: tuneserve keys list")
+    elif settings.trusted_network:
+        logger.warning(
+            "any API key is accepted: the operator vouches that strangers cannot reach %s "
+            "(trusted_network)",
+            settings.url,
+        )
+
+
 async def _open_admin(settings: ApiSettings, store: OpenStore, stack: AsyncExitStack) -> None:
     """Serves the operator's socket until the stack is left. With Redis another API process may
     have the same data directory, and the socket in it: one is enough."""
-    app = create_admin_app(store, await store.secret())
+    app = admin.create_admin_app(store, await store.secret())
     try:
         await stack.enter_async_context(admin.serve(app, settings.admin_socket))
     except (OSError, ValueError) as error:

@@ -1,5 +1,6 @@
 """Keys at the door: what they are made of, who is let in, for how long, and who has to wait."""
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -31,21 +32,28 @@ class Clock:
 
 
 class Store(MemoryStore):
-    """Counts what it is asked for, and can be away."""
+    """Counts what it is asked for, and can be away, or not answer."""
 
     asked = 0
     is_away = False
 
-    async def get(self, record_type: type[R], key: str) -> R | None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def _ask(self) -> None:
         self.asked += 1
+        await self.answers.wait()
         if self.is_away:
             raise StoreFailed("away")
+
+    async def get(self, record_type: type[R], key: str) -> R | None:
+        await self._ask()
         return await super().get(record_type, key)
 
     async def page(self, *args: Any, **options: Any) -> Any:
-        self.asked += 1
-        if self.is_away:
-            raise StoreFailed("away")
+        await self._ask()
         return await super().page(*args, **options)
 
     async def make(self, key_id: str = "a", secret: str = SECRET, **fields: Any) -> str:
@@ -205,17 +213,47 @@ async def test_no_more_keys_are_remembered_than_there_is_room_for(
 async def test_while_the_store_is_away_a_key_that_is_known_is_good(
     store: Store, door: Door, clock: Clock
 ) -> None:
-    known, other = await store.make("a", expires_s=NOW_S + 100), await store.make("b")
+    known, other = await store.make("a", expires_s=NOW_S + 1000), await store.make("b")
     assert await is_let_in(door, known)
     store.is_away = True
-    clock.now_s += 60
-    assert await is_let_in(door, known)
-    with pytest.raises(StoreFailed):
-        await door.enter(other, HERE)
-    clock.now_s += 60
+    while clock.now_s < NOW_S + 1000:  # in use all the time
+        assert await is_let_in(door, known)
+        with pytest.raises(StoreFailed):
+            await door.enter(other, HERE)
+        clock.now_s += 40
     assert not await is_let_in(door, known), "it has expired"
     store.is_away = False
     assert await is_let_in(door, other)
+
+
+async def test_while_the_store_is_away_a_key_that_was_idle_is_not_trusted(
+    store: Store, door: Door, clock: Clock
+) -> None:
+    """It may have been revoked long ago."""
+    key = await store.make("a")
+    assert await is_let_in(door, key)
+    store.is_away = True
+    clock.now_s += 61
+    with pytest.raises(StoreFailed):
+        await door.enter(key, HERE)
+
+
+async def test_a_store_that_does_not_answer_holds_up_nobody_who_is_known(
+    store: Store, door: Door, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "PATIENCE_S", 0.05)
+    key = await store.make("a")
+    assert await is_let_in(door, key)
+    store.answers.clear()
+    clock.now_s += 2
+    assert await is_let_in(door, key)
+    clock.now_s += 100
+    waiting = asyncio.create_task(is_let_in(door, key))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "nobody knows whether it was revoked since"
+    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    store.answers.set()
+    assert not await asyncio.wait_for(waiting, 5)
 
 
 # --- without keys --------------------------------------------------------------------------------
@@ -252,8 +290,12 @@ async def test_an_open_door_looks_for_keys_every_other_second_only(
         await door.enter("tml-you", HERE)
     assert store.asked == 1
     store.is_away = True
-    clock.now_s += 60
-    await door.enter("tml-you", HERE)  # it was open, and there is nothing to be had
+    for _ in range(10):
+        clock.now_s += 40
+        await door.enter("tml-you", HERE)  # it was open, and there is nothing to be had
+    clock.now_s += 61
+    with pytest.raises(StoreFailed):
+        await door.enter("tml-you", HERE)
 
 
 async def test_nobody_is_let_in_before_the_store_was_asked_for_keys(store: Store) -> None:
