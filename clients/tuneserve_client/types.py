@@ -103,6 +103,7 @@ class HealthResponse(Response):
     disk: Literal["ok", "full"] = Field(
         description="Full: less than `min_free_bytes` is free, so new requests are put off."
     )
+    keys_required: bool = False
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -122,6 +122,11 @@ class CommonSettings(BaseSettings):
         return self.data_dir / "store.sock"
 
     @property
+    def admin_socket(self) -> Path:
+        """Where the API process is told about keys and tenants."""
+        return self.data_dir / "admin.sock"
+
+    @property
     def store_policy(self) -> StorePolicy:
         """What this process needs to know to open the store."""
         return StorePolicy(lease_ttl_s=self.lease_ttl_s, job_attempts=self.job_attempts)

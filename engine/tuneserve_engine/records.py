@@ -19,6 +19,13 @@ class ModelStatus(StrEnum):
     ENDED = "ended"  # its session finished or expired
 
 
+class Scope(StrEnum):
+    """What a key may be used for."""
+
+    TRAIN = "train"
+    SAMPLE = "sample"
+
+
 class CheckpointKind(StrEnum):
     """The middle part of a ``tinker://`` path."""
 
@@ -101,13 +108,48 @@ class Directory:
     parent: str = ""
 
 
-Record = Session | Model | Sampler | Checkpoint | Directory
+@dataclass(frozen=True)
+class Key:
+    """An API key without its secret. Kept when it is revoked: that there ever was one counts."""
+
+    key: str  # the public id
+    tenant: str
+    parent: str  # the tenant's record
+    digest: str  # HMAC of the secret, in hex
+    scopes: list[Scope]
+    created_s: float
+    name: str = ""
+    expires_s: float | None = None
+    revoked_s: float | None = None
+
+    def is_valid(self, now_s: float) -> bool:
+        return self.revoked_s is None and (self.expires_s is None or now_s < self.expires_s)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What differs for one tenant; None is what the settings say."""
+
+    key: str
+    tenant: str  # the same: it owns itself
+    created_s: float
+    parent: str = ""
+    weight: float | None = None
+    max_jobs: int | None = None
+    max_models: int | None = None
+    max_checkpoints: int | None = None
+    max_checkpoint_bytes: int | None = None
+
+
+Record = Session | Model | Sampler | Checkpoint | Directory | Key | Tenant
 RECORD_TYPES: dict[str, type[Record]] = {
     "session": Session,
     "model": Model,
     "sampler": Sampler,
     "checkpoint": Checkpoint,
     "directory": Directory,
+    "key": Key,
+    "tenant": Tenant,
 }
 RECORD_NAME: dict[type, str] = {record_type: name for name, record_type in RECORD_TYPES.items()}
 

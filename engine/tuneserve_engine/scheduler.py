@@ -50,7 +50,8 @@ class Scheduler:
         unit_s: float = UNIT_S,
         costs: Costs | None = None,
     ) -> None:
-        self._weights = dict(weights or {})
+        self._set_weights = dict(weights or {})
+        self._weights = self._set_weights
         self._unit_s = unit_s
         self._estimates = Estimates(costs or Costs())
         self._counters: dict[str, float] = {}
@@ -59,6 +60,10 @@ class Scheduler:
         self._units = 0
         self._last_unit: dict[str, int] = {}
         self._sampling_lead_s: dict[str, float] = {}  # of a tenant's samples over its other work
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Puts these weights before those that it was made with, from the next unit on."""
+        self._weights = {**self._set_weights, **weights}
 
     def next_unit(self, pending: Sequence[Job], under_way: Sequence[UnderWay] = ()) -> list[Job]:
         """The jobs of the next pass, in ``release`` order; empty only if there is nothing to do.

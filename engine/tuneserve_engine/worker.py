@@ -85,9 +85,10 @@ class Worker:
         self._device = policy.device()
         self._host = policy.host()
         self._disk = policy.disk()
+        self._scheduler = scheduler or Scheduler()
         self._units = Units(
             operations,
-            scheduler or Scheduler(),
+            self._scheduler,
             self,
             device=self._device,
             decoder=self._host,
@@ -169,6 +170,7 @@ class Worker:
 
     def _renewed(self, renewal: Renewal) -> None:
         self._on_renewed()
+        self._scheduler.reweigh(renewal.weights)
         self._residents.give_up(renewal.leaving)
         self.cancelled(renewal.cancelled)
 

@@ -11,6 +11,7 @@ from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue import remote
 from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_server import errors
+from tuneserve_server.auth import Door
 from tuneserve_server.deps import Services
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
@@ -89,6 +90,9 @@ async def _services(settings: ApiSettings, store: OpenStore, polls: Polls) -> Se
     disks = [settings.files_dir]
     if settings.store_kind == "sqlite":
         disks.append(settings.data_dir)
+    secret = await store.secret()
+    door = Door(store, secret, require_keys=settings.require_keys)
+    await door.wants_keys()  # known from the start, should the store be away later
     return Services(
         settings=settings,
         store=store,
@@ -98,5 +102,6 @@ async def _services(settings: ApiSettings, store: OpenStore, polls: Polls) -> Se
         disk=DiskGuard(disks, settings.min_free_bytes),
         polls=polls,
         texts=Texts(),
-        secret=await store.secret(),
+        secret=secret,
+        door=door,
     )

@@ -25,11 +25,13 @@ from tuneserve_engine.config import (
     WorkerSettings,
     without_password,
 )
-from tuneserve_server import serving, supervisor
+from tuneserve_server import admin_cli, serving, supervisor
 from tuneserve_server.readiness import report_progress
 from tuneserve_server.settings import ApiSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app.add_typer(admin_cli.keys, name="keys")
+app.add_typer(admin_cli.tenants, name="tenants")
 
 S = TypeVar("S", bound=CommonSettings)
 Given = dict[str, str]  # the options on the command line, by setting

@@ -1,6 +1,5 @@
 """What every route is given: the caller, and the services behind the process."""
 
-import hashlib
 import time
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
@@ -11,17 +10,12 @@ from fastapi.security import APIKeyHeader
 
 from tuneserve_client.body import Response
 from tuneserve_engine.files import FileStore
-from tuneserve_engine.queue.base import Store
+from tuneserve_engine.queue.base import Store, StoreFailed
 from tuneserve_engine.queue.opening import OpenStore
-from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Session
-from tuneserve_server import body
-from tuneserve_server.errors import (
-    NotFound,
-    SessionEnded,
-    StoreUnavailable,
-    Unauthorized,
-    is_openai,
-)
+from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Scope, Session
+from tuneserve_server import body, scopes
+from tuneserve_server.auth import Door, Login
+from tuneserve_server.errors import NotFound, SessionEnded, StoreUnavailable, is_openai
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
 from tuneserve_server.openai_text import Texts
@@ -31,7 +25,7 @@ from tuneserve_server.settings import ApiSettings
 
 R = TypeVar("R", bound=Record)
 
-KEY_PREFIXES = ("tml-", "eyJ")
+_AWAY_S = 1.0  # a client whose poll gets a 503 asks again at once
 _LONGEST_BODY_S = 86_400.0  # it has its own limit, which is shorter
 
 
@@ -48,6 +42,7 @@ class Services:
     polls: Polls
     texts: Texts
     secret: bytes
+    door: Door
 
 
 @dataclass(frozen=True)
@@ -55,6 +50,7 @@ class Caller(Services):
     """The services, in the name of one tenant."""
 
     tenant: str
+    scopes: frozenset[Scope]
 
     async def owned(self, record_type: type[R], key: str) -> R:
         return await owned(self.store, record_type, key, self.tenant)
@@ -95,17 +91,6 @@ async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:
 _WORDS: dict[type, str] = {**RECORD_NAME, Sampler: "sampling session"}
 
 
-def tenant_of(api_key: str | None) -> str:
-    """The tenant that a key stands for; any well-formed key is one."""
-    if api_key is None or not api_key.startswith(KEY_PREFIXES):
-        raise Unauthorized(
-            "no usable API key in X-API-Key; send any key that starts with tml- (the same key is "
-            "the same tenant), for example with TINKER_API_KEY=tml-local; to /v1, OpenAI clients "
-            "send it as Authorization: Bearer tml-..."
-        )
-    return "t-" + hashlib.sha256(api_key.encode()).hexdigest()[:16]
-
-
 # Not plain functions, which the framework would run in threads: two hops for each request.
 async def _services(request: Request) -> Services:
     services: Services = request.app.state.services
@@ -124,7 +109,17 @@ async def _caller(
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             api_key = token.strip()
-    return Caller(**vars(services), tenant=tenant_of(api_key))
+    login = await _login(services, api_key, request.client.host if request.client else "")
+    scopes.check(request, login.scopes)
+    return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
+
+
+async def _login(services: Services, api_key: str | None, address: str) -> Login:
+    try:
+        return await services.door.enter(api_key, address)
+    except (StoreFailed, ConnectionError):
+        await services.polls.pause(_AWAY_S)
+        raise
 
 
 async def raw_body(request: Request, caller: "CallerDep") -> bytes:

@@ -2,6 +2,8 @@
 
 ApiError
 ├── Unauthorized        401  no usable key
+├── ScopeMissing        403  the key may not do this
+├── TooManyLogins       429  too many failed logins from one address
 ├── InvalidRequest      400  readable, but cannot be carried out
 ├── Malformed           422  the body cannot be read
 ├── NotFound            404  unknown here, or somebody else's: the answer is the same
@@ -58,6 +60,23 @@ class ApiError(Exception):
 class Unauthorized(ApiError):
     status = 401
     code = "unauthorized"
+
+
+class ScopeMissing(ApiError):
+    status = 403
+    code = "scope_missing"
+
+
+class TooManyLogins(ApiError):
+    status = 429
+    code = "too_many_failed_logins"
+    retry_after_s = 1
+
+    def __init__(self) -> None:
+        super().__init__(
+            "too many requests with a wrong API key came from your address; correct the key, and "
+            "try again after a second"
+        )
 
 
 class InvalidRequest(ApiError):
@@ -167,7 +186,11 @@ _HANDLED = (
 )
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 OPENAI_PREFIX = "/v1/"
-_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
 
 
 def failure(

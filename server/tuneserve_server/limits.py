@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.queue.base import Store
-from tuneserve_engine.records import Checkpoint
+from tuneserve_engine.records import Checkpoint, Tenant
 from tuneserve_server.errors import DiskFull
 from tuneserve_server.settings import ApiSettings
 
@@ -74,13 +74,25 @@ async def check_room(store: Store, settings: ApiSettings, checkpoint: Checkpoint
     kept = [c for c in page.items if c.key != checkpoint.key and not c.has_expired(now_s)]
     size = sum(each.size_bytes for each in kept)
     way_out = "delete some, or set a ttl_seconds on them, and save again"
-    if len(kept) >= settings.max_checkpoints:
+    most, most_bytes = await _limits_of(store, settings, checkpoint.tenant)
+    if len(kept) >= most:
         raise UserError(
-            f"you keep {len(kept)} checkpoints; this server keeps at most "
-            f"{settings.max_checkpoints} of one tenant; {way_out}"
+            f"you keep {len(kept)} checkpoints; this server keeps at most {most} of yours; "
+            f"{way_out}"
         )
-    if size >= settings.max_checkpoint_bytes:
+    if size >= most_bytes:
         raise UserError(
-            f"your checkpoints have {size} bytes; this server takes no more from "
-            f"{settings.max_checkpoint_bytes} bytes of one tenant on; {way_out}"
+            f"your checkpoints have {size} bytes; this server takes no more of yours from "
+            f"{most_bytes} bytes on; {way_out}"
         )
+
+
+async def _limits_of(store: Store, settings: ApiSettings, tenant: str) -> tuple[int, int]:
+    """Checkpoints that the tenant may keep, and bytes of them."""
+    own = await store.get(Tenant, tenant)
+    most = own.max_checkpoints if own is not None else None
+    most_bytes = own.max_checkpoint_bytes if own is not None else None
+    return (
+        settings.max_checkpoints if most is None else most,
+        settings.max_checkpoint_bytes if most_bytes is None else most_bytes,
+    )

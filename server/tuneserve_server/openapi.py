@@ -89,7 +89,7 @@ def _add_common_failures(operation: dict[str, Any], *, is_openai: bool) -> None:
     responses.pop("422", None)
     kinds: list[type[errors.ApiError]] = [*_ALL]
     if "security" in operation:
-        kinds.append(errors.Unauthorized)
+        kinds += [errors.Unauthorized, errors.ScopeMissing, errors.TooManyLogins]
     if "requestBody" in operation:
         kinds += _WITH_BODY
     elif "parameters" in operation:

@@ -22,7 +22,8 @@ async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> 
     while health.get("worker") != "ready":
         await asyncio.sleep(_PAUSE_S)
         health = await asyncio.to_thread(health_of, settings.url)
-    say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local")
+    key = "a key of: tuneserve keys create" if health.get("keys_required") else "tml-local"
+    say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY={key}")
     say(f"base model {health['base_model']}, context {health.get('context_length')} tokens")
     if "warming" in health:
         say(f"warming up: {health['warming']}; a request that needs another one waits for it")

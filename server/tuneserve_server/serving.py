@@ -13,8 +13,10 @@ import uvloop
 
 from tuneserve_engine.config import REFUSED
 from tuneserve_engine.queue.base import StoreUnusable
-from tuneserve_engine.queue.opening import open_store
+from tuneserve_engine.queue.opening import OpenStore, open_store
+from tuneserve_server import admin
 from tuneserve_server.app import create_app
+from tuneserve_server.auth import has_keys
 from tuneserve_server.polls import Polls
 from tuneserve_server.protocol import bounded
 from tuneserve_server.settings import ApiSettings
@@ -66,9 +68,12 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             listener = stack.enter_context(listen(settings))
             store = await open_store(settings, stopped)
             stack.push_async_callback(store.close)
+            is_keyed = settings.require_keys or await has_keys(store)
+            _check_reach(settings, is_keyed)
             app = create_app(settings, store, polls)
             # Not left to uvicorn, which would hide why it failed.
             await stack.enter_async_context(app.router.lifespan_context(app))
+            await _open_admin(settings, store, stack)
         except (StoreUnusable, OSError, ValueError) as error:
             raise CannotStart(str(error)) from error
         config = uvicorn.Config(
@@ -91,15 +96,45 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             settings.store_shown,
             settings.files_dir.resolve(),
         )
-        if settings.trusted_network:
-            logger.warning(
-                "any API key is accepted: the operator vouches that strangers cannot reach %s "
-                "(trusted_network)",
-                settings.url,
-            )
+        _say_who_gets_in(settings, is_keyed)
         if not stopped.is_set():
             await _Server(config, polls).serve(sockets=[listener])
         return 0
+
+
+def _check_reach(settings: ApiSettings, is_keyed: bool) -> None:
+    """Raises ``CannotStart`` if strangers could use this server in anybody's name."""
+    if not is_keyed and not settings.may_be_open:
+        raise CannotStart(
+            f"host {settings.host!r} is not a loopback address, and as long as there are no API "
+            "keys this server accepts any, so it may only listen where nobody else can reach it: "
+            "set require_keys = true and make keys with tuneserve keys create; or use 127.0.0.1, "
+            "and an SSH tunnel for other machines. If something else keeps strangers away from "
+            "this address, say so with trusted_network = true"
+        )
+
+
+def _say_who_gets_in(settings: ApiSettings, is_keyed: bool) -> None:
+    if is_keyed:
+        logger.info("only API keys of this server are let in: tuneserve keys list")
+    elif settings.trusted_network:
+        logger.warning(
+            "any API key is accepted: the operator vouches that strangers cannot reach %s "
+            "(trusted_network)",
+            settings.url,
+        )
+
+
+async def _open_admin(settings: ApiSettings, store: OpenStore, stack: AsyncExitStack) -> None:
+    """Serves the operator's socket until the stack is left. With Redis another API process may
+    have the same data directory, and the socket in it: one is enough."""
+    app = admin.create_admin_app(store, await store.secret())
+    try:
+        await stack.enter_async_context(admin.serve(app, settings.admin_socket))
+    except (OSError, ValueError) as error:
+        if settings.store_kind == "sqlite":
+            raise
+        logger.warning("tuneserve keys cannot reach this process: %s", error)
 
 
 def listen(settings: ApiSettings) -> socket.socket:

@@ -1,9 +1,9 @@
 """Settings of the API process: ``CommonSettings`` and what only the API needs."""
 
 import ipaddress
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue.base import StorePolicy, SweepPolicy
@@ -18,14 +18,20 @@ class ApiSettings(CommonSettings):
 
     host: str = Field(
         default="127.0.0.1",
-        description="Address to listen on; loopback only, unless `trusted_network` is set.",
+        description="Address to listen on; loopback only, unless API keys are required or "
+        "`trusted_network` is set.",
     )
     port: Port = Field(default=8410, description="Port to listen on.")
     trusted_network: bool = Field(
         default=False,
         description="The operator vouches that nobody reaches `host` who may not use every "
         "tenant's models, because a firewall, a container's network or an authenticating proxy is "
-        "in between: any API key is accepted.",
+        "in between: as long as there are no API keys, any is accepted.",
+    )
+    require_keys: bool = Field(
+        default=False,
+        description="Let in only the keys that `tuneserve keys create` has made. So it is anyway "
+        "once there is one.",
     )
     public_url: str | None = Field(
         default=None,
@@ -127,16 +133,10 @@ class ApiSettings(CommonSettings):
         default=900, description="How long a signed download link works."
     )
 
-    @model_validator(mode="after")
-    def _loopback_only(self) -> Self:
-        if not self.trusted_network and not _is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host!r} is not a loopback address. This server accepts any API key, "
-                "so it may only listen where nobody else can reach it: use 127.0.0.1, and an SSH "
-                "tunnel or an authenticating proxy for other machines. If something else keeps "
-                "strangers away from this address, say so with trusted_network = true"
-            )
-        return self
+    @property
+    def may_be_open(self) -> bool:
+        """Whether the server may be listened to without API keys."""
+        return self.trusted_network or _is_loopback(self.host)
 
     @property
     def url(self) -> str:

@@ -171,6 +171,28 @@ def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
             assert served - min(service.values()) <= ahead_s / weights[tenant]
 
 
+def test_weights_that_change_hold_from_the_next_unit_on() -> None:
+    device = Device(Scheduler({"a": 2.0}, costs=Sizes()))
+
+    def shares(units: int) -> list[float]:
+        """What each of two tenants with work, always, has of the next seconds."""
+        before = dict(device.used)
+        for _ in range(units):
+            for tenant in "ab":
+                device.submit(tenant, GRADIENT, 100)
+            device.run_unit()
+        return [device.used[each] - before.get(each, 0.0) for each in "ab"]
+
+    request_s = 0.1
+    assert shares(60) == pytest.approx([4.0, 2.0], abs=request_s)
+    device.scheduler.reweigh({"b": 4.0})  # the other's stays that of the settings
+    assert shares(60) == pytest.approx([2.0, 4.0], abs=request_s)
+    device.scheduler.reweigh({"a": 0.5})
+    assert shares(60) == pytest.approx([2.0, 4.0], abs=request_s)
+    device.scheduler.reweigh({})
+    assert shares(60) == pytest.approx([4.0, 2.0], abs=request_s)
+
+
 class Blocks(Sizes):
     """A gradient has so many blocks of 64 tokens, and a unit computes whole chunks of four."""
 

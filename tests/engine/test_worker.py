@@ -26,7 +26,8 @@ from tuneserve_engine.jobs import (
     encode,
 )
 from tuneserve_engine.queue.base import Fenced
-from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, ModelStatus
+from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, ModelStatus, Tenant, Update
+from tuneserve_engine.worker import WorkerPolicy
 
 # --- end to end ----------------------------------------------------------------------------------
 
@@ -134,6 +135,19 @@ def test_a_device_that_fails_ends_the_job_and_not_the_worker(tmp_path: Path) -> 
         assert not bench.task.done()
 
     run(tmp_path, scenario)
+
+
+def test_a_weight_in_the_store_reaches_the_scheduler_with_the_next_renewal(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        scheduler = bench.worker._scheduler
+        assert scheduler._weight("a") == 1.0
+        await bench.store.put(Tenant("a", "a", 0.0, weight=3.0))
+        await until(lambda: scheduler._weight("a") == 3.0)
+        await bench.store.update(Update("tenant", "a", {"weight": None}))
+        await until(lambda: scheduler._weight("a") == 1.0)
+
+    run(tmp_path, scenario, WorkerPolicy(renew_s=0.05))
 
 
 # --- rest and overload ---------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.faults.processes import Service, running_service
 from tests.faults.slow_worker import CHUNK, TOKEN_S, UNITS
 from tests.server.conftest import create_model
 from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_server.deps import tenant_of
+from tuneserve_server.auth import open_tenant
 
 DATUMS, LENGTH = 4, 63
 """Of every request: half a chunk, so that the requests of two tenants can share it."""
@@ -157,7 +157,7 @@ async def overload(service: Service) -> Measured:
 def test_five_times_the_work_leaves_memory_shares_and_a_light_tenant_as_they_should_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = json.dumps({tenant_of(key): weight for key, weight in WEIGHTS.items()})
+    weights = json.dumps({open_tenant(key): weight for key, weight in WEIGHTS.items()})
     monkeypatch.setenv("TUNESERVE_TENANT_WEIGHTS", weights)
     with running_service(tmp_path, worker=False, max_tenant_jobs=QUEUED) as service:
         service.start_worker(Path(__file__).with_name("slow_worker.py"))
@@ -187,7 +187,7 @@ def report(measured: Measured) -> None:
 
 def check_shares(path: Path) -> None:
     """While both floods had work, device time over weight stayed within a request of each."""
-    gold, plain = (tenant_of(key) for key in ("tml-gold", "tml-plain"))
+    gold, plain = (open_tenant(key) for key in ("tml-gold", "tml-plain"))
     service: defaultdict[str, float] = defaultdict(float)
     ahead_s: list[float] = []
     largest: defaultdict[str, float] = defaultdict(float)

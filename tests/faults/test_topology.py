@@ -97,11 +97,11 @@ def sample(trainer: Any) -> list[Any]:
     return [[(each.tokens, each.logprobs) for each in drawn], scores]
 
 
-def script(url: str, disturb: Callable[[], None]) -> list[Any]:
+def script(url: str, key: str, disturb: Callable[[], None]) -> list[Any]:
     """Everything that the service at ``url`` told a tenant who trains, samples, saves and resumes.
     ``disturb`` is called while requests are under way."""
     told: list[Any] = []
-    with service_client(url, "tml-topology") as client:
+    with service_client(url, key) as client:
         trainers = [
             client.create_lora_training_client(BASE_MODEL, rank=4, seed=number).result()
             for number in range(MODELS)
@@ -134,7 +134,7 @@ def test_two_apis_and_two_workers_of_which_one_dies_give_the_numbers_of_one_serv
 ) -> None:
     quick = {"compile_cache": str(compiled), "compile_ahead": "false", "chunk_tokens": "64"}
     with LocalServer(tmp_path, **quick) as server:
-        expected = script(server.url, lambda: None)
+        expected = script(server.url, "tml-any", lambda: None)
     folder = tmp_path / "topology"
     folder.mkdir()
     variables = {f"TUNESERVE_{name.upper()}": value for name, value in quick.items()}
@@ -142,7 +142,8 @@ def test_two_apis_and_two_workers_of_which_one_dies_give_the_numbers_of_one_serv
     with running as topology, Front(topology.urls) as front:
         for url in topology.urls:
             assert workers_at(url) == 2
-        told = script(front.url, topology.workers[0].kill)
+        key = topology.apis[0].output_of("tuneserve", "keys", "create", "--tenant", "you")
+        told = script(front.url, key, topology.workers[0].kill)
         assert told == expected
         assert not topology.workers[0].is_healthy()
         assert " is back: " in topology.workers[1].log

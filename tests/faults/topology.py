@@ -85,6 +85,14 @@ class Process:
         )
         return checked.returncode == 0
 
+    def output_of(self, *command: str) -> str:
+        """What a command says that is run in the container."""
+        ran = subprocess.run(
+            command, env=self._environment, cwd=self._folder, capture_output=True, timeout=30
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.decode().strip()
+
     def wait_until_healthy(self) -> None:
         deadline_s = time.monotonic() + _HEALTHY_S
         while not self.is_healthy():

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from tuneserve_engine.config import CommonSettings, WorkerSettings
 from tuneserve_engine.queue.base import StorePolicy, SweepPolicy
-from tuneserve_server import cli, supervisor
+from tuneserve_server import cli, serving, supervisor
+from tuneserve_server.local import free_port
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.supervisor import ChildSpec
 
@@ -30,21 +31,26 @@ def tuneserve(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com", ""])
-def test_an_address_that_others_can_reach_is_refused(host: str) -> None:
-    with pytest.raises(ValidationError, match="accepts any API key"):
-        ApiSettings(host=host)
+def test_an_address_that_others_can_reach_needs_keys_or_the_operators_word(host: str) -> None:
+    with pytest.raises(serving.CannotStart, match="accepts any") as refusal:
+        serving._check_reach(ApiSettings(host=host), is_keyed=False)
+    for way_out in ("require_keys = true", "tuneserve keys create", "trusted_network = true"):
+        assert way_out in str(refusal.value)
+    serving._check_reach(ApiSettings(host=host), is_keyed=True)
+    serving._check_reach(ApiSettings(host=host, trusted_network=True), is_keyed=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_loopback_addresses_are_accepted(host: str) -> None:
-    assert ApiSettings(host=host).host == host
+    serving._check_reach(ApiSettings(host=host), is_keyed=False)
 
 
 @pytest.mark.parametrize("command", ["api", "up"])
 def test_the_command_line_refuses_other_addresses_with_the_way_out(
     command: str, tmp_path: Path
 ) -> None:
-    result = tuneserve(command, "--host", "0.0.0.0", TUNESERVE_DATA_DIR=str(tmp_path))
+    place = ("--port", str(free_port()), "--data-dir", str(tmp_path))
+    result = tuneserve(command, "--host", "0.0.0.0", *place)
     assert result.returncode == 2
     assert "'0.0.0.0' is not a loopback address" in result.stderr
     assert "127.0.0.1" in result.stderr
@@ -304,8 +310,9 @@ def test_a_settings_file_with_a_syntax_error_is_refused_with_the_line(
     assert "Traceback" not in result.stderr
 
 
-def test_a_misspelt_variable_is_mentioned() -> None:
-    result = tuneserve("api", "--host", "0.0.0.0", TUNESERVE_PROT="8411")
+def test_a_misspelt_variable_is_mentioned(tmp_path: Path) -> None:
+    place = ("--port", str(free_port()), "--data-dir", str(tmp_path))
+    result = tuneserve("api", "--host", "0.0.0.0", *place, TUNESERVE_PROT="8411")
     assert (
         "TUNESERVE_PROT is no setting and is ignored; did you mean TUNESERVE_PORT?" in result.stderr
     )

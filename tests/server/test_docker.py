@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from pydantic import ValidationError
 
 from tests.containers import DOCKER, ROOT, Image, compose, image, image_of
 from tuneserve_engine import worker
@@ -54,10 +53,14 @@ def seconds(text: str) -> int:
 # --- the API behind a published port --------------------------------------------------------------
 
 
-def test_an_address_that_others_can_reach_needs_the_operators_word() -> None:
-    with pytest.raises(ValidationError, match="trusted_network = true"):
-        ApiSettings(host="0.0.0.0")
-    assert ApiSettings(host="0.0.0.0", trusted_network=True).host == "0.0.0.0"
+def test_the_api_listens_to_other_containers_and_lets_in_keys_alone() -> None:
+    said = environment("api")
+    assert said["TUNESERVE_HOST"] == "0.0.0.0"
+    assert said["TUNESERVE_REQUIRE_KEYS"] == "true"
+    assert "TUNESERVE_TRUSTED_NETWORK" not in said
+    serving._check_reach(ApiSettings(host="0.0.0.0"), is_keyed=True)
+    with pytest.raises(serving.CannotStart, match="require_keys = true"):
+        serving._check_reach(ApiSettings(host="0.0.0.0"), is_keyed=False)
 
 
 def test_only_the_port_of_the_api_is_published_and_to_this_machine_alone() -> None:
@@ -69,7 +72,8 @@ def test_only_the_port_of_the_api_is_published_and_to_this_machine_alone() -> No
 
 
 def test_an_image_alone_does_not_vouch_for_its_network() -> None:
-    assert not {"TUNESERVE_HOST", "TUNESERVE_TRUSTED_NETWORK"} & IMAGES["api"].environment.keys()
+    said = {"TUNESERVE_HOST", "TUNESERVE_TRUSTED_NETWORK", "TUNESERVE_REQUIRE_KEYS"}
+    assert not said & IMAGES["api"].environment.keys()
 
 
 # --- images ---------------------------------------------------------------------------------------

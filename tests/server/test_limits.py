@@ -1,5 +1,6 @@
 """Limits of the disk and of what a tenant keeps, and the signs of life of a session."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ import pytest
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.queue.base import Page, Store
-from tuneserve_engine.records import Checkpoint, CheckpointKind, Update
+from tuneserve_engine.records import Checkpoint, CheckpointKind, Tenant, Update
 from tuneserve_server.errors import DiskFull
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard, check_room
@@ -63,10 +64,14 @@ def test_the_disks_are_looked_at_once_a_second() -> None:
 
 
 class Checkpoints:
-    """The part of a store that has a tenant's checkpoints."""
+    """The part of a store that has a tenant's checkpoints, and perhaps limits of its own."""
 
-    def __init__(self, *kept: Checkpoint) -> None:
+    def __init__(self, *kept: Checkpoint, own: Tenant | None = None) -> None:
         self.kept = list(kept)
+        self.own = own
+
+    async def get(self, _: type[Tenant], key: str) -> Tenant | None:
+        return self.own if self.own is not None and self.own.key == key else None
 
     async def page(self, _: type[Checkpoint], *, tenant: str) -> Page[Checkpoint]:
         found = [each for each in self.kept if each.tenant == tenant]
@@ -93,8 +98,10 @@ def settings(**limits: int) -> ApiSettings:
     return ApiSettings(**limits)  # type: ignore[arg-type]
 
 
-async def room(saved: Checkpoint, *kept: Checkpoint, **limits: int) -> None:
-    await check_room(cast(Store, Checkpoints(*kept)), settings(**limits), saved)
+async def room(
+    saved: Checkpoint, *kept: Checkpoint, own: Tenant | None = None, **limits: int
+) -> None:
+    await check_room(cast(Store, Checkpoints(*kept, own=own)), settings(**limits), saved)
 
 
 async def test_a_tenant_keeps_so_many_checkpoints_and_no_more() -> None:
@@ -110,6 +117,20 @@ async def test_a_tenant_keeps_so_many_bytes_and_no_more() -> None:
     await room(checkpoint("c"), *kept, max_checkpoint_bytes=100)
     with pytest.raises(UserError, match=r"have 99 bytes; .* from 99 bytes"):
         await room(checkpoint("c"), *kept, max_checkpoint_bytes=99)
+
+
+async def test_a_tenants_own_limits_go_before_those_of_all() -> None:
+    kept = [checkpoint("a", 60), checkpoint("b", 39)]
+    limits = {"max_checkpoints": 2, "max_checkpoint_bytes": 99}
+    own = Tenant("t", "t", 0.0, max_checkpoints=3, max_checkpoint_bytes=100)
+    await room(checkpoint("c"), *kept, own=own, **limits)
+    with pytest.raises(UserError, match=r"you keep 2 checkpoints; .* at most 0 of yours"):
+        await room(checkpoint("c"), *kept, own=replace(own, max_checkpoints=0))
+    with pytest.raises(UserError, match=r"have 99 bytes; .* from 0 bytes"):
+        await room(checkpoint("c"), *kept, own=replace(own, max_checkpoint_bytes=0))
+    for others in (Tenant("t", "t", 0.0, weight=2.0), replace(own, key="u")):
+        with pytest.raises(UserError, match="at most 2 of yours"):
+            await room(checkpoint("c"), *kept, own=others, **limits)
 
 
 async def test_what_is_replaced_expired_or_anothers_does_not_count() -> None:

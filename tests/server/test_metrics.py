@@ -153,8 +153,18 @@ async def test_up_says_that_it_is_ready_and_what_is_still_compiled(
     monkeypatch.setattr("tuneserve_server.readiness.health_of", lambda _: answers.pop(0))
     said: list[str] = []
     await report_progress(settings, said.append)
-    assert said[1].startswith("ready: TINKER_BASE_URL=")
+    assert said[1] == f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local"
     assert said[-2:] == [
         "warming up: 1 of 3 programs compiled; a request that needs another one waits for it",
         "attention: 1 of 3 programs cannot be compiled",
     ]
+
+
+async def test_up_says_where_keys_come_from_if_only_keys_are_let_in(
+    monkeypatch: pytest.MonkeyPatch, settings: Any
+) -> None:
+    health = {"worker": "ready", "base_model": "m", "keys_required": True}
+    monkeypatch.setattr("tuneserve_server.readiness.health_of", lambda _: health)
+    said: list[str] = []
+    await report_progress(settings, said.append)
+    assert said[1].endswith("TINKER_API_KEY=a key of: tuneserve keys create")

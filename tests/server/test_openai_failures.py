@@ -13,7 +13,7 @@ from tests.server.openai_case import ASK, CHAT, ask, assert_error, complete, eve
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import Overloaded
-from tuneserve_server.deps import tenant_of
+from tuneserve_server.auth import open_tenant
 
 pytestmark = pytest.mark.anyio
 
@@ -128,7 +128,7 @@ async def test_failures_of_all_kinds_have_openais_shape(speaking: Any) -> None:
 
 
 async def test_too_many_requests_are_429(speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    polls, tenant = speaking.services.polls, tenant_of("tml-a")
+    polls, tenant = speaking.services.polls, open_tenant("tml-a")
     with ExitStack() as crowd:
         for _ in range(speaking.services.settings.max_polls_per_tenant):
             crowd.enter_context(polls.counted(tenant))
@@ -231,7 +231,7 @@ async def test_a_client_that_leaves_is_not_waited_for(
 
         async with asyncio.timeout(5):
             await speaking.app(scope, receive, send)
-        with speaking.services.polls.counted(tenant_of("tml-a")) as held:
+        with speaking.services.polls.counted(open_tenant("tml-a")) as held:
             assert held == 1  # this one
         assert len(cancelled) == 1
         ended = await store.wait(cancelled.pop(), 0)

@@ -222,6 +222,7 @@ async def test_health_needs_no_key_and_tells_of_the_worker(api: Any) -> None:
         "store": "sqlite",
         "durability": "always",
         "disk": "ok",
+        "keys_required": False,
     }
     await api.start_worker()
     after = await api.get("/healthz", key=None)

@@ -52,7 +52,8 @@ class Overloaded(Exception):
 
 @dataclass(frozen=True)
 class StorePolicy:
-    """What the store decides by; every process of a deployment has the same.
+    """What the store decides by; every process of a deployment has the same. What a ``Tenant``
+    record says goes before it.
 
     Bytes are those of payloads, jobs those that have not ended. A limit of bytes never refuses the
     only job of its scope, and no limit but the server's refuses the job that a model waits for.
@@ -96,6 +97,7 @@ class Renewal:
 
     leaving: list[str] = field(default_factory=list)  # models to be given up
     cancelled: list[str] = field(default_factory=list)  # requests that ended without it
+    weights: dict[str, float] = field(default_factory=dict)  # of tenants that have one of their own
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Queue(Protocol):
         """Keeps the lease for its time to live. Returns models placed here that should be given
         up (``release``): idle ones, and those that another worker has more room for. And samples
         placed here that were cancelled since the last renewal, which need not outlive the store's
-        process: one that is done all the same is done in vain.
+        process: one that is done all the same is done in vain. And the tenants' weights.
 
         ``figures`` are what the worker tells of itself, in place of what it told before; they need
         not outlive the store's process.

@@ -227,8 +227,9 @@ class RedisStore:
 
     async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
         told = b"" if figures is None else msgspec.json.encode(figures)
-        lists = await self._run_leased("renew", epoch, self._lease_policy, told)
-        return Renewal(*([each.decode() for each in found] for found in lists))
+        *lists, weights = await self._run_leased("renew", epoch, self._lease_policy, told)
+        leaving, cancelled = ([each.decode() for each in found] for found in lists)
+        return Renewal(leaving, cancelled, forms.read_weights(weights))
 
     async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:

@@ -253,6 +253,12 @@ def read_figures(told: Sequence[bytes]) -> dict[str, dict[str, float]]:
     return {name.decode(): msgspec.json.decode(text) for name, text in pairs}
 
 
+def read_weights(told: Sequence[bytes]) -> dict[str, float]:
+    """Weights of tenants, in ``name, JSON text, …``."""
+    pairs = zip(told[::2], told[1::2], strict=True)
+    return {name.decode(): msgspec.json.decode(text, type=float) for name, text in pairs}
+
+
 # --- recovery points ----------------------------------------------------------------------------
 
 

@@ -9,9 +9,6 @@ only its owner can connect.
 
 import asyncio
 import logging
-import os
-import socket
-import stat
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +18,7 @@ from typing import Any, cast, get_type_hints
 
 import msgspec
 
+from tuneserve_engine import local_socket
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.queue.base import (
@@ -36,20 +34,10 @@ from tuneserve_engine.queue.base import (
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 2**20
-MAX_PATH_BYTES = 100  # the kernel's limit is 108 on Linux, 104 on macOS, with the final zero
 READ_AHEAD_BYTES = 2**20
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (Fenced, StoreFailed, ConnectionError, ValueError)
 }
-
-
-def _check_path(path: Path) -> None:
-    size = len(os.fsencode(path))
-    if size > MAX_PATH_BYTES:
-        raise ValueError(
-            f"the socket path {path} has {size} bytes; the system allows at most {MAX_PATH_BYTES}; "
-            "choose a shorter data directory"
-        )
 
 
 def _frame(message: Any) -> bytes:
@@ -107,7 +95,7 @@ async def serve(queue: Queue, socket_path: Path | str) -> AsyncIterator[None]:
         # Not only in the task: one that is cancelled before it starts would leave it open.
         task.add_done_callback(lambda _: writer.close())
 
-    listener = _listen(path)
+    listener = local_socket.listen(path)
     server = await asyncio.start_unix_server(connected, sock=listener, limit=READ_AHEAD_BYTES)
     try:
         yield
@@ -118,40 +106,6 @@ async def serve(queue: Queue, socket_path: Path | str) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
         await server.wait_closed()
-
-
-def _listen(path: Path) -> socket.socket:
-    """A bound socket that only its owner can connect to. Not listening yet: nobody gets in before
-    its permissions are set."""
-    _check_path(path)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(os.fspath(path))
-        path.chmod(0o600)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} is not a socket; move it away or choose another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            path.unlink()  # its process is gone
-            return
-    raise FileExistsError(
-        f"another process serves {path}; stop it, or give this one a data directory of its own"
-    )
 
 
 class _Connection:
@@ -221,7 +175,7 @@ class RemoteQueue:
 
     def __init__(self, socket_path: Path | str) -> None:
         self._path = Path(socket_path)
-        _check_path(self._path)
+        local_socket.check_path(self._path)
         self._ids = count()
         self._pending: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._writer: asyncio.StreamWriter | None = None

@@ -181,8 +181,8 @@ class SqlStore:
         return await self._call(self._leases.lease, name, owner, info)
 
     async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
-        leaving = await self._call(self._leases.renew, epoch, figures)
-        return Renewal(leaving, self._cancelled.pop(epoch, []))
+        leaving, weights = await self._call(self._leases.renew, epoch, figures)
+        return Renewal(leaving, self._cancelled.pop(epoch, []), weights)
 
     async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
         await self._call(self._leases.begin, epoch, request_ids)

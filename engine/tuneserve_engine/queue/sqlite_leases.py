@@ -48,7 +48,8 @@ class Leases:
 
     def renew(
         self, tx: Transaction, epoch: int, figures: dict[str, float] | None = None
-    ) -> list[str]:
+    ) -> tuple[list[str], dict[str, float]]:
+        """The models to be given up, and the tenants' weights."""
         placement.check_epoch(tx, epoch)
         if figures is not None:
             self.figures[epoch] = figures
@@ -59,7 +60,7 @@ class Leases:
         )
         for base_model in sorted({self._end(tx, each, died=True) for (each,) in silent}):
             placement.place_waiting(tx, base_model)
-        return _to_be_given_up(tx, epoch)
+        return _to_be_given_up(tx, epoch), records.weights(tx)
 
     def resign(self, tx: Transaction, epoch: int) -> None:
         placement.check_epoch(tx, epoch)

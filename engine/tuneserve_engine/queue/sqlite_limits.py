@@ -2,9 +2,11 @@
 
 from tuneserve_engine.jobs import Job
 from tuneserve_engine.queue import rules
+from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue.base import Overloaded, StorePolicy
 from tuneserve_engine.queue.group_commit import Row, Transaction
 from tuneserve_engine.queue.schema import UNFINISHED
+from tuneserve_engine.records import Tenant
 
 _SERVER = "server"
 _Counts = tuple[int, int]  # jobs, bytes of their payloads
@@ -36,7 +38,9 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
     server = (policy.server_jobs, policy.server_bytes)
     _check("the server", job, _counts(tx, _SERVER), server, 10)
     try:
-        tenant = (policy.tenant_jobs, policy.tenant_bytes)
+        own = records.get(tx, Tenant, job.tenant)
+        jobs = own.max_jobs if own is not None else None
+        tenant = (policy.tenant_jobs if jobs is None else jobs, policy.tenant_bytes)
         _check("your key", job, _counts(tx, _tenant(job.tenant)), tenant, 5)
         if job.model_id is not None:
             row = tx.one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
@@ -86,5 +90,8 @@ def check_models(tx: Transaction, tenant: str, policy: StorePolicy) -> None:
         tenant,
     )
     assert row is not None
-    if row[0] >= policy.tenant_models:
-        raise rules.too_many_models(policy.tenant_models)
+    own = records.get(tx, Tenant, tenant)
+    models = own.max_models if own is not None else None
+    limit = policy.tenant_models if models is None else models
+    if row[0] >= limit:
+        raise rules.too_many_models(limit)

@@ -86,6 +86,12 @@ def page(
     return Page([decode(record_type, body) for (body,) in rows], count[0])
 
 
+def weights(tx: Transaction) -> dict[str, float]:
+    """Of the tenants that have one of their own."""
+    rows = tx.all("SELECT key, json_extract(body, '$.weight') FROM records WHERE type = 'tenant'")
+    return {tenant: float(weight) for tenant, weight in rows if weight is not None}
+
+
 def update(tx: Transaction, change: Update) -> Record | None:
     """The record as it is now; None if there is none. A model that has ended, failed or was lost
     keeps that status: the worker may report its creation after the session is over."""

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Header, Response
 from fastapi.responses import JSONResponse
 
 from tuneserve_client import types
-from tuneserve_engine.records import Session, Update
-from tuneserve_server import body, commands
+from tuneserve_engine.records import Model, Scope, Session, Update
+from tuneserve_server import body, commands, scopes
 from tuneserve_server.deps import Caller, CallerDep, RawBody, ServicesDep, reply
 from tuneserve_server.errors import InvalidRequest, NotFound, SessionEnded
 from tuneserve_server.openapi import fails, takes
@@ -93,8 +93,16 @@ async def finish_session(session_id: str, caller: CallerDep, raw: RawBody) -> Re
     """Ends the session. Repeating it changes nothing: the first reason wins."""
     request = body.parse(types.FinishSessionRequest, raw)
     session = await caller.owned(Session, session_id)
+    if Scope.TRAIN not in caller.scopes:
+        await _check_without_models(caller, session)
     await caller.store.end_session(session.key, request.reason.type)
     return JSONResponse({})
+
+
+async def _check_without_models(caller: Caller, session: Session) -> None:
+    """Raises ``ScopeMissing`` for a session whose models would end with it."""
+    if (await caller.store.page(Model, parent=session.key, limit=0)).total:
+        scopes.need(frozenset({Scope.TRAIN}), caller.scopes)
 
 
 @router.post("/telemetry", response_model=types.TelemetryResponse, openapi_extra=takes())
@@ -146,5 +154,6 @@ async def healthz(services: ServicesDep) -> Response:
             store=settings.store_kind,
             durability=services.store.durability,
             disk="full" if services.disk.refusal() else "ok",
+            keys_required=await services.door.wants_keys(),
         )
     )

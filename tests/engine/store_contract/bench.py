@@ -15,10 +15,13 @@ from tuneserve_engine.queue.base import Lease, Queue, RecoveryPoint, Store, Stor
 from tuneserve_engine.records import (
     Checkpoint,
     CheckpointKind,
+    Key,
     Model,
     ModelStatus,
     Sampler,
+    Scope,
     Session,
+    Tenant,
 )
 
 INFO = BaseModelInfo("tiny", "qwen3", 512, 1024, 64, "tiny")
@@ -69,6 +72,15 @@ def checkpoint(name: str = "one", **fields: Any) -> Checkpoint:
         config=CONFIG,
         **(defaults | fields),
     )
+
+
+def api_key(key: str = "0a", **fields: Any) -> Key:
+    defaults: dict[str, Any] = {"tenant": "alice", "parent": "alice", "created_s": START_S}
+    return Key(key, digest="ab" * 32, scopes=[Scope.TRAIN, Scope.SAMPLE], **(defaults | fields))
+
+
+def tenant(name: str = "alice", **fields: Any) -> Tenant:
+    return Tenant(name, name, START_S, **fields)
 
 
 def job(seq: int, model_id: str = "s:train:0", **fields: Any) -> Job:

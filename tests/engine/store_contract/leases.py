@@ -20,6 +20,7 @@ from tests.engine.store_contract.bench import (
     scenario,
     session,
     staged,
+    tenant,
 )
 from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.queue.base import Fenced, Lease, Queue, StorePolicy
@@ -44,6 +45,16 @@ class LeasesContract(Contract):
         assert await bench.lease("another") == Lease(first + 1, resumed=False)
         with pytest.raises(Fenced, match=f"epoch {first} is over"):
             await asyncio.wait_for(parked, 5)
+
+    @scenario
+    async def test_a_renewal_tells_the_weights_of_tenants_that_have_one(self, bench: Bench) -> None:
+        for record in (tenant("alice", weight=0.5), tenant("bob"), tenant("carol", weight=3.0)):
+            await bench.store.put(record)
+        assert (await bench.queue.renew(bench.epoch)).weights == {"alice": 0.5, "carol": 3.0}
+        await bench.store.update(
+            Update("tenant", "alice", {"weight": None}), Update("tenant", "bob", {"weight": 2})
+        )
+        assert (await bench.queue.renew(bench.epoch)).weights == {"bob": 2.0, "carol": 3.0}
 
     @scenario
     async def test_a_resumed_lease_keeps_its_models_and_jobs(self, bench: Bench) -> None:

@@ -18,6 +18,7 @@ from tests.engine.store_contract.bench import (
     scenario,
     session,
     staged,
+    tenant,
 )
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue.base import KeyReused, Overloaded, StorePolicy, SweepPolicy
@@ -97,8 +98,8 @@ class LimitsContract(Contract):
 
     @staged(StorePolicy(server_jobs=3))
     async def test_the_server_may_have_so_many_requests(self, bench: Bench) -> None:
-        for tenant in ("alice", "bob", "carol"):
-            assert not await is_refused(bench, sample(1, tenant=tenant))
+        for name in ("alice", "bob", "carol"):
+            assert not await is_refused(bench, sample(1, tenant=name))
         assert await is_refused(bench, sample(1, tenant="dave"), "the server has 3 unfinished")
         taken = await bench.take()
         await bench.finish(Outcome(taken[0].request_id))
@@ -240,6 +241,33 @@ class LimitsContract(Contract):
         await bench.store.put_new(session())
         await bench.store.submit(sample(1), sampler("s:sample:1"))
         assert await bench.store.get(Sampler, "s:sample:1") is not None
+
+    # --- of one tenant ----------------------------------------------------------------------------
+
+    @staged(StorePolicy(tenant_jobs=2, tenant_models=1))
+    async def test_a_tenants_own_limits_go_before_those_of_all(self, bench: Bench) -> None:
+        await bench.store.put(tenant(max_jobs=3, max_models=2))
+        await bench.store.put(tenant("bob", max_jobs=0, max_checkpoints=7))
+        for n in (0, 1):
+            key = f"s:train:{n}"
+            await bench.store.submit(create(key), model(key))
+        with pytest.raises(Overloaded, match="2 models in use, which is the limit"):
+            await bench.store.submit(create("s:train:2"), model("s:train:2"))
+        assert not await is_refused(bench, sample(1))
+        assert await is_refused(bench, sample(2), "your key has 3 unfinished requests")
+        assert await is_refused(bench, sample(1, tenant="bob"), "your key has 0 unfinished")
+        for seq in (1, 2):
+            assert not await is_refused(bench, sample(seq, tenant="carol"))
+        assert await is_refused(bench, sample(3, tenant="carol"), "your key has 2 unfinished")
+
+    @staged(StorePolicy(tenant_jobs=2, tenant_models=1))
+    async def test_a_limit_that_a_tenant_does_not_have_is_that_of_all(self, bench: Bench) -> None:
+        await bench.store.put(tenant(weight=2.0))
+        await bench.store.submit(create(), model())
+        with pytest.raises(Overloaded, match="1 models in use"):
+            await bench.store.submit(create("s:train:1"), model("s:train:1"))
+        assert not await is_refused(bench, sample(1))
+        assert await is_refused(bench, sample(2), "your key has 2 unfinished requests")
 
     @staged(StorePolicy(tenant_models=1))
     async def test_a_parked_model_leaves_room_for_another(self, bench: Bench) -> None:

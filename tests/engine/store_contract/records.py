@@ -6,14 +6,16 @@ from tests.engine.store_contract.bench import (
     START_S,
     Bench,
     Contract,
+    api_key,
     checkpoint,
     model,
     sampler,
     scenario,
     session,
+    tenant,
 )
 from tuneserve_engine.jobs import Outcome
-from tuneserve_engine.records import Checkpoint, Model, Session, Update
+from tuneserve_engine.records import Checkpoint, Key, Model, Session, Tenant, Update
 
 
 class RecordsContract(Contract):
@@ -27,6 +29,8 @@ class RecordsContract(Contract):
             model(user_metadata=metadata),
             sampler(model_path="tinker://x"),
             checkpoint(expires_s=1.5, user_metadata=metadata),
+            api_key(name="läuft ✓", expires_s=1.5),
+            tenant(weight=0.5, max_jobs=0, max_checkpoint_bytes=2**50),
         ):
             await bench.store.put(record)
             assert await bench.store.get(type(record), record.key) == record
@@ -47,6 +51,22 @@ class RecordsContract(Contract):
         )
         want = checkpoint(public=True, expires_s=5.0)
         assert await bench.store.get(Checkpoint, checkpoint().key) == want
+
+    @scenario
+    async def test_a_key_is_revoked_and_stays_listed_under_its_tenant(self, bench: Bench) -> None:
+        for key in ("0a", "0b"):
+            await bench.store.put(api_key(key))
+        await bench.store.put(api_key("0c", tenant="bob", parent="bob"))
+        await bench.store.update(Update("key", "0a", {"revoked_s": START_S + 1}))
+        page = await bench.store.page(Key, tenant="alice")
+        assert page.items == [api_key("0b"), api_key("0a", revoked_s=START_S + 1)]
+        assert (await bench.store.page(Key, limit=0)).total == 3
+
+    @scenario
+    async def test_a_tenants_limits_can_be_taken_back(self, bench: Bench) -> None:
+        await bench.store.put(tenant(max_jobs=1, max_models=2))
+        await bench.store.update(Update("tenant", "alice", {"max_jobs": None, "weight": 2.0}))
+        assert await bench.store.get(Tenant, "alice") == tenant(max_models=2, weight=2.0)
 
     @scenario
     async def test_an_update_that_does_not_fit_changes_nothing(self, bench: Bench) -> None:

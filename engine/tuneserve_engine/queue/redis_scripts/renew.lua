@@ -1,7 +1,7 @@
 -- flags: allow-oom
 -- uses: records placing jobs leases
 -- Keeps a lease, and ends those that ran out: {'renewed', {models to be given up, jobs that were
--- cancelled since the last time}}.
+-- cancelled since the last time, {tenant, its weight, ...} of those that have one}}.
 local epoch = ARGV[2]
 local policy = cmsgpack.unpack(ARGV[3])
 local figures = ARGV[4]
@@ -46,5 +46,13 @@ for i = 1, math.max(parked, surplus) do
 end
 local cancelled = call('LRANGE', cancelled_key(epoch), 0, -1)
 call('DEL', cancelled_key(epoch))
+local weights = {}
+for _, tenant in ipairs(call('ZRANGE', P .. 'list:tenant', 0, -1)) do
+  local weight = call('HGET', record_key('tenant', tenant), 'weight')
+  if weight and weight ~= 'null' then
+    weights[#weights + 1] = tenant
+    weights[#weights + 1] = weight
+  end
+end
 announce()
-return { 'renewed', { given_up, cancelled } }
+return { 'renewed', { given_up, cancelled, weights } }

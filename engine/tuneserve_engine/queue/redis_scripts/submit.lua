@@ -7,6 +7,12 @@ local payload = ARGV[3]
 local new = cmsgpack.unpack(ARGV[4])
 local limits = cmsgpack.unpack(ARGV[5])
 
+-- A limit of the job's tenant: its own, or what holds for all.
+local function of_tenant(name)
+  local own = call('HGET', record_key('tenant', job.tenant), 'max_' .. name)
+  return own and own ~= 'null' and tonumber(own) or limits['tenant_' .. name]
+end
+
 local function known()
   local id = call('HGET', seqs_key(job.tenant, job.scope), job.seq)
   return id and { 'known', id, call('HGET', job_key(id), 'kind') }
@@ -42,11 +48,11 @@ local function models_in_use()
   return found
 end
 
-local function exceeded(scope, key)
+local function exceeded(scope, key, most)
   local at = call('HMGET', key, 'jobs', 'bytes')
   local count, bytes = number(at[1]), number(at[2])
-  if count >= limits[scope .. '_jobs'] then
-    return { 'over', scope, 'jobs', count, limits[scope .. '_jobs'] }
+  if count >= most then
+    return { 'over', scope, 'jobs', count, most }
   end
   -- A job that is too large for the limit alone still has to run.
   if count > 0 and bytes + #payload > limits[scope .. '_bytes'] then
@@ -66,14 +72,14 @@ local function is_awaited()
 end
 
 local function over()
-  local found = exceeded('server', META)
+  local found = exceeded('server', META, limits.server_jobs)
   if not found and not is_awaited() then
-    found = exceeded('tenant', tenant_key(job.tenant))
-      or job.model and exceeded('model', lane_key(job.model))
+    found = exceeded('tenant', tenant_key(job.tenant), of_tenant('jobs'))
+      or job.model and exceeded('model', lane_key(job.model), limits.model_jobs)
   end
   for _, record in ipairs(new) do
-    if not found and record.type == 'model' and models_in_use() >= limits.tenant_models then
-      found = { 'over', 'tenant', 'models', 0, limits.tenant_models }
+    if not found and record.type == 'model' and models_in_use() >= of_tenant('models') then
+      found = { 'over', 'tenant', 'models', 0, of_tenant('models') }
     end
   end
   return found

@@ -1,0 +1,212 @@
+"""What the operator does: keys and tenants, on a Unix socket of their own.
+
+None of it is on the public application, so no key opens it: who may open the socket's file, may do
+all of it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from tuneserve_engine import local_socket
+from tuneserve_engine.queue.base import Store
+from tuneserve_engine.records import Key, Scope, Tenant, Update
+from tuneserve_server import auth, errors
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter()
+
+_DAY_S = 86_400.0
+_STOP_S = 2
+_MOST = 2**53  # Lua's integers
+
+TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Limit = Annotated[int, Field(ge=0, le=_MOST)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewKey(_Body):
+    tenant: TenantName
+    name: str = Field(default="", max_length=128)
+    scopes: list[Scope] = Field(default=[Scope.TRAIN, Scope.SAMPLE], min_length=1)
+    expires_days: int | None = Field(default=None, ge=1, le=36_500)
+
+
+class KeyShown(_Body):
+    id: str
+    tenant: str
+    name: str
+    scopes: list[Scope]
+    created_s: float
+    expires_s: float | None
+    revoked_s: float | None
+    state: str = Field(description="active, expired or revoked")
+
+
+class KeyMade(KeyShown):
+    key: str = Field(description="Shown this once: the store has only its HMAC.")
+
+
+class TenantChange(_Body):
+    """What is named is changed; None goes back to what the settings say."""
+
+    weight: float | None = Field(default=None, ge=0.001, le=1000)
+    max_jobs: Limit | None = None
+    max_models: Limit | None = None
+    max_checkpoints: Limit | None = None
+    max_checkpoint_bytes: Limit | None = None
+
+
+class TenantShown(TenantChange):
+    tenant: str
+
+
+def create_admin_app(store: Store, pepper: bytes) -> FastAPI:
+    app = FastAPI(title="tuneserve admin", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.store = store
+    app.state.pepper = pepper
+    app.include_router(router)
+    errors.install(app)
+    return app
+
+
+async def _store(request: Request) -> Store:
+    store: Store = request.app.state.store
+    return store
+
+
+StoreDep = Annotated[Store, Depends(_store)]
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+def _shown(key: Key) -> dict[str, Any]:
+    state = "active" if key.is_valid(time.time()) else "expired"
+    return {
+        "id": key.key,
+        "tenant": key.tenant,
+        "name": key.name,
+        "scopes": key.scopes,
+        "created_s": key.created_s,
+        "expires_s": key.expires_s,
+        "revoked_s": key.revoked_s,
+        "state": state if key.revoked_s is None else "revoked",
+    }
+
+
+@router.post("/keys")
+async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
+    key_id, secret, now_s = auth.new_id(), auth.new_secret(), time.time()
+    key = Key(
+        key=key_id,
+        tenant=new.tenant,
+        parent=new.tenant,
+        digest=auth.digest(request.app.state.pepper, key_id, secret),
+        scopes=sorted(set(new.scopes)),
+        created_s=now_s,
+        name=new.name,
+        expires_s=None if new.expires_days is None else now_s + new.expires_days * _DAY_S,
+    )
+    await store.put_new(Tenant(new.tenant, new.tenant, now_s))
+    await store.put(key)
+    logger.info("made key %s of tenant %s", key.key, key.tenant)
+    return KeyMade(key=f"tml-{key_id}-{secret}", **_shown(key))
+
+
+@router.get("/keys")
+async def list_keys(store: StoreDep) -> list[KeyShown]:
+    return [KeyShown(**_shown(key)) for key in (await store.page(Key)).items]
+
+
+@router.post("/keys/{key_id}/revoke")
+async def revoke_key(key_id: str, store: StoreDep) -> KeyShown:
+    key = await store.get(Key, key_id)
+    if key is None:
+        raise errors.NotFound(
+            "there is no key with this id; it is the middle part of tml-<id>-<secret>, and "
+            "tuneserve keys list shows it"
+        )
+    if key.revoked_s is None:
+        await store.update(Update("key", key_id, {"revoked_s": time.time()}))
+        logger.info("revoked key %s of tenant %s", key.key, key.tenant)
+    return KeyShown(**_shown(await store.get(Key, key_id) or key))
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+
+def _tenant_shown(tenant: Tenant) -> TenantShown:
+    own = {name: getattr(tenant, name) for name in TenantChange.model_fields}
+    return TenantShown(tenant=tenant.key, **own)
+
+
+@router.get("/tenants")
+async def list_tenants(store: StoreDep) -> list[TenantShown]:
+    found = sorted((await store.page(Tenant)).items, key=lambda each: each.key)
+    return [_tenant_shown(tenant) for tenant in found]
+
+
+@router.get("/tenants/{name}")
+async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
+    tenant = await store.get(Tenant, name)
+    if tenant is None:
+        raise errors.NotFound(
+            "no tenant of this name has a key or limits of its own; tuneserve tenants list shows "
+            "those that have"
+        )
+    return _tenant_shown(tenant)
+
+
+@router.patch("/tenants/{name}")
+async def change_tenant(name: TenantName, change: TenantChange, store: StoreDep) -> TenantShown:
+    await store.put_new(Tenant(name, name, time.time()))
+    await store.update(Update("tenant", name, change.model_dump(exclude_unset=True)))
+    return await get_tenant(name, store)
+
+
+# --- the socket ---------------------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """A server beside another, which has the signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@asynccontextmanager
+async def serve(app: FastAPI, path: Path) -> AsyncIterator[None]:
+    """Serves ``app`` at the socket ``path`` while the context is open. Raises ``OSError`` or
+    ``ValueError`` if there cannot be a socket."""
+    listener = local_socket.listen(path)
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_STOP_S,
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield
+    finally:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        server.should_exit = True
+        await serving

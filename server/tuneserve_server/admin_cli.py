@@ -1,0 +1,224 @@
+"""``tuneserve keys`` and ``tuneserve tenants``: what the operator tells a running API process,
+through the socket in its data directory."""
+
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+from urllib.parse import quote
+
+import httpx
+import typer
+from pydantic import ValidationError
+
+from tuneserve_engine.config import REFUSED, CommonSettings
+from tuneserve_engine.records import Scope
+
+keys = typer.Typer(no_args_is_help=True, help="API keys: make, list, revoke.")
+tenants = typer.Typer(no_args_is_help=True, help="Tenants: their weights and limits.")
+
+_TIMEOUT_S = 30.0
+_AS_SET = "none"
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="The data directory of the API process.", metavar="DIR")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+@keys.command("create")
+def create_key(  # noqa: PLR0913 - options
+    tenant: Annotated[str, typer.Option(help="Whose key it is; a new name makes a new tenant.")],
+    name: Annotated[str, typer.Option(help="What it is for, for the list.")] = "",
+    scope: Annotated[
+        list[Scope] | None,
+        typer.Option(help="What it may do: train, sample; may be given twice. Default: both."),
+    ] = None,
+    expires_days: Annotated[
+        int | None, typer.Option(help="Days until it is refused. Default: never.", metavar="N")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it, this once: only a check of it is kept."""
+    new: dict[str, Any] = {"tenant": tenant, "name": name, "expires_days": expires_days}
+    if scope:
+        new["scopes"] = [each.value for each in scope]
+    made = _call("POST", "/keys", data_dir, new)
+    if as_json:
+        _print_json(made)
+        return
+    typer.echo(made["key"])
+    scopes = " and ".join(made["scopes"])
+    typer.echo(
+        f"key {made['id']} of tenant {made['tenant']}, to {scopes}, {_expiry(made)}; keep it now: "
+        "it cannot be shown again",
+        err=True,
+    )
+
+
+@keys.command("list")
+def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List all keys, the newest first; their secrets are not kept."""
+    found = _call("GET", "/keys", data_dir)
+    if as_json:
+        _print_json(found)
+        return
+    rows = [
+        [
+            each["id"],
+            each["tenant"],
+            ",".join(each["scopes"]),
+            each["state"],
+            _day(each["created_s"]),
+            _day(each["expires_s"]),
+            each["name"],
+        ]
+        for each in found
+    ]
+    _print_table(["id", "tenant", "scopes", "state", "created", "expires", "name"], rows)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(metavar="ID")],
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a key refused from now on (within 5 s); ID is its middle part."""
+    if key_id.count("-") == 2:
+        _end("give the id alone, the middle part of the key: its secret belongs in no command line")
+    revoked = _call("POST", f"/keys/{_part(key_id)}/revoke", data_dir)
+    if as_json:
+        _print_json(revoked)
+        return
+    typer.echo(f"key {revoked['id']} of tenant {revoked['tenant']} is revoked")
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+_COLUMNS = ["tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"]
+
+
+@tenants.command("list")
+def list_tenants(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List the tenants that have keys, or a weight or limits of their own."""
+    found = _call("GET", "/tenants", data_dir)
+    if as_json:
+        _print_json(found)
+    else:
+        _print_tenants(found)
+
+
+@tenants.command("set")
+def set_tenant(  # noqa: PLR0913 - options
+    name: str,
+    weight: Annotated[
+        str | None, typer.Option(help="Share of device time beside others, who have 1.")
+    ] = None,
+    max_jobs: Annotated[str | None, typer.Option(help="Requests that have not ended.")] = None,
+    max_models: Annotated[str | None, typer.Option(help="Models in use.")] = None,
+    max_checkpoints: Annotated[str | None, typer.Option(help="Checkpoints it may keep.")] = None,
+    max_checkpoint_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of checkpoints at which it can save no more.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a tenant a weight or limits of its own; "none" goes back to what the settings say."""
+    given = {
+        "weight": weight,
+        "max_jobs": max_jobs,
+        "max_models": max_models,
+        "max_checkpoints": max_checkpoints,
+        "max_checkpoint_bytes": max_checkpoint_bytes,
+    }
+    change = {
+        field: None if text == _AS_SET else text
+        for field, text in given.items()
+        if text is not None
+    }
+    if not change:
+        _end("nothing to set; name a weight or a limit: tuneserve tenants set --help")
+    changed = _call("PATCH", f"/tenants/{_part(name)}", data_dir, change)
+    if as_json:
+        _print_json(changed)
+    else:
+        _print_tenants([changed])
+
+
+def _print_tenants(found: list[dict[str, Any]]) -> None:
+    rows = [["-" if each[c] is None else f"{each[c]}" for c in _COLUMNS] for each in found]
+    _print_table(_COLUMNS, rows)
+
+
+# --- the way there ------------------------------------------------------------------------------
+
+
+def _call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any:
+    """What the API process answers; ends the command, saying why, if it does not."""
+    socket = _socket(data_dir)
+    if not socket.is_socket():
+        _nobody_at(socket, "there is no such socket")
+    transport = httpx.HTTPTransport(uds=str(socket))
+    try:
+        with httpx.Client(transport=transport, base_url="http://admin", timeout=_TIMEOUT_S) as http:
+            answer = http.request(method, path, json=body)
+    except httpx.TransportError as error:
+        _nobody_at(socket, str(error))
+    if answer.status_code != 200:
+        _end(answer.json()["detail"], status=1)
+    return answer.json()
+
+
+def _nobody_at(socket: Path, reason: str) -> NoReturn:
+    _end(
+        f"nobody answers at {socket.absolute()} ({reason}); start the API process (tuneserve up or "
+        "tuneserve api), name its data directory with --data-dir, and be the same user",
+        status=1,
+    )
+
+
+def _socket(data_dir: Path | None) -> Path:
+    try:
+        settings = CommonSettings() if data_dir is None else CommonSettings(data_dir=data_dir)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        _end("; ".join(problems))
+    return settings.admin_socket
+
+
+def _part(text: str) -> str:
+    """The text as one part of a path."""
+    return quote(text, safe="")
+
+
+def _end(text: str, status: int = REFUSED) -> NoReturn:
+    print(f"tuneserve: {text}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+# --- on the screen ------------------------------------------------------------------------------
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, *rows]:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+def _day(unix_s: float | None) -> str:
+    return "-" if unix_s is None else f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M}"
+
+
+def _expiry(key: dict[str, Any]) -> str:
+    return "for good" if key["expires_s"] is None else f"until {_day(key['expires_s'])} UTC"

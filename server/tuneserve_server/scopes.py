@@ -1,0 +1,70 @@
+"""Which scope a key needs, for each route that asks for a key: any one of those named.
+
+Reading, and what both training and sampling need (sessions, results), is open to either. Who may
+only sample can change no model and no checkpoint.
+"""
+
+from fastapi import Request
+
+from tuneserve_engine.records import Scope
+from tuneserve_server.errors import ScopeMissing
+
+_TRAIN = frozenset({Scope.TRAIN})
+_SAMPLE = frozenset({Scope.SAMPLE})
+_EITHER = _TRAIN | _SAMPLE
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+
+SCOPES: dict[str, frozenset[Scope]] = {
+    "POST /client/config": _EITHER,
+    "POST /client/dynamic_config": _EITHER,
+    "POST /telemetry": _EITHER,
+    "GET /get_server_capabilities": _EITHER,
+    "POST /create_session": _EITHER,
+    "POST /session_heartbeat": _EITHER,
+    "POST /sessions/{session_id}/finish": _EITHER,  # of one with models: train
+    "POST /create_model": _TRAIN,
+    "POST /get_info": _EITHER,
+    "POST /forward_backward": _TRAIN,
+    "POST /optim_step": _TRAIN,
+    "POST /save_weights": _TRAIN,
+    "POST /save_weights_for_sampler": _TRAIN,
+    "POST /save_weights_external": _TRAIN,
+    "POST /load_weights": _TRAIN,
+    "POST /weights_info": _EITHER,
+    "POST /create_sampling_session": _SAMPLE,
+    "POST /join_sampling_session": _SAMPLE,
+    "GET /samplers/{sampler_id}": _EITHER,
+    "POST /asample": _SAMPLE,
+    "POST /retrieve_future": _EITHER,
+    "POST /retrieve_futures": _SAMPLE,
+    "POST /cancel_future": _SAMPLE,
+    "GET /training_runs": _EITHER,
+    "GET /training_runs/{model_id}": _EITHER,
+    "GET /training_runs/{model_id}/checkpoints": _EITHER,
+    "GET /checkpoints": _EITHER,
+    f"DELETE {_CHECKPOINT}": _TRAIN,
+    f"PUT {_CHECKPOINT}/ttl": _TRAIN,
+    f"POST {_CHECKPOINT}/publish": _TRAIN,
+    f"DELETE {_CHECKPOINT}/publish": _TRAIN,
+    f"GET {_CHECKPOINT}/external_weights_urls": _EITHER,
+    "GET /sessions": _EITHER,
+    "GET /sessions/{session_id}": _EITHER,
+    "POST /v1/completions": _SAMPLE,
+    "POST /v1/chat/completions": _SAMPLE,
+    "GET /v1/models": _EITHER,
+    "GET /v1/models/{model}": _EITHER,
+}
+"""By method and path; those under ``/api/v1`` without it."""
+
+
+def check(request: Request, scopes: frozenset[Scope]) -> None:
+    """Raises ``ScopeMissing`` if a key with these may not use the request's route."""
+    need(SCOPES[f"{request.method} {request.scope['route'].path_format}"], scopes)
+
+
+def need(wanted: frozenset[Scope], scopes: frozenset[Scope]) -> None:
+    if scopes.isdisjoint(wanted):
+        raise ScopeMissing(
+            f"this needs a key with the scope {' or '.join(sorted(wanted))}; yours has "
+            f"{' and '.join(sorted(scopes)) or 'none'}; ask the operator for another key"
+        )
