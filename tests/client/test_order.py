@@ -27,6 +27,9 @@ class Server:
         self.gradients: list[wire.ForwardBackwardRequest] = []
         self.refuses: dict[int, httpx.Response] = {}
         self.reasons: list[str] = []
+        self.polled: list[str] = []
+        self.beats: list[str] = []
+        self.answers_to_beats = [200]
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         route = request.url.path.rpartition("/")[2]
@@ -35,7 +38,13 @@ class Server:
         if route == "finish":
             self.reasons.append(_json(request)["reason"]["type"])
             return httpx.Response(200, json={})
+        if route == "session_heartbeat":
+            self.beats.append(_json(request)["session_id"])
+            status = self.answers_to_beats[min(len(self.beats), len(self.answers_to_beats)) - 1]
+            code = "session_ended" if status == 410 else "internal"
+            return httpx.Response(status, json={"detail": "why", "code": code})
         if route == "retrieve_future":
+            self.polled.append(_json(request)["request_id"])
             return self._result(_json(request)["request_id"])
         return await self._submitted(route, request)
 
@@ -205,6 +214,44 @@ async def test_a_custom_loss_that_fails_trains_nothing_and_lets_later_requests_r
         await misshapen
     assert (await step).metrics == {"seq": 3}
     assert all(gradient.forward_only for gradient in server.gradients)
+
+
+async def test_a_result_that_nobody_asks_for_is_not_fetched(
+    server: Server, model: AsyncModel
+) -> None:
+    first, second = model.optim_step(), model.optim_step()
+    assert await second.accepted() == "optim_step-2"
+    assert not first.done()  # asks for it
+    for _ in range(2):
+        assert (await first).metrics == {"seq": 1}
+    assert first.done()
+    assert server.polled == ["optim_step-1"]
+
+
+async def beating(server: Server, answers: list[int]) -> None:
+    """A client with a session, for as long as some beats would take."""
+    server.answers_to_beats = answers
+    options: Any = {"transport": httpx.MockTransport(server), "heartbeat_s": 0.01}
+    async with AsyncClient("http://server", "tml-a", **options) as client:
+        await client.session_id()
+        async with asyncio.timeout(10):
+            while len(server.beats) < len(answers):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+
+
+async def test_signs_of_life_go_on_through_faults(server: Server) -> None:
+    await beating(server, [200, 503, 429, 500, 200])
+    assert set(server.beats) == {"s"}
+    at_the_end = len(server.beats)
+    assert at_the_end > 5
+    await asyncio.sleep(0.05)
+    assert len(server.beats) == at_the_end
+
+
+async def test_signs_of_life_stop_once_the_session_has_ended(server: Server) -> None:
+    await beating(server, [200, 410])
+    assert len(server.beats) == 2
 
 
 async def test_closing_waits_until_what_was_asked_is_accepted(server: Server) -> None:
