@@ -27,6 +27,7 @@ from tuneserve_server.routes import (
     rest,
     sampling,
     service,
+    tokenizers,
     training,
     weights,
 )
@@ -34,7 +35,7 @@ from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.sweeper import sweep_forever
 
-ROUTERS = (service, models, training, weights, sampling, futures, rest, files)
+ROUTERS = (service, models, training, weights, sampling, futures, rest, files, tokenizers)
 PREFIX = "/api/v1"
 AT_ROOT = (metrics, openai)
 """Where those who ask for them look by themselves; their paths are whole."""

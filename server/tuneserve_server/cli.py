@@ -171,6 +171,10 @@ def _explain(problem: ErrorDetails, given: Given) -> str:
     return f"{name}{part} is {value!r} (from {origin}); {text[0].lower()}{text[1:]}"
 
 
+_OF_CLIENTS = {"url", "api_key"}
+"""What clients read of the environment, maybe in the same shell."""
+
+
 def _check_names() -> None:
     """Refuses a settings file that cannot be read or holds anything but settings. A variable that
     is no setting may be somebody else's: it is only mentioned."""
@@ -184,7 +188,7 @@ def _check_names() -> None:
         raise typer.Exit(REFUSED) from None
     for name in os.environ:
         setting = name.lower().removeprefix("tuneserve_")
-        if name.upper().startswith("TUNESERVE_") and setting not in known:
+        if name.upper().startswith("TUNESERVE_") and setting not in known | _OF_CLIENTS:
             say(f"{name} is no setting and is ignored{_like(setting, known, _variable)}")
     unknown = [key for key in keys if key not in known]
     for key in unknown:

@@ -83,7 +83,10 @@ NAMING: dict[str, list[Call]] = {
     ],
     "GET /samplers/{sampler_id}": [("/samplers/@sampler", None)],
     "POST /asample": [("/asample", "@sample")],
-    "POST /v1/completions": [("/v1/completions", {"model": "@path", "prompt": "a"})],
+    "POST /v1/completions": [
+        ("/v1/completions", {"model": "@path", "prompt": "a"}),
+        ("/v1/completions", {"model": "@sampler", "prompt": "a"}),
+    ],
     "POST /v1/chat/completions": [
         (
             "/v1/chat/completions",
@@ -130,6 +133,7 @@ LISTING_WITH_BASES = {"GET /v1/models"}
 NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
+    "GET /tokenizer",
 }
 BY_LINK = {"GET /files/{file_id}/{member}"}
 

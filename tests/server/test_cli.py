@@ -310,9 +310,11 @@ def test_a_settings_file_with_a_syntax_error_is_refused_with_the_line(
     assert "Traceback" not in result.stderr
 
 
-def test_a_misspelt_variable_is_mentioned(tmp_path: Path) -> None:
+def test_a_misspelt_variable_is_mentioned_and_the_clients_are_not(tmp_path: Path) -> None:
     place = ("--port", str(free_port()), "--data-dir", str(tmp_path))
-    result = tuneserve("api", "--host", "0.0.0.0", *place, TUNESERVE_PROT="8411")
+    clients = {"TUNESERVE_URL": "http://127.0.0.1:8410", "TUNESERVE_API_KEY": "tml-you"}
+    result = tuneserve("api", "--host", "0.0.0.0", *place, TUNESERVE_PROT="8411", **clients)
+    assert "TUNESERVE_URL" not in result.stderr and "TUNESERVE_API_KEY" not in result.stderr
     assert (
         "TUNESERVE_PROT is no setting and is ignored; did you mean TUNESERVE_PORT?" in result.stderr
     )

@@ -244,3 +244,14 @@ async def test_who_waits_is_told_that_the_service_stops(speaking: Any) -> None:
     await asyncio.sleep(0.3)
     speaking.services.polls.release()
     assert_error(await asking, 503, "store_unavailable", None)
+
+
+async def test_a_sampling_session_is_a_model_until_its_session_ends(speaking: Any) -> None:
+    session = await speaking.session()
+    sampler = await speaking.sampler(session)
+    assert texts(await complete(speaking, model=sampler)) == texts(await complete(speaking))
+    unknown = await ask(speaking, "/completions", {**ASK, "model": sampler}, key="tml-b")
+    assert_error(unknown, 404, "model_not_found", "model")
+    await speaking.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
+    ended = await ask(speaking, "/completions", {**ASK, "model": sampler})
+    assert_error(ended, 410, "session_ended", None)

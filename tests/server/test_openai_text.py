@@ -45,7 +45,7 @@ def test_a_template_of_its_own_file_goes_before_the_configs(tmp_path: Path) -> N
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ {'a': '<é>'} | tojson }}{{ eos_token }}")
     own = BaseText("own", tmp_path)
-    (end,) = own._tokenizer.encode("<|im_end|>").ids
+    (end,) = own.encode("<|im_end|>")
     assert own.chat([], {}) == [*own.encode('{"a": "<é>"}'), end]
 
 

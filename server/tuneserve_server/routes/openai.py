@@ -7,6 +7,7 @@ held until they have ended. A stream says what they draw as it comes.
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
@@ -34,6 +35,7 @@ from tuneserve_server.errors import (
     ModelNotFound,
     ModelUnavailable,
     NotFound,
+    SessionEnded,
     as_api_error,
     openai_failure,
 )
@@ -64,10 +66,12 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 
 _PATH = "tinker://"
+_SAMPLER = re.compile(r"s-\w+:sample:\d+")
 _STREAM = "text/event-stream"
+_FAILS = (InvalidRequest, ModelNotFound, SessionEnded, Crowded, DiskFull, ModelUnavailable)
 _GENERATES: Declared = {
     200: {"content": {"application/json": {"schema": {}}, _STREAM: {"schema": {}}}},
-    **fails(InvalidRequest, ModelNotFound, Crowded, DiskFull, ModelUnavailable, body=OpenAIFailure),
+    **fails(*_FAILS, body=OpenAIFailure),
 }
 
 
@@ -190,6 +194,10 @@ async def _target(caller: Caller, asked: str) -> _Target:
             checkpoint = await commands.sampled_checkpoint(caller, asked)
             file_id = checkpoint.file_id
             name = await caller.served.resolve(checkpoint.base_model)
+        elif _SAMPLER.fullmatch(asked):
+            sampler = await caller.sampler(asked)
+            file_id = sampler.file_id
+            name = await caller.served.resolve(sampler.base_model)
         else:
             name = await caller.served.resolve(asked)
     except (NotFound, UserError) as error:

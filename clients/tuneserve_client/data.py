@@ -1,0 +1,144 @@
+"""Training examples from plain Python and NumPy, and from texts.
+
+>>> Datum([5, 6, 7], targets=[6, 7, 8], weights=[0, 1, 1])
+Datum(3 tokens, target_tokens [3], weights [3])
+>>> next_token_datum([5, 6, 7, 8], weights=[0, 0, 1, 1])
+Datum(3 tokens, target_tokens [3], weights [3])
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = np.ndarray[Any, Any]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+Message = Mapping[str, Any]
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+TARGETS = "target_tokens"
+
+
+class Encoder(Protocol):
+    """What making datums needs of a tokenizer; ``Tokenizer`` is one."""
+
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str: ...
+
+
+class Datum:
+    """One sequence: what the model reads, and per position what its loss needs.
+
+    Position i of ``tokens`` predicts ``targets[i]``: targets are shifted already. ``inputs`` are
+    per position too: ``weights`` for cross_entropy (ones, if there are none), ``logprobs`` and
+    ``advantages`` for policy losses. Targets and weights may be [N, K], for K targets a position.
+    """
+
+    tokens: IntArray
+    inputs: dict[str, Array]
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        targets: npt.ArrayLike,
+        weights: npt.ArrayLike | None = None,
+        **inputs: npt.ArrayLike,
+    ) -> None:
+        self.tokens = as_tokens(tokens)
+        self.inputs = {TARGETS: _integers(TARGETS, targets, np.int64)}
+        if weights is not None:
+            inputs["weights"] = weights
+        for name, values in inputs.items():
+            self.inputs[name] = np.asarray(values, np.float32)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        inputs = (f"{name} {list(array.shape)}" for name, array in self.inputs.items())
+        return f"Datum({len(self)} tokens, {', '.join(inputs)})"
+
+    @property
+    def targets(self) -> Array:
+        return self.inputs[TARGETS]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its numbers in a request."""
+        return 4 * len(self) + sum(array.nbytes for array in self.inputs.values())
+
+
+def as_tokens(tokens: Tokens) -> IntArray:
+    """Token ids as they are sent. Raises ``TypeError`` for what are no integers."""
+    return _integers("tokens", tokens, np.int32)
+
+
+def _integers(name: str, values: npt.ArrayLike, dtype: type[np.integer[Any]]) -> Array:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} are {array.dtype}; they must be token ids, which are integers")
+    return array.astype(dtype)
+
+
+def next_token_datum(tokens: Tokens, weights: npt.ArrayLike | None = None) -> Datum:
+    """Each token of the sequence is predicted from those before it, weighted by its own weight
+    (1 for each, if there are none)."""
+    ids = as_tokens(tokens)
+    given = np.ones(len(ids), np.float32) if weights is None else np.asarray(weights, np.float32)
+    if given.shape != ids.shape:
+        raise ValueError(f"weights have shape {given.shape} for {len(ids)} tokens; one for each")
+    return Datum(ids[:-1], ids[1:], given[1:])
+
+
+def sft_datum(tokenizer: Encoder, prompt: str, completion: str, *, end: bool = True) -> Datum:
+    """The completion is learnt, the prompt only read; with ``end`` the end of sequence too."""
+    asked = tokenizer.encode(prompt)
+    answered = tokenizer.encode(completion, special=False)
+    if end and tokenizer.eos_token_id is not None and answered[-1:] != [tokenizer.eos_token_id]:
+        answered.append(tokenizer.eos_token_id)
+    weights = [0.0] * len(asked) + [1.0] * len(answered)
+    return next_token_datum(asked + answered, weights)
+
+
+def chat_datum(
+    tokenizer: Encoder,
+    messages: Sequence[Message],
+    *,
+    learn: Literal["last", "all"] = "last",
+    **options: Any,
+) -> Datum:
+    """What the assistant says is learnt: its last message, or all of them; the rest is only read.
+
+    The conversation is written by the base model's chat template, which gets ``options``. Raises
+    ``ValueError`` if it writes a message otherwise once others follow, as some do that leave out
+    past reasoning: then learn the last one of each conversation.
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns or (learn == "last" and turns[-1] != len(messages) - 1):
+        raise ValueError("the last message is not the assistant's: there is nothing to learn")
+    text = tokenizer.render(messages, add_generation_prompt=False, **options)
+    spans = []
+    for turn in turns if learn == "all" else turns[-1:]:
+        before = tokenizer.render(messages[:turn], **options)
+        upto = tokenizer.render(messages[: turn + 1], add_generation_prompt=False, **options)
+        if not (upto.startswith(before) and text.startswith(upto)):
+            raise ValueError(
+                f"the chat template writes message {turn} otherwise when others follow it; pass "
+                "learn='last' and a datum for each answer"
+            )
+        spans.append((len(before), len(upto.rstrip())))
+    tokens, offsets = tokenizer.encode_with_offsets(text)
+    return next_token_datum(tokens, [_is_in(spans, start, end) for start, end in offsets])
+
+
+def _is_in(spans: Iterable[tuple[int, int]], start: int, end: int) -> float:
+    return float(any(first <= start and start < last for first, last in spans) and end > start)

@@ -1,0 +1,287 @@
+"""The same for those who do not use asyncio: a thread runs the asynchronous client, and each method
+here is one of it, waited for.
+
+No method is written twice. ``_waits`` and its like take a method of the asynchronous class and give
+one with the same parameters, types and documentation.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from functools import wraps
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
+
+from tuneserve_client.futures import AsyncFuture
+from tuneserve_client.sampling import AsyncSampler
+from tuneserve_client.service import AsyncClient, Options
+from tuneserve_client.training import AsyncModel
+
+P = ParamSpec("P")
+T = TypeVar("T")
+A = TypeVar("A")
+S = TypeVar("S", bound="_Sync[Any]")
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="tuneserve-client", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result, once it is there. What interrupts the wait cancels it."""
+        if self.is_stopped:
+            work.close()
+            raise RuntimeError("this client is closed; make another")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def end(self, items: AsyncGenerator[Any]) -> None:
+        """Ends the generator. The garbage collector may ask for it in this very thread, or after
+        the end."""
+        if threading.current_thread() is self._thread:
+            self._loop.create_task(items.aclose())
+        elif not self.is_stopped:
+            self.run(items.aclose())
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._loop.is_closed()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class _Sync(Generic[A]):
+    """An object of the asynchronous client, and the thread that it lives in."""
+
+    def __init__(self, inner: A, thread: LoopThread) -> None:
+        self._inner = inner
+        self._thread = thread
+
+    def __repr__(self) -> str:
+        return repr(self._inner).removeprefix("Async")
+
+
+class Future(_Sync[AsyncFuture[T]]):
+    """A request on its way, sent before those that are made after it."""
+
+    def result(self, timeout: float | None = None) -> T:
+        """The result, as often as you like. Raises ``RequestFailed`` if it ended in an error, and
+        ``TimeoutError`` after ``timeout`` seconds: then it still runs."""
+        return self._thread.run(self._inner.result(timeout))
+
+    @property
+    def request_id(self) -> str:
+        """By which ``client.future`` finds it again, from any process; waits until the server has
+        accepted it: from then on it will run, whatever becomes of this process."""
+        return self._thread.run(self._inner.accepted())
+
+    def done(self) -> bool:
+        """Whether the result, or the error, is here. The first question begins to ask for it."""
+
+        async def done() -> bool:
+            return self._inner.done()
+
+        return self._thread.run(done())
+
+    def cancel(self) -> None:
+        """Ends a sample that nobody wants any more. Other requests run in order: raises
+        ``InvalidRequest`` for those."""
+        self._thread.run(self._inner.cancel())
+
+
+def _waits(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """The method, waited for."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self._thread.run(method(self._inner, *args, **kwargs))
+        return result
+
+    return call
+
+
+def _opens(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]], kind: Callable[[T, LoopThread], S]
+) -> Callable[Concatenate[Any, P], S]:
+    """The method, waited for, and what it opened, of our kind."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> S:
+        return kind(self._thread.run(method(self._inner, *args, **kwargs)), self._thread)
+
+    return call
+
+
+def _sends(
+    method: Callable[Concatenate[A, P], AsyncFuture[T]],
+) -> Callable[Concatenate[Any, P], Future[T]]:
+    """The method, begun."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        async def begin() -> AsyncFuture[T]:
+            return method(self._inner, *args, **kwargs)
+
+        return Future(self._thread.run(begin()), self._thread)
+
+    return call
+
+
+def _streams(
+    method: Callable[Concatenate[A, P], AsyncIterator[T]],
+) -> Callable[Concatenate[Any, P], Iterator[T]]:
+    """The method, item by item."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        items: Any = method(self._inner, *args, **kwargs)
+        end = object()
+        try:
+            while (item := self._thread.run(_next(items, end))) is not end:
+                yield item
+        finally:
+            self._thread.end(items)
+
+    return call
+
+
+async def _next(items: Any, end: object) -> Any:
+    return await anext(items, end)
+
+
+class Sampler(_Sync[AsyncSampler]):
+    """Samples from weights that never change. ``path`` is their checkpoint's, if they have one.
+
+    >>> sampler = client.sampler()
+    >>> sampler.sample("The sky is", max_tokens=2, temperature=0).result().text
+    ' blue.'
+    >>> "".join(sampler.stream("The sky is", max_tokens=2, temperature=0))
+    ' blue.'
+    >>> sampler.logprobs([5, 6, 7]).result().shape
+    (3,)
+    """
+
+    sample = _sends(AsyncSampler.sample)
+    logprobs = _sends(AsyncSampler.logprobs)
+    stream = _streams(AsyncSampler.stream)
+    chat = _waits(AsyncSampler.chat)
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    @property
+    def path(self) -> str | None:
+        return self._inner.path
+
+    @property
+    def base_model(self) -> str:
+        return self._inner.base_model
+
+
+class Model(_Sync[AsyncModel]):
+    """One adapter on a base model. Its methods send at once and give futures; the server carries
+    them out in that order, so that a step can be sent before the gradient is there.
+
+    >>> model = client.create_model(rank=4, seed=1)
+    >>> data = [next_token_datum([5, 6, 7, 8])]
+    >>> losses = []
+    >>> for _ in range(3):
+    ...     gradient = model.forward_backward(data)
+    ...     step = model.optim_step(learning_rate=1e-2)
+    ...     losses.append(gradient.result().loss)
+    >>> losses[0] > losses[1] > losses[2]
+    True
+    >>> path = model.save("first").result()
+    >>> client.load_model(path).rank
+    4
+    """
+
+    forward_backward = _sends(AsyncModel.forward_backward)
+    forward_backward_custom = _sends(AsyncModel.forward_backward_custom)
+    forward = _sends(AsyncModel.forward)
+    optim_step = _sends(AsyncModel.optim_step)
+    save = _sends(AsyncModel.save)
+    export = _sends(AsyncModel.export)
+    load = _sends(AsyncModel.load)
+    save_sampler = _opens(AsyncModel.save_sampler, Sampler)
+
+    @property
+    def id(self) -> str:
+        return self._inner.id
+
+    @property
+    def base_model(self) -> str:
+        return self._inner.base_model
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+
+class Client(_Sync[AsyncClient]):
+    """A tenant's way to a server. As a context manager it ends its session at the end: its models
+    go, what they were asked before still runs, and checkpoints stay.
+
+    ``base_url`` and ``api_key`` come from TUNESERVE_URL and TUNESERVE_API_KEY, or else from
+    TINKER_BASE_URL and TINKER_API_KEY.
+
+    >>> with Client(url, "tml-you", name="an example") as client:
+    ...     [each.model_name for each in client.base_models()]
+    ['tuneserve/tiny']
+    """
+
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(AsyncClient(base_url, api_key, **options), LoopThread())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(errored=error is not None)
+
+    def close(self, *, errored: bool = False) -> None:
+        """Waits until what was asked is accepted (not if ``errored``), and ends the session."""
+        if self._thread.is_stopped:
+            return
+        try:
+            self._thread.run(self._inner.close(errored=errored))
+        finally:
+            self._thread.stop()
+
+    create_model = _opens(AsyncClient.create_model, Model)
+    load_model = _opens(AsyncClient.load_model, Model)
+    sampler = _opens(AsyncClient.sampler, Sampler)
+    future = _sends(AsyncClient.future)
+    tokenizer = _waits(AsyncClient.tokenizer)
+    health = _waits(AsyncClient.health)
+    base_models = _waits(AsyncClient.base_models)
+    runs = _waits(AsyncClient.runs)
+    run = _waits(AsyncClient.run)
+    checkpoints = _waits(AsyncClient.checkpoints)
+    checkpoint_info = _waits(AsyncClient.checkpoint_info)
+    delete_checkpoint = _waits(AsyncClient.delete_checkpoint)
+    set_ttl = _waits(AsyncClient.set_ttl)
+    publish = _waits(AsyncClient.publish)
+    download = _waits(AsyncClient.download)

@@ -1,0 +1,141 @@
+"""Text to tokens and back, and conversations by the base model's chat template.
+
+Needs the extra ``tokenizer``: ``pip install 'tuneserve[tokenizer]'``.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2.exceptions
+import tokenizers
+from jinja2 import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tuneserve_client.data import Message
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""What a tokenizer is made of, in Hugging Face's layout; only the first must be there."""
+
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SET_HERE = frozenset({"messages", "add_generation_prompt", "tools", "documents", *_TOKENS})
+"""Names that a chat template knows without options."""
+
+
+class TemplateError(ValueError):
+    """There is no chat template, or it cannot render these messages."""
+
+
+class NoTemplate(TemplateError): ...
+
+
+class Tokenizer:
+    """A base model's tokenizer. ``name`` is for messages."""
+
+    def __init__(
+        self, tokenizer: str, config: str | None = None, template: str | None = None, name: str = ""
+    ) -> None:
+        self.name = name
+        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config: dict[str, Any] = json.loads(config) if config else {}
+        self._source = template if template is not None else _template_in(self._config)
+
+    @classmethod
+    def from_folder(cls, folder: Path, name: str = "") -> "Tokenizer":
+        """From the files of a model in Hugging Face's layout."""
+        first, *others = (folder / file for file in FILES)
+        config, template = (path.read_text() if path.exists() else None for path in others)
+        return cls(first.read_text(), config, template, name)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a sequence, if there is one."""
+        text = _token_text(self._config.get("eos_token"))
+        found: int | None = None if text is None else self._tokenizer.token_to_id(text)
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self._tokenizer.get_vocab_size()
+        return size
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The text's tokens; ``special``: with BOS before them, if the tokenizer puts one there."""
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return tokens
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """The text's tokens, and where in it each begins and ends."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoded.ids, encoded.offsets
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of the tokens, special ones left out."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """The conversation's tokens, up to where the assistant speaks."""
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, **options)
+        return self.encode(text, special=False)
+
+    def render(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
+        """The conversation as text; ``options`` are what the template reads besides. Raises
+        ``TemplateError``."""
+        known = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+            **{name: _token_text(self._config.get(name)) for name in _TOKENS},
+        }
+        try:
+            return self._template.render(**{**known, **options})
+        except NoTemplate:
+            raise
+        except Exception as error:  # a template is a program: it fails in any way on what we give
+            raise TemplateError(str(error)) from None
+
+    @cached_property
+    def _template(self) -> Template:
+        if self._source is None:
+            raise NoTemplate(f"base model {self.name!r} has no chat template; give it a text")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        return environment.from_string(self._source)
+
+
+def _template_in(config: dict[str, Any]) -> str | None:
+    """The chat template of a tokenizer_config.json; of several, the default."""
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    return found
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token, which may be described by an object."""
+    text: str | None = token.get("content") if isinstance(token, dict) else token
+    return text
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As templates are written for: jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.exceptions.TemplateError(message)

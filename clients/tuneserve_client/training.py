@@ -1,0 +1,345 @@
+"""A model: one adapter, whose requests run in the order in which they are made."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tuneserve_client import types
+from tuneserve_client.codec import (
+    chunks,
+    decode_output,
+    encode_data,
+    encode_gradient,
+    joined,
+)
+from tuneserve_client.data import Array, Datum
+from tuneserve_client.errors import LossFailed, ModelInterrupted, Refused
+from tuneserve_client.futures import AsyncFuture
+from tuneserve_client.results import StepOutput, TrainOutput
+from tuneserve_client.sampling import AsyncSampler
+from tuneserve_client.transport import API, PROTOBUF, Answer
+
+if TYPE_CHECKING:
+    from tuneserve_client.service import AsyncClient
+
+_ADAM = types.AdamParams()
+_AT_ONCE = 8
+"""Requests of one model on their way at once: the server puts them in order, and a long way there
+is not waited for each time."""
+
+_TOO_LARGE = 413
+
+CustomLoss = Callable[
+    [Sequence[Datum], list[Array]],
+    tuple[float, Sequence[npt.ArrayLike]] | tuple[float, Sequence[npt.ArrayLike], dict[str, float]],
+]
+"""From the data and the logprobs of each datum to the loss, its derivative by each of these
+logprobs, and metrics if there are any."""
+
+Post = Callable[[int], Awaitable[str]]
+"""Sends one request under a sequence number, and gives its id."""
+
+
+class AsyncModel:
+    """One adapter on a base model. Its methods send at once and give futures; the server carries
+    them out in that order, so that a step can be sent before the gradient is there."""
+
+    def __init__(self, client: "AsyncClient", model_id: str, base_model: str, rank: int) -> None:
+        self.id = model_id
+        self.base_model = base_model
+        self.rank = rank
+        self._client = client
+        self._turn = asyncio.Lock()  # whose turn it is to take sequence numbers, in order of calls
+        self._window = asyncio.Semaphore(_AT_ONCE)
+        self._seq = 0
+        self._missing: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, {self.base_model!r}, rank={self.rank})"
+
+    # --- training ---------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, /, data: Sequence[Datum], loss: str = "cross_entropy", **config: float | str
+    ) -> AsyncFuture[TrainOutput]:
+        """Adds the gradient of the loss over all data to what the next step applies. ``config`` is
+        the loss's: ``clip_low_threshold=0.8``, say."""
+        return self._gradient(data, loss, config, forward_only=False)
+
+    def forward(
+        self, /, data: Sequence[Datum], loss: str = "cross_entropy", **config: float | str
+    ) -> AsyncFuture[TrainOutput]:
+        """The same without a gradient."""
+        return self._gradient(data, loss, config, forward_only=True)
+
+    def forward_backward_custom(
+        self, data: Sequence[Datum], loss: CustomLoss
+    ) -> AsyncFuture[TrainOutput]:
+        """The gradient of any loss that is computed here, from the logprobs of the targets: one
+        pass gets them, another takes the loss's derivative by each of them back.
+
+        ``loss`` runs in a thread; what is called later waits for it. The result has its metrics,
+        ``loss:sum``, and the ``surrogate_loss:sum`` that the server computed.
+        """
+        asked = [Datum(each.tokens, each.targets) for each in data]
+        metrics: dict[str, float] = {}
+
+        async def sending() -> list[str]:
+            async with self._turn:
+                posts = self._posts(asked, "cross_entropy", {}, forward_only=True)
+                tasks = [await self._start(post) for post in posts]
+                request_ids = await asyncio.gather(*tasks)
+                answers = await asyncio.gather(*map(self._client.transport.result, request_ids))
+                scored = read_output(answers)
+                weighted = await self._weighted(data, scored.logprobs, loss, metrics)
+                posts = self._posts(weighted, "cross_entropy", {}, forward_only=False)
+                tasks = [await self._start(post) for post in posts]
+            return list(await asyncio.gather(*tasks))
+
+        def read(answers: Sequence[Answer]) -> TrainOutput:
+            output = read_output(answers)
+            surrogate = {"surrogate_loss:sum": output.loss}
+            return replace(output, metrics={**surrogate, **metrics})
+
+        return self._client.submit(sending(), read)
+
+    def optim_step(  # noqa: PLR0913 - all of AdamW's
+        self,
+        learning_rate: float = _ADAM.learning_rate,
+        *,
+        beta1: float = _ADAM.beta1,
+        beta2: float = _ADAM.beta2,
+        eps: float = _ADAM.eps,
+        weight_decay: float = _ADAM.weight_decay,
+        grad_clip_norm: float = _ADAM.grad_clip_norm,
+    ) -> AsyncFuture[StepOutput]:
+        """One step of AdamW, as torch's, on the gradients since the last one."""
+        params = types.AdamParams(
+            learning_rate=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_clip_norm=grad_clip_norm,
+        )
+        return self._send("optim_step", types.OptimStepRequest, read_step, adam_params=params)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str,
+        *,
+        ttl_s: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> AsyncFuture[str]:
+        """The path of a checkpoint to go on from, with the optimizer's state. ``ttl_s``: it is
+        deleted after that time, an hour at least."""
+        return self._send(
+            "save_weights",
+            types.SaveWeightsRequest,
+            read_path,
+            path=name,
+            ttl_seconds=ttl_s,
+            overwrite=overwrite,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+        )
+
+    def export(
+        self, name: str, *, ttl_s: int | None = None, encrypt_for: Sequence[str] = ()
+    ) -> AsyncFuture[str]:
+        """The path of an adapter in PEFT's layout, for ``client.download``; encrypted, if age
+        public keys are given."""
+        return self._send(
+            "save_weights_external",
+            types.SaveWeightsExternalRequest,
+            read_path,
+            path=name,
+            ttl_seconds=ttl_s,
+            age_encryption_recipients=list(encrypt_for) or None,
+        )
+
+    def load(self, path: str, *, optimizer: bool = True) -> AsyncFuture[None]:
+        """Puts a checkpoint of the same shape in place of what the model has learnt."""
+        request = types.LoadIntoRequest
+        return self._send("load_weights", request, read_nothing, path=path, optimizer=optimizer)
+
+    async def save_sampler(
+        self, name: str | None = None, *, ttl_s: int | None = None
+    ) -> AsyncSampler:
+        """A sampler of the weights as they are now: under a name, to be found again by its
+        ``path``, or else for as long as the client is open."""
+        request = types.SaveWeightsForSamplerRequest
+        if name is not None:
+            saving = self._send(
+                "save_weights_for_sampler", request, read_path, path=name, ttl_seconds=ttl_s
+            )
+            return await self._client.sampler(await saving)
+        number = self._client.next_sampler()
+        opening = self._send(
+            "save_weights_for_sampler", request, read_sampler_id, sampling_session_seq_id=number
+        )
+        return AsyncSampler(self._client, await opening, self.base_model, None)
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        route: str,
+        request: type[types.ModelKey],
+        read: Callable[[Sequence[Answer]], Any],
+        **fields: Any,
+    ) -> AsyncFuture[Any]:
+        async def post(seq_id: int) -> str:
+            body = request(model_id=self.id, seq_id=seq_id, **fields)
+            answer = await self._client.transport.ask(
+                types.FutureResponse, "POST", f"/{route}", body=body
+            )
+            return answer.request_id
+
+        request(model_id=self.id, seq_id=1, **fields)  # what is wrong with them is told here
+        return self._client.submit(self._in_turn([post]), read)
+
+    def _gradient(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        config: Mapping[str, float | str],
+        *,
+        forward_only: bool,
+    ) -> AsyncFuture[TrainOutput]:
+        posts = self._posts(data, loss, config, forward_only=forward_only)
+        return self._client.submit(self._in_turn(posts), read_output)
+
+    def _posts(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        config: Mapping[str, float | str],
+        *,
+        forward_only: bool,
+    ) -> list[Post]:
+        """Of each chunk of the data, which is encoded now: it may change after the call."""
+        if not data:
+            raise ValueError("data is empty; give at least one datum")
+
+        def post_of(messages: Any) -> Post:
+            async def post(seq_id: int) -> str:
+                body = encode_gradient(
+                    self.id, seq_id, messages, loss, config, forward_only=forward_only
+                )
+                response = await self._client.transport.call(
+                    "POST",
+                    f"{API}/forward_backward",
+                    body=body,
+                    headers={"Content-Type": PROTOBUF},
+                )
+                return types.FutureResponse.model_validate_json(response.content).request_id
+
+            return post
+
+        return [post_of(encode_data(chunk)) for chunk in chunks(data)]
+
+    async def _in_turn(self, posts: Sequence[Post]) -> list[str]:
+        async with self._turn:
+            tasks = [await self._start(post) for post in posts]
+        return list(await asyncio.gather(*tasks))
+
+    async def _start(self, post: Post) -> "asyncio.Task[str]":
+        """Sends it under the next sequence number. Whoever calls this has the turn."""
+        await self._window.acquire()
+        if self._missing is not None:
+            self._window.release()
+            raise ModelInterrupted(
+                f"a request of {self.id} could not be sent ({self._missing}), and those after it "
+                "would wait for it; load a checkpoint into a new model"
+            ) from self._missing
+        self._seq += 1
+        return asyncio.create_task(self._post(post, self._seq))
+
+    async def _post(self, post: Post, seq_id: int) -> str:
+        try:
+            return await post(seq_id)
+        except BaseException as error:
+            if not (isinstance(error, Refused) and error.status == _TOO_LARGE):  # its place is kept
+                self._missing = error
+            raise
+        finally:
+            self._window.release()
+
+    async def _weighted(
+        self,
+        data: Sequence[Datum],
+        logprobs: list[Array],
+        loss: CustomLoss,
+        metrics: dict[str, float],
+    ) -> list[Datum]:
+        """The data with weights under which cross_entropy has the loss's derivative."""
+        try:
+            value, gradients, *more = await asyncio.to_thread(loss, data, logprobs)
+            metrics.update(more[0] if more else {})
+            metrics["loss:sum"] = float(value)
+            weights = [-np.asarray(each, np.float32) for each in gradients]
+            shapes = [each.shape for each in weights], [each.shape for each in logprobs]
+        except Exception as error:
+            raise LossFailed(f"the custom loss failed: {error!r}; nothing was trained") from error
+        if shapes[0] != shapes[1]:
+            raise LossFailed(
+                f"the custom loss gave gradients of shapes {shapes[0]} for logprobs of shapes "
+                f"{shapes[1]}; give one of the same shape for each datum"
+            )
+        return [
+            Datum(each.tokens, each.targets, given)
+            for each, given in zip(data, weights, strict=True)
+        ]
+
+
+# --- reading results ------------------------------------------------------------------------------
+
+
+def read_output(answers: Sequence[Answer]) -> TrainOutput:
+    return joined([decode_output(each.body) for each in answers])
+
+
+def read_step(answers: Sequence[Answer]) -> StepOutput:
+    return StepOutput(metrics=answers[0].json().get("metrics") or {})
+
+
+def read_path(answers: Sequence[Answer]) -> str:
+    return str(answers[0].json()["path"])
+
+
+def read_model_id(answers: Sequence[Answer]) -> str:
+    return str(answers[0].json()["model_id"])
+
+
+def read_sampler_id(answers: Sequence[Answer]) -> str:
+    return str(answers[0].json()["sampling_session_id"])
+
+
+def read_nothing(answers: Sequence[Answer]) -> None:
+    assert answers
+
+
+def torch_loss(
+    loss: Callable[[Sequence[Datum], list[Any]], Any],
+) -> CustomLoss:
+    """A custom loss from one that computes with torch: ``loss(data, logprobs)`` gets tensors, and
+    gives a scalar tensor, or one and a dict of metrics."""
+    import torch
+
+    def with_gradients(
+        data: Sequence[Datum], logprobs: list[Array]
+    ) -> tuple[float, list[Array], dict[str, float]]:
+        leaves = [torch.tensor(each, requires_grad=True) for each in logprobs]
+        found = loss(data, leaves)
+        value, metrics = found if isinstance(found, tuple) else (found, {})
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        return float(value.detach()), [each.numpy() for each in gradients], metrics
+
+    return with_gradients

@@ -1,0 +1,256 @@
+"""The only module that speaks HTTP: sends, sends again, and turns answers into errors.
+
+A request is sent again after a connection error, 408, 429 or 5xx, with the same key and sequence
+number, by which the server knows it: it has one effect however often it is sent. That goes on until
+``deadline_s`` after it was sent first.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from tuneserve_client.body import Request, Response
+from tuneserve_client.errors import (
+    Category,
+    Refused,
+    RequestFailed,
+    TuneserveError,
+    Unreachable,
+    refusal,
+)
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=Response)
+
+API = "/api/v1"
+PROTOBUF = "application/x-protobuf"
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_POLL_S = 45.0  # the server holds a poll for 25 s, 40 at most
+_SHORTEST_POLL_S = 0.5  # a server that holds no polls is not asked more often
+_REMINDER_S = 60.0
+_TELL_AFTER = 4  # tries, some seconds: whoever waits should know why, but not of each lost packet
+_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result as it came."""
+
+    content_type: str
+    body: bytes
+
+    @property
+    def is_protobuf(self) -> bool:
+        return PROTOBUF in self.content_type
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Transport:
+    """One server, one key. ``inner`` takes the place of the network, ``clock`` that of time."""
+
+    def __init__(  # noqa: PLR0913 - the last two are for tests
+        self,
+        base_url: str,
+        api_key: str,
+        *,
+        deadline_s: float,
+        inner: httpx.AsyncBaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._sleep = sleep
+        # A proxy in the environment must not catch loopback traffic.
+        trust_env = urlsplit(base_url).hostname not in _LOOPBACK
+        # Polls have connections of their own: hundreds that are held would keep out all others.
+        self._calls, self._polls = (
+            httpx.AsyncClient(
+                base_url=base_url.rstrip("/"),
+                headers={"X-API-Key": api_key, "User-Agent": "tuneserve-client"},
+                limits=httpx.Limits(max_connections=most, max_keepalive_connections=most),
+                timeout=httpx.Timeout(60.0, connect=10.0, pool=None),
+                transport=inner,
+                trust_env=trust_env,
+            )
+            for most in (64, 1024)
+        )
+
+    async def close(self) -> None:
+        await self._calls.aclose()
+        await self._polls.aclose()
+
+    async def call(  # noqa: PLR0913 - the parts of a request
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Request | bytes | None = None,
+        headers: dict[str, str] | None = None,
+        params: dict[str, Any] | None = None,
+        once: bool = False,
+    ) -> httpx.Response:
+        """The 2xx answer (or 304). ``once``: it is not sent again. Raises ``TuneserveError``."""
+        request = self._calls.build_request(
+            method, path, content=_content(body), params=params, headers=_headers(body, headers)
+        )
+        return await self._insist(self._calls, request, once=once)
+
+    async def ask(self, answer: type[R], method: str, path: str, **options: Any) -> R:
+        """The answer to ``call``, read as ``answer``."""
+        response = await self.call(method, f"{API}{path}", **options)
+        return answer.model_validate_json(response.content)
+
+    async def result(self, request_id: str) -> Answer:
+        """The result of an accepted request, however long it takes. Raises ``RequestFailed``."""
+        request = self._polls.build_request(
+            "POST",
+            f"{API}/retrieve_future",
+            json={"request_id": request_id},
+            headers={"Accept": f"{PROTOBUF}, application/json"},
+            timeout=httpx.Timeout(_POLL_S, connect=10.0, pool=None),
+        )
+        told_s = self._clock()
+        while True:
+            asked_s = self._clock()
+            response = await self._insist(self._polls, request, polls=True)
+            if response.status_code != 408:
+                return _ended(request_id, response)
+            reason = _reason(response)
+            if reason and self._clock() - told_s >= _REMINDER_S:
+                logger.warning("request %s still waits: %s", request_id, reason)
+                told_s = self._clock()
+            await self._sleep(max(0.0, _SHORTEST_POLL_S - (self._clock() - asked_s)))
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        """An answer that is read as it comes. It is sent again until it begins, not after that:
+        each would be a request of its own."""
+        timeout = httpx.Timeout(_POLL_S, connect=10.0, pool=None)  # a comment comes every 25 s
+        request = self._polls.build_request("POST", path, json=body, timeout=timeout)
+        response = await self._insist(self._polls, request, stream=True)
+        try:
+            yield response
+        except httpx.TransportError as error:
+            raise Unreachable(f"the stream broke off: {_said(error)}; ask again") from error
+        finally:
+            await response.aclose()
+
+    @asynccontextmanager
+    async def download(self, url: str) -> AsyncIterator[AsyncIterator[bytes]]:
+        """The bytes behind a signed link, which carries its own permission."""
+        request = self._calls.build_request("GET", url)
+        del request.headers["X-API-Key"]
+        response = await self._insist(self._calls, request, stream=True)
+        try:
+            yield response.aiter_bytes()
+        except httpx.TransportError as error:
+            raise Unreachable(f"the download broke off: {_said(error)}; ask again") from error
+        finally:
+            await response.aclose()
+
+    async def _insist(
+        self,
+        client: httpx.AsyncClient,
+        request: httpx.Request,
+        *,
+        once: bool = False,
+        polls: bool = False,
+        stream: bool = False,
+    ) -> httpx.Response:
+        """Sends until there is an answer that sending again would not change."""
+        until_s = self._clock() + (0.0 if once else self._deadline_s)
+        attempt = 0
+        while True:
+            try:
+                response = await client.send(request, stream=stream)
+                if response.is_success or response.status_code == 304:
+                    return response
+                await response.aread()
+                if polls and response.status_code == 408 and "queue_state" in response.text:
+                    return response
+                problem: TuneserveError = error_of(response)
+                if response.status_code not in (408, 429) and response.status_code < 500:
+                    raise problem
+            except httpx.TransportError as error:
+                problem = Unreachable(
+                    f"{request.url.copy_with(query=None)} does not answer: {_said(error)}; check "
+                    "the address and that the server runs"
+                )
+                problem.__cause__ = error
+            wait_s = _wait_s(attempt, problem)
+            attempt += 1
+            if self._clock() + wait_s > until_s:
+                raise problem
+            level = logging.WARNING if attempt == _TELL_AFTER else logging.INFO
+            logger.log(level, "sending again, now in %.1f s: %s", wait_s, problem)
+            await self._sleep(wait_s)
+
+
+def _content(body: Request | bytes | None) -> bytes | None:
+    if isinstance(body, Request):
+        return body.model_dump_json(exclude_none=True).encode()
+    return body
+
+
+def _headers(body: Request | bytes | None, more: dict[str, str] | None) -> dict[str, str]:
+    kind = {"Content-Type": "application/json"} if isinstance(body, Request) else {}
+    return {**kind, **(more or {})}
+
+
+def _wait_s(attempt: int, problem: TuneserveError) -> float:
+    """What the server asked for, or twice as long each time, spread out by chance."""
+    if problem.retry_after_s is not None:
+        return problem.retry_after_s
+    longest: float = min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S)
+    return longest * random.uniform(0.75, 1.0)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def error_of(response: httpx.Response) -> Refused:
+    """What an answer that is not 2xx says, in our shape or in OpenAI's."""
+    code, message = "http_error", f"the answer was HTTP {response.status_code}"
+    try:
+        found = response.json()
+    except ValueError:  # a proxy's page
+        found = None
+    if isinstance(found, dict):
+        said = found["error"] if isinstance(found.get("error"), dict) else found
+        code = str(said.get("code", code))
+        message = str(said.get("message") or said.get("detail") or message)
+    try:
+        retry_after_s = float(response.headers.get("retry-after", ""))
+    except ValueError:
+        retry_after_s = None
+    return refusal(response.status_code, code, message, retry_after_s)
+
+
+def _reason(response: httpx.Response) -> str | None:
+    found = response.json()
+    return found.get("queue_state_reason") if isinstance(found, dict) else None
+
+
+def _ended(request_id: str, response: httpx.Response) -> Answer:
+    answer = Answer(response.headers.get("content-type", ""), response.content)
+    if not answer.is_protobuf:
+        found = answer.json()
+        if isinstance(found, dict) and "error" in found:
+            category: Category = "user" if found.get("category") == "user" else "server"
+            raise RequestFailed(str(found["error"]), category=category, request_id=request_id)
+    return answer

@@ -1,0 +1,37 @@
+"""The real service on the embedded model, one for all tests of the client."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tuneserve_client import Client
+from tuneserve_server.local import LocalServer
+
+KEY = "tml-client"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """Programs that compile fast, when they are needed."""
+    os.environ["TINKER_TELEMETRY"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    quick = {"compile_ahead": "false", "chunk_tokens": "64"}
+    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Iterator[Client]:
+    with Client(server.url, KEY) as made:
+        yield made

@@ -1,0 +1,66 @@
+"""Documentation that runs: docstrings, docs/sdk.md and the example, against the real service."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tuneserve_client
+from tests.client.conftest import KEY
+from tuneserve_client import Client
+from tuneserve_server.local import LocalServer
+
+ROOT = Path(__file__).parents[2]
+MODULES = ("sync", "data", "bars")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_say_what_they_give(
+    name: str, server: LocalServer, client: Client
+) -> None:
+    module = importlib.import_module(f"tuneserve_client.{name}")
+    known = {each: getattr(tuneserve_client, each) for each in tuneserve_client.__all__}
+    found = doctest.testmod(module, extraglobs={**known, "url": server.url, "client": client})
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+def test_no_docstring_with_examples_is_left_out() -> None:
+    folder = Path(tuneserve_client.__file__).parent
+    with_examples = {path.stem for path in folder.glob("*.py") if ">>> " in path.read_text()}
+    assert with_examples == set(MODULES)
+
+
+def test_every_snippet_of_the_page_runs_after_the_others(
+    server: LocalServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TUNESERVE_URL", server.url)
+    monkeypatch.setenv("TUNESERVE_API_KEY", KEY)
+    monkeypatch.chdir(tmp_path)
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/sdk.md").read_text(), re.M | re.S)
+    assert len(snippets) > 8
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        exec(compile(snippet, "docs/sdk.md", "exec"), names)
+    assert (tmp_path / "my-adapter" / "adapter_model.safetensors").exists()
+    said = capsys.readouterr().out
+    assert "user " in said and "1000000" in said
+
+
+def test_the_example_trains_and_talks(server: LocalServer) -> None:
+    environment = {**os.environ, "TUNESERVE_URL": server.url, "TUNESERVE_API_KEY": KEY}
+    script = ROOT / "examples" / "sft_client.py"
+    assert len(script.read_text().splitlines()) < 80
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "Arr, matey!" in ran.stdout.splitlines()[-1]

@@ -1,0 +1,92 @@
+"""What installing the client alone brings, and what using it loads."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import tuneserve_client
+
+ROOT = Path(__file__).parents[2]
+LIGHT = {
+    *("httpx", "httpcore", "h11", "anyio", "sniffio", "idna", "certifi"),
+    *("pydantic", "pydantic-core", "annotated-types", "typing-extensions", "typing-inspection"),
+    *("protobuf", "numpy", "tqdm"),
+}
+
+
+def closure(requirements: list[str]) -> set[str]:
+    """Everything that pip would install for them here, from what installed packages declare."""
+    found: set[str] = set()
+    waiting = [(Requirement(text), "") for text in requirements]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        if name in found:
+            continue
+        found.add(name)
+        for text in importlib.metadata.requires(name) or []:
+            waiting += [(Requirement(text), each) for each in ("", *requirement.extras)]
+    return found
+
+
+def test_installing_the_client_alone_brings_nothing_heavy() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert closure(project["dependencies"]) <= LIGHT
+    assert {"jax", "numpy"} <= closure(project["optional-dependencies"]["engine"])
+    assert {"fastapi", "redis"} <= closure(project["optional-dependencies"]["server"][1:])
+
+
+BLOCKED = """
+import importlib.abc, sys
+
+class Nothing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition('.')[0] in sys.argv[1].split(','):
+            raise ImportError(f'{name} is not installed', name=name)
+
+sys.meta_path.insert(0, Nothing())
+import tuneserve_client
+for name in tuneserve_client.__all__:
+    getattr(tuneserve_client, name)
+client = tuneserve_client.Client('http://127.0.0.1:1', 'tml-a', deadline_s=0)
+try:
+    client._thread.run(client._inner._load_tokenizer('any'))
+except ImportError as error:
+    print(error)
+client.close()
+"""
+
+
+def test_all_of_it_works_without_what_is_not_installed_with_it() -> None:
+    """And a tokenizer says what it needs."""
+    absent = {
+        *("jax", "flax", "fastapi", "redis", "uvicorn", "tuneserve_engine", "tuneserve_server"),
+        *("tokenizers", "jinja2", "huggingface_hub", "transformers", "torch", "rich", "msgspec"),
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", BLOCKED, ",".join(absent)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "pip install 'tuneserve[tokenizer]'" in ran.stdout
+
+
+def test_the_wire_types_alone_load_no_http_client() -> None:
+    """Server and engine have them from this package."""
+    command = "import sys, tuneserve_client.types; print('httpx' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert ran.stdout.strip() == "False"
+
+
+def test_every_public_name_is_there_and_typed() -> None:
+    assert set(tuneserve_client.__all__) == set(tuneserve_client._HOMES)
+    assert (Path(tuneserve_client.__file__).parent / "py.typed").exists()

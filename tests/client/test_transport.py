@@ -1,0 +1,199 @@
+"""What is sent again and how, what is not, and how answers become errors."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tuneserve_client import errors
+from tuneserve_client.transport import Transport
+from tuneserve_client.types import FutureResponse, OptimStepRequest
+
+pytestmark = pytest.mark.anyio
+
+STEP = OptimStepRequest(model_id="s:train:0", seq_id=3)
+ACCEPTED = httpx.Response(200, json={"request_id": "req_a"})
+Turn = httpx.Response | Exception
+
+
+class Network:
+    """Answers in turn (the last one for ever), and time that only sleeping moves."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self.turns = list(turns)
+        self.requests: list[httpx.Request] = []
+        self.slept: list[float] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        turn = self.turns[0] if len(self.turns) == 1 else self.turns.pop(0)
+        if isinstance(turn, Exception):
+            raise turn
+        return httpx.Response(turn.status_code, headers=turn.headers, content=turn.content)
+
+    def clock(self) -> float:
+        return sum(self.slept)
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+Connect = Callable[..., tuple[Network, Transport]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    made: list[Transport] = []
+
+    def to(*turns: Turn, deadline_s: float = 60.0) -> tuple[Network, Transport]:
+        network = Network(turns)
+        inner = httpx.MockTransport(network)
+        transport = Transport(
+            "http://server/base/",
+            "tml-secret",
+            deadline_s=deadline_s,
+            inner=inner,
+            clock=network.clock,
+            sleep=network.sleep,
+        )
+        made.append(transport)
+        return network, transport
+
+    yield to
+    for transport in made:
+        await transport.close()
+
+
+def refused(status: int, code: str = "c", **headers: str) -> httpx.Response:
+    return httpx.Response(status, json={"detail": "why", "code": code}, headers=headers)
+
+
+async def step(transport: Transport) -> str:
+    answer = await transport.ask(FutureResponse, "POST", "/optim_step", body=STEP)
+    return answer.request_id
+
+
+async def test_what_gets_no_answer_is_sent_again_under_the_same_number(connect: Connect) -> None:
+    lost = httpx.ReadError("connection reset")
+    network, transport = connect(lost, refused(503), refused(408, "body_too_slow"), ACCEPTED)
+    assert await step(transport) == "req_a"
+    assert len(network.requests) == 4
+    assert len({request.content for request in network.requests}) == 1
+    assert json.loads(network.requests[3].content) == {"model_id": "s:train:0", "seq_id": 3}
+    request = network.requests[0]
+    assert str(request.url) == "http://server/base/api/v1/optim_step"
+    assert request.headers["X-API-Key"] == "tml-secret"
+
+
+async def test_waits_grow_until_the_server_names_one(connect: Connect) -> None:
+    network, transport = connect(
+        *[refused(503)] * 3, refused(429, **{"Retry-After": "7"}), ACCEPTED
+    )
+    await step(transport)
+    *growing, named = network.slept
+    assert [0.375, 0.75, 1.5] <= growing <= [0.5, 1.0, 2.0]
+    assert named == 7.0
+
+
+async def test_the_deadline_ends_it_with_the_last_answer(connect: Connect) -> None:
+    last = refused(503, "disk_full", **{"Retry-After": "15"})
+    network, transport = connect(last, deadline_s=40.0)
+    with pytest.raises(errors.ServerFault, match="why") as caught:
+        await step(transport)
+    assert network.slept == [15.0, 15.0]  # a third wait would end after the deadline
+    error = caught.value
+    assert (error.code, error.status, error.category) == ("disk_full", 503, "server")
+    assert error.retry_after_s == 15.0
+
+
+async def test_a_server_that_is_not_there_is_told_with_its_address(connect: Connect) -> None:
+    _, transport = connect(httpx.ConnectError("refused"), deadline_s=5.0)
+    with pytest.raises(errors.Unreachable, match=r"http://server/base.* refused") as caught:
+        await step(transport)
+    assert isinstance(caught.value.__cause__, httpx.ConnectError)
+    assert caught.value.category == "server"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, "invalid_request", errors.InvalidRequest),
+        (401, "unauthorized", errors.Unauthorized),
+        (403, "link_invalid", errors.Forbidden),
+        (404, "not_found", errors.NotFound),
+        (410, "session_ended", errors.SessionEnded),
+        (410, "result_expired", errors.ResultExpired),
+        (413, "body_too_large", errors.InvalidRequest),
+        (422, "malformed", errors.InvalidRequest),
+    ],
+)
+async def test_a_refusal_is_not_sent_again_and_has_a_class(
+    connect: Connect, status: int, code: str, kind: type[errors.Refused]
+) -> None:
+    network, transport = connect(refused(status, code))
+    with pytest.raises(errors.Refused, match="why") as caught:
+        await step(transport)
+    assert len(network.requests) == 1
+    assert type(caught.value) is kind
+    assert (caught.value.code, caught.value.status) == (code, status)
+    assert caught.value.category == "user"
+
+
+async def test_errors_of_the_openai_routes_and_of_proxies_are_read_too(connect: Connect) -> None:
+    openai = {"error": {"message": "no such", "type": "x", "code": "model_not_found"}}
+    _, transport = connect(httpx.Response(404, json=openai))
+    with pytest.raises(errors.NotFound, match="no such") as caught:
+        await step(transport)
+    assert caught.value.code == "model_not_found"
+    _, transport = connect(httpx.Response(403, text="<html>"))
+    with pytest.raises(errors.Forbidden, match="HTTP 403") as proxied:
+        await step(transport)
+    assert proxied.value.code == "http_error"
+
+
+NOT_YET: dict[str, Any] = {"queue_state": "paused_capacity", "queue_state_reason": "no worker"}
+
+
+async def test_a_poll_goes_on_for_as_long_as_it_takes(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Far longer than the deadline, which counts while nobody answers; and says why it waits."""
+    caplog.set_level(logging.WARNING, "tuneserve_client")
+    waiting = [httpx.Response(408, json=NOT_YET)] * 300
+    network, transport = connect(*waiting, refused(503), httpx.Response(200, json={"path": "p"}))
+    assert (await transport.result("req_a")).json() == {"path": "p"}
+    assert len(network.requests) == 302
+    assert sum(network.slept) > 149  # a server that answers at once is not asked at once
+    assert [record.getMessage() for record in caplog.records] == [
+        "request req_a still waits: no worker"
+    ] * 2
+
+
+async def test_a_request_that_failed_says_whose_fault_it_was(connect: Connect) -> None:
+    for category in ("user", "server"):
+        failed = {"error": "targets are too long", "category": category}
+        _, transport = connect(httpx.Response(200, json=failed))
+        with pytest.raises(errors.RequestFailed, match="too long") as caught:
+            await transport.result("req_a")
+        assert caught.value.category == category
+        assert caught.value.code == "request_failed"
+        assert caught.value.request_id == "req_a"
+
+
+async def test_a_download_does_not_carry_the_key(connect: Connect) -> None:
+    network, transport = connect(httpx.Response(200, content=b"bytes"))
+    async with transport.download("http://elsewhere/file?signature=s") as pieces:
+        assert b"".join([piece async for piece in pieces]) == b"bytes"
+    (request,) = network.requests
+    assert "X-API-Key" not in request.headers
+    assert "tml-secret" not in str(request.headers.raw)
+
+
+def test_every_error_is_drawn_and_described() -> None:
+    drawn = errors.__doc__ or ""
+    kinds = [each for each in vars(errors).values() if isinstance(each, type)]
+    assert len(kinds) > 10
+    assert all(f"{each.__name__}\n" in drawn or f"{each.__name__} " in drawn for each in kinds)
