@@ -47,6 +47,7 @@ SCOPES: dict[str, frozenset[Scope]] = {
     f"POST {_CHECKPOINT}/publish": _TRAIN,
     f"DELETE {_CHECKPOINT}/publish": _TRAIN,
     f"GET {_CHECKPOINT}/external_weights_urls": _EITHER,
+    "GET /tokenizer": _EITHER,
     "GET /sessions": _EITHER,
     "GET /sessions/{session_id}": _EITHER,
     "POST /v1/completions": _SAMPLE,
