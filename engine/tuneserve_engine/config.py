@@ -199,6 +199,11 @@ class WorkerSettings(CommonSettings):
         description="Memory of the device to plan with; default: what the device reports, for a "
         "CPU half of the machine's memory.",
     )
+    device_peak_flops: PositiveFloat | None = Field(
+        default=None,
+        description="Floating-point operations that the device can do in a second, in `dtype`, as "
+        "its maker says; only shown, as `tuneserve_device_peak_flops`, for those who divide by it.",
+    )
     adapter_device_bytes: PositiveInt | None = Field(
         default=None,
         description="Most of it for adapters: weights, moments and gradient. Default: what the "
