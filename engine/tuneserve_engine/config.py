@@ -251,12 +251,7 @@ class WorkerSettings(CommonSettings):
     @field_validator("tenant_weights", mode="before")
     @classmethod
     def _from_json(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        try:
-            return json.loads(given or "{}")
-        except ValueError as error:
-            raise ValueError(f"it is no JSON object: {error}") from None
+        return from_json(given)
 
     @property
     def compile_cache_dir(self) -> Path:
@@ -272,6 +267,16 @@ class WorkerSettings(CommonSettings):
     def lease_name(self) -> str:
         """The name under which this process takes its lease."""
         return self.worker_name or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def from_json(given: object) -> object:
+    """What the text of a setting says that is a table. Raises ``ValueError``."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given or "{}")
+    except ValueError as error:
+        raise ValueError(f"it is no JSON object: {error}") from None
 
 
 def without_password(address: str) -> str:

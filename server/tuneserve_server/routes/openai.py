@@ -28,6 +28,7 @@ from tuneserve_server import commands, openai_request
 from tuneserve_server.admission import Place, admit
 from tuneserve_server.deps import Caller, CallerDep, RawBody
 from tuneserve_server.errors import (
+    BudgetSpent,
     Crowded,
     DiskFull,
     InvalidRequest,
@@ -67,7 +68,15 @@ _PATH = "tinker://"
 _STREAM = "text/event-stream"
 _GENERATES: Declared = {
     200: {"content": {"application/json": {"schema": {}}, _STREAM: {"schema": {}}}},
-    **fails(InvalidRequest, ModelNotFound, Crowded, DiskFull, ModelUnavailable, body=OpenAIFailure),
+    **fails(
+        InvalidRequest,
+        ModelNotFound,
+        Crowded,
+        BudgetSpent,
+        DiskFull,
+        ModelUnavailable,
+        body=OpenAIFailure,
+    ),
 }
 
 
