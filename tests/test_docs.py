@@ -1,5 +1,6 @@
 """The documentation names everything there is: settings and defaults, routes, error codes."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -10,6 +11,7 @@ from tuneserve_engine.config import TINY_MODEL, CommonSettings, WorkerSettings
 from tuneserve_engine.figures import FIGURES
 from tuneserve_server import errors
 from tuneserve_server.app import AT_ROOT, PREFIX, ROUTERS
+from tuneserve_server.figures import API_FIGURES
 from tuneserve_server.settings import ApiSettings
 
 ROOT = Path(__file__).parent.parent
@@ -57,8 +59,22 @@ def test_every_route_is_documented_and_no_other():
 def test_every_figure_is_documented_with_its_meaning_and_no_other():
     rows = re.findall(r"^\| `tuneserve_(\w+)` \| (.*) \|$", documented("api.md"), re.M)
     meanings = {name: meaning for name, meaning in rows if name != "workers"}
-    assert meanings == FIGURES
+    assert meanings == FIGURES | API_FIGURES
     assert "workers" in dict(rows)
+
+
+def test_dashboard_and_alerts_ask_for_figures_that_there_are():
+    known = {f"tuneserve_{name}" for name in [*FIGURES, *API_FIGURES, "workers"]}
+    known |= {f"{name}_bucket" for name in known if name.endswith("_duration_seconds")}
+    dashboard = json.loads(documented("grafana/tuneserve.json"))
+    asked = [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]
+    assert len(asked) == len(dashboard["panels"]) > 0
+    alerts = documented("grafana/alerts.yaml")
+    rules = re.findall(r"expr: (?:>-\n)?((?:.|\n)+?)\n +(?:for|labels):", alerts)
+    assert len(rules) == alerts.count("alert:")
+    for expression in asked + rules:
+        named = set(re.findall(r"\btuneserve_\w+", expression))
+        assert named and named <= known, (expression, named - known)
 
 
 def test_every_error_code_is_documented_with_its_status():

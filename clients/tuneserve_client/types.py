@@ -466,3 +466,76 @@ class Failure(Response):
 
     detail: str
     code: str
+
+
+# --- what was used --------------------------------------------------------------------------------
+
+
+class UsageTotals(Response):
+    requests: int = Field(description="That ran, and have ended.")
+    device_ms: float
+    trained_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    padded_tokens: int = Field(description="Computed beside them.")
+    flops: float = Field(description="Model FLOPs; 0 where the base model's size is not known.")
+
+
+class ModelUsage(UsageTotals):
+    name: str = Field(description="A model's id, or a base model that was sampled from.")
+
+
+class BudgetResponse(Response):
+    limit_device_ms: float = Field(description="Of a day, in UTC.")
+    used_device_ms: float = Field(description="Since its beginning.")
+    resets: datetime
+
+
+class UsageResponse(Response):
+    tenant: str
+    total: UsageTotals
+    by_model: list[ModelUsage]
+    budget: BudgetResponse | None = None
+
+
+class CurvePointResponse(Response):
+    kind: Literal["forward_backward", "forward", "optim_step"]
+    seq_id: int
+    time: datetime
+    loss_sum: float | None = None
+    tokens: int | None = None
+    weight: float | None = Field(default=None, description="Sum of the tokens' weights.")
+    step: int | None = Field(default=None, description="Of the optimizer, from 1 on.")
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+class CurveResponse(Response):
+    points: list[CurvePointResponse]
+
+
+class RequestTimings(Response):
+    total_ms: float = Field(description="From acceptance to the stored result: the next three.")
+    held_ms: float = Field(
+        description="Waited for an earlier request or a worker, or was being stored."
+    )
+    queue_ms: float = Field(description="At its worker, before it began.")
+    run_ms: float = Field(description="From its beginning to its result.")
+    device_ms: float = Field(description="Its part of the device meanwhile.")
+
+
+class RequestCost(Response):
+    trained_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    padded_tokens: int
+    flops: float
+    others: int = Field(description="Requests that shared its first unit.")
+
+
+class RequestResponse(Response):
+    request_id: str
+    kind: str
+    status: Literal["held", "ready", "done", "failed", "expired"]
+    timings: RequestTimings | None = None
+    cost: RequestCost | None = None

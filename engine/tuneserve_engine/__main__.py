@@ -87,6 +87,7 @@ async def _work(
                 renew_s=settings.lease_ttl_s / 3,
                 renewed=pulse.beat,
                 figures=lambda: backend.figures,
+                peak_flops=settings.device_peak_flops or 0.0,
             ),
         )
         loop = asyncio.get_running_loop()

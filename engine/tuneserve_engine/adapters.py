@@ -79,6 +79,7 @@ class BaseModelInfo:
     """The facts about a loaded base model that clients and validation need.
 
     ``name`` is the name it is served under; ``tokenizer_id`` is a hub id or a local directory.
+    ``parameters`` are those that every token is multiplied with: the embedding, a table, is not.
     """
 
     name: str
@@ -88,3 +89,23 @@ class BaseModelInfo:
     max_rank: int
     tokenizer_id: str
     eos_token_ids: tuple[int, ...] = ()
+    parameters: int = 0
+
+
+def check_targets(config: AdapterConfig) -> None:
+    """Raises ``UserError`` for an adapter of nothing."""
+    if not config.targets:
+        raise UserError(
+            "lora_config trains nothing: train_attn, train_mlp and train_unembed are all false; "
+            "set at least one to true"
+        )
+
+
+def check_same_shape(config: AdapterConfig, loaded: AdapterConfig, path: str) -> None:
+    """Raises ``UserError`` if a model of the one cannot take what is loaded, of the other."""
+    ours, theirs = (config.rank, config.targets), (loaded.rank, loaded.targets)
+    if ours != theirs:
+        raise UserError(
+            f"{path} has rank {theirs[0]} on {', '.join(theirs[1])}; this model has rank {ours[0]} "
+            f"on {', '.join(ours[1])}; create a new model from the checkpoint instead"
+        )

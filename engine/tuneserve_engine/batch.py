@@ -231,6 +231,17 @@ def _fill(batch: TrainBatch, first: int, number: int, datum: Datum, data: Traini
         columns[name][part] = values
 
 
+def computed_tokens(packed: Packed, lattice: Lattice) -> list[float]:
+    """Tokens that are computed for each of the unit's requests: its own blocks, padding included,
+    and its part of those that fill the last chunk of a micro-batch."""
+    computed = np.zeros(len(packed.members))
+    for batch in packed.unit.batches:
+        own = np.bincount(batch.block_request[: batch.blocks], minlength=len(packed.members))
+        whole = multiple_from(batch.blocks * lattice.block, lattice.chunk)
+        computed += own * (whole / batch.blocks)
+    return [float(each) for each in computed]
+
+
 def unpack(
     packed: Packed, outputs: Sequence[TrainOutput], member: int, data: TrainingData
 ) -> tuple[list[FloatArray], float]:

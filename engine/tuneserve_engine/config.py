@@ -204,6 +204,11 @@ class WorkerSettings(CommonSettings):
         description="Memory of the device to plan with; default: what the device reports, for a "
         "CPU half of the machine's memory.",
     )
+    device_peak_flops: PositiveFloat | None = Field(
+        default=None,
+        description="Floating-point operations that the device can do in a second, in `dtype`, as "
+        "its maker says; only shown, as `tuneserve_device_peak_flops`, for those who divide by it.",
+    )
     adapter_device_bytes: PositiveInt | None = Field(
         default=None,
         description="Most of it for adapters: weights, moments and gradient. Default: what the "
@@ -251,12 +256,7 @@ class WorkerSettings(CommonSettings):
     @field_validator("tenant_weights", mode="before")
     @classmethod
     def _from_json(cls, given: object) -> object:
-        if not isinstance(given, str):
-            return given
-        try:
-            return json.loads(given or "{}")
-        except ValueError as error:
-            raise ValueError(f"it is no JSON object: {error}") from None
+        return from_json(given)
 
     @property
     def compile_cache_dir(self) -> Path:
@@ -272,6 +272,16 @@ class WorkerSettings(CommonSettings):
     def lease_name(self) -> str:
         """The name under which this process takes its lease."""
         return self.worker_name or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def from_json(given: object) -> object:
+    """What the text of a setting says that is a table. Raises ``ValueError``."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given or "{}")
+    except ValueError as error:
+        raise ValueError(f"it is no JSON object: {error}") from None
 
 
 def without_password(address: str) -> str:

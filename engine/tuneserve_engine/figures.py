@@ -26,8 +26,14 @@ FIGURES = {
     "adapters_paged_in_total": "Adapters brought into the device's memory.",
     "adapters_paged_out_total": "Adapters moved out of it.",
     "device_seconds_total": "Time that units took on the device.",
+    "device_seconds_overhead_total": "The part of it that no request is charged with: replay, "
+    "passes that failed, samples that were given up when a worker stopped.",
     "host_seconds_total": "Time in which there was work and the device had nothing to do: the "
     "host was at it, or adapters were on their way.",
+    "model_flops_total": "Model FLOPs of requests that have ended: 4 per token and parameter for "
+    "gradients, 2 for what is only computed forward.",
+    "device_peak_flops": "What the device can do in a second, as the setting of that name says; 0 "
+    "if it does not.",
     "page_wait_seconds_total": "Time that units waited for their adapters, part of the above.",
 }
 """By the names under which a worker tells them."""

@@ -2,7 +2,7 @@
 fails."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -15,10 +15,12 @@ from tuneserve_engine.backend.base import (
     TrainResult,
     TrainUnit,
 )
-from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
+from tuneserve_engine.batch import Packed, PackRequest, computed_tokens, pack, unpack
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import Job, Outcome
 from tuneserve_engine.outcomes import Answer, attempt, failed_together, protobuf
+from tuneserve_engine.training_wire import TrainingData
+from tuneserve_engine.usage import BACKWARD_FLOPS, FORWARD_FLOPS, CurvePoint, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +51,12 @@ class _Full(NamedTuple):
 
 @dataclass(frozen=True)
 class Passes:
-    """Runs units on the device by ``run``. Lets nothing escape but ``DeviceFailed``."""
+    """Runs units on the device by ``run``, which is told how many tokens are computed for each
+    request. Lets nothing escape but ``DeviceFailed``. The base model has so many ``parameters``."""
 
-    run: Callable[[TrainUnit], TrainResult]
+    run: Callable[[TrainUnit, Mapping[str, float]], TrainResult]
     lattice: Lattice
+    parameters: int = 0
 
     def of(self, asked: Sequence[Asked], halvings: int, full: _Full | None = None) -> Results:
         """Every request's result. Of a pass that fails as a whole nothing is in, so its requests
@@ -65,18 +69,30 @@ class Passes:
         for packed in passes:
             members = [asked[i] for i in packed.members]
             tokens = packed.unit.batches[0].tokens.size
+            computed = computed_tokens(packed, self.lattice)
             if full is not None and tokens == full.tokens:  # nothing got shorter
                 return {asked[0].job.request_id: full.error}
             try:
-                result = self.run(packed.unit)
+                result = self.run(packed.unit, dict(zip(_ids(members), computed, strict=True)))
             except DeviceFailed:
                 raise
             except Exception as error:
                 results |= self._again(members, halvings, error, tokens)
             else:
                 for i, each in enumerate(members):
-                    results[each.job.request_id] = _result(each, packed, result, i, halvings)
+                    usage = self._usage(each.request.data, computed[i])
+                    ran = _Ran(packed, result, i, halvings, usage)
+                    results[each.job.request_id] = _result(each, ran)
         return results
+
+    def _usage(self, data: TrainingData, computed: float) -> Usage:
+        tokens = _tokens(data)
+        per_token = FORWARD_FLOPS + (0 if data.forward_only else BACKWARD_FLOPS)
+        return Usage(
+            trained_tokens=tokens,
+            padded_tokens=max(round(computed) - tokens, 0),
+            flops=float(per_token * self.parameters * tokens),
+        )
 
     def _again(
         self, asked: Sequence[Asked], halvings: int, error: Exception, tokens: int = 0
@@ -96,10 +112,26 @@ class Passes:
         return {job.request_id: error}
 
 
-def _result(
-    asked: Asked, packed: Packed, result: TrainResult, member: int, halvings: int
-) -> Answer | Exception:
-    if not result.finite[member]:
+class _Ran(NamedTuple):
+    """A request's pass, of which it was the ``member``-th, and what that cost."""
+
+    packed: Packed
+    result: TrainResult
+    member: int
+    halvings: int
+    usage: Usage
+
+
+def _ids(asked: Sequence[Asked]) -> list[str]:
+    return [each.job.request_id for each in asked]
+
+
+def _tokens(data: TrainingData) -> int:
+    return sum(len(datum.tokens) for datum in data.data)
+
+
+def _result(asked: Asked, ran: _Ran) -> Answer | Exception:
+    if not ran.result.finite[ran.member]:
         return UserError(
             "the loss or its gradient is not finite; nothing was accumulated; check the learning "
             "rate, advantages and logprobs, or load an earlier checkpoint"
@@ -107,8 +139,26 @@ def _result(
 
     def trained(job: Job) -> Outcome:
         data = asked.request.data
-        logprobs, loss = unpack(packed, result.outputs, member, data)
+        logprobs, loss = unpack(ran.packed, ran.result.outputs, ran.member, data)
         outcome = protobuf(job, training_wire.encode_output(logprobs, loss))
-        return replace(outcome, changed=not data.forward_only, halvings=halvings)
+        return replace(
+            outcome,
+            changed=not data.forward_only,
+            halvings=ran.halvings,
+            usage=ran.usage,
+            point=_point(job, data, loss),
+        )
 
     return partial(attempt, asked.job, trained)
+
+
+def _point(job: Job, data: TrainingData, loss: float) -> CurvePoint | None:
+    if job.position is None:
+        return None
+    return CurvePoint(
+        "forward" if data.forward_only else "forward_backward",
+        job.position,
+        loss_sum=loss,
+        tokens=_tokens(data),
+        weight=float(sum(datum.weights.sum(dtype="f8") for datum in data.data)),
+    )

@@ -14,6 +14,7 @@ import msgspec
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.errors import Category, EngineError
 from tuneserve_engine.records import Checkpoint, CheckpointKind, Sampler, Update
+from tuneserve_engine.usage import CurvePoint, Usage
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -83,6 +84,9 @@ class Outcome:
     ``changed`` says that the model's state did: such a job is kept to be done again by whoever has
     to rebuild the state, with its micro-batches halved ``halvings`` times. A rejected job has
     changed nothing.
+
+    ``usage`` is what it cost, if it has run; a store adds it up once, however often it is told.
+    ``point`` goes into the model's curve.
     """
 
     request_id: str
@@ -95,6 +99,8 @@ class Outcome:
     updates: tuple[Update, ...] = ()
     changed: bool = False
     halvings: int = 0
+    usage: Usage | None = None
+    point: CurvePoint | None = None
 
 
 @dataclass(frozen=True)

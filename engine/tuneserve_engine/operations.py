@@ -2,16 +2,20 @@
 nothing escapes as an exception but ``DeviceFailed``, which is no job's fault."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from tuneserve_engine import checkpoint, jobs, training_wire
-from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.adapters import (
+    AdamParams,
+    AdapterConfig,
+    check_same_shape,
+    check_targets,
+)
 from tuneserve_engine.backend.base import (
     AdapterState,
     Backend,
@@ -28,6 +32,7 @@ from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.gradients import Asked, Passes, Results
 from tuneserve_engine.jobs import Job, JobKind, Outcome
+from tuneserve_engine.meter import Meter, Reading
 from tuneserve_engine.outcomes import (
     Answer,
     Executed,
@@ -36,6 +41,7 @@ from tuneserve_engine.outcomes import (
     failed_together,
     failure,
     in_json,
+    stepped,
 )
 from tuneserve_engine.records import CheckpointKind
 from tuneserve_engine.rescoring import Rescoring
@@ -43,7 +49,6 @@ from tuneserve_engine.samples import Samples, never
 from tuneserve_engine.training_wire import TrainingData
 
 logger = logging.getLogger(__name__)
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -53,6 +58,7 @@ class _Resident:
 
     config: AdapterConfig
     position: int = 0  # every request before it has been executed
+    step: int = 0  # optimizer steps
     missing_gradients: bool = False  # a forward_backward failed since the last step
 
 
@@ -69,8 +75,7 @@ class Operations:
     ) -> None:
         self._backend = backend
         self._files = files
-        self._clock = clock
-        self._device_s = 0.0  # of the unit that runs
+        self._meter = Meter(clock, lambda: backend.page_wait_s)
         self._residents: dict[str, _Resident] = {}
         run = partial(self._run, nothing)
         self._rescoring = Rescoring(backend, run, self.read) if rescore_samples else None
@@ -114,24 +119,20 @@ class Operations:
         ``between`` is called after every micro-batch but the last, and may execute a unit of
         samples; not if these are scored by the programs of training, which are busy then.
         """
-        started_s, before_s = self._clock(), self._device_s
-        self._device_s = 0.0
-        try:
+        with self._meter.unit() as reading:
+            if unit[0].kind == JobKind.SAMPLE:
+                return self._sample(unit, is_over, reading)
             between = between if self._rescoring is None else nothing
-            return self._execute(unit, decoded or {}, is_over, between)
-        finally:  # a unit that this one came in between has not had the device meanwhile
-            self._device_s = before_s - (self._clock() - started_s)
+            answers = self._execute(unit, decoded or {}, between)
+            return Executed(unit, answers, reading.device_s, shares=reading.shares)
 
     def _execute(
         self,
         unit: Sequence[Job],
         decoded: Mapping[str, "Future[TrainingData]"],
-        is_over: Callable[[], bool],
         between: Callable[[], None],
-    ) -> Executed:
+    ) -> list[Answer]:
         kind = unit[0].kind
-        if kind == JobKind.SAMPLE:
-            return self._sample(unit, is_over)
         if kind == JobKind.FORWARD_BACKWARD:
             answers = self._forward_backward(unit, decoded, between)
         elif kind == JobKind.OPTIM_STEP:
@@ -143,7 +144,7 @@ class Operations:
         for job in unit:
             if job.position is not None and job.model_id in self._residents:
                 self._residents[job.model_id].position = job.position + 1
-        return Executed(unit, answers, self._device_s)
+        return answers
 
     def capture(self, model_id: str) -> tuple[AdapterState, int] | None:
         """The model's whole state, and the position that it is for; None if it is not here."""
@@ -156,7 +157,7 @@ class Operations:
     def restore(self, model_id: str, state: AdapterState, position: int) -> None:
         """Brings a captured model back."""
         self._backend.load_adapter(model_id, state)
-        self._residents[model_id] = _Resident(state.config, position)
+        self._residents[model_id] = _Resident(state.config, position, state.step)
 
     def reached(self, model_id: str, position: int) -> None:
         """Notes that the model's requests before ``position`` have been executed."""
@@ -188,14 +189,9 @@ class Operations:
             failed_together(unit, error)
         return [answer for job in unit for answer in self._together([job], run)]
 
-    def _timed(self, call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """What a call of the backend gives."""
-        started_s, waited_s = self._clock(), self._backend.page_wait_s
-        try:
-            return call(*given, **named)
-        finally:
-            waited_s = self._backend.page_wait_s - waited_s
-            self._device_s += self._clock() - started_s - waited_s
+    def _timed(self, request_id: str, call: Callable[[], T]) -> T:
+        """What a call of the backend gives that is for one request."""
+        return self._meter.timed(call, lambda _: {request_id: 1.0})
 
     def _config(self, job: Job) -> AdapterConfig:
         return self._resident(job).config
@@ -226,11 +222,15 @@ class Operations:
         if asked:
             halvings = max(job.halvings for job in unit)  # not 0 only for one that is alone
             run = partial(self._run, between)
-            results |= Passes(run, self._backend.lattice).of(asked, halvings)
+            passes = Passes(run, self._backend.lattice, self._backend.info.parameters)
+            results |= passes.of(asked, halvings)
         return [self._gradient(job, results[job.request_id]) for job in unit]
 
-    def _run(self, between: Callable[[], None], unit: TrainUnit) -> TrainResult:
-        return self._timed(self._backend.forward_backward, unit, between)
+    def _run(
+        self, between: Callable[[], None], unit: TrainUnit, parts: Mapping[str, float]
+    ) -> TrainResult:
+        run = partial(self._backend.forward_backward, unit, between)
+        return self._meter.timed(run, lambda _: parts)
 
     def _data(self, job: Job, decoded: "Future[TrainingData] | None") -> TrainingData:
         if decoded is None or decoded.cancel():  # it has not begun; nor need this wait for it
@@ -262,34 +262,55 @@ class Operations:
             asked.append((job, params))
         steps = [(job.model_id or "", params) for job, params in asked]
         assert len({model_id for model_id, _ in steps}) == len(steps)
-        results = self._timed(self._backend.optim_steps, steps) if steps else []
-        for (job, _), result in zip(asked, results, strict=True):
+        ids = [job.request_id for job, _ in asked]
+        results = self._steps(dict(zip(ids, steps, strict=True)))
+        for (job, params), result in zip(asked, results, strict=True):
             if isinstance(result, OutOfMemory) and len(steps) > 1:
                 logger.warning("no room for %s's step, taking it alone: %s", job.model_id, result)
                 (answers[job.request_id],) = self._together([job], self._optim_steps)
             else:
-                answers[job.request_id] = _ready(attempt(job, partial(_stepped, result)))
+                resident = self._resident(job)
+                resident.step += not isinstance(result, Exception)
+                step = partial(stepped, result, resident.step, params.learning_rate)
+                answers[job.request_id] = _ready(attempt(job, step))
         return [answers[job.request_id] for job in unit]
 
-    def _sample(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Executed:
+    def _steps(
+        self, asked: Mapping[str, tuple[str, AdamParams]]
+    ) -> list[Mapping[str, float] | Exception]:
+        """What the backend gives for these steps, by request id; their time is told by ranks."""
+        ranks = [self._residents[model_id].config.rank for model_id, _ in asked.values()]
+
+        def parts(results: Sequence[object]) -> dict[str, float]:
+            told = zip(asked, ranks, results, strict=True)
+            return {name: rank for name, rank, each in told if not isinstance(each, Exception)}
+
+        run = partial(self._backend.optim_steps, list(asked.values()))
+        return self._meter.timed(run, parts) if asked else []
+
+    def _sample(
+        self, unit: Sequence[Job], is_over: Callable[[], bool], reading: Reading
+    ) -> Executed:
         answers, left, work, parts = self._samples.go_on(unit, is_over)
         ended = [job for job in unit if job.request_id in answers]
         ready = [answers[job.request_id] for job in ended]
         if self._rescoring is not None:  # what was drawn so far has other logprobs than the result
             parts = {}
-        return Executed(ended, ready, self._device_s, left, work, parts)
+        return Executed(ended, ready, reading.device_s, left, work, parts, reading.shares)
 
     def _sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
     ) -> Sampled:
-        given = self._timed(self._backend.sample_for, asked, is_over)
+        run = partial(self._backend.sample_for, asked, is_over)
+        given = self._meter.timed(run, lambda given: given.work)
         if self._rescoring is None:
             return given
         return replace(given, ended=self._rescoring.of(asked, given.ended))
 
-    def _ensure_snapshot(self, snapshot_id: str | None) -> None:
+    def _ensure_snapshot(self, request_id: str, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
-            self._timed(self._backend.load_snapshot, snapshot_id, self.read(snapshot_id))
+            state = self.read(snapshot_id)
+            self._timed(request_id, partial(self._backend.load_snapshot, snapshot_id, state))
 
     def read(self, file_id: str) -> AdapterState:
         """The state in a file. Touches no model: may be called from another thread."""
@@ -297,8 +318,9 @@ class Operations:
 
     def _create_model(self, job: Job) -> Outcome:
         config = jobs.decode(job.payload, jobs.CreateModel).config
-        _check_targets(config)
-        self._timed(self._backend.create_adapter, job.model_id or "", config)
+        check_targets(config)
+        create = partial(self._backend.create_adapter, job.model_id or "", config)
+        self._timed(job.request_id, create)
         self._residents[job.model_id or ""] = _Resident(config)
         return created(job, {"model_id": job.model_id, "type": "create_model"})
 
@@ -309,7 +331,8 @@ class Operations:
             self._config(job)
             command = jobs.decode(job.payload, jobs.SaveWeights)
             training = command.kind == CheckpointKind.TRAINING
-            state = self._timed(self._backend.adapter_state, job.model_id or "", optimizer=training)
+            copy = partial(self._backend.adapter_state, job.model_id or "", optimizer=training)
+            state = self._timed(job.request_id, copy)
         except Exception as error:
             return _ready(failure(job, error))
         return partial(attempt, job, partial(self._saved, command, state))
@@ -346,7 +369,7 @@ class Operations:
         creates = command.config is not None
         state = self.read(command.file_id)
         if not creates:
-            _check_same_shape(self._config(job), state, command.path)
+            check_same_shape(self._config(job), state.config, command.path)
         if command.optimizer and not state.first_moment:
             raise UserError(
                 f"{command.path} has no optimizer state; load it without, or load a training "
@@ -354,8 +377,8 @@ class Operations:
             )
         if not command.optimizer:
             state = replace(state, step=0, first_moment={}, second_moment={})
-        self._timed(self._backend.load_adapter, job.model_id or "", state)
-        self._residents[job.model_id or ""] = _Resident(state.config)
+        self._timed(job.request_id, partial(self._backend.load_adapter, job.model_id or "", state))
+        self._residents[job.model_id or ""] = _Resident(state.config, step=state.step)
         body = {"path": command.path, "model_id": job.model_id, "type": "load_weights"}
         if creates:
             return created(job, body)
@@ -368,28 +391,3 @@ class Operations:
 
 def _ready(outcome: Outcome) -> Answer:
     return lambda: outcome
-
-
-def _stepped(result: Mapping[str, float] | Exception, job: Job) -> Outcome:
-    if isinstance(result, Exception):
-        raise result
-    # JSON has no other numbers, and a step that was taken must not be reported as failed.
-    finite = {name: value for name, value in result.items() if math.isfinite(value)}
-    return replace(in_json(job, {"metrics": finite}), changed=True)
-
-
-def _check_targets(config: AdapterConfig) -> None:
-    if not config.targets:
-        raise UserError(
-            "lora_config trains nothing: train_attn, train_mlp and train_unembed are all false; "
-            "set at least one to true"
-        )
-
-
-def _check_same_shape(config: AdapterConfig, state: AdapterState, path: str) -> None:
-    ours, theirs = (config.rank, config.targets), (state.config.rank, state.config.targets)
-    if ours != theirs:
-        raise UserError(
-            f"{path} has rank {theirs[0]} on {', '.join(theirs[1])}; this model has rank {ours[0]} "
-            f"on {', '.join(ours[1])}; create a new model from the checkpoint instead"
-        )

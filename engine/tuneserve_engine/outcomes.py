@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +11,7 @@ from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.jobs import PROTOBUF, Job, JobKind, Outcome, Part, Rejection
 from tuneserve_engine.records import ModelStatus, Update
+from tuneserve_engine.usage import CurvePoint
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Executed:
 
     The others are samples on their way: ``left`` has how many sequences each has still to end.
     ``work`` is what was done for each sample; see ``Sampled``. ``parts``: see ``Progress``.
+    ``shares`` are of those seconds, by request id; the rest was for nobody: see ``Reading``.
     """
 
     jobs: Sequence[Job]
@@ -36,6 +39,7 @@ class Executed:
     left: Mapping[str, int] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def outcomes(self) -> list[Outcome]:
         """One per job that has ended, in order. May be called from another thread."""
@@ -107,6 +111,23 @@ def protobuf(job: Job, body: bytes) -> Outcome:
 
 def in_json(job: Job, body: dict[str, Any]) -> Outcome:
     return Outcome(job.request_id, json.dumps(body, allow_nan=False).encode())
+
+
+def stepped(
+    result: Mapping[str, float] | Exception, step: int, learning_rate: float, job: Job
+) -> Outcome:
+    """Of a model's ``step``-th step of its optimizer; raises it if it failed."""
+    if isinstance(result, Exception):
+        raise result
+    # JSON has no other numbers, and a step that was taken must not be reported as failed.
+    finite = {name: value for name, value in result.items() if math.isfinite(value)}
+    point = None
+    if job.position is not None:
+        norm = finite.get("grad_norm")
+        point = CurvePoint(
+            "optim_step", job.position, step=step, learning_rate=learning_rate, grad_norm=norm
+        )
+    return replace(in_json(job, {"metrics": finite}), changed=True, point=point)
 
 
 def created(job: Job, body: dict[str, Any]) -> Outcome:

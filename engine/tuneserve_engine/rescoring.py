@@ -30,13 +30,13 @@ _UNTRAINED = AdapterConfig(rank=1, alpha=1.0, seed=0)
 
 
 class Rescoring:
-    """Replaces the logprobs of samples, on a backend that runs units by ``run`` and whose snapshots
-    ``read`` gives."""
+    """Replaces the logprobs of samples, on a backend that runs units by ``run``, which is told
+    for whom, and whose snapshots ``read`` gives."""
 
     def __init__(
         self,
         backend: Backend,
-        run: Callable[[TrainUnit], TrainResult],
+        run: Callable[[TrainUnit, Mapping[str, float]], TrainResult],
         read: Callable[[str], AdapterState],
     ) -> None:
         self._backend = backend
@@ -55,14 +55,14 @@ class Rescoring:
             if isinstance(result, Exception) or asked[name].temperature not in {0.0, 1.0}:
                 continue
             try:
-                scored[name] = self._scored(asked[name], result)
+                scored[name] = self._scored(name, asked[name], result)
             except DeviceFailed:
                 raise
             except Exception as error:
                 scored[name] = error
         return scored
 
-    def _scored(self, request: SampleRequest, result: SampleResult) -> SampleResult:
+    def _scored(self, name: str, request: SampleRequest, result: SampleResult) -> SampleResult:
         adapter_id = f"rescoring {request.snapshot_id or ''}"
         sequences = list(result.sequences)
         texts = [_text(request, each) for each in sequences]
@@ -70,7 +70,7 @@ class Rescoring:
         try:
             asked = [PackRequest(adapter_id, rank, text) for text in texts]
             for packed in pack(asked, self._backend.lattice):
-                outputs = self._run(packed.unit).outputs
+                outputs = self._run(packed.unit, {name: 1.0}).outputs
                 for member, index in enumerate(packed.members):
                     ((logprobs,), _) = unpack(packed, outputs, member, texts[index])
                     drawn = sequences[index]

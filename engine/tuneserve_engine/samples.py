@@ -23,6 +23,7 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.outcomes import Answer, attempt, failed_together, failure, protobuf
+from tuneserve_engine.usage import FORWARD_FLOPS, Usage
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +44,14 @@ class Progress(NamedTuple):
 
 
 class Samples:
-    """Those on their way on a backend, which runs them by ``sample_for``. Lets nothing escape but
-    ``DeviceFailed``."""
+    """Those on their way on a backend, which runs them by ``sample_for`` and has the snapshot of a
+    request after ``ensure_snapshot``. Lets nothing escape but ``DeviceFailed``."""
 
     def __init__(
         self,
         info: BaseModelInfo,
         sample_for: Callable[[Mapping[str, SampleRequest], Callable[[], bool]], Sampled],
-        ensure_snapshot: Callable[[str | None], None],
+        ensure_snapshot: Callable[[str, str | None], None],
     ) -> None:
         self._info = info
         self._sample_for = sample_for
@@ -93,8 +94,8 @@ class Samples:
         self._apart = [name for name in self._apart if name in asked]
         chosen = dict(asked) if not self._apart else {self._apart[0]: asked[self._apart[0]]}
         try:
-            for request in chosen.values():  # another pass may have pushed it out
-                self._ensure_snapshot(request.snapshot_id)
+            for name, request in chosen.items():  # another pass may have pushed it out
+                self._ensure_snapshot(name, request.snapshot_id)
             given = self._sample_for(chosen, is_over)
         except DeviceFailed:
             raise
@@ -110,8 +111,9 @@ class Samples:
     def _begun(self, job: Job) -> "_Sampling":
         command = jobs.decode(job.payload, jobs.Sample)
         request = sampling_wire.to_request(command, self._info)
-        self._ensure_snapshot(request.snapshot_id)
-        return _Sampling(job, command, replace(request, owner=job.tenant))
+        self._ensure_snapshot(job.request_id, request.snapshot_id)
+        parameters = self._info.parameters
+        return _Sampling(job, command, replace(request, owner=job.tenant), parameters)
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,16 @@ class _Sampling:
     job: Job
     command: jobs.Sample
     request: SampleRequest
+    parameters: int  # of the base model
 
     def answer(self, result: SampleResult | Exception) -> Answer:
         if isinstance(result, Exception):
             return partial(failure, self.job, result)
-        return partial(attempt, self.job, partial(_sampled, self.command, result))
+        return partial(attempt, self.job, partial(self._sampled, result))
+
+    def _sampled(self, result: SampleResult, job: Job) -> Outcome:
+        usage = _usage(self.request, result, self.parameters)
+        return replace(_sampled(self.command, result, job), usage=usage)
 
 
 def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
@@ -135,6 +142,16 @@ def _sampled(command: jobs.Sample, result: SampleResult, job: Job) -> Outcome:
             "sample from a checkpoint saved before the training diverged"
         )
     return protobuf(job, sampling_wire.encode_response(command, result))
+
+
+def _usage(request: SampleRequest, result: SampleResult, parameters: int) -> Usage:
+    prompt, drawn = len(request.prompt), sum(len(each.tokens) for each in result.sequences)
+    read = prompt - result.prompt_cache_hit_tokens
+    return Usage(
+        prompt_tokens=prompt,
+        sampled_tokens=drawn,
+        flops=float(FORWARD_FLOPS * parameters * (read + drawn)),
+    )
 
 
 def _is_finite(drawn: Drawn | SampledSequence) -> bool:

@@ -49,12 +49,20 @@ class Host(Protocol):
         """Tells the store what runs now."""
         ...
 
-    def began(self, jobs: Sequence[Job]) -> None:
-        """These have left the backlog."""
+    def began(self, jobs: Sequence[Job], others: int) -> None:
+        """These have left the backlog, for a unit with so many ``others`` beside each."""
+        ...
+
+    def ran(self, executed: Executed) -> None:
+        """This had the device."""
         ...
 
     def gave_up(self, request_ids: Sequence[str]) -> None:
         """These have begun, and will not be ended here."""
+        ...
+
+    def left_off(self, request_ids: Sequence[str]) -> None:
+        """These had begun when they were cancelled, and go no further."""
         ...
 
     def drew(self, parts: Mapping[str, Sequence[Part]]) -> None:
@@ -99,9 +107,12 @@ class Units:
 
     def cancel(self, request_ids: Collection[str]) -> None:
         """Samples of these that are under way go no further than the slice that runs."""
-        self._cancelled |= {each.request_id for each in self._on_device} & set(request_ids)
+        on_device = {each.request_id for each in self._on_device} & set(request_ids)
+        self._cancelled |= on_device
+        waiting = self._sampling.keys() & set(request_ids) - on_device
         for request_id in request_ids:
             self._sampling.pop(request_id, None)
+        self._host.left_off(sorted(waiting))
 
     def abandon(self) -> None:
         """The event loop ends: the device's thread is not to wait for it."""
@@ -144,7 +155,7 @@ class Units:
     async def _begin(self, unit: Sequence[Job]) -> None:
         new = [job for job in unit if job.request_id not in self._sampling]
         self._backlog.remove(new)
-        self._host.began(new)
+        self._host.began(new, len(unit) - 1)
         self._on_device = unit if unit[0].kind == JobKind.SAMPLE else ()
         await self._host.note(unit)
 
@@ -155,9 +166,11 @@ class Units:
         self.device_s += executed.device_s
         self.host_s += max(seconds - executed.device_s, 0.0)
         self._scheduler.charge(turn.unit, seconds, executed.work)
+        self._host.ran(executed)
         if turn.unit[0].kind == JobKind.SAMPLE:
             left = executed.left.keys() - self._cancelled
             jobs = {job.request_id: job for job in turn.unit if job.request_id in left}
+            self._host.left_off(sorted(executed.left.keys() & self._cancelled))
             self._on_device, self._cancelled = (), set()
             self._sampling = {
                 name: UnderWay(job, executed.left[name]) for name, job in jobs.items()

@@ -19,9 +19,12 @@ from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Part
 from tuneserve_engine.kill_points import kill_point
+from tuneserve_engine.ledger import Ledger
 from tuneserve_engine.link import Link, cause
 from tuneserve_engine.live import Live
 from tuneserve_engine.operations import Operations
+from tuneserve_engine.outcomes import Executed
+from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import Fenced, Queue, Renewal
 from tuneserve_engine.residents import PointPolicy, Residents
 from tuneserve_engine.scheduler import Scheduler
@@ -50,7 +53,8 @@ def _nothing() -> None:
 @dataclass(frozen=True)
 class WorkerPolicy:
     """How a worker goes about it. ``device``, ``host`` and ``disk`` run one call at a time each;
-    ``renewed`` is called after every renewal of the lease, which tells the store ``figures``."""
+    ``renewed`` is called after every renewal of the lease, which tells the store ``figures``.
+    ``peak_flops`` are what the device can do in a second, 0 if nobody says."""
 
     points: PointPolicy = field(default_factory=PointPolicy)
     renew_s: float = 2.0
@@ -60,6 +64,7 @@ class WorkerPolicy:
     disk: Callable[[], Executor] = _one_thread
     renewed: Callable[[], None] = _nothing
     figures: Callable[[], Mapping[str, float]] = dict
+    peak_flops: float = 0.0
 
 
 class Worker:
@@ -81,6 +86,7 @@ class Worker:
         policy = policy or WorkerPolicy()
         self.backlog = Backlog()
         self.clock = policy.clock
+        self._ledger = Ledger(policy.clock)
         self._operations = operations
         self._device = policy.device()
         self._host = policy.host()
@@ -97,6 +103,7 @@ class Worker:
         self._residents = Residents(operations, policy.points, self)
         self._on_renewed = policy.renewed
         self._of_backend = policy.figures
+        self._peak_flops = policy.peak_flops
         self.link = Link(connect, name, info, self._renewed, policy.renew_s, self._figures)
         self._live = Live(self.link, self.spawn)
         self._cursor = 0
@@ -165,7 +172,10 @@ class Worker:
             **self._of_backend(),
             "units_total": self._units_total,
             "device_seconds_total": self._units.device_s,
+            "device_seconds_overhead_total": self._ledger.overhead_s,
             "host_seconds_total": self._units.host_s,
+            "model_flops_total": self._ledger.flops,
+            "device_peak_flops": self._peak_flops,
         }
 
     def _renewed(self, renewal: Renewal) -> None:
@@ -176,7 +186,8 @@ class Worker:
 
     def cancelled(self, request_ids: Sequence[str]) -> None:
         """Forgets these requests, which have ended: what waits is not run, samples under way are
-        given up, and nobody waits for the outcome of what runs, which the store ignores."""
+        given up, and nobody waits for the outcome of what runs, of which the store takes what it
+        cost and nothing else."""
         self.backlog.drop(request_ids)
         self._units.cancel(request_ids)
         for request_id in request_ids:
@@ -189,6 +200,7 @@ class Worker:
                 jobs = await self._unless_paused(
                     queue.take(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
                 )
+            self._ledger.arrived(job.request_id for job in jobs)
             for job in jobs:
                 self._cursor = job.release
                 if job.model_id is None:
@@ -248,15 +260,26 @@ class Worker:
             await self._stored.wait()
 
     def offer(self, outcomes: list[Outcome]) -> None:
-        self._outcomes.extend(outcomes)
+        self._outcomes.extend(self._ledger.closed(outcomes))
         self._offered.set()
 
     # --- the device's side ----------------------------------------------------------------------
 
-    def began(self, jobs: Sequence[Job]) -> None:
-        self._unstored |= {job.request_id: job for job in jobs if not self.backlog.is_again(job)}
+    def began(self, jobs: Sequence[Job], others: int) -> None:
+        new = {job.request_id: job for job in jobs if not self.backlog.is_again(job)}
+        self._unstored |= new
+        self._ledger.began(new, others)
+
+    def ran(self, executed: Executed) -> None:
+        self._ledger.ran(executed.device_s, executed.shares)
+
+    def left_off(self, request_ids: Sequence[str]) -> None:
+        """Tells the store what they cost, which is all that it does not know yet."""
+        if request_ids:
+            self.offer([Outcome(each, rejection=rules.cancelled()) for each in request_ids])
 
     def gave_up(self, request_ids: Sequence[str]) -> None:
+        self._ledger.given_up(request_ids)
         for request_id in request_ids:
             self._unstored.pop(request_id, None)
         if request_ids:  # nor is anybody to be blamed for what happens from here on

@@ -19,8 +19,10 @@ from tuneserve_engine.jobs import (
     SaveWeights,
     encode,
 )
+from tuneserve_engine.queue import rules
 from tuneserve_engine.records import Model, Record
 from tuneserve_server.deps import Caller
+from tuneserve_server.errors import BudgetSpent
 
 Command = CreateModel | OptimStep | SaveWeights | LoadWeights | Sample
 
@@ -78,5 +80,16 @@ async def _submit(
         position=place.position,
         rejection=rejection,
     )
+    if rejection is None:
+        await _check_budget(caller, job)
     submitted = await caller.store.submit(job, *records)
     return submitted.request_id
+
+
+async def _check_budget(caller: Caller, job: Job) -> None:
+    """Raises ``BudgetSpent``, but not for a request that was accepted before."""
+    try:
+        await caller.budgets.check(job.tenant, job.kind)
+    except BudgetSpent:
+        if await caller.store.job_key(rules.request_id(caller.secret, job)) is None:
+            raise

@@ -12,7 +12,9 @@ from tuneserve_engine.queue import remote
 from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_server import errors
 from tuneserve_server.auth import Door
+from tuneserve_server.budgets import Budgets
 from tuneserve_server.deps import Services
+from tuneserve_server.http_metrics import CountRequests, HttpMetrics
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
 from tuneserve_server.openai_text import Texts
@@ -29,13 +31,15 @@ from tuneserve_server.routes import (
     service,
     tokenizers,
     training,
+    usage,
     weights,
 )
 from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
+from tuneserve_server.store_metrics import StoreMetrics
 from tuneserve_server.sweeper import sweep_forever
 
-ROUTERS = (service, models, training, weights, sampling, futures, rest, files, tokenizers)
+ROUTERS = (service, models, training, weights, sampling, futures, rest, usage, files, tokenizers)
 PREFIX = "/api/v1"
 AT_ROOT = (metrics, openai)
 """Where those who ask for them look by themselves; their paths are whole."""
@@ -47,9 +51,11 @@ def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = No
     ``polls`` is passed in by a server that releases them when it stops.
     """
 
+    counted = HttpMetrics()
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = await _services(settings, store, polls or Polls())
+        services = await _services(settings, store, polls or Polls(), counted)
         app.state.services = services
         sqlite = settings.store_kind == "sqlite"
         async with remote.serve(store, settings.store_socket) if sqlite else nullcontext():
@@ -76,6 +82,7 @@ def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = No
     for module in AT_ROOT:
         app.include_router(module.router)
     errors.install(app)
+    app.add_middleware(CountRequests, metrics=counted, prefix=PREFIX)
     return app
 
 
@@ -86,7 +93,9 @@ class _Api(FastAPI):
         return describe(self)
 
 
-async def _services(settings: ApiSettings, store: OpenStore, polls: Polls) -> Services:
+async def _services(
+    settings: ApiSettings, store: OpenStore, polls: Polls, counted: HttpMetrics
+) -> Services:
     files = FileStore(settings.files_dir)
     disks = [settings.files_dir]
     if settings.store_kind == "sqlite":
@@ -103,6 +112,9 @@ async def _services(settings: ApiSettings, store: OpenStore, polls: Polls) -> Se
         disk=DiskGuard(disks, settings.min_free_bytes),
         polls=polls,
         texts=Texts(),
+        budgets=Budgets(store, settings.tenant_budgets),
+        http_metrics=counted,
+        store_metrics=StoreMetrics(store, tenants=settings.tenant_metrics),
         secret=secret,
         door=door,
     )

@@ -15,13 +15,16 @@ from tuneserve_engine.queue.opening import OpenStore
 from tuneserve_engine.records import RECORD_NAME, Checkpoint, Record, Sampler, Scope, Session
 from tuneserve_server import body, scopes
 from tuneserve_server.auth import Door, Login
+from tuneserve_server.budgets import Budgets
 from tuneserve_server.errors import NotFound, SessionEnded, StoreUnavailable, is_openai
+from tuneserve_server.http_metrics import HttpMetrics
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
 from tuneserve_server.openai_text import Texts
 from tuneserve_server.polls import Polls
 from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
+from tuneserve_server.store_metrics import StoreMetrics
 
 R = TypeVar("R", bound=Record)
 
@@ -41,6 +44,9 @@ class Services:
     disk: DiskGuard
     polls: Polls
     texts: Texts
+    budgets: Budgets
+    http_metrics: HttpMetrics
+    store_metrics: StoreMetrics
     secret: bytes
     door: Door
 

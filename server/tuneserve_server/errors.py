@@ -16,6 +16,7 @@ ApiError
 ├── HeadersTooLarge     431  this
 ├── LinkInvalid         403  a download link that we did not sign, or that has expired
 ├── Crowded             429  a limit is reached; send it again after the time given
+├── BudgetSpent         429  the tenant's device time of the day is used up
 ├── DiskFull            503  the same, for the server's disk
 ├── ModelUnavailable    503  the base model's tokenizer cannot be had here, now
 └── StoreUnavailable    503  nothing was accepted; send it again
@@ -154,6 +155,12 @@ class Crowded(ApiError):
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class BudgetSpent(ApiError):
+    status = 429
+    code = "budget_spent"
+    retry_after_s = 30  # the most that clients wait at once; they come again
 
 
 class DiskFull(ApiError):

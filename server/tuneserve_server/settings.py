@@ -3,9 +3,17 @@
 import ipaddress
 from typing import Annotated
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
+from pydantic_settings import NoDecode
 
-from tuneserve_engine.config import CommonSettings
+from tuneserve_engine.config import CommonSettings, from_json
 from tuneserve_engine.queue.base import StorePolicy, SweepPolicy
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -98,6 +106,17 @@ class ApiSettings(CommonSettings):
     max_checkpoint_bytes: PositiveInt = Field(
         default=50 * GIB, description="Bytes of checkpoints at which a tenant can save no more."
     )
+    tenant_budgets: Annotated[dict[str, NonNegativeFloat], NoDecode] = Field(
+        default_factory=dict,
+        description="Device seconds that tenants may use in a day (UTC), as a JSON object of "
+        "names as in `tenant_weights`; then training and sampling are put off with a 429. Who is "
+        "not named has no such limit.",
+    )
+    tenant_metrics: bool = Field(
+        default=False,
+        description="`/metrics`, which needs no key, shows the device seconds and the queue of "
+        "each tenant, by its name.",
+    )
     min_free_bytes: NonNegativeInt = Field(
         default=GIB, description="Free disk space below which requests are put off with a 503."
     )
@@ -132,6 +151,11 @@ class ApiSettings(CommonSettings):
     download_ttl_s: NonNegativeInt = Field(
         default=900, description="How long a signed download link works."
     )
+
+    @field_validator("tenant_budgets", mode="before")
+    @classmethod
+    def _from_json(cls, given: object) -> object:
+        return from_json(given)
 
     @property
     def may_be_open(self) -> bool:

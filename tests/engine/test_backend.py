@@ -43,6 +43,7 @@ def test_it_tells_what_clients_need_to_know(backend: Backend, base_model: Path):
         context_length=24,
         max_rank=128,
         tokenizer_id=str(base_model),
+        parameters=2 * (16 * (24 + 12 + 12) + 24 * 16 + 3 * 16 * 24) + 61 * 16,
     )
 
 

@@ -55,6 +55,20 @@ def test_an_earlier_store_goes_on_bit_for_bit(tmp_path: Path, version: int) -> N
 
 
 @pytest.mark.parametrize("version", range(2, VERSION + 1))
+def test_an_earlier_store_counts_what_is_used_from_now_on(tmp_path: Path, version: int) -> None:
+    async def scenario(bench: Bench) -> None:
+        before = {each.tenant: each.total.requests for each in await bench.store.usage()}
+        bench.positions["a"] = 5
+        await bench.ok(await bench.step("a"))
+        (used,) = await bench.store.usage("a")
+        assert used.total.requests == before.get("a", 0) + 1
+        assert [point.position for point in await bench.store.curve("a", after=4)] == [5]
+
+    laid_out(tmp_path / "golden", version)
+    run(tmp_path / "golden", scenario, NEVER)
+
+
+@pytest.mark.parametrize("version", range(2, VERSION + 1))
 def test_an_earlier_store_tells_of_the_samples_that_end_in_it(tmp_path: Path, version: int) -> None:
     async def scenario(bench: Bench) -> None:
         request_id = await bench.sample("a", 1)

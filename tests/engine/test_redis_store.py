@@ -39,6 +39,7 @@ from tuneserve_engine.queue.base import (
 )
 from tuneserve_engine.queue.redis import RedisStore
 from tuneserve_engine.records import Model, ModelStatus, Session, Update
+from tuneserve_engine.usage import CurvePoint, Usage
 
 
 class OnRedis(DurableStoreContract):
@@ -396,8 +397,11 @@ async def _live(store: RedisStore) -> None:
     await store.cancel((await store.submit(sample(2, "f"))).request_id)
     await store.join("s:sample:0")
     await store.begin(epoch, steps)
-    results = [Outcome(each, b"r" * 100, changed=True) for each in steps[:3]]
-    await store.finish(epoch, [*results, Outcome(sampled, b"s" * 100)])
+    usage, drawn = Usage(0.5, 9), CurvePoint("optim_step", 1, step=1)
+    results = [
+        Outcome(each, b"r" * 100, changed=True, usage=usage, point=drawn) for each in steps[:3]
+    ]
+    await store.finish(epoch, [*results, Outcome(sampled, b"s" * 100, usage=usage)])
     for position in (1, 2, 3):
         await store.save_point(epoch, point(position))
     other = (await store.lease("other", "process", INFO)).epoch
@@ -424,8 +428,9 @@ def test_nothing_but_tombstones_and_records_is_left(
         left = {key for key in await keys(redis_server.url, tmp_path)}
         kinds = {key.split(":")[0] for key in left}
         assert kinds == {
-            *("meta", "tenant", "served", "served-seen"),
+            *("meta", "tenant", "tenants", "served", "served-seen", "usage"),
             *("job", "seqs", "expired", "completions", "lane", "record", "list"),
+            *("curve", "curve-seen"),
         }
         async with client(redis_server.url) as redis:
             start = f"{{{prefix_of(tmp_path)}}}:"

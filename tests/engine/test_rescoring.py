@@ -35,7 +35,7 @@ def test_logprobs_are_those_that_training_gives_for_the_same_text(
     trained(backend, batch_of, unit_of, datum, "policy")
     rescoring = Rescoring(
         backend,
-        backend.forward_backward,
+        lambda unit, _: backend.forward_backward(unit),
         lambda name: backend.adapter_state(name, optimizer=False),
     )
     request = SampleRequest(PROMPT, "policy", seed=5, num_samples=3, max_tokens=12)
@@ -70,7 +70,7 @@ def test_a_sample_that_cannot_be_scored_fails_alone(backend: JaxBackend) -> None
     ended = {name: drawn(backend, request) for name in ("one", "other")}
     calls = iter([OutOfMemory("no room")])
 
-    def run(unit: Any) -> Any:
+    def run(unit: Any, _: Any) -> Any:
         for error in calls:
             raise error
         return backend.forward_backward(unit)

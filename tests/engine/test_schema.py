@@ -31,10 +31,10 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path)
 
     path = tmp_path / "store.db"
     asyncio.run(open_and_close(path))
-    for version in (1, 7):  # of version 2 the store is made one of this: see test_golden_store
+    for version in (1, 7):  # from 2 on the store is made one of this: see test_golden_store
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE meta SET value = ? WHERE name = 'version'", (version,))
-        with pytest.raises(StoreUnusable, match=f"version {version}, this release reads version 3"):
+        with pytest.raises(StoreUnusable, match=f"version {version}, this release reads version 4"):
             asyncio.run(open_and_close(path))
     garbage = tmp_path / "garbage.db"
     garbage.write_bytes(b"not a database" * 1000)

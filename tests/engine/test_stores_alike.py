@@ -44,6 +44,7 @@ from tuneserve_engine.queue.base import (
 from tuneserve_engine.queue.memory import MemoryStore
 from tuneserve_engine.queue.redis import RedisStore
 from tuneserve_engine.records import Checkpoint, Model, ModelStatus, Sampler, Session, Update
+from tuneserve_engine.usage import CurvePoint, PointKind, Usage
 
 SEEDS = 6
 CALLS = 200
@@ -154,6 +155,13 @@ class Script:
         outcomes = []
         for request_id in self.random.sample(self.ids[-12:], min(2, len(self.ids[-12:]))):
             outcome = Outcome(request_id, b"r" * self.random.randrange(5))
+            if self.random.random() < 0.6:
+                usage = Usage(
+                    self.random.randrange(64) / 64, trained_tokens=self.random.randrange(9)
+                )
+                kind: PointKind = self.pick(("forward_backward", "optim_step"))
+                point = CurvePoint(kind, self.random.randrange(9), loss_sum=0.5)
+                outcome = replace(outcome, usage=usage, point=point)
             extra = self.pick(("", "", "", "changed", "changed", "saved", "updated", "rejected"))
             if extra == "changed":
                 outcome = replace(outcome, changed=True, halvings=self.random.randrange(3))
@@ -293,6 +301,21 @@ class Script:
 
     def do_served(self) -> Call:
         return lambda store: store.served()
+
+    def do_used(self) -> Call:
+        tenant, since_s = self.pick((None, "alice", "bob")), self.pick((0.0, 2 * START_S))
+        name, after = self.pick(self.ids or ["req_unknown"]), self.pick((-1, 4))
+
+        async def used(store: Store) -> Any:
+            curve = sorted(map(str, await store.curve("s:train:0", after=after)))
+            state = await store.request(name)
+            if state is not None and state.usage is not None:
+                state = replace(
+                    state, usage=replace(state.usage, total_s=round(state.usage.total_s))
+                )
+            return [await store.usage(tenant, since_s), curve, state, await store.figures()]
+
+        return used
 
     def do_files_in_use(self) -> Call:
         return lambda store: store.files_in_use()

@@ -106,6 +106,8 @@ NAMING: dict[str, list[Call]] = {
     ],
     "POST /cancel_future": [("/cancel_future", {"request_id": "@sampled"})],
     "GET /training_runs/{model_id}": [("/training_runs/@model", None)],
+    "GET /training_runs/{model_id}/curve": [("/training_runs/@model/curve", None)],
+    "GET /requests/{request_id}": [("/requests/@request", None)],
     "GET /training_runs/{model_id}/checkpoints": [("/training_runs/@model/checkpoints", None)],
     "GET /sessions/{session_id}": [("/sessions/@session", None)],
     "GET /training_runs/{model_id}/checkpoints/{kind}/{name}/external_weights_urls": [
@@ -129,6 +131,7 @@ NAMING: dict[str, list[Call]] = {
     ],
 }
 LISTING = {"GET /training_runs", "GET /checkpoints", "GET /sessions"}
+SUMMING = {"GET /usage"}
 LISTING_WITH_BASES = {"GET /v1/models"}
 NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
@@ -287,7 +290,7 @@ async def holdings(api: Api, owner: Objects) -> list[Any]:
 
 
 async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> None:
-    known = [*NAMING, *LISTING, *LISTING_WITH_BASES, *NAMING_NOTHING, *BY_LINK]
+    known = [*NAMING, *LISTING, *LISTING_WITH_BASES, *SUMMING, *NAMING_NOTHING, *BY_LINK]
     assert len(known) == len(set(known))
     assert operations(service) == set(known)
 
@@ -331,6 +334,14 @@ async def test_lists_show_only_what_is_the_callers(tenancy: Tenancy) -> None:
         for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
             assert mine.ids["session"] in json.dumps(listed[mine.key])
             assert mine.ids["session"] not in json.dumps(listed[others])
+
+
+async def test_sums_are_only_of_what_is_the_callers(tenancy: Tenancy) -> None:
+    used = {key: await tenancy.api.get("/usage", key=key) for key in (OWNER, OTHER, "tml-new")}
+    assert used["tml-new"]["by_model"] == []
+    for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+        assert mine.ids["model"] in json.dumps(used[mine.key])
+        assert mine.ids["session"] not in json.dumps(used[others])
 
 
 async def test_models_are_the_base_models_and_what_the_caller_has_saved(tenancy: Tenancy) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -257,7 +257,7 @@ class Client:
             except ConnectionError:
                 continue
             if outcome is not None:
-                return outcome
+                return replace(outcome, usage=None)  # told later of a sample that was cancelled
 
     async def _submit(self, job: Job, *records: Record) -> str:
         while True:

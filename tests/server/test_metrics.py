@@ -9,11 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.figures import FIGURES
+from tuneserve_server.figures import API_FIGURES
 from tuneserve_server.readiness import report_progress
 
 pytestmark = pytest.mark.anyio
 
 Sample = tuple[str, str | None]  # base model, worker
+OF_THE_API = {f"tuneserve_{name}".removesuffix("_total") for name in API_FIGURES}
 
 
 async def lease(
@@ -27,7 +29,7 @@ async def lease(
 
 
 async def scrape(api: Any) -> dict[str, dict[Sample, float]]:
-    """Values by metric, base model and worker, as Prometheus' own parser reads them."""
+    """Values of workers by metric, base model and worker, as Prometheus' own parser reads them."""
     response = await api.http.get("/metrics")
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -39,13 +41,18 @@ async def scrape(api: Any) -> dict[str, dict[Sample, float]]:
         }
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
+        if family.name not in OF_THE_API
     }
 
 
 async def kinds(api: Any) -> dict[str, str]:
     text = (await api.http.get("/metrics")).text
     return {
-        line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")
+        name: kind
+        for line in text.splitlines()
+        if line.startswith("# TYPE")
+        for _, _, name, kind in [line.split()]
+        if name.removesuffix("_total") not in OF_THE_API
     }
 
 

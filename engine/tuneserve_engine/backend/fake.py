@@ -52,6 +52,7 @@ FAKE_INFO = BaseModelInfo(
     max_rank=32,
     tokenizer_id="tuneserve/fake",
     eos_token_ids=(63,),
+    parameters=1000,
 )
 
 

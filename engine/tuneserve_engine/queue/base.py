@@ -7,12 +7,13 @@ news.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.jobs import Job, Outcome, Part
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Part
 from tuneserve_engine.queue.streams import Heard
 from tuneserve_engine.records import Record, Update
+from tuneserve_engine.usage import CurvePoint, TenantUsage, Usage
 
 R = TypeVar("R", bound=Record)
 
@@ -150,6 +151,29 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class RequestState:
+    """How far a request is: held (waits for an earlier one), ready (waits for its worker, or runs),
+    done, or expired (its result was dropped, and what it cost). ``scope`` is the key's."""
+
+    tenant: str
+    kind: JobKind
+    scope: str
+    state: Literal["held", "ready", "done", "expired"]
+    failed: bool = False
+    usage: Usage | None = None  # once it is done, if it has run
+
+
+@dataclass(frozen=True)
+class StoreFigures:
+    """How full the store is: requests that have not ended by tenant, those kept to be done again,
+    and recovery points."""
+
+    unfinished: dict[str, int]
+    logged: int
+    points: int
+
+
+@dataclass(frozen=True)
 class Page(Generic[R]):
     items: list[R]
     total: int
@@ -204,7 +228,11 @@ class Queue(Protocol):
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
         """Stores results and record changes in one transaction, then wakes the waiting. Outcomes
-        of jobs that already ended are ignored; a job placed with another worker is ``Fenced``."""
+        of jobs that already ended are ignored; a job placed with another worker is ``Fenced``.
+
+        What an outcome says to have been used is added to its tenant's: once, however often it is
+        told, and also if the job has ended without its worker (as a cancelled sample does).
+        """
         ...
 
     async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
@@ -248,9 +276,9 @@ class Store(Queue, Protocol):
         ...
 
     async def wait(self, request_id: str, timeout_s: float) -> Outcome | None:
-        """The outcome, as soon as there is one; None after the time-out. Raises ``ResultExpired``
-        for one dropped after its retention, ``KeyError`` for an unknown id: no request becomes one
-        within twice the retention after its end."""
+        """The outcome, as soon as there is one, with what it cost if it has run; None after the
+        time-out. Raises ``ResultExpired`` for one dropped after its retention, ``KeyError`` for an
+        unknown id: no request becomes one within twice the retention after its end."""
         ...
 
     def listen(self, streams: Iterable[str]) -> Heard:
@@ -322,6 +350,19 @@ class Store(Queue, Protocol):
         has not passed yet.
         """
         ...
+
+    async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
+        """What tenants, or one, have used since the beginning of that day (UTC), by name."""
+        ...
+
+    async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
+        """The kept points of a model's curve behind a position, in order: all, or evenly fewer (see
+        ``usage.stride``). They stay as long as the model's record."""
+        ...
+
+    async def request(self, request_id: str) -> RequestState | None: ...
+
+    async def figures(self) -> StoreFigures: ...
 
     async def served(self) -> list[ServedModel]:
         """Every base model that a worker has leased with, by name."""

@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
@@ -27,9 +27,11 @@ from tuneserve_engine.queue.base import (
     R,
     RecoveryPoint,
     Renewal,
+    RequestState,
     SamplerClient,
     ServedModel,
     StoreFailed,
+    StoreFigures,
     StorePolicy,
     StoreUnusable,
     Submitted,
@@ -40,6 +42,7 @@ from tuneserve_engine.queue.redis_server import Server
 from tuneserve_engine.queue.redis_sweep import end_session, sweep
 from tuneserve_engine.queue.streams import Heard
 from tuneserve_engine.records import RECORD_NAME, Model, Record, Session, Update
+from tuneserve_engine.usage import MOST_POINTS, CurvePoint, PointKind, TenantUsage
 
 logger = logging.getLogger(__name__)
 
@@ -251,7 +254,7 @@ class RedisStore:
         packed = forms.pack([forms.outcome(each) for each in outcomes])
         bodies = [b"" if each.rejection else each.body for each in outcomes]
         kill_point("store-before-commit")
-        await self._run_leased("finish", epoch, packed, *bodies)
+        await self._run_leased("finish", epoch, packed, MOST_POINTS, *bodies)
         kill_point("store-after-commit")
 
     async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
@@ -283,6 +286,26 @@ class RedisStore:
 
     async def resign(self, epoch: int) -> None:
         await self._run_leased("resign", epoch)
+
+    # --- what was used --------------------------------------------------------------------------
+
+    async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
+        rows = await self._run("used", *([] if tenant is None else [tenant]))
+        found = [forms.read_sums(name, sums, since_s) for name, sums in rows]
+        return sorted((each for each in found if each.by_model), key=lambda each: each.tenant)
+
+    async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
+        kinds: tuple[PointKind, ...] = get_args(PointKind)
+        found = await self._run("curve", model_id, after, *kinds)
+        return sorted(map(forms.read_curve_point, found), key=lambda each: each.position)
+
+    async def request(self, request_id: str) -> RequestState | None:
+        return forms.read_request(await self._run("request", request_id))
+
+    async def figures(self) -> StoreFigures:
+        unfinished, logged, points = await self._run("figures")
+        pairs = zip(unfinished[::2], unfinished[1::2], strict=True)
+        return StoreFigures({name.decode(): jobs for name, jobs in pairs}, logged, points)
 
     # --- records --------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from tuneserve_engine.queue.base import (
     Overloaded,
     R,
     RecoveryPoint,
+    RequestState,
     ResultExpired,
     SamplerClient,
 )
@@ -31,6 +32,7 @@ from tuneserve_engine.records import (
     Record,
     Update,
 )
+from tuneserve_engine.usage import TOTALLED, CurvePoint, TenantUsage, Totals, Usage, day_of
 
 _SUBMITTED = ("tenant", "kind", "scope", "seq", "model", "position", "base")
 JOB_FIELDS = (*_SUBMITTED, "release", "attempts", "digest", "halvings")
@@ -194,6 +196,13 @@ def outcome(result: Outcome) -> dict[str, Any]:
     """An outcome to store; its body goes beside it."""
     found: dict[str, Any] = {"id": result.request_id, "ctype": result.content_type}
     found["updates"] = [update(change) for change in result.updates]
+    if result.usage is not None:
+        totals = Totals.of(result.usage)
+        found["usage"] = _json(result.usage)
+        found["sums"] = {name: getattr(totals, name) for name in TOTALLED}
+    if result.point is not None:
+        kind, position = result.point.kind, result.point.position
+        found["point"] = {"kind": kind, "position": position, "text": _json(result.point)}
     if result.rejection is not None:
         return found | rejection(result.rejection)
     if result.checkpoint is not None:
@@ -211,14 +220,60 @@ def read_outcome(request_id: str, row: Sequence[Any]) -> Outcome | None:
     """The stored outcome, None while there is none. Raises ``KeyError``, ``ResultExpired``."""
     if not row:
         raise KeyError(request_id)
-    state, category, content_type, result = row
+    state, category, content_type, result, *cost = row
     if state == b"expired":
         raise ResultExpired(f"the result of {request_id} was dropped after its retention time")
     if state != b"done":
         return None
+    usage = _read_usage(*cost)
     if category is not None:
-        return Outcome(request_id, rejection=Rejection(result.decode(), category.decode()))
-    return Outcome(request_id, result, content_type.decode())
+        rejected = Rejection(result.decode(), category.decode())
+        return Outcome(request_id, rejection=rejected, usage=usage)
+    return Outcome(request_id, result, content_type.decode(), usage=usage)
+
+
+def _read_usage(text: bytes | None, created: bytes | None, finished: bytes | None) -> Usage | None:
+    if not text:
+        return None
+    total_s = float(finished or 0) - float(created or finished or 0)
+    usage = msgspec.json.decode(text, type=Usage)
+    return dataclasses.replace(usage, total_s=max(total_s, 0.0))
+
+
+def read_request(row: Sequence[Any]) -> RequestState | None:
+    tenant, kind, scope, state, category, *cost = row
+    if tenant is None:
+        return None
+    found = RequestState(tenant.decode(), JobKind(kind.decode()), scope.decode(), state.decode())
+    if found.state == "expired":
+        return found
+    return dataclasses.replace(found, failed=category is not None, usage=_read_usage(*cost))
+
+
+# --- what was used ------------------------------------------------------------------------------
+
+
+def read_sums(tenant: bytes, rows: Sequence[bytes], since_s: float) -> TenantUsage:
+    """The sums in ``"day what name", number, …`` since that day, by name."""
+    sums: dict[str, dict[str, float]] = {}
+    for key, number in zip(rows[::2], rows[1::2], strict=True):
+        day, what, name = key.decode().split(" ", 2)
+        if int(day) >= day_of(since_s):
+            of_name = sums.setdefault(name, {})
+            of_name[what] = of_name.get(what, 0.0) + float(number)
+    found = {name: _totals(sums[name]) for name in sorted(sums)}
+    return TenantUsage(tenant.decode(), found)
+
+
+def _totals(sums: dict[str, float]) -> Totals:
+    whole = {name: int(value) for name, value in sums.items() if name not in ("device_s", "flops")}
+    return Totals(**(sums | whole))  # type: ignore[arg-type]
+
+
+def read_curve_point(stored: bytes) -> CurvePoint:
+    _, time_s, text = stored.split(b" ", 2)
+    point = msgspec.json.decode(text, type=CurvePoint)
+    return dataclasses.replace(point, time_s=float(time_s))
 
 
 # --- clients that sample ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tuneserve_engine.queue.base import StoreUnusable
 
-VERSION = 3
+VERSION = 4
 BUSY_S = 5.0  # a restarted process may meet the last breath of its predecessor
 CHECKPOINT_PAGES = 4000  # 16 MB of WAL: with 100 KB payloads, one checkpoint per ~150 commits
 
@@ -20,6 +20,38 @@ FORGETTABLE = "state = 'expired' AND digest IS NULL AND (position IS NULL OR rel
 _COMPLETED = (
     "CREATE INDEX jobs_completed ON jobs (tenant, scope, seq / 1000000000, completion) "
     "WHERE completion IS NOT NULL"
+)
+
+_USAGE = (
+    # Sums by day, number of the day since 1970 in UTC, and name: of a model, or a base model.
+    """CREATE TABLE usage (
+        tenant TEXT NOT NULL,
+        day INTEGER NOT NULL,
+        name TEXT NOT NULL,
+        requests INTEGER NOT NULL,
+        device_s REAL NOT NULL,
+        trained_tokens INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        sampled_tokens INTEGER NOT NULL,
+        padded_tokens INTEGER NOT NULL,
+        flops REAL NOT NULL,
+        PRIMARY KEY (tenant, day, name)
+    ) WITHOUT ROWID""",
+    # How many points there have been of each kind, and those of them that are kept, by number.
+    """CREATE TABLE curves (
+        model_id TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        points INTEGER NOT NULL,
+        PRIMARY KEY (model_id, kind)
+    ) WITHOUT ROWID""",
+    """CREATE TABLE curve_points (
+        model_id TEXT NOT NULL,
+        kind TEXT NOT NULL,
+        n INTEGER NOT NULL,
+        position INTEGER NOT NULL,
+        point TEXT NOT NULL,
+        PRIMARY KEY (model_id, kind, n)
+    ) WITHOUT ROWID""",
 )
 
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
@@ -64,7 +96,8 @@ _TABLES = (
     "CREATE INDEX lanes_in_use ON lanes (tenant) WHERE worker IS NOT NULL OR jobs > 0",
     # digest and halvings are set while the payload is kept for replay. release is 0 until the lane
     # comes to the position; then one that was spent before has none any more. completion counts
-    # samples as they end, until their clients have acknowledged them.
+    # samples as they end, until their clients have acknowledged them. usage is what the job has
+    # cost, once its worker has said so.
     """CREATE TABLE jobs (
         n INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
@@ -85,6 +118,7 @@ _TABLES = (
         digest BLOB,
         halvings INTEGER,
         completion INTEGER,
+        usage TEXT,
         category TEXT,
         error TEXT,
         content_type TEXT,
@@ -121,6 +155,7 @@ _TABLES = (
     )""",
     "CREATE INDEX records_by_tenant ON records (type, tenant, n)",
     "CREATE INDEX records_by_parent ON records (type, parent, n)",
+    *_USAGE,
 )
 
 _UPGRADES = {
@@ -129,6 +164,7 @@ _UPGRADES = {
         _COMPLETED,
         "INSERT INTO meta VALUES ('completion', 0)",
     ),
+    3: ("ALTER TABLE jobs ADD COLUMN usage TEXT", *_USAGE),
 }
 """What makes a store of an earlier version one of the next."""
 

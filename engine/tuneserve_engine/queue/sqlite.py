@@ -15,12 +15,14 @@ from typing import Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.jobs import Job, Outcome, Part
 from tuneserve_engine.queue import rules
+from tuneserve_engine.queue import sqlite_finish as finishing
 from tuneserve_engine.queue import sqlite_jobs as jobs
 from tuneserve_engine.queue import sqlite_leases as leases
 from tuneserve_engine.queue import sqlite_lifecycle as lifecycle
 from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue import sqlite_samples as samples
+from tuneserve_engine.queue import sqlite_usage as usages
 from tuneserve_engine.queue.base import (
     Completion,
     Lease,
@@ -29,9 +31,11 @@ from tuneserve_engine.queue.base import (
     R,
     RecoveryPoint,
     Renewal,
+    RequestState,
     SamplerClient,
     ServedModel,
     StoreFailed,
+    StoreFigures,
     StorePolicy,
     Submitted,
     SweepPolicy,
@@ -41,6 +45,7 @@ from tuneserve_engine.queue.schema import open_database
 from tuneserve_engine.queue.streams import Heard, Streams
 from tuneserve_engine.queue.watching import Watch
 from tuneserve_engine.records import Record, Update
+from tuneserve_engine.usage import CurvePoint, TenantUsage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,7 +134,7 @@ class SqlStore:
             await news.wait()
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
-        await self._call(jobs.finish, epoch, outcomes)
+        await self._call(finishing.finish, epoch, outcomes)
 
     async def wait(self, request_id: str, timeout_s: float) -> Outcome | None:
         future: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
@@ -204,6 +209,20 @@ class SqlStore:
 
     async def served(self) -> list[ServedModel]:
         return await self._call(self._leases.served)
+
+    # --- what was used --------------------------------------------------------------------------
+
+    async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
+        return await self._call(usages.usage, tenant, since_s)
+
+    async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
+        return await self._call(usages.curve, model_id, after)
+
+    async def request(self, request_id: str) -> RequestState | None:
+        return await self._call(usages.request, request_id)
+
+    async def figures(self) -> StoreFigures:
+        return await self._call(usages.figures)
 
     # --- records --------------------------------------------------------------------------------
 

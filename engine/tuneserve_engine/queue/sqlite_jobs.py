@@ -14,9 +14,9 @@ from tuneserve_engine.queue import sqlite_limits as limits
 from tuneserve_engine.queue import sqlite_placement as placement
 from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
+from tuneserve_engine.queue import sqlite_usage as usages
 from tuneserve_engine.queue.base import (
     CLIENT_SEQS,
-    Fenced,
     KeyReused,
     LogEntry,
     ResultExpired,
@@ -26,7 +26,7 @@ from tuneserve_engine.queue.base import (
 )
 from tuneserve_engine.queue.group_commit import Row, Transaction
 from tuneserve_engine.queue.schema import UNFINISHED
-from tuneserve_engine.records import Checkpoint, Model, ModelStatus, Record, Session
+from tuneserve_engine.records import Model, Record, Session
 
 # --- entering -----------------------------------------------------------------------------------
 
@@ -251,19 +251,21 @@ def log(tx: Transaction, epoch: int, model_id: str, start: int) -> list[LogEntry
 def outcome(tx: Transaction, request_id: str) -> Outcome | None:
     """The stored outcome, None while there is none. Raises ``KeyError``, ``ResultExpired``."""
     row = tx.one(
-        "SELECT state, category, error, content_type, body FROM jobs WHERE request_id = ?",
+        "SELECT state, category, error, content_type, body, usage, created_s, finished_s FROM jobs "
+        "WHERE request_id = ?",
         request_id,
     )
     if row is None:
         raise KeyError(request_id)
-    state, category, error, content_type, body = row
+    state, category, error, content_type, body, *cost = row
     if state == "expired":
         raise ResultExpired(f"the result of {request_id} was dropped after its retention time")
     if state != "done":
         return None
+    usage = usages.decoded(*cost)
     if error is not None:
-        return Outcome(request_id, rejection=Rejection(error, category))
-    return Outcome(request_id, body, content_type)
+        return Outcome(request_id, rejection=Rejection(error, category), usage=usage)
+    return Outcome(request_id, body, content_type, usage=usage)
 
 
 def key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
@@ -274,60 +276,9 @@ def key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
 # --- ending -------------------------------------------------------------------------------------
 
 
-def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
-    placement.check_epoch(tx, epoch)
-    for each in outcomes:
-        row = tx.one(
-            f"SELECT worker FROM jobs WHERE request_id = ? AND {UNFINISHED}", each.request_id
-        )
-        if row is not None and row[0] != epoch:
-            raise Fenced(
-                f"request {each.request_id} is not placed with lease epoch {epoch} any more: "
-                "its model was given up, or moved; stop this worker"
-            )
-    for each in outcomes:
-        if is_unfinished(tx, each.request_id):
-            _finish_one(tx, each)
-
-
 def is_unfinished(tx: Transaction, request_id: str) -> bool:
     row = tx.one(f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", request_id)
     return row is not None
-
-
-def _finish_one(tx: Transaction, result: Outcome) -> None:
-    result = _unless_taken(tx, result)
-    checkpoint, sampler = result.checkpoint, result.sampler
-    if checkpoint is not None and result.rejection is None:
-        records.delete(tx, Checkpoint, checkpoint.key)  # an overwritten one is listed as new
-        records.put(tx, checkpoint)
-    if sampler is not None and result.rejection is None:
-        session = records.get(tx, Session, sampler.parent)
-        if session is None or not session.ended:
-            records.put(tx, sampler)
-    end(tx, result)
-    for change in result.updates:
-        record = records.update(tx, change)
-        status = change.changes.get("status")
-        if not isinstance(record, Model):
-            continue
-        if status == ModelStatus.FAILED:
-            end_model(tx, record.key, rules.failed(record.key))
-            points.forget(tx, record.key)
-        elif status == ModelStatus.LOST:
-            end_model(tx, record.key, rules.lost(record.key))
-
-
-def _unless_taken(tx: Transaction, result: Outcome) -> Outcome:
-    """The outcome; a rejection if there is another checkpoint of its name."""
-    checkpoint = result.checkpoint
-    if checkpoint is None or result.overwrite or result.rejection is not None:
-        return result
-    taken = records.get(tx, Checkpoint, checkpoint.key)
-    if taken is None or taken.has_expired(tx.now_s):
-        return result
-    exists = rules.checkpoint_exists(checkpoint.key)
-    return Outcome(result.request_id, rejection=exists, updates=result.updates)
 
 
 def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
@@ -350,21 +301,22 @@ def end(tx: Transaction, result: Outcome) -> None:
     """Stores how an unfinished job ended and makes it news. Its payload is dropped, unless the job
     changed its model's state: then it may have to be done again."""
     row = tx.one(
-        "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size FROM jobs "
+        "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size, created_s FROM jobs "
         f"WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
     )
     assert row is not None, f"{result.request_id} had already ended"
-    n, tenant, kind, scope, seq, model_id, position, worker, size = row
+    n, tenant, kind, scope, seq, model_id, position, worker, size, created_s = row
     rejection = result.rejection
     is_kept = result.changed and rejection is None and position is not None
     is_sample = kind == JobKind.SAMPLE
-    stored = Outcome(result.request_id, result.body, result.content_type)
+    usage = result.usage and usages.timed(result.usage, created_s, tx.now_s)
+    stored = Outcome(result.request_id, result.body, result.content_type, usage=usage)
     if rejection is not None:
-        stored = Outcome(result.request_id, rejection=rejection)
+        stored = Outcome(result.request_id, rejection=rejection, usage=usage)
     tx.run(
         "UPDATE jobs SET state = 'done', category = ?, error = ?, content_type = ?, body = ?, "
-        "digest = ?, halvings = ?, completion = ?, finished_s = ? WHERE n = ?",
+        "digest = ?, halvings = ?, completion = ?, usage = ?, finished_s = ? WHERE n = ?",
         None if rejection is None else rejection.category,
         None if rejection is None else rejection.message,
         stored.content_type,
@@ -372,9 +324,12 @@ def end(tx: Transaction, result: Outcome) -> None:
         rules.digest(stored.body) if is_kept else None,
         result.halvings if is_kept else None,
         records.next_of(tx, "completion") if is_sample else None,
+        usages.encoded(result.usage),
         tx.now_s,
         n,
     )
+    if result.point is not None and rejection is None and model_id is not None:
+        usages.draw(tx, model_id, result.point)
     if not is_kept:
         tx.run("DELETE FROM payloads WHERE job = ?", n)
     limits.count(tx, tenant, model_id, -1, -size)

@@ -18,7 +18,7 @@ from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.queue.base import Completion, ResultExpired, SamplerClient, StoreFailed
 from tuneserve_engine.records import Model, ModelStatus, Sampler
 from tuneserve_engine.repeats import Repeats
-from tuneserve_server import body
+from tuneserve_server import body, waterfall
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
 from tuneserve_server.errors import InvalidRequest, NotFound, ResultGone, SessionEnded
 from tuneserve_server.openapi import BINARY, PROTOBUF, fails, takes
@@ -121,8 +121,10 @@ async def _base_model(caller: Caller, scope: str) -> str:
 def _answer(outcome: Outcome) -> Response:
     if outcome.rejection is not None:
         rejection = outcome.rejection
-        return JSONResponse({"error": rejection.message, "category": rejection.category})
-    return Response(outcome.body, media_type=outcome.content_type)
+        failed = {"error": rejection.message, "category": rejection.category}
+        return JSONResponse(failed, headers=waterfall.headers(outcome.usage))
+    headers = waterfall.headers(outcome.usage)
+    return Response(outcome.body, media_type=outcome.content_type, headers=headers)
 
 
 def _not_ready(state: QueueState, reason: str | None) -> Response:

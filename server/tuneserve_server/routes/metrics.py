@@ -1,4 +1,4 @@
-"""What the workers tell of themselves, for Prometheus."""
+"""What the workers tell of themselves, and what this process and the store do, for Prometheus."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,35 +11,38 @@ from prometheus_client.registry import Collector
 from tuneserve_engine.figures import FIGURES
 from tuneserve_engine.queue.base import ServedModel
 from tuneserve_server.deps import ServicesDep
+from tuneserve_server.figures import PREFIX
 
 router = APIRouter()
-
-_PREFIX = "tuneserve_"
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(services: ServicesDep) -> Response:
-    """Figures of every worker, in Prometheus' text format."""
-    text = generate_latest(_Told(await services.served.known()))
+    """Figures of every worker, of the store and of this process, in Prometheus' text format."""
+    told = _Told(await services.served.known(), await services.store_metrics.metrics())
+    text = generate_latest(told) + generate_latest(services.http_metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 class _Told(Collector):
-    """The workers' figures as metrics. One that this release does not know is left out."""
+    """The store's and the workers' figures as metrics. One of a worker that this release does not
+    know is left out."""
 
-    def __init__(self, served: Sequence[ServedModel]) -> None:
+    def __init__(self, served: Sequence[ServedModel], of_store: Sequence[Metric]) -> None:
         self._served = served
+        self._of_store = of_store
 
     def collect(self) -> Iterable[Metric]:
+        yield from self._of_store
         workers = GaugeMetricFamily(
-            f"{_PREFIX}workers", "Workers that serve the base model.", labels=["base_model"]
+            f"{PREFIX}workers", "Workers that serve the base model.", labels=["base_model"]
         )
         for model in self._served:
             workers.add_metric([model.info.name], model.workers)
         yield workers
         for name, meaning in FIGURES.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            metric = family(f"{_PREFIX}{name}", meaning, labels=["base_model", "worker"])
+            metric = family(f"{PREFIX}{name}", meaning, labels=["base_model", "worker"])
             for model in self._served:
                 for worker, figures in model.figures.items():
                     if name in figures:

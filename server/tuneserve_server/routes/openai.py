@@ -29,6 +29,7 @@ from tuneserve_server import commands, openai_request
 from tuneserve_server.admission import Place, admit
 from tuneserve_server.deps import Caller, CallerDep, RawBody
 from tuneserve_server.errors import (
+    BudgetSpent,
     Crowded,
     DiskFull,
     InvalidRequest,
@@ -68,7 +69,15 @@ router = APIRouter()
 _PATH = "tinker://"
 _SAMPLER = re.compile(r"s-\w+:sample:\d+")
 _STREAM = "text/event-stream"
-_FAILS = (InvalidRequest, ModelNotFound, SessionEnded, Crowded, DiskFull, ModelUnavailable)
+_FAILS = (
+    InvalidRequest,
+    ModelNotFound,
+    SessionEnded,
+    Crowded,
+    BudgetSpent,
+    DiskFull,
+    ModelUnavailable,
+)
 _GENERATES: Declared = {
     200: {"content": {"application/json": {"schema": {}}, _STREAM: {"schema": {}}}},
     **fails(*_FAILS, body=OpenAIFailure),

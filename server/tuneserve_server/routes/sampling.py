@@ -11,7 +11,14 @@ from tuneserve_engine.records import Sampler
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit_command
 from tuneserve_server.deps import CallerDep, RawBody, reply
-from tuneserve_server.errors import Crowded, DiskFull, InvalidRequest, NotFound, SessionEnded
+from tuneserve_server.errors import (
+    BudgetSpent,
+    Crowded,
+    DiskFull,
+    InvalidRequest,
+    NotFound,
+    SessionEnded,
+)
 from tuneserve_server.openapi import fails, takes
 from tuneserve_server.sample_command import sample_command, sequence_ids
 
@@ -94,7 +101,7 @@ async def get_sampler(sampler_id: str, caller: CallerDep) -> Response:
     "/asample",
     response_model=types.SampleFutureResponse,
     openapi_extra=takes(types.SampleRequest),
-    responses=fails(NotFound, SessionEnded, Crowded, DiskFull),
+    responses=fails(NotFound, SessionEnded, Crowded, BudgetSpent, DiskFull),
 )
 async def asample(caller: CallerDep, raw: RawBody) -> Response:
     """Continuations of one prompt, its logprobs, or both."""

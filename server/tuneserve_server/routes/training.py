@@ -13,7 +13,14 @@ from tuneserve_engine.records import Model
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, admit_command, reject
 from tuneserve_server.deps import Caller, CallerDep, RawBody, raw_body, reply
-from tuneserve_server.errors import Crowded, DiskFull, Malformed, NotFound, UnknownEncoding
+from tuneserve_server.errors import (
+    BudgetSpent,
+    Crowded,
+    DiskFull,
+    Malformed,
+    NotFound,
+    UnknownEncoding,
+)
 from tuneserve_server.openapi import fails, takes, takes_message
 
 router = APIRouter()
@@ -25,7 +32,7 @@ _THREAD_BYTES = 256 * 1024  # above this, decompressing would hold up the event 
     "/forward_backward",
     response_model=types.FutureResponse,
     openapi_extra=takes_message("ForwardBackwardRequest"),
-    responses=fails(NotFound, UnknownEncoding, Crowded, DiskFull),
+    responses=fails(NotFound, UnknownEncoding, Crowded, BudgetSpent, DiskFull),
 )
 async def forward_backward(request: Request, caller: CallerDep) -> Response:
     """Outputs and accumulated gradients of a ``ForwardBackwardRequest`` message."""
@@ -78,7 +85,7 @@ async def _spend(caller: Caller, head: Head, error: UserError) -> None:
     "/optim_step",
     response_model=types.FutureResponse,
     openapi_extra=takes(types.OptimStepRequest),
-    responses=fails(NotFound, Crowded, DiskFull),
+    responses=fails(NotFound, Crowded, BudgetSpent, DiskFull),
 )
 async def optim_step(caller: CallerDep, raw: RawBody) -> Response:
     """Applies the accumulated gradients and clears them."""

@@ -5,7 +5,7 @@ import pytest
 
 _PARTS = [
     *"bench durability forgetting jobs leases limits placement points progress records".split(),
-    *"samples sessions".split(),
+    *"samples sessions usage".split(),
 ]
 pytest.register_assert_rewrite(*(f"{__name__}.{part}" for part in _PARTS))
 
@@ -21,6 +21,7 @@ from tests.engine.store_contract.progress import ProgressContract  # noqa: E402
 from tests.engine.store_contract.records import RecordsContract  # noqa: E402
 from tests.engine.store_contract.samples import SamplesContract  # noqa: E402
 from tests.engine.store_contract.sessions import SessionsContract  # noqa: E402
+from tests.engine.store_contract.usage import UsageContract  # noqa: E402
 
 __all__ = ["Bench", "Clock", "DurableStoreContract", "StoreContract", "scenario"]
 
@@ -36,6 +37,7 @@ class StoreContract(
     SamplesContract,
     SessionsContract,
     ForgettingContract,
+    UsageContract,
 ):
     """Everything but what survives the store's process."""
 

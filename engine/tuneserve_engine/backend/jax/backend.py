@@ -1,5 +1,6 @@
 """The JAX backend: holds the device's state and runs the pure programs on it."""
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class JaxBackend:
                 f"the lattice has a context length of {self._lattice.context_length} tokens; "
                 f"{name} was built for {config.context_length}; lower it"
             )
+        self._shapes = target_shapes(config)
         self._info = BaseModelInfo(
             name=name,
             architecture=config.architecture,
@@ -116,8 +118,8 @@ class JaxBackend:
             max_rank=self._lattice.max_rank,
             tokenizer_id=tokenizer_id,
             eos_token_ids=config.eos_token_ids,
+            parameters=sum(map(math.prod, self._shapes.values())),
         )
-        self._shapes = target_shapes(config)
         self.sample_rows = sample_rows
         """Sequences that are decoded together."""
         self._numerics_id = numerics_id(

@@ -13,6 +13,7 @@ end
 local function job_key(id) return P .. 'job:' .. id end
 local function payload_key(id) return P .. 'payload:' .. id end
 local function result_key(id) return P .. 'result:' .. id end
+local function cost_key(id) return P .. 'cost:' .. id end
 local function lane_key(model) return P .. 'lane:' .. model end
 local function tenant_key(tenant) return P .. 'tenant:' .. tenant end
 local function worker_key(epoch) return P .. 'worker:' .. epoch end

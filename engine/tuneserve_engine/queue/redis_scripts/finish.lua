@@ -1,8 +1,10 @@
 -- flags: allow-oom
--- uses: records placing jobs
+-- uses: records placing jobs usage
 -- Stores how jobs ended and what their outcomes change, or nothing of it: {'fenced', job's id}.
 local epoch = ARGV[2]
 local outcomes = cmsgpack.unpack(ARGV[3])
+local MOST_POINTS = number(ARGV[4])
+local spent = {} -- by tenant and name: outcomes of one worker are of few
 
 local function foreign()
   for _, outcome in ipairs(outcomes) do
@@ -36,6 +38,21 @@ local function put_records(outcome)
   end
 end
 
+-- Adds what an outcome was for to what will be added to the sums.
+local function account(outcome)
+  if not outcome.usage or not usage.note(outcome.id, outcome.usage) then
+    return
+  end
+  local job = call('HMGET', job_key(outcome.id), 'tenant', 'model', 'base')
+  local name = job[2] or job[3] or ''
+  local key = #job[1] .. ':' .. job[1] .. name
+  local of = spent[key] or { tenant = job[1], name = name, sums = {} }
+  for what, sum in pairs(outcome.sums) do
+    of.sums[what] = (of.sums[what] or 0) + sum
+  end
+  spent[key] = of
+end
+
 local function finish(outcome, body)
   if not is_unfinished(call('HGET', job_key(outcome.id), 'state')) then
     return
@@ -47,6 +64,10 @@ local function finish(outcome, body)
     put_records(outcome)
   end
   outcome.body = body
+  local model = outcome.point and not outcome.error and call('HGET', job_key(outcome.id), 'model')
+  if model then
+    usage.draw(model, outcome.point, MOST_POINTS)
+  end
   jobs.finish(outcome.id, outcome)
   for _, update in ipairs(outcome.updates) do
     records.update(update.type, update.key, update.fields)
@@ -70,7 +91,11 @@ if other then
   return { 'fenced', other }
 end
 for i, outcome in ipairs(outcomes) do
-  finish(outcome, ARGV[3 + i])
+  finish(outcome, ARGV[4 + i])
+  account(outcome)
+end
+for _, of in pairs(spent) do
+  usage.add(of.tenant, of.name, of.sums)
 end
 announce()
 return { 'finished' }

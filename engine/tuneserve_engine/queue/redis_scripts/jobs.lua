@@ -29,8 +29,11 @@ local function shrink(id)
     return
   end
   call('ZADD', P .. 'expired', job[3], id)
-  call('HDEL', at, 'model', 'position', 'base', 'created', 'finished', 'size', 'release', 'worker',
+  call('HDEL', at, 'model', 'position', 'created', 'finished', 'size', 'release', 'worker',
     'attempts', 'category', 'ctype', 'digest', 'halvings')
+  if call('HEXISTS', at, 'counted') == 1 then -- else its worker may still say what it cost
+    call('HDEL', at, 'base')
+  end
 end
 
 -- Releases the contiguous run from `position` on; spent positions count as present, and are used up.
@@ -88,6 +91,7 @@ function jobs.enter(job, payload)
   local at = job_key(job.id)
   call('HSET', at, unpack(job.fields))
   call('HSET', seqs_key(job.tenant, job.scope), job.seq, job.id)
+  call('SADD', P .. 'tenants', job.tenant)
   if job.error then
     store(job.id, job)
   else
@@ -131,7 +135,7 @@ end
 -- Drops the result of a job.
 function jobs.expire(id)
   call('HSET', job_key(id), 'state', 'expired')
-  call('DEL', result_key(id))
+  call('DEL', result_key(id), cost_key(id))
   call('ZREM', P .. 'ended', id)
   shrink(id)
 end
@@ -168,6 +172,7 @@ function jobs.finish(id, how)
   if how.digest and not how.error and job[5] then
     call('HSET', at, 'digest', how.digest, 'halvings', how.halvings)
     call('ZADD', log_key(model), job[5], id)
+    call('SADD', P .. 'logged', model)
     if job[6] ~= 'load_weights' then
       call('HDEL', P .. 'files', id)
     end
@@ -214,6 +219,9 @@ function jobs.trim(model, before)
     drop_payload(id)
   end
   call('ZREMRANGEBYSCORE', log_key(model), '-inf', '(' .. before)
+  if call('EXISTS', log_key(model)) == 0 then
+    call('SREM', P .. 'logged', model)
+  end
 end
 
 -- Drops what would bring a model back, and its place on a worker.

@@ -1,0 +1,22 @@
+"""What the API process tells of itself and of the store: names and meanings. Those of the workers
+are in ``tuneserve_engine.figures``."""
+
+PREFIX = "tuneserve_"
+
+HTTP_FIGURES = {
+    "http_requests_total": "Requests answered by this API process, by method, route and status.",
+    "http_request_duration_seconds": "How long they took, answers included; polls are held.",
+}
+STORE_FIGURES = {
+    "store_unfinished_requests": "Requests that have not ended.",
+    "store_logged_requests": "Requests that have ended and are kept, to be done again if their "
+    "worker dies: recovery points make them fewer.",
+    "store_recovery_points": "Recovery points of all models.",
+}
+TENANT_FIGURES = {
+    "tenant_device_seconds_total": "Time of the device that requests of the tenant took.",
+    "tenant_unfinished_requests": "Its requests that have not ended.",
+}
+"""Shown with the setting ``tenant_metrics``."""
+
+API_FIGURES = HTTP_FIGURES | STORE_FIGURES | TENANT_FIGURES

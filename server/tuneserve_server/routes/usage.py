@@ -1,0 +1,84 @@
+"""What requests cost, and the curves that they draw."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response
+
+from tuneserve_client import types
+from tuneserve_client.body import MAX_INT64
+from tuneserve_engine.records import Model
+from tuneserve_engine.usage import CurvePoint, TenantUsage
+from tuneserve_server import waterfall
+from tuneserve_server.deps import CallerDep, reply
+from tuneserve_server.errors import NotFound
+from tuneserve_server.openapi import fails
+
+router = APIRouter()
+
+Since = Annotated[int, Query(ge=0, le=2**40, description="Unix seconds; the whole day counts.")]
+After = Annotated[int, Query(ge=0, le=MAX_INT64, description="Only what came after this seq_id.")]
+
+
+@router.get("/usage", response_model=types.UsageResponse)
+async def usage(caller: CallerDep, since: Since = 0) -> Response:
+    """What the caller's requests have used, by model."""
+    (used,) = await caller.store.usage(caller.tenant, since) or [TenantUsage(caller.tenant)]
+    by_model = [
+        types.ModelUsage(name=name, **waterfall.totals(of).model_dump())
+        for name, of in used.by_model.items()
+    ]
+    return reply(
+        types.UsageResponse(
+            tenant=caller.tenant,
+            total=waterfall.totals(used.total),
+            by_model=by_model,
+            budget=await caller.budgets.told(caller.tenant),
+        )
+    )
+
+
+@router.get(
+    "/training_runs/{model_id}/curve",
+    response_model=types.CurveResponse,
+    responses=fails(NotFound),
+)
+async def curve(model_id: str, caller: CallerDep, after: After = 0) -> Response:
+    """Losses and optimizer steps of a model, in the order of its requests."""
+    model = await caller.owned(Model, model_id)
+    points = await caller.store.curve(model.key, after=after)
+    return reply(types.CurveResponse(points=[_point(each) for each in points]))
+
+
+def _point(point: CurvePoint) -> types.CurvePointResponse:
+    return types.CurvePointResponse(
+        kind=point.kind,
+        seq_id=point.position,
+        time=datetime.fromtimestamp(point.time_s, UTC),
+        loss_sum=point.loss_sum,
+        tokens=point.tokens,
+        weight=point.weight,
+        step=point.step,
+        learning_rate=point.learning_rate,
+        grad_norm=point.grad_norm,
+    )
+
+
+@router.get(
+    "/requests/{request_id}", response_model=types.RequestResponse, responses=fails(NotFound)
+)
+async def request(request_id: str, caller: CallerDep) -> Response:
+    """How far a request is; once it has run, where its time went and what it cost."""
+    found = await caller.store.request(request_id)
+    if found is None or found.tenant != caller.tenant:
+        raise NotFound("this request does not exist, or it is not yours")
+    usage = found.usage
+    return reply(
+        types.RequestResponse(
+            request_id=request_id,
+            kind=found.kind.value,
+            status="failed" if found.failed else found.state,
+            timings=None if usage is None else waterfall.timings(usage),
+            cost=None if usage is None else waterfall.cost(usage),
+        )
+    )

@@ -1,0 +1,66 @@
+"""How full the store is, and what tenants use, for Prometheus."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tuneserve_engine.queue.base import Store, StoreFigures
+from tuneserve_server.figures import PREFIX, STORE_FIGURES, TENANT_FIGURES
+
+MOST_TENANTS = 200
+OTHERS = "others"
+"""Stands for those that are seen when there are so many already."""
+
+_FRESH_S = 5.0
+
+
+class StoreMetrics:
+    """Asks the store at most every five seconds. A tenant that has a name of its own keeps it while
+    this process lives, so that no counter falls."""
+
+    def __init__(
+        self, store: Store, *, tenants: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._tenants = tenants
+        self._clock = clock
+        self._named: set[str] = set()
+        self._asked_s = -float("inf")
+        self._metrics: list[Metric] = []
+
+    async def metrics(self) -> list[Metric]:
+        if self._clock() - self._asked_s >= _FRESH_S:
+            figures = await self._store.figures()
+            self._metrics = list(_of_store(figures))
+            if self._tenants:
+                used = {each.tenant: each.total.device_s for each in await self._store.usage()}
+                self._metrics += self._of_tenants(used, figures.unfinished)
+            self._asked_s = self._clock()
+        return self._metrics
+
+    def _of_tenants(
+        self, used: Mapping[str, float], unfinished: Mapping[str, int]
+    ) -> Iterable[Metric]:
+        values = (used, unfinished)
+        for (name, meaning), of in zip(TENANT_FIGURES.items(), values, strict=True):
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            metric = family(f"{PREFIX}{name}", meaning, labels=["tenant"])
+            shown: dict[str, float] = {}
+            for tenant, value in of.items():
+                label = self._label(tenant)
+                shown[label] = shown.get(label, 0.0) + value
+            for label, value in shown.items():
+                metric.add_metric([label], value)
+            yield metric
+
+    def _label(self, tenant: str) -> str:
+        if len(self._named) < MOST_TENANTS:
+            self._named.add(tenant)
+        return tenant if tenant in self._named else OTHERS
+
+
+def _of_store(figures: StoreFigures) -> Iterable[Metric]:
+    values = (sum(figures.unfinished.values()), figures.logged, figures.points)
+    for (name, meaning), value in zip(STORE_FIGURES.items(), values, strict=True):
+        yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value=value)
