@@ -39,6 +39,10 @@ class Catalogue:
         """Whether a worker is ready, what it compiles, how durable the store is."""
         return await self.transport.ask(types.HealthResponse, "GET", "/healthz")
 
+    async def metrics(self) -> str:
+        """Figures of the workers, the store and the API process, in Prometheus' text format."""
+        return (await self.transport.call("GET", "/metrics")).text
+
     async def base_models(self) -> list[types.SupportedModel]:
         """What can be trained and sampled here."""
         found = await self.transport.ask(
@@ -65,6 +69,17 @@ class Catalogue:
         """One of them."""
         path = f"/training_runs/{quote(model_id, safe='')}"
         return await self.transport.ask(types.TrainingRunResponse, "GET", path)
+
+    async def curve(self, model_id: str, after: int = 0) -> list[types.CurvePointResponse]:
+        """A model's losses and optimizer steps, in the order of its requests."""
+        path = f"/training_runs/{quote(model_id, safe='')}/curve"
+        params = {"after": after}
+        return (await self.transport.ask(types.CurveResponse, "GET", path, params=params)).points
+
+    async def usage(self, since_s: int = 0) -> types.UsageResponse:
+        """What the tenant's requests have used, by model, since the day of that Unix time."""
+        params = {"since": since_s}
+        return await self.transport.ask(types.UsageResponse, "GET", "/usage", params=params)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

@@ -24,7 +24,8 @@ TARGETS = "target_tokens"
 class Encoder(Protocol):
     """What making datums needs of a tokenizer; ``Tokenizer`` is one."""
 
-    eos_token_id: int | None
+    @property
+    def eos_token_id(self) -> int | None: ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 

@@ -430,6 +430,12 @@ class TrainingRunResponse(Response):
         description="Rebuilt after a failure, with other results than those delivered before.",
     )
     lora_rank: int | None = None
+    status: str = Field(
+        default="ready",
+        description="creating, ready, failed (its creation did), lost (only its checkpoints "
+        "remain), or ended (its session has)",
+    )
+    created: datetime | None = None
     last_request_time: datetime
     last_checkpoint: CheckpointResponse | None = None
     last_sampler_checkpoint: CheckpointResponse | None = None

@@ -1,9 +1,6 @@
 """``tuneserve keys`` and ``tuneserve tenants``: what the operator tells a running API process,
 through the socket in its data directory."""
 
-import json
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
@@ -14,6 +11,8 @@ from pydantic import ValidationError
 
 from tuneserve_engine.config import REFUSED, CommonSettings
 from tuneserve_engine.records import Scope
+from tuneserve_server import screen
+from tuneserve_server.screen import day, print_json, print_table
 
 keys = typer.Typer(no_args_is_help=True, help="API keys: make, list, revoke.")
 tenants = typer.Typer(no_args_is_help=True, help="Tenants: their weights and limits.")
@@ -50,7 +49,7 @@ def create_key(  # noqa: PLR0913 - options
         new["scopes"] = [each.value for each in scope]
     made = _call("POST", "/keys", data_dir, new)
     if as_json:
-        _print_json(made)
+        print_json(made)
         return
     typer.echo(made["key"])
     scopes = " and ".join(made["scopes"])
@@ -66,7 +65,7 @@ def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List all keys, the newest first; their secrets are not kept."""
     found = _call("GET", "/keys", data_dir)
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     rows = [
         [
@@ -74,13 +73,13 @@ def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
             each["tenant"],
             ",".join(each["scopes"]),
             each["state"],
-            _day(each["created_s"]),
-            _day(each["expires_s"]),
+            day(each["created_s"]),
+            day(each["expires_s"]),
             each["name"],
         ]
         for each in found
     ]
-    _print_table(["id", "tenant", "scopes", "state", "created", "expires", "name"], rows)
+    print_table(["id", "tenant", "scopes", "state", "created", "expires", "name"], rows)
 
 
 @keys.command("revoke")
@@ -94,7 +93,7 @@ def revoke_key(
         _end("give the id alone, the middle part of the key: its secret belongs in no command line")
     revoked = _call("POST", f"/keys/{_part(key_id)}/revoke", data_dir)
     if as_json:
-        _print_json(revoked)
+        print_json(revoked)
         return
     typer.echo(f"key {revoked['id']} of tenant {revoked['tenant']} is revoked")
 
@@ -109,7 +108,7 @@ def list_tenants(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """List the tenants that have keys, or a weight or limits of their own."""
     found = _call("GET", "/tenants", data_dir)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         _print_tenants(found)
 
@@ -146,14 +145,14 @@ def set_tenant(  # noqa: PLR0913 - options
         _end("nothing to set; name a weight or a limit: tuneserve tenants set --help")
     changed = _call("PATCH", f"/tenants/{_part(name)}", data_dir, change)
     if as_json:
-        _print_json(changed)
+        print_json(changed)
     else:
         _print_tenants([changed])
 
 
 def _print_tenants(found: list[dict[str, Any]]) -> None:
     rows = [["-" if each[c] is None else f"{each[c]}" for c in _COLUMNS] for each in found]
-    _print_table(_COLUMNS, rows)
+    print_table(_COLUMNS, rows)
 
 
 # --- the way there ------------------------------------------------------------------------------
@@ -198,27 +197,8 @@ def _part(text: str) -> str:
 
 
 def _end(text: str, status: int = REFUSED) -> NoReturn:
-    print(f"tuneserve: {text}", file=sys.stderr)
-    raise typer.Exit(status)
-
-
-# --- on the screen ------------------------------------------------------------------------------
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2))
-
-
-def _print_table(head: list[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in [head, *rows]:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
-
-
-def _day(unix_s: float | None) -> str:
-    return "-" if unix_s is None else f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M}"
+    screen.end(text, status)
 
 
 def _expiry(key: dict[str, Any]) -> str:
-    return "for good" if key["expires_s"] is None else f"until {_day(key['expires_s'])} UTC"
+    return "for good" if key["expires_s"] is None else f"until {day(key['expires_s'])} UTC"

@@ -25,13 +25,20 @@ from tuneserve_engine.config import (
     WorkerSettings,
     without_password,
 )
-from tuneserve_server import admin_cli, serving, supervisor
+from tuneserve_server import admin_cli, checks, serving, supervisor
+from tuneserve_server.client_cli import chat, checkpoints, runs, top, train
 from tuneserve_server.readiness import report_progress
+from tuneserve_server.screen import FAILED, print_json
 from tuneserve_server.settings import ApiSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 app.add_typer(admin_cli.keys, name="keys")
 app.add_typer(admin_cli.tenants, name="tenants")
+app.command()(train.train)
+app.command()(chat.chat)
+app.add_typer(runs.app, name="runs")
+app.add_typer(checkpoints.app, name="checkpoints")
+app.command()(top.top)
 
 S = TypeVar("S", bound=CommonSettings)
 Given = dict[str, str]  # the options on the command line, by setting
@@ -122,6 +129,21 @@ def plan(given: Given) -> None:
     _check_engine()
     command = [sys.executable, "-m", "tuneserve_engine.plan", *flags]
     os.execve(sys.executable, command, _environment(given))
+
+
+@_command(ApiSettings, WorkerSettings, json="Print it as JSON.")
+def doctor(given: Given) -> None:
+    """Check whether a service with these settings would run here; exit status 1 if not."""
+    as_json = given.pop("json", None) is not None
+    settings = _settings(ApiSettings, given)
+    _settings(WorkerSettings, given)
+    findings = checks.examine(settings, _environment(given))
+    if as_json:
+        print_json(checks.facts(findings))
+    else:
+        for each in findings:
+            typer.echo(f"{each.level:<4}  {each.name:<9}  {each.text}")
+    raise typer.Exit(FAILED if checks.has_failed(findings) else 0)
 
 
 def _worker_name(settings: ApiSettings) -> str:

@@ -19,6 +19,7 @@ from tuneserve_engine import checkpoint
 from tuneserve_engine.adapters import ATTENTION, MLP, UNEMBED, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, Tensors
 from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.merge import CannotMerge, merge
 
 LAYERS, VOCAB = 2, 67
 SHAPES = {
@@ -331,6 +332,62 @@ def test_peft_loads_the_export_and_computes_the_merged_weights(
     scale = want.abs().max()
     assert (want - plain).abs().max() > 0.01 * scale  # the adapter does something
     assert (got - want).abs().max() <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("shard", ["1GB", "12KB"], ids=["one file", "sharded"])
+def test_a_merged_model_computes_what_base_model_and_adapter_do(
+    base: Path, tmp_path: Path, shard: str
+) -> None:
+    adapter = small(CONFIG)
+    folders = [tmp_path / name for name in ("base", "adapter", "merged")]
+    for folder in folders:
+        folder.mkdir()
+    again, exported, out = folders
+    load_model(base).save_pretrained(again, max_shard_size=shard)
+    (again / "tokenizer.json").write_text("{}")
+    on_disk(exported, checkpoint.peft_members(adapter, str(base)))
+    merge(exported, again, out)
+    tokens = torch.arange(40).reshape(2, 20) % VOCAB
+    with torch.no_grad():
+        plain, got, want = (
+            model(tokens).logits
+            for model in (load_model(base), load_model(out), merged(base, adapter))
+        )
+    scale = want.abs().max()
+    assert (want - plain).abs().max() > 0.01 * scale
+    assert (got - want).abs().max() <= 1e-6 * scale
+    assert {each.name for each in out.iterdir()} == {each.name for each in again.iterdir()}
+
+
+def test_weights_keep_their_type_and_others_their_bits(base: Path, tmp_path: Path) -> None:
+    config = AdapterConfig(rank=3, alpha=32.0, seed=0, train_unembed=False, train_mlp=False)
+    half, exported, out = (tmp_path / name for name in ("half", "adapter", "merged"))
+    exported.mkdir()
+    out.mkdir()
+    load_model(base).to(torch.bfloat16).save_pretrained(half)
+    on_disk(exported, checkpoint.peft_members(small(config), str(base)))
+    merge(exported, half, out)
+    before, after = (load_file(each / "model.safetensors") for each in (half, out))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    names = {f"model.layers.{n}.self_attn.{t}.weight" for n in range(LAYERS) for t in ATTENTION}
+    assert changed == names
+    assert {each.dtype for each in after.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("place", ["model.layers.7.mlp.up_proj", "model.layers.0.mlp.down_proj"])
+def test_an_adapter_of_another_base_model_is_not_merged(
+    base: Path, tmp_path: Path, place: str
+) -> None:
+    out = tmp_path / "merged"
+    out.mkdir()
+    pair = {"A": np.ones((3, 24), np.float32), "B": np.ones((40, 3), np.float32)}
+    named = {f"base_model.model.{place}.lora_{part}.weight": x for part, x in pair.items()}
+    members = checkpoint.peft_members(small(CONFIG), str(base))
+    on_disk(tmp_path, {**members, "adapter_model.safetensors": save(named)})
+    with pytest.raises(CannotMerge, match=f"{place}.weight.* was trained on another base model"):
+        merge(tmp_path, base, out)
+    assert not (out / "config.json").exists()
 
 
 def test_the_export_names_every_tensor_as_peft_does(tmp_path: Path) -> None:

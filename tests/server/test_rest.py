@@ -27,6 +27,10 @@ async def test_runs_are_listed_newest_first_in_pages(service: Any) -> None:
     models = [await service.model(session, number) for number in range(3)]
     page = await service.get("/training_runs?limit=2&offset=0&access_scope=owned")
     assert [run["training_run_id"] for run in page["training_runs"]] == models[:0:-1]
+    assert {run["status"] for run in page["training_runs"]} == {"ready"}
+    for run in page["training_runs"]:
+        times = [datetime.fromisoformat(run[name]) for name in ("created", "last_request_time")]
+        assert times == sorted(times)
     assert page["cursor"] == {"offset": 0, "limit": 2, "total_count": 3}
     rest = await service.get("/training_runs?limit=2&offset=2")
     assert [run["training_run_id"] for run in rest["training_runs"]] == models[:1]

@@ -74,6 +74,8 @@ async def _run_body(caller: Caller, model: Model) -> types.TrainingRunResponse:
         corrupted=model.status in (ModelStatus.FAILED, ModelStatus.LOST) or model.diverged,
         diverged=model.diverged,
         lora_rank=model.config.rank,
+        status=model.status.value,
+        created=_time(model.created_s),
         last_request_time=_time(model.last_request_s),
         last_checkpoint=newest.get(CheckpointKind.TRAINING),
         last_sampler_checkpoint=newest.get(CheckpointKind.SAMPLER),

@@ -1,0 +1,71 @@
+"""What a training run does at each of its steps, so that a checkpoint of it can be gone on from."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+_MARK = "tuneserve_train_"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The seed decides the order of every epoch; the learning rate falls in a straight line, to
+    zero behind the last step."""
+
+    data: str
+    """Digest of the file."""
+    seed: int = 0
+    epochs: int = 1
+    batch_size: int = 8
+    learning_rate: float = 2e-4
+
+    def steps(self, count: int) -> int:
+        """Of all epochs over so many datums."""
+        return self.epochs * self._of_epoch(count)
+
+    def epoch(self, step: int, count: int) -> int:
+        """From 1 on; steps count from 0."""
+        return step // self._of_epoch(count) + 1
+
+    def batch(self, step: int, data: Sequence[T]) -> list[T]:
+        epoch, place = divmod(step, self._of_epoch(len(data)))
+        order = list(range(len(data)))
+        random.Random(f"{self.seed}:{epoch}").shuffle(order)
+        first = place * self.batch_size
+        return [data[each] for each in order[first : first + self.batch_size]]
+
+    def rate(self, step: int, count: int) -> float:
+        return self.learning_rate * (1 - step / self.steps(count))
+
+    def _of_epoch(self, count: int) -> int:
+        return -(-count // self.batch_size)
+
+    # --- in a checkpoint --------------------------------------------------------------------------
+
+    def metadata(self, step: int) -> dict[str, str]:
+        """What a checkpoint remembers of it."""
+        known = {**asdict(self), "step": step}
+        return {f"{_MARK}{name}": str(value) for name, value in known.items()}
+
+    @classmethod
+    def remembered(cls, metadata: Mapping[str, str]) -> tuple[Self, int] | None:
+        """The recipe of a checkpoint, and its next step; None if it is of no such run."""
+        try:
+            known = {each.name: metadata[f"{_MARK}{each.name}"] for each in fields(cls)}
+            numbers = {name: int(known[name]) for name in ("seed", "epochs", "batch_size")}
+            rate = float(known["learning_rate"])
+            return cls(known["data"], **numbers, learning_rate=rate), int(metadata[f"{_MARK}step"])
+        except (KeyError, ValueError):
+            return None
+
+    def changed(self, given: Mapping[str, Any]) -> Self:
+        """With those of the options that were given."""
+        return replace(self, **{name: v for name, v in given.items() if v is not None})
+
+    def has_order_of(self, other: "Recipe") -> bool:
+        """Whether the steps of both have the same batches."""
+        mine, theirs = ((r.data, r.seed, r.batch_size) for r in (self, other))
+        return mine == theirs

@@ -1,0 +1,74 @@
+"""How commands show what they found, as text for people or as JSON, and how they end."""
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import typer
+
+FAILED = 1
+"""Exit status of a command that was asked rightly and could not do it."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_json_line(value: Any) -> None:
+    """One of many: each is a line of its own, written at once."""
+    print(json.dumps(value), flush=True)
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, *rows]:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    """One a line, by its name."""
+    width = max(map(len, facts))
+    for name, text in facts.items():
+        typer.echo(f"{name:<{width}}  {text}")
+
+
+def day(unix_s: float | None) -> str:
+    return "-" if unix_s is None else minute(datetime.fromtimestamp(unix_s, UTC))
+
+
+def minute(time: datetime | None) -> str:
+    """In UTC, to the minute."""
+    return "-" if time is None else f"{time.astimezone(UTC):%Y-%m-%d %H:%M}"
+
+
+def size(count: float | None) -> str:
+    """Of bytes, as people say it."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The curve in one line of at most ``width`` characters: means, if there are more values."""
+    count = min(len(values), width)
+    edges = [len(values) * each // count for each in range(count + 1)] if count else [0]
+    means = [sum(values[first:end]) / (end - first) for first, end in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    step = (high - low) / (len(_BARS) - 1) or 1.0
+    return "".join(_BARS[round((each - low) / step)] for each in means)
+
+
+def end(text: str, status: int) -> NoReturn:
+    """Ends the command with one line that says why."""
+    print(f"tuneserve: {' '.join(text.split())}", file=sys.stderr)
+    raise typer.Exit(status)

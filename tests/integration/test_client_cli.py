@@ -1,0 +1,316 @@
+"""The commands for those who use a server, against the real processes and the embedded model."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from tuneserve_client import Client, next_token_datum
+from tuneserve_engine.config import TINY_MODEL
+from tuneserve_server import cli
+from tuneserve_server.client_cli.train_view import Lines
+from tuneserve_server.local import LocalServer, free_port
+
+ROOT = Path(__file__).parents[2]
+KEY = "tml-command-line"
+NOUNS = ["grass", "snow", "coal", "a rose", "the sea", "a lemon", "a plum", "mud"]
+QUESTION = "What colour is the sky?"
+QUICK = ["--batch-size", "4", "--learning-rate", "0.01", "--rank", "4"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # Figures are told every third of the lease.
+    quick = {"compile_ahead": "false", "chunk_tokens": "64", "lease_ttl_s": "1"}
+    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def place(server, tmp_path_factory, tmp_path, monkeypatch):
+    """Where commands run, and what they read of the environment."""
+    monkeypatch.setenv("TUNESERVE_URL", server.url)
+    monkeypatch.setenv("TUNESERVE_API_KEY", KEY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def client(server):
+    with Client(server.url, KEY) as made:
+        yield made
+
+
+def tuneserve(*arguments, status=0, **options):
+    """What the command says on the standard output, or if it fails, on the standard error."""
+    ran = CliRunner().invoke(cli.app, [*map(str, arguments)], **options)
+    if ran.exception is not None and not isinstance(ran.exception, SystemExit):
+        raise ran.exception
+    assert ran.exit_code == status, ran.output
+    return ran.stderr if status else ran.stdout
+
+
+def facts(*arguments, **options):
+    return json.loads(tuneserve(*arguments, "--json", **options))
+
+
+def lines(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def write_rows(folder):
+    """Rows of both kinds, eight in all."""
+    rows = []
+    for number, noun in enumerate(NOUNS):
+        asked, answer = f"What colour is {noun}?", f"Arr, {noun} be pirate, matey!"
+        said = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        row = {"messages": said} if number % 2 else {"prompt": asked, "completion": f" {answer}"}
+        rows.append(json.dumps(row))
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(rows) + "\n\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(server, tmp_path_factory):
+    """What a whole run printed, where its adapter is, and what it was trained on."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = write_rows(folder)
+    place = ["--url", server.url, "--api-key", KEY]
+    output = tuneserve(
+        *("train", data, *QUICK, "--epochs", "4", "--save", "pirate"),
+        *("--export", folder / "adapter", "--json", *place),
+    )
+    *steps, ended = lines(output)
+    return steps, ended["checkpoint"], folder
+
+
+def test_training_lowers_the_loss_step_by_step(trained):
+    steps, path, _ = trained
+    assert [each["step"] for each in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [each["epoch"] for each in steps] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert {each["steps"] for each in steps} == {8}
+    rates = [0.01 * left / 8 for left in (8, 7, 6, 5, 4, 3, 2, 1)]
+    assert [each["learning_rate"] for each in steps] == pytest.approx(rates)
+    losses = [each["loss"] for each in steps]
+    assert losses[0] > 1
+    assert losses[-1] < losses[0] / 3
+    assert all(each["tokens_per_s"] > 0 and each["grad_norm"] > 0 for each in steps)
+    assert path.startswith("tinker://") and path.endswith("/weights/pirate")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_an_exported_adapter_computes_in_peft_what_the_server_does(trained, client, tmp_path):
+    _, path, folder = trained
+    told = facts("checkpoints", "export", path, tmp_path / "again")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(told["files"])
+    tokens = list(range(5, 25))
+    model = client.load_model(path)
+    (ours,) = model.forward([next_token_datum(tokens)]).result().logprobs
+    for adapter in (folder / "adapter", tmp_path / "again"):
+        base = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(base, adapter)
+        with torch.no_grad():
+            logits = loaded(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        np.testing.assert_allclose(ours, logits[range(19), tokens[1:]].numpy(), atol=1e-4)
+    refused = tuneserve("checkpoints", "export", path, tmp_path / "again", status=2)
+    assert "is not empty" in refused
+
+
+def test_a_merged_model_computes_what_the_server_does(trained, client, tmp_path):
+    _, path, _ = trained
+    told = facts("checkpoints", "merge", path, tmp_path / "model")
+    assert told["base"] == str(TINY_MODEL)
+    tokens = list(range(5, 25))
+    (ours,) = client.load_model(path).forward([next_token_datum(tokens)]).result().logprobs
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32
+    )
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    np.testing.assert_allclose(ours, logits[range(19), tokens[1:]].numpy(), atol=1e-4)
+    said = tuneserve("checkpoints", "merge", path, tmp_path / "b", "--base", "./no", status=1)
+    assert "no such directory" in said and said.count("\n") == 1
+
+
+def test_a_run_that_is_interrupted_goes_on_as_if_it_never_was(trained, monkeypatch):
+    whole, _, folder = trained
+    show = Lines.show
+
+    def interrupted(self, step):
+        show(self, step)
+        if step.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lines, "show", interrupted)
+        ran = CliRunner().invoke(
+            cli.app, ["train", str(folder / "rows.jsonl"), *QUICK, "--epochs", "4", "--json"]
+        )
+    assert ran.exit_code == 130, ran.output
+    *before, saved = lines(ran.stdout)
+    assert 2 < saved["steps_done"] == len(before) < 8
+    (command,) = re.findall(r"go on with: tuneserve (.*)", ran.stderr)
+    *after, ended = lines(tuneserve(*shlex.split(command), "--json"))
+    assert ended["steps_done"] == ended["steps"] == 8
+    assert [each["step"] for each in before + after] == [1, 2, 3, 4, 5, 6, 7, 8]
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert [each[name] for each in before + after] == [each[name] for each in whole]
+    refused = tuneserve("train", folder / "rows.jsonl", "--resume", ended["checkpoint"], status=2)
+    assert "is at the end of this run" in refused
+
+
+def test_a_bad_row_is_told_before_anything_is_trained(client, tmp_path):
+    data = write_rows(tmp_path)
+    with data.open("a") as file:
+        file.write('{"prompt": "and now"}\n')
+    before = len(client.runs())
+    said = tuneserve("train", data, status=1)
+    assert 'rows.jsonl line 10: there is no "completion"' in said and said.count("\n") == 1
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "a", "completion": " green" * 3000}))
+    said = tuneserve("train", long, status=1)
+    assert "long.jsonl line 1: it has" in said and "at most 2048 fit" in said
+    assert len(client.runs()) == before
+
+
+def test_chat_answers_as_the_sampler_does_and_remembers(trained, client):
+    _, path, _ = trained
+    sampler = client.sampler(path)
+    asked = {"role": "user", "content": QUESTION}
+    greedy = {"temperature": 0, "max_tokens": 24}
+    first = sampler.chat([asked], **greedy)
+    options = ["--temperature", "0", "--max-tokens", "24"]
+    assert "matey" in first
+    assert tuneserve("chat", path, "--prompt", QUESTION, *options) == f"{first}\n"
+    answered = {"role": "assistant", "content": first}
+    again = {"role": "user", "content": "What colour is mud?"}
+    second = sampler.chat([asked, answered, again], **greedy)
+    talk = f"{QUESTION}\n\n{again['content']}\n"
+    assert tuneserve("chat", path, *options, input=talk) == f"{first}\n{second}\n"
+    system = {"role": "system", "content": "Answer like a king."}
+    base = client.sampler().chat([system, asked], **greedy)
+    (told,) = lines(
+        tuneserve("chat", "--prompt", QUESTION, "--system", system["content"], *options, "--json")
+    )
+    assert told == {"prompt": QUESTION, "answer": base}
+
+
+def test_runs_show_what_was_learnt_and_what_it_cost(trained, client):
+    steps, path, _ = trained
+    run_id = path.removeprefix("tinker://").partition("/")[0]
+    assert run_id in [each["training_run_id"] for each in facts("runs")]
+    (row,) = [line for line in tuneserve("runs", "list").splitlines() if run_id in line]
+    assert "tuneserve/tiny" in row and "ended" in row
+    told = facts("runs", "show", run_id)
+    assert told["last_loss"] == pytest.approx(steps[-1]["loss"])
+    assert (told["steps"], told["run"]["status"]) == (8, "ended")
+    assert told["learning_rate"] == pytest.approx(0.01 / 8)
+    assert told["usage"]["trained_tokens"] == sum(each["tokens"] for each in steps)
+    assert told["usage"]["device_ms"] > 0
+    assert told["checkpoints"] == [path]
+    shown = tuneserve("runs", "show", run_id)
+    assert f"last loss      {told['last_loss']:.4f}" in shown and path in shown
+
+
+def test_a_checkpoint_is_listed_kept_for_a_time_and_deleted(client):
+    model = client.create_model(rank=4)
+    path = model.save("short").result()
+    (listed,) = facts("checkpoints", "list", "--run", model.id)
+    assert (listed["tinker_path"], listed["expires_at"]) == (path, None)
+    assert path in tuneserve("checkpoints")
+    tuneserve("checkpoints", "ttl", path, "7200")
+    (listed,) = facts("checkpoints", "list", "--run", model.id)
+    assert listed["expires_at"] is not None
+    tuneserve("checkpoints", "ttl", path, "none")
+    (listed,) = facts("checkpoints", "list", "--run", model.id)
+    assert listed["expires_at"] is None
+    assert "an hour" in tuneserve("checkpoints", "ttl", path, "60", status=1)
+    assert facts("checkpoints", "delete", path) == {"deleted": path}
+    assert facts("checkpoints", "list", "--run", model.id) == []
+    assert tuneserve("checkpoints", "delete", path, status=1).count("\n") == 1
+
+
+def test_top_shows_what_the_workers_tell(trained, client):
+    deadline_s = time.monotonic() + 10
+    trained_tokens = client.usage().total.trained_tokens
+    while True:
+        told = facts("top", "--once")
+        (worker,) = told["workers"]
+        is_told = worker["figures"]["tokens_trained_total"] >= trained_tokens
+        if is_told and told["store"]["store_unfinished_requests"] == 0:
+            break
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    assert trained_tokens > 0
+    assert worker["device_busy"] is None  # of one look
+    assert (told["health"]["worker"], told["health"]["durability"]) == ("ready", "always")
+    shown = tuneserve("top", "--once")
+    assert "tuneserve/tiny" in shown and "queue: 0 waiting or running" in shown
+
+
+def test_the_doctor_finds_a_running_service_healthy(server, monkeypatch):
+    monkeypatch.setenv("TUNESERVE_PORT", server.url.rsplit(":", 1)[1])
+    told = facts("doctor", "--data-dir", server.data_dir)
+    found = {each["name"]: each for each in told["checks"]}
+    assert told["healthy"]
+    assert {each["level"] for each in found.values()} == {"OK"}
+    assert "a tuneserve that answers; its worker is ready" in found["port"]["text"]
+    assert "always" in found["store"]["text"]
+    assert "cpu" in found["device"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["runs", "show", "nobody:train:0"], 1, "not"),
+        (["runs", "--api-key", "sk-other"], 1, "tml-"),
+        (["checkpoints", "delete", "tinker://nobody/weights/none"], 1, "not"),
+        (["checkpoints", "delete", "nowhere"], 2, "is no checkpoint's path"),
+        (["chat", "gpt-4", "--prompt", "Hi"], 1, "gpt-4"),
+        (["train", "rows.jsonl", "--base-model", "gpt-4"], 2, "this server has tuneserve/tiny"),
+        (["train", "rows.jsonl", "--rank", "4000"], 1, "rank"),
+        (["runs", "--url", f"http://127.0.0.1:{free_port()}"], 1, "does not answer"),
+        (["train", "rows.jsonl", "--url", f"http://127.0.0.1:{free_port()}"], 1, "does not answer"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_one_line(arguments, status, words, tmp_path):
+    write_rows(tmp_path)
+    said = tuneserve(*arguments, status=status)
+    assert words in said
+    assert said.startswith("tuneserve: ") and said.count("\n") == 1
+
+
+def test_every_command_of_the_page_runs_after_the_others(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("TUNESERVE_PORT", server.url.rsplit(":", 1)[1])
+    page = (ROOT / "docs" / "cli.md").read_text()
+    (rows,) = re.findall(r"^```json\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "colours.jsonl").write_text(rows)
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
+    commands = [line for block in blocks for line in block.splitlines()]
+    known: dict[str, str] = {}
+    for command in commands:
+        for name, value in known.items():
+            command = command.replace(f"${name}", value)
+        name, *arguments = shlex.split(command)
+        assert name == "tuneserve"
+        said = tuneserve(*arguments)
+        if arguments[0] == "train" and not known:
+            assert re.search(r"^step 40/40  epoch 20  loss 0\.", said, re.M)
+            (path,) = re.findall(r"^saved as (tinker://\S+/weights/colours)$", said, re.M)
+            known = {"CHECKPOINT": path, "RUN": path.split("/")[2]}
+    used = {arguments.split()[1] for arguments in commands}
+    assert used == {"train", "chat", "runs", "checkpoints", "top", "doctor"}
+    assert (tmp_path / "pirate" / "adapter_model.safetensors").exists()
