@@ -10,7 +10,7 @@ import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
-from tuneserve_server.deps import tenant_of
+from tuneserve_server.auth import open_tenant
 from tuneserve_server.local import LocalServer
 
 pytestmark = [
@@ -90,6 +90,6 @@ def test_what_tenants_are_charged_is_the_devices_busy_time(tmp_path):
         assert total["prompt_tokens"] == SAMPLES * 3
         assert 0 < total["sampled_tokens"] <= SAMPLES * 8
         assert total["flops"] > 0
-        shown_s = told[f"tuneserve_tenant_device_seconds_total {tenant_of(key)}"]
+        shown_s = told[f"tuneserve_tenant_device_seconds_total {open_tenant(key)}"]
         assert shown_s == pytest.approx(total["device_ms"] / 1000, rel=0.02)
     assert told["tuneserve_model_flops_total"] == sum(u["total"]["flops"] for u in used.values())

@@ -14,15 +14,15 @@ from tuneserve_client.types import CurveResponse, RequestResponse, UsageResponse
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.queue.memory import MemoryStore
 from tuneserve_engine.usage import Usage
+from tuneserve_server.auth import open_tenant
 from tuneserve_server.budgets import Budgets
-from tuneserve_server.deps import tenant_of
 from tuneserve_server.errors import BudgetSpent
 from tuneserve_server.store_metrics import StoreMetrics
 
 pytestmark = pytest.mark.anyio
 
 DAY_S = 86_400.0
-A, B = tenant_of("tml-a"), tenant_of("tml-b")
+A, B = open_tenant("tml-a"), open_tenant("tml-b")
 
 
 async def trained(service: Any, key: str = "tml-a") -> tuple[str, list[str]]:
