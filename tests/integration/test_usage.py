@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
+from tests.sdk import service_client
 from tuneserve_server.auth import open_tenant
 from tuneserve_server.local import LocalServer
 
@@ -31,7 +31,7 @@ def work(url: str, base_model: str, key: str) -> str:
         )
         for number in range(DATUMS)
     ]
-    with tinker.ServiceClient(base_url=url, api_key=key) as client:
+    with service_client(url, key) as client:
         trainer = client.create_lora_training_client(base_model=base_model, rank=4).result()
         sampler = client.create_sampling_client(base_model=base_model).result()
         params = types.SamplingParams(max_tokens=8, seed=1)
