@@ -87,6 +87,11 @@ def _integers(name: str, values: npt.ArrayLike, dtype: type[np.integer[Any]]) ->
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} are {array.dtype}; they must be token ids, which are integers")
+    most = np.iinfo(dtype).max
+    if array.size and not (0 <= array.min() and array.max() <= most):
+        raise ValueError(
+            f"{name} are {array.min()} to {array.max()}; token ids are 0 to {most} at most"
+        )
     return array.astype(dtype)
 
 

@@ -10,6 +10,7 @@
     │   ├── SessionEnded    410: go on from a checkpoint in a new session
     │   ├── ResultExpired   410: the result was kept for its time and dropped
     │   ├── Overloaded      429: a limit of the queue, until the deadline
+    │   ├── BudgetSpent     402: the day's device time is used; not raised, but waited for
     │   └── ServerFault     5xx until the deadline: the server's own fault, or its disk is full
     ├── ModelInterrupted    an earlier request of the model was not accepted
     └── RequestFailed       it was accepted and ended in an error: the future's, final
@@ -74,6 +75,9 @@ class ResultExpired(Refused): ...
 class Overloaded(Refused): ...
 
 
+class BudgetSpent(Refused): ...
+
+
 class ServerFault(Refused):
     category: Category = "server"
 
@@ -113,7 +117,13 @@ class LossFailed(RequestFailed):
 
 
 _BY_CODE = {"session_ended": SessionEnded, "result_expired": ResultExpired}
-_BY_STATUS = {401: Unauthorized, 403: Forbidden, 404: NotFound, 429: Overloaded}
+_BY_STATUS = {
+    401: Unauthorized,
+    402: BudgetSpent,
+    403: Forbidden,
+    404: NotFound,
+    429: Overloaded,
+}
 
 
 def refusal(status: int, code: str, message: str, retry_after_s: float | None = None) -> Refused:

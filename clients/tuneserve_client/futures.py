@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
+from tuneserve_client.errors import Overloaded, ServerFault, Unreachable
 from tuneserve_client.transport import API, Answer, Transport
 from tuneserve_client.types import CancelRequest
 
@@ -54,7 +55,7 @@ class AsyncFuture(Generic[T]):
 
     def start(self) -> "asyncio.Task[T]":
         """Asks for the result from now on."""
-        if self._polling is None:
+        if self._polling is None or _is_worth_another(self._polling):
             self._polling = asyncio.create_task(self._poll())
             self._polling.add_done_callback(_noted)
         return self._polling
@@ -74,6 +75,13 @@ class AsyncFuture(Generic[T]):
         request_ids = await asyncio.shield(self.sending)
         answers = await asyncio.gather(*map(self._transport.result, request_ids))
         return self._read(answers)
+
+
+def _is_worth_another(polling: "asyncio.Task[Any]") -> bool:
+    """Whether it ended because the server was away: the result may be there."""
+    if not polling.done() or polling.cancelled():
+        return False
+    return isinstance(polling.exception(), (Unreachable, ServerFault, Overloaded))
 
 
 def split_id(request_id: str) -> list[str]:

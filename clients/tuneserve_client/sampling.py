@@ -115,7 +115,7 @@ class AsyncSampler:
         ``template`` is for the chat template: ``enable_thinking=False``, say.
         """
         body: dict[str, Any] = {
-            "model": self.path or self.id,
+            "model": self.id,  # which stays when the checkpoint at its path goes
             "stream": True,
             "max_tokens": max_tokens,
             "temperature": temperature,

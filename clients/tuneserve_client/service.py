@@ -1,6 +1,7 @@
 """The service: a client's session, what it can open in it, and what it has kept there."""
 
 import asyncio
+import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -15,11 +16,8 @@ from tuneserve_client import types
 from tuneserve_client.catalogue import PATH_PREFIX, Catalogue, has_failed, split_path
 from tuneserve_client.errors import (
     NotFound,
-    Overloaded,
-    ServerFault,
     SessionEnded,
     TuneserveError,
-    Unreachable,
 )
 from tuneserve_client.futures import AsyncFuture, split_id
 from tuneserve_client.sampling import AsyncSampler, read_logprobs, read_samples
@@ -32,6 +30,8 @@ from tuneserve_client.training import (
     read_step,
 )
 from tuneserve_client.transport import API, Answer, Transport
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -121,7 +121,9 @@ class AsyncClient(Catalogue):
         await asyncio.gather(*self._sending, return_exceptions=True)
         if self._beating is not None:
             self._beating.cancel()
-        if self._opening is not None and not self._opening.cancelled():
+        if self._opening is not None and errored and not self._opening.done():
+            self._opening.cancel()
+        elif self._opening is not None and not self._opening.cancelled():
             reason = types.FinishReason(type="errored" if errored else "success")
             body = types.FinishSessionRequest(reason=reason)
             with suppress(TuneserveError):  # it ends by itself when nothing is heard of it
@@ -260,13 +262,14 @@ class AsyncClient(Catalogue):
     async def _beat(self, session_id: str) -> None:
         """Signs of life, until the session has ended."""
         body = types.SessionHeartbeatRequest(session_id=session_id)
-        with suppress(SessionEnded, NotFound):
-            while True:
-                await asyncio.sleep(self._heartbeat_s)
-                with suppress(Unreachable, Overloaded, ServerFault):
-                    await self.transport.call(
-                        "POST", f"{API}/session_heartbeat", body=body, once=True
-                    )
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            try:
+                await self.transport.call("POST", f"{API}/session_heartbeat", body=body, once=True)
+            except (SessionEnded, NotFound):
+                return
+            except TuneserveError as error:
+                logger.info("a sign of life was not heard: %s", error)
 
     def _next_model(self) -> int:
         self._models += 1

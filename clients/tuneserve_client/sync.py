@@ -8,6 +8,8 @@ one with the same parameters, types and documentation.
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
@@ -22,6 +24,8 @@ T = TypeVar("T")
 A = TypeVar("A")
 S = TypeVar("S", bound="_Sync[Any]")
 
+_CLOSED = "this client is closed; make another"
+
 
 class LoopThread:
     """An event loop in a thread of its own."""
@@ -32,15 +36,23 @@ class LoopThread:
             target=self._loop.run_forever, name="tuneserve-client", daemon=True
         )
         self._thread.start()
+        self._scheduling = threading.Lock()
+        self._is_stopping = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result, once it is there. What interrupts the wait cancels it."""
-        if self.is_stopped:
-            work.close()
-            raise RuntimeError("this client is closed; make another")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._scheduling:
+            if self.is_stopped:
+                work.close()
+                raise RuntimeError(_CLOSED)
+            if not self._thread.is_alive():
+                work.close()
+                raise RuntimeError("this client was made in another process; make one in this one")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError(_CLOSED) from None
         finally:
             future.cancel()
 
@@ -50,16 +62,31 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             self._loop.create_task(items.aclose())
         elif not self.is_stopped:
-            self.run(items.aclose())
+            with suppress(RuntimeError):  # it was closed, or is still being read
+                self.run(items.aclose())
 
     @property
     def is_stopped(self) -> bool:
-        return self._loop.is_closed()
+        return self._is_stopping
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        """Ends what still runs: nobody waits for ever for what will not be done."""
+        with self._scheduling:
+            if self._is_stopping:
+                return
+            self._is_stopping = True
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
         self._loop.close()
+
+
+async def _end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class _Sync(Generic[A]):

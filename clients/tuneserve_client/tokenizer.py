@@ -80,14 +80,14 @@ class Tokenizer:
         return text
 
     def apply_chat_template(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
         """The conversation's tokens, up to where the assistant speaks."""
         text = self.render(messages, add_generation_prompt=add_generation_prompt, **options)
         return self.encode(text, special=False)
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **options: Any
     ) -> str:
         """The conversation as text; ``options`` are what the template reads besides. Raises
         ``TemplateError``."""

@@ -17,7 +17,7 @@ from tuneserve_client.codec import (
     joined,
 )
 from tuneserve_client.data import Array, Datum
-from tuneserve_client.errors import LossFailed, ModelInterrupted, Refused
+from tuneserve_client.errors import LossFailed, ModelInterrupted, Overloaded, Refused
 from tuneserve_client.futures import AsyncFuture
 from tuneserve_client.results import StepOutput, TrainOutput
 from tuneserve_client.sampling import AsyncSampler
@@ -31,7 +31,7 @@ _AT_ONCE = 8
 """Requests of one model on their way at once: the server puts them in order, and a long way there
 is not waited for each time."""
 
-_TOO_LARGE = 413
+_KEEPS_ITS_PLACE = "body_too_large"
 
 CustomLoss = Callable[
     [Sequence[Datum], list[Array]],
@@ -227,6 +227,7 @@ class AsyncModel:
         """Of each chunk of the data, which is encoded now: it may change after the call."""
         if not data:
             raise ValueError("data is empty; give at least one datum")
+        encode_gradient(self.id, 1, [], loss, config, forward_only=forward_only)
 
         def post_of(messages: Any) -> Post:
             async def post(seq_id: int) -> str:
@@ -266,7 +267,9 @@ class AsyncModel:
         try:
             return await post(seq_id)
         except BaseException as error:
-            if not (isinstance(error, Refused) and error.status == _TOO_LARGE):  # its place is kept
+            if isinstance(error, Overloaded) and self._seq == seq_id:
+                self._seq -= 1  # nothing was accepted, and nothing waits for it
+            elif not (isinstance(error, Refused) and error.code == _KEEPS_ITS_PLACE):
                 self._missing = error
             raise
         finally:

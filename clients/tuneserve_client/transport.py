@@ -20,6 +20,7 @@ import httpx
 
 from tuneserve_client.body import Request, Response
 from tuneserve_client.errors import (
+    BudgetSpent,
     Category,
     Refused,
     RequestFailed,
@@ -183,7 +184,7 @@ class Transport:
                 if polls and response.status_code == 408 and "queue_state" in response.text:
                     return response
                 problem: TuneserveError = error_of(response)
-                if response.status_code not in (408, 429) and response.status_code < 500:
+                if response.status_code not in (402, 408, 429) and response.status_code < 500:
                     raise problem
             except httpx.TransportError as error:
                 problem = Unreachable(
@@ -193,7 +194,8 @@ class Transport:
                 problem.__cause__ = error
             wait_s = _wait_s(attempt, problem)
             attempt += 1
-            if self._clock() + wait_s > until_s:
+            waits_for_tomorrow = isinstance(problem, BudgetSpent) and not once
+            if self._clock() + wait_s > until_s and not waits_for_tomorrow:
                 raise problem
             level = logging.WARNING if attempt == _TELL_AFTER else logging.INFO
             logger.log(level, "sending again, now in %.1f s: %s", wait_s, problem)

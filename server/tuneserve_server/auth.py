@@ -25,6 +25,7 @@ from tuneserve_server.errors import TooManyLogins, Unauthorized
 FRESH_S = 2.0  # with PATIENCE_S, a revoked key is refused within 5 s
 PATIENCE_S = 2.0  # with a store that does not say what became of a key that is known
 GRACE_S = 60.0  # while it does not, a key is good that was used so long ago; polls take 40 s
+LONGEST_GRACE_S = 900.0  # but not for longer than this: it may have been revoked
 LOGINS_PER_S = 10
 MOST_KNOWN = 10_000  # keys, and addresses, of which something is remembered
 PREFIXES = ("tml-", "eyJ")
@@ -103,20 +104,21 @@ class KnownKeys:
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
         self._store = store
         self._clock = clock
-        self._known: OrderedDict[str, tuple[float, Key | None]] = OrderedDict()
+        # When it was last asked for, when it was last read, and what it was.
+        self._known: OrderedDict[str, tuple[float, float, Key | None]] = OrderedDict()
 
     def knows(self, key_id: str) -> bool:
         """Whether there was such a key when it was last looked up."""
-        return self._known.get(key_id, (0.0, None))[1] is not None
+        return self._known.get(key_id, (0.0, 0.0, None))[2] is not None
 
     async def get(self, key_id: str) -> Key | None:
         now_s = self._clock()
-        looked_s, known = self._known.get(key_id, (-math.inf, None))
+        looked_s, read_s, known = self._known.get(key_id, (-math.inf, -math.inf, None))
         if now_s - looked_s < FRESH_S:
             return known
-        in_use = now_s - looked_s < GRACE_S
+        in_use = now_s - looked_s < GRACE_S and now_s - read_s < LONGEST_GRACE_S
         found = await _read(self._store.get(Key, key_id), known if in_use else None)
-        self._known[key_id] = (now_s, found)
+        self._known[key_id] = (now_s, read_s if found is known and in_use else now_s, found)
         self._known.move_to_end(key_id)
         if len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

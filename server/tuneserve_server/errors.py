@@ -16,7 +16,7 @@ ApiError
 ├── HeadersTooLarge     431  this
 ├── LinkInvalid         403  a download link that we did not sign, or that has expired
 ├── Crowded             429  a limit is reached; send it again after the time given
-├── BudgetSpent         429  the tenant's device time of the day is used up
+├── BudgetSpent         402  the tenant's device time of the day is used up
 ├── DiskFull            503  the same, for the server's disk
 ├── ModelUnavailable    503  the base model's tokenizer cannot be had here, now
 └── StoreUnavailable    503  nothing was accepted; send it again
@@ -158,7 +158,7 @@ class Crowded(ApiError):
 
 
 class BudgetSpent(ApiError):
-    status = 429
+    status = 402  # at which the SDK pauses, where at 429 it gives up after five minutes
     code = "budget_spent"
     retry_after_s = 30  # the most that clients wait at once; they come again
 

@@ -65,7 +65,8 @@ class CountRequests:
             await self._app(scope, receive, sent)
         finally:
             route = self._route(scope)
-            method = scope["method"] if route != _NO_ROUTE else _NO_ROUTE
+            known = getattr(scope.get("route"), "methods", None) or ()
+            method = scope["method"] if scope["method"] in known else _NO_ROUTE
             self._metrics.requests.labels(method, route, status).inc()
             self._metrics.seconds.labels(method, route).observe(self._clock() - started_s)
 

@@ -109,7 +109,7 @@ class ApiSettings(CommonSettings):
     tenant_budgets: Annotated[dict[str, NonNegativeFloat], NoDecode] = Field(
         default_factory=dict,
         description="Device seconds that tenants may use in a day (UTC), as a JSON object of "
-        "names as in `tenant_weights`; then training and sampling are put off with a 429. Who is "
+        "names as in `tenant_weights`; then training and sampling are put off with a 402. Who is "
         "not named has no such limit.",
     )
     tenant_metrics: bool = Field(

@@ -4,7 +4,9 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.numpy import load_file
 from tinker import types as official
 
 from tests.client.conftest import KEY
+from tests.sdk import service_client
 from tuneserve_client import (
     AsyncClient,
     Client,
@@ -60,7 +63,7 @@ def trained(client: Client) -> Model:
 
 @pytest.fixture
 def official_client(server: LocalServer) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url, api_key=KEY) as made:
+    with service_client(server.url, KEY) as made:
         yield made
 
 
@@ -411,6 +414,45 @@ def test_a_stream_that_is_left_ends_and_a_closed_client_says_so(server: LocalSer
     client.close()
     with pytest.raises(RuntimeError, match="closed; make another"):
         client.runs()
+
+
+def test_who_waits_when_the_client_is_closed_hears_of_it(server: LocalServer) -> None:
+    client = Client(server.url, KEY)
+    future = client.future("req_" + "a" * 26, "sample")
+    asked = threading.Event()
+
+    async def never(_: str) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    client._inner.transport.result = never  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(future.result)
+        assert asked.wait(10)
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result(10)
+
+
+def test_a_forked_process_is_told_to_make_a_client_of_its_own(server: LocalServer) -> None:
+    """In a process of its own: this one has threads that no fork would survive."""
+    script = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from tuneserve_client import Client
+client = Client(sys.argv[1], "tml-fork")
+client.health()
+pid = os.fork()
+if pid == 0:
+    try:
+        client.health()
+    except RuntimeError as error:
+        os._exit(0 if "another process" in str(error) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+client.close()
+"""
+    subprocess.run([sys.executable, "-c", script, server.url], check=True, timeout=60)
 
 
 def test_torch_need_not_be_there_but_its_losses_can_have_metrics() -> None:

@@ -177,6 +177,46 @@ async def test_what_was_too_large_leaves_no_gap(server: Server, model: AsyncMode
     assert (await model.optim_step()).metrics == {"seq": 2}
 
 
+async def test_what_the_server_had_no_room_for_leaves_no_gap(
+    server: Server, model: AsyncModel
+) -> None:
+    server.refuses[1] = httpx.Response(429, json={"detail": "full", "code": "overloaded"})
+    with pytest.raises(errors.Overloaded, match="full"):
+        await model.optim_step()
+    del server.refuses[1]
+    assert (await model.optim_step()).metrics == {"seq": 1}
+
+
+async def test_what_a_proxy_found_too_large_leaves_a_gap(server: Server, model: AsyncModel) -> None:
+    server.refuses[1] = httpx.Response(413, text="<html>")
+    with pytest.raises(errors.InvalidRequest):
+        await model.forward_backward(DATA)
+    with pytest.raises(errors.ModelInterrupted):
+        await model.optim_step()
+
+
+async def test_a_loss_that_cannot_be_sent_takes_no_number(
+    server: Server, model: AsyncModel
+) -> None:
+    bad: Any = {"clip": [0.1]}
+    with pytest.raises(TypeError):
+        model.forward_backward(DATA, "ppo", **bad)
+    assert (await model.optim_step()).metrics == {"seq": 1}
+
+
+async def test_a_result_is_asked_for_again_when_the_server_is_back(
+    server: Server, client: AsyncClient, model: AsyncModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = model.optim_step()
+    await step.accepted()
+    kept = server._result
+    monkeypatch.setattr(server, "_result", lambda _: httpx.Response(503, json={}))
+    with pytest.raises(errors.ServerFault):
+        await step
+    monkeypatch.setattr(server, "_result", kept)
+    assert (await step).metrics == {"seq": 1}
+
+
 def half(data: Any, logprobs: list[Any]) -> Any:
     """0.5 * sum of squares, whose derivative is the logprobs themselves."""
     return 0.5 * sum(float((lp**2).sum()) for lp in logprobs), logprobs, {"squares:sum": 7.0}

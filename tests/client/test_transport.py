@@ -109,6 +109,13 @@ async def test_the_deadline_ends_it_with_the_last_answer(connect: Connect) -> No
     assert error.retry_after_s == 15.0
 
 
+async def test_a_spent_budget_is_waited_for_beyond_the_deadline(connect: Connect) -> None:
+    spent = refused(402, "budget_spent", **{"Retry-After": "30"})
+    network, transport = connect(*[spent] * 4, ACCEPTED, deadline_s=40.0)
+    assert await step(transport) == "req_a"
+    assert network.slept == [30.0] * 4
+
+
 async def test_a_server_that_is_not_there_is_told_with_its_address(connect: Connect) -> None:
     _, transport = connect(httpx.ConnectError("refused"), deadline_s=5.0)
     with pytest.raises(errors.Unreachable, match=r"http://server/base.* refused") as caught:

@@ -12,7 +12,9 @@ from tuneserve_engine.backend.jax import numerics
 
 ROOT = Path(tuneserve_engine.__path__[0])
 STARTS = ("gradients", "sampling_wire", "backend.jax.trainer", "backend.jax.sample")
-NO_NUMBERS = {ROOT / name for name in ("errors.py", "jobs.py", "outcomes.py", "repeats.py")}
+NO_NUMBERS = {
+    ROOT / name for name in ("errors.py", "jobs.py", "outcomes.py", "repeats.py", "usage.py")
+}
 
 
 def imports_of(path: Path) -> Iterator[Path]:

@@ -7,7 +7,8 @@ from tuneserve_engine.jobs import Outcome
 from tuneserve_engine.queue.redis_news import News
 from tuneserve_engine.queue.redis_server import Server
 
-UNFINISHED, DONE = [b"ready", None, None, None], [b"done", None, b"application/json", b"{}"]
+UNFINISHED = [b"ready", None, None, None, None, b"1.0", None]
+DONE = [b"done", None, b"application/json", b"{}", None, b"1.0", b"2.0"]
 
 
 class Slow:

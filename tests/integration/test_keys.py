@@ -8,6 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.sdk import service_client
 from tuneserve_server.local import LocalServer
 
 pytestmark = [
@@ -46,7 +47,7 @@ def test_the_sdk_trains_with_a_key_and_is_refused_with_another_or_once_it_is_rev
             assert time.monotonic() < made_s + 5
         assert is_refused(server, f"{key[:-1]}{'0' if key[-1] != '0' else '1'}")
         rest = tinker.RestClient(base_url=server.url, api_key=key)
-        with tinker.ServiceClient(base_url=server.url, api_key=key) as client:
+        with service_client(server.url, key) as client:
             trainer = client.create_lora_training_client(server.base_model, rank=4).result()
             datum = types.Datum(
                 model_input=types.ModelInput.from_ints([5, 6, 7]),

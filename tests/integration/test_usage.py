@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
-from tuneserve_server.deps import tenant_of
+from tests.sdk import service_client
+from tuneserve_server.auth import open_tenant
 from tuneserve_server.local import LocalServer
 
 pytestmark = [
@@ -31,7 +31,7 @@ def work(url: str, base_model: str, key: str) -> str:
         )
         for number in range(DATUMS)
     ]
-    with tinker.ServiceClient(base_url=url, api_key=key) as client:
+    with service_client(url, key) as client:
         trainer = client.create_lora_training_client(base_model=base_model, rank=4).result()
         sampler = client.create_sampling_client(base_model=base_model).result()
         params = types.SamplingParams(max_tokens=8, seed=1)
@@ -90,6 +90,6 @@ def test_what_tenants_are_charged_is_the_devices_busy_time(tmp_path):
         assert total["prompt_tokens"] == SAMPLES * 3
         assert 0 < total["sampled_tokens"] <= SAMPLES * 8
         assert total["flops"] > 0
-        shown_s = told[f"tuneserve_tenant_device_seconds_total {tenant_of(key)}"]
+        shown_s = told[f"tuneserve_tenant_device_seconds_total {open_tenant(key)}"]
         assert shown_s == pytest.approx(total["device_ms"] / 1000, rel=0.02)
     assert told["tuneserve_model_flops_total"] == sum(u["total"]["flops"] for u in used.values())

@@ -65,6 +65,7 @@ REFUSED_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
         "system comes first",
     ),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"chat_template_kwargs": {"self": 1}}, "messages", "self"),
 ]
 
 

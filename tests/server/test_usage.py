@@ -14,15 +14,15 @@ from tuneserve_client.types import CurveResponse, RequestResponse, UsageResponse
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.queue.memory import MemoryStore
 from tuneserve_engine.usage import Usage
+from tuneserve_server.auth import open_tenant
 from tuneserve_server.budgets import Budgets
-from tuneserve_server.deps import tenant_of
 from tuneserve_server.errors import BudgetSpent
 from tuneserve_server.store_metrics import StoreMetrics
 
 pytestmark = pytest.mark.anyio
 
 DAY_S = 86_400.0
-A, B = tenant_of("tml-a"), tenant_of("tml-b")
+A, B = open_tenant("tml-a"), open_tenant("tml-b")
 
 
 async def trained(service: Any, key: str = "tml-a") -> tuple[str, list[str]]:
@@ -185,7 +185,7 @@ async def test_who_has_spent_its_budget_is_put_off_and_keeps_what_was_accepted(
     body = bodies.forward_backward(model, 2)
     headers = {"Content-Type": "application/x-protobuf"}
     refused = await service.call("POST", "/forward_backward", content=body, headers=headers)
-    assert (refused.status_code, refused.json()["code"]) == (429, "budget_spent")
+    assert (refused.status_code, refused.json()["code"]) == (402, "budget_spent")
     assert refused.headers["Retry-After"] == "30"
     assert await service.forward_backward(model, 1) == accepted  # a resend
     save = {"model_id": model, "seq_id": 2, "path": "kept"}
@@ -214,12 +214,14 @@ async def test_requests_are_counted_by_route_and_status(service: Any) -> None:
     await service.call("GET", f"/training_runs/{model}", key="tml-b")
     await service.http.get("/no/such/path")
     await service.http.request("BREW", "/no/such/path")
+    await service.http.request("BREW", "/api/v1/create_session")
     found = await scraped(service)
     counted = found["tuneserve_http_requests_total"]
     route = "/api/v1/training_runs/{model_id}"
     assert (counted["GET", route, "200"], counted["GET", route, "404"]) == (1, 1)
     assert counted["POST", "/api/v1/forward_backward", "200"] == 2
     assert counted["none", "none", "404"] == 2
+    assert counted["none", "/api/v1/create_session", "405"] == 1
     assert found["tuneserve_http_request_duration_seconds_count"]["GET", route] == 2
 
 

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from tuneserve_client import types
 from tuneserve_engine.records import Model, Scope, Session, Update
+from tuneserve_engine.usage import DAY_S
 from tuneserve_server import body, commands, scopes
 from tuneserve_server.deps import Caller, CallerDep, RawBody, ServicesDep, reply
 from tuneserve_server.errors import InvalidRequest, NotFound, SessionEnded
@@ -23,7 +24,9 @@ router = APIRouter()
 @router.post("/client/config")
 async def client_config(caller: CallerDep) -> Response:
     """Feature flags of the SDK that are not at their defaults; fetched once by each client."""
-    flags = {"sample_join_sampling_session": True}
+    flags: dict[str, bool | int] = {"sample_join_sampling_session": True}
+    if caller.settings.tenant_budgets:  # a run pauses until the next day
+        flags["billing_exception_max_pause_duration_sec"] = 2 * DAY_S
     if caller.settings.retrieve_futures:
         flags["sample_use_retrieve_futures"] = True
     return JSONResponse(flags)
