@@ -32,7 +32,7 @@ class Encoder(Protocol):
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]: ...
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+        self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **options: Any
     ) -> str: ...
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tuneserve_engine.config import REFUSED
+from tuneserve_engine.config import REFUSED, CommonSettings
 from tuneserve_server.client_cli.options import (
     HERE,
     PATIENT_S,
@@ -134,7 +134,7 @@ def merge_checkpoint(  # noqa: PLR0913 - options
         with connected(url, api_key, deadline_s=PATIENT_S) as client:
             client.download(path, taken)
         config = json.loads((Path(taken) / "adapter_config.json").read_text())
-        base = base or config["base_model_name_or_path"]
+        base = base or _where_it_is(config["base_model_name_or_path"])
         command = [sys.executable, "-m", "tuneserve_engine.merge", taken, base, str(folder)]
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if ran.returncode != 0:
@@ -156,3 +156,9 @@ def check_export(folder: Path) -> None:
         end(f"cannot write an adapter into {folder}: {error.strerror}", REFUSED)
     if not is_empty:
         end(f"{folder} is not empty; name a directory that is, or a new one", REFUSED)
+
+
+def _where_it_is(base_model: str) -> str:
+    """Where a worker with the settings of this machine has the base model of this name."""
+    settings = CommonSettings()
+    return settings.base_model if base_model == settings.served_name else base_model
