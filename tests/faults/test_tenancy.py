@@ -337,8 +337,8 @@ async def test_lists_show_only_what_is_the_callers(tenancy: Tenancy) -> None:
 
 
 async def test_sums_are_only_of_what_is_the_callers(tenancy: Tenancy) -> None:
-    used = {key: await tenancy.api.get("/usage", key=key) for key in (OWNER, OTHER, "tml-new")}
-    assert used["tml-new"]["by_model"] == []
+    used = {key: await tenancy.api.get("/usage", key=key) for key in (OWNER, OTHER, NEW)}
+    assert used[NEW]["by_model"] == []
     for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
         assert mine.ids["model"] in json.dumps(used[mine.key])
         assert mine.ids["session"] not in json.dumps(used[others])
