@@ -224,6 +224,7 @@ def test_what_goes_on_after_its_snapshot_was_dropped_keeps_its_weights(
     sampler.sample_for({"one": one}, after(1))
     held = sampler.snapshots._host.pop(tenant)
     sampler.snapshots.leave_device()
+    assert sampler.has_snapshot(tenant), "else it would be read from its file for every slice"
     try:
         assert_same_bits(to_the_end(sampler, {"one": one})["one"], want)
     finally:

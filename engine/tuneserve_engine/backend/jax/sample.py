@@ -67,8 +67,9 @@ class Sampler:
         self._forget_all()
 
     def has_snapshot(self, snapshot_id: str) -> bool:
-        """Whether it is loaded; if so it stays at least until the next call that samples."""
-        return self.snapshots.get(snapshot_id) is not None
+        """Whether it is loaded, or held by samples under way; if so it stays at least until the
+        next call that samples."""
+        return self.snapshots.get(snapshot_id) is not None or snapshot_id in self._held
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         """Keeps frozen weights at least until the next call that samples."""
