@@ -5,18 +5,19 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 PATHS := clients server engine tests examples benchmarks scripts
 
-.PHONY: setup demo run test test-faults test-nightly lint fix bench compat proto redis-server clean
+.PHONY: setup demo run test test-faults test-nightly lint fix bench compat newcomer proto reference \
+	redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
 demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, in two minutes
-	$(BIN)/python examples/demo.py $(ARGS)
+	$(BIN)/python examples/demo $(ARGS)
 
 run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
 	$(BIN)/tuneserve up $(ARGS)
 
-test: .venv/dev.stamp redis-server  ## Every quick test; make test ARGS=tests/engine for some
-	$(BIN)/pytest $(ARGS)
+test: .venv/dev.stamp redis-server chromium  ## Every quick test; make test ARGS=tests/engine for some
+	$(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
 test-faults: .venv/dev.stamp redis-server  ## Killed processes, hostile clients, full disks: a few minutes
 	$(BIN)/pytest -m "not nightly" $(or $(ARGS),tests/faults)
@@ -42,6 +43,9 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/decode.py $(ARGS)
 	$(BIN)/python benchmarks/compile.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python benchmarks/head.py $(ARGS)
+	$(BIN)/python benchmarks/osft.py $(ARGS)
+	$(BIN)/python benchmarks/forgetting.py $(ARGS)
 	$(BIN)/python benchmarks/latency.py $(ARGS)
 	$(BIN)/python benchmarks/queue_alone.py $(ARGS)
 	$(BIN)/python benchmarks/trace.py $(ARGS)
@@ -50,23 +54,33 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 compat: .venv/dev.stamp  ## Older SDKs and the cookbook, each in a .venv of its own
 	$(BIN)/pytest tests/compat $(ARGS)
 
+newcomer: .venv/dev.stamp  ## The README's three commands in a fresh clone, installation included
+	$(BIN)/pytest tests/newcomer $(ARGS)
+
 proto: .venv/dev.stamp  ## Regenerates the protobuf module
 	cd clients && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
 		tuneserve_client/proto/wire.proto
 
-redis-server:
-	@scripts/install_redis_server.sh
+reference: .venv/dev.stamp  ## Writes docs/reference.md from the routes
+	$(BIN)/python scripts/api_reference.py
+
+redis-server chromium:
+	@scripts/install_commands.sh $@
 
 clean:
 	rm -rf .venv .compat
 
 .venv/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("$(PYTHON) is %d.%d, and \
+	3.11 or newer is needed; if there is one: make $(MAKECMDGOALS) PYTHON=python3.11" % v)'
 	$(PYTHON) -m venv .venv
 
 .venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing into .venv (1 GB): a minute or two, once"
 	$(PIP) -e '.[demo]'
 	touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "installing into .venv (2 GB): a few minutes, once"
 	$(PIP) -e '.[dev]'
 	touch $@ .venv/demo.stamp

@@ -140,6 +140,7 @@ def tenants(
                 rank=config.rank,
                 seed=config.seed,
                 train_unembed=config.train_unembed,
+                user_metadata={"adapter": config.kind, **config.options},
             )
             for service in services[: count - len(found)]
         ]

@@ -1,26 +1,33 @@
 """Many tenants on one base model: what each further one costs.
 
 Eight tenants with a datum each against one tenant with eight; more registered adapters than active
-ones; the optimizer step of one adapter beside others; far more adapters than the device holds.
+ones; the optimizer step of one adapter beside others; far more adapters than the device holds; a
+batch of adapters of different kinds against one of LoRAs that train as many parameters.
 """
 
 import argparse
+import math
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import jax
 from bench_model import Shape, write_model
 from contenders import Bare, Tenant, Work, random_tokens, tenants, train, wait_until_compiled
 from results import machine, publish, table
-from side_by_side import compared, limit_threads, take_turns
+from side_by_side import Pace, compared, limit_threads, take_turns
 
 from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.backend.jax.adapters import adapter_bytes, target_shapes
+from tuneserve_engine.backend.jax.kind_programs import kind_step, step_specs
 from tuneserve_engine.backend.jax.models.weights import read_config
+from tuneserve_engine.kinds import kind_of
 from tuneserve_server.local import LocalServer
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
@@ -30,6 +37,17 @@ STEPS = 8  # of one contender before it is the next one's turn
 OPTIMIZER_STEPS = 5
 SEQUENCES = random_tokens([TOKENS] * ACTIVE, Shape().vocab, seed=1)
 DATA = Tenant.data(SEQUENCES)
+
+RANK_OF_KINDS = 32
+LORA = replace(CONFIG, rank=RANK_OF_KINDS)
+OSFT = replace(LORA, kind="osft", options={"form": "factors"})
+"""A weight [N, M] has rank * (N + M) trained numbers in a LoRA, and rank more in this."""
+MIXED = "2 LoRA + 2 OSFT"
+BATCHES = {MIXED: [LORA, LORA, OSFT, OSFT], "4 LoRA": [LORA] * 4}
+LEAST_OF_KINDS = 1 / 1.25
+"""At most 1.25 times the time."""
+DATUMS_OF_KINDS = (1, 4)
+"""Of each tenant, between two steps: the projections of a step cost the same for any number."""
 
 
 @dataclass
@@ -44,17 +62,28 @@ class Place:
         return {"base_model": str(self.folder / "bench"), "compile_cache": cache}
 
     @contextmanager
-    def service(self, registered: int, **settings: str) -> Iterator[list[Tenant]]:
-        """The tenants of a service of its own."""
+    def server(self, registered: int, **settings: str) -> Iterator[LocalServer]:
+        """A service of its own."""
         with tempfile.TemporaryDirectory(dir=self.folder) as home:
             limit = {"max_tenant_models": str(registered)}
             with LocalServer(Path(home), **self.settings, **limit, **settings) as server:
                 wait_until_compiled(server)
-                yield tenants(server, registered, CONFIG, LEARNING_RATE)
+                yield server
+
+    @contextmanager
+    def service(self, registered: int, **settings: str) -> Iterator[list[Tenant]]:
+        """The tenants of a service of its own."""
+        with self.server(registered, **settings) as server:
+            yield tenants(server, registered, CONFIG, LEARNING_RATE)
 
     def bare(self) -> Bare:
         folder = self.folder
         return Bare.beside(folder / "bare", folder / "bench", folder / "compiled", LEARNING_RATE)
+
+    @property
+    def decomposed(self) -> dict[str, str]:
+        """Settings of a service that has the bare engine's decomposition."""
+        return {"decompositions": str(self.folder / "bare" / "decompositions")}
 
     @property
     def eight_slots(self) -> dict[str, str]:
@@ -165,9 +194,86 @@ def by_turns(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, An
     return compared("steps of 8 tenants, device memory for 8, server, tokens/s", paces, 0.8)
 
 
-def measure(folder: Path, rounds: int, crowd: int) -> list[dict[str, Any]]:
-    write_model(folder / "bench")
-    place = Place(folder)
+def kinds_served(server: LocalServer, rounds: int) -> list[dict[str, Any]]:
+    """Two LoRAs with two adapters of another kind against four LoRAs, through the server."""
+    members = {
+        name: [tenants(server, 1, config, LEARNING_RATE)[0] for config in configs]
+        for name, configs in BATCHES.items()
+    }
+
+    def turn(name: str, count: int) -> int:
+        work = [(member, DATA[:count]) for member in members[name]]
+        train([work] * (STEPS // count))
+        return STEPS * len(work) * TOKENS
+
+    rows: list[dict[str, Any]] = []
+    for count in DATUMS_OF_KINDS:
+        turns = {name: partial(turn, name, count) for name in members}
+        rows += of_kinds("server", count, take_turns(turns, rounds=rounds, pids=(server.pid,)))
+    return rows
+
+
+def kinds_bare(bare: Bare, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The same in the bare engine; and what an adapter of either kind came to."""
+    losses: dict[str, float] = {}
+    for name, configs in BATCHES.items():
+        for index, config in enumerate(configs):
+            bare.create(f"{name} {index}", config)
+
+    def turn(name: str, count: int) -> int:
+        data = bare.data(SEQUENCES[:count])
+        work = [(f"{name} {index}", data) for index in range(len(BATCHES[name]))]
+        for _ in range(STEPS // count):
+            losses[name] = bare.step(work)[-1] / (count * TOKENS)
+        return STEPS * len(work) * TOKENS
+
+    def gradients(name: str) -> int:
+        data = bare.data(SEQUENCES[:1])
+        work = [(f"{name} {index}", data) for index in range(len(BATCHES[name]))]
+        for _ in range(STEPS):
+            bare.gradients(work)
+        return STEPS * len(work) * TOKENS
+
+    paces = take_turns({name: partial(gradients, name) for name in BATCHES}, rounds=rounds)
+    asked = f"gradients of rank {RANK_OF_KINDS} by {TOKENS} tokens of each, bare engine, tokens/s"
+    rows = [compared(asked, paces, LEAST_OF_KINDS)]
+    for count in DATUMS_OF_KINDS:
+        turns = {name: partial(turn, name, count) for name in BATCHES}
+        paces = take_turns(turns, rounds=rounds)
+        rows += of_kinds("bare engine", count, paces)
+    after = "loss per token in the end"
+    about = []
+    for name, configs in BATCHES.items():
+        pace, last = paces[name], configs[-1]
+        speed = {"median": pace.median, "mean": statistics.mean(pace.per_s)}
+        found = {f"tokens/s, {which}": value for which, value in speed.items()}
+        found |= {"its last tenant": last.kind, **step_memory(bare, last), after: losses[name]}
+        about.append({"batch": name, **found})
+    return rows, about
+
+
+def of_kinds(where: str, count: int, paces: dict[str, Pace]) -> list[dict[str, Any]]:
+    by_cpu = {name: Pace(pace.per_cpu_s) for name, pace in paces.items()}
+    asked = f"steps of rank {RANK_OF_KINDS} by {count * TOKENS} tokens of each, {where}"
+    return [
+        compared(f"{asked}, tokens/s", paces, LEAST_OF_KINDS),
+        compared("the same, tokens per second of processor time", by_cpu, LEAST_OF_KINDS),
+    ]
+
+
+def step_memory(bare: Bare, config: AdapterConfig) -> dict[str, float]:
+    """Of the compiled optimizer step, MiB."""
+    kind, shapes = kind_of(config), dict(bare.backend.info.target_shapes)
+    specs = step_specs(kind, shapes, config.rank, bare.backend.lattice.max_rank)
+    step = jax.jit(partial(kind_step, kind, shapes), donate_argnums=range(4), keep_unused=True)
+    memory = step.lower(*specs).compile().memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    used += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    shared = sum(4 * math.prod(x.shape) for x in jax.tree.leaves(specs[-1]))
+    return {"its step's peak, MiB": used / 2**20, "of it shared, MiB": shared / 2**20}
+
+
+def measure(place: Place, rounds: int, crowd: int) -> list[dict[str, Any]]:
     with place.service(ACTIVE) as few:
         rows = list(one_or_eight_served(few, rounds))
         with place.service(64) as many:
@@ -183,21 +289,43 @@ def measure(folder: Path, rounds: int, crowd: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_kinds(place: Place, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    rows, about = kinds_bare(place.bare(), rounds)
+    with place.server(ACTIVE, **place.decomposed) as server:
+        rows += kinds_served(server, rounds)
+    return rows, about
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--crowd", type=int, default=1000, help="adapters on a device for eight")
+    parser.add_argument("--only-kinds", action="store_true", help="leave all but the kinds out")
+    parser.add_argument("--folder", type=Path, help="keep model and programs for further runs")
     parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
     arguments = parser.parse_args()
     threads = limit_threads(None)
-    with tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd()) as name:
-        rows = measure(Path(name), arguments.rounds, arguments.crowd)
+    with _folder(arguments.folder) as name:
+        place = Place(Path(name))
+        write_model(place.folder / "bench")
+        rows = [] if arguments.only_kinds else measure(place, arguments.rounds, arguments.crowd)
+        rows_of_kinds, kinds = measure_kinds(place, arguments.rounds)
+    rows += rows_of_kinds
     about = (
-        f"`benchmarks/tenants.py --rounds {arguments.rounds}`: bench model, rank {CONFIG.rank}, "
-        f"datums of {TOKENS} tokens; {machine('jax', threads=threads)}. Medians of rounds in turns."
+        f"`benchmarks/tenants.py --rounds {arguments.rounds}`: bench model, rank {CONFIG.rank} "
+        f"where none is told, datums of {TOKENS} tokens; {machine('jax', threads=threads)}. "
+        "Medians of rounds in turns."
     )
+    of_kinds = "The same two batches in the bare engine, at the same rank and learning rate."
     section = table("Tenants", about, list(rows[0]), [list(row.values()) for row in rows])
-    publish({"tenants": rows}, section, dry_run=arguments.dry_run)
+    section += table("Kinds", of_kinds, list(kinds[0]), [list(row.values()) for row in kinds])
+    publish({"tenants": rows, "kinds": kinds}, section, dry_run=arguments.dry_run)
+
+
+def _folder(given: Path | None) -> AbstractContextManager[Any]:
+    if given is not None:
+        return nullcontext(given)
+    return tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd())
 
 
 if __name__ == "__main__":

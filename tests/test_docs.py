@@ -53,7 +53,7 @@ def test_every_route_is_documented_and_no_other():
         for route in module.router.routes
         for method in route.methods
     }
-    assert set(re.findall(r"^\| `(\w+ /\S+)` \|", documented("api.md"), re.M)) == mounted
+    assert set(re.findall(r"^\| `(\w+ /[^\s`]*)` \|", documented("api.md"), re.M)) == mounted
 
 
 def test_every_figure_is_documented_with_its_meaning_and_no_other():
@@ -90,7 +90,7 @@ def test_every_make_target_of_the_readme_exists():
 
 
 def test_every_relative_link_leads_to_a_file():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/adr/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("docs/*/*.md")]:
         if ".venv" in page.parts or ".compat" in page.parts:
             continue
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
@@ -112,4 +112,4 @@ def test_the_constraints_pin_every_direct_dependency():
 
 def test_every_example_is_short():
     for path in (ROOT / "examples").glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 120, path
+        assert len(path.read_text().splitlines()) < 80, path

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tuneserve_client.service import AsyncClient
     from tuneserve_client.sync import Client, Future, Model, Sampler
     from tuneserve_client.training import AsyncModel, torch_loss
+    from tuneserve_client.types import Adapter
 
 _NAMES = {
     "bars": ["gather", "progress"],
@@ -47,10 +48,12 @@ _NAMES = {
     "service": ["AsyncClient"],
     "sync": ["Client", "Future", "Model", "Sampler"],
     "training": ["AsyncModel", "torch_loss"],
+    "types": ["Adapter"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "Adapter",
     "AsyncClient",
     "AsyncFuture",
     "AsyncModel",

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from tuneserve_client import types
+from tuneserve_client.archive import AdapterArchive
 from tuneserve_client.errors import NotFound
+from tuneserve_client.futures import split_id
 from tuneserve_client.transport import API, Transport
 
 if TYPE_CHECKING:
@@ -81,6 +84,34 @@ class Catalogue:
         params = {"since": since_s}
         return await self.transport.ask(types.UsageResponse, "GET", "/usage", params=params)
 
+    async def request(self, request_id: str) -> list[types.RequestResponse]:
+        """How far a request is, where its time went and what it cost; of one that was sent in
+        parts, each part."""
+        paths = [f"/requests/{quote(part, safe='')}" for part in split_id(request_id)]
+        return [await self.transport.ask(types.RequestResponse, "GET", path) for path in paths]
+
+    async def sessions(self) -> list[str]:
+        """Ids of the tenant's sessions, newest first: of each client that was opened, one."""
+        found: list[str] = []
+        while True:
+            params = {"limit": _PAGE, "offset": len(found)}
+            page = await self.transport.ask(
+                types.SessionsResponse, "GET", "/sessions", params=params
+            )
+            found += page.sessions
+            if not page.sessions:
+                return found
+
+    async def session(self, session_id: str) -> types.SessionResponse:
+        """Its models and samplers."""
+        path = f"/sessions/{quote(session_id, safe='')}"
+        return await self.transport.ask(types.SessionResponse, "GET", path)
+
+    async def sampler_info(self, sampler_id: str) -> types.SamplerResponse:
+        """What it samples from."""
+        path = f"/samplers/{quote(sampler_id, safe='')}"
+        return await self.transport.ask(types.SamplerResponse, "GET", path)
+
     # --- checkpoints ------------------------------------------------------------------------------
 
     async def checkpoints(self, model_id: str | None = None) -> list[types.CheckpointResponse]:
@@ -112,6 +143,28 @@ class Catalogue:
         """Marks it public or not; on this server the mark gives nobody access."""
         await self.transport.call("POST" if public else "DELETE", f"{_route(path)}/publish")
 
+    async def import_peft(
+        self,
+        folder: str | Path,
+        *,
+        name: str = "imported",
+        base_model: str | None = None,
+        ttl_s: int | None = None,
+    ) -> str:
+        """The path of a checkpoint made of an adapter that PEFT has saved, to train on from and to
+        sample from. ``base_model`` is needed if the adapter calls it by another name than the
+        server does. Raises ``InvalidRequest`` with what about it cannot be taken in."""
+        params = {"name": name, "base_model": base_model, "ttl_seconds": ttl_s}
+        kept = await self.transport.ask(
+            types.ImportResponse,
+            "POST",
+            "/checkpoints/import",
+            body=AdapterArchive(folder),
+            params={field: value for field, value in params.items() if value is not None},
+            headers={"X-Idempotency-Key": uuid.uuid4().hex},
+        )
+        return kept.path
+
     async def fetch(self, path: str, folder: Path) -> Path:
         """Writes the files of an export into the folder, each whole or not at all."""
         found = await self.transport.ask(
@@ -135,7 +188,7 @@ class Catalogue:
 
     async def tokenizer(self, base_model: str | None = None) -> "Tokenizer":
         """The base model's, from the server: no hub is needed. Kept in memory, and on disk for as
-        long as the server has the same. Needs ``pip install 'tuneserve[tokenizer]'``."""
+        long as the server has the same. Needs the extra ``tokenizer``."""
         base_model = base_model or await self.only_base_model()
         task = self._tokenizers.get(base_model)
         if task is None or has_failed(task):
@@ -148,8 +201,8 @@ class Catalogue:
             from tuneserve_client.tokenizer import FILES, Tokenizer
         except ImportError as error:
             raise ImportError(
-                f"{error.name} is missing, which reads tokenizers: pip install "
-                "'tuneserve[tokenizer]', or send token ids"
+                f"{error.name} is missing, which reads tokenizers: pip install '.[tokenizer]' in a "
+                "clone of tuneserve's repository, or send token ids"
             ) from error
         first, *others = FILES
         tokenizer = await self._tokenizer_file(base_model, first)

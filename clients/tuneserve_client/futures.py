@@ -2,14 +2,15 @@
 who has the key and the ``request_id``, from another process, another day."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-from tuneserve_client.errors import Overloaded, ServerFault, Unreachable
+from tuneserve_client.errors import Overloaded, ServerFault, TuneserveError, Unreachable
 from tuneserve_client.transport import API, Answer, Transport
 from tuneserve_client.types import CancelRequest
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 _JOINT = ","  # between the ids of a request that was sent in parts; ids have none
 
@@ -73,8 +74,22 @@ class AsyncFuture(Generic[T]):
 
     async def _poll(self) -> T:
         request_ids = await asyncio.shield(self.sending)
-        answers = await asyncio.gather(*map(self._transport.result, request_ids))
-        return self._read(answers)
+        return self._read(await of_all_parts(map(self._transport.result, request_ids)))
+
+
+async def of_all_parts(parts: Iterable[Awaitable[P]]) -> list[P]:
+    """What all parts of one call gave, once the last has ended. Raises the first error, which then
+    says how many failed: what the others did stands."""
+    ended = await asyncio.gather(*parts, return_exceptions=True)
+    errors = [each for each in ended if isinstance(each, BaseException)]
+    if not errors:
+        return [each for each in ended if not isinstance(each, BaseException)]
+    if len(errors) < len(ended) and isinstance(errors[0], TuneserveError):
+        errors[0].args = (
+            f"{errors[0]}; this call was sent in {len(ended)} parts, of which {len(errors)} failed "
+            "and the others stand: if it was to add gradients, the next step applies theirs",
+        )
+    raise errors[0]
 
 
 def _is_worth_another(polling: "asyncio.Task[Any]") -> bool:

@@ -34,13 +34,18 @@ class AsyncSampler:
     """
 
     def __init__(
-        self, client: "AsyncClient", sampler_id: str, base_model: str, path: str | None
+        self,
+        client: "AsyncClient",
+        sampler_id: str,
+        base_model: str,
+        path: str | None,
+        first_seq_id: int = 0,
     ) -> None:
         self.id = sampler_id
         self.base_model = base_model
         self.path = path
         self._client = client
-        self._seq = 0
+        self._seq = first_seq_id
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path or self.id!r}, {self.base_model!r})"

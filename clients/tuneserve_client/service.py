@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8410"
+_SAMPLER_ID = re.compile(r"s-\w+:sample:\d+")
 
 Kind = Literal[
     "forward_backward", "optim_step", "save", "load", "create_model", "sample", "logprobs"
@@ -143,9 +145,11 @@ class AsyncClient(Catalogue):
         train_attn: bool = True,
         train_mlp: bool = True,
         train_unembed: bool = True,
+        adapter: types.Adapter | None = None,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncModel:
-        """A new adapter. ``base_model`` may be left out where the server has but one."""
+        """A new adapter: LoRA, unless ``adapter`` is of another kind, which may have a rank of its
+        own. ``base_model`` may be left out where the server has but one."""
         base_model = base_model or await self.only_base_model()
         lora = types.LoraConfig(
             rank=rank,
@@ -160,6 +164,7 @@ class AsyncClient(Catalogue):
             base_model=base_model,
             user_metadata=None if user_metadata is None else dict(user_metadata),
             lora_config=lora,
+            adapter=adapter,
         )
         return await self._created("create_model", body)
 
@@ -189,24 +194,36 @@ class AsyncClient(Catalogue):
         info = await ask(
             types.GetInfoResponse, "POST", "/get_info", body=types.GetInfoRequest(model_id=model_id)
         )
-        return AsyncModel(self, model_id, info.model_name, info.lora_rank)
+        return AsyncModel(self, model_id, info.model_name, info.lora_rank, info.adapter)
 
     async def sampler(self, what: str | None = None) -> AsyncSampler:
         """A sampler of a base model, by its name, or of a checkpoint, by its path. The name may be
-        left out where the server has but one."""
+        left out where the server has but one. The ``id`` of a sampler, from another process, gives
+        another of the same weights, unnamed ones too, for as long as that session lives."""
         what = what or await self.only_base_model()
+        if _SAMPLER_ID.fullmatch(what):
+            return await self._joined(what)
         is_path = what.startswith(PATH_PREFIX)
         body = types.CreateSamplingSessionRequest(
             session_id=await self.session_id(),
             sampling_session_seq_id=self.next_sampler(),
             **{"model_path" if is_path else "base_model": what},
         )
-        ask = self.transport.ask
-        opened = await ask(
+        opened = await self.transport.ask(
             types.SamplingSessionResponse, "POST", "/create_sampling_session", body=body
         )
-        found = await ask(types.SamplerResponse, "GET", f"/samplers/{opened.sampling_session_id}")
+        found = await self.sampler_info(opened.sampling_session_id)
         return AsyncSampler(self, found.sampler_id, found.base_model, found.model_path)
+
+    async def _joined(self, sampler_id: str) -> AsyncSampler:
+        """With sequence numbers that nobody else's requests to this sampler have."""
+        found = await self.sampler_info(sampler_id)
+        body = types.JoinSamplingSessionRequest(sampling_session_id=sampler_id)
+        joined = await self.transport.ask(
+            types.JoinSamplingSessionResponse, "POST", "/join_sampling_session", body=body
+        )
+        first = joined.client_counter * types.CLIENT_SEQS
+        return AsyncSampler(self, sampler_id, found.base_model, found.model_path, first)
 
     async def download(self, path: str, folder: str | Path) -> Path:
         """Writes an adapter in PEFT's layout into the folder, which is made, and gives the folder.

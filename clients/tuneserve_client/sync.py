@@ -259,6 +259,10 @@ class Model(_Sync[AsyncModel]):
     def rank(self) -> int:
         return self._inner.rank
 
+    @property
+    def adapter(self) -> str:
+        return self._inner.adapter
+
 
 class Client(_Sync[AsyncClient]):
     """A tenant's way to a server. As a context manager it ends its session at the end: its models
@@ -309,9 +313,14 @@ class Client(_Sync[AsyncClient]):
     run = _waits(AsyncClient.run)
     curve = _waits(AsyncClient.curve)
     usage = _waits(AsyncClient.usage)
+    request = _waits(AsyncClient.request)
+    sessions = _waits(AsyncClient.sessions)
+    session = _waits(AsyncClient.session)
+    sampler_info = _waits(AsyncClient.sampler_info)
     checkpoints = _waits(AsyncClient.checkpoints)
     checkpoint_info = _waits(AsyncClient.checkpoint_info)
     delete_checkpoint = _waits(AsyncClient.delete_checkpoint)
     set_ttl = _waits(AsyncClient.set_ttl)
     publish = _waits(AsyncClient.publish)
     download = _waits(AsyncClient.download)
+    import_peft = _waits(AsyncClient.import_peft)

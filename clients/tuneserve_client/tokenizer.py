@@ -1,6 +1,6 @@
 """Text to tokens and back, and conversations by the base model's chat template.
 
-Needs the extra ``tokenizer``: ``pip install 'tuneserve[tokenizer]'``.
+Needs the extra ``tokenizer``: ``pip install '.[tokenizer]'`` in a clone.
 """
 
 import json

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from tuneserve_client.codec import (
 )
 from tuneserve_client.data import Array, Datum
 from tuneserve_client.errors import LossFailed, ModelInterrupted, Overloaded, Refused
-from tuneserve_client.futures import AsyncFuture
+from tuneserve_client.futures import AsyncFuture, of_all_parts
 from tuneserve_client.results import StepOutput, TrainOutput
 from tuneserve_client.sampling import AsyncSampler
 from tuneserve_client.transport import API, PROTOBUF, Answer
@@ -40,6 +41,9 @@ CustomLoss = Callable[
 """From the data and the logprobs of each datum to the loss, its derivative by each of these
 logprobs, and metrics if there are any."""
 
+_IN_LOSS_OF: ContextVar[frozenset["AsyncModel"]] = ContextVar("_IN_LOSS_OF", default=frozenset())
+"""The models whose custom losses are being computed, one inside the other."""
+
 Post = Callable[[int], Awaitable[str]]
 """Sends one request under a sequence number, and gives its id."""
 
@@ -48,10 +52,18 @@ class AsyncModel:
     """One adapter on a base model. Its methods send at once and give futures; the server carries
     them out in that order, so that a step can be sent before the gradient is there."""
 
-    def __init__(self, client: "AsyncClient", model_id: str, base_model: str, rank: int) -> None:
+    def __init__(
+        self,
+        client: "AsyncClient",
+        model_id: str,
+        base_model: str,
+        rank: int,
+        adapter: str = "lora",
+    ) -> None:
         self.id = model_id
         self.base_model = base_model
         self.rank = rank
+        self.adapter = adapter
         self._client = client
         self._turn = asyncio.Lock()  # whose turn it is to take sequence numbers, in order of calls
         self._window = asyncio.Semaphore(_AT_ONCE)
@@ -59,7 +71,8 @@ class AsyncModel:
         self._missing: BaseException | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id!r}, {self.base_model!r}, rank={self.rank})"
+        adapter = f"adapter={self.adapter!r}, rank={self.rank}"
+        return f"{type(self).__name__}({self.id!r}, {self.base_model!r}, {adapter})"
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -89,16 +102,17 @@ class AsyncModel:
         metrics: dict[str, float] = {}
 
         async def sending() -> list[str]:
+            self._check_not_in_loss()
             async with self._turn:
                 posts = self._posts(asked, "cross_entropy", {}, forward_only=True)
                 tasks = [await self._start(post) for post in posts]
-                request_ids = await asyncio.gather(*tasks)
-                answers = await asyncio.gather(*map(self._client.transport.result, request_ids))
+                request_ids = await of_all_parts(tasks)
+                answers = await of_all_parts(map(self._client.transport.result, request_ids))
                 scored = read_output(answers)
                 weighted = await self._weighted(data, scored.logprobs, loss, metrics)
                 posts = self._posts(weighted, "cross_entropy", {}, forward_only=False)
                 tasks = [await self._start(post) for post in posts]
-            return list(await asyncio.gather(*tasks))
+            return await of_all_parts(tasks)
 
         def read(answers: Sequence[Answer]) -> TrainOutput:
             output = read_output(answers)
@@ -247,9 +261,18 @@ class AsyncModel:
         return [post_of(encode_data(chunk)) for chunk in chunks(data)]
 
     async def _in_turn(self, posts: Sequence[Post]) -> list[str]:
+        self._check_not_in_loss()
         async with self._turn:
             tasks = [await self._start(post) for post in posts]
-        return list(await asyncio.gather(*tasks))
+        return await of_all_parts(tasks)
+
+    def _check_not_in_loss(self) -> None:
+        """Whoever has the turn must not wait for it."""
+        if self in _IN_LOSS_OF.get():
+            raise RuntimeError(
+                f"a custom loss called its own model {self.id}, whose requests wait until the loss "
+                "is computed: ask for what it needs before, or of another model"
+            )
 
     async def _start(self, post: Post) -> "asyncio.Task[str]":
         """Sends it under the next sequence number. Whoever calls this has the turn."""
@@ -283,6 +306,8 @@ class AsyncModel:
         metrics: dict[str, float],
     ) -> list[Datum]:
         """The data with weights under which cross_entropy has the loss's derivative."""
+        # What the loss calls, in whatever thread, finds it there.
+        token = _IN_LOSS_OF.set(_IN_LOSS_OF.get() | {self})
         try:
             value, gradients, *more = await asyncio.to_thread(loss, data, logprobs)
             metrics.update(more[0] if more else {})
@@ -291,6 +316,8 @@ class AsyncModel:
             shapes = [each.shape for each in weights], [each.shape for each in logprobs]
         except Exception as error:
             raise LossFailed(f"the custom loss failed: {error!r}; nothing was trained") from error
+        finally:
+            _IN_LOSS_OF.reset(token)
         if shapes[0] != shapes[1]:
             raise LossFailed(
                 f"the custom loss gave gradients of shapes {shapes[0]} for logprobs of shapes "

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tuneserve_client.archive import CONTENT_TYPE, AdapterArchive
 from tuneserve_client.body import Request, Response
 from tuneserve_client.errors import (
     BudgetSpent,
@@ -38,10 +40,23 @@ PROTOBUF = "application/x-protobuf"
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
 _POLL_S = 45.0  # the server holds a poll for 25 s, 40 at most
+_LONG_ANSWER_S = 600.0
 _SHORTEST_POLL_S = 0.5  # a server that holds no polls is not asked more often
 _REMINDER_S = 60.0
 _TELL_AFTER = 4  # tries, some seconds: whoever waits should know why, but not of each lost packet
+MOST_POLLS = 1024
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+
+
+def _most_polls() -> int:
+    """How many results are waited for at once; more take turns. Each has a connection, and of the
+    files that this process may have open, half are for others (macOS: 256 unless told)."""
+    try:
+        import resource
+    except ImportError:  # not Unix
+        return MOST_POLLS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_POLLS if soft == resource.RLIM_INFINITY else max(1, min(MOST_POLLS, soft // 2))
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ class Transport:
                 transport=inner,
                 trust_env=trust_env,
             )
-            for most in (64, 1024)
+            for most in (64, _most_polls())
         )
 
     async def close(self) -> None:
@@ -99,7 +114,7 @@ class Transport:
         method: str,
         path: str,
         *,
-        body: Request | bytes | None = None,
+        body: Request | bytes | AdapterArchive | None = None,
         headers: dict[str, str] | None = None,
         params: dict[str, Any] | None = None,
         once: bool = False,
@@ -108,6 +123,9 @@ class Transport:
         request = self._calls.build_request(
             method, path, content=_content(body), params=params, headers=_headers(body, headers)
         )
+        request.headers.update({} if once else _current_span())
+        if isinstance(body, AdapterArchive):  # of which every number is looked at
+            request.extensions["timeout"]["read"] = _LONG_ANSWER_S
         return await self._insist(self._calls, request, once=once)
 
     async def ask(self, answer: type[R], method: str, path: str, **options: Any) -> R:
@@ -202,15 +220,32 @@ class Transport:
             await self._sleep(wait_s)
 
 
-def _content(body: Request | bytes | None) -> bytes | None:
+def _content(body: Request | bytes | AdapterArchive | None) -> bytes | AdapterArchive | None:
     if isinstance(body, Request):
         return body.model_dump_json(exclude_none=True).encode()
     return body
 
 
-def _headers(body: Request | bytes | None, more: dict[str, str] | None) -> dict[str, str]:
+def _headers(
+    body: Request | bytes | AdapterArchive | None, more: dict[str, str] | None
+) -> dict[str, str]:
     kind = {"Content-Type": "application/json"} if isinstance(body, Request) else {}
+    if isinstance(body, AdapterArchive):
+        kind = {"Content-Type": CONTENT_TYPE, "Content-Length": str(body.size)}
     return {**kind, **(more or {})}
+
+
+def _current_span() -> dict[str, str]:
+    """The W3C header that names the caller's span, if the program uses OpenTelemetry. Only a module
+    that it has loaded itself can know of one."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return {}
+    span = trace.get_current_span().get_span_context()
+    if not span.is_valid:
+        return {}
+    ids = f"{span.trace_id:032x}-{span.span_id:016x}"
+    return {"traceparent": f"00-{ids}-{int(span.trace_flags):02x}"}
 
 
 def _wait_s(attempt: int, problem: TuneserveError) -> float:

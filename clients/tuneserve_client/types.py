@@ -108,6 +108,8 @@ class HealthResponse(Response):
 
 # --- models --------------------------------------------------------------------------------------
 
+_KIND = "The kind of adapter."
+
 
 class LoraConfig(Request):
     rank: int = 32
@@ -115,6 +117,27 @@ class LoraConfig(Request):
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+
+class Adapter(Request):
+    """What is trained. Options that the kind does not have are refused."""
+
+    kind: str = Field(max_length=64, description="`lora`, `rslora` or `osft`.")
+    rank: int | None = Field(default=None, description="Without it, `lora_config.rank` counts.")
+    unfreeze_ratio: float | None = Field(
+        default=None,
+        description="`osft`, instead of a rank: the share of every weight's singular directions "
+        "that is trained, above 0 and below 1.",
+    )
+    form: str | None = Field(
+        default=None,
+        description="`osft`: which arrays are trained, `factors` (the default), `short_fixed` or "
+        "`core`.",
+    )
+
+    def unknown_fields(self) -> list[str]:
+        """None: nothing that was sent is ignored."""
+        return []
 
 
 class OptimizerConfig(Request):
@@ -130,8 +153,13 @@ class SessionKey(Request):
 
 class CreateModelRequest(SessionKey):
     base_model: str
-    user_metadata: Metadata | None = None
+    user_metadata: Metadata | None = Field(
+        default=None,
+        description="Kept as it is. An entry `adapter` names the kind of adapter, as the field of "
+        "that name does, and entries named like options of that kind are its options.",
+    )
     lora_config: LoraConfig | None = None
+    adapter: Adapter | None = Field(default=None, description="Without it, `lora`.")
     optimizer_config: OptimizerConfig | None = None
 
 
@@ -154,8 +182,9 @@ class GetInfoResponse(Response):
     model_id: str
     model_data: ModelData
     model_name: str
-    is_lora: bool = True
+    is_lora: bool = Field(default=True, description="Of every kind: A and B of low rank.")
     lora_rank: int
+    adapter: str = Field(default="lora", description=_KIND)
     optimizer_config: AdamwConfig = AdamwConfig()
 
 
@@ -304,10 +333,17 @@ class WeightsInfoResponse(Response):
     base_model: str
     is_lora: bool = True
     lora_rank: int
+    adapter: str = Field(default="lora", description=_KIND)
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
     optimizer_config: AdamwConfig = AdamwConfig()
+
+
+class ImportResponse(WeightsInfoResponse):
+    """The checkpoint that was made of an adapter."""
+
+    path: str
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -332,6 +368,10 @@ class SamplerResponse(Response):
 
 class JoinSamplingSessionRequest(Request):
     sampling_session_id: Id
+
+
+CLIENT_SEQS = 10**9
+"""Sequence numbers of one client of a sampling session; the next one's follow."""
 
 
 class JoinSamplingSessionResponse(Response):
@@ -430,6 +470,7 @@ class TrainingRunResponse(Response):
         description="Rebuilt after a failure, with other results than those delivered before.",
     )
     lora_rank: int | None = None
+    adapter: str = Field(default="lora", description=_KIND)
     status: str = Field(
         default="ready",
         description="creating, ready, failed (its creation did), lost (only its checkpoints "
@@ -527,7 +568,13 @@ class RequestTimings(Response):
     )
     queue_ms: float = Field(description="At its worker, before it began.")
     run_ms: float = Field(description="From its beginning to its result.")
+    pack_ms: float = Field(
+        default=0.0, description="Of that, before its first unit had the device."
+    )
     device_ms: float = Field(description="Its part of the device meanwhile.")
+    transfer_ms: float = Field(
+        default=0.0, description="Of run_ms, after its last unit: from the device into a result."
+    )
 
 
 class RequestCost(Response):
@@ -536,6 +583,8 @@ class RequestCost(Response):
     sampled_tokens: int
     padded_tokens: int
     flops: float
+    behind: int = Field(default=0, description="Requests that began while it was queued.")
+    behind_own: int = Field(default=0, description="Those of them that were the tenant's own.")
     others: int = Field(description="Requests that shared its first unit.")
 
 

@@ -5,10 +5,11 @@ import logging
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 
 from pydantic_settings import CliApp
 
+from tuneserve_engine import logs
 from tuneserve_engine.backend.base import DeviceFailed
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
@@ -23,6 +24,8 @@ from tuneserve_engine.queue.opening import check_store, open_queue
 from tuneserve_engine.residents import PointPolicy
 from tuneserve_engine.scheduler import Scheduler
 from tuneserve_engine.shared_files import open_files
+from tuneserve_engine.traces import NoTraces, WorkerTraces
+from tuneserve_engine.tracing import open_tracer
 from tuneserve_engine.worker import Worker, WorkerPolicy
 
 logger = logging.getLogger(__name__)
@@ -35,7 +38,8 @@ def main() -> int:
     if it cannot start."""
     try:
         settings = CliApp.run(WorkerSettings)
-        _log_to_stderr(settings)
+        logs.start("worker", settings)
+        logging.getLogger("jax").setLevel(logging.WARNING)
         lock = _lock(settings)
         pulse = Pulse(settings.alive_file)
         files = open_files(settings.files_dir)
@@ -67,7 +71,7 @@ def _lock(settings: WorkerSettings) -> AbstractContextManager[object]:
 
 
 def _refuse(error: Exception) -> int:
-    print(f"tuneserve worker: {error}", file=sys.stderr)
+    logs.last_word("worker", error)
     return REFUSED
 
 
@@ -75,7 +79,11 @@ async def _work(
     settings: WorkerSettings, backend: JaxBackend, files: FileStore, pulse: Pulse
 ) -> None:
     costs = Costs(backend.lattice, context=backend.info.context_length, lanes=backend.sample_rows)
-    async with open_queue(settings) as connect:
+    tracer = open_tracer("worker", settings)
+    async with AsyncExitStack() as stack:
+        if tracer is not None:
+            stack.callback(tracer.close)
+        connect = await stack.enter_async_context(open_queue(settings))
         worker = Worker(
             connect,
             Operations(backend, files, rescore_samples=settings.rescore_samples),
@@ -88,6 +96,7 @@ async def _work(
                 renewed=pulse.beat,
                 figures=lambda: backend.figures,
                 peak_flops=settings.device_peak_flops or 0.0,
+                traces=WorkerTraces(tracer) if tracer else NoTraces(),
             ),
         )
         loop = asyncio.get_running_loop()
@@ -95,13 +104,6 @@ async def _work(
             loop.add_signal_handler(number, worker.stop)
         await worker.run()
         logger.info("stopped")
-
-
-def _log_to_stderr(settings: WorkerSettings) -> None:
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s worker %(levelname)s %(message)s"
-    )
-    logging.getLogger("jax").setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

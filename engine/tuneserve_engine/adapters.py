@@ -1,6 +1,7 @@
 """What an adapter is, in plain data: known to the queue, the worker and every backend."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from tuneserve_engine.errors import UserError
 
@@ -14,7 +15,12 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # of all float32
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """A LoRA adapter's shape and start: ``scale = alpha / rank``; ``seed`` fixes the initial A."""
+    """An adapter's shape and start.
+
+    LoRA: ``scale = alpha / rank``; ``seed`` fixes the initial A. ``options`` are those of the kind,
+    see ``kinds``; targets may have lower ranks than ``rank``. ``frozen`` names what an adapter of
+    some kinds shares with others, and has no meaning without.
+    """
 
     rank: int
     alpha: float
@@ -22,10 +28,9 @@ class AdapterConfig:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+    kind: str = "lora"
+    options: Mapping[str, str] = field(default_factory=dict)
+    frozen: str = ""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -80,6 +85,8 @@ class BaseModelInfo:
 
     ``name`` is the name it is served under; ``tokenizer_id`` is a hub id or a local directory.
     ``parameters`` are those that every token is multiplied with: the embedding, a table, is not.
+    ``target_shapes`` are [L, D, F] of every weight that LoRA can train, in storage order, and
+    [D, F] of the unembedding; a worker of an older release does not tell them.
     """
 
     name: str
@@ -90,6 +97,7 @@ class BaseModelInfo:
     tokenizer_id: str
     eos_token_ids: tuple[int, ...] = ()
     parameters: int = 0
+    target_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def check_targets(config: AdapterConfig) -> None:
@@ -103,9 +111,19 @@ def check_targets(config: AdapterConfig) -> None:
 
 def check_same_shape(config: AdapterConfig, loaded: AdapterConfig, path: str) -> None:
     """Raises ``UserError`` if a model of the one cannot take what is loaded, of the other."""
+    kinds = (config.kind, dict(config.options)), (loaded.kind, dict(loaded.options))
+    if kinds[0] != kinds[1]:
+        raise UserError(
+            f"{path} is of kind {_shown(*kinds[1])}; this model is of kind {_shown(*kinds[0])}; "
+            "create a new model from the checkpoint instead"
+        )
     ours, theirs = (config.rank, config.targets), (loaded.rank, loaded.targets)
     if ours != theirs:
         raise UserError(
             f"{path} has rank {theirs[0]} on {', '.join(theirs[1])}; this model has rank {ours[0]} "
             f"on {', '.join(ours[1])}; create a new model from the checkpoint instead"
         )
+
+
+def _shown(kind: str, options: Mapping[str, str]) -> str:
+    return " ".join([kind, *(f"{name}={value}" for name, value in options.items())])

@@ -5,7 +5,6 @@ Only safetensors and JSON: nothing that is read can run code.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,11 @@ import pyrage
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from tuneserve_engine.adapter_file import FORMAT, FRESH, MAX_HEADER_BYTES, MEMBER, metadata_of
 from tuneserve_engine.adapters import ATTENTION, UNEMBED, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, Tensors
 from tuneserve_engine.errors import ServerError, UserError
 
-MEMBER = "adapter.safetensors"
-FORMAT = "tuneserve-adapter-1"
-MAX_HEADER_BYTES = 2**20
-"""The largest list of tensors that is parsed; ours take a few kilobytes."""
 _GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
 
 
@@ -34,13 +30,7 @@ def to_members(state: AdapterState, base_model: str) -> dict[str, bytes]:
         for group in _GROUPS
         for name, array in getattr(state, group).items()
     }
-    metadata = {
-        "format": FORMAT,
-        "base_model": base_model,
-        "config": json.dumps(asdict(state.config)),
-        "step": str(state.step),
-    }
-    return {MEMBER: save(tensors, metadata)}
+    return {MEMBER: save(tensors, metadata_of(state.config, base_model, state.step))}
 
 
 def read(directory: Path, base_model: str) -> AdapterState:
@@ -71,6 +61,9 @@ def read(directory: Path, base_model: str) -> AdapterState:
             for key in file.keys():
                 group, name = key.split("/", 1)
                 groups[group][name] = _float32(key, file.get_tensor(key))
+            if metadata.items() >= FRESH.items():
+                zeros = {name: np.zeros(x.shape, x.dtype) for name, x in groups["weights"].items()}
+                groups |= {"first_moment": zeros, "second_moment": zeros}
             return AdapterState(
                 config=_config(metadata["config"]), step=int(metadata["step"]), **groups
             )

@@ -85,6 +85,17 @@ class CommonSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log lines shown."
     )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="How log lines look: text for people, or one JSON object each for machines.",
+    )
+
+    otel: str = Field(
+        default_factory=lambda: os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
+        description="Address of an OpenTelemetry collector (OTLP over HTTP, http://host:4318) that "
+        "gets a trace of each request; needs `tuneserve[otel]`. Default: what "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT` says, else there are none.",
+    )
 
     @property
     def served_name(self) -> str:
@@ -130,6 +141,13 @@ class CommonSettings(BaseSettings):
     def store_policy(self) -> StorePolicy:
         """What this process needs to know to open the store."""
         return StorePolicy(lease_ttl_s=self.lease_ttl_s, job_attempts=self.job_attempts)
+
+    @field_validator("otel")
+    @classmethod
+    def _collector(cls, address: str) -> str:
+        if address and not address.startswith(("http://", "https://")):
+            raise ValueError("it must be the address of a collector, http://host:4318, or empty")
+        return address
 
     @field_validator("store")
     @classmethod
@@ -229,6 +247,12 @@ class WorkerSettings(CommonSettings):
         description="Where compiled programs are kept; who can write there can run code in the "
         "worker. Default: compiled/ in the data directory.",
     )
+    decompositions: Path | None = Field(
+        default=None,
+        description="Where the directions of the base model's weights are kept, for adapters of "
+        "kind osft: about twice the weights in float32. Workers on several hosts that serve the "
+        "same base model have to share the folder. Default: decompositions/ in the data directory.",
+    )
 
     worker_name: str | None = Field(
         default=None,
@@ -261,6 +285,10 @@ class WorkerSettings(CommonSettings):
     @property
     def compile_cache_dir(self) -> Path:
         return self.compile_cache or self.data_dir / "compiled"
+
+    @property
+    def decompositions_dir(self) -> Path:
+        return self.decompositions or self.data_dir / "decompositions"
 
     @property
     def pages_dir(self) -> Path:

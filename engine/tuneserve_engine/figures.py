@@ -25,6 +25,9 @@ FIGURES = {
     "adapters_on_device": "Those in the device's memory.",
     "adapters_paged_in_total": "Adapters brought into the device's memory.",
     "adapters_paged_out_total": "Adapters moved out of it.",
+    "weights_to_decompose": "Weights of the base model whose directions adapters of kind osft "
+    "share, while they are computed; 0 at other times.",
+    "weights_decomposed": "Those of them that are done.",
     "device_seconds_total": "Time that units took on the device.",
     "device_seconds_overhead_total": "The part of it that no request is charged with: replay, "
     "passes that failed, samples that were given up when a worker stopped.",
@@ -34,6 +37,13 @@ FIGURES = {
     "gradients, 2 for what is only computed forward.",
     "device_peak_flops": "What the device can do in a second, as the setting of that name says; 0 "
     "if it does not.",
-    "page_wait_seconds_total": "Time that units waited for their adapters, part of the above.",
+    "memory_base_model_bytes": "Of the device's memory, planned for the base model's weights; this "
+    "and the next four are all that the worker takes.",
+    "memory_training_bytes": "Planned for what training computes.",
+    "memory_sampling_bytes": "Planned for what sampling reads, keeps and computes.",
+    "memory_adapters_bytes": "Planned for adapters with their moments and gradients.",
+    "memory_free_bytes": "Kept free: what programs need besides, and fragmentation.",
+    "page_wait_seconds_total": "Time that units waited for their adapters, part of "
+    "tuneserve_host_seconds_total.",
 }
 """By the names under which a worker tells them."""

@@ -6,8 +6,8 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -15,8 +15,8 @@ from tuneserve_engine.kill_points import kill_point
 
 _PARTIAL = ".partial-"
 _MARK = ".of-"
-_ABANDONED_S = 3600.0  # no write of one checkpoint takes this long
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+ABANDONED_S = 3600.0  # no write of one checkpoint takes this long
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)  # what ``rename`` says when the target exists
 
 
@@ -140,10 +140,30 @@ class FileStore:
             if error.errno not in _TAKEN or not self._exists(final):
                 raise  # else another write of the same content came first
 
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """A directory for members that are written piece by piece. It goes at the end, whatever is
+        in it, unless it was published; and an hour after the last file was made in it, should the
+        process be killed."""
+        partial = self._partial("staging")
+        self._fs.mkdir(partial)
+        try:
+            yield partial
+        finally:
+            self._fs.remove_tree(partial)
+
+    def publish(self, staged: Path, file_id: str) -> int:
+        """Makes what was staged appear under a new id, whole and for good; returns its size."""
+        size = sum((staged / name).stat().st_size for name in self._fs.names(staged))
+        self._sync_directory(staged)
+        self._fs.rename(staged, self.path(file_id))
+        self._sync_directory(self._root)
+        return size
+
     def discard_partial(self) -> None:
         """Removes what writers and deleters left that were killed more than an hour ago."""
         for name in self._fs.names(self._root):
-            if name.startswith(_PARTIAL) and self._is_older(name, _ABANDONED_S):
+            if name.startswith(_PARTIAL) and self._is_older(name, ABANDONED_S):
                 self._fs.remove_tree(self._root / name)
 
     def path(self, file_id: str) -> Path:
@@ -182,7 +202,7 @@ class FileStore:
         try:
             self._fs.mkdir(proof)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
         self._fs.remove_tree(proof)
 

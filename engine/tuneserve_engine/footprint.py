@@ -86,13 +86,20 @@ class Footprint:
             self.head_adapters,
             self.step,
             self.unstacked,
+            *self.sampling,
+            *self.wide_copies,
+        )
+
+    @property
+    def sampling(self) -> tuple[Line, ...]:
+        """Those of them that there would not be if nobody sampled."""
+        return (
             self.caches,
             self.lanes,
             self.snapshots,
             self.prompt,
             self.drawing,
             self.scoring,
-            *self.wide_copies,
         )
 
     # --- weights --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from tuneserve_engine import training_wire
+from tuneserve_engine import logs, training_wire
 from tuneserve_engine.backend.base import (
     DeviceFailed,
     Lattice,
@@ -107,7 +107,8 @@ class Passes:
             return results
         job = asked[0].job
         if isinstance(error, OutOfMemory) and halvings < MAX_HALVINGS:
-            logger.warning("no room for %s, halved %d times: %s", job.kind, halvings, error)
+            message = "no room for %s, halved %d times: %s"
+            logger.warning(message, job.kind, halvings, error, extra=logs.of(job))
             return self.of(asked, halvings + 1, _Full(error, tokens))
         return {job.request_id: error}
 

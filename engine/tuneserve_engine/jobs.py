@@ -58,6 +58,7 @@ class Job:
     ``base_model`` is the name of the one that it needs. The queue assigns ``request_id``,
     ``release`` (its place in the order of execution) and ``attempts`` (workers that died with it).
     ``halvings`` is for doing it again: what its first execution needed to fit the device.
+    ``trace`` is the span that submitted it, as a W3C ``traceparent``; empty if nobody traces it.
     """
 
     tenant: str
@@ -73,6 +74,7 @@ class Job:
     release: int = 0
     attempts: int = 0
     halvings: int = 0
+    trace: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 """What the requests of a worker have cost so far, until their outcomes take it to the store."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.jobs import Job, Outcome
+from tuneserve_engine.outcomes import Executed
 from tuneserve_engine.usage import Usage
 
 _ARRIVALS = 65_536
@@ -11,14 +13,28 @@ _ARRIVALS = 65_536
 forgotten in turn."""
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """When a request came, and how many had begun by then: of its tenant, and of all."""
+
+    at_s: float
+    begun_own: int
+    begun: int
+
+
 @dataclass
 class _Account:
-    """Of a request that has begun."""
+    """Of a request that has begun. The last two are when its first unit had the device, and when
+    its last had had it; 0 before."""
 
     began_s: float
     queued_s: float
+    behind: int
+    behind_own: int
     others: int
     device_s: float = 0.0
+    device_from_s: float = 0.0
+    device_to_s: float = 0.0
 
 
 class Ledger:
@@ -28,30 +44,47 @@ class Ledger:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._arrived_s: dict[str, float] = {}
+        self._arrived: dict[str, _Arrival] = {}
+        self._begun: Counter[str] = Counter()  # by tenant, as long as something is queued
         self._accounts: dict[str, _Account] = {}
         self.overhead_s = 0.0
         self.flops = 0.0
         """Of the requests that have ended."""
 
-    def arrived(self, request_ids: Iterable[str]) -> None:
-        now_s = self._clock()
-        for request_id in request_ids:
-            self._arrived_s[request_id] = now_s
-        while len(self._arrived_s) > _ARRIVALS:
-            del self._arrived_s[next(iter(self._arrived_s))]
+    def arrived(self, jobs: Iterable[Job]) -> None:
+        now_s, begun = self._clock(), self._begun.total()
+        for job in jobs:
+            self._arrived[job.request_id] = _Arrival(now_s, self._begun[job.tenant], begun)
+        while len(self._arrived) > _ARRIVALS:
+            del self._arrived[next(iter(self._arrived))]
 
-    def began(self, request_ids: Iterable[str], others: int) -> None:
-        now_s = self._clock()
-        for request_id in request_ids:
-            queued_s = now_s - self._arrived_s.pop(request_id, now_s)
-            self._accounts[request_id] = _Account(now_s, queued_s, others)
+    def began(self, jobs: Collection[Job], others: int) -> None:
+        now_s, begun = self._clock(), self._begun.total()
+        for job in jobs:
+            begun_own = self._begun[job.tenant]
+            came = self._arrived.pop(job.request_id, None) or _Arrival(now_s, begun_own, begun)
+            self._accounts[job.request_id] = _Account(
+                began_s=now_s,
+                queued_s=now_s - came.at_s,
+                behind=begun - came.begun,
+                behind_own=begun_own - came.begun_own,
+                others=others,
+            )
+        self._begun.update(job.tenant for job in jobs)
+        if not self._arrived:
+            self._begun.clear()
 
-    def ran(self, device_s: float, shares: Mapping[str, float]) -> None:
-        """A unit had the device for so long; ``shares`` are parts of it, by request id."""
-        for request_id, seconds in shares.items():
-            if request_id in self._accounts:
-                self._accounts[request_id].device_s += seconds
+    def ran(self, executed: Executed) -> None:
+        """A unit had the device: its shares are theirs whose they are."""
+        now_s = self._clock()
+        for request_id in (*(job.request_id for job in executed.jobs), *executed.left):
+            if account := self._accounts.get(request_id):
+                account.device_from_s = account.device_from_s or executed.began_s or now_s
+                account.device_to_s = now_s
+        device_s = executed.device_s
+        for request_id, seconds in executed.shares.items():
+            if account := self._accounts.get(request_id):
+                account.device_s += seconds
                 device_s -= seconds
         self.overhead_s += device_s
 
@@ -67,14 +100,19 @@ class Ledger:
 
     def _closed(self, outcome: Outcome) -> Outcome:
         account = self._accounts.pop(outcome.request_id, None)
-        self._arrived_s.pop(outcome.request_id, None)
+        self._arrived.pop(outcome.request_id, None)
         if account is None:
             return outcome
+        now_s = self._clock()
         usage = replace(
             outcome.usage or Usage(),
             device_s=account.device_s,
             queued_s=account.queued_s,
-            ran_s=self._clock() - account.began_s,
+            ran_s=now_s - account.began_s,
+            packed_s=max((account.device_from_s or now_s) - account.began_s, 0.0),
+            transfer_s=now_s - (account.device_to_s or now_s),
+            behind=account.behind,
+            behind_own=account.behind_own,
             others=account.others,
         )
         self.flops += usage.flops

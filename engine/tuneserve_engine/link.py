@@ -55,6 +55,11 @@ class Link:
     def is_up(self) -> bool:
         return self._connected.is_set()
 
+    @property
+    def epoch(self) -> int:
+        """Of the lease, 0 before there was one."""
+        return self._epoch or 0
+
     async def keep(self, *traffic: Call[None]) -> None:
         """Connects, leases and runs ``traffic`` beside the renewing, again and again. Never
         returns. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over."""

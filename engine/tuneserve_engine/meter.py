@@ -11,9 +11,11 @@ T = TypeVar("T")
 @dataclass
 class Reading:
     """Of one unit. What of ``device_s`` is in nobody's ``shares`` was for nobody: calls that
-    failed, or did nothing that is known to have been for one request rather than another."""
+    failed, or did nothing that is known to have been for one request rather than another.
+    ``began_s`` is when the first call did, by the clock; 0 before."""
 
     device_s: float = 0.0
+    began_s: float = 0.0
     shares: dict[str, float] = field(default_factory=dict)  # seconds, by request id
 
 
@@ -41,6 +43,7 @@ class Meter:
     def timed(self, call: Callable[[], T], parts: Callable[[T], Mapping[str, float]]) -> T:
         """What the call gives; ``parts`` are its requests', in any measure. Of a call that raises,
         none has any."""
+        self._reading.began_s = self._reading.began_s or self._clock()
         started_s = self._now_s()
         try:
             given = call()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from tuneserve_engine import checkpoint, jobs, training_wire
+from tuneserve_engine import checkpoint, jobs, logs, training_wire
 from tuneserve_engine.adapters import (
     AdamParams,
     AdapterConfig,
@@ -43,6 +43,7 @@ from tuneserve_engine.outcomes import (
     in_json,
     stepped,
 )
+from tuneserve_engine.preparation import Preparation, preparation_of
 from tuneserve_engine.records import CheckpointKind
 from tuneserve_engine.rescoring import Rescoring
 from tuneserve_engine.samples import Samples, never
@@ -78,7 +79,7 @@ class Operations:
         self._meter = Meter(clock, lambda: backend.page_wait_s)
         self._residents: dict[str, _Resident] = {}
         run = partial(self._run, nothing)
-        self._rescoring = Rescoring(backend, run, self.read) if rescore_samples else None
+        self._rescoring = Rescoring(backend, run, self._sampled_from) if rescore_samples else None
         self._samples = Samples(backend.info, self._sample_for, self._ensure_snapshot)
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
@@ -98,6 +99,11 @@ class Operations:
         """The checked data of a ``forward_backward``. Touches no model: may be called from another
         thread."""
         return training_wire.decode_request(job.payload, self._backend.info)
+
+    def preparation(self, of: Job | AdapterConfig) -> Preparation | None:
+        """What has to be done before the job that creates a model, or an adapter of this
+        configuration, can run. None if there is nothing."""
+        return preparation_of(self._backend, of)
 
     def look_ahead(self, model_ids: Sequence[str]) -> None:
         """Says which models the next units will need. May be called from another thread."""
@@ -124,7 +130,8 @@ class Operations:
                 return self._sample(unit, is_over, reading)
             between = between if self._rescoring is None else nothing
             answers = self._execute(unit, decoded or {}, between)
-            return Executed(unit, answers, reading.device_s, shares=reading.shares)
+            shares, began_s = reading.shares, reading.began_s
+            return Executed(unit, answers, reading.device_s, shares=shares, began_s=began_s)
 
     def _execute(
         self,
@@ -256,7 +263,9 @@ class Operations:
                 continue
             if resident.missing_gradients:
                 logger.warning(
-                    "%s steps although a forward_backward before it failed", job.model_id
+                    "%s steps although a forward_backward before it failed",
+                    job.model_id,
+                    extra=logs.of(job),
                 )
                 resident.missing_gradients = False
             asked.append((job, params))
@@ -266,7 +275,8 @@ class Operations:
         results = self._steps(dict(zip(ids, steps, strict=True)))
         for (job, params), result in zip(asked, results, strict=True):
             if isinstance(result, OutOfMemory) and len(steps) > 1:
-                logger.warning("no room for %s's step, taking it alone: %s", job.model_id, result)
+                message = "no room for %s's step, taking it alone: %s"
+                logger.warning(message, job.model_id, result, extra=logs.of(job))
                 (answers[job.request_id],) = self._together([job], self._optim_steps)
             else:
                 resident = self._resident(job)
@@ -296,7 +306,8 @@ class Operations:
         ready = [answers[job.request_id] for job in ended]
         if self._rescoring is not None:  # what was drawn so far has other logprobs than the result
             parts = {}
-        return Executed(ended, ready, reading.device_s, left, work, parts, reading.shares)
+        shares, began_s = reading.shares, reading.began_s
+        return Executed(ended, ready, reading.device_s, left, work, parts, shares, began_s)
 
     def _sample_for(
         self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
@@ -309,8 +320,12 @@ class Operations:
 
     def _ensure_snapshot(self, request_id: str, snapshot_id: str | None) -> None:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
-            state = self.read(snapshot_id)
+            state = self._sampled_from(snapshot_id)
             self._timed(request_id, partial(self._backend.load_snapshot, snapshot_id, state))
+
+    def _sampled_from(self, file_id: str) -> AdapterState:
+        """What is sampled from. A training checkpoint has the arrays of its own kind."""
+        return self._backend.exported(self.read(file_id))
 
     def read(self, file_id: str) -> AdapterState:
         """The state in a file. Touches no model: may be called from another thread."""
@@ -339,6 +354,8 @@ class Operations:
 
     def _saved(self, command: jobs.SaveWeights, state: AdapterState, job: Job) -> Outcome:
         name = self._backend.info.name
+        if command.kind != CheckpointKind.TRAINING:
+            state = self._backend.exported(state)
         if command.kind == CheckpointKind.EXTERNAL:
             members = checkpoint.peft_members(state, name)
             if command.age_recipients:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tuneserve_engine import logs
 from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
 from tuneserve_engine.errors import EngineError, ServerError, UserError
 from tuneserve_engine.jobs import PROTOBUF, Job, JobKind, Outcome, Part, Rejection
@@ -30,7 +31,8 @@ class Executed:
 
     The others are samples on their way: ``left`` has how many sequences each has still to end.
     ``work`` is what was done for each sample; see ``Sampled``. ``parts``: see ``Progress``.
-    ``shares`` are of those seconds, by request id; the rest was for nobody: see ``Reading``.
+    ``shares`` are of those seconds, by request id; the rest was for nobody; ``began_s`` is when
+    they began: see ``Reading``.
     """
 
     jobs: Sequence[Job]
@@ -40,6 +42,7 @@ class Executed:
     work: Mapping[str, float] = field(default_factory=dict)
     parts: Mapping[str, Sequence[Part]] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+    began_s: float = 0.0
 
     def outcomes(self) -> list[Outcome]:
         """One per job that has ended, in order. May be called from another thread."""
@@ -63,9 +66,9 @@ def failure(job: Job, error: Exception) -> Outcome:
         return rejected(job, error)
     name = job.model_id or job.scope
     if isinstance(error, OutOfMemory):
-        logger.warning("no room for %s of %s: %s", job.kind, name, error)
+        logger.warning("no room for %s of %s: %s", job.kind, name, error, extra=logs.of(job))
         return rejected(job, _no_room(job.kind))
-    logger.error("%s of %s failed", job.kind, name, exc_info=error)
+    logger.error("%s of %s failed", job.kind, name, exc_info=error, extra=logs.of(job))
     return rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
 
 

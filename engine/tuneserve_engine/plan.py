@@ -11,6 +11,8 @@ from typing import Any
 
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.config import REFUSED, WorkerSettings
+from tuneserve_engine.kinds import KINDS, adapter_bytes, decomposition_bytes
+from tuneserve_engine.kinds.base import TargetShapes
 from tuneserve_engine.planner import Plan, gib, plan
 
 _CONFIG_FILES = ["config.json", "generation_config.json"]
@@ -25,14 +27,15 @@ def main() -> int:
 
     try:
         settings = WorkerSettings()
-        found = plan(_read_config(settings.base_model), default_device(), settings)
+        config = _read_config(settings.base_model)
+        found = plan(config, default_device(), settings)
     except (ValueError, OSError) as error:
         print(f"tuneserve plan: {error}", file=sys.stderr)
         return REFUSED
     if "--json" in sys.argv[1:]:
-        print(json.dumps(_facts(found), indent=2))
+        print(json.dumps(_facts(config, found), indent=2))
     else:
-        print("\n".join(_table(settings, found)))
+        print("\n".join((*_table(settings, found), *_table_of_kinds(_kinds(config, found)))))
     return 0
 
 
@@ -54,7 +57,35 @@ def _read_config(base_model: str) -> ModelConfig:
         ) from error
 
 
-def _facts(found: Plan) -> dict[str, Any]:
+def _kinds(config: ModelConfig, found: Plan) -> dict[str, Any]:
+    """What an adapter of each kind takes on the device by its rank, and what those of a kind share
+    there and on disk."""
+    from tuneserve_engine.backend.jax.adapters import target_shapes
+
+    shapes, ranks = target_shapes(config), found.lattice.rank_classes
+    facts: dict[str, Any] = {}
+    for forms in KINDS.values():
+        for form, kind in forms.items():
+            of_rank = {rank: adapter_bytes(kind, shapes, rank) for rank in ranks}
+            facts[f"{kind.name} {form}".strip()] = {
+                "bytes_by_rank": of_rank,
+                **(_shared(shapes, found.lattice.max_rank) if kind.needs_decomposition else {}),
+            }
+    return facts
+
+
+def _shared(shapes: TargetShapes, max_rank: int) -> dict[str, int]:
+    layers = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    directions = {name: min(shape[-2:]) for name, shape in layers.items()}
+    numbers = sum(n * directions[name] * (i + o + 1) for name, (n, i, o) in layers.items())
+    return {
+        "shared_device_bytes": decomposition_bytes(shapes, max_rank),
+        "shared_disk_bytes": 4 * numbers,
+        "directions": max(directions.values()),
+    }
+
+
+def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
     lattice = found.lattice
     return {
         "device": found.device.kind,
@@ -68,6 +99,7 @@ def _facts(found: Plan) -> dict[str, Any]:
         "snapshot_bytes": found.snapshot_bytes,
         "adapter_device_bytes": found.adapter_device_bytes,
         "adapter_host_bytes": found.adapter_host_bytes,
+        "kinds": _kinds(config, found),
         "lines": [
             {"name": line.name, "how": line.how, "bytes": line.bytes} for line in found.lines
         ],
@@ -87,6 +119,24 @@ def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
     for line in found.lines:
         yield f"{line.name:<{widths}}  {gib(line.bytes):>12}  {line.how}"
     yield f"{'all':<{widths}}  {gib(found.device_bytes):>12}"
+
+
+def _table_of_kinds(kinds: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield "an adapter on the device: weights, two moments and gradient, 4 bytes each"
+    width = max(map(len, kinds))
+    for name, facts in kinds.items():
+        sizes = ", ".join(f"{gib(size)} of rank {r}" for r, size in facts["bytes_by_rank"].items())
+        yield f"{name:<{width}}  {sizes}"
+    for name, facts in kinds.items():
+        if "shared_device_bytes" in facts:
+            shared = gib(facts["shared_device_bytes"])
+            yield (
+                f"all adapters of kind {name.split()[0]} share {shared} on the device, while one "
+                f"is there, and {gib(facts['shared_disk_bytes'])} on disk; their rank is "
+                f"unfreeze_ratio * {facts['directions']:,} of the largest weight's directions"
+            )
+            return
 
 
 if __name__ == "__main__":

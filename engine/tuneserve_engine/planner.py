@@ -6,7 +6,7 @@ Sizes follow from the device's kind and its whole memory, never from what is fre
 machine with the same settings always gets the same plan, for bits depend on some of it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, Protocol
@@ -89,6 +89,8 @@ class Plan:
     adapter_device_bytes: int
     adapter_host_bytes: int
     lines: tuple[Line, ...]
+    memory: Mapping[str, float]
+    """The lines by what they are for, as ``figures.FIGURES`` names it."""
 
 
 def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
@@ -124,8 +126,21 @@ def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
                 Line("adapters", footprint.adapters_held(adapters), adapters),
                 Line("kept free", "what programs need besides, and fragmentation", free),
             ),
+            memory=_by_use(footprint, adapters, free),
         )
     raise DoesNotFit(_refusal(footprint, device, device_bytes, settings))
+
+
+def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
+    base = footprint.base.bytes
+    sampling = sum(line.bytes for line in footprint.sampling)
+    return {
+        "memory_base_model_bytes": base,
+        "memory_training_bytes": footprint.bytes - base - sampling,
+        "memory_sampling_bytes": sampling,
+        "memory_adapters_bytes": adapters,
+        "memory_free_bytes": free,
+    }
 
 
 def _shapes(config: ModelConfig, device: Device, settings: PlanSettings) -> Iterator[Shape]:

@@ -24,6 +24,7 @@ class Scope(StrEnum):
 
     TRAIN = "train"
     SAMPLE = "sample"
+    ADMIN = "admin"  # look at what every tenant does, and change nothing
 
 
 class CheckpointKind(StrEnum):
@@ -139,6 +140,7 @@ class Tenant:
     max_models: int | None = None
     max_checkpoints: int | None = None
     max_checkpoint_bytes: int | None = None
+    device_s_a_day: float | None = None
 
 
 Record = Session | Model | Sampler | Checkpoint | Directory | Key | Tenant

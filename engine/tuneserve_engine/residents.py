@@ -20,6 +20,7 @@ from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.link import Link
 from tuneserve_engine.operations import Operations
+from tuneserve_engine.preparation import Preparation, prepared
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import LogEntry, RecoveryPoint
 from tuneserve_engine.records import ModelStatus, Update
@@ -100,8 +101,7 @@ class Residents:
         if model is None and job.kind == JobKind.UNLOAD_MODEL:
             self._host.backlog.add([job])  # there is nothing to bring back first
         elif model is None and job.position == 0:
-            self._models[model_id] = _Model(is_ready=True)
-            self._host.backlog.add([job])
+            self._create(model_id, job)
         elif model is None:
             self._models[model_id] = model = _Model(is_ready=False, held=[job])
             self._host.spawn(self._bring_back(model_id, model))
@@ -109,6 +109,22 @@ class Residents:
             self._host.backlog.add([job])
         else:
             model.held.append(job)
+
+    def _create(self, model_id: str, job: Job) -> None:
+        """Passes the model's first job on, when what adapters of its kind share is there."""
+        prepare = self._operations.preparation(job)
+        self._models[model_id] = model = _Model(is_ready=prepare is None)
+        if prepare is None:
+            self._host.backlog.add([job])
+        else:
+            model.held.append(job)
+            self._host.spawn(self._prepare(model, prepare))
+
+    async def _prepare(self, model: _Model, prepare: Preparation) -> None:
+        await prepared(prepare)
+        model.is_ready = True
+        held, model.held = model.held, []
+        self._host.backlog.add(held)
 
     def waiting(self, again: Job) -> str:
         """The request for whose sake a logged one is done again."""
@@ -147,17 +163,25 @@ class Residents:
                 reached = partial(self._operations.reached, model_id, points[0].position)
                 await self._host.on_device(reached)
         except EngineError as error:
-            logger.error("%s cannot be restored: %s", model_id, error)
+            logger.error("%s cannot be restored: %s", model_id, error, extra=_about(model_id))
             await self._host.on_device(partial(self._operations.forget, model_id))
             self._give_up_for_good(model_id, model)
             return
         except OutOfMemory as error:
-            logger.error("%s cannot be brought back here: %s", model_id, error)
+            logger.error(
+                "%s cannot be brought back here: %s", model_id, error, extra=_about(model_id)
+            )
             await self._host.on_device(partial(self._operations.forget, model_id))
-            self._turn_away(model_id, model)
+            self._turn_away(model_id, model, str(error))
             return
         seconds = self._host.clock() - started_s
-        logger.info("%s is back: %d requests done again, %.3f s", model_id, count, seconds)
+        logger.info(
+            "%s is back: %d requests done again, %.3f s",
+            model_id,
+            count,
+            seconds,
+            extra=_about(model_id),
+        )
         model.is_ready = True
         held, model.held = model.held, []
         self._host.backlog.add(held)
@@ -175,13 +199,20 @@ class Residents:
                     model_id,
                     point.numerics_id,
                     self._operations.numerics_id,
+                    extra=_about(model_id),
                 )
             try:
                 state = await self._host.on_disk(partial(self._operations.read, point.file_id))
             except EngineError as error:
-                logger.error("a recovery point of %s cannot be read: %s", model_id, error)
+                logger.error(
+                    "a recovery point of %s cannot be read: %s",
+                    model_id,
+                    error,
+                    extra=_about(model_id),
+                )
                 continue
             try:
+                await prepared(self._operations.preparation(state.config))
                 restore = partial(self._operations.restore, model_id, state, point.position)
                 await self._host.on_device(restore)
             except EngineError as error:
@@ -195,6 +226,8 @@ class Residents:
         """Does again what the log has from ``start`` on; how many requests that were."""
         count = 0
         while entries := await self._page(model_id, start):
+            if start == 0:
+                await prepared(self._operations.preparation(entries[0].job))
             outcomes = await self._host.backlog.again(entries, model.held[0].attempts)
             for entry, outcome in zip(entries, outcomes, strict=True):
                 if outcome.rejection is not None and outcome.rejection.no_room:
@@ -204,7 +237,12 @@ class Residents:
                         f"request {entry.job.position} fails now: {outcome.rejection.message}"
                     )
                 if rules.digest(outcome.body) != entry.digest and not model.updates:
-                    logger.error("%s diverged at request %s", model_id, entry.job.position)
+                    logger.error(
+                        "%s diverged at request %s",
+                        model_id,
+                        entry.job.position,
+                        extra=_about(model_id),
+                    )
                     model.updates = (Update("model", model_id, {"diverged": True}),)
             assert entries[-1].job.position is not None
             start = entries[-1].job.position + 1
@@ -223,11 +261,12 @@ class Residents:
         first = model.held[0].request_id
         self._host.offer([Outcome(first, rejection=rules.lost(model_id), updates=(status,))])
 
-    def _turn_away(self, model_id: str, model: _Model) -> None:
+    def _turn_away(self, model_id: str, model: _Model, why: str) -> None:
         """Ends what waits for the model. In the store it is as it was: its next request tries again
         to bring it back."""
         self._models.pop(model_id, None)
         no_room = rules.no_room(model_id)
+        no_room = replace(no_room, message=f"{no_room.message} (it said: {why})")
         unloads = [job for job in model.held if job.kind == JobKind.UNLOAD_MODEL]
         others = [job for job in model.held if job.kind != JobKind.UNLOAD_MODEL]
         self._host.backlog.add(unloads)
@@ -267,7 +306,12 @@ class Residents:
         try:
             await self._save(model_id)
         except OSError as error:
-            logger.error("the recovery point of %s was not written: %s", model_id, error)
+            logger.error(
+                "the recovery point of %s was not written: %s",
+                model_id,
+                error,
+                extra=_about(model_id),
+            )
 
     async def _save(self, model_id: str) -> None:
         """Makes the model's present state its newest recovery point. Raises ``OSError``."""
@@ -318,14 +362,19 @@ class Residents:
             try:
                 await self._save(model_id)
             except OSError as error:
-                logger.error("%s stays here: its state was not written: %s", model_id, error)
+                logger.error(
+                    "%s stays here: its state was not written: %s",
+                    model_id,
+                    error,
+                    extra=_about(model_id),
+                )
                 model.is_leaving = False
                 held, model.held = model.held, []
                 self._host.backlog.add(held)
                 return
             await self._host.on_device(partial(self._operations.forget, model_id))
             await self._release(model_id, model)
-            logger.info("%s is saved and given up", model_id)
+            logger.info("%s is saved and given up", model_id, extra=_about(model_id))
 
     async def _release(self, model_id: str, model: _Model | None) -> None:
         async def release() -> None:
@@ -336,3 +385,8 @@ class Residents:
 
         # A take under way might bring jobs from before the release after those from after it.
         await self._host.without_takes(release)
+
+
+def _about(model_id: str) -> dict[str, str]:
+    """``extra`` of a line about a model."""
+    return {"model_id": model_id}

@@ -25,8 +25,10 @@ class Usage:
 
     ``device_s`` is its part of the units that it was in. ``padded_tokens`` were computed beside its
     own. ``queued_s`` is from when the worker had it until it began, ``ran_s`` from then until there
-    was a result; ``others`` shared its first unit. ``total_s``, from its acceptance until the
-    result was stored, is for the store to say.
+    was a result: ``packed_s`` of it before its first unit had the device, ``transfer_s`` after its
+    last. ``behind`` requests began while it was queued, ``behind_own`` of them its tenant's;
+    ``others`` shared its first unit. ``total_s``, from its acceptance until the result was stored,
+    is for the store to say.
     """
 
     device_s: float = 0.0
@@ -39,6 +41,10 @@ class Usage:
     ran_s: float = 0.0
     others: int = 0
     total_s: float = 0.0
+    packed_s: float = 0.0
+    transfer_s: float = 0.0
+    behind: int = 0
+    behind_own: int = 0
 
 
 @dataclass(frozen=True)

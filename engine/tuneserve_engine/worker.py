@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tuneserve_engine import logs
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.backlog import Backlog
-from tuneserve_engine.jobs import Job, JobKind, Outcome, Part
+from tuneserve_engine.jobs import Job, JobKind, Outcome, Part, Rejection
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.ledger import Ledger
 from tuneserve_engine.link import Link, cause
@@ -28,6 +29,7 @@ from tuneserve_engine.queue import rules
 from tuneserve_engine.queue.base import Fenced, Queue, Renewal
 from tuneserve_engine.residents import PointPolicy, Residents
 from tuneserve_engine.scheduler import Scheduler
+from tuneserve_engine.traces import NoTraces, Traces
 from tuneserve_engine.units import Unit, Units
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,8 @@ def _nothing() -> None:
 class WorkerPolicy:
     """How a worker goes about it. ``device``, ``host`` and ``disk`` run one call at a time each;
     ``renewed`` is called after every renewal of the lease, which tells the store ``figures``.
-    ``peak_flops`` are what the device can do in a second, 0 if nobody says."""
+    ``peak_flops`` are what the device can do in a second, 0 if nobody says. ``traces`` are told of
+    each request."""
 
     points: PointPolicy = field(default_factory=PointPolicy)
     renew_s: float = 2.0
@@ -65,6 +68,7 @@ class WorkerPolicy:
     renewed: Callable[[], None] = _nothing
     figures: Callable[[], Mapping[str, float]] = dict
     peak_flops: float = 0.0
+    traces: Traces = field(default_factory=NoTraces)
 
 
 class Worker:
@@ -104,6 +108,7 @@ class Worker:
         self._on_renewed = policy.renewed
         self._of_backend = policy.figures
         self._peak_flops = policy.peak_flops
+        self._traces = policy.traces
         self.link = Link(connect, name, info, self._renewed, policy.renew_s, self._figures)
         self._live = Live(self.link, self.spawn)
         self._cursor = 0
@@ -190,6 +195,7 @@ class Worker:
         cost and nothing else."""
         self.backlog.drop(request_ids)
         self._units.cancel(request_ids)
+        self._traces.dropped(request_ids)
         for request_id in request_ids:
             self._unstored.pop(request_id, None)
         self._wake_stored()
@@ -200,7 +206,8 @@ class Worker:
                 jobs = await self._unless_paused(
                     queue.take(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
                 )
-            self._ledger.arrived(job.request_id for job in jobs)
+            self._ledger.arrived(jobs)
+            self._traces.arrived(jobs)
             for job in jobs:
                 self._cursor = job.release
                 if job.model_id is None:
@@ -239,6 +246,7 @@ class Worker:
             await queue.finish(epoch, batch)
             kill_point("worker-finished")
             del self._outcomes[: len(batch)]
+            self._traces.written(batch)
             for outcome in batch:
                 self._unstored.pop(outcome.request_id, None)
             self._wake_stored()
@@ -268,10 +276,12 @@ class Worker:
     def began(self, jobs: Sequence[Job], others: int) -> None:
         new = {job.request_id: job for job in jobs if not self.backlog.is_again(job)}
         self._unstored |= new
-        self._ledger.began(new, others)
+        self._ledger.began(new.values(), others)
+        self._traces.began(new)
 
     def ran(self, executed: Executed) -> None:
-        self._ledger.ran(executed.device_s, executed.shares)
+        self._ledger.ran(executed)
+        self._traces.ran(executed)
 
     def left_off(self, request_ids: Sequence[str]) -> None:
         """Tells the store what they cost, which is all that it does not know yet."""
@@ -280,6 +290,7 @@ class Worker:
 
     def gave_up(self, request_ids: Sequence[str]) -> None:
         self._ledger.given_up(request_ids)
+        self._traces.dropped(request_ids)
         for request_id in request_ids:
             self._unstored.pop(request_id, None)
         if request_ids:  # nor is anybody to be blamed for what happens from here on
@@ -319,8 +330,12 @@ class Worker:
     def _account(self, unit: Unit, outcomes: list[Outcome], encoding_s: float) -> None:
         self._units_total += 1
         jobs = unit.executed.jobs
+        batch_id = f"{self.link.epoch}-{self._units_total}"
+        self._traces.ended(jobs, batch_id)
         for job, outcome in zip(jobs, outcomes, strict=True):
             outcome = self._residents.done(job, outcome)
+            if outcome.rejection is not None:
+                _tell_failure(job, outcome.rejection, batch_id)
             if self.backlog.is_again(job):
                 self.backlog.done_again(job, outcome)
             else:
@@ -336,6 +351,11 @@ class Worker:
             unit.seconds,
             unit.executed.device_s,
             encoding_s,
+            extra={
+                "batch_id": batch_id,
+                "request_ids": [job.request_id for job in jobs],
+                "tenants": sorted({job.tenant for job in jobs}),
+            },
         )
 
     # --- what the models need -------------------------------------------------------------------
@@ -353,6 +373,14 @@ class Worker:
     @staticmethod
     def _start(executor: Executor, call: Callable[[], T]) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(executor, call)
+
+
+def _tell_failure(job: Job, rejection: Rejection, batch_id: str) -> None:
+    """Not why: that is the tenant's, and may name what is in the request."""
+    message = "%s of %s failed: %s error, request %s"
+    extra = {**logs.of(job), "batch_id": batch_id}
+    name = job.model_id or job.scope
+    logger.info(message, job.kind, name, rejection.category, job.request_id, extra=extra)
 
 
 class _Stopped(Exception):

@@ -10,7 +10,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(
             f"tuneserve: {error.name} is not installed; the service needs more than its client: "
-            "pip install 'tuneserve[server,engine]'"
+            "in a clone of its repository, pip install '.[server,engine]'"
         )
     cli.app()
 

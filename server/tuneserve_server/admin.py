@@ -67,6 +67,7 @@ class TenantChange(_Body):
     max_models: Limit | None = None
     max_checkpoints: Limit | None = None
     max_checkpoint_bytes: Limit | None = None
+    device_s_a_day: float | None = Field(default=None, ge=0, le=_MOST)
 
 
 class TenantShown(TenantChange):

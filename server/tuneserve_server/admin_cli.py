@@ -35,7 +35,7 @@ def create_key(  # noqa: PLR0913 - options
     name: Annotated[str, typer.Option(help="What it is for, for the list.")] = "",
     scope: Annotated[
         list[Scope] | None,
-        typer.Option(help="What it may do: train, sample; may be given twice. Default: both."),
+        typer.Option(help="What it may do; may be given several times. Default: train and sample."),
     ] = None,
     expires_days: Annotated[
         int | None, typer.Option(help="Days until it is refused. Default: never.", metavar="N")
@@ -100,7 +100,10 @@ def revoke_key(
 
 # --- tenants ------------------------------------------------------------------------------------
 
-_COLUMNS = ["tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"]
+_COLUMNS = [
+    *("tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"),
+    "device_s_a_day",
+]
 
 
 @tenants.command("list")
@@ -125,6 +128,9 @@ def set_tenant(  # noqa: PLR0913 - options
     max_checkpoint_bytes: Annotated[
         str | None, typer.Option(help="Bytes of checkpoints at which it can save no more.")
     ] = None,
+    device_s_a_day: Annotated[
+        str | None, typer.Option(help="Its budget: seconds of the device in a day (UTC).")
+    ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -135,6 +141,7 @@ def set_tenant(  # noqa: PLR0913 - options
         "max_models": max_models,
         "max_checkpoints": max_checkpoints,
         "max_checkpoint_bytes": max_checkpoint_bytes,
+        "device_s_a_day": device_s_a_day,
     }
     change = {
         field: None if text == _AS_SET else text

@@ -7,6 +7,7 @@ model do not wait for it and the client reads the reason through its future.
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from tuneserve_engine import logs
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.jobs import (
     CreateModel,
@@ -23,6 +24,7 @@ from tuneserve_engine.queue import rules
 from tuneserve_engine.records import Model, Record
 from tuneserve_server.deps import Caller
 from tuneserve_server.errors import BudgetSpent
+from tuneserve_server.tracing import traceparent
 
 Command = CreateModel | OptimStep | SaveWeights | LoadWeights | Sample
 
@@ -79,10 +81,13 @@ async def _submit(
         model_id=place.model_id,
         position=place.position,
         rejection=rejection,
+        trace=traceparent(),
     )
     if rejection is None:
         await _check_budget(caller, job)
+    logs.note(model_id=job.model_id)
     submitted = await caller.store.submit(job, *records)
+    logs.note(request_id=submitted.request_id)
     return submitted.request_id
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -10,22 +11,29 @@ from fastapi import FastAPI
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue import remote
 from tuneserve_engine.queue.opening import OpenStore
+from tuneserve_engine.tracing import Tracer
 from tuneserve_server import errors
 from tuneserve_server.auth import Door
 from tuneserve_server.budgets import Budgets
 from tuneserve_server.deps import Services
-from tuneserve_server.http_metrics import CountRequests, HttpMetrics
+from tuneserve_server.http_metrics import CountRequests, HttpMetrics, named
+from tuneserve_server.imports import Imports
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
+from tuneserve_server.live import Live
 from tuneserve_server.openai_text import Texts
 from tuneserve_server.openapi import describe
 from tuneserve_server.polls import Polls
+from tuneserve_server.recent_errors import RecentErrors
 from tuneserve_server.routes import (
     files,
     futures,
+    imports,
+    live,
     metrics,
     models,
     openai,
+    page,
     rest,
     sampling,
     service,
@@ -38,17 +46,27 @@ from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.store_metrics import StoreMetrics
 from tuneserve_server.sweeper import sweep_forever
+from tuneserve_server.tracing import TraceRequests
 
-ROUTERS = (service, models, training, weights, sampling, futures, rest, usage, files, tokenizers)
+ROUTERS = (
+    *(service, models, training, weights, imports, sampling, futures, rest, usage, files),
+    *(tokenizers, live),
+)
 PREFIX = "/api/v1"
-AT_ROOT = (metrics, openai)
+AT_ROOT = (metrics, openai, page)
 """Where those who ask for them look by themselves; their paths are whole."""
 
 
-def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = None) -> FastAPI:
+def create_app(
+    settings: ApiSettings,
+    store: OpenStore,
+    polls: Polls | None = None,
+    tracer: Tracer | None = None,
+) -> FastAPI:
     """The API on an open store; while it runs, workers reach a SQLite store through its socket.
 
-    ``polls`` is passed in by a server that releases them when it stops.
+    ``polls`` is passed in by a server that releases them when it stops, ``tracer`` by one that is
+    traced.
     """
 
     counted = HttpMetrics()
@@ -68,6 +86,7 @@ def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = No
                 sweeping.cancel()
                 with suppress(asyncio.CancelledError):
                     await sweeping
+                services.imports.stop()
 
     app = _Api(
         title="tuneserve",
@@ -82,7 +101,11 @@ def create_app(settings: ApiSettings, store: OpenStore, polls: Polls | None = No
     for module in AT_ROOT:
         app.include_router(module.router)
     errors.install(app)
-    app.add_middleware(CountRequests, metrics=counted, prefix=PREFIX)
+    if tracer is not None:
+        app.add_middleware(TraceRequests, tracer=tracer, named=partial(named, prefix=PREFIX))
+    app.add_middleware(
+        CountRequests, metrics=counted, prefix=PREFIX, access_log=settings.access_log
+    )
     return app
 
 
@@ -101,20 +124,25 @@ async def _services(
     if settings.store_kind == "sqlite":
         disks.append(settings.data_dir)
     secret = await store.secret()
+    disk = DiskGuard(disks, settings.min_free_bytes)
+    served = ServedModels(store, settings.served_name)
     door = Door(store, secret, require_keys=settings.require_keys)
     await door.wants_keys()  # known from the start, should the store be away later
     return Services(
         settings=settings,
         store=store,
         files=files,
-        served=ServedModels(store, settings.served_name),
+        served=served,
         last_seen=LastSeen(store),
-        disk=DiskGuard(disks, settings.min_free_bytes),
+        disk=disk,
         polls=polls,
         texts=Texts(),
         budgets=Budgets(store, settings.tenant_budgets),
+        imports=Imports(files, disk, polls, settings),
         http_metrics=counted,
         store_metrics=StoreMetrics(store, tenants=settings.tenant_metrics),
+        recent=RecentErrors(),
+        live=Live(store, served),
         secret=secret,
         door=door,
     )

@@ -27,6 +27,7 @@ PATIENCE_S = 2.0  # with a store that does not say what became of a key that is 
 GRACE_S = 60.0  # while it does not, a key is good that was used so long ago; polls take 40 s
 LONGEST_GRACE_S = 900.0  # but not for longer than this: it may have been revoked
 LOGINS_PER_S = 10
+LOOKUPS_PER_S = 100  # of keys that are new here, for an address with too many failed logins
 MOST_KNOWN = 10_000  # keys, and addresses, of which something is remembered
 PREFIXES = ("tml-", "eyJ")
 ALL_SCOPES = frozenset(Scope)
@@ -128,10 +129,11 @@ class KnownKeys:
 # --- failed logins ------------------------------------------------------------------------------
 
 
-class FailedLogins:
-    """Counts them by address: ``LOGINS_PER_S`` on average, and as many at once."""
+class Allowance:
+    """Counts something by address: ``per_s`` on average, and as many at once."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_s: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
         self._clock = clock
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # when, and how many
 
@@ -143,11 +145,11 @@ class FailedLogins:
         self._left[network] = (self._clock(), max(self._left_now(network) - 1, 0.0))
         self._left.move_to_end(network)
         if len(self._left) > MOST_KNOWN:
-            self._left.popitem(last=False)  # the longest without a failure
+            self._left.popitem(last=False)  # the longest without one
 
     def _left_now(self, network: str) -> float:
-        noted_s, left = self._left.get(network, (0.0, float(LOGINS_PER_S)))
-        return min(left + LOGINS_PER_S * (self._clock() - noted_s), LOGINS_PER_S)
+        noted_s, left = self._left.get(network, (0.0, float(self._per_s)))
+        return min(left + self._per_s * (self._clock() - noted_s), self._per_s)
 
 
 def _network(address: str) -> str:
@@ -183,7 +185,8 @@ class Door:
         self._wall_clock = wall_clock
         self._looked_s = -math.inf  # for keys, finding none
         self._keys = KnownKeys(store, clock)
-        self._failures = FailedLogins(clock)
+        self._failures = Allowance(LOGINS_PER_S, clock)
+        self._lookups = Allowance(LOOKUPS_PER_S, clock)
 
     async def wants_keys(self) -> bool:
         """Whether only keys from the store are let in."""
@@ -196,8 +199,9 @@ class Door:
         return self._keyed
 
     async def enter(self, api_key: str | None, address: str) -> Login:
-        """Raises ``Unauthorized``, or ``TooManyLogins`` for one address that fails again and again:
-        of others there, only those with a key that was known before get in meanwhile."""
+        """Raises ``Unauthorized``, or ``TooManyLogins`` for one address that fails again and again.
+        Others there get in meanwhile, unless the flood is so large that keys which this process has
+        not seen are no longer looked up."""
         if not await self.wants_keys():
             return Login(open_tenant(api_key), ALL_SCOPES)
         if not api_key:
@@ -206,7 +210,9 @@ class Door:
         key_id, secret = parts.groups() if parts else ("", "")
         is_over = self._failures.is_over(address)
         if is_over and not self._keys.knows(key_id):
-            raise TooManyLogins()
+            if self._lookups.is_over(address):
+                raise TooManyLogins()
+            self._lookups.note(address)
         key = await self._keys.get(key_id) if parts else None
         given = digest(self._pepper, key_id, secret)
         is_right = hmac.compare_digest(given, _NO_DIGEST if key is None else key.digest)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import re
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import zstandard
@@ -47,24 +48,38 @@ async def read(request: HttpRequest, *, limit_bytes: int, timeout_s: float) -> b
     ``timeout_s`` is for the smallest body; one that arrives steadily has longer.
     """
     body = bytearray()
+
+    async def keep(piece: bytes) -> None:
+        nonlocal body
+        body += piece
+        if len(body) > limit_bytes:
+            raise Cut(
+                f"the request body is larger than {limit_bytes} bytes, the limit of this server; "
+                "send less at once",
+                bytes(body),
+            )
+
+    await receive(request, keep, timeout_s=timeout_s)
+    return bytes(body)
+
+
+async def receive(
+    request: HttpRequest, take: Callable[[bytes], Awaitable[None]], *, timeout_s: float
+) -> None:
+    """Gives the body to ``take`` as it arrives. Raises ``BodyTooSlow`` like ``read``."""
+    size = 0
     try:
         async with asyncio.timeout(timeout_s) as limit:
             deadline_s = limit.when() or 0.0
             async for piece in request.stream():
-                body += piece
-                if len(body) > limit_bytes:
-                    raise Cut(
-                        f"the request body is larger than {limit_bytes} bytes, the limit of this "
-                        "server; send less at once",
-                        bytes(body),
-                    )
-                limit.reschedule(deadline_s + len(body) / _SLOWEST_BYTES_S)
+                size += len(piece)
+                await take(piece)
+                limit.reschedule(deadline_s + size / _SLOWEST_BYTES_S)
     except TimeoutError:
         raise BodyTooSlow(
-            f"only {len(body)} bytes of the request body arrived within {timeout_s:g} s and a "
-            f"second for each {_SLOWEST_BYTES_S}; send it again"
+            f"only {size} bytes of the request body arrived within {timeout_s:g} s and a second "
+            f"for each {_SLOWEST_BYTES_S}; send it again"
         ) from None
-    return bytes(body)
 
 
 def decompress(body: bytes, encoding: str | None, *, limit_bytes: int) -> bytes:

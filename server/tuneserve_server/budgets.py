@@ -1,12 +1,15 @@
 """Budgets: what tenants may use of the device in a day, in UTC."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tuneserve_client import types
 from tuneserve_engine.jobs import JobKind
 from tuneserve_engine.queue.base import Store
+from tuneserve_engine.records import Tenant
 from tuneserve_engine.usage import DAY_S, day_of
 from tuneserve_server.errors import BudgetSpent
 
@@ -14,11 +17,22 @@ SPENDING = frozenset({JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP, JobKind.SAMP
 """What is refused. Who has nothing left can still save what it has, and load it."""
 
 _FRESH_S = 1.0
+_MOST_KNOWN = 10_000
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """What a tenant may use, None if that has no limit, and has, as it was at a moment."""
+
+    asked_s: float
+    limit_s: float | None
+    used_s: float
 
 
 class Budgets:
-    """Device seconds a day of those tenants that have a budget. What runs when it is spent ends, so
-    that a tenant may pass it by what it had accepted."""
+    """Device seconds a day of those tenants that have a budget: their own, which the operator can
+    change at any time, or else that of the settings. What runs when it is spent ends, so that a
+    tenant may pass it by what it had accepted."""
 
     def __init__(
         self,
@@ -30,38 +44,47 @@ class Budgets:
         self._store = store
         self._limits_s = limits_s
         self._clock = clock
-        self._used: dict[str, tuple[float, float]] = {}  # when it was asked, and the answer
+        self._known: OrderedDict[str, _Budget] = OrderedDict()
 
     async def check(self, tenant: str, kind: JobKind) -> None:
         """Raises ``BudgetSpent``. Asks the store at most once a second."""
-        limit_s = self._limits_s.get(tenant)
-        if limit_s is None or kind not in SPENDING:
+        if kind not in SPENDING:
             return
-        used_s = await self._used_s(tenant)
-        if used_s >= limit_s:
+        budget = await self._budget(tenant)
+        if budget.limit_s is not None and budget.used_s >= budget.limit_s:
             raise BudgetSpent(
-                f"you have used {used_s:.1f} device seconds today, of {limit_s:g} that you have a "
-                f"day; nothing was accepted; the next day begins at {self._resets():%H:%M} UTC: "
-                "send this again then, or ask the operator for more (tenant_budgets)"
+                f"you have used {budget.used_s:.1f} device seconds today, of {budget.limit_s:g} "
+                f"that you have a day; nothing was accepted; the next day begins at "
+                f"{self._resets():%H:%M} UTC: send this again then, or ask the operator for more "
+                "(tuneserve tenants set NAME --device-s-a-day)"
             )
 
     async def told(self, tenant: str) -> types.BudgetResponse | None:
         """The tenant's budget, if it has one."""
-        if tenant not in self._limits_s:
+        budget = await self._budget(tenant)
+        if budget.limit_s is None:
             return None
         return types.BudgetResponse(
-            limit_device_ms=1000 * self._limits_s[tenant],
-            used_device_ms=round(1000 * await self._used_s(tenant), 3),
+            limit_device_ms=1000 * budget.limit_s,
+            used_device_ms=round(1000 * budget.used_s, 3),
             resets=self._resets(),
         )
 
-    async def _used_s(self, tenant: str) -> float:
+    async def _budget(self, tenant: str) -> _Budget:
         now_s = self._clock()
-        asked_s, used_s = self._used.get(tenant, (-float("inf"), 0.0))
-        if now_s - asked_s >= _FRESH_S:
-            used_s = sum(each.total.device_s for each in await self._store.usage(tenant, now_s))
-            self._used[tenant] = now_s, used_s
-        return used_s
+        known = self._known.get(tenant)
+        if known is None or now_s - known.asked_s >= _FRESH_S:
+            own = await self._store.get(Tenant, tenant)
+            limit_s = self._limits_s.get(tenant)
+            if own is not None and own.device_s_a_day is not None:
+                limit_s = own.device_s_a_day
+            used = [] if limit_s is None else await self._store.usage(tenant, now_s)
+            known = _Budget(now_s, limit_s, sum(each.total.device_s for each in used))
+            self._known[tenant] = known
+            self._known.move_to_end(tenant)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
+        return known
 
     def _resets(self) -> datetime:
         return datetime.fromtimestamp((day_of(self._clock()) + 1) * DAY_S, UTC)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tuneserve_engine.config import CommonSettings
 from tuneserve_engine.queue.base import StoreFailed, StoreUnusable
 from tuneserve_engine.queue.schema import network_file_system
+from tuneserve_engine.queue.store_look import look_at_store
 from tuneserve_server import serving
 from tuneserve_server.readiness import health_of
 from tuneserve_server.screen import size
@@ -24,11 +25,15 @@ from tuneserve_server.settings import ApiSettings
 
 Level = Literal["OK", "WARN", "FAIL"]
 Environment = dict[str, str]
+Ran = subprocess.CompletedProcess[str]
+Look = dict[str, Any]
+"""What ``tuneserve_engine.base_model_check`` prints."""
 
 _ENGINE = ("jax", "flax", "jaxtyping", "safetensors", "tokenizers")
 _DEVICE_S = 90.0
 _STORE_S = 10.0
-_MODEL_FILES = ("config.json", "tokenizer.json")
+_MODEL_S = 60.0
+_PLAN_REFUSES = "tuneserve plan: "
 _MOUNTS = Path("/proc/self/mounts")
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
@@ -57,17 +62,37 @@ class Finding:
 def examine(settings: ApiSettings, environment: Environment) -> list[Finding]:
     """All findings. ``environment`` is what a worker would be started with."""
     health = health_of(settings.url)
+    engine = _engine()
+    asked = _ask_engine(settings, environment) if engine.level == "OK" else _UNTOLD
+    device, model, memory = asked
     return [
         _python(),
-        engine := _engine(),
-        _device(environment) if engine.level == "OK" else _untold("device"),
+        engine,
+        device,
         _directory("data dir", settings.data_dir, settings),
         _directory("files dir", settings.files_dir, settings),
         _disk(settings),
         _port(settings, health),
         _store(settings, health),
-        _model(settings),
+        model,
+        memory,
     ]
+
+
+def _ask_engine(settings: ApiSettings, environment: Environment) -> tuple[Finding, ...]:
+    """Of the device, of the model and of the memory."""
+    device = _device(environment)
+    found = _look_at_model(settings.base_model, environment)
+    model = _model(settings, found)
+    if device.level == "FAIL":
+        memory = _unplanned("the device is in order")
+    elif found["folder"]:
+        memory = _memory(found["folder"], environment)
+    elif model.level == "FAIL":
+        memory = _unplanned("the model is in order")
+    else:
+        memory = _unplanned("its config.json is here; tuneserve plan downloads that, and no more")
+    return device, model, memory
 
 
 def has_failed(findings: list[Finding]) -> bool:
@@ -95,8 +120,10 @@ def _engine() -> Finding:
     return Finding("engine", "OK", f"installed, jax {importlib.metadata.version('jax')}")
 
 
-def _untold(name: str) -> Finding:
-    return Finding(name, "FAIL", "it cannot be asked for without the engine; install that first")
+_UNTOLD = tuple(
+    Finding(name, "FAIL", "it cannot be looked at without the engine; install that first")
+    for name in ("device", "model", "memory")
+)
 
 
 def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEVICE_S) -> Finding:
@@ -104,13 +131,7 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
     # A worker may be using the device: we only ask what it is.
     environment = {**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        ran = subprocess.run(
-            [sys.executable, "-c", ask],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
+        ran = _run(["-c", ask], environment, limit_s)
     except subprocess.TimeoutExpired:
         return Finding(
             "device",
@@ -119,12 +140,11 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
             "(nvidia-smi) and whether another process holds the device",
         )
     if ran.returncode != 0:
-        reason = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return Finding(
             "device",
             "FAIL",
-            f"JAX finds no device: {reason}; see the driver (nvidia-smi), or compute on the CPU "
-            "with JAX_PLATFORMS=cpu",
+            f"JAX finds no device: {_last_line(ran)}; see the driver (nvidia-smi), or compute on "
+            "the CPU with JAX_PLATFORMS=cpu",
         )
     found = json.loads(ran.stdout.splitlines()[-1])
     text = f"{found['count']} x {found['kind']} ({found['platform']}), {size(found['bytes'])}"
@@ -132,6 +152,22 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
         way_out = "there is an NVIDIA GPU that JAX does not see: pip install 'tuneserve[cuda]'"
         return Finding("device", "WARN", f"{text}; {way_out}")
     return Finding("device", "OK", text)
+
+
+def _run(arguments: list[str], environment: Environment, limit_s: float) -> Ran:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=limit_s,
+    )
+
+
+def _last_line(ran: Ran) -> str:
+    return (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
 
 
 def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
@@ -163,7 +199,15 @@ def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
 def _existing(folder: Path) -> Path:
     """The directory, or what is there of the way to it."""
     folder = folder.absolute()
-    return next(each for each in (folder, *folder.parents) if each.exists())
+    return next(each for each in (folder, *folder.parents) if _is_seen(each))
+
+
+def _is_seen(path: Path) -> bool:
+    """Whether it is there. Not of what is in a directory that we may not enter."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _mounts() -> str:
@@ -194,79 +238,129 @@ def _port(settings: ApiSettings, health: dict[str, Any]) -> Finding:
         serving.listen(settings).close()
     except serving.CannotStart as error:
         return Finding("port", "FAIL", str(error))
+    if not settings.require_keys and not settings.may_be_open:
+        text = f"{settings.url} is free, but others can reach it: unless a key was ever made in its"
+        way_out = "set require_keys (--require-keys true), or listen on 127.0.0.1"
+        return Finding("port", "WARN", f"{text} store, the start is refused; {way_out}")
     return Finding("port", "OK", f"{settings.url} is free")
 
 
 def _store(settings: ApiSettings, health: dict[str, Any]) -> Finding:
     if health:
-        kind, durability = health["store"], health["durability"]
-        if durability == "asserted":
-            way_out = "let it be read (CONFIG GET), or be sure of it"
-            text = f"{kind}, on disk only by the operator's word: {way_out}"
-            return Finding("store", "WARN", text)
-        return Finding("store", "OK", f"{kind}, what is accepted is on disk: {durability}")
+        return _durable(health["store"], health["durability"])
     if settings.store_kind == "sqlite":
-        text = f"SQLite at {settings.store_shown}, on disk before requests are accepted"
-        return Finding("store", "OK", text)
+        return _sqlite(settings)
     try:
         durability = asyncio.run(_ask_redis(settings))
     except (StoreUnusable, StoreFailed, OSError) as error:  # TimeoutError is an OSError
         reason = str(error) or f"no answer within {_STORE_S:.0f} s"
         return Finding("store", "FAIL", f"{settings.store_shown}: {reason}")
-    level: Level = "OK" if durability == "always" else "WARN"
-    return Finding("store", level, f"{settings.store_shown}, on disk: {durability}")
+    return _durable(settings.store_shown, durability)
+
+
+def _durable(store: str, durability: str) -> Finding:
+    if durability == "asserted":
+        way_out = "let it be read (CONFIG GET), or be sure of it"
+        text = f"{store}, on disk only by the operator's word: {way_out}"
+        return Finding("store", "WARN", text)
+    return Finding("store", "OK", f"{store}, what is accepted is on disk: {durability}")
+
+
+def _sqlite(settings: ApiSettings) -> Finding:
+    try:
+        found = look_at_store(settings.store_file)
+    except StoreUnusable as error:
+        return Finding("store", "FAIL", str(error))
+    text = f"SQLite at {settings.store_file}, on disk before requests are accepted; {found}"
+    return Finding("store", "OK", text)
 
 
 async def _ask_redis(settings: ApiSettings) -> str:
     from tuneserve_engine.queue.redis import RedisStore
 
     async with asyncio.timeout(_STORE_S):
-        store = await RedisStore.open(
-            settings.store,
-            policy=settings.store_policy,
-            durability_asserted=settings.store_durability_asserted,
+        return await RedisStore.check(
+            settings.store, durability_asserted=settings.store_durability_asserted
         )
-        await store.close()
-        return store.durability
 
 
-def _model(settings: CommonSettings) -> Finding:
-    folder = Path(settings.base_model).expanduser()
-    if folder.is_dir():
-        return _model_in(folder, settings.served_name)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+def _look_at_model(base_model: str, environment: Environment) -> Look:
+    """In a process of its own, which may load JAX, but not touch the device."""
+    asked = ["-m", "tuneserve_engine.base_model_check", base_model]
     try:
-        cached = try_to_load_from_cache(settings.base_model, _MODEL_FILES[0])
-    except HFValidationError:
+        ran = _run(asked, {**environment, "JAX_PLATFORMS": "cpu"}, _MODEL_S)
+    except subprocess.TimeoutExpired:
+        return {
+            "folder": None,
+            "problem": f"its files were not read within {_MODEL_S:.0f} s; see their disk",
+        }
+    if ran.returncode != 0:
+        return {
+            "folder": None,
+            "problem": f"{base_model} cannot be read: {_last_line(ran)}; download it again",
+        }
+    found: Look = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def _model(settings: CommonSettings, found: Look) -> Finding:
+    if found["problem"]:
+        return Finding("model", "FAIL", " ".join(found["problem"].split()))
+    name = settings.served_name
+    if found["is_to_download"]:
+        return _download(name, found)
+    text = f"{name}, {size(found['bytes'])} of weights in {found['folder']}"
+    if reason := found["tokenizer_problem"]:
         return Finding(
             "model",
-            "FAIL",
-            f"{settings.base_model!r} is neither a directory nor a hub id; name one that is with "
-            "--base-model",
+            "WARN",
+            f"{text}; its tokenizer cannot be read ({' '.join(reason.split())}), which is needed "
+            "for all that is sent as text: put the model's tokenizer.json there",
         )
-    if isinstance(cached, str):
-        return _model_in(Path(cached).parent, settings.served_name)
-    return Finding(
-        "model",
-        "WARN",
-        f"{settings.base_model} is no directory here: a worker will download it from the hub when "
-        "it starts, which needs the network",
-    )
+    return Finding("model", "OK", text)
 
 
-def _model_in(folder: Path, name: str) -> Finding:
-    weights = sorted(folder.glob("*.safetensors"))
-    files: list[Path] = [*(folder / each for each in _MODEL_FILES), *weights]
-    if not weights:
-        return Finding("model", "FAIL", f"{folder} holds no *.safetensors; download them too")
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                opened.read(1)
-        except OSError as error:
-            text = f"{file} cannot be read: {error.strerror}; the model is not complete"
-            return Finding("model", "FAIL", text)
-    total = sum(file.stat().st_size for file in weights)
-    return Finding("model", "OK", f"{name}, {size(total)} of weights in {folder}")
+def _download(name: str, found: Look) -> Finding:
+    when = "will be downloaded from the hub at the first start, which needs the network"
+    if found["folder"] is None:
+        return Finding("model", "WARN", f"{name} is no directory here: it {when}")
+    missing, free = found["to_download_bytes"], found["free_bytes"]
+    if missing is None:
+        return Finding("model", "WARN", f"{name} is here in part: the rest {when}")
+    text = f"{name} is here in part: the rest, about {size(missing)}, {when}"
+    if missing > free:
+        way_out = "make room, or set HF_HOME to a directory on another disk"
+        return Finding("model", "FAIL", f"{text}; its disk has {size(free)} free: {way_out}")
+    return Finding("model", "WARN", f"{text}; its disk has {size(free)} free")
+
+
+def _unplanned(before: str) -> Finding:
+    text = f"whether the model fits is not looked at before {before}"
+    return Finding("memory", "WARN", text)
+
+
+def _memory(folder: str, environment: Environment) -> Finding:
+    """What the planner says of the model in that folder."""
+    environment = {**environment, "TUNESERVE_BASE_MODEL": folder}
+    try:
+        ran = _run(["-m", "tuneserve_engine.plan", "--json"], environment, _DEVICE_S)
+    except subprocess.TimeoutExpired:
+        reason = f"there was no plan within {_DEVICE_S:.0f} s"
+        return Finding("memory", "FAIL", f"{reason}; see whether tuneserve plan ends")
+    if ran.returncode != 0:
+        return Finding("memory", "FAIL", _refusal(ran))
+    found = json.loads(ran.stdout[ran.stdout.index("{\n") :])  # whatever was said before it
+    text = f"{size(found['device_bytes'])} to use: {size(found['lines'][0]['bytes'])} for the base"
+    left = size(found["adapter_device_bytes"])
+    return Finding("memory", "OK", f"{text} model, {left} left for adapters; see tuneserve plan")
+
+
+def _refusal(ran: Ran) -> str:
+    """The planner's, in one line: without the table in its middle."""
+    _, found, text = ran.stderr.partition(_PLAN_REFUSES)
+    if not found:
+        return f"there is no plan: {_last_line(ran)}; see tuneserve plan"
+    first, *others = text.strip().splitlines()
+    if not others:
+        return first
+    return f"{first.rstrip(':')} (tuneserve plan shows the parts). {others[-1]}"

@@ -3,6 +3,7 @@
 import asyncio
 import difflib
 import inspect
+import logging
 import os
 import socket
 import sys
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from tuneserve_engine import logs
 from tuneserve_engine.config import (
     REFUSED,
     SETTINGS_FILE,
@@ -40,6 +42,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(top.top)
 
+logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=CommonSettings)
 Given = dict[str, str]  # the options on the command line, by setting
 _SUPERVISOR = "supervisor"
@@ -90,6 +93,8 @@ def up(given: Given) -> None:
     settings = _settings(ApiSettings, given)
     # What a child would refuse is said at once, before another service on the port is taken for it.
     worker_settings = _settings(WorkerSettings, given)
+    if settings.log_format == "json":
+        logs.start("up", settings)
     _check_engine()
     _check_port(settings)
     # One name for every worker that we start, one after the other: the next takes over at once.
@@ -226,7 +231,7 @@ def _like(name: str, known: set[str], spelt: Callable[[str], str] = str) -> str:
 
 def _check_engine() -> None:
     if find_spec("jax") is None:
-        say("a worker needs the engine, which is not installed: pip install 'tuneserve[engine]'")
+        say("a worker needs the engine, which is not installed: pip install '.[engine]' in a clone")
         raise typer.Exit(REFUSED)
 
 
@@ -240,4 +245,7 @@ def _check_port(settings: ApiSettings) -> None:
 
 def say(text: str) -> None:
     """Tells whoever started us, beside the logs of the children."""
-    print(f"tuneserve: {text}", file=sys.stderr, flush=True)
+    if logs.is_json():
+        logger.info("%s", text)
+    else:
+        print(f"tuneserve: {text}", file=sys.stderr, flush=True)

@@ -6,19 +6,24 @@ Raises ``UserError`` with the field, its value, the limit and the way out.
 import re
 import secrets
 import time
+from dataclasses import dataclass
 
 from tuneserve_client import types
 from tuneserve_client.body import MAX_INT32, MAX_INT64
+from tuneserve_engine import kinds
 from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.files import new_file_id
 from tuneserve_engine.jobs import LoadWeights, SaveWeights
+from tuneserve_engine.kinds.lora import Lora
+from tuneserve_engine.kinds.osft import RATIO
 from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, Sampler
 from tuneserve_server.deps import Caller
-from tuneserve_server.errors import NotFound
+from tuneserve_server.errors import ModelUnavailable, NotFound
 from tuneserve_server.served import is_same
 
 TTL_S = (3600, 315_360_000)  # one hour, ten years: what the SDK promises
+_ADAPTER = "adapter"  # in user_metadata: the kind
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_METADATA = 64 * 1024
 _MAX_RECIPIENTS = 32
@@ -61,31 +66,105 @@ def check_optimizer(config: types.OptimizerConfig | None) -> None:
 
 
 async def adapter_config(
-    caller: Caller, base_model: str, lora: types.LoraConfig | None
+    caller: Caller, base_model: str, request: types.CreateModelRequest
 ) -> AdapterConfig:
-    """The adapter that a client asked for, its seed chosen if it named none."""
-    lora = lora or types.LoraConfig()
+    """The adapter that a client asked for, its seed chosen if it named none. Raises ``UserError``,
+    and ``ModelUnavailable`` for a kind that cannot be judged before there was a worker."""
+    lora = request.lora_config or types.LoraConfig()
+    asked = _asked_adapter(request)
+    kind = kinds.kind_named(asked.kind)
     info = await caller.served.info(base_model)
     max_rank = info.max_rank if info else MAX_INT32  # the worker to come refuses what it cannot do
-    if not 1 <= lora.rank <= max_rank:
+    rank = lora.rank if asked.rank is None else asked.rank
+    # Of kinds that take more than others of the same rank, the refusal has the arithmetic.
+    most = MAX_INT32 if kind.needs_decomposition else max_rank
+    if RATIO not in asked.options and not 1 <= rank <= most:
+        field = "lora_config.rank" if asked.rank is None else "adapter.rank"
         raise UserError(
-            f"lora_config.rank is {shown(lora.rank)}; this server takes 1 to {max_rank} for "
-            f"{base_model!r}"
+            f"{field} is {shown(rank)}; this server takes 1 to {max_rank} for {base_model!r}"
         )
     config = AdapterConfig(
-        rank=lora.rank,
+        rank=rank,
         alpha=caller.settings.lora_alpha,
         seed=checked_seed(lora.seed),
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
+        kind=asked.kind,
+        options=asked.options,
     )
-    if not config.targets:
-        raise UserError(
-            "lora_config trains nothing: train_attn, train_mlp and train_unembed are all false; "
-            "set at least one of them"
+    shapes = dict(info.target_shapes) if info else {}
+    if kind.needs_decomposition and not shapes:
+        raise ModelUnavailable(
+            f"no worker of this release has served {base_model!r} yet, so that nobody can tell how "
+            f"many directions its weights have, which {kind.name} needs to know; send it again "
+            "when one is ready"
         )
-    return config
+    return kinds.resolved(config, shapes, max_rank)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A kind of adapter, its options, and its rank if that was said with them."""
+
+    kind: str
+    options: dict[str, str]
+    rank: int | None = None
+
+
+def _asked_adapter(request: types.CreateModelRequest) -> _Asked:
+    """What the field ``adapter`` asks for, or else the metadata, which any SDK can send."""
+    user_metadata = request.user_metadata or {}
+    adapter = request.adapter
+    if adapter is None:
+        kind = user_metadata.get(_ADAPTER)
+        if kind is None:
+            return _Asked(Lora.name, {})
+        return _Asked(kind, _options_among(user_metadata, kind))
+    if _ADAPTER in user_metadata:
+        raise UserError(
+            f"adapter is {adapter.kind!r}, and user_metadata has an entry adapter, "
+            f"{user_metadata[_ADAPTER][:64]!r}; each asks for a kind of adapter: leave one out"
+        )
+    sent = adapter.model_dump(exclude={"kind", "rank"}, exclude_none=True)
+    options = {name: _plain(str(value)) for name, value in sent.items()}
+    if adapter.rank is not None and RATIO in options:
+        raise UserError(
+            f"adapter.rank is {shown(adapter.rank)} and adapter.{RATIO} {options[RATIO]}; each "
+            "says how many directions are trained: leave one out"
+        )
+    return _Asked(adapter.kind, options, adapter.rank)
+
+
+def _options_among(user_metadata: dict[str, str], kind: str) -> dict[str, str]:
+    """Entries that are options of the kind. Raises ``UserError`` if there is no such kind."""
+    known = kinds.kind_named(kind).options
+    return {name: _plain(user_metadata[name]) for name in known if name in user_metadata}
+
+
+def _plain(value: str) -> str:
+    """Numbers written in one way: what was asked for is compared by its text."""
+    try:
+        return str(float(value))
+    except ValueError:
+        return value
+
+
+def check_adapter(checkpoint: Checkpoint, user_metadata: dict[str, str]) -> None:
+    """Raises ``UserError`` if the metadata ask for another kind of adapter than that of the
+    checkpoint, which a model made from it keeps."""
+    if _ADAPTER not in user_metadata:
+        return
+    kind, config = user_metadata[_ADAPTER], checkpoint.config
+    asked, kept = {_ADAPTER: kind}, {_ADAPTER: config.kind}
+    if kind == config.kind:
+        asked, kept = _options_among(user_metadata, kind), dict(config.options)
+    for name, value in asked.items():
+        if value != kept.get(name):
+            raise UserError(
+                f"user_metadata asks for {name} {value[:64]!r}; {checkpoint.key} has "
+                f"{kept.get(name, 'none')!r}, which a model made from it keeps; leave {name} out"
+            )
 
 
 def adam_params(request: types.OptimStepRequest) -> AdamParams:
@@ -136,11 +215,7 @@ def new_checkpoint(
     name = request.path
     if name is None:
         raise UserError("path is missing; send the checkpoint's name in it")
-    if not _NAME.fullmatch(name) or ".." in name:
-        raise UserError(
-            "path is not a checkpoint name: 1 to 128 letters, digits, '.', '_' and '-', starting "
-            "with a letter or digit, without '..'"
-        )
+    check_name("path", name)
     now_s = time.time()
     return Checkpoint(
         key=f"tinker://{model.key}/{kind.value}/{name}",
@@ -150,11 +225,20 @@ def new_checkpoint(
         name=name,
         file_id=new_file_id(),
         base_model=model.base_model,
-        config=model.config,
+        config=model.config if kind is CheckpointKind.TRAINING else kinds.exported(model.config),
         created_s=now_s,
         expires_s=checked_ttl(request.ttl_seconds, now_s),
         user_metadata=metadata(user_metadata),
     )
+
+
+def check_name(field: str, name: str) -> None:
+    """Raises ``UserError`` unless it can be the last part of a checkpoint's path."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise UserError(
+            f"{field} is not a checkpoint name: 1 to 128 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit, without '..'"
+        )
 
 
 def save_training(model: Model, request: types.SaveWeightsRequest) -> SaveWeights:

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader
 
 from tuneserve_client.body import Response
+from tuneserve_engine import logs
 from tuneserve_engine.files import FileStore
 from tuneserve_engine.queue.base import Store, StoreFailed
 from tuneserve_engine.queue.opening import OpenStore
@@ -18,10 +19,13 @@ from tuneserve_server.auth import Door, Login
 from tuneserve_server.budgets import Budgets
 from tuneserve_server.errors import NotFound, SessionEnded, StoreUnavailable, is_openai
 from tuneserve_server.http_metrics import HttpMetrics
+from tuneserve_server.imports import Imports
 from tuneserve_server.last_seen import LastSeen
 from tuneserve_server.limits import DiskGuard
+from tuneserve_server.live import Live
 from tuneserve_server.openai_text import Texts
 from tuneserve_server.polls import Polls
+from tuneserve_server.recent_errors import RecentErrors
 from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
 from tuneserve_server.store_metrics import StoreMetrics
@@ -45,8 +49,11 @@ class Services:
     polls: Polls
     texts: Texts
     budgets: Budgets
+    imports: Imports
     http_metrics: HttpMetrics
     store_metrics: StoreMetrics
+    recent: RecentErrors
+    live: Live
     secret: bytes
     door: Door
 
@@ -116,6 +123,8 @@ async def _caller(
         if scheme.lower() == "bearer":
             api_key = token.strip()
     login = await _login(services, api_key, request.client.host if request.client else "")
+    logs.note(tenant=login.tenant)
+    request.state.tenant = login.tenant  # whose error it is, should it end in one
     scopes.check(request, login.scopes)
     return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
 

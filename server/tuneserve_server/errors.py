@@ -250,8 +250,20 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError("internal error; the server's log has the details")
 
 
+def _note(request: Request, status: int, code: str, detail: str) -> None:
+    """Remembers it for those who look at the live page: a tenant's own, and what is our fault.
+    That something to be read does not exist is an answer like others."""
+    services = getattr(request.app.state, "services", None)  # the operator's socket has none
+    tenant = getattr(request.state, "tenant", "")
+    is_absent = status == NotFound.status and request.method == "GET"
+    if services is not None and not is_absent and (tenant or status >= 500):
+        route = request.scope.get("route")
+        services.recent.note(tenant, code, detail, getattr(route, "path", ""))
+
+
 def _handle(request: Request, error: Exception) -> JSONResponse:
     answer = as_api_error(error)
+    _note(request, answer.status, answer.code, str(answer))
     if answer.status == 503:
         _put_off.warn(type(error).__name__, f"put requests off: {error}")
     elif answer.status >= 500:
@@ -265,6 +277,7 @@ def _handle(request: Request, error: Exception) -> JSONResponse:
 def _handle_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = HTTP_CODES.get(error.status_code, "http_error")
+    _note(request, error.status_code, code, error.detail)
     headers = dict(error.headers or {})
     return _failed(request, error.status_code, code, error.detail, headers)
 
@@ -272,7 +285,9 @@ def _handle_http(request: Request, error: Exception) -> JSONResponse:
 def _handle_parameters(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     parts = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-    return _failed(request, Malformed.status, Malformed.code, "; ".join(parts)[:1000])
+    detail = "; ".join(parts)[:1000]
+    _note(request, Malformed.status, Malformed.code, detail)
+    return _failed(request, Malformed.status, Malformed.code, detail)
 
 
 def _handle_gone(request: Request, error: Exception) -> JSONResponse:

@@ -1,12 +1,16 @@
 """Requests by route, as this process has answered them."""
 
+import logging
 import time
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tuneserve_engine import logs
 from tuneserve_server.figures import HTTP_FIGURES, PREFIX
+
+logger = logging.getLogger(__name__)
 
 _BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _NO_ROUTE = "none"
@@ -41,17 +45,20 @@ class CountRequests:
         metrics: HttpMetrics,
         *,
         prefix: str,
+        access_log: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._prefix = prefix
+        self._access_log = access_log
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        logs.begin()
         started_s = self._clock()
         status = 500  # of an exception that is answered further out
 
@@ -64,15 +71,29 @@ class CountRequests:
         try:
             await self._app(scope, receive, sent)
         finally:
-            route = self._route(scope)
-            known = getattr(scope.get("route"), "methods", None) or ()
-            method = scope["method"] if scope["method"] in known else _NO_ROUTE
+            method, route = named(scope, self._prefix)
             self._metrics.requests.labels(method, route, status).inc()
-            self._metrics.seconds.labels(method, route).observe(self._clock() - started_s)
+            seconds = self._clock() - started_s
+            self._metrics.seconds.labels(method, route).observe(seconds)
+            if self._access_log:
+                _tell(method, route, status, seconds)
 
-    def _route(self, scope: Scope) -> str:
-        path = getattr(scope.get("route"), "path", None)
-        if path is None:
-            return _NO_ROUTE
-        is_included = scope["path"].startswith(self._prefix) and not path.startswith(self._prefix)
-        return f"{self._prefix}{path}" if is_included else str(path)
+
+def named(scope: Scope, prefix: str) -> tuple[str, str]:
+    """The method and the route that answer, as they are mounted; for what clients made up, a word
+    that says so."""
+    route = scope.get("route")
+    methods = getattr(route, "methods", None) or ()
+    method = scope["method"] if scope["method"] in methods else _NO_ROUTE
+    path = getattr(route, "path", None)
+    if path is None:
+        return method, _NO_ROUTE
+    is_included = scope["path"].startswith(prefix) and not path.startswith(prefix)
+    return method, f"{prefix}{path}" if is_included else str(path)
+
+
+def _tell(method: str, route: str, status: int, seconds: float) -> None:
+    """One line, without what the client wrote: a path may hold a link's signature."""
+    duration_ms = round(1000 * seconds, 3)
+    about = {"method": method, "route": route, "status": status, "duration_ms": duration_ms}
+    logger.info("%s %s %d in %.1f ms", method, route, status, duration_ms, extra=about)

@@ -20,7 +20,7 @@ def _free_bytes(folder: Path) -> int:
 
 class DiskGuard:
     """Refuses requests while a disk that they need is nearly full: what was accepted, and the
-    store's own housekeeping, must still fit."""
+    store's own housekeeping, must still fit. Large files go to the first of the folders."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class DiskGuard:
         self._looked_s = -float("inf")
         self._refusal: str | None = None
 
-    def check(self) -> None:
-        """Raises ``DiskFull``."""
-        refusal = self.refusal()
+    def check(self, needed_bytes: int = 0) -> None:
+        """Raises ``DiskFull``; also if so many bytes of files more would leave too little."""
+        refusal = self.refusal() or (self._refusal_of(needed_bytes) if needed_bytes else None)
         if refusal is not None:
             raise DiskFull(refusal)
 
@@ -63,18 +63,33 @@ class DiskGuard:
                 )
         return None
 
+    def _refusal_of(self, needed_bytes: int) -> str | None:
+        """Looks by itself: what was written within the last second may be as large."""
+        free_bytes = self._free_bytes(self._folders[0])
+        if free_bytes - needed_bytes >= self._min_free_bytes:
+            return None
+        return (
+            f"the server's disk has {free_bytes} bytes left, of which {self._min_free_bytes} are "
+            f"kept for what was accepted (min_free_bytes); {needed_bytes} more do not fit; nothing "
+            "was changed; delete checkpoints, or ask the operator for space, and send the request "
+            "again"
+        )
 
-async def check_room(store: Store, settings: ApiSettings, checkpoint: Checkpoint) -> None:
-    """Raises ``UserError`` if its tenant keeps as many checkpoints as it may, or as many bytes.
+
+async def check_room(
+    store: Store, settings: ApiSettings, tenant: str, key: str, *, needed_bytes: int = 0
+) -> None:
+    """Raises ``UserError`` if the tenant keeps as many checkpoints beside the one of this key as it
+    may, or as many bytes, or would with the bytes that this one is known to need.
 
     Saves under way are not counted, so that a tenant may pass the limit by them.
     """
     now_s = time.time()
-    page = await store.page(Checkpoint, tenant=checkpoint.tenant)
-    kept = [c for c in page.items if c.key != checkpoint.key and not c.has_expired(now_s)]
+    page = await store.page(Checkpoint, tenant=tenant)
+    kept = [c for c in page.items if c.key != key and not c.has_expired(now_s)]
     size = sum(each.size_bytes for each in kept)
     way_out = "delete some, or set a ttl_seconds on them, and save again"
-    most, most_bytes = await _limits_of(store, settings, checkpoint.tenant)
+    most, most_bytes = await _limits_of(store, settings, tenant)
     if len(kept) >= most:
         raise UserError(
             f"you keep {len(kept)} checkpoints; this server keeps at most {most} of yours; "
@@ -84,6 +99,11 @@ async def check_room(store: Store, settings: ApiSettings, checkpoint: Checkpoint
         raise UserError(
             f"your checkpoints have {size} bytes; this server takes no more of yours from "
             f"{most_bytes} bytes on; {way_out}"
+        )
+    if size + needed_bytes > most_bytes:
+        raise UserError(
+            f"your checkpoints have {size} bytes and this one would have {needed_bytes}; this "
+            f"server keeps at most {most_bytes} of yours; {way_out}"
         )
 
 

@@ -19,6 +19,7 @@ from tuneserve_server import errors, openai_types
 _REF = "#/components/schemas/{model}"
 BINARY: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 PROTOBUF = "application/x-protobuf"
+TAR = "application/x-tar"
 
 _ALL = (
     errors.HeadersTooSlow,
@@ -48,6 +49,11 @@ def takes_message(name: str) -> dict[str, Any]:
     }
     content = {PROTOBUF: {"schema": {**BINARY["schema"], "description": f"{name} of wire.proto"}}}
     return {"requestBody": {"required": True, "content": content}, "parameters": [encoding]}
+
+
+def takes_archive() -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads a tar archive."""
+    return {"requestBody": {"required": True, "content": {TAR: {"schema": BINARY["schema"]}}}}
 
 
 def fails(*kinds: type[errors.ApiError], body: type[BaseModel] = types.Failure) -> Declared:

@@ -12,6 +12,7 @@ from tuneserve_server.errors import ScopeMissing
 _TRAIN = frozenset({Scope.TRAIN})
 _SAMPLE = frozenset({Scope.SAMPLE})
 _EITHER = _TRAIN | _SAMPLE
+_ANY = _EITHER | {Scope.ADMIN}  # who has this one sees all tenants there
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 
 SCOPES: dict[str, frozenset[Scope]] = {
@@ -42,6 +43,7 @@ SCOPES: dict[str, frozenset[Scope]] = {
     "GET /training_runs/{model_id}": _EITHER,
     "GET /training_runs/{model_id}/checkpoints": _EITHER,
     "GET /checkpoints": _EITHER,
+    "POST /checkpoints/import": _TRAIN,
     f"DELETE {_CHECKPOINT}": _TRAIN,
     f"PUT {_CHECKPOINT}/ttl": _TRAIN,
     f"POST {_CHECKPOINT}/publish": _TRAIN,
@@ -49,6 +51,7 @@ SCOPES: dict[str, frozenset[Scope]] = {
     f"GET {_CHECKPOINT}/external_weights_urls": _EITHER,
     "GET /tokenizer": _EITHER,
     "GET /usage": _EITHER,
+    "GET /live": _ANY,
     "GET /training_runs/{model_id}/curve": _EITHER,
     "GET /requests/{request_id}": _EITHER,
     "GET /sessions": _EITHER,

@@ -1,10 +1,12 @@
 """How commands show what they found, as text for people or as JSON, and how they end."""
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -13,6 +15,14 @@ FAILED = 1
 """Exit status of a command that was asked rightly and could not do it."""
 
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+def this_command() -> str:
+    """What calls us again in the same shell: a path, where ``tuneserve`` alone is not found."""
+    called, found = Path(sys.argv[0]), shutil.which("tuneserve")
+    if called.name != "tuneserve" or (found and called.samefile(found)):
+        return "tuneserve"
+    return sys.argv[0]
 
 
 def print_json(value: Any) -> None:

@@ -1,12 +1,12 @@
 """Which base models there are to ask for, from the workers that serve them."""
 
-import asyncio
 import time
 from collections.abc import Callable
 
 from tuneserve_engine.adapters import BaseModelInfo
 from tuneserve_engine.errors import UserError
 from tuneserve_engine.queue.base import ServedModel, Store
+from tuneserve_server.fresh import Fresh
 
 RECENT_S = 900.0
 """A base model whose last worker was heard of this long ago still takes requests: they wait."""
@@ -25,27 +25,13 @@ class ServedModels:
         fresh_s: float = _FRESH_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store = store
         self._fallback = fallback  # the name that counts until a worker has said its own
-        self._fresh_s = fresh_s
         self._clock = clock
-        self._known: list[ServedModel] = []
-        self._asked_s = -float("inf")
-        self._asking: asyncio.Task[list[ServedModel]] | None = None
+        self._served = Fresh(lambda: store.served(), fresh_s, clock)
 
     async def known(self) -> list[ServedModel]:
         """Every base model that a worker has served at any time."""
-        if self._clock() - self._asked_s >= self._fresh_s:
-            await self._ask()
-        return self._known
-
-    async def _ask(self) -> None:
-        """One question, whoever waits for it: a store that is away is not asked by each in turn."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._store.served())
-            self._asking.add_done_callback(_noted)
-        self._known = await asyncio.shield(self._asking)
-        self._asked_s = self._clock()
+        return await self._served.get()
 
     async def offered(self) -> list[ServedModel]:
         """Those with a worker now; if there are none, those that were the last to have one."""
@@ -78,9 +64,10 @@ class ServedModels:
 
     async def _accepted(self, asked: str) -> list[str]:
         """Names that may be asked for, those with a worker first."""
-        if not any(each.info.name == asked and each.workers for each in await self.known()):
-            await self._ask()  # its worker may have come just now
-        accepted = _around(self._known, self._clock()) or await self.offered()
+        known = await self.known()
+        if not any(each.info.name == asked and each.workers for each in known):
+            known = await self._served.again()  # its worker may have come just now
+        accepted = _around(known, self._clock()) or await self.offered()
         accepted = sorted(accepted, key=lambda each: not each.workers)
         return [each.info.name for each in accepted] or [self._fallback]
 
@@ -99,6 +86,20 @@ def warming(served: ServedModel) -> str | None:
         sum(each.get(name, 0.0) for each in cold) for name in ("programs_compiled", "programs")
     )
     return f"{compiled:.0f} of {programs:.0f} programs compiled"
+
+
+def decomposing(served: ServedModel) -> str | None:
+    """How far the workers of the base model are that look for the directions of its weights; None
+    if none does."""
+    parts = [
+        (each.get("weights_decomposed", 0.0), each.get("weights_to_decompose", 0.0))
+        for each in served.figures.values()
+    ]
+    under_way = [(done, weights) for done, weights in parts if done < weights]
+    if not under_way:
+        return None
+    done, weights = map(sum, zip(*under_way, strict=True))
+    return f"the base model's directions: {done:.0f} of {weights:.0f} weights decomposed"
 
 
 def failing(served: ServedModel) -> str | None:
@@ -125,9 +126,3 @@ def _not_served(asked: str, accepted: list[str]) -> UserError:
     return UserError(
         f"base model {asked[:256]!r} is not served here; this server has {names}; ask for that"
     )
-
-
-def _noted(task: "asyncio.Task[list[ServedModel]]") -> None:
-    """Looks at how it ended, lest asyncio complain when all who waited have left."""
-    if not task.cancelled():
-        task.exception()

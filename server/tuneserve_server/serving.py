@@ -5,15 +5,16 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from contextlib import AsyncExitStack
 
 import uvicorn
 import uvloop
 
+from tuneserve_engine import logs
 from tuneserve_engine.config import REFUSED
 from tuneserve_engine.queue.base import StoreUnusable
 from tuneserve_engine.queue.opening import OpenStore, open_store
+from tuneserve_engine.tracing import open_tracer
 from tuneserve_server import admin
 from tuneserve_server.app import create_app
 from tuneserve_server.auth import has_keys
@@ -42,9 +43,7 @@ class _Server(uvicorn.Server):
 
 def run(settings: ApiSettings) -> int:
     """Serves until SIGTERM or SIGINT; the exit status of the process."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s api %(levelname)s %(message)s"
-    )
+    logs.start("api", settings)
     # uvicorn takes these signals over while it serves, and raises them again afterwards.
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,7 +52,7 @@ def run(settings: ApiSettings) -> int:
     try:
         return uvloop.run(_serve(settings, stopped))
     except CannotStart as error:
-        print(f"tuneserve api: {error}", file=sys.stderr)
+        logs.last_word("api", error)
         return REFUSED
 
 
@@ -70,7 +69,10 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
             stack.push_async_callback(store.close)
             is_keyed = settings.require_keys or await has_keys(store)
             _check_reach(settings, is_keyed)
-            app = create_app(settings, store, polls)
+            tracer = open_tracer("api", settings)
+            if tracer is not None:
+                stack.callback(tracer.close)
+            app = create_app(settings, store, polls, tracer)
             # Not left to uvicorn, which would hide why it failed.
             await stack.enter_async_context(app.router.lifespan_context(app))
             await _open_admin(settings, store, stack)

@@ -60,6 +60,10 @@ class ApiSettings(CommonSettings):
     max_decompressed_bytes: PositiveInt = Field(
         default=64 * MIB, description="Largest request body after decompression."
     )
+    max_import_bytes: PositiveInt = Field(
+        default=4 * GIB,
+        description="Largest PEFT adapter that is taken in, as sent; nothing else is as large.",
+    )
     header_timeout_s: PositiveFloat = Field(
         default=10.0, description="Time within which the headers of a request must arrive."
     )
@@ -116,6 +120,11 @@ class ApiSettings(CommonSettings):
         default=False,
         description="`/metrics`, which needs no key, shows the device seconds and the queue of "
         "each tenant, by its name.",
+    )
+    access_log: bool = Field(
+        default=False,
+        description="A log line for each HTTP request: method, route, status, time, and whose it "
+        "was. Clients poll, so there are many.",
     )
     min_free_bytes: NonNegativeInt = Field(
         default=GIB, description="Free disk space below which requests are put off with a 503."

@@ -11,7 +11,9 @@ def timings(usage: Usage) -> types.RequestTimings:
         held_ms=_ms(held_s),
         queue_ms=_ms(usage.queued_s),
         run_ms=_ms(usage.ran_s),
+        pack_ms=_ms(usage.packed_s),
         device_ms=_ms(usage.device_s),
+        transfer_ms=_ms(usage.transfer_s),
     )
 
 
@@ -22,6 +24,8 @@ def cost(usage: Usage) -> types.RequestCost:
         sampled_tokens=usage.sampled_tokens,
         padded_tokens=usage.padded_tokens,
         flops=usage.flops,
+        behind=usage.behind,
+        behind_own=usage.behind_own,
         others=usage.others,
     )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.quick_service import quick_settings
 from tuneserve_client import Client
 from tuneserve_server.local import LocalServer
 
@@ -18,11 +19,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """Programs that compile fast, when they are needed."""
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    quick = {"compile_ahead": "false", "chunk_tokens": "64"}
-    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+    settings = quick_settings(tmp_path_factory)
+    with LocalServer(tmp_path_factory.mktemp("service"), **settings) as running:
         yield running
 
 

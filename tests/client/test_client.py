@@ -21,6 +21,7 @@ from tinker import types as official
 from tests.client.conftest import KEY
 from tests.sdk import service_client
 from tuneserve_client import (
+    Adapter,
     AsyncClient,
     Client,
     Datum,
@@ -274,6 +275,30 @@ def test_a_stream_comes_in_pieces_that_are_the_whole_text(trained: Model) -> Non
     assert "".join(kept.stream(messages, **options)) == sampled
     with pytest.raises(errors.InvalidRequest, match="temperature"):
         list(kept.stream("a", temperature=-1))
+
+
+def test_a_model_is_of_the_kind_that_was_asked_for_and_so_is_what_is_made_of_it(
+    client: Client,
+) -> None:
+    plain = client.create_model(rank=4)
+    model = client.create_model(rank=4, adapter=Adapter(kind="rslora", rank=2))
+    assert [(each.adapter, each.rank) for each in (plain, model)] == [("lora", 4), ("rslora", 2)]
+    assert "adapter='rslora', rank=2" in repr(model)
+    path = model.save("of-a-kind").result()
+    again = client.load_model(path)
+    assert (again.adapter, again.rank) == ("rslora", 2)
+    assert (client.checkpoint_info(path).adapter, client.run(model.id).adapter) == (
+        "rslora",
+        "rslora",
+    )
+    with pytest.raises(errors.RequestFailed, match="leave one out"):
+        client.create_model(adapter=Adapter(kind="osft", rank=2, unfreeze_ratio=0.25))
+
+
+def test_a_share_of_the_directions_is_a_rank(client: Client) -> None:
+    # Of q, o and the MLP's weights the smaller side has 128 directions, of k and v 64.
+    model = client.create_model(adapter=Adapter(kind="osft", unfreeze_ratio=1 / 32))
+    assert (model.adapter, model.rank) == ("osft", 4)
 
 
 def test_checkpoints_are_listed_kept_exported_and_deleted(

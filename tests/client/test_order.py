@@ -256,6 +256,58 @@ async def test_a_custom_loss_that_fails_trains_nothing_and_lets_later_requests_r
     assert all(gradient.forward_only for gradient in server.gradients)
 
 
+async def test_a_custom_loss_that_calls_its_own_model_is_told_so_instead_of_waiting_for_ever(
+    model: AsyncModel,
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    async def step() -> Any:
+        return await model.optim_step()
+
+    def loss(data: Any, logprobs: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(step(), loop).result()
+
+    with pytest.raises(errors.LossFailed, match="its own model") as caught:
+        await asyncio.wait_for(model.forward_backward_custom(DATA, loss).result(), 10)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert (await model.optim_step()).metrics == {"seq": 2}
+
+
+async def test_nor_does_it_through_the_loss_of_another_model(
+    client: AsyncClient, model: AsyncModel
+) -> None:
+    loop = asyncio.get_running_loop()
+    other = AsyncModel(client, "s:train:1", "base", 8)
+
+    def waited(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    async def step() -> Any:
+        return await model.optim_step()
+
+    async def train_other() -> Any:
+        return await other.forward_backward_custom(DATA, lambda data, logprobs: waited(step()))
+
+    nested = model.forward_backward_custom(DATA, lambda data, logprobs: waited(train_other()))
+    with pytest.raises(errors.LossFailed, match="its own model s:train:0"):
+        await asyncio.wait_for(nested.result(), 10)
+
+
+async def test_a_call_of_which_one_part_failed_says_that_the_others_stand(
+    server: Server, model: AsyncModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = server._result
+    failed = httpx.Response(200, json={"error": "no memory", "category": "server"})
+    monkeypatch.setattr(
+        server, "_result", lambda request: failed if request.endswith("-2") else kept(request)
+    )
+    with pytest.raises(
+        errors.RequestFailed, match=r"no memory; .* 3 parts, of which 1 failed"
+    ) as e:
+        await model.forward_backward(DATA * 2500)
+    assert (e.value.category, e.value.request_id) == ("server", "forward_backward-2")
+
+
 async def test_a_result_that_nobody_asks_for_is_not_fetched(
     server: Server, model: AsyncModel
 ) -> None:

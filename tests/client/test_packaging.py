@@ -77,7 +77,7 @@ def test_all_of_it_works_without_what_is_not_installed_with_it() -> None:
         timeout=60,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "pip install 'tuneserve[tokenizer]'" in ran.stdout
+    assert "pip install '.[tokenizer]'" in ran.stdout
 
 
 def test_the_wire_types_alone_load_no_http_client() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
-from tuneserve_client import errors
+from tuneserve_client import errors, transport
 from tuneserve_client.transport import Transport
 from tuneserve_client.types import FutureResponse, OptimStepRequest
 
@@ -63,8 +64,8 @@ async def connect() -> AsyncIterator[Connect]:
         return network, transport
 
     yield to
-    for transport in made:
-        await transport.close()
+    for each in made:
+        await each.close()
 
 
 def refused(status: int, code: str = "c", **headers: str) -> httpx.Response:
@@ -204,3 +205,25 @@ def test_every_error_is_drawn_and_described() -> None:
     kinds = [each for each in vars(errors).values() if isinstance(each, type)]
     assert len(kinds) > 10
     assert all(f"{each.__name__}\n" in drawn or f"{each.__name__} " in drawn for each in kinds)
+
+
+@pytest.mark.parametrize(("soft", "most"), [(256, 128), (1024, 512), (10**6, 1024), (-1, 1024)])
+def test_polls_leave_half_of_the_files_that_a_process_may_open(
+    soft: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
+    assert transport._most_polls() == most
+
+
+async def test_requests_name_the_callers_span_and_polls_and_signs_of_life_do_not(
+    connect: Connect,
+) -> None:
+    span = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(1)))
+    network, transport = connect(ACCEPTED)
+    with use_span(span):
+        await transport.ask(FutureResponse, "POST", "/optim_step", body=STEP)
+        await transport.call("POST", "/session_heartbeat", once=True)
+        await transport.result("req_a")
+    await transport.ask(FutureResponse, "POST", "/optim_step", body=STEP)
+    named = [request.headers.get("traceparent") for request in network.requests]
+    assert named == [f"00-{0xABC:032x}-{0xDEF:016x}-01", None, None, None]

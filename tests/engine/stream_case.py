@@ -86,7 +86,7 @@ def bank_of(adapters: Mapping[int, TrainingAdapter], config: ModelConfig = TINY)
     bank = new_bank(target_shapes(config), RANK_CLASS, SLOTS)
     for slot, adapter in adapters.items():
         trained = np.bool_(UNEMBED in adapter.config.targets)
-        scale = np.float32(adapter.config.scale)
+        scale = adapter.scale
         bank = place(bank, np.int32(slot), adapter.weights, scale, trained)
     return bank
 
@@ -164,7 +164,7 @@ def reference(
         ab[f"{name}.B"] = torch.tensor(b[..., :rank, :], requires_grad=True)
     logprobs, losses = [], []
     for row in rows:
-        lp = _logprobs(model.config, weights, ab, adapter.config.scale, row)
+        lp = _logprobs(model.config, weights, ab, float(adapter.scale), row)
         loss = _loss(row, lp)
         loss.sum().backward()
         logprobs.append(lp.detach().numpy())

@@ -485,6 +485,7 @@ def test_a_state_with_its_accumulator_goes_on_elsewhere_bit_for_bit_from_any_mom
         elsewhere.delete_adapter(resumed)
 
 
+@pytest.mark.acceptance("S8")
 def test_only_a_state_that_is_asked_for_the_accumulator_has_it(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))

@@ -67,6 +67,7 @@ def test_an_empty_bank_is_zeros_with_a_leading_axis_for_the_unembedding():
     assert not any(leaf.any() for leaf in jax.tree.leaves((bank, scratch)))
 
 
+@pytest.mark.acceptance("S7")
 def test_placing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
     bank = new_bank(SMALL, RANK, SLOTS)
     places = pointers(bank.a, bank.b)
@@ -108,6 +109,7 @@ def test_a_commit_adds_the_slots_gradient_and_nothing_of_its_neighbours():
     assert bits(scratch) == before
 
 
+@pytest.mark.acceptance("S6")
 @pytest.mark.parametrize("target", ["q_proj", "o_proj", UNEMBED])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, LARGEST])
 def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, value: float):
@@ -187,6 +189,7 @@ def bench_adapter() -> tuple[TrainingAdapter, LoraWeights]:
     return adapter, new_scratch(shapes, RANK, SLOTS)
 
 
+@pytest.mark.acceptance("S3")
 def test_placing_and_adding_work_in_place_without_room_of_their_own():
     adapter, scratch = bench_adapter()
     bank = new_bank(shapes_of(4, 64, 96, 256), RANK, SLOTS)

@@ -1,8 +1,13 @@
 """What the chunked head takes, from its compiled programs: memory, and talk between devices."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +35,7 @@ from tests.engine.head_case import (
 from tuneserve_engine.backend.jax.head import Head, HeadAdapters, head_chunk_blocks
 
 
+@pytest.mark.acceptance("H2")
 @pytest.mark.parametrize("targets", [1, 64])
 def test_at_eight_chunks_the_head_takes_a_fifth_of_full_logits_memory(targets: int):
     sizes = Sizes(block=64, hidden=128, vocabulary=16384, targets=targets)
@@ -87,6 +93,7 @@ def collectives(function: Callable[..., Any], micro: Micro, over: Micro) -> set[
     return set(COLLECTIVE.findall(compiled.as_text()))
 
 
+@pytest.mark.acceptance("H6")
 def test_streams_split_over_devices_exchange_only_whether_a_loop_goes_on():
     """A stream for each of four devices. The control splits one stream: its chunks lie across."""
     assert jax.device_count() == 4
@@ -98,6 +105,46 @@ def test_streams_split_over_devices_exchange_only_whether_a_loop_goes_on():
     assert by_stream == {("pred[]", "all-reduce")}
     by_block = collectives(head, micro, jax.tree.map(lambda _: "B", micro)._replace(used=None))
     assert "all-gather" in {name for _, name in by_block}
+
+
+def print_exchanged_by_eight() -> None:
+    """With a stream on each of eight devices, and with one stream split over them."""
+    assert jax.device_count() == 8
+    mesh = Mesh(np.array(jax.devices()), "B")
+    micro = micro_of(MIXED, SMALL, n=16)
+    streams = jax.tree.map(lambda x: np.repeat(x[None], 8, axis=0), micro)
+
+    def one(head: Head, streams: Micro, adapters: HeadAdapters) -> Any:
+        mine = jax.tree.map(lambda x: x[0], streams)
+        return jax.tree.map(lambda x: x[None], score(head, mine, adapters, chunk=4))
+
+    whole, split = PartitionSpec(), PartitionSpec("B")
+    each = jax.shard_map(
+        one, mesh=mesh, in_specs=(whole, split, whole), out_specs=split, check_vma=False
+    )
+    compiled = jax.jit(each).lower(head_of(SMALL), streams, adapters_of(SMALL)).compile()
+    by_device = {name for _, name in COLLECTIVE.findall(compiled.as_text())}
+    by_block = jax.tree.map(lambda _: "B", micro)._replace(used=None)
+    control = {name for _, name in collectives(partial(score, chunk=4), micro, by_block)}
+    print(json.dumps([sorted(by_device), sorted(control)]))
+
+
+@pytest.mark.acceptance("H6")
+def test_a_stream_on_each_of_eight_devices_needs_nothing_of_the_others():
+    """In a process of its own, with eight of them; the control finds something to count."""
+    code = "from tests.engine import test_head_memory; test_head_memory.print_exchanged_by_eight()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    by_device, control = json.loads(ran.stdout)
+    assert by_device == []
+    assert "all-gather" in control
 
 
 @pytest.mark.parametrize(

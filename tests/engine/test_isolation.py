@@ -227,6 +227,7 @@ def test_steps_and_weight_decay_of_a_neighbour_between_ours_change_no_bit(run, t
     assert_same_bits(a.arrays(), alone.arrays())
 
 
+@pytest.mark.acceptance("W4")
 def test_a_request_split_over_batches_and_shared_with_a_neighbour_changes_no_bit(
     run, tenant, datum
 ):
@@ -244,6 +245,7 @@ def test_a_request_split_over_batches_and_shared_with_a_neighbour_changes_no_bit
     assert_same_bits([ran.of(*place) for place in places], [alone_ran.of(i) for i in range(6)])
 
 
+@pytest.mark.acceptance("S6")
 def test_one_bad_datum_leaves_out_its_whole_request_even_over_several_batches(run, tenant, datum):
     a = tenant()
     run([a], [(0, datum(1, 11))])
@@ -323,6 +325,7 @@ def test_targets_that_are_not_trained_stay_exactly_zero(run, tenant, datum):
     assert all(np.any(x != 0) for x in state.weights.values())
 
 
+@pytest.mark.acceptance("W5")
 def test_saved_in_the_middle_and_loaded_elsewhere_training_continues_with_the_same_bits(
     run, tenant, datum, new_backend, batch_of, unit_of
 ):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyrage
 import pytest
+from safetensors.numpy import load_file
 from tinker import types
 from tinker.proto.response_conv import (
     deserialize_forward_backward_output,
@@ -297,6 +298,34 @@ def test_an_unnamed_sampler_save_answers_with_its_session(world: World) -> None:
     response = SaveWeightsForSamplerResponseInternal.model_validate(body(outcome))
     assert (response.path, response.sampling_session_id) == (None, "s:sample:1")
     assert (outcome.sampler, outcome.checkpoint) == (sampler, None)
+
+
+@pytest.mark.acceptance("S8")
+@pytest.mark.parametrize("kind", CheckpointKind)
+def test_a_checkpoint_of_a_model_with_a_gradient_has_nothing_of_the_gradient(
+    world: World, kind: CheckpointKind
+) -> None:
+    world.create()
+    world.train()
+    world.run(world.gradient())
+    assert world.backend.adapter_state("m", optimizer=True, accumulator=True).accumulator
+    file_id = new_file_id()
+    world.save(kind, file_id)
+    keys = {
+        key.partition("/")[0] if "/" in key else key.rpartition(".lora_")[2]
+        for member in world.files.members(file_id)
+        if member.endswith(".safetensors")
+        for key in load_file(world.files.path(file_id) / member)
+    }
+    optimizer = {"first_moment", "second_moment"}
+    assert (
+        keys
+        == {
+            CheckpointKind.TRAINING: {"weights"} | optimizer,
+            CheckpointKind.SAMPLER: {"weights"},
+            CheckpointKind.EXTERNAL: {"A.weight", "B.weight"},
+        }[kind]
+    )
 
 
 def test_an_export_has_pefts_files_and_encrypted_ones_when_asked(world: World) -> None:

@@ -198,6 +198,7 @@ def test_writing_in_place_changes_no_bit():
         assert bits(adamw_step(*parts, scalars)) == bits(want)
 
 
+@pytest.mark.acceptance("S4")
 def test_a_step_needs_little_room_beside_the_adapter():
     adapter = on_device(random_state(2))
     parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
@@ -208,6 +209,7 @@ def test_a_step_needs_little_room_beside_the_adapter():
     assert needs.temp_size_in_bytes <= size  # four times the adapter's weights
 
 
+@pytest.mark.acceptance("S7")
 def test_a_tenants_step_leaves_the_bytes_of_all_others():
     adapters = [on_device(random_state(seed)) for seed in range(4)]
     before, places = [bits(x) for x in adapters], [pointers(x) for x in adapters]

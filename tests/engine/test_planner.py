@@ -13,6 +13,7 @@ from tests.engine.test_footprint import QWEN3
 from tuneserve_engine.backend.jax.device_memory import machine_bytes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.config import WorkerSettings
+from tuneserve_engine.figures import FIGURES
 from tuneserve_engine.footprint import Footprint, Shape
 from tuneserve_engine.lattice import ShapeLattice
 from tuneserve_engine.planner import Device, DoesNotFit, Plan, plan
@@ -58,6 +59,8 @@ def test_the_lines_are_all_of_the_memory() -> None:
     for found in (*downwards(), planned(adapter_device_bytes=GIB)):
         assert sum(line.bytes for line in found.lines) == found.device_bytes
         assert all(line.bytes > 0 and line.how for line in found.lines)
+        assert sum(found.memory.values()) == found.device_bytes
+        assert all(name in FIGURES and size > 0 for name, size in found.memory.items())
         (adapters,) = (line.bytes for line in found.lines if line.name == "adapters")
         assert adapters == found.adapter_device_bytes
 

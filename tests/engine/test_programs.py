@@ -26,6 +26,10 @@ def double(x: Any) -> Any:
     return x + x
 
 
+def triple(x: Any) -> Any:
+    return x * 3
+
+
 def traced(seen: list[str], name: str) -> Callable[[Any], Any]:
     """A function that notes each time that it is compiled."""
 
@@ -219,6 +223,41 @@ def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
     assert programs.compilations_after_ready == 1
     program("longer", np.ones(7, np.float32))
     assert programs.compilations_after_ready == 2
+
+
+def test_programs_that_are_announced_late_are_not_among_the_unexpected() -> None:
+    programs = ProgramSet()
+    programs.add("first", double, use="all").declare(1, np.zeros(3, np.float32))
+    late = programs.add("late", triple, use="some")
+    programs.compile_ahead(1)
+    assert programs.wait(60)
+    for size in (4, 5):
+        late.declare(size, np.zeros(size, np.float32))
+    programs.compile_late(late)
+    assert programs.compilations_after_ready == 0
+    assert all(shape.is_compiled for shape in late.shapes())
+    late(6, np.zeros(6, np.float32))
+    assert programs.compilations_after_ready == 1
+
+
+def test_programs_that_are_announced_before_all_is_ready_are_counted_once() -> None:
+    programs = ProgramSet()
+    gate = threading.Event()
+
+    def waits(x: Any) -> Any:
+        assert gate.wait(60)
+        return x + 1
+
+    programs.add("waits", waits, use="all").declare(1, np.zeros(7, np.float32))
+    late = programs.add("late", triple, use="some")
+    late.declare(1, np.zeros(8, np.float32))
+    programs.compile_ahead(1)
+    programs.compile_late(late)
+    gate.set()
+    assert programs.wait(60)
+    assert programs.compilations_after_ready == 0
+    late(9, np.zeros(9, np.float32))
+    assert programs.compilations_after_ready == 1
 
 
 def test_a_process_that_ends_finishes_one_program_only() -> None:

@@ -9,6 +9,7 @@ from tests.engine.redis_bench import client, opened, refusal
 from tests.engine.store_contract.bench import session
 from tests.redis_server import RedisServer
 from tuneserve_engine.queue import redis_check
+from tuneserve_engine.queue.base import StoreUnusable
 from tuneserve_engine.queue.redis import RedisStore
 from tuneserve_engine.records import Session
 
@@ -157,3 +158,18 @@ def test_no_server_is_no_connection(tmp_path: Path) -> None:
             await RedisStore.open(url)
 
     asyncio.run(main())
+
+
+def test_a_store_is_checked_without_being_made(tmp_path: Path) -> None:
+    async def main(url: str) -> None:
+        async with client(url) as redis:
+            assert await RedisStore.check(url) == "always"
+            assert await redis.dbsize() == 0
+            await (await RedisStore.open(url)).close()
+            assert await RedisStore.check(url) == "always"
+            await redis.hset("{tuneserve}:meta", "format", "7")
+            with pytest.raises(StoreUnusable, match="has format 7, this release reads format 1"):
+                await RedisStore.check(url)
+
+    with RedisServer(tmp_path / "redis") as server:
+        asyncio.run(main(server.url))

@@ -428,7 +428,8 @@ def test_nothing_but_tombstones_and_records_is_left(
         left = {key for key in await keys(redis_server.url, tmp_path)}
         kinds = {key.split(":")[0] for key in left}
         assert kinds == {
-            *("meta", "tenant", "tenants", "served", "served-seen", "usage"),
+            *("meta", "tenant", "tenants", "served", "served-seen"),
+            *("usage", "usage-days"),
             *("job", "seqs", "expired", "completions", "lane", "record", "list"),
             *("curve", "curve-seen"),
         }

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tuneserve_engine.queue import sqlite_usage
 from tuneserve_engine.queue.base import StoreUnusable
+from tuneserve_engine.queue.group_commit import Transaction
 from tuneserve_engine.queue.schema import network_file_system
 from tuneserve_engine.queue.sqlite import SqliteStore
+from tuneserve_engine.usage import CurvePoint
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +109,69 @@ def test_a_store_on_a_network_file_system_is_refused(
         await (await SqliteStore.open(tmp_path / "store.db")).close()
 
     asyncio.run(open_and_close())
+
+
+def test_reading_a_curve_on_costs_what_is_new_in_it_in_older_stores_too(tmp_path: Path) -> None:
+    """2,000 points are known: finding the next takes far fewer of SQLite's steps."""
+    path = tmp_path / "store.db"
+
+    async def steps_of_reading(after: int) -> int:
+        store = await SqliteStore.open(path)
+        counted = 0
+
+        def read(tx: Transaction) -> int:
+            nonlocal counted
+
+            def count() -> int:
+                nonlocal counted
+                counted += 1
+                return 0
+
+            tx._connection.set_progress_handler(count, 1)
+            found = len(sqlite_usage.curve(tx, "a", after))
+            tx._connection.set_progress_handler(None, 1)
+            return found
+
+        assert await store._call(read) == 1999 - after
+        await store.close()
+        return counted
+
+    async def fill() -> None:
+        store = await SqliteStore.open(path)
+
+        def draw(tx: Transaction) -> None:
+            for position in range(2000):
+                sqlite_usage.draw(tx, "a", CurvePoint("optim_step", position))
+
+        await store._call(draw)
+        await store.close()
+
+    asyncio.run(fill())
+    assert asyncio.run(steps_of_reading(after=1998)) < 100
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("DROP INDEX curve_points_in_order")  # as a release before left it
+    assert asyncio.run(steps_of_reading(after=1998)) < 100
+
+
+def test_a_store_from_before_traces_gets_their_column_and_goes_on_without_it(
+    tmp_path: Path,
+) -> None:
+    async def open_and_close() -> None:
+        await (await SqliteStore.open(tmp_path / "store.db")).close()
+
+    def columns(statement: str = "") -> list[str]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as other, other:
+            other.execute(statement)
+            return [name for _, name, *_ in other.execute("PRAGMA table_info(jobs)")]
+
+    asyncio.run(open_and_close())
+    assert "trace" in columns()
+    assert "trace" not in columns("ALTER TABLE jobs DROP COLUMN trace")
+    for _ in range(2):
+        asyncio.run(open_and_close())
+        assert columns().count("trace") == 1
+    before = (
+        "INSERT INTO jobs (request_id, tenant, kind, scope, seq, base_model, state, release, "
+        "attempts, size, created_s) VALUES ('r', 't', 'sample', 's', 1, 'm', 'held', 0, 0, 0, 0)"
+    )
+    assert columns(before)  # as a release writes that knows nothing of it

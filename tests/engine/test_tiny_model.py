@@ -59,7 +59,7 @@ def documents(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Iterator[str]]
 
 @pytest.fixture
 def tasks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
     return importlib.import_module("tasks")
 
 

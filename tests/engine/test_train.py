@@ -31,7 +31,7 @@ from tests.engine.stream_case import (
 from tests.paged_rows import PagedRows
 from tuneserve_engine.adapters import UNEMBED, AdamParams
 from tuneserve_engine.backend.base import TrainBatch
-from tuneserve_engine.backend.jax.adapters import TrainingAdapter
+from tuneserve_engine.backend.jax.adapters import TrainingAdapter, arrays_of
 from tuneserve_engine.backend.jax.lora import LoraRows
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.programs import ProgramSet
@@ -106,6 +106,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, name: str, part: float = 1e-
 # --- numbers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.acceptance("C1")
 @pytest.mark.parametrize("remat", REMATS)
 def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
     remat: str, ran: Callable[[str], Ran], mixed: TrainBatch, requests: dict[int, list[Row]]
@@ -123,6 +124,7 @@ def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
             assert_close(found[name], want, f"slot {slot}: {name}")
 
 
+@pytest.mark.acceptance("W3")
 @pytest.mark.parametrize("remat", ["attention", "full"])
 def test_what_is_computed_again_has_the_bits_that_it_had(
     remat: str, ran: Callable[[str], Ran], mixed: TrainBatch
@@ -146,6 +148,7 @@ def test_keeping_products_gives_the_same_logprobs_and_other_roundings_of_the_gra
             assert_close(found, wanted[name], name, 1e-6)
 
 
+@pytest.mark.acceptance("C1")
 def test_one_layer_is_enough(batch_of: BatchOf, requests: dict[int, list[Row]]) -> None:
     config = replace(TINY, layers=1)
     decoder, adapter = model(config), adapter_of(4, config)
@@ -163,6 +166,7 @@ def evaluating() -> Decoder:
     return decoder
 
 
+@pytest.mark.acceptance("C1")
 def test_scoring_gives_the_logprobs_and_losses_of_training(
     ran: Callable[[str], Ran], mixed: TrainBatch
 ) -> None:
@@ -174,6 +178,7 @@ def test_scoring_gives_the_logprobs_and_losses_of_training(
             assert_close(got[places], want[places], f"slot {slot}")
 
 
+@pytest.mark.acceptance("C1")
 def test_rows_and_decoding_give_the_logprobs_of_training(
     ran: Callable[[str], Ran], mixed: TrainBatch, requests: dict[int, list[Row]]
 ) -> None:
@@ -207,6 +212,7 @@ def test_rows_and_decoding_give_the_logprobs_of_training(
 # --- bits -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.acceptance("W4")
 def test_neighbours_place_and_slot_change_no_bit_of_a_request(
     batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
 ) -> None:
@@ -245,6 +251,7 @@ def test_a_neighbour_of_nan_changes_no_bit(ran: Callable[[str], Ran], mixed: Tra
         assert bits(got, [mixed], slot, ADAPTERS[slot]) == want
 
 
+@pytest.mark.acceptance("S5")
 @pytest.mark.parametrize("remat", REMATS)
 def test_what_earlier_units_left_in_the_buffers_changes_no_bit(
     remat: str, ran: Callable[[str], Ran], batch_of: BatchOf, datum: Datum, mixed: TrainBatch
@@ -321,6 +328,47 @@ def test_a_neighbour_of_nan_is_left_out_alone(
     assert gradients(adapter_of(5, unembed=False)) == healthy
 
 
+@pytest.mark.acceptance("W5")
+def test_a_second_window_of_requests_equals_the_first_one(
+    trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
+) -> None:
+    """The step between them counts, and moves no weight."""
+    mine, other = adapter_of(4), adapter_of(5, unembed=False)
+
+    def window() -> list[bytes]:
+        for number in range(2):
+            batch = batch_of((0, datum(20 + number, 19)), (1, datum(30 + number, 5)))
+            trainer.forward_backward(unit_of("ab", [batch]), [mine, other])
+        found = [x.tobytes() for each in (mine, other) for x in accumulated(each).values()]
+        for each in (mine, other):
+            trainer.start_step(each, AdamParams(learning_rate=0.0)).block_until_ready()
+        return found
+
+    first = window()
+    assert any(np.frombuffer(x).any() for x in first)
+    assert window() == first
+    assert (mine.step, other.step) == (2, 2)
+
+
+@pytest.mark.acceptance("S7")
+def test_a_step_leaves_the_bits_of_bank_scratch_and_others(
+    trainer: Trainer, unit_of: Callable[..., Any], mixed: TrainBatch
+) -> None:
+    adapters = [adapter_of(4), adapter_of(5, unembed=False), adapter_of(7)]
+    trainer.forward_backward(unit_of("abc", [mixed]), adapters)
+    slots = trainer._banks[RANK_CLASS]
+
+    def others() -> list[bytes]:
+        rest = (slots.bank, slots.scratch, arrays_of(adapters[0]), arrays_of(adapters[2]))
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(rest)]
+
+    before, mine = others(), [x.tobytes() for x in accumulated(adapters[1]).values()]
+    trainer.start_step(adapters[1], AdamParams(learning_rate=0.1, weight_decay=0.1))
+    assert others() == before
+    assert [x.tobytes() for x in accumulated(adapters[1]).values()] != mine
+
+
+@pytest.mark.acceptance("S1", "S2")
 def test_a_hundred_units_and_ten_steps_allocate_nothing(
     trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
 ) -> None:

@@ -1,6 +1,7 @@
 """What compiled training takes: a layer's input per layer, and no stack of all their gradients."""
 
-import time
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -144,6 +145,7 @@ def test_a_further_layer_takes_what_its_policy_keeps(remat: str, kept: float) ->
     assert slope["live"] <= kept + 0.1, slope
 
 
+@pytest.mark.acceptance("W1", "C2")
 @pytest.mark.parametrize(("remat", "most"), [("full", 1.1), ("attention", 2.1)])
 def test_a_further_wide_layer_takes_one_layer_input_or_two(remat: str, most: float) -> None:
     slope = per_layer(training(FEW, remat, WIDE), training(MANY, remat, WIDE), WIDE)
@@ -152,11 +154,14 @@ def test_a_further_wide_layer_takes_one_layer_input_or_two(remat: str, most: flo
     assert slope["live"] <= most, slope
 
 
+@pytest.mark.acceptance("W2")
 def test_autodiff_over_the_layers_would_take_three_times_as_much() -> None:
+    ours = per_layer(training(FEW, "full"), training(MANY, "full"))
     slope = per_layer(autodiff(FEW), autodiff(MANY))
-    assert slope["temporary"] >= 3, slope
+    assert slope["temporary"] >= 3 * (ours["workspace"] + ours["temporary"]), (slope, ours)
 
 
+@pytest.mark.acceptance("C3")
 def test_no_array_of_all_layers_is_copied() -> None:
     """Weights, bank and tape are read where they lie: a stack of them among the temporaries would
     be as large as itself."""
@@ -164,14 +169,17 @@ def test_no_array_of_all_layers_is_copied() -> None:
     assert deep.temporary < 0.5 * deep.weights, deep
 
 
-def test_a_deep_model_compiles_as_fast_as_a_flat_one() -> None:
-    def cpu_s(layers: int) -> float:
+@pytest.mark.acceptance("C4")
+def test_the_program_of_a_deep_model_has_the_operations_of_a_flat_ones() -> None:
+    """So that it compiles as fast: ``benchmarks/memory.py`` has the time."""
+
+    def operations(layers: int) -> Counter[str]:
         case = case_of(layers, "dots")
         space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
         program = jax.jit(train_stream, donate_argnums=(1, 2))
-        started = time.process_time()
-        program.lower(case.model, space, case.scratch, case.bank, case.stream).compile()
-        return time.process_time() - started
+        lowered = program.lower(case.model, space, case.scratch, case.bank, case.stream)
+        return Counter(re.findall(r"stablehlo\.\w+", lowered.as_text()))
 
-    cpu_s(1)  # what is made once only
-    assert cpu_s(32) <= 2 * cpu_s(4)
+    flat = operations(4)
+    assert flat["stablehlo.dot_general"] > 10
+    assert operations(32) == flat

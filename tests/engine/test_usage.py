@@ -181,26 +181,56 @@ def test_the_curve_has_losses_weights_rates_and_norms(world: ClockedWorld) -> No
 def test_the_ledger_times_a_request_and_adds_up_its_slices() -> None:
     now_s = 10.0
     ledger = Ledger(lambda: now_s)
-    ledger.arrived(["a", "b"])
+    a, b = (Job("t", JobKind.SAMPLE, "s", 0, b"", request_id=each) for each in "ab")
+    ledger.arrived([a, b])
     now_s = 12.0
-    ledger.began(["a"], others=4)
-    ledger.ran(1.0, {"a": 0.5, "unknown": 0.25})
+    ledger.began([a], others=4)
+    now_s = 13.0
+    ledger.ran(Executed([], [], 1.0, {"a": 1}, shares={"a": 0.5, "unknown": 0.25}, began_s=12.25))
     now_s = 15.0
-    ledger.began(["b"], others=0)
-    ledger.ran(2.0, {"a": 0.5, "b": 1.5})
-    (a, unknown) = ledger.closed([Outcome("a", usage=Usage(flops=7.0)), Outcome("unknown")])
-    assert a.usage == Usage(1.0, flops=7.0, queued_s=2.0, ran_s=3.0, others=4)
+    ledger.began([b], others=0)
+    ledger.ran(Executed([a], [], 2.0, {"b": 1}, shares={"a": 0.5, "b": 1.5}, began_s=13.5))
+    now_s = 15.5
+    (of_a, unknown) = ledger.closed([Outcome("a", usage=Usage(flops=7.0)), Outcome("unknown")])
+    assert of_a.usage == Usage(
+        1.0, flops=7.0, queued_s=2.0, ran_s=3.5, others=4, packed_s=0.25, transfer_s=0.5
+    )
     assert unknown.usage is None
     assert (ledger.overhead_s, ledger.flops) == (0.5, 7.0)
     ledger.given_up(["b", "c"])
     assert ledger.overhead_s == 2.0
 
 
+def test_a_request_is_told_behind_how_many_it_was_and_how_many_were_its_tenants() -> None:
+    ledger = Ledger(lambda: 0.0)
+
+    def jobs(*names: str) -> list[Job]:
+        return [Job(name[0], JobKind.SAMPLE, "s", 0, b"", request_id=name) for name in names]
+
+    def behind(name: str) -> tuple[int, int]:
+        (outcome,) = ledger.closed([Outcome(name)])
+        assert outcome.usage is not None
+        return outcome.usage.behind, outcome.usage.behind_own
+
+    ledger.arrived(jobs("a1", "a2", "b1"))
+    ledger.began(jobs("a1"), others=0)
+    ledger.arrived(jobs("a3", "b2"))
+    ledger.began(jobs("a2", "b1"), others=1)  # which share a unit: none is behind the other
+    ledger.began(jobs("b2"), others=0)
+    ledger.began(jobs("a3"), others=0)
+    ledger.arrived(jobs("a4"))
+    ledger.began(jobs("a4", "unknown"), others=0)
+    assert [behind(name) for name in ("a1", "a2", "b1", "b2", "a3", "a4", "unknown")] == [
+        *((0, 0), (1, 1), (1, 0), (2, 1), (3, 1), (0, 0), (0, 0))
+    ]
+    assert not ledger._begun  # nobody waits: nothing is counted
+
+
 def test_requests_that_go_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneserve_engine.ledger._ARRIVALS", 3)
     ledger = Ledger(lambda: 0.0)
-    ledger.arrived(str(i) for i in range(10))
-    assert list(ledger._arrived_s) == ["7", "8", "9"]
+    ledger.arrived(Job("t", JobKind.SAMPLE, "s", 0, b"", request_id=str(i)) for i in range(10))
+    assert list(ledger._arrived) == ["7", "8", "9"]
 
 
 def test_strides_keep_curves_short_and_even() -> None:

@@ -21,7 +21,7 @@ def test_an_unexpected_error_ends_the_process_at_once(
     monkeypatch.setattr("sys.argv", ["worker", "--data_dir", str(tmp_path)])
     monkeypatch.setattr(process.JaxBackend, "from_settings", lambda _: FakeBackend())
     monkeypatch.setattr(process, "_work", fail)
-    monkeypatch.setattr(process, "_log_to_stderr", lambda _: None)
+    monkeypatch.setattr(process.logs, "start", lambda *_: None)
     with caplog.at_level(logging.ERROR):
         assert process.main() == 1
     assert "a bug" in caplog.text

@@ -11,9 +11,18 @@ import pytest
 # A model of random weights, as the tests of the engine have it, and the API in this process, as
 # those of the server do.
 from tests.engine.conftest import base_model, new_backend
-from tests.server.conftest import anyio_backend, api, bodies, service, settings
+from tests.server.conftest import anyio_backend, api, bodies, service, settings, tokenizer
 
-__all__ = ["anyio_backend", "api", "base_model", "bodies", "new_backend", "service", "settings"]
+__all__ = [
+    "anyio_backend",
+    "api",
+    "base_model",
+    "bodies",
+    "new_backend",
+    "service",
+    "settings",
+    "tokenizer",
+]
 
 
 @pytest.fixture(scope="session")

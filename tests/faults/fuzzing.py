@@ -16,8 +16,14 @@ from tests.server.conftest import Api
 from tuneserve_client.proto import wire_pb2 as wire
 
 PREFIX = "/api/v1"
+OPENAI = "/v1"
 Template = tuple[str, str, Any]
-"""Method, path as described, body."""
+"""Method, path as described, body; of paths that are not OpenAI's what follows the prefix."""
+
+
+def whole(described: str) -> str:
+    """The path of a template as the API describes it."""
+    return described if described.startswith(f"{OPENAI}/") else PREFIX + described
 
 
 @dataclass
@@ -28,6 +34,8 @@ class Checked:
     documented: dict[tuple[str, str], set[int]]
     accepted: dict[str, str] = field(default_factory=dict)  # request ids, and whose they are
     statuses: Counter[int] = field(default_factory=Counter)
+    openai: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Those of OpenAI's routes, with the type of the answer."""
 
     @classmethod
     def of(cls, api: Api) -> "Checked":
@@ -44,15 +52,23 @@ class Checked:
     ) -> asgi.Answer:
         answer = await asgi.call(self.api.app, method, target, body, headers)
         self.statuses[answer.status] += 1
+        if is_openai := described.startswith(f"{OPENAI}/"):
+            self.openai[answer.status, answer.headers["content-type"].partition(";")[0]] += 1
         assert answer.status < 500, (target, body[:1000], answer)
         assert answer.status in self.documented[method, described], (target, answer)
-        assert int(answer.headers["content-length"]) == len(answer.body)
+        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            assert int(answer.headers["content-length"]) == len(answer.body)
         if answer.status == 200:
             self._note(answer, headers["X-API-Key"])
         elif answer.status != 408:  # of a poll: there is no result yet
-            assert set(answer.json) == {"detail", "code"}, answer
+            if is_openai:
+                assert set(answer.json) == {"error"}, answer
+                assert set(answer.json["error"]) == {"message", "type", "param", "code"}, answer
+            else:
+                assert set(answer.json) == {"detail", "code"}, answer
             assert answer.headers["content-type"] == "application/json"
-            assert CANARY.encode() not in answer.body or _names_canary(body), (body, answer)
+            if CANARY.encode() in answer.body:
+                assert _is_field(answer) or _names_canary(body), (body, answer)
         return answer
 
     def _note(self, answer: asgi.Answer, key: str) -> None:
@@ -90,6 +106,12 @@ def _names_canary(body: bytes) -> bool:
     """Whether the body names something by the canary: an error may say what does not exist."""
     given = json.loads(body)
     return isinstance(given, dict) and any(CANARY in str(given.get(name)) for name in NAMES)
+
+
+def _is_field(answer: asgi.Answer) -> bool:
+    """Whether the answer names a field that is called like the canary, and no value."""
+    error = answer.json.get("error", {})
+    return error.get("param") == CANARY and error["message"].count(CANARY) == 1
 
 
 @dataclass
@@ -163,7 +185,22 @@ class Lane:
                 "/training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",
                 {"ttl_seconds": 86_400},
             ),
+            ("POST", "/v1/completions", self._completion(number)),
+            ("POST", "/v1/chat/completions", self._chat(number)),
         ]
+
+    def _completion(self, number: int) -> Any:
+        drawn = {"max_tokens": 2, "n": 2, "stop": ["a"], "seed": 3, "logprobs": 1, "user": "me"}
+        shown = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
+        return {"model": self.checkpoint, "prompt": ["ab", "c"], **drawn, **shown}
+
+    def _chat(self, number: int) -> Any:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        messages = [{"role": "system", "content": "x"}, {"role": "user", "content": parts}]
+        drawn = {"max_completion_tokens": 2, "temperature": 0.5, "logprobs": True}
+        read = {"top_logprobs": 2, "chat_template_kwargs": {"voice": "a"}}
+        shown = {} if number % 2 else {"stream": True}
+        return {"model": self.sampler, "messages": messages, **drawn, **read, **shown}
 
     def _sample(self, bodies: Any, number: int) -> Any:
         targets = {
@@ -189,7 +226,7 @@ class Lane:
     def target(self, described: str) -> str:
         """The path with this lane's objects in it."""
         *_, kind, name = self.checkpoint.split("/")
-        return PREFIX + described.format(
+        return whole(described).format(
             session_id=self.ended, model_id=self.model, kind=kind, name=name
         )
 
@@ -197,7 +234,7 @@ class Lane:
         method, described, body = rng.choices(self.templates(bodies), _WEIGHTS)[0]
         await checked.send(
             method,
-            PREFIX + described,
+            whole(described),
             self.target(described),
             mutated_json(rng, body),
             {"X-API-Key": self.key, "Content-Type": "application/json"},
@@ -228,7 +265,7 @@ class Lane:
 
 
 # One for each template: those that write files to a disk are rarer.
-_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5]
+_WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 4, 4]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:

@@ -16,7 +16,7 @@ CANARY = "canary-4f1c"
 
 NAMES = {
     *("session_id", "model_id", "sampling_session_id", "request_id", "target"),
-    *("base_model", "path", "model_path", "tinker_path"),
+    *("base_model", "model", "path", "model_path", "tinker_path"),
 }
 """Fields that name something: an error may say which name was meant."""
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,8 +23,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 
 from tests.faults import asgi
-from tests.faults.fuzzing import PREFIX, Checked, Lane
-from tests.server.conftest import Api
+from tests.faults.fuzzing import OPENAI, PREFIX, Checked, Lane, whole
+from tests.server.conftest import FAKE_INFO, Api
 from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
@@ -39,6 +40,13 @@ def settings(settings: ApiSettings) -> ApiSettings:
     return settings.model_copy(
         update={"max_tenant_models": 10**6, "max_tenant_jobs": 10**6, "max_server_jobs": 10**6}
     )
+
+
+@pytest.fixture
+async def service(api: Api, tokenizer: Path) -> Api:
+    """Its worker's base model has a tokenizer, so that OpenAI's routes answer."""
+    await api.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
+    return api
 
 
 async def shared_out(
@@ -87,7 +95,7 @@ async def test_mutated_json_is_answered_and_what_is_accepted_ends(
     service: Api, lanes: list[Lane], bodies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(11)
-    described = {PREFIX + path for _, path, _ in lanes[0].templates(bodies)}
+    described = {whole(path) for _, path, _ in lanes[0].templates(bodies)}
     assert described == set(_json_paths(service))  # no route is forgotten
     await shared_out(lanes, JSON_BODIES, lambda lane: lane.send_json(checked, bodies, rng))
     endings = await all_end(checked)
@@ -95,13 +103,15 @@ async def test_mutated_json_is_answered_and_what_is_accepted_ends(
     assert sum(checked.statuses.values()) >= JSON_BODIES // LANES * LANES
     assert min(checked.statuses[200], checked.statuses[422], checked.statuses[404]) > 100
     assert min(endings.values()) > 100
+    print(f"of them OpenAI's: {dict(checked.openai)}")
+    assert checked.openai.total() > 300
+    for kind in ("application/json", "text/event-stream"):
+        assert checked.openai[200, kind] > 10
     await assert_alive(service, caplog)
 
 
 def _json_paths(api: Api) -> Iterator[str]:
     for path, operations in api.app.openapi()["paths"].items():
-        if not path.startswith(PREFIX):
-            continue  # OpenAI's, which need a tokenizer: tests/server/test_openai_failures.py
         for operation in operations.values():
             if "application/json" in operation.get("requestBody", {}).get("content", ()):
                 yield path
@@ -123,7 +133,10 @@ async def test_mutated_protobuf_is_answered_and_what_is_accepted_ends(
 schemathesis.openapi.media_type("application/x-protobuf", st.binary(max_size=300))
 
 
-@schemathesis.serializer("application/x-protobuf")
+schemathesis.openapi.media_type("application/x-tar", st.binary(max_size=3000))
+
+
+@schemathesis.serializer("application/x-protobuf", "application/x-tar")
 def _message(_: Any, value: Any) -> Any:
     return value
 
@@ -132,7 +145,7 @@ def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
     """Cases that follow the description, and as many that do not, where that is possible."""
     schema = schemathesis.openapi.from_dict(api.app.openapi())
     cases: list[schemathesis.Case] = []
-    for found in schema.include(path_regex=f"^({PREFIX}/|/metrics)").get_all_operations():
+    for found in schema.include(path_regex=f"^({PREFIX}/|{OPENAI}/|/metrics)").get_all_operations():
         for mode in GenerationMode:
             strategy = found.ok().as_strategy(generation_mode=mode)
 
@@ -165,6 +178,7 @@ def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> request
         "request_id": lane.done,
         "path": lane.checkpoint,
         "model_path": lane.checkpoint,
+        "model": lane.checkpoint,
         "kind": "weights",
         "name": "a",
     }

@@ -33,12 +33,19 @@ SMALL_PROGRAMS = {
 
 
 class JaxWorker:
-    """A worker process; ``keep`` starts another one whenever it has died. Keyword arguments are
-    settings by their names."""
+    """A worker process; ``keep`` starts another one whenever it has died. Other keyword arguments
+    than ``module``, which is what is run, are settings by their names."""
 
     def __init__(
-        self, settings: CommonSettings, compiled: Path, name: str = "worker", **options: object
+        self,
+        settings: CommonSettings,
+        compiled: Path,
+        name: str = "worker",
+        *,
+        module: str = "tuneserve_engine",
+        **options: object,
     ) -> None:
+        self._module = module
         self._environment = {
             **os.environ,
             "TUNESERVE_DATA_DIR": str(settings.data_dir),
@@ -47,10 +54,15 @@ class JaxWorker:
             "TUNESERVE_COMPILE_CACHE": str(compiled),
             **SMALL_PROGRAMS,
             "TUNESERVE_WORKER_NAME": name,
-            **{f"TUNESERVE_{each.upper()}": str(value) for each, value in options.items()},
         }
+        self.set(**options)
         self._log = settings.data_dir / f"{name}.log"
         self._process: asyncio.subprocess.Process | None = None
+
+    def set(self, **options: object) -> None:
+        """For processes that start from now on."""
+        given = {f"TUNESERVE_{each.upper()}": str(value) for each, value in options.items()}
+        self._environment.update(given)
 
     @property
     def log(self) -> str:
@@ -60,7 +72,7 @@ class JaxWorker:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tuneserve_engine", env=self._environment, stderr=log
+                sys.executable, "-m", self._module, env=self._environment, stderr=log
             )
         return self._process
 

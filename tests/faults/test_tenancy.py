@@ -136,8 +136,9 @@ LISTING_WITH_BASES = {"GET /v1/models"}
 NAMING_NOTHING = {
     *("POST /client/config", "POST /client/dynamic_config", "POST /create_session"),
     *("POST /telemetry", "GET /get_server_capabilities", "GET /healthz", "GET /metrics"),
-    "GET /tokenizer",
+    *("GET /tokenizer", "POST /checkpoints/import", "GET /", "GET /page", "GET /page/{name}"),
 }
+WATCHING = {"GET /live"}
 BY_LINK = {"GET /files/{file_id}/{member}"}
 
 
@@ -270,7 +271,8 @@ async def let_in(api: Api, key: str) -> None:
     """Makes the key one of a tenant of the name of its id."""
     _, name, secret = key.split("-")
     digest = auth.digest(api.services.secret, name, secret)
-    await api.services.store.put(Key(name, name, name, digest, list(Scope), time.time()))
+    scopes = [Scope.TRAIN, Scope.SAMPLE]
+    await api.services.store.put(Key(name, name, name, digest, scopes, time.time()))
 
 
 open_only = pytest.mark.parametrize("tenancy", ["open"], indirect=True)
@@ -291,6 +293,7 @@ async def holdings(api: Api, owner: Objects) -> list[Any]:
 
 async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> None:
     known = [*NAMING, *LISTING, *LISTING_WITH_BASES, *SUMMING, *NAMING_NOTHING, *BY_LINK]
+    known += WATCHING
     assert len(known) == len(set(known))
     assert operations(service) == set(known)
 
@@ -342,6 +345,24 @@ async def test_sums_are_only_of_what_is_the_callers(tenancy: Tenancy) -> None:
     for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
         assert mine.ids["model"] in json.dumps(used[mine.key])
         assert mine.ids["session"] not in json.dumps(used[others])
+
+
+@pytest.mark.parametrize("tenancy", ["keyed"], indirect=True)
+async def test_who_looks_sees_only_what_is_the_callers(tenancy: Tenancy) -> None:
+    """An open service shows everything, as its routes are open to everybody."""
+    seen = {}
+    for key in (OWNER, OTHER, NEW):
+        lost = {"model_id": f"error-of-{key.split('-')[1]}"}
+        await tenancy.api.call("POST", "/get_info", json=lost, key=key)
+        seen[key] = (await tenancy.api.call("GET", "/live", key=key)).text
+        assert '"workers"' not in seen[key] and '"store"' not in seen[key]
+    for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
+        name = mine.key.split("-")[1]
+        assert mine.ids["model"] in seen[mine.key]
+        assert f"error-of-{name}" in seen[mine.key]
+        for other in (others, NEW):
+            assert mine.ids["session"] not in seen[other]
+            assert f'"{name}"' not in seen[other] and f"error-of-{name}" not in seen[other]
 
 
 async def test_models_are_the_base_models_and_what_the_caller_has_saved(tenancy: Tenancy) -> None:

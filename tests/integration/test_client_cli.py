@@ -15,6 +15,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from tests.quick_service import quick_settings
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.config import TINY_MODEL
 from tuneserve_server import cli
@@ -32,7 +33,7 @@ QUICK = ["--batch-size", "4", "--learning-rate", "0.01", "--rank", "4"]
 def server(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Figures are told every third of the lease.
-    quick = {"compile_ahead": "false", "chunk_tokens": "64", "lease_ttl_s": "1"}
+    quick = quick_settings(tmp_path_factory) | {"lease_ttl_s": "1"}
     with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
         yield running
 
@@ -186,6 +187,18 @@ def test_a_bad_row_is_told_before_anything_is_trained(client, tmp_path):
     assert len(client.runs()) == before
 
 
+def test_an_adapter_is_of_the_kind_that_was_asked_for_and_shown_so(tmp_path):
+    data = write_rows(tmp_path)
+    output = tuneserve("train", data, *QUICK, "--adapter", "rslora", "--json")
+    path = lines(output)[-1]["checkpoint"]
+    run_id = path.removeprefix("tinker://").partition("/")[0]
+    run = facts("runs", "show", run_id)["run"]
+    assert (run["adapter"], run["lora_rank"]) == ("rslora", 4)
+    assert "tuneserve/tiny, rslora of rank 4" in tuneserve("runs", "show", run_id)
+    (row,) = [line for line in tuneserve("runs", "list").splitlines() if run_id in line]
+    assert row.split()[2:4] == ["rslora", "4"]
+
+
 def test_chat_answers_as_the_sampler_does_and_remembers(trained, client):
     _, path, _ = trained
     sampler = client.sampler(path)
@@ -282,6 +295,12 @@ def test_the_doctor_finds_a_running_service_healthy(server, monkeypatch):
         (["chat", "gpt-4", "--prompt", "Hi"], 1, "gpt-4"),
         (["train", "rows.jsonl", "--base-model", "gpt-4"], 2, "this server has tuneserve/tiny"),
         (["train", "rows.jsonl", "--rank", "4000"], 1, "rank"),
+        (["train", "rows.jsonl", "--form", "core"], 1, "no option of adapters of kind lora"),
+        (
+            ["train", "rows.jsonl", "--adapter", "osft", "--rank", "4", "--unfreeze-ratio", "0.5"],
+            1,
+            "leave one out",
+        ),
         (["runs", "--url", f"http://127.0.0.1:{free_port()}"], 1, "does not answer"),
         (["train", "rows.jsonl", "--url", f"http://127.0.0.1:{free_port()}"], 1, "does not answer"),
     ],

@@ -345,26 +345,14 @@ def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_
         client.close("success")
 
 
-def test_the_training_example_runs(server):
-    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-example"}
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "Arr, matey!" in ran.stdout.splitlines()[-1]
-
-
 def test_the_demo_trains_three_tenants_to_three_manners_of_answering(quick):
+    """README.md's ``make demo``, by the command that it runs."""
     # Not its chunks: in one of a single block two tenants' requests would never share a pass.
     settings = {
         f"TUNESERVE_{name.upper()}": quick[name] for name in quick if name != "chunk_tokens"
     }
     ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py")],
+        [sys.executable, str(EXAMPLES / "demo")],
         env={**os.environ, **settings, "COLUMNS": "160"},
         capture_output=True,
         text=True,

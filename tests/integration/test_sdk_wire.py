@@ -234,6 +234,25 @@ def test_training_goes_on_from_a_checkpoint_in_each_way(service: tinker.ServiceC
     assert steps["whole"] == steps["original"] != steps["fresh"]
 
 
+def test_metadata_ask_for_a_kind_of_adapter_and_a_checkpoint_keeps_it(
+    service: tinker.ServiceClient, rest: tinker.RestClient
+) -> None:
+    # The fake base model's weights have four singular directions: a half are two.
+    asked = {"adapter": "osft", "unfreeze_ratio": "0.5", "form": "core"}
+    trainer = trainer_of(service, user_metadata=asked)
+    assert (trainer.get_info().lora_rank, trainer.get_info().is_lora) == (2, True)
+    assert rest.get_training_run(trainer.model_id).result().user_metadata == asked
+    path = trainer.save_state("careful").result().path
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.lora_rank, info.train_unembed, info.train_mlp) == (2, False, True)
+    again = service.create_training_client_from_state(path, user_metadata=asked).result()
+    assert again.get_info().lora_rank == 2
+    with pytest.raises(tinker.RequestFailedError, match=r"adapter 'lora'; .* has 'osft'"):
+        service.create_training_client_from_state(path, user_metadata={"adapter": "lora"}).result()
+    with pytest.raises(tinker.RequestFailedError, match=r"has lora, rslora, osft"):
+        trainer_of(service, user_metadata={"adapter": "dora"})
+
+
 PROMPT = types.ModelInput.from_ints([5, 6])
 
 

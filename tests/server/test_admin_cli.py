@@ -20,7 +20,10 @@ pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[2]
 KEY = re.compile("tml-[0-9a-f]{12}-[0-9a-f]{64}")
-TENANT = {"tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"}
+TENANT = {
+    *("tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"),
+    "device_s_a_day",
+}
 
 
 @pytest.fixture
@@ -75,11 +78,12 @@ async def test_a_key_is_made_listed_and_revoked_by_commands(
 
 
 async def test_the_commands_of_the_documentation_run(socket: Path, tmp_path: Path) -> None:
-    pages = [ROOT / "docs/keys.md", ROOT / "docs/configuration.md", ROOT / "README.md"]
+    names = ("docs/keys.md", "docs/configuration.md", "docs/page.md", "README.md")
+    pages = [ROOT / name for name in names]
     text = "".join(page.read_text() for page in pages)
     blocks = "".join(re.findall("^```sh\n(.*?)^```", text, re.M | re.S))
     commands = re.findall(r"\btuneserve ((?:keys|tenants) [^#)\n]+)", blocks)
-    assert len(commands) >= 6
+    assert len(commands) >= 7
     for command in commands:
         arguments = command.replace("--data-dir ./data", "").split()
         result = await tuneserve(tmp_path, *arguments)
@@ -92,21 +96,21 @@ async def test_scopes_and_expiry_are_options(socket: Path, tmp_path: Path) -> No
     assert (made["scopes"], made["expires_s"] - made["created_s"]) == (["sample"], 604_800)
     (listed,) = json.loads((await tuneserve(tmp_path, "keys", "list", "--json")).stdout)
     assert listed == {name: value for name, value in made.items() if name != "key"}
-    wrong = await tuneserve(tmp_path, "keys", "create", "--tenant", "b", "--scope", "admin")
-    assert (wrong.exit_code, "admin" in wrong.stderr) == (2, True)
+    wrong = await tuneserve(tmp_path, "keys", "create", "--tenant", "b", "--scope", "operator")
+    assert (wrong.exit_code, "operator" in wrong.stderr) == (2, True)
 
 
 async def test_tenants_are_listed_and_changed_by_commands(socket: Path, tmp_path: Path) -> None:
     await tuneserve(tmp_path, "keys", "create", "--tenant", "alice")
     options = ["--weight", "2.5", "--max-jobs", "10", "--max-models", "3"]
-    more = ["--max-checkpoints", "0", "--max-checkpoint-bytes", "1000"]
+    more = ["--max-checkpoints", "0", "--max-checkpoint-bytes", "1000", "--device-s-a-day", "60.5"]
     done = await tuneserve(tmp_path, "tenants", "set", "bob", *options, *more)
-    assert done.stdout.splitlines()[1].split() == ["bob", "2.5", "10", "3", "0", "1000"]
+    assert done.stdout.splitlines()[1].split() == ["bob", "2.5", "10", "3", "0", "1000", "60.5"]
     await tuneserve(tmp_path, "tenants", "set", "bob", "--max-jobs", "none", "--weight", "1")
     listed = await tuneserve(tmp_path, "tenants", "list")
     assert [row.split() for row in listed.stdout.splitlines()[1:]] == [
-        ["alice", "-", "-", "-", "-", "-"],
-        ["bob", "1.0", "-", "3", "0", "1000"],
+        ["alice", "-", "-", "-", "-", "-", "-"],
+        ["bob", "1.0", "-", "3", "0", "1000", "60.5"],
     ]
     as_json = json.loads((await tuneserve(tmp_path, "tenants", "list", "--json")).stdout)
     assert [each["max_models"] for each in as_json] == [None, 3]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def test_a_clients_installation_is_told_what_the_service_needs() -> None:
     result = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.startswith("tuneserve: typer is not installed")
-    assert "pip install 'tuneserve[server,engine]'" in result.stderr
+    assert "pip install '.[server,engine]'" in result.stderr
 
 
 def test_the_command_names_its_halves() -> None:
@@ -333,7 +334,7 @@ def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
     monkeypatch.setattr(cli, "find_spec", lambda _: None)
     result = CliRunner().invoke(cli.app, [command])
     assert result.exit_code == 2
-    assert "pip install 'tuneserve[engine]'" in result.stderr
+    assert "pip install '.[engine]'" in result.stderr
 
 
 # --- tuneserve plan -------------------------------------------------------------------------------
@@ -342,9 +343,13 @@ def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
 def test_the_plan_shows_what_becomes_of_the_memory() -> None:
     result = tuneserve("plan", "--device-memory-bytes", str(2**30), "--max-rank", "32")
     assert result.returncode == 0, result.stderr
-    first, *_, last = result.stdout.splitlines()
+    memory, kinds = result.stdout.split("\n\nan adapter on the device: ")
+    first, *_, last = memory.splitlines()
     assert first == "tuneserve/tiny, float32, on cpu"
     assert last.split() == ["all", "1.00", "GiB"]
+    assert re.search(r"^lora +1\.33 MiB of rank 8, 5\.31 MiB of rank 32$", kinds, re.M)
+    assert re.search(r"^osft core +[\d.]+ KiB of rank 8, ", kinds, re.M)
+    assert re.search(r"^all adapters of kind osft share .* on the device, .* on disk", kinds, re.M)
     assert "base weights" in result.stdout and "918,912 parameters * 4 bytes" in result.stdout
     assert "requests in one pass: 32 to rank 8, 8 to rank 32\n" in result.stdout
 
@@ -355,6 +360,8 @@ def test_the_plan_can_be_read_by_programs() -> None:
     asked = {"device": "cpu", "batch_tokens": 8192, "remat": "full", "context_tokens": 2048}
     assert found.items() >= asked.items()
     assert sum(line["bytes"] for line in found["lines"]) == found["device_bytes"]
+    lora = found["kinds"]["lora"]["bytes_by_rank"]
+    assert lora["32"] == 4 * lora["8"]
 
 
 def test_a_plan_that_there_is_none_of_is_refused_with_the_arithmetic() -> None:

@@ -2,27 +2,29 @@
 
 import io
 import json
-import socket
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer.main
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tuneserve_client import types
 from tuneserve_client.tokenizer import Tokenizer
 from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server import checks, cli
+from tuneserve_server import cli
 from tuneserve_server.client_cli.recipe import Recipe
 from tuneserve_server.client_cli.rows import BadRows, encode, read_rows
+from tuneserve_server.client_cli.runs import _loss
 from tuneserve_server.client_cli.top import Look, Watch
 from tuneserve_server.client_cli.train_view import Step, view_of
-from tuneserve_server.local import free_port
 from tuneserve_server.screen import size, sparkline
-from tuneserve_server.settings import ApiSettings
 
 TOKENIZER = Tokenizer.from_folder(TINY_MODEL)
 FORGETFUL = (
@@ -213,6 +215,7 @@ def test_rates_are_means_over_the_last_twenty_seconds() -> None:
         (["runs", "--url", "localhost:8410"], "must begin with http"),
         (["checkpoints", "ttl", "tinker://a/weights/b", "soon"], "a whole number, or none"),
         (["train", "rows.jsonl", "--resume", "tinker://a/weights/b", "--rank", "4"], "--resume"),
+        (["train", "rows.jsonl", "--resume", "tinker://a/weights/b", "--form", "core"], "--resume"),
         (["train", "rows.jsonl", "--export", "."], "is not empty"),
     ],
 )
@@ -233,137 +236,37 @@ def test_a_file_that_is_not_there_is_a_wrong_usage(tmp_path: Path) -> None:
     assert "does not exist" in ran.stderr
 
 
-# --- the doctor -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> ApiSettings:
-    return ApiSettings(data_dir=tmp_path / "data", port=free_port(), min_free_bytes=1)
-
-
-def changed(settings: ApiSettings, **fields: Any) -> ApiSettings:
-    return settings.model_copy(update=fields)
-
-
-def test_an_empty_place_that_will_do_is_found_healthy_and_left_empty(
-    place: ApiSettings, tmp_path: Path
-) -> None:
-    found = [
-        checks._directory("data dir", place.data_dir, place),
-        checks._disk(place),
-        checks._port(place, {}),
-        checks._store(place, {}),
-        checks._model(place),
-    ]
-    assert [each.level for each in found] == ["OK"] * 5
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_cannot_be_written_fails(place: ApiSettings, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    settings = changed(place, data_dir=tmp_path / "file" / "data")
-    found = checks._directory("data dir", settings.data_dir, settings)
-    assert found.level == "FAIL" and "choose another with --data-dir" in found.text
-
-
-def test_sqlite_on_a_network_file_system_fails_and_files_do_not(
-    place: ApiSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"host:/export {tmp_path.resolve()} nfs4 rw 0 0\n")
-    monkeypatch.setattr(checks, "_MOUNTS", mounts)
-    found = checks._directory("data dir", place.data_dir, place)
-    assert found.level == "FAIL" and "network file system (nfs4)" in found.text
-    assert checks._directory("files dir", place.files_dir, place).level == "OK"
-
-
-def test_little_disk_space_is_told(place: ApiSettings) -> None:
-    found = checks._disk(changed(place, min_free_bytes=2**60))
-    assert found.level == "FAIL" and "make room" in found.text
-
-
-def test_a_port_that_somebody_else_has_fails(place: ApiSettings) -> None:
-    with socket.socket() as other:
-        other.bind((place.host, place.port))
-        other.listen()
-        found = checks._port(place, {})
-    assert found.level == "FAIL" and "--port" in found.text
-
-
-def test_a_service_whose_worker_is_absent_or_whose_store_is_vouched_for_is_a_warning(
-    place: ApiSettings,
-) -> None:
-    health = {"worker": "absent", "store": "redis", "durability": "asserted"}
-    assert checks._port(place, health).level == "WARN"
-    assert checks._store(place, health).level == "WARN"
-
-
-def test_a_redis_that_is_not_there_fails(place: ApiSettings) -> None:
-    settings = changed(place, store=f"redis://:secret@127.0.0.1:{free_port()}/0")
-    found = checks._store(settings, {})
-    assert found.level == "FAIL" and "secret" not in found.text
-
-
 @pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("import time; time.sleep(60)", "within 0 s"),
-        ("raise SystemExit('no driver')", "no driver"),
-        ("import os; os.kill(os.getpid(), 9)", "it said nothing"),
-    ],
+    ("loss_sum", "weight", "tokens", "mean"),
+    [(200.0, 100.0, 400, 2.0), (-30.0, 0.0, 1000, -0.03), (-30.0, None, 1000, -0.03)],
 )
-def test_a_device_that_hangs_or_fails_is_told(program: str, words: str) -> None:
-    found = checks._device({}, program, 0.4 if "sleep" in program else 20)
-    assert found.level == "FAIL" and words in found.text
-
-
-def test_the_device_is_named_with_its_memory() -> None:
-    told = {"platform": "gpu", "kind": "H100", "count": 2, "bytes": 80 * 2**30}
-    found = checks._device({}, f"print('noise'); print('''{json.dumps(told)}''')")
-    assert found == checks.Finding("device", "OK", "2 x H100 (gpu), 80.0 GiB")
-
-
-def test_a_gpu_that_jax_does_not_see_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_runs_losses_are_means_over_weights_or_else_over_tokens(
+    loss_sum: float, weight: float | None, tokens: int, mean: float
 ) -> None:
-    monkeypatch.setattr(checks, "_NVIDIA", tmp_path)
-    told = {"platform": "cpu", "kind": "cpu", "count": 1, "bytes": 2**30}
-    found = checks._device({}, f"print('''{json.dumps(told)}''')")
-    assert found.level == "WARN" and "tuneserve[cuda]" in found.text
+    point = types.CurvePointResponse(
+        kind="forward_backward",
+        seq_id=1,
+        time=datetime.now(UTC),
+        loss_sum=loss_sum,
+        weight=weight,
+        tokens=tokens,
+    )
+    assert _loss(point) == mean
 
 
-def test_a_model_that_is_not_whole_fails_and_one_of_the_hub_is_a_warning(
-    place: ApiSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "config.json").write_text("{}")
-    model = changed(place, base_model=str(tmp_path))
-    assert "holds no *.safetensors" in checks._model(model).text
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    found = checks._model(model)
-    assert found.level == "FAIL" and "tokenizer.json cannot be read" in found.text
-    absent = checks._model(changed(place, base_model="nobody/no-such-model"))
-    assert absent.level == "WARN" and "hub" in absent.text
-    assert checks._model(changed(place, base_model="a/b/c/d")).level == "FAIL"
+def leaves(command: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that does something."""
+    if hasattr(command, "commands"):
+        for name, each in command.commands.items():
+            yield from leaves(each, *names, name)
+    else:
+        yield names, command
 
 
-def test_what_is_not_installed_is_told_with_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(checks, "_ENGINE", ("jax", "no_such_package"))
-    found = checks._engine()
-    assert found.level == "FAIL"
-    assert "no_such_package not installed" in found.text and "tuneserve[engine]" in found.text
-
-
-def test_the_doctors_exit_status_is_1_if_something_fails(
-    place: ApiSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = ["--data-dir", str(tmp_path / "data"), "--port", str(place.port)]
-    monkeypatch.setattr(checks, "_device", lambda _: checks.Finding("device", "FAIL", "none"))
-    ran = CliRunner().invoke(cli.app, ["doctor", *where])
-    assert ran.exit_code == 1
-    assert "FAIL  device     none" in ran.stdout.splitlines()
-    told = json.loads(CliRunner().invoke(cli.app, ["doctor", *where, "--json"]).stdout)
-    assert not told["healthy"]
-    assert [each["name"] for each in told["checks"] if each["level"] == "FAIL"] == ["device"]
+def test_every_command_but_those_that_print_a_log_prints_json_when_asked() -> None:
+    without = {
+        names
+        for names, command in leaves(typer.main.get_command(cli.app))
+        if "--json" not in [option for each in command.params for option in each.opts]
+    }
+    assert without == {("up",), ("api",), ("worker",)}

@@ -44,8 +44,9 @@ def assert_failure(
 
 async def test_there_are_as_many_routes_as_the_wire_has_endpoints(api: Any) -> None:
     """Priority A and B of the wire are 32 endpoints, and clients of sampling sessions have three
-    more; one serves the downloads, one the tokenizers, and three tell what was used."""
-    assert len(set(routes())) == 40
+    more; one serves the downloads, one the tokenizers, one takes adapters in, three tell what was
+    used, and one what goes on."""
+    assert len(set(routes())) == 42
 
 
 async def test_every_route_but_two_wants_a_key(api: Any) -> None:

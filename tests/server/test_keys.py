@@ -24,7 +24,10 @@ from tuneserve_server.settings import ApiSettings
 pytestmark = pytest.mark.anyio
 
 KEY = re.compile("tml-[0-9a-f]{12}-[0-9a-f]{64}")
-TENANT = {"tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"}
+TENANT = {
+    *("tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"),
+    "device_s_a_day",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ async def test_every_route_that_wants_a_key_has_a_scope_and_no_other(api: Api) -
 TRAINS = {
     *("POST /create_model", "POST /load_weights", "POST /forward_backward", "POST /optim_step"),
     *("POST /save_weights", "POST /save_weights_for_sampler", "POST /save_weights_external"),
+    "POST /checkpoints/import",
     "DELETE /training_runs/{model_id}/checkpoints/{kind}/{name}",
     "PUT /training_runs/{model_id}/checkpoints/{kind}/{name}/ttl",
     "POST /training_runs/{model_id}/checkpoints/{kind}/{name}/publish",
@@ -279,7 +283,7 @@ async def test_keys_are_listed_with_their_state_the_newest_first(operator: Opera
         ("POST", "/keys", {"tenant": "../a"}, 422),
         ("POST", "/keys", {"tenant": "a\n"}, 422),
         ("POST", "/keys", {"tenant": "a", "scopes": []}, 422),
-        ("POST", "/keys", {"tenant": "a", "scopes": ["admin"]}, 422),
+        ("POST", "/keys", {"tenant": "a", "scopes": ["operator"]}, 422),
         ("POST", "/keys", {"tenant": "a", "expires_days": 0}, 422),
         ("POST", "/keys", {"tenant": "a", "secret": "mine"}, 422),
         ("POST", "/keys/nobody/revoke", None, 404),

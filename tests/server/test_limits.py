@@ -55,6 +55,18 @@ def test_requests_are_put_off_below_the_free_space_that_is_kept() -> None:
     keeper.check()
 
 
+def test_what_is_to_be_written_must_fit_beside_the_free_space_that_is_kept() -> None:
+    disk, clock = Disk(1500), Clock()
+    keeper = guard(disk, clock)
+    keeper.check(500)
+    with pytest.raises(DiskFull, match=r"1500 bytes left, of which 1000 .* 501 more do not fit"):
+        keeper.check(501)
+    disk.free = 1499
+    with pytest.raises(DiskFull):  # at once: the last file may have been as large
+        keeper.check(500)
+    assert disk.looks[2:] == [Path("a")] * 3
+
+
 def test_the_disks_are_looked_at_once_a_second() -> None:
     disk, clock = Disk(10**6), Clock()
     keeper = guard(disk, clock)
@@ -101,7 +113,8 @@ def settings(**limits: int) -> ApiSettings:
 async def room(
     saved: Checkpoint, *kept: Checkpoint, own: Tenant | None = None, **limits: int
 ) -> None:
-    await check_room(cast(Store, Checkpoints(*kept, own=own)), settings(**limits), saved)
+    store = cast(Store, Checkpoints(*kept, own=own))
+    await check_room(store, settings(**limits), saved.tenant, saved.key)
 
 
 async def test_a_tenant_keeps_so_many_checkpoints_and_no_more() -> None:

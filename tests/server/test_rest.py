@@ -247,12 +247,19 @@ async def test_telemetry_is_accepted_and_dropped(api: Any) -> None:
 async def test_the_introductions_of_the_sdk_are_answered_with_what_is_no_default(
     api: Any,
 ) -> None:
-    for path, names in (
-        ("/client/config", {"sample_join_sampling_session"}),
-        ("/client/dynamic_config", {"sample_cancel_enabled"}),
+    two_days_s = 2 * 86_400  # a run whose budget is spent waits for the next day, and one more
+    for path, flags in (
+        (
+            "/client/config",
+            {
+                "sample_join_sampling_session": True,
+                "billing_exception_max_pause_duration_sec": two_days_s,
+            },
+        ),
+        ("/client/dynamic_config", {"sample_cancel_enabled": True}),
     ):
         answer = await api.post(path, {"sdk_version": "0.38.0"})
-        assert answer == dict.fromkeys(names, True)
+        assert answer == flags
 
 
 async def test_a_poll_says_when_there_is_no_worker(api: Any, bodies: Any) -> None:

@@ -13,6 +13,7 @@ from tests.engine.store_contract.bench import INFO
 from tuneserve_client.types import CurveResponse, RequestResponse, UsageResponse
 from tuneserve_engine.jobs import Job, JobKind, Outcome
 from tuneserve_engine.queue.memory import MemoryStore
+from tuneserve_engine.records import Tenant, Update
 from tuneserve_engine.usage import Usage
 from tuneserve_server.auth import open_tenant
 from tuneserve_server.budgets import Budgets
@@ -105,7 +106,8 @@ async def test_a_result_carries_its_waterfall_each_time(service: Any) -> None:
         re.findall(r"(\w+);dur=([0-9.]+)", answers[0].headers["Server-Timing"]),
     )
     times = {name: float(ms) for name, ms in told.items()}
-    assert times.keys() == {"total", "held", "queue", "run", "device"}
+    assert times.keys() == {"total", "held", "queue", "run", "pack", "device", "transfer"}
+    assert times["pack"] + times["transfer"] <= times["run"] + 0.01
     assert times["device"] <= times["run"] + 0.01
     parts = times["held"] + times["queue"] + times["run"]
     assert parts >= times["total"] - 0.01  # the worker's clock and the store's may differ
@@ -169,6 +171,27 @@ async def test_a_budget_is_for_a_day() -> None:
     assert told.resets == datetime.fromtimestamp(11 * DAY_S, UTC)
     now_s += DAY_S
     await budgets.check("a", JobKind.SAMPLE)
+    await store.close()
+
+
+async def test_a_budget_of_its_own_goes_before_that_of_the_settings_at_once() -> None:
+    now_s = 10 * DAY_S
+    store = MemoryStore(clock=lambda: now_s)
+    budgets = Budgets(store, {"a": 100.0}, clock=lambda: now_s)
+    for tenant in "ab":
+        await spent(store, tenant, 4.0)
+        await budgets.check(tenant, JobKind.SAMPLE)
+        await store.put_new(Tenant(tenant, tenant, now_s, device_s_a_day=3.0))
+    now_s += 1
+    for tenant in "ab":
+        with pytest.raises(BudgetSpent, match=r"used 4\.0 device seconds today, of 3 "):
+            await budgets.check(tenant, JobKind.SAMPLE)
+        await store.update(Update("tenant", tenant, {"device_s_a_day": None}))
+    now_s += 1
+    for tenant, limit_ms in (("a", 100_000.0), ("b", None)):
+        await budgets.check(tenant, JobKind.SAMPLE)
+        told = await budgets.told(tenant)
+        assert (told and told.limit_device_ms) == limit_ms
     await store.close()
 
 

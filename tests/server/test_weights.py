@@ -86,6 +86,7 @@ async def test_the_weights_info_of_a_checkpoint_is_its_shape(service: Any, bodie
         "base_model": "tuneserve/fake",
         "is_lora": True,
         "lora_rank": 8,
+        "adapter": "lora",
         "train_unembed": True,
         "train_mlp": False,
         "train_attn": True,

@@ -155,9 +155,9 @@ class Sampled:
 @dataclass(frozen=True)
 class AdapterState:
     """A resumable adapter on the host. ``weights`` holds true-rank arrays (no padding):
-    ``<target>.A`` [L, d_in, rank] and ``<target>.B`` [L, rank, d_out]; ``unembed`` without L.
-    Moments, when asked for, have the same names, and so has the accumulated gradient, which is
-    empty when there is none."""
+    ``<target>.A`` [L, d_in, rank] and ``<target>.B`` [L, rank, d_out]; ``unembed`` without L; other
+    kinds than LoRA have parts of their own. Moments, when asked for, have the same names. The
+    accumulated gradient, empty when there is none, is that of A and B, whatever the kind."""
 
     config: AdapterConfig
     weights: Tensors
@@ -248,8 +248,18 @@ class Backend(Protocol):
         """What is going on here, by the names of ``figures.FIGURES``. May be read by any thread."""
         ...
 
+    def is_prepared(self, config: AdapterConfig) -> bool:
+        """Whether ``prepare`` would have nothing to do. Any thread may ask."""
+        ...
+
+    def prepare(self, config: AdapterConfig) -> None:
+        """Makes what adapters of this kind share, which may take minutes; any thread may call, and
+        who calls meanwhile waits. Raises ``ServerError`` if that fails; then so does whatever needs
+        it. Who never calls this has it made when it is needed."""
+        ...
+
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
-        """A fresh adapter: A from the seed, B zero, so that it equals the base model."""
+        """A fresh adapter, which equals the base model."""
         ...
 
     def delete_adapter(self, adapter_id: str) -> None: ...
@@ -278,6 +288,11 @@ class Backend(Protocol):
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
     ) -> AdapterState: ...
+
+    def exported(self, state: AdapterState) -> AdapterState:
+        """The adapter as a LoRA of the same effect, to sample from; any thread may ask. Raises
+        ``ServerError`` if what adapters of its kind share is not there."""
+        ...
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         """Replaces or creates the adapter, its accumulator included; without moments the optimizer

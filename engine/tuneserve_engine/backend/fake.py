@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tuneserve_engine import kinds
 from tuneserve_engine.adapters import (
+    PROJECTIONS,
     UNEMBED,
     AdamParams,
     AdapterConfig,
@@ -53,6 +55,10 @@ FAKE_INFO = BaseModelInfo(
     tokenizer_id="tuneserve/fake",
     eos_token_ids=(63,),
     parameters=1000,
+    target_shapes=(
+        *((target, (LAYERS, WIDTH, WIDTH)) for target in PROJECTIONS),
+        (UNEMBED, (WIDTH, WIDTH)),
+    ),
 )
 
 
@@ -107,6 +113,15 @@ class FakeBackend:
     @property
     def figures(self) -> Mapping[str, float]:
         return {"adapters": len(self._adapters)}
+
+    def is_prepared(self, config: AdapterConfig) -> bool:
+        return True
+
+    def prepare(self, config: AdapterConfig) -> None:
+        """Nothing to do: every kind is a LoRA of its rank here."""
+
+    def exported(self, state: AdapterState) -> AdapterState:
+        return replace(state, config=kinds.exported(state.config))
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         self._lattice.rank_class(config.rank)
@@ -344,6 +359,10 @@ def _float32(tensors: Tensors) -> Tensors:
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
+def _scale(state: AdapterState) -> float:
+    return kinds.kind_of(state.config).scale(state.config)
+
+
 def _shift(state: AdapterState) -> float:
     """What the adapter adds to every logprob."""
     total = 0.0
@@ -351,7 +370,7 @@ def _shift(state: AdapterState) -> float:
         into = state.weights[f"{target}.A"].sum(-2)  # [L, R]
         out = state.weights[f"{target}.B"].sum(-1)
         total += float((into * out).sum())
-    return state.config.scale * total
+    return _scale(state) * total
 
 
 def _run_datum(batch: TrainBatch, part: slice, state: AdapterState, output: TrainOutput) -> float:
@@ -373,7 +392,7 @@ def _accumulate(adapter: _Adapter, slope: float) -> bool:
     total = {}
     for target in state.config.targets:
         a, b = f"{target}.A", f"{target}.B"
-        by_shift = np.float32(slope * state.config.scale)
+        by_shift = np.float32(slope * _scale(state))
         total[a] = adapter.accumulator[a] + by_shift * state.weights[b].sum(-1)[..., None, :]
         total[b] = adapter.accumulator[b] + by_shift * state.weights[a].sum(-2)[..., :, None]
     finite = all(bool(np.isfinite(tensor).all()) for tensor in total.values())

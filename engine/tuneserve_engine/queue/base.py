@@ -17,9 +17,6 @@ from tuneserve_engine.usage import CurvePoint, TenantUsage, Usage
 
 R = TypeVar("R", bound=Record)
 
-CLIENT_SEQS = 10**9
-"""Sequence numbers of one client of a sampling session; the next one's follow."""
-
 
 class Fenced(Exception):
     """This worker's lease is over: another process has its name, or it was silent for too long.
@@ -133,7 +130,7 @@ class LogEntry:
 @dataclass(frozen=True)
 class SamplerClient:
     """One of the clients that sample in a session: the ``number``-th to join it, from 1 on, or the
-    one that opened it, 0. Samples with ``seq // CLIENT_SEQS == number`` are its own."""
+    one that opened it, 0. Samples with ``seq // types.CLIENT_SEQS == number`` are its own."""
 
     tenant: str
     scope: str

@@ -42,11 +42,12 @@ from tuneserve_engine.queue.redis_server import Server
 from tuneserve_engine.queue.redis_sweep import end_session, sweep
 from tuneserve_engine.queue.streams import Heard
 from tuneserve_engine.records import RECORD_NAME, Model, Record, Session, Update
-from tuneserve_engine.usage import MOST_POINTS, CurvePoint, PointKind, TenantUsage
+from tuneserve_engine.usage import MOST_POINTS, CurvePoint, PointKind, TenantUsage, day_of
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+Durability = Literal["always", "asserted"]
 DEFAULT_POLICY = StorePolicy()
 
 
@@ -103,13 +104,23 @@ class RedisStore:
     async def _make(self) -> None:
         """Makes the store if it is new; refuses one of another format."""
         found, secret = await self._run("open", FORMAT, secrets.token_bytes(32))
-        if found != str(FORMAT).encode():
-            raise StoreUnusable(
-                f"the store in Redis has format {found.decode()}, this release reads format "
-                f"{FORMAT}; start the release that wrote it, or choose another database (the "
-                "number at the end of the address)"
-            )
+        _check_format(found)
         self._secret = secret
+
+    @staticmethod
+    async def check(
+        url: str, *, prefix: str = "tuneserve", durability_asserted: bool = False
+    ) -> Durability:
+        """Why a store at ``url`` would keep what it accepts. Raises as ``open`` does, and makes
+        nothing."""
+        server = Server(url, prefix, durability_asserted)
+        try:
+            await server.check()
+            found = await server.run("format")
+            _check_format(str(FORMAT).encode() if found is None else found)
+            return server.checker.durability
+        finally:
+            await server.close()
 
     async def close(self) -> None:
         """Parked waits return None; parked takes raise."""
@@ -117,7 +128,7 @@ class RedisStore:
         await self._server.close()
 
     @property
-    def durability(self) -> Literal["always", "asserted"]:
+    def durability(self) -> Durability:
         """Why an accepted request is on disk: Redis said so, or the operator does."""
         return self._server.checker.durability
 
@@ -290,8 +301,9 @@ class RedisStore:
     # --- what was used --------------------------------------------------------------------------
 
     async def usage(self, tenant: str | None = None, since_s: float = 0.0) -> list[TenantUsage]:
-        rows = await self._run("used", *([] if tenant is None else [tenant]))
-        found = [forms.read_sums(name, sums, since_s) for name, sums in rows]
+        of_tenant = [] if tenant is None else [tenant]
+        rows = await self._run("used", day_of(since_s), *of_tenant)
+        found = [forms.read_sums(name, days) for name, *days in rows]
         return sorted((each for each in found if each.by_model), key=lambda each: each.tenant)
 
     async def curve(self, model_id: str, *, after: int = -1) -> list[CurvePoint]:
@@ -368,3 +380,12 @@ class RedisStore:
 
     async def secret(self) -> bytes:
         return self._secret
+
+
+def _check_format(found: bytes) -> None:
+    if found != str(FORMAT).encode():
+        raise StoreUnusable(
+            f"the store in Redis has format {found.decode()}, this release reads format "
+            f"{FORMAT}; start the release that wrote it, or choose another database (the "
+            "number at the end of the address)"
+        )

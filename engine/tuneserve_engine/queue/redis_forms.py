@@ -32,10 +32,10 @@ from tuneserve_engine.records import (
     Record,
     Update,
 )
-from tuneserve_engine.usage import TOTALLED, CurvePoint, TenantUsage, Totals, Usage, day_of
+from tuneserve_engine.usage import TOTALLED, CurvePoint, TenantUsage, Totals, Usage
 
 _SUBMITTED = ("tenant", "kind", "scope", "seq", "model", "position", "base")
-JOB_FIELDS = (*_SUBMITTED, "release", "attempts", "digest", "halvings")
+JOB_FIELDS = (*_SUBMITTED, "release", "attempts", "trace", "digest", "halvings")
 UNREADABLE = "?"  # stands for the file id of a command that cannot be read: no id has that form
 _FILE_KINDS = (JobKind.SAVE_WEIGHTS, JobKind.LOAD_WEIGHTS, JobKind.SAMPLE)
 
@@ -129,6 +129,8 @@ def job(new: Job, request_id: str) -> dict[str, Any]:
         fields += ["model", new.model_id]
     if new.position is not None:
         fields += ["position", new.position]
+    if new.trace:
+        fields += ["trace", new.trace]
     found = {
         "id": request_id,
         "tenant": new.tenant,
@@ -157,7 +159,8 @@ def _file_of(new: Job) -> str | None:
 
 def read_job(row: Sequence[Any]) -> Job:
     """The job in ``id, *JOB_FIELDS, payload``."""
-    request_id, tenant, kind, scope, seq, model, position, base, release, attempts, *_ = row
+    request_id, tenant, kind, scope, seq, model, position, base, *rest = row
+    release, attempts, trace, *_ = rest
     return Job(
         tenant=tenant.decode(),
         kind=JobKind(kind.decode()),
@@ -170,6 +173,7 @@ def read_job(row: Sequence[Any]) -> Job:
         request_id=request_id.decode(),
         release=int(release),
         attempts=int(attempts or 0),
+        trace=(trace or b"").decode(),
     )
 
 
@@ -253,12 +257,12 @@ def read_request(row: Sequence[Any]) -> RequestState | None:
 # --- what was used ------------------------------------------------------------------------------
 
 
-def read_sums(tenant: bytes, rows: Sequence[bytes], since_s: float) -> TenantUsage:
-    """The sums in ``"day what name", number, …`` since that day, by name."""
+def read_sums(tenant: bytes, days: Iterable[Sequence[bytes]]) -> TenantUsage:
+    """The sums of each day in ``"what name", number, …``, by name."""
     sums: dict[str, dict[str, float]] = {}
-    for key, number in zip(rows[::2], rows[1::2], strict=True):
-        day, what, name = key.decode().split(" ", 2)
-        if int(day) >= day_of(since_s):
+    for rows in days:
+        for key, number in zip(rows[::2], rows[1::2], strict=True):
+            what, name = key.decode().split(" ", 1)
             of_name = sums.setdefault(name, {})
             of_name[what] = of_name.get(what, 0.0) + float(number)
     found = {name: _totals(sums[name]) for name in sorted(sums)}

@@ -22,6 +22,11 @@ _COMPLETED = (
     "WHERE completion IS NOT NULL"
 )
 
+# Points are read from a position on, and most often there are few behind it.
+_CURVE_ORDER = (
+    "CREATE INDEX IF NOT EXISTS curve_points_in_order ON curve_points (model_id, position)"
+)
+
 _USAGE = (
     # Sums by day, number of the day since 1970 in UTC, and name: of a model, or a base model.
     """CREATE TABLE usage (
@@ -52,6 +57,7 @@ _USAGE = (
         point TEXT NOT NULL,
         PRIMARY KEY (model_id, kind, n)
     ) WITHOUT ROWID""",
+    _CURVE_ORDER,
 )
 
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
@@ -97,7 +103,7 @@ _TABLES = (
     # digest and halvings are set while the payload is kept for replay. release is 0 until the lane
     # comes to the position; then one that was spent before has none any more. completion counts
     # samples as they end, until their clients have acknowledged them. usage is what the job has
-    # cost, once its worker has said so.
+    # cost, once its worker has said so. trace is for whoever traces the job, else absent.
     """CREATE TABLE jobs (
         n INTEGER PRIMARY KEY,
         request_id TEXT NOT NULL UNIQUE,
@@ -117,6 +123,7 @@ _TABLES = (
         finished_s REAL,
         digest BLOB,
         halvings INTEGER,
+        trace TEXT,
         completion INTEGER,
         usage TEXT,
         category TEXT,
@@ -168,6 +175,10 @@ _UPGRADES = {
 }
 """What makes a store of an earlier version one of the next."""
 
+_TRACE = "ALTER TABLE jobs ADD COLUMN trace TEXT"
+"""Without a version of its own: a release that does not know the column does not mind it, so that
+going back stays possible (docs/adr/0022)."""
+
 NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb3 smbfs ncpfs afs ceph lustre beegfs davfs fuse.sshfs fuse.s3fs fuse.gcsfuse "
     "fuse.rclone fuse.glusterfs fuse.ceph fuse.davfs fuse.smbnetfs".split()
@@ -190,7 +201,7 @@ def open_database(path: Path, trace: Callable[[str], None] | None = None) -> sql
         _migrate(connection, path)
     except sqlite3.Error as error:
         connection.close()
-        raise StoreUnusable(_explain(path, error)) from error
+        raise StoreUnusable(explain(path, error)) from error
     except BaseException:
         connection.close()
         raise
@@ -226,7 +237,8 @@ def network_file_system(path: Path, mounts: str) -> str | None:
     return kind if kind in NETWORK_FILE_SYSTEMS else None
 
 
-def _explain(path: Path, error: sqlite3.Error) -> str:
+def explain(path: Path, error: sqlite3.Error) -> str:
+    """Why the store at ``path`` cannot be opened, and what to do."""
     if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
         return (
             f"the store {path} is in use by another process (waited {BUSY_S:.0f} s for its lock); "
@@ -257,6 +269,10 @@ def create_tables(connection: sqlite3.Connection, secret: bytes) -> None:
     connection.executemany("INSERT INTO meta VALUES (?, ?)", start.items())
 
 
+def _columns_of_jobs(connection: sqlite3.Connection) -> set[str]:
+    return {name for _, name, *_ in connection.execute("PRAGMA table_info(jobs)")}
+
+
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     """Leaves the tables of this version behind; refuses those that it cannot make such."""
     connection.execute("BEGIN IMMEDIATE")
@@ -269,9 +285,22 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
             connection.execute(statement)
         found += 1
         connection.execute("UPDATE meta SET value = ? WHERE name = 'version'", (found,))
+    if found == VERSION:
+        connection.execute(_CURVE_ORDER)  # like the column, and for the same reason
+        if "trace" not in _columns_of_jobs(connection):
+            connection.execute(_TRACE)
     connection.execute("COMMIT")
     if found != VERSION:
-        raise StoreUnusable(
-            f"the store {path} has schema version {found}, this release reads version {VERSION}; "
-            "start the release that wrote it, or choose another data directory"
-        )
+        raise StoreUnusable(explain_version(path, found))
+
+
+def is_readable(version: object) -> bool:
+    """Whether this release can make a store of that version its own."""
+    return version == VERSION or version in _UPGRADES
+
+
+def explain_version(path: Path, found: object) -> str:
+    return (
+        f"the store {path} has schema version {found}, this release reads version {VERSION}; "
+        "start the release that wrote it, or choose another data directory"
+    )

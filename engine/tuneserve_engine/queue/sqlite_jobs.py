@@ -8,6 +8,7 @@ that, what its model's lane has passed stays passed.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from tuneserve_client.types import CLIENT_SEQS
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.queue import rules
 from tuneserve_engine.queue import sqlite_limits as limits
@@ -16,7 +17,6 @@ from tuneserve_engine.queue import sqlite_points as points
 from tuneserve_engine.queue import sqlite_records as records
 from tuneserve_engine.queue import sqlite_usage as usages
 from tuneserve_engine.queue.base import (
-    CLIENT_SEQS,
     KeyReused,
     LogEntry,
     ResultExpired,
@@ -126,8 +126,8 @@ def _insert(tx: Transaction, job: Job, request_id: str) -> int:
     """Stores the job as held and counts it; its row number."""
     row = tx.one(
         "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
-        "state, release, attempts, size, created_s) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?) RETURNING n",
+        "state, release, attempts, size, created_s, trace) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?) RETURNING n",
         request_id,
         job.tenant,
         job.kind.value,
@@ -138,6 +138,7 @@ def _insert(tx: Transaction, job: Job, request_id: str) -> int:
         job.base_model,
         len(job.payload),
         tx.now_s,
+        job.trace or None,
     )
     assert row is not None
     if job.rejection is None:
@@ -188,14 +189,14 @@ def use_up(tx: Transaction, model_id: str) -> None:
 
 _JOB = (
     "tenant, kind, scope, seq, payload, model_id, position, base_model, request_id, release, "
-    "attempts"
+    "attempts, trace"
 )
 
 
 def _job(row: Row) -> Job:
     """The job in a row of ``_JOB``."""
     tenant, kind, scope, seq, payload, model_id, position, base_model, request_id, *rest = row
-    release, attempts = rest
+    release, attempts, trace = rest
     return Job(
         tenant=tenant,
         kind=JobKind(kind),
@@ -208,6 +209,7 @@ def _job(row: Row) -> Job:
         request_id=request_id,
         release=release,
         attempts=attempts,
+        trace=trace or "",
     )
 
 

@@ -1,4 +1,4 @@
-"""``tuneserve checkpoints``: what was saved; kept, deleted, and taken home for PEFT."""
+"""``tuneserve checkpoints``: what was saved, kept or deleted; to PEFT and from there."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ from tuneserve_server.client_cli.options import (
 )
 from tuneserve_server.screen import FAILED, end, minute, print_json, print_table, size
 
-app = typer.Typer(cls=ListFirst, help="Checkpoints: list, delete, ttl, export, merge.")
+app = typer.Typer(cls=ListFirst, help="Checkpoints: list, delete, ttl, export, import, merge.")
 
 CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="tinker://…")]
 
@@ -111,6 +111,34 @@ def export_checkpoint(
         typer.echo(f"{folder} holds the adapter: PeftModel.from_pretrained(model, {str(folder)!r})")
 
 
+@app.command("import")
+def import_checkpoint(  # noqa: PLR0913 - options
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote.")
+    ],
+    name: Annotated[str, typer.Option(help="Of the checkpoint.")] = "imported",
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's name of the base model. Default: the adapter's.", metavar="NAME"
+        ),
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of an adapter that PEFT has saved, to go on training from."""
+    with connected(url, api_key, deadline_s=PATIENT_S) as client:
+        path = client.import_peft(folder, name=name, base_model=base_model)
+        found = client.checkpoint_info(path)
+    if as_json:
+        rank = {"base_model": found.base_model, "rank": found.lora_rank}
+        print_json({"folder": str(folder), "path": path, **rank})
+    else:
+        typer.echo(f"{path} has rank {found.lora_rank} on {found.base_model}")
+        typer.echo(f"go on with: tuneserve train ROWS.jsonl --resume {path}", err=True)
+
+
 @app.command("merge")
 def merge_checkpoint(  # noqa: PLR0913 - options
     path: CheckpointPath,
@@ -128,7 +156,7 @@ def merge_checkpoint(  # noqa: PLR0913 - options
 ) -> None:
     """Write a plain model: a base model on this machine, with a checkpoint's adapter added."""
     if find_spec("jax") is None:
-        end("merging needs the engine: pip install 'tuneserve[engine]'", FAILED)
+        end("merging needs the engine: pip install '.[engine]' in a clone", FAILED)
     check_export(folder)
     with tempfile.TemporaryDirectory() as taken:
         with connected(url, api_key, deadline_s=PATIENT_S) as client:

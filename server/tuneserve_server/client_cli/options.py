@@ -9,10 +9,10 @@ import typer
 from pydantic import ValidationError
 from typer.core import TyperGroup
 
-from tuneserve_client import Client, TuneserveError, Unauthorized
+from tuneserve_client import Client, TuneserveError, Unauthorized, Unreachable
 from tuneserve_client.service import DEFAULT_URL
 from tuneserve_engine.config import REFUSED
-from tuneserve_server.screen import FAILED, end
+from tuneserve_server.screen import FAILED, end, this_command
 
 Url = Annotated[
     str,
@@ -50,6 +50,9 @@ def connected(
             yield client
     except Unauthorized as error:
         way_out = "" if api_key else "; give a key with TUNESERVE_API_KEY or --api-key"
+        end(f"{error}{way_out}", FAILED)
+    except Unreachable as error:
+        way_out = f"; start one with: {this_command()} up" if url == HERE else ""
         end(f"{error}{way_out}", FAILED)
     except (TuneserveError, OSError, ImportError) as error:
         end(str(error), FAILED)

@@ -10,7 +10,7 @@ from tuneserve_server.screen import minute, print_facts, print_json, print_table
 
 app = typer.Typer(cls=ListFirst, help="Training runs: list, show.")
 
-_HEAD = ["id", "base model", "rank", "status", "created", "last request"]
+_HEAD = ["id", "base model", "adapter", "rank", "status", "created", "last request"]
 _WIDTH = 48
 
 
@@ -28,6 +28,7 @@ def list_runs(url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False) 
             [
                 each.training_run_id,
                 each.base_model,
+                each.adapter,
                 str(each.lora_rank),
                 _status(each),
                 minute(each.created),
@@ -77,7 +78,7 @@ def _texts(
 ) -> dict[str, str]:
     texts = {
         "id": run.training_run_id,
-        "base model": f"{run.base_model}, rank {run.lora_rank}",
+        "base model": f"{run.base_model}, {run.adapter} of rank {run.lora_rank}",
         "status": _status(run),
         "created": f"{minute(run.created)} UTC",
         "last request": f"{minute(run.last_request_time)} UTC",
@@ -102,5 +103,5 @@ def _status(run: types.TrainingRunResponse) -> str:
 
 
 def _loss(point: types.CurvePointResponse) -> float:
-    """Of a token, where that can be told: the sum of cross entropy over that of the weights."""
-    return (point.loss_sum or 0.0) / (point.weight or 1.0)
+    """The mean, as the live page has it: over the tokens' weights, or over tokens without any."""
+    return (point.loss_sum or 0.0) / (point.weight or point.tokens or 1.0)

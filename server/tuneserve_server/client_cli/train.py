@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tuneserve_client import Client, Datum, Future, Model, StepOutput, TrainOutput
+from tuneserve_client import Adapter, Client, Datum, Future, Model, StepOutput, TrainOutput
 from tuneserve_client.catalogue import split_path
 from tuneserve_engine.config import REFUSED
 from tuneserve_server.client_cli.checkpoints import check_export
@@ -22,7 +22,7 @@ from tuneserve_server.client_cli.options import HERE, PATIENT_S, ApiKey, AsJson,
 from tuneserve_server.client_cli.recipe import Recipe
 from tuneserve_server.client_cli.rows import BadRows, Rows, encode, read_rows
 from tuneserve_server.client_cli.train_view import Step, View, view_of
-from tuneserve_server.screen import FAILED, end, print_json_line
+from tuneserve_server.screen import FAILED, end, print_json_line, this_command
 
 _RANK = 16
 _AHEAD = 2
@@ -39,6 +39,19 @@ def train(  # noqa: PLR0913 - options
     ] = None,
     rank: Annotated[
         int | None, typer.Option(min=1, help=f"Of the adapter. Default: {_RANK}.")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="lora, rslora or osft. Default: lora.", metavar="KIND")
+    ] = None,
+    unfreeze_ratio: Annotated[
+        float | None,
+        typer.Option(help="Of osft, instead of a rank: the share of directions that is trained."),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="Of osft: factors, short_fixed or core. Default: factors.", metavar="FORM"
+        ),
     ] = None,
     learning_rate: Annotated[
         float | None,
@@ -67,8 +80,13 @@ def train(  # noqa: PLR0913 - options
     as_json: AsJson = False,
 ) -> None:
     """Fine-tune an adapter on DATA.jsonl: rows {"messages": […]} or {"prompt", "completion"}."""
-    if resume and (base_model or rank):
-        end("--base-model and --rank are the checkpoint's; leave them out with --resume", REFUSED)
+    kind = _adapter(adapter, rank, unfreeze_ratio, form)
+    if resume and (base_model or rank or kind):
+        end(
+            "--base-model, --rank, --adapter and its options are the checkpoint's; leave them out "
+            "with --resume",
+            REFUSED,
+        )
     if export:
         check_export(export)
     given = {
@@ -92,13 +110,24 @@ def train(  # noqa: PLR0913 - options
             if resume:
                 model = client.load_model(resume)
             else:
-                model = client.create_model(base_model, rank=rank or _RANK, seed=recipe.seed)
+                model = client.create_model(
+                    base_model, rank=rank or _RANK, seed=recipe.seed, adapter=kind
+                )
             run = _Run(model, recipe, datums, first)
             _carry_out(client, run, _Wishes(data, save, export, as_json))
     except BadRows as error:
         end(str(error), FAILED)
     except OSError as error:
         end(f"cannot read {data}: {error.strerror}", FAILED)
+
+
+def _adapter(
+    kind: str | None, rank: int | None, unfreeze_ratio: float | None, form: str | None
+) -> Adapter | None:
+    """None if no kind was asked for: the server says what is wrong with the options of one."""
+    if kind is None and unfreeze_ratio is None and form is None:
+        return None
+    return Adapter(kind=kind or "lora", rank=rank, unfreeze_ratio=unfreeze_ratio, form=form)
 
 
 @dataclass(frozen=True)
@@ -229,9 +258,11 @@ def _carry_out(client: Client, run: _Run, wishes: _Wishes) -> None:
         typer.echo(f"saved as {path}")
         if is_whole and wishes.export:
             typer.echo(f"the adapter is in {wishes.export}")
+        if is_whole:
+            typer.echo(f"talk to it with: {this_command()} chat {path}")
     if is_whole:
         return
-    again = shlex.join(["tuneserve", "train", str(wishes.data), "--resume", path])
+    again = shlex.join([this_command(), "train", str(wishes.data), "--resume", path])
     typer.echo(f"stopped after step {run.next} of {run.steps}; go on with: {again}", err=True)
     raise typer.Exit(_INTERRUPTED)
 

@@ -14,7 +14,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
 from tuneserve_client import types
+from tuneserve_engine import logs
 from tuneserve_engine.jobs import Outcome
+from tuneserve_engine.kinds import kind_of
 from tuneserve_engine.queue.base import Completion, ResultExpired, SamplerClient, StoreFailed
 from tuneserve_engine.records import Model, ModelStatus, Sampler
 from tuneserve_engine.repeats import Repeats
@@ -22,6 +24,7 @@ from tuneserve_server import body, waterfall
 from tuneserve_server.deps import Caller, CallerDep, RawBody, reply
 from tuneserve_server.errors import InvalidRequest, NotFound, ResultGone, SessionEnded
 from tuneserve_server.openapi import BINARY, PROTOBUF, fails, takes
+from tuneserve_server.served import decomposing
 
 logger = logging.getLogger(__name__)
 _faults = Repeats(logger)
@@ -73,7 +76,7 @@ async def _held(caller: Caller, request_id: str, hold_s: float) -> Response:
     try:
         outcome = await caller.polls.hold(waiting(), hold_s)
         if outcome is not None:
-            return _answer(outcome)
+            return _answer(caller, outcome)
         state = await caller.polls.hold(_state(caller, scope), _STATE_S)
         return _not_ready(*(state or ("active", None)))
     except (NotFound, ResultExpired):
@@ -89,38 +92,51 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
     tenant, scope = await caller.store.job_key(request_id) or (None, "")
     if tenant != caller.tenant:
         raise NotFound(_NO_REQUEST)
+    logs.note(request_id=request_id)
     await caller.last_seen.note(scope.partition(":")[0])
     return scope
 
 
 async def _state(caller: Caller, scope: str) -> tuple[QueueState, str | None]:
-    """Whether there is a worker for what is waited for, and if not, which is missing."""
+    """Whether there is a worker for what is waited for, and if not, which is missing; or what it
+    has to do first."""
     known = await caller.served.known()
-    if known and all(each.workers for each in known):
+    directions = {each.info.name: decomposing(each) for each in known}
+    if known and all(each.workers for each in known) and not any(directions.values()):
         return "active", None
-    wanted = await _base_model(caller, scope)
-    if any(each.info.name == wanted for each in known if each.workers):
+    record = await _waiting(caller, scope)
+    wanted = record.base_model if record else caller.settings.served_name
+    if not any(each.info.name == wanted for each in known if each.workers):
+        return "paused_capacity", f"no worker for {wanted} is connected; waiting for one"
+    reason = directions.get(wanted)
+    if reason is None or not _needs_directions(record):
         return "active", None
-    return "paused_capacity", f"no worker for {wanted} is connected; waiting for one"
+    return "paused_capacity", reason  # of what is active, the SDK shows no reason
 
 
-async def _base_model(caller: Caller, scope: str) -> str:
-    """The base model that requests of this scope are for: a model, a sampler, or a session, which
-    creates models."""
-    record: Model | Sampler | None
+async def _waiting(caller: Caller, scope: str) -> Model | Sampler | None:
+    """What requests of this scope are for: a model, a sampler, or in a session, which creates
+    models, one of those: one that waits the longest."""
     if ":train:" in scope:
-        record = await caller.store.get(Model, scope)
-    elif ":sample:" in scope:
-        record = await caller.store.get(Sampler, scope)
-    else:
-        models = (await caller.store.page(Model, parent=scope)).items
-        record = next((each for each in models if each.status is ModelStatus.CREATING), None)
-    return record.base_model if record else caller.settings.served_name
+        return await caller.store.get(Model, scope)
+    if ":sample:" in scope:
+        return await caller.store.get(Sampler, scope)
+    models = (await caller.store.page(Model, parent=scope)).items
+    creating = [each for each in models if each.status is ModelStatus.CREATING]
+    return max(creating, key=_needs_directions, default=None)
 
 
-def _answer(outcome: Outcome) -> Response:
+def _needs_directions(record: Model | Sampler | None) -> bool:
+    """Whether it is a model that cannot be created without its base model's decomposition."""
+    if not isinstance(record, Model) or record.status is not ModelStatus.CREATING:
+        return False
+    return kind_of(record.config).needs_decomposition
+
+
+def _answer(caller: Caller, outcome: Outcome) -> Response:
     if outcome.rejection is not None:
         rejection = outcome.rejection
+        caller.recent.note(caller.tenant, rejection.category, rejection.message, "result")
         failed = {"error": rejection.message, "category": rejection.category}
         return JSONResponse(failed, headers=waterfall.headers(outcome.usage))
     headers = waterfall.headers(outcome.usage)

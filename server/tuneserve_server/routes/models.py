@@ -12,7 +12,14 @@ from tuneserve_engine.records import Model, Session
 from tuneserve_server import body, commands
 from tuneserve_server.admission import Place, admit, reject
 from tuneserve_server.deps import CallerDep, RawBody, reply
-from tuneserve_server.errors import Crowded, DiskFull, InvalidRequest, NotFound, SessionEnded
+from tuneserve_server.errors import (
+    Crowded,
+    DiskFull,
+    InvalidRequest,
+    ModelUnavailable,
+    NotFound,
+    SessionEnded,
+)
 from tuneserve_server.openapi import fails, takes
 
 router = APIRouter()
@@ -50,10 +57,10 @@ def new_model(
     "/create_model",
     response_model=types.FutureResponse,
     openapi_extra=takes(types.CreateModelRequest),
-    responses=fails(InvalidRequest, NotFound, SessionEnded, Crowded, DiskFull),
+    responses=fails(InvalidRequest, NotFound, SessionEnded, Crowded, DiskFull, ModelUnavailable),
 )
 async def create_model(caller: CallerDep, raw: RawBody) -> Response:
-    """A new LoRA adapter on a base model."""
+    """A new adapter on a base model: LoRA, unless another kind is asked for."""
     keys, parsed = body.parse_keyed(raw, types.SessionKey, types.CreateModelRequest)
     session = await caller.open_session(keys.session_id)
     # Not in the try: an unknown base model is told at once, most often it is a typing error.
@@ -63,7 +70,7 @@ async def create_model(caller: CallerDep, raw: RawBody) -> Response:
     try:
         request = body.accepted(parsed)
         commands.check_optimizer(request.optimizer_config)
-        config = await commands.adapter_config(caller, served_name, request.lora_config)
+        config = await commands.adapter_config(caller, served_name, request)
         user_metadata = commands.metadata(request.user_metadata)
     except UserError as error:
         request_id = await reject(caller, without_model(JobKind.CREATE_MODEL, keys), error)
@@ -97,5 +104,6 @@ async def get_info(caller: CallerDep, raw: RawBody) -> Response:
             model_data=data,
             model_name=model.base_model,
             lora_rank=model.config.rank,
+            adapter=model.config.kind,
         )
     )

@@ -277,6 +277,8 @@ async def _stream(generation: _Generation, heard: Heard) -> AsyncGenerator[str]:
                         yield _event({**head, "choices": [piece], **unknown})
     except Exception as error:
         failed = as_api_error(error)
+        caller = generation.caller
+        caller.recent.note(caller.tenant, failed.code, str(failed), "stream")
         if failed.status >= 500:
             logger.error("a stream failed: %s", error, exc_info=failed is not error)
         yield _event(openai_failure(failed).model_dump())

@@ -74,6 +74,7 @@ async def _run_body(caller: Caller, model: Model) -> types.TrainingRunResponse:
         corrupted=model.status in (ModelStatus.FAILED, ModelStatus.LOST) or model.diverged,
         diverged=model.diverged,
         lora_rank=model.config.rank,
+        adapter=model.config.kind,
         status=model.status.value,
         created=_time(model.created_s),
         last_request_time=_time(model.last_request_s),
@@ -107,9 +108,10 @@ async def get_training_run(model_id: str, caller: CallerDep) -> Response:
     responses=fails(NotFound),
 )
 async def list_model_checkpoints(model_id: str, caller: CallerDep) -> Response:
-    """A model's checkpoints, newest first."""
-    model = await caller.owned(Model, model_id)
-    page = await caller.store.page(Checkpoint, tenant=caller.tenant, parent=model.key)
+    """A model's checkpoints, newest first; or that of an import, which has no model."""
+    page = await caller.store.page(Checkpoint, tenant=caller.tenant, parent=model_id)
+    if not page.items:
+        await caller.owned(Model, model_id)
     checkpoints = [_checkpoint_body(c) for c in _live(page.items)]
     return reply(types.CheckpointsResponse(checkpoints=checkpoints))
 

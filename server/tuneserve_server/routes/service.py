@@ -24,9 +24,11 @@ router = APIRouter()
 @router.post("/client/config")
 async def client_config(caller: CallerDep) -> Response:
     """Feature flags of the SDK that are not at their defaults; fetched once by each client."""
-    flags: dict[str, bool | int] = {"sample_join_sampling_session": True}
-    if caller.settings.tenant_budgets:  # a run pauses until the next day
-        flags["billing_exception_max_pause_duration_sec"] = 2 * DAY_S
+    flags: dict[str, bool | int] = {
+        "sample_join_sampling_session": True,
+        # A run whose budget is spent, which may be given at any time, pauses until the next day.
+        "billing_exception_max_pause_duration_sec": 2 * DAY_S,
+    }
     if caller.settings.retrieve_futures:
         flags["sample_use_retrieve_futures"] = True
     return JSONResponse(flags)

@@ -31,7 +31,7 @@ async def _save(
     async def command() -> SaveWeights:
         save = build(model, body.accepted(parsed))
         if save.checkpoint is not None:
-            await check_room(caller.store, caller.settings, save.checkpoint)
+            await check_room(caller.store, caller.settings, caller.tenant, save.checkpoint.key)
         return save
 
     place = Place.after(JobKind.SAVE_WEIGHTS, model, keys.seq_id)
@@ -107,6 +107,7 @@ async def _load_new(caller: Caller, raw: bytes) -> Response:
         served_name = await caller.served.resolve(request.base_model or checkpoint.base_model)
         commands.check_base_model(checkpoint, served_name)
         user_metadata = commands.metadata(request.user_metadata)
+        commands.check_adapter(checkpoint, user_metadata)
     except UserError as error:
         request_id = await reject(caller, without_model(JobKind.LOAD_WEIGHTS, keys), error)
         return reply(types.FutureResponse(request_id=request_id))
@@ -131,6 +132,7 @@ async def weights_info(caller: CallerDep, raw: RawBody) -> Response:
         types.WeightsInfoResponse(
             base_model=checkpoint.base_model,
             lora_rank=checkpoint.config.rank,
+            adapter=checkpoint.config.kind,
             train_unembed=checkpoint.config.train_unembed,
             train_mlp=checkpoint.config.train_mlp,
             train_attn=checkpoint.config.train_attn,

@@ -54,6 +54,15 @@ class JobsContract(Contract):
         assert await bench.released() == [7]
 
     @scenario
+    async def test_a_job_keeps_the_span_that_submitted_it(self, bench: Bench) -> None:
+        traced = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        await bench.store.submit(replace(sample(7), trace=traced))
+        await bench.store.submit(sample(8))
+        await bench.store.submit(replace(sample(7), trace=traced[:-2] + "00"))  # a resend
+        taken = await bench.queue.take(bench.epoch, after=0, max_jobs=10)
+        assert [(each.seq, each.trace) for each in taken] == [(7, traced), (8, "")]
+
+    @scenario
     async def test_release_numbers_rise_in_the_order_of_execution(self, bench: Bench) -> None:
         await bench.submit(3, 1, 2)
         await bench.store.submit(sample(9))

@@ -7,26 +7,33 @@ Dimension key: L layers, D inputs of a projection, F its outputs, r true rank, R
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
+from tuneserve_engine import kinds
 from tuneserve_engine.adapters import PROJECTIONS, UNEMBED, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState, FloatArray, Tensors
 from tuneserve_engine.backend.jax.models.block import layer_shapes
 from tuneserve_engine.backend.jax.models.config import ModelConfig
 from tuneserve_engine.errors import UserError
+from tuneserve_engine.kinds.base import Frozen, Kind
 
 TargetShapes = dict[str, tuple[int, ...]]
 """[L, D, F] of every target; [D, F] of the unembedding."""
+PartShapes = dict[str, dict[str, tuple[int, ...]]]
+"""By part, and by target."""
+FrozenOf = Callable[[AdapterConfig, str], Frozen | None]
+"""What an adapter shares with others, by target, on the host."""
+LORA = kinds.KINDS["lora"][""]
 
 
 class LoraWeights(NamedTuple):
-    """One adapter's arrays, or their moments or gradient, float32 and padded to the rank class:
+    """One adapter's pairs, or their moments or gradient, float32 and padded to the rank class:
     ``a[target]`` is [L, D, R], ``b[target]`` is [L, R, F]; ``unembed`` has no L.
 
     All targets are there. Those that the adapter does not train are zero and, since each of A and
@@ -35,6 +42,10 @@ class LoraWeights(NamedTuple):
 
     a: dict[str, Array]
     b: dict[str, Array]
+
+
+Weights = LoraWeights | dict[str, dict[str, Array]]
+"""An adapter's own arrays, or their moments, by part and target: those of a LoRA are its pairs."""
 
 
 @dataclass
@@ -47,13 +58,23 @@ class TrainingAdapter:
     """
 
     config: AdapterConfig
+    shapes: TargetShapes
     rank_class: int
-    weights: LoraWeights
-    first_moment: LoraWeights
-    second_moment: LoraWeights
-    accumulator: LoraWeights
+    weights: Weights
+    first_moment: Weights
+    second_moment: Weights
+    accumulator: LoraWeights  # the gradient of the pairs, whatever the kind
+    frozen: dict[str, Frozen] | None = None  # by target, on the device; others have it too
     accumulated: bool = False  # since the last step; the accumulator is zero until then
     step: int = 0  # the moments are zero until the first one
+
+    @property
+    def kind(self) -> Kind:
+        return kinds.kind_of(self.config)
+
+    @property
+    def scale(self) -> np.float32:
+        return np.float32(self.kind.scale(self.config))
 
 
 def target_shapes(config: ModelConfig) -> TargetShapes:
@@ -63,54 +84,70 @@ def target_shapes(config: ModelConfig) -> TargetShapes:
     return shapes | {UNEMBED: (config.hidden, config.vocab_size)}
 
 
-def adapter_bytes(shapes: TargetShapes, rank_class: int) -> int:
+def adapter_bytes(shapes: TargetShapes, rank_class: int, kind: Kind = LORA) -> int:
     """What an adapter takes on the device: weights, two moments and accumulator."""
-    rows = sum(math.prod(layers) * (i + o) for *layers, i, o in shapes.values())
-    return 4 * np.dtype(np.float32).itemsize * rows * rank_class
+    return kinds.adapter_bytes(kind, shapes, rank_class)
 
 
-def new_state(config: AdapterConfig, shapes: TargetShapes) -> AdapterState:
-    """A fresh adapter on the host: B is zero, so that it equals the base model."""
-    return AdapterState(config, initial_weights(config, shapes))
+def new_state(
+    config: AdapterConfig, shapes: TargetShapes, frozen: FrozenOf = lambda config, target: None
+) -> AdapterState:
+    """A fresh adapter on the host, which equals the base model."""
+    return AdapterState(config, initial_weights(config, shapes, frozen))
 
 
-def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
-    """A fresh adapter on the device."""
-    return restored_adapter(new_state(config, shapes), shapes, rank_class)
-
-
-def initial_weights(config: AdapterConfig, shapes: TargetShapes) -> Tensors:
-    """A uniform in ±1/sqrt(D), as PEFT's ``kaiming_uniform_(a=sqrt(5))``, and B zero.
-
-    A target's numbers depend on the seed, the target and the shape alone. They are drawn on the
-    host, so they are the same on every device; a ``jax.random`` program would be compiled for each
-    new rank, two seconds in front of a client that waits for its model.
-    """
+def initial_weights(
+    config: AdapterConfig, shapes: TargetShapes, frozen: FrozenOf = lambda config, target: None
+) -> Tensors:
+    """What an adapter begins with."""
+    kind = kinds.kind_of(config)
     weights: Tensors = {}
     for index, name in enumerate(shapes):
         if name not in config.targets:
             continue
-        *layers, inputs, outputs = shapes[name]
-        key = np.array([config.seed % 2**64, index], np.uint64)
-        uniform = np.random.Generator(np.random.Philox(key=key)).random(
-            (*layers, inputs, config.rank), np.float32
-        )
-        weights[f"{name}.A"] = (2 * uniform - 1) / np.float32(np.sqrt(inputs))
-        weights[f"{name}.B"] = np.zeros((*layers, config.rank, outputs), np.float32)
+        parts = kind.initial(config, index, shapes[name], frozen(config, name))
+        weights |= {f"{name}.{part}": np.array(x, np.float32) for part, x in parts.items()}
     return weights
+
+
+def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
+    """A fresh LoRA on the device."""
+    return restored_adapter(new_state(config, shapes), shapes, rank_class)
+
+
+def exported(state: AdapterState, shapes: TargetShapes, frozen: FrozenOf) -> AdapterState:
+    """The weights as a LoRA of the same effect: any server can serve it."""
+    kind = kinds.kind_of(state.config)
+    if kind is LORA:
+        return state
+    rank = state.config.rank
+    weights: Tensors = {}
+    for name in state.config.targets:
+        true = kind.parts(shapes[name], kind.rank(state.config, shapes[name]))
+        parts = {part: state.weights[f"{name}.{part}"] for part in true}
+        pair = kind.pair(parts, frozen(state.config, name))
+        for part, x in zip("AB", pair, strict=True):
+            weights[f"{name}.{part}"] = _filled(x, LORA.parts(shapes[name], rank)[part])
+    return AdapterState(kinds.exported(state.config), weights, state.step)
 
 
 def check_state(state: AdapterState, shapes: TargetShapes) -> None:
     """Raises UserError, naming the tensor, if the state does not fit this base model."""
-    _check_tensors("weights", state.weights, state.config, shapes)
+    own, pairs = _true_shapes(state.config, shapes), _true_shapes(state.config, shapes, LORA)
+    _check_tensors("weights", state.weights, own)
     if state.first_moment or state.second_moment:
-        _check_tensors("first_moment", state.first_moment, state.config, shapes)
-        _check_tensors("second_moment", state.second_moment, state.config, shapes)
+        _check_tensors("first_moment", state.first_moment, own)
+        _check_tensors("second_moment", state.second_moment, own)
     if state.accumulator:
-        _check_tensors("accumulator", state.accumulator, state.config, shapes)
+        _check_tensors("accumulator", state.accumulator, pairs)
 
 
-def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
+def restored_adapter(
+    state: AdapterState,
+    shapes: TargetShapes,
+    rank_class: int,
+    frozen: dict[str, Frozen] | None = None,
+) -> TrainingAdapter:
     """The adapter of a saved state; the accumulator included when it has one, step and moments
     when it has taken a step.
 
@@ -118,13 +155,16 @@ def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int)
     """
     check_state(state, shapes)
     has_stepped = state.step > 0 and bool(state.first_moment)
+    own = part_shapes(shapes, rank_class, kinds.kind_of(state.config))
     adapter = TrainingAdapter(
         state.config,
+        shapes,
         rank_class,
-        _to_device(state.weights, shapes, rank_class),
-        _to_device(state.first_moment if has_stepped else {}, shapes, rank_class),
-        _to_device(state.second_moment if has_stepped else {}, shapes, rank_class),
-        _to_device(state.accumulator, shapes, rank_class),
+        _to_device(state.weights, own),
+        _to_device(state.first_moment if has_stepped else {}, own),
+        _to_device(state.second_moment if has_stepped else {}, own),
+        _pairs_to_device(state.accumulator, shapes, rank_class),
+        frozen=frozen,
         accumulated=bool(state.accumulator),
         step=state.step if has_stepped else 0,
     )
@@ -135,29 +175,30 @@ def restored_adapter(state: AdapterState, shapes: TargetShapes, rank_class: int)
 
 
 def restored_weights(state: AdapterState, shapes: TargetShapes, rank_class: int) -> LoraWeights:
-    """The weights of a saved state on the device; its moments stay where they are.
+    """The pairs of a saved LoRA on the device; its moments stay where they are.
 
     Raises UserError, naming the tensor, if the state does not fit this base model.
     """
-    _check_tensors("weights", state.weights, state.config, shapes)
-    weights = _to_device(state.weights, shapes, rank_class)
+    _check_tensors("weights", state.weights, _true_shapes(state.config, shapes, LORA))
+    weights = _pairs_to_device(state.weights, shapes, rank_class)
     # Waits here: from now on the caller may do what it likes with the state.
     return jax.block_until_ready(weights)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def saved_state(adapter: TrainingAdapter, *, optimizer: bool, accumulator: bool) -> AdapterState:
     """A copy on the host without padding and untrained targets; restores to the same bits."""
-    config = adapter.config
-    state = AdapterState(config, _to_host(adapter.weights, config))
+    own = _true_shapes(adapter.config, adapter.shapes)
+    state = AdapterState(adapter.config, _to_host(adapter.weights, own))
     if optimizer:
         state = replace(
             state,
             step=adapter.step,
-            first_moment=_to_host(adapter.first_moment, config),
-            second_moment=_to_host(adapter.second_moment, config),
+            first_moment=_to_host(adapter.first_moment, own),
+            second_moment=_to_host(adapter.second_moment, own),
         )
     if accumulator and adapter.accumulated:
-        state = replace(state, accumulator=_to_host(adapter.accumulator, config))
+        pairs = _true_shapes(adapter.config, adapter.shapes, LORA)
+        state = replace(state, accumulator=_to_host(adapter.accumulator, pairs))
     return state
 
 
@@ -167,21 +208,68 @@ def arrays_of(adapter: TrainingAdapter) -> list[Array]:
     return jax.tree.leaves(parts)
 
 
-def _to_device(tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: int) -> LoraWeights:
-    """Pads the tensors to the rank class; a missing one is zeros."""
-    a, b = {}, {}
-    for name, (*layers, inputs, outputs) in shapes.items():
-        a[name] = _padded(tensors.get(f"{name}.A"), (*layers, inputs, rank))
-        b[name] = _padded(tensors.get(f"{name}.B"), (*layers, rank, outputs))
-    return LoraWeights(*jax.device_put((a, b)))
+def part_shapes(shapes: TargetShapes, rank: int, kind: Kind) -> PartShapes:
+    """Shapes of all arrays of an adapter that is padded to the rank, trained or not."""
+    found: PartShapes = {}
+    for name, shape in shapes.items():
+        for part, padded in kind.parts(shape, rank).items():
+            found.setdefault(part, {})[name] = padded
+    return found
+
+
+def in_tree(parts: Mapping[str, dict[str, Any]]) -> Any:
+    """``Weights`` of anything by part and target."""
+    return LoraWeights(parts["A"], parts["B"]) if parts.keys() == {"A", "B"} else dict(parts)
+
+
+def by_target(weights: Any) -> dict[str, dict[str, Any]]:
+    """Each target's parts of ``Weights``, on the device or the host."""
+    parts = {"A": weights.a, "B": weights.b} if isinstance(weights, LoraWeights) else weights
+    found: dict[str, dict[str, Any]] = {}
+    for part, arrays in parts.items():
+        for name, array in arrays.items():
+            found.setdefault(name, {})[part] = array
+    return found
+
+
+def _true_shapes(
+    config: AdapterConfig, shapes: TargetShapes, kind: Kind | None = None
+) -> dict[str, tuple[int, ...]]:
+    """By tensor, of what the adapter trains: the parts of its own kind, or of ``kind``."""
+    own = kinds.kind_of(config)
+    return {
+        f"{name}.{part}": shape
+        for name in config.targets
+        for part, shape in (kind or own).parts(shapes[name], own.rank(config, shapes[name])).items()
+    }
+
+
+def _pairs_to_device(
+    tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: int
+) -> LoraWeights:
+    pairs: LoraWeights = _to_device(tensors, part_shapes(shapes, rank, LORA))
+    return pairs
+
+
+def _to_device(tensors: Mapping[str, FloatArray], shapes: PartShapes) -> Any:
+    """Pads the tensors to the shapes; a missing one is zeros."""
+    padded = {
+        part: {name: _padded(tensors.get(f"{name}.{part}"), shape) for name, shape in of.items()}
+        for part, of in shapes.items()
+    }
+    return in_tree(jax.device_put(padded))
 
 
 def _padded(tensor: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
     if tensor is not None and tensor.shape == shape and _is_copied(tensor):
         return tensor
+    return host_zeros(shape) if tensor is None else _filled(tensor, shape)
+
+
+def _filled(tensor: FloatArray, shape: tuple[int, ...]) -> FloatArray:
+    """The tensor, and zeros behind it."""
     padded = host_zeros(shape)
-    if tensor is not None:
-        padded[tuple(slice(size) for size in tensor.shape)] = tensor
+    padded[tuple(slice(size) for size in tensor.shape)] = tensor
     return padded
 
 
@@ -202,27 +290,22 @@ def host_zeros(shape: tuple[int, ...]) -> FloatArray:
     return zeros.reshape(shape)
 
 
-def _to_host(weights: LoraWeights, config: AdapterConfig) -> Tensors:
+def _to_host(weights: Weights, shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     # Other handles of the same memory: an array keeps what it once gave to the host, as long as it
     # lives, and that would be a second copy of every adapter that was ever saved.
-    handles = jax.tree.map(lambda x: x.addressable_data(0), weights)
-    host: LoraWeights = jax.device_get(handles)
+    host = by_target(jax.device_get(jax.tree.map(lambda x: x.addressable_data(0), weights)))
     tensors: Tensors = {}
-    for name in config.targets:
+    for tensor, shape in shapes.items():
+        name, part = tensor.rsplit(".", 1)
         # Copies: on CPU these are read-only views that keep the device's memory.
-        tensors[f"{name}.A"] = np.array(host.a[name][..., : config.rank], order="C")
-        tensors[f"{name}.B"] = np.array(host.b[name][..., : config.rank, :], order="C")
+        true = host[name][part][tuple(slice(size) for size in shape)]
+        tensors[tensor] = np.array(true, order="C")
     return tensors
 
 
 def _check_tensors(
-    part: str, tensors: Mapping[str, FloatArray], config: AdapterConfig, shapes: TargetShapes
+    part: str, tensors: Mapping[str, FloatArray], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    expected: dict[str, tuple[int, ...]] = {}
-    for name in config.targets:
-        *layers, inputs, outputs = shapes[name]
-        expected[f"{name}.A"] = (*layers, inputs, config.rank)
-        expected[f"{name}.B"] = (*layers, config.rank, outputs)
     if tensors.keys() != expected.keys():
         differing = ", ".join(sorted(tensors.keys() ^ expected.keys()))
         raise UserError(

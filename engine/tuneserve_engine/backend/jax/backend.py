@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import jax
 from tokenizers import Tokenizer
 
+from tuneserve_engine import kinds
 from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.backend.base import (
     AdapterState,
@@ -22,9 +23,16 @@ from tuneserve_engine.backend.base import (
     TrainUnit,
     nothing,
 )
-from tuneserve_engine.backend.jax.adapters import arrays_of, new_state, target_shapes
+from tuneserve_engine.backend.jax.adapters import (
+    adapter_bytes,
+    arrays_of,
+    exported,
+    new_state,
+    target_shapes,
+)
 from tuneserve_engine.backend.jax.device import on_device
 from tuneserve_engine.backend.jax.device_memory import default_device
+from tuneserve_engine.backend.jax.frozen import FrozenWeights
 from tuneserve_engine.backend.jax.kept_programs import KeptPrograms
 from tuneserve_engine.backend.jax.models.weights import (
     DType,
@@ -39,10 +47,14 @@ from tuneserve_engine.backend.jax.programs import ProgramSet
 from tuneserve_engine.backend.jax.sample import Sampler
 from tuneserve_engine.backend.jax.stack import Remat
 from tuneserve_engine.backend.jax.trainer import Trainer
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.figures import FIGURES
+from tuneserve_engine.kinds import kind_of
 from tuneserve_engine.lattice import ShapeLattice
-from tuneserve_engine.planner import PlanSettings, plan
+from tuneserve_engine.planner import PlanSettings, gib, plan
 
 _UNLIMITED_BYTES = 1 << 62
+_MEMORY = [name for name in FIGURES if name.startswith("memory_")]
 
 Stepped = dict[str, Mapping[str, float] | Exception]
 """By adapter: what its step gave, or why it was not taken."""
@@ -63,6 +75,8 @@ class BackendSettings(PlanSettings, Protocol):
     def compile_cache_dir(self) -> Path | None: ...
     @property
     def pages_dir(self) -> Path: ...
+    @property
+    def decompositions_dir(self) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -70,12 +84,14 @@ class AdapterRoom:
     """Where adapters are kept: most bytes on the device, most on the host, and the directory in
     which one is made for the rest; None = the system's. Those that are sampled from are apart: at
     most ``snapshot_bytes`` on the device and a quarter of what the host has; the rest is in files.
+    In ``decompositions`` is what some kinds of adapters share; None = with the rest.
     """
 
     device_bytes: int = _UNLIMITED_BYTES
     host_bytes: int = _UNLIMITED_BYTES
     directory: Path | None = None
     snapshot_bytes: int = _UNLIMITED_BYTES
+    decompositions: Path | None = None
 
 
 class JaxBackend:
@@ -119,9 +135,13 @@ class JaxBackend:
             tokenizer_id=tokenizer_id,
             eos_token_ids=config.eos_token_ids,
             parameters=sum(map(math.prod, self._shapes.values())),
+            target_shapes=tuple(self._shapes.items()),
         )
         self.sample_rows = sample_rows
         """Sequences that are decoded together."""
+        self.memory: Mapping[str, float] = dict.fromkeys(_MEMORY, 0.0)
+        """What the device's memory was planned for; none of it, where nobody planned."""
+        self._is_prepared_for = False  # whether somebody prepares, ahead of what needs it
         self._numerics_id = numerics_id(
             folder, dtype=dtype, lattice=self._lattice, remat=remat, sample_rows=sample_rows
         )
@@ -129,12 +149,20 @@ class JaxBackend:
         model.block = self._lattice.block
         model.chunk_blocks = self._lattice.chunk // self._lattice.block
         room = room or AdapterRoom()
+        self._room_bytes = room.device_bytes
         self._pages = PageFolder(room.directory)
+        self._frozen = FrozenWeights(
+            room.decompositions or self._pages.path / "decompositions",
+            model,
+            self._shapes,
+            self._lattice.max_rank,
+        )
         self._pager = AdapterPager(
             self._pages.path,
             self._shapes,
             device_bytes=room.device_bytes,
             host_bytes=room.host_bytes - room.host_bytes // 4,
+            frozen=self._frozen,
         )
         self._programs = ProgramSet(
             KeptPrograms(compile_cache_dir, self._numerics_id) if compile_cache_dir else None
@@ -168,9 +196,11 @@ class JaxBackend:
                 planned.adapter_host_bytes,
                 settings.pages_dir,
                 planned.snapshot_bytes,
+                settings.decompositions_dir,
             ),
             compile_cache_dir=settings.compile_cache_dir,
         )
+        backend.memory = planned.memory
         if settings.compile_ahead:
             backend.compile_ahead()
         return backend
@@ -196,9 +226,62 @@ class JaxBackend:
     def numerics_id(self) -> str:
         return self._numerics_id
 
+    def is_prepared(self, config: AdapterConfig) -> bool:
+        kind = kind_of(config)
+        is_known = self._frozen.decomposition.is_whole or not kind.needs_decomposition
+        return is_known and self._trainer.is_prepared(kind)
+
+    def prepare(self, config: AdapterConfig) -> None:
+        kind = kind_of(config)
+        if kind.needs_decomposition:
+            self._is_prepared_for = True
+            self._frozen.decomposition.prepare()
+        self._trainer.prepare(kind)
+
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
-        rank_class = self._lattice.rank_class(config.rank)
-        on_device(self._pager.put, adapter_id, new_state(config, self._shapes), rank_class)
+        self._lattice.rank_class(config.rank)  # before anything is made of that size
+        config = kinds.resolved(config, self._shapes, self._lattice.max_rank)
+        if kind_of(config).needs_decomposition:
+            self._need_directions()
+            config = replace(config, frozen=self._frozen.decomposition.id)
+        self._put(adapter_id, new_state(config, self._shapes, self._frozen.of))
+
+    def _need_directions(self) -> None:
+        """Where somebody prepares, nothing is computed here a second time."""
+        if self._is_prepared_for:
+            self._frozen.decomposition.require()
+        else:
+            self._frozen.decomposition.prepare()
+
+    def _put(self, adapter_id: str, state: AdapterState) -> None:
+        rank_class = self._lattice.rank_class(state.config.rank)
+        self._check_room(state.config, rank_class)
+        on_device(self._pager.put, adapter_id, state, rank_class)
+
+    def _check_room(self, config: AdapterConfig, rank_class: int) -> None:
+        """The plan has room for every LoRA that the lattice takes, and not for what some others
+        share. Raises ``UserError`` if there is too little."""
+        kind = kind_of(config)
+        if not kind.needs_decomposition:
+            return
+        slots, size = self._lattice.slots(rank_class), adapter_bytes(self._shapes, rank_class, kind)
+        needed = slots * size + self._frozen.bytes
+        if needed > self._room_bytes:
+            error = UserError(
+                f"adapters of kind {kind.name} need {gib(needed)} of the device here: "
+                f"{gib(self._frozen.bytes)} that all of them share and {slots} times {gib(size)} "
+                f"of rank {rank_class}, as many as one pass takes; there are "
+                f"{gib(self._room_bytes)} for adapters; choose a lower rank or lora, or ask the "
+                "operator for a lower max_rank, fewer request_slots or more memory"
+            )
+            error.no_room = True  # here: another worker may be planned for it
+            raise error
+
+    def exported(self, state: AdapterState) -> AdapterState:
+        if kind_of(state.config).needs_decomposition:
+            self._frozen.decomposition.require()
+            self._frozen.decomposition.check(state.config)
+        return exported(state, self._shapes, self._frozen.of)
 
     def delete_adapter(self, adapter_id: str) -> None:
         self._pager.drop(adapter_id)
@@ -211,8 +294,10 @@ class JaxBackend:
         )
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
-        rank_class = self._lattice.rank_class(state.config.rank)
-        on_device(self._pager.put, adapter_id, state, rank_class)
+        if kind_of(state.config).needs_decomposition:
+            self._need_directions()
+            self._frozen.decomposition.check(state.config)
+        self._put(adapter_id, state)
 
     def look_ahead(self, adapter_ids: Sequence[str]) -> None:
         self._pager.look_ahead(adapter_ids)
@@ -285,8 +370,13 @@ class JaxBackend:
     def figures(self) -> Mapping[str, float]:
         """What is going on here, for whoever watches."""
         pager, sampled = self._pager, self._sampler.counts
+        decomposition = self._frozen.decomposition
+        is_at_work = decomposition.is_at_work
         return {
             **self._programs.figures,
+            **self.memory,
+            "weights_to_decompose": decomposition.weights if is_at_work else 0,
+            "weights_decomposed": decomposition.done if is_at_work else 0,
             "tokens_trained_total": self._trainer.tokens_trained,
             "tokens_computed_total": self._trainer.tokens_computed,
             "policy_tokens_total": self._trainer.policy_tokens,

@@ -14,9 +14,12 @@ from tuneserve_engine.lattice import ShapeLattice
 
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
 _CODE = (
+    "adapter_file.py",
     "adapters.py",
     "batch.py",
+    "decomposition.py",
     "gradients.py",
+    "kinds/*.py",
     "lattice.py",
     "sampling_wire.py",
     "training_wire.py",

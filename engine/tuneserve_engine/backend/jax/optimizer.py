@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from tuneserve_engine.adapters import AdamParams, check_adam_params
-from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter
+from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter, Weights
 
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 _LEAST_FACTOR = 2.0**-64
@@ -24,6 +24,8 @@ _EXPONENTS = (-120, 120)
 """Of scales: 2^127 is no float32 any more, and 2^-127 is one that devices take for 0."""
 
 
+Tree = Any
+"""An adapter's arrays, or their moments or gradient."""
 Scalar = Float[Array, ""] | np.float32
 """float32: on the host, or in a program."""
 
@@ -44,9 +46,9 @@ class StepScalars(NamedTuple):
 class Stepped(NamedTuple):
     """An adapter after a step; the accumulator is all zeros."""
 
-    weights: LoraWeights
-    first_moment: LoraWeights
-    second_moment: LoraWeights
+    weights: Weights
+    first_moment: Weights
+    second_moment: Weights
     accumulator: LoraWeights
     grad_norm: Float[Array, ""]
 
@@ -108,9 +110,17 @@ def adamw_step(
     adapter, so it costs the same however many there are. The reported norm is that of the gradient
     before clipping.
     """
-    norm = global_norm(accumulator)
+    new = adamw(weights, first_moment, second_moment, accumulator, scalars)
+    return Stepped(*new[:3], jax.tree.map(jnp.zeros_like, accumulator), new[3])
+
+
+def adamw(
+    weights: Tree, first_moment: Tree, second_moment: Tree, gradient: Tree, scalars: StepScalars
+) -> tuple[Tree, Tree, Tree, Float[Array, ""]]:
+    """Weights and moments after a step by this gradient, and its norm before clipping."""
+    norm = global_norm(gradient)
     first, second = _clipping(norm, scalars.clip_norm)
-    gradient = jax.tree.map(lambda g: g * first * second, accumulator)
+    gradient = jax.tree.map(lambda g: g * first * second, gradient)
     mean = jax.tree.map(lambda m, g: _lerp(m, g, scalars.mean_weight), first_moment, gradient)
     square = jax.tree.map(
         lambda v, g: v * scalars.beta2 + g * g * scalars.square_weight, second_moment, gradient
@@ -121,7 +131,7 @@ def adamw_step(
         mean,
         square,
     )
-    return Stepped(new, mean, square, jax.tree.map(jnp.zeros_like, accumulator), norm)
+    return new, mean, square, norm
 
 
 def _clipping(norm: Float[Array, ""], most: Scalar) -> tuple[Array, Array]:
@@ -146,7 +156,7 @@ def _direction(mean: Array, square: Array, scalars: StepScalars) -> Array:
     return jnp.where(mean == 0, 0.0, mean / denominator)
 
 
-def global_norm(tree: LoraWeights) -> Float[Array, ""]:
+def global_norm(tree: Tree) -> Float[Array, ""]:
     """The Euclidean norm over all entries; neither tiny nor huge entries spoil it, because squares
     are taken after an exact scaling by the power of two of the largest entry."""
     leaves = jax.tree.leaves(tree)

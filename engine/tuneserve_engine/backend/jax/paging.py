@@ -24,8 +24,10 @@ from tuneserve_engine.backend.jax.adapters import (
     restored_adapter,
     saved_state,
 )
+from tuneserve_engine.backend.jax.frozen import FrozenWeights
 from tuneserve_engine.backend.jax.page_files import PageFile, bytes_of
 from tuneserve_engine.errors import ServerError
+from tuneserve_engine.kinds import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class _Entry:
 
     rank_class: int
     device_bytes: int
+    is_sharing: bool = False  # the decomposition of the base weights
     device: TrainingAdapter | None = None
     host: AdapterState | None = None
     host_bytes: int = 0
@@ -79,9 +82,16 @@ class AdapterPager:
     """
 
     def __init__(
-        self, directory: Path, shapes: TargetShapes, *, device_bytes: int, host_bytes: int
+        self,
+        directory: Path,
+        shapes: TargetShapes,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self._directory = directory
+        self._frozen = frozen
         self._numbers = count()
         self._writes_fail = False  # of pages, since the last one that did not
         self._shapes = shapes
@@ -119,7 +129,9 @@ class AdapterPager:
         new and there is no room for another one.
         """
         check_state(state, self._shapes)
-        entry = _Entry(rank_class, adapter_bytes(self._shapes, rank_class))
+        kind = kind_of(state.config)
+        size = adapter_bytes(self._shapes, rank_class, kind)
+        entry = _Entry(rank_class, size, kind.needs_decomposition)
         entry.keep(_resumable(state))
         with self._turn():
             with self._state:
@@ -136,19 +148,23 @@ class AdapterPager:
                 raise
             if old is not None:
                 old.discard()
+                self._free_shared()
 
     def groups(self, adapter_ids: Sequence[str]) -> list[list[str]]:
         """The adapters in their order, in groups that the device has room for: an adapter larger
         than that is alone, and one that does not exist takes none."""
         groups: list[list[str]] = []
         room = 0
+        with self._state:
+            entries = [self._entries.get(adapter_id) for adapter_id in adapter_ids]
+        shared = self._shared_bytes(any(entry and entry.is_sharing for entry in entries))
         for adapter_id in adapter_ids:
             with self._state:
                 entry = self._entries.get(adapter_id)
             needed = entry.device_bytes if entry is not None else 0
             if not groups or needed > room:
                 groups.append([])
-                room = self._device_limit
+                room = self._device_limit - shared
             groups[-1].append(adapter_id)
             room -= needed
         return groups
@@ -191,6 +207,7 @@ class AdapterPager:
                 entry = self._entry(adapter_id)
                 del self._entries[adapter_id]
             entry.discard()
+            self._free_shared()
 
     def look_ahead(self, adapter_ids: Sequence[str]) -> None:
         """Begins to bring the adapters to the device, most urgent first, and returns at once.
@@ -250,22 +267,24 @@ class AdapterPager:
         ``sparing`` names adapters that stay whatever happens: the one asked for does not come if
         there is no room without them. None: it comes, and the others go as far as needed.
         """
-        needed = entry.device_bytes if entry.device is None else 0
-        if sparing is not None and not self._can_fit(needed, sparing):
+        if sparing is not None and not self._can_fit(self._needed(entry), sparing):
             return False
         try:
-            while self._device_bytes() + needed > self._device_limit:
+            while self._device_bytes() + self._needed(entry) > self._device_limit:
                 if not self._page_out_one(sparing or (), coming=entry):
                     if sparing is not None:
                         return False
                     break
             if entry.device is None:
-                adapter = restored_adapter(entry.paged(), self._shapes, entry.rank_class)
+                state = entry.paged()
+                frozen = self._frozen.on_device(state.config) if self._frozen else None
+                adapter = restored_adapter(state, self._shapes, entry.rank_class, frozen)
                 with self._state:
                     entry.device = adapter
                 entry.forget_paged()
                 self.paged_in += 1
         finally:
+            self._free_shared()
             self._make_host_room()
         return True
 
@@ -286,6 +305,8 @@ class AdapterPager:
                 entry.device = adapter
             raise
         _free(adapter)
+        if not coming.is_sharing:
+            self._free_shared()
         self.paged_out += 1
         return True
 
@@ -327,7 +348,28 @@ class AdapterPager:
 
     def _device_bytes(self) -> int:
         with self._state:
-            return sum(x.device_bytes for x in self._entries.values() if x.device is not None)
+            own = sum(x.device_bytes for x in self._entries.values() if x.device is not None)
+            return own + self._shared_bytes(self._is_shared())
+
+    def _needed(self, entry: _Entry) -> int:
+        """What the device takes more when the adapter is there."""
+        if entry.device is not None:
+            return 0
+        shared = entry.is_sharing and not self._is_shared()
+        return entry.device_bytes + self._shared_bytes(shared)
+
+    def _is_shared(self) -> bool:
+        """Whether an adapter on the device needs the decomposition."""
+        with self._state:
+            return any(x.is_sharing for x in self._entries.values() if x.device is not None)
+
+    def _shared_bytes(self, is_shared: bool) -> int:
+        return self._frozen.bytes if is_shared and self._frozen is not None else 0
+
+    def _free_shared(self) -> None:
+        """Takes the decomposition off the device if no adapter there needs it any more."""
+        if self._frozen is not None and not self._is_shared():
+            self._frozen.leave_device()
 
     def _can_fit(self, needed: int, sparing: Collection[str]) -> bool:
         with self._state:

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -167,7 +168,12 @@ class ProgramSet:
         if model is not None:
             function, leaves = _with_leaves(model, function)
             bound = (leaves,)
-        jitted = jax.jit(function, donate_argnums=[len(bound) + place for place in donate])
+        jitted = jax.jit(
+            function,
+            donate_argnums=[len(bound) + place for place in donate],
+            # The memory of what is only overwritten would not be reused otherwise.
+            keep_unused=bool(donate),
+        )
         program = Program(name, use, jitted, bound, self._kept)
         self._programs.append(program)
         return program
@@ -191,6 +197,22 @@ class ProgramSet:
         threading.Thread(
             target=self._finish, args=(workers, declared, time.monotonic()), name="compiled"
         ).start()
+
+    def compile_late(self, *programs: Program) -> None:
+        """Compiles now what these have declared, where the rest is compiled ahead: somebody waits
+        for it, and nobody else is held up. Requests that need one that cannot be compiled fail."""
+        if not self._is_ahead:
+            return
+        for shape in [shape for program in programs for shape in program.shapes()]:
+            if (
+                not threading.main_thread().is_alive()
+            ):  # the process ends, and waits for its threads
+                return
+            before = self._made_here()
+            with suppress(ServerError):
+                shape.compiled()
+            if self.ready.is_set():  # was announced: is not among the unexpected ones
+                self._at_ready += self._made_here() - before
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether all is ready, after waiting for it."""
@@ -218,6 +240,11 @@ class ProgramSet:
 
     def _made(self) -> int:
         return self._compilations.count + (self._kept.loaded if self._kept else 0)
+
+    def _made_here(self) -> int:
+        """By this thread; what was kept, by all."""
+        kept = self._kept.loaded if self._kept else 0
+        return self._compilations.by_thread[threading.get_ident()] + kept
 
     def _compile(self, waiting: "SimpleQueue[Shape]") -> None:
         # A process that ends waits for its threads: they finish what they are at, no more.
@@ -252,6 +279,7 @@ class Compilations:
 
     def __init__(self) -> None:
         self.count = 0
+        self.by_thread: Counter[int] = Counter()
         self._lock = threading.Lock()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -259,6 +287,7 @@ class Compilations:
         if event == _COMPILATION:
             with self._lock:
                 self.count += 1
+                self.by_thread[threading.get_ident()] += 1
 
 
 @cache

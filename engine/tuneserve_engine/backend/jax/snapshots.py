@@ -10,6 +10,7 @@ from tuneserve_engine.backend.base import AdapterState, OutOfMemory, Tensors
 from tuneserve_engine.backend.jax.adapters import TargetShapes, check_state, restored_weights
 from tuneserve_engine.backend.jax.device import on_device
 from tuneserve_engine.backend.jax.sample_adapters import Adapter, weights_bytes
+from tuneserve_engine.kinds import kind_of
 from tuneserve_engine.lattice import ShapeLattice
 
 
@@ -108,7 +109,7 @@ class Snapshots:
             if not self._device:
                 raise
             return None
-        return Adapter(weights, np.float32(state.config.scale))
+        return Adapter(weights, np.float32(kind_of(state.config).scale(state.config)))
 
     def _on_device_bytes(self) -> int:
         return sum(self._sizes[adapter.rank_class] for adapter in self._device.values())

@@ -80,6 +80,8 @@ class Stack:
     ) -> Float[Array, "n S D"]:
         """Hidden states after the last layer, for no backward pass. Undefined behind the last used
         block."""
+        if not self.config.layers:
+            return x  # a scan traces its body even for no layer, and that reads the first one's
         blank = blank_attention(self.config, x.shape[0], x.shape[1], x.dtype)
 
         def layer(carry: Any, sliced: Any) -> tuple[Any, None]:

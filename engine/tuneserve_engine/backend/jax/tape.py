@@ -72,6 +72,8 @@ class TrainingPass:
 
     def forward(self, tape: Tape, x: Float[Array, "n S D"]) -> tuple[Float[Array, "n S D"], Tape]:
         """The hidden states after the last layer, and the tape."""
+        if not self._stack.config.layers:
+            return x, tape  # a scan traces its body even for no layer, with a tape of no size
         (x, tape), _ = jax.lax.scan(self._layer_forward, (x, tape), self._stack.layers())
         return x, tape
 
@@ -80,6 +82,8 @@ class TrainingPass:
     ) -> tuple[Workspace, LoraWeights]:
         """From ``space.dx``, the gradient by the output, to that by the input, also in ``dx``, and
         those by the adapters, in the scratch."""
+        if not self._stack.config.layers:
+            return space, scratch
         step = partial(self._layer_reverse, blocks)
         (space, scratch), _ = jax.lax.scan(
             step, (space, scratch), self._stack.layers(), reverse=True
@@ -311,6 +315,8 @@ def _residual_shapes(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Shapes of what a chunk keeps before and after attention, beside what the tape always has."""
     chunk, config = stack.chunk, stack.config
+    if not config.layers:
+        return (), ()
 
     def trace(weights: dict[str, Array], bank: LoraRows, x: Array, attended: Array) -> Any:
         tokens, blocks = jnp.zeros((chunk, size), jnp.int32), jnp.zeros(chunk, jnp.int32)

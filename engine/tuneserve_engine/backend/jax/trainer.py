@@ -20,8 +20,17 @@ from tuneserve_engine.backend.base import (
     nothing,
 )
 from tuneserve_engine.backend.jax import bank as banks
-from tuneserve_engine.backend.jax.adapters import LoraWeights, TrainingAdapter, target_shapes
+from tuneserve_engine.backend.jax.adapters import (
+    LORA,
+    LoraWeights,
+    TrainingAdapter,
+    Weights,
+    in_tree,
+    part_shapes,
+    target_shapes,
+)
 from tuneserve_engine.backend.jax.bank import Bank
+from tuneserve_engine.backend.jax.kind_programs import KindPrograms, specs_of
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.backend.jax.optimizer import adamw_step, start_step, step_scalars
 from tuneserve_engine.backend.jax.programs import ProgramSet
@@ -34,6 +43,7 @@ from tuneserve_engine.backend.jax.train import (
     space_shapes,
     train_stream,
 )
+from tuneserve_engine.kinds.base import Kind
 from tuneserve_engine.lattice import ShapeLattice, multiple_from
 
 _CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
@@ -67,6 +77,7 @@ class Trainer:
         self._step = programs.add(
             "adamw_step", adamw_step, use="optim_step by rank class", donate=(0, 1, 2, 3)
         )
+        self._kinds = KindPrograms(programs, self._shapes, lattice)
         self._space_shapes = partial(space_shapes, model)
         self._space: Workspace | None = None
         self._banks: dict[int, _Slots] = {}
@@ -107,7 +118,15 @@ class Trainer:
 
     def start_step(self, adapter: TrainingAdapter, params: AdamParams) -> Array:
         """Puts the adapter one step further and returns the gradient's norm; waits for neither."""
-        return start_step(adapter, params, partial(self._step, adapter.rank_class))
+        run = self._kinds.step(adapter) or partial(self._step, adapter.rank_class)
+        return start_step(adapter, params, run)
+
+    def prepare(self, kind: Kind) -> None:
+        """Compiles what adapters of the kind need beside everything else; any thread may ask."""
+        self._kinds.prepare(kind)
+
+    def is_prepared(self, kind: Kind) -> bool:
+        return self._kinds.is_prepared(kind)
 
     def _outputs(
         self, unit: TrainUnit, slots: "_Slots", rank_class: int, between: Callable[[], None]
@@ -174,13 +193,14 @@ class Trainer:
         for index, adapter in enumerate(adapters):
             if slots.held.get(index) is adapter.weights:
                 continue
+            pairs = self._kinds.pairs(adapter)
             bank, slots.bank = slots.bank, None
             slots.bank = self._place(
                 rank_class,
                 bank,
                 np.int32(index),
-                adapter.weights,
-                np.float32(adapter.config.scale),
+                pairs,
+                adapter.scale,
                 np.bool_(UNEMBED in adapter.config.targets),
             )
             slots.held[index] = adapter.weights
@@ -232,11 +252,7 @@ class Trainer:
         return Bank(a, b, _float32((count,)), spec((count,), np.bool_))
 
     def _adapter_specs(self, rank_class: int) -> Any:
-        a, b = {}, {}
-        for name, (*layers, inputs, outputs) in self._shapes.items():
-            a[name] = _float32((*layers, inputs, rank_class))
-            b[name] = _float32((*layers, rank_class, outputs))
-        return LoraWeights(a, b)
+        return in_tree(specs_of(part_shapes(self._shapes, rank_class, LORA)))
 
 
 class _Slots:
@@ -245,7 +261,7 @@ class _Slots:
     def __init__(self) -> None:
         self.bank: Bank | None = None
         self.scratch: LoraWeights | None = None
-        self.held: dict[int, LoraWeights] = {}
+        self.held: dict[int, Weights] = {}
 
 
 def _finite(

@@ -30,7 +30,7 @@ local function shrink(id)
   end
   call('ZADD', P .. 'expired', job[3], id)
   call('HDEL', at, 'model', 'position', 'created', 'finished', 'size', 'release', 'worker',
-    'attempts', 'category', 'ctype', 'digest', 'halvings')
+    'attempts', 'category', 'ctype', 'digest', 'halvings', 'trace')
   if call('HEXISTS', at, 'counted') == 1 then -- else its worker may still say what it cost
     call('HDEL', at, 'base')
   end

@@ -1,8 +1,10 @@
 -- What requests cost and did: with each, summed by tenant and day, and as points of curves.
 local usage = {}
 
--- The sums of a tenant, by "day what name". A name may have spaces: it is the rest.
-local function sums_key(tenant) return P .. 'usage:' .. tenant end
+-- The days of which there are sums of a tenant, and the sums of one, by "what name". A name may have
+-- spaces: it is the rest.
+local function usage_days_key(tenant) return P .. 'usage-days:' .. tenant end
+local function sums_key(day, tenant) return P .. 'usage:' .. day .. ':' .. tenant end
 local function points_seen_key(model) return P .. 'curve-seen:' .. model end
 local function curve_key(kind, model) return P .. 'curve:' .. kind .. ':' .. model end
 
@@ -24,8 +26,9 @@ end
 function usage.add(tenant, name, sums)
   call('SADD', P .. 'tenants', tenant)
   local day = string.format('%d', math.floor(tonumber(NOW) / 86400))
+  call('ZADD', usage_days_key(tenant), day, day)
   for what, sum in pairs(sums) do
-    call('HINCRBYFLOAT', sums_key(tenant), day .. ' ' .. what .. ' ' .. name, string.format('%.17g', sum))
+    call('HINCRBYFLOAT', sums_key(day, tenant), what .. ' ' .. name, string.format('%.17g', sum))
   end
 end
 

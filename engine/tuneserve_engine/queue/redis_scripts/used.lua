@@ -1,9 +1,14 @@
 -- flags: no-writes
 -- uses: placing jobs usage
--- The sums of a tenant, or with none of all: {tenant, {"day what name", sum, ...}} each.
-local tenants = #ARGV > 1 and { ARGV[2] } or call('SMEMBERS', P .. 'tenants')
+-- The sums from a day on of a tenant, or with none of all: {tenant, {"what name", sum, ...}, ...} each,
+-- day by day.
+local tenants = #ARGV > 2 and { ARGV[3] } or call('SMEMBERS', P .. 'tenants')
 local found = {}
 for _, tenant in ipairs(tenants) do
-  found[#found + 1] = { tenant, call('HGETALL', sums_key(tenant)) }
+  local used = { tenant }
+  for _, day in ipairs(call('ZRANGEBYSCORE', usage_days_key(tenant), ARGV[2], '+inf')) do
+    used[#used + 1] = call('HGETALL', sums_key(day, tenant))
+  end
+  found[#found + 1] = used
 end
 return found

@@ -174,6 +174,8 @@ class Decoder(nnx.Module):
         return tuple(layer(index) for index in range(self.config.layers))
 
     def _paged_layers(self, x: Float[Array, "B T D"], view: Paged) -> tuple[Array, Pages]:
+        if not view.layers:
+            return x, view.pages
         rope = self._rope(view.positions)
         table, positions = view.table, view.positions
         keys, values = list(view.pages.k), list(view.pages.v)

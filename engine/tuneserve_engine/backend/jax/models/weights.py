@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -58,11 +58,8 @@ def load_base_model(path_or_hub_id: str, *, dtype: DType) -> tuple[Decoder, Mode
     """
     folder = resolve_base_model(path_or_hub_id)
     config = read_config(folder)
-    places = expected_tensors(config)
-    with ExitStack() as stack:
-        files = [stack.enter_context(_open(path)) for path in _weight_files(folder)]
-        _check(files, places, config, folder)
-        weights = _read(files, places, config, jnp.dtype(dtype))
+    with checked_files(folder, config) as files:
+        weights = _read(files, expected_tensors(config), config, jnp.dtype(dtype))
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     for name, array in weights.items():
         parameter = model.layers[name] if name in model.layers else getattr(model, name)
@@ -70,8 +67,19 @@ def load_base_model(path_or_hub_id: str, *, dtype: DType) -> tuple[Decoder, Mode
     return model, config
 
 
-def resolve_base_model(path_or_hub_id: str) -> Path:
-    """The local folder of a base model, downloaded first when the argument is a hub id."""
+@contextmanager
+def checked_files(folder: Path, config: ModelConfig) -> Iterator[list[Any]]:
+    """The open files of the weights, which by their headers hold what ``config`` implies. Raises
+    BadCheckpoint."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_weights(path)) for path in weight_files(folder)]
+        _check(files, expected_tensors(config), config, folder)
+        yield files
+
+
+def local_folder(path_or_hub_id: str) -> Path | None:
+    """The folder of a base model; None for what can only be a hub id. Raises BadCheckpoint for what
+    cannot be that either."""
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
@@ -80,6 +88,13 @@ def resolve_base_model(path_or_hub_id: str) -> Path:
             f"base model {path_or_hub_id!r}: no such directory; give a directory with config.json "
             "and safetensors, or a hub id such as 'Qwen/Qwen3-0.6B'"
         )
+    return None
+
+
+def resolve_base_model(path_or_hub_id: str) -> Path:
+    """The local folder of a base model, downloaded first when the argument is a hub id."""
+    if folder := local_folder(path_or_hub_id):
+        return folder
     from huggingface_hub import snapshot_download  # slow to import, and most starts are local
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -139,17 +154,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Where the weights must be, whether they are there or not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [folder / "model.safetensors"]
     names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise BadCheckpoint(f"{index} has no weight_map; download the model again")
+    if not isinstance(names, dict) or not names or set(map(type, names.values())) != {str}:
+        raise BadCheckpoint(f"{index} has no weight_map of names; download the model again")
     return [folder / name for name in sorted(set(names.values()))]
 
 
-def _open(path: Path) -> Any:
+def open_weights(path: Path) -> Any:
+    """A file of weights, its header read. Raises BadCheckpoint."""
     if not path.is_file():
         raise BadCheckpoint(
             f"{path} is missing; weights must be safetensors: one model.safetensors, or the files "

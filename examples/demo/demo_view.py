@@ -107,7 +107,7 @@ class View:
         self.console.print(
             "  .venv/bin/tuneserve up --base-model Qwen/Qwen3-0.6B   # a hub id or a directory\n"
             "  export TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-you\n"
-            "  .venv/bin/python examples/train.py        # or any script for the tinker SDK",
+            "  .venv/bin/python examples/sft_tinker.py   # or any script for the tinker SDK",
             highlight=False,
             soft_wrap=True,
         )

@@ -6,6 +6,7 @@ API key of its own that drives the official ``tinker`` SDK over HTTP.
 
 import os
 import re
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -82,3 +83,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # one process in forty is aborted by the SDK's own thread (0.38.0) when Python ends

@@ -1,0 +1,83 @@
+"""Adapters as files of ours: what such a file says of itself, how a large one is written piece by
+piece, and with which numbers an adapter begins. NumPy only: the API process writes them too.
+
+Dimension key: L layers, D inputs of a projection, r true rank.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from tuneserve_engine.adapters import AdapterConfig
+
+MEMBER = "adapter.safetensors"
+FORMAT = "tuneserve-adapter-1"
+MAX_HEADER_BYTES = 2**20
+"""The largest list of tensors that is parsed; ours take a few kilobytes."""
+FRESH = {"optimizer": "fresh"}
+"""In the metadata of a file without moments, though training goes on from it: they are zero."""
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+def metadata_of(config: AdapterConfig, base_model: str, step: int) -> dict[str, str]:
+    """What the file says beside its tensors."""
+    return {
+        "format": FORMAT,
+        "base_model": base_model,
+        "config": json.dumps(asdict(config)),
+        "step": str(step),
+    }
+
+
+def write_tensors(
+    file: BinaryIO,
+    shapes: Mapping[str, tuple[int, ...]],
+    metadata: Mapping[str, str],
+    pieces: Iterable[Array],
+) -> None:
+    """Writes a safetensors file of float32 tensors, of which ``pieces`` are the contents, one after
+    the other: only one piece is in memory at a time."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    written = 0
+    for piece in pieces:
+        written += file.write(np.ascontiguousarray(piece, "<f4").data.cast("B"))
+    assert written == end, f"{written} bytes of tensors that have {end}"
+
+
+def initial_a(seed: int, index: int, shape: tuple[int, ...]) -> Array:
+    """The A [.., D, r] of the ``index``-th target: uniform in ±1/sqrt(D), as PEFT's
+    ``kaiming_uniform_(a=sqrt(5))``.
+
+    A target's numbers depend on the seed, the target and the shape alone. They are drawn on the
+    host, so they are the same on every device; a ``jax.random`` program would be compiled for each
+    new rank, two seconds in front of a client that waits for its model.
+    """
+    return _drawn(_generator(seed, index), shape)
+
+
+def initial_layers(seed: int, index: int, shape: tuple[int, int, int]) -> Iterator[Array]:
+    """The same A [L, D, r] layer by layer, bit for bit: only one is in memory at a time."""
+    generator = _generator(seed, index)
+    for _ in range(shape[0]):
+        yield _drawn(generator, shape[1:])
+
+
+def _generator(seed: int, index: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, index], np.uint64)))
+
+
+def _drawn(generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    uniform = generator.random(shape, np.float32)
+    return (2 * uniform - 1) / np.float32(np.sqrt(shape[-2]))

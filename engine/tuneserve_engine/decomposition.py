@@ -1,0 +1,321 @@
+"""The singular value decomposition of a base model's layers, in files: made once per base model.
+
+A folder per base model and type, in it a folder per target with ``u`` [L, F, K], ``s`` [L, K] and
+``v`` [L, K, D] (K = min(D, F)), the weakest direction first. A target's folder appears whole or not
+at all, and is never replaced: where singular values are equal, another decomposition may split
+their space otherwise, and adapters that were trained beside the one mean nothing beside the other.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.kinds import kind_of
+from tuneserve_engine.kinds.base import Frozen, TargetShapes
+
+logger = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Layers = Callable[[str], Sequence[Array]]
+"""A target's weights [D, F] layer by layer, of any float type."""
+
+_ARRAYS = ("u", "s", "v")
+_ID = "id"
+_ID_CHARS = 12
+
+
+class Decomposition:
+    """Of the targets that ``shapes`` has layers of. May be used by several threads, and the folder
+    by several processes."""
+
+    def __init__(self, folder: Callable[[], Path], shapes: TargetShapes, layers: Layers) -> None:
+        """``folder`` is for these very weights; it is asked for when it is needed first."""
+        self._folder_of_weights = folder
+        self._shapes = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+        self._layers = layers
+        self._lock = threading.Lock()
+        self._read: dict[str, tuple[Array, Array, Array]] = {}
+        self._id = ""
+        self._failure = ""
+        self._is_at_work = False
+        self.weights = sum(shape[0] for shape in self._shapes.values())
+        """How many there are to decompose."""
+        self.done = 0
+        """How many of them are."""
+
+    @cached_property
+    def _folder(self) -> Path:
+        return self._folder_of_weights()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has been made or read by this process."""
+        return bool(self._id)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is nothing to compute any more."""
+        return all((self._folder / name / _ID).is_file() for name in self._shapes)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a thread is computing what is missing."""
+        return self._is_at_work
+
+    @property
+    def id(self) -> str:
+        """Names these very directions."""
+        assert self._id, "not prepared"
+        return self._id
+
+    def prepare(self) -> None:
+        """Makes what is missing, and opens the files: minutes for a large model. Whoever else
+        comes meanwhile waits. Raises ``ServerError`` if it cannot be kept."""
+        with self._lock:
+            if self._id:
+                return
+            self._failure = ""
+            try:
+                with self._reasons():
+                    self._is_at_work = not self.is_kept
+                    for name in self._shapes:
+                        self._make(name)
+                    self._open()
+            except ServerError as error:
+                self._failure = str(error)
+                raise
+            except Exception:
+                self._failure = (
+                    "the base model's directions could not be computed; ask the operator, whose "
+                    "log says why, or use lora"
+                )
+                raise
+            finally:
+                self._is_at_work = False
+                self.done = self._layers_read()
+
+    def require(self) -> None:
+        """Opens the files if all are there, and computes nothing. Raises ``ServerError`` if they
+        are not, with the reason if the last preparation failed."""
+        if self._id:
+            return
+        if not self.is_kept:
+            raise ServerError(
+                self._failure
+                or "the base model's directions are not there yet; ask again in a moment"
+            )
+        with self._reasons():  # not under the lock: a thread may still compute what another process
+            self._open()  # has finished, and both open the same files
+
+    def arrays(self, target: str) -> tuple[Array, Array, Array]:
+        """``u``, ``s`` and ``v`` of a target, as files in memory. Raises like ``require``."""
+        self.require()
+        return self._read[target]
+
+    def frozen(self, config: AdapterConfig, target: str) -> Frozen:
+        """What an adapter of this configuration has of the target, without padding. Raises like
+        ``require``."""
+        u, s, v = self.arrays(target)
+        rank = kind_of(config).rank(config, self._shapes[target])
+        return Frozen(u, s, v, kept(rank, s.shape[-1]))
+
+    def check(self, config: AdapterConfig) -> None:
+        """Raises ``UserError`` for an adapter that was trained beside another decomposition."""
+        if config.frozen not in ("", self.id):
+            raise UserError(
+                "this adapter was trained beside other directions of the base model "
+                f"({config.frozen}) than this server has ({self.id}): they come from another "
+                "machine; load it where it was trained, or sample from its sampler checkpoint, "
+                "which needs none"
+            )
+
+    @contextmanager
+    def _reasons(self) -> Iterator[None]:
+        """What goes wrong inside becomes a ``ServerError`` that says what to do."""
+        try:
+            yield
+        except np.linalg.LinAlgError as error:  # a ValueError, too
+            raise ServerError(
+                f"a weight of the base model cannot be decomposed ({error}); this base model "
+                "takes no adapters of this kind; use lora"
+            ) from error
+        except MemoryError as error:
+            most = max(svd_bytes(*shape[1:]) for shape in self._shapes.values()) / 2**20
+            raise ServerError(
+                f"decomposing one weight of the base model takes up to {most:,.1f} MiB of the "
+                "host's memory, and there was not as much; ask the operator to give the worker "
+                "more, and ask again, or use lora"
+            ) from error
+        except (OSError, ValueError, EOFError) as error:
+            raise ServerError(
+                f"the base model's directions cannot be kept in {self._folder}: {error}; ask "
+                "the operator to mend this, or to make room there, and ask again"
+            ) from error
+
+    def _open(self) -> None:
+        ids = [self._opened(name) for name in self._shapes]
+        self.done = self._layers_read()
+        self._id = hashlib.sha256(" ".join(ids).encode()).hexdigest()[:_ID_CHARS]
+
+    def _opened(self, name: str) -> str:
+        """The id of the target's files, which are open afterwards."""
+        folder = self._folder / name
+        layers, inputs, outputs = self._shapes[name]
+        u, s, v = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in _ARRAYS)
+        count = min(inputs, outputs)
+        expected = [(layers, outputs, count), (layers, count), (layers, count, inputs)]
+        found = [array.shape for array in (u, s, v)]
+        if found != expected:
+            raise ValueError(f"{folder} has arrays of {found}, not {expected}: remove it")
+        self._read[name] = u, s, v
+        return (folder / _ID).read_text(encoding="utf-8")
+
+    def _layers_read(self) -> int:
+        return sum(self._shapes[name][0] for name in tuple(self._read))
+
+    def _make(self, name: str) -> None:
+        """Ends with the target's folder there."""
+        folder = self._folder / name
+        self._clear(name)
+        try:
+            if not (folder / _ID).is_file():
+                with self._room(name) as partial:
+                    digest = hashlib.sha256()
+                    for part in self._write(name, partial):
+                        digest.update(part)
+                    (partial / _ID).write_bytes(digest.hexdigest().encode())
+                    _fsync(partial / _ID)
+                    _fsync(partial)
+                    partial.rename(folder)
+                    _fsync(self._folder)
+        except OSError:
+            if not (folder / _ID).is_file():  # else another process was first: theirs counts
+                raise
+        self._opened(name)
+        self.done = self._layers_read()
+
+    def _clear(self, name: str) -> None:
+        """Removes what dead writers of the target left, and a folder without an id: half deleted,
+        or half restored, it would be in the way of the whole one."""
+        folder = self._folder / name
+        if folder.exists() and not (folder / _ID).is_file():
+            logger.warning("%s is not whole: it is removed, and made again", folder)
+            folder.rename(self._folder / f"{name}.{uuid.uuid4().hex}.partial")
+        for partial in self._folder.glob(f"{name}.*.partial"):
+            lock = partial.with_suffix(".lock")
+            if not _is_held(lock):
+                shutil.rmtree(partial, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+
+    @contextmanager
+    def _room(self, name: str) -> Iterator[Path]:
+        """A folder to write in. Its lock is there first and goes last: whoever finds the folder
+        without one knows that its writer is dead, on whichever host it was."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        partial = self._folder / f"{name}.{uuid.uuid4().hex}.partial"
+        lock = partial.with_suffix(".lock")
+        with lock.open("wb") as file:
+            try:
+                with suppress(OSError):  # a file system without locks: nobody can take it, either
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                partial.mkdir()
+                yield partial
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                lock.unlink(missing_ok=True)
+
+    def _write(self, name: str, folder: Path) -> Iterator[bytes]:
+        """Decomposes layer after layer into files in the folder; what is in them. They are written
+        and not mapped: where a mapped file finds the disk full, the process is killed."""
+        layers, inputs, outputs = self._shapes[name]
+        count = min(inputs, outputs)
+        shapes = {"u": (outputs, count), "s": (count,), "v": (count, inputs)}
+        already = sum(self._shapes[each][0] for each in tuple(self._read) if each != name)
+        with ExitStack() as opened:
+            files = [opened.enter_context((folder / f"{part}.npy").open("wb")) for part in shapes]
+            for file, shape in zip(files, shapes.values(), strict=True):
+                _write_header(file, (layers, *shape))
+            for layer, weight in zip(range(layers), self._layers(name), strict=True):
+                if not threading.main_thread().is_alive():  # the process waits for its threads
+                    raise ServerError("the worker stops; ask again")
+                if weight.shape != (inputs, outputs):
+                    found = f"{name} of layer {layer} has the shape {weight.shape}"
+                    raise ValueError(f"{found}, not {(inputs, outputs)}")
+                try:
+                    triples = _triples(weight)
+                except np.linalg.LinAlgError as error:
+                    raise np.linalg.LinAlgError(f"{name} of layer {layer}: {error}") from error
+                for file, array in zip(files, triples, strict=True):
+                    content = array.astype(np.float32).tobytes()
+                    file.write(content)
+                    yield content
+                self.done = already + layer + 1
+                logger.info(
+                    "decomposed %s of layer %d: %d of %d", name, layer, self.done, self.weights
+                )
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _triples(weight: Array) -> tuple[np.ndarray[Any, Any], ...]:
+    """Of Wᵀ [D, F], in float64, the weakest first. In float32 the directions of small singular
+    values are orthogonal to 1e-6 only, and every tenant's projections would inherit that."""
+    exact = weight.astype(np.float64)
+    if not np.isfinite(exact).all():  # of infinities LAPACK makes directions without a word
+        raise np.linalg.LinAlgError("it has numbers that are not finite")
+    u, s, v = np.linalg.svd(exact.T, full_matrices=False)
+    return u[:, ::-1], s[::-1], v[::-1]
+
+
+def svd_bytes(inputs: int, outputs: int) -> int:
+    """About what ``_triples`` takes: the weight and the triples in float64, each also as LAPACK
+    wants it, and what that works in; seen were 84 to 90 % of it."""
+    count = min(inputs, outputs)
+    return 8 * (2 * inputs * outputs + 2 * count * (inputs + outputs) + 4 * count**2)
+
+
+def kept(rank: int, size: int) -> Array:
+    """1 on the first ``rank`` of so many directions, 0 on the others."""
+    return (np.arange(size) < rank).astype(np.float32)
+
+
+def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
+    described = np.lib.format.dtype_to_descr(np.dtype(np.float32))
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": described, "fortran_order": False, "shape": shape}
+    )
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether the writer that made this lock lives."""
+    try:
+        with lock.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # held, or nobody can tell
+        return True
+    return False
+
+
+def _fsync(path: Path) -> None:
+    """Of a file, or of the names in a folder."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

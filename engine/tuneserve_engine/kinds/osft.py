@@ -1,0 +1,208 @@
+"""OSFT, orthogonal subspace fine-tuning (Nayak et al., https://arxiv.org/abs/2504.07097): the
+strong singular directions of every weight are frozen, the weak ones are trained.
+
+With U0, S0, V0 the weakest r triples of the base weight W, an adapter of the form ``factors`` has
+U, S and V of its own and changes W by ΔW = U S V - U0 S0 V0. U stays orthogonal to the strong left
+directions and V to the strong right ones, so that ΔW never touches either. On the shorter side of
+W the directions that are left have dimension r, and V0 (or U0) is a basis of them: therefore ΔW
+is, exactly, a pair of rank r with one factor frozen. That pair is what the model computes with,
+what is sampled from, and what is exported.
+
+``short_fixed`` trains the pair's other factor itself; ``core`` trains C [r, r] of ΔW = U0 C V0.
+
+Dimension key: as in ``kinds.base``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.kinds.base import FORM, Array, Frozen, Parts, TargetShapes
+
+RATIO = "unfreeze_ratio"
+FORMS = ("factors", "short_fixed", "core")
+
+
+class Osft:
+    """One of the forms. Unembedding, embedding and norms are frozen: all tenants share them."""
+
+    name = "osft"
+    needs_decomposition = True
+    options: Mapping[str, str] = {
+        RATIO: "share of every weight's singular directions that is trained, above 0 and below 1; "
+        "without it, the rank says how many they are",
+        FORM: "which arrays are trained: 'factors' (U, S and V; the default), 'short_fixed' (the "
+        "longer side only) or 'core' (rank x rank numbers)",
+    }
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+        self.program = f"osft_{form}"
+
+    def resolved(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
+        options = {**config.options, FORM: self.form}  # those are alike that say the same
+        config = replace(config, train_unembed=False, options=options)
+        _check_ratio(config)
+        if not config.targets:
+            raise UserError(
+                "this adapter trains nothing: train_attn and train_mlp are both false, and osft "
+                "leaves the unembedding as it is; set one of the two to true"
+            )
+        missing = [name for name in config.targets if name not in shapes]
+        if missing:
+            raise UserError(
+                f"no worker has told the shape of {missing[0]}, of which osft needs to know how "
+                "many directions it has; ask again when a worker of this release runs"
+            )
+        directions = {name: min(shapes[name][-2:]) for name in config.targets}
+        smallest = min(directions, key=lambda name: directions[name])
+        if directions[smallest] < 2:
+            raise UserError(
+                f"{smallest} of this base model has one singular direction; osft freezes one at "
+                "least and trains one at least: use lora"
+            )
+        largest = max(directions, key=lambda name: directions[name])
+        if RATIO not in config.options and config.rank >= directions[largest]:
+            raise UserError(
+                f"rank is {config.rank}, and no weight has more than {directions[largest]} "
+                f"singular directions ({largest}): nothing would be frozen; choose at most "
+                f"{directions[largest] - 1}"
+            )
+        ranks = [self.rank(config, shapes[name]) for name in config.targets]
+        return replace(config, rank=max(ranks))
+
+    def rank(self, config: AdapterConfig, shape: tuple[int, ...]) -> int:
+        """At least one direction is trained, and at least one frozen. What is rounded is the
+        number of those that are trained: 1 - 0.9 is not 0.1."""
+        directions = min(shape[-2:])
+        asked = config.options.get(RATIO)
+        rank = config.rank if asked is None else round(float(asked) * directions)
+        return min(max(rank, 1), directions - 1)
+
+    def scale(self, config: AdapterConfig) -> float:
+        return 1.0
+
+    def parts(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+        if len(shape) < 3:
+            return {}
+        layers, inputs, outputs = shape
+        if self.form == "core":
+            return {"C": (layers, rank, rank)}
+        if self.form == "short_fixed":
+            return {"X": (layers, rank, outputs) if outputs >= inputs else (layers, inputs, rank)}
+        return {"U": (layers, outputs, rank), "S": (layers, rank), "V": (layers, rank, inputs)}
+
+    def initial(
+        self, config: AdapterConfig, index: int, shape: tuple[int, ...], frozen: Frozen | None
+    ) -> Parts:
+        rank = self.rank(config, shape)
+        if self.form != "factors":
+            return {
+                name: np.zeros(part, np.float32) for name, part in self.parts(shape, rank).items()
+            }
+        u, s, v = _given(frozen).lowest(rank)
+        return {"U": u, "S": s, "V": v}
+
+    def pair(self, parts: Parts, frozen: Frozen | None) -> tuple[Array, Array]:
+        frozen = _given(frozen)
+        u0, s0, v0 = frozen.lowest(self._padded_rank(parts, _is_tall(frozen)))
+        if _is_tall(frozen):
+            return v0.mT, self._outputs(parts, u0, s0, v0)
+        return self._inputs(parts, u0, s0, v0), u0.mT
+
+    def _padded_rank(self, parts: Parts, is_tall: bool) -> int:
+        array = parts[{"factors": "U", "short_fixed": "X", "core": "C"}[self.form]]
+        return int(array.shape[-2 if is_tall and self.form == "short_fixed" else -1])
+
+    def _outputs(self, parts: Parts, u0: Array, s0: Array, v0: Array) -> Array:
+        """B [L, R, F], with A = V0ᵀ."""
+        if self.form == "core":
+            return parts["C"].mT @ u0.mT
+        if self.form == "short_fixed":
+            return parts["X"]
+        turned = v0 @ (parts["V"] - v0).mT
+        return _change(turned, parts["S"], s0, parts["U"].mT, u0.mT)
+
+    def _inputs(self, parts: Parts, u0: Array, s0: Array, v0: Array) -> Array:
+        """A [L, D, R], with B = U0ᵀ."""
+        if self.form == "core":
+            return v0.mT @ parts["C"].mT
+        if self.form == "short_fixed":
+            return parts["X"]
+        turned = u0.mT @ (parts["U"] - u0)
+        return _change(turned, parts["S"], s0, parts["V"], v0).mT
+
+    def project(self, parts: Parts, frozen: Frozen | None) -> Parts:
+        frozen = _given(frozen)
+        if self.form == "core":
+            return parts
+        if self.form == "factors":
+            return {**parts, "U": left(parts["U"], frozen), "V": right(parts["V"], frozen)}
+        if _is_tall(frozen):
+            return {"X": left(parts["X"].mT, frozen).mT}
+        return {"X": right(parts["X"].mT, frozen).mT}
+
+
+def left(x: Array, frozen: Frozen) -> Array:
+    """x [L, F, R] without the strong left directions.
+
+    On the shorter side of the weight, by what is left: the weak directions are a basis of it. On
+    the longer one by what is taken away: there is more than the weak directions beside it. What is
+    chosen are coefficients, not directions: of those, no copy is made.
+    """
+    is_longer = frozen.u.shape[-2] > frozen.v.shape[-1]
+    return _projected(x.mT, frozen.u.mT, frozen.kept, is_longer).mT
+
+
+def right(x: Array, frozen: Frozen) -> Array:
+    """x [L, R, D] without the strong right directions."""
+    is_longer = frozen.v.shape[-1] > frozen.u.shape[-2]
+    return _projected(x, frozen.v, frozen.kept, is_longer)
+
+
+def _projected(x: Array, directions: Array, kept: Array, is_longer: bool) -> Array:
+    """x [L, R, N] on the weak ones of the directions [L, K, N], or without the strong ones. Rows on
+    both sides: XLA's CPU takes twice as long for the same products with columns."""
+    if is_longer:
+        strong = 1 - kept[: directions.shape[-2]]
+        return x - ((x @ directions.mT) * strong[None, None, :]) @ directions
+    rank = x.shape[-2]
+    weak = directions[..., :rank, :]
+    return ((x @ weak.mT) * kept[:rank][None, None, :]) @ weak
+
+
+def _change(turned: Array, s: Array, s0: Array, long: Array, long0: Array) -> Array:
+    """(I + turned) S long - S0 long0: [L, R, R], [L, R] and [L, R, N] to [L, R, N].
+
+    As a sum of differences. A fresh adapter's are nothing to the bit, whatever a device does to
+    multiply matrices (NumPy multiplies one with its own transpose by another routine), and no
+    change is too small beside the weights.
+    """
+    by_long = s0[..., None] * (long - long0) + (s - s0)[..., None] * long
+    return by_long + (turned * s[..., None, :]) @ long
+
+
+def _check_ratio(config: AdapterConfig) -> None:
+    asked = config.options.get(RATIO, "0.5")
+    try:
+        is_within = 0 < float(asked) < 1
+    except ValueError:
+        is_within = False
+    if not is_within:
+        raise UserError(
+            f"{RATIO} is {asked[:64]!r}; it must be a number above 0, where nothing would be "
+            "trained, and below 1, where nothing would be frozen: for that, ask for lora"
+        )
+
+
+def _given(frozen: Frozen | None) -> Frozen:
+    assert frozen is not None, "osft works with the base weight's decomposition"
+    return frozen
+
+
+def _is_tall(frozen: Frozen) -> bool:
+    """Whether W [F, D] has at least as many outputs as inputs."""
+    return bool(frozen.u.shape[-2] >= frozen.v.shape[-1])

@@ -1,0 +1,245 @@
+"""Adapters in PEFT's layout: received on disk, checked, and kept as files of ours."""
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fastapi import Request
+
+from tuneserve_engine.adapter_file import MEMBER
+from tuneserve_engine.adapters import AdapterConfig, BaseModelInfo
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.files import ABANDONED_S, FULL, FileStore, new_file_id
+from tuneserve_engine.peft_adapter import PeftAdapter, PeftWeights
+from tuneserve_engine.peft_config import MAX_CONFIG_BYTES, PeftConfig, read_config
+from tuneserve_server import body, tar_body
+from tuneserve_server.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    Crowded,
+    DiskFull,
+    StoreUnavailable,
+    UnknownEncoding,
+)
+from tuneserve_server.limits import DiskGuard
+from tuneserve_server.polls import Polls
+from tuneserve_server.settings import ApiSettings
+
+_OF_TENANT = 2
+_WRITING = 2  # each takes a processor
+_THREADS = _WRITING + 6  # the others receive: a piece is written in milliseconds
+_PIECE_BYTES = 4 * 2**20  # written at once, in a thread: the event loop waits for no disk
+LONGEST_S = ABANDONED_S - 600  # what an hour old is taken for a dead process's
+_SIGN_OF_LIFE_S = ABANDONED_S / 6
+
+T = TypeVar("T")
+_STOPPING = "the service is stopping; nothing was changed; send it again"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a client sent, on disk."""
+
+    config: PeftConfig
+    weights: PeftWeights
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The same as a file of ours."""
+
+    file_id: str
+    size: int
+    config: AdapterConfig
+
+
+class Imports:
+    """Imports of this process."""
+
+    def __init__(
+        self, files: FileStore, disk: DiskGuard, polls: Polls, settings: ApiSettings
+    ) -> None:
+        self._files = files
+        self._disk = disk
+        self._polls = polls
+        self._limit_bytes = settings.max_import_bytes
+        self._timeout_s = settings.body_timeout_s
+        self._of_tenant: Counter[str] = Counter()
+        self._writing = asyncio.Semaphore(_WRITING)
+        self._being_written = 0
+        # Their own: what others do in threads takes milliseconds, and must not wait for gigabytes.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="imports")
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Ends what is being written with its next piece. Requests still here end in errors."""
+        self._stopping.set()
+        self._threads.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def received(self, request: Request, tenant: str) -> AsyncIterator[Upload]:
+        """What the request's body has, for as long as the block lasts.
+
+        Raises ``UserError`` and ``Malformed`` for what is wrong with it, and what else ends a
+        request on its way.
+        """
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise UnknownEncoding("an adapter is taken as it is, without a Content-Encoding")
+        with self._counted(tenant), ExitStack() as folders:
+            with _told():
+                folder = folders.enter_context(self._files.staging())
+            try:
+                archive = folder / "upload.tar"
+                with _told():
+                    await self._receive(request, archive)
+                living = asyncio.create_task(_live(folder))  # it may wait long for its turn
+                try:
+                    yield await self._in_thread(lambda: _opened(archive))
+                finally:
+                    living.cancel()
+            finally:
+                if self._stopping.is_set():
+                    folders.close()
+                else:  # gigabytes are not gone at once
+                    await self._in_thread(folders.close)
+
+    async def checked(self, upload: Upload, info: BaseModelInfo, *, seed: int) -> PeftAdapter:
+        """What it is for this base model. Raises ``UserError``."""
+        return await self._in_thread(lambda: upload.weights.adapter(upload.config, info, seed))
+
+    async def keep(self, adapter: PeftAdapter) -> Kept:
+        """Makes it a checkpoint's file. Raises ``UserError``, and ``DiskFull`` before it begins if
+        the disk has no room for it beside those that are being written."""
+        async with self._writing:
+            self._disk.check(self._being_written + adapter.size)
+            self._being_written += adapter.size
+            try:
+                with _told():
+                    return await self._in_thread(lambda: self._keep(adapter))
+            finally:
+                self._being_written -= adapter.size
+
+    def _keep(self, adapter: PeftAdapter) -> Kept:
+        file_id = new_file_id()
+        with self._files.staging() as staged:
+            adapter.write(staged / MEMBER, self._check_running)
+            os.utime(staged)  # its age counts from now: the next step is to name it
+            return Kept(file_id, self._files.publish(staged, file_id), adapter.config)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        self._check_running()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _check_running(self) -> None:
+        if self._stopping.is_set():
+            raise StoreUnavailable(_STOPPING)
+
+    @contextmanager
+    def _counted(self, tenant: str) -> Iterator[None]:
+        if self._of_tenant[tenant] >= _OF_TENANT:
+            raise Crowded(
+                f"{_OF_TENANT} adapters of yours are on their way here, which is the limit; send "
+                "this one again when one of them has ended",
+                5,
+            )
+        self._of_tenant[tenant] += 1
+        try:
+            yield
+        finally:
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
+
+    async def _receive(self, request: Request, archive: Path) -> None:
+        """Writes the body as it comes. Raises what ``body.receive`` does."""
+        told = request.headers.get("content-length", "")
+        expected = int(told) if told.isdecimal() else 0
+        self._check_size(expected)
+        self._disk.check(expected)
+        size, waiting = 0, bytearray()
+        with archive.open("xb") as file:
+
+            async def write() -> None:
+                self._disk.check()
+                data = bytes(waiting)
+                waiting.clear()
+                await self._in_thread(lambda: file.write(data))
+
+            async def take(piece: bytes) -> None:
+                nonlocal size
+                size += len(piece)
+                self._check_size(size)
+                waiting.extend(piece)
+                if len(waiting) >= _PIECE_BYTES:
+                    await write()
+
+            async def whole() -> bool:
+                await _in_time(body.receive(request, take, timeout_s=self._timeout_s))
+                await write()
+                return True
+
+            is_whole = await self._polls.hold(whole(), 2 * LONGEST_S)
+        if not is_whole:
+            raise StoreUnavailable(_STOPPING)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limit_bytes:
+            raise BodyTooLarge(
+                f"the adapter has {size} bytes or more; this server takes at most "
+                f"{self._limit_bytes} (max_import_bytes); save it in half precision, or ask the "
+                "operator"
+            )
+
+
+async def _live(folder: Path) -> None:
+    """Shows other processes, for as long as this runs, that the folder is in use."""
+    while True:
+        with suppress(OSError):
+            await asyncio.to_thread(os.utime, folder)
+        await asyncio.sleep(_SIGN_OF_LIFE_S)
+
+
+async def _in_time(receiving: Awaitable[None]) -> None:
+    try:
+        async with asyncio.timeout(LONGEST_S):
+            await receiving
+    except TimeoutError:
+        raise BodyTooSlow(
+            f"the adapter did not arrive within {LONGEST_S:g} s; send it over a faster line, or in "
+            "half precision"
+        ) from None
+
+
+def _opened(archive: Path) -> Upload:
+    found = tar_body.members(archive)
+    config, weights = found[tar_body.CONFIG], found[tar_body.WEIGHTS]
+    if config.size > MAX_CONFIG_BYTES:
+        raise UserError(
+            f"{tar_body.CONFIG} has {config.size} bytes; at most {MAX_CONFIG_BYTES} are read; send "
+            "the one that save_pretrained writes"
+        )
+    with archive.open("rb") as file:
+        file.seek(config.start)
+        read = read_config(file.read(config.size))
+    return Upload(read, PeftWeights(archive, weights.start, weights.size))
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A disk that takes no more, in the words of the API."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise DiskFull(
+            "the server's disk took no more of the adapter; nothing was changed; delete "
+            "checkpoints, or ask the operator for space, and send it again"
+        ) from error

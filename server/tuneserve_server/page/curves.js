@@ -1,0 +1,36 @@
+// What is known of each run's curve: rows [x, time, loss, learning rate, gradient norm].
+
+const MOST_ROWS = 2048;
+
+const curves = new Map();
+
+export function forgetCurves() {
+  curves.clear();
+}
+
+// Adds what is new; rows that are known already take the place of themselves.
+export function addRows(told) {
+  for (const [id, rows] of Object.entries(told)) {
+    const known = curves.get(id) ?? [];
+    const later = rows.filter((row) => !known.length || row[0] > known.at(-1)[0]);
+    let all = known.concat(later);
+    if (all.length > MOST_ROWS) {
+      all = all.filter((_, index) => index % 2 === 0 || index === all.length - 1);
+    }
+    curves.set(id, all);
+  }
+}
+
+export function keepOnly(ids) {
+  for (const id of curves.keys()) {
+    if (!ids.has(id)) {
+      curves.delete(id);
+    }
+  }
+}
+
+export const rowsOf = (id) => curves.get(id) ?? [];
+
+// The points of one column that has a value.
+export const pointsOf = (id, column) =>
+  rowsOf(id).filter((row) => row[column] !== null).map((row) => [row[0], row[column]]);

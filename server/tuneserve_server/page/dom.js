@@ -1,0 +1,50 @@
+// Making and changing elements. Text comes from tenants: it is only ever set as text.
+
+export const byId = (id) => document.getElementById(id);
+
+export function make(tag, attributes = {}, ...children) {
+  const svg = tag === "svg" || tag === "path" || tag === "line";
+  const found = svg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    found.setAttribute(name, value);
+  }
+  found.append(...children);
+  return found;
+}
+
+// Sets the text if it is another: what has not changed is not read out again.
+export function say(element, text) {
+  if (element.textContent !== text) {
+    element.textContent = text;
+  }
+}
+
+// Makes the children of `parent` those of `items`, in their order, keeping elements whose item stays.
+export function keyed(parent, items, keyOf, create, update) {
+  const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  let place = parent.firstElementChild;
+  for (const item of items) {
+    const key = String(keyOf(item));
+    let child = known.get(key);
+    if (child) {
+      known.delete(key);
+    } else {
+      child = create(item);
+      child.dataset.key = key;
+    }
+    if (child === place) {
+      place = place.nextElementSibling;
+    } else {
+      parent.insertBefore(child, place);
+    }
+    update(child, item);
+  }
+  for (const gone of known.values()) {
+    gone.remove();
+  }
+}
+
+// The child with this class.
+export const part = (element, name) => element.querySelector(`.${name}`);

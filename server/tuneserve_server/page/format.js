@@ -1,0 +1,76 @@
+// Numbers as people read them.
+
+const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
+
+export function count(value) {
+  return Math.round(value).toLocaleString("en");
+}
+
+// Three digits and a prefix: 12.3 k
+export function short(value, unit = "") {
+  if (value === undefined || value === null || Number.isNaN(value)) {
+    return "–";
+  }
+  let place = 0;
+  let left = value;
+  while (Math.abs(left) >= 1000 && place < PREFIXES.length - 1) {
+    left /= 1000;
+    place += 1;
+  }
+  const digits = Math.abs(left) >= 100 || (place === 0 && Number.isInteger(left)) ? 0 : 1;
+  const suffix = `${PREFIXES[place]}${unit}`;
+  return `${left.toFixed(digits)}${suffix ? " " : ""}${suffix}`;
+}
+
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let place = 0;
+  let left = value;
+  while (left >= 1024 && place < units.length - 1) {
+    left /= 1024;
+    place += 1;
+  }
+  return `${left.toFixed(left < 10 && place ? 1 : 0)} ${units[place]}`;
+}
+
+export function percent(part) {
+  if (part === undefined || part === null || Number.isNaN(part)) {
+    return "–";
+  }
+  const of = 100 * part;
+  if (of > 0 && of < 0.1) {
+    return "< 0.1 %";
+  }
+  return `${of.toFixed(of > 0 && of < 10 ? 1 : 0)} %`;
+}
+
+export function seconds(value) {
+  if (value < 60) {
+    return `${value.toFixed(value < 10 ? 1 : 0)} s`;
+  }
+  return value < 3600 ? `${(value / 60).toFixed(1)} min` : `${(value / 3600).toFixed(1)} h`;
+}
+
+export function ago(value) {
+  if (value < 5) {
+    return "now";
+  }
+  if (value < 60) {
+    return `${Math.round(value)} s ago`;
+  }
+  if (value < 3600) {
+    return `${Math.round(value / 60)} min ago`;
+  }
+  return value < 86400 ? `${Math.round(value / 3600)} h ago` : `${Math.round(value / 86400)} d ago`;
+}
+
+export function loss(value) {
+  if (value === null || value === undefined) {
+    return "–";
+  }
+  return Math.abs(value) >= 100 ? value.toPrecision(4) : value.toFixed(4);
+}
+
+export function small(value) {
+  return value === null || value === undefined ? "–" : value.toExponential(1).replace("e+0", "");
+}

@@ -1,0 +1,120 @@
+"""Adapters that were trained elsewhere: taken in as checkpoints."""
+
+import hashlib
+import hmac
+import time
+import uuid
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+
+from tuneserve_client import types
+from tuneserve_engine.adapters import BaseModelInfo
+from tuneserve_engine.errors import UserError
+from tuneserve_engine.records import Checkpoint, CheckpointKind
+from tuneserve_server import commands
+from tuneserve_server.deps import Caller, CallerDep, reply
+from tuneserve_server.errors import (
+    Crowded,
+    DiskFull,
+    InvalidRequest,
+    ModelUnavailable,
+    UnknownEncoding,
+)
+from tuneserve_server.limits import check_room
+from tuneserve_server.openapi import fails, takes_archive
+
+router = APIRouter()
+
+
+@router.post(
+    "/checkpoints/import",
+    response_model=types.ImportResponse,
+    openapi_extra=takes_archive(),
+    responses=fails(InvalidRequest, UnknownEncoding, Crowded, DiskFull, ModelUnavailable),
+)
+async def import_adapter(  # noqa: PLR0913 - parts of the request
+    request: Request,
+    caller: CallerDep,
+    name: str = "imported",
+    base_model: Annotated[str | None, Query(max_length=256)] = None,
+    ttl_seconds: int | None = None,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+) -> Response:
+    """A checkpoint of an adapter in PEFT's layout, from which training goes on with an optimizer
+    that has taken no step. A retry under the same idempotency key gets the same one."""
+    commands.check_name("name", name)
+    origin = _origin(caller, x_idempotency_key)
+    key = f"tinker://{origin}/{CheckpointKind.TRAINING.value}/{name}"
+    known = await caller.store.get(Checkpoint, key)
+    if known is not None:
+        return _answer(known)
+    now_s = time.time()
+    expires_s = commands.checked_ttl(ttl_seconds, now_s)
+    if base_model is not None:
+        await caller.served.resolve(base_model)  # told before the adapter is sent
+    caller.disk.check()
+    await check_room(caller.store, caller.settings, caller.tenant, key)
+    async with caller.imports.received(request, caller.tenant) as upload:
+        info = await _base_model(caller, base_model, upload.config.base_model)
+        adapter = await caller.imports.checked(upload, info, seed=commands.new_seed())
+        await check_room(
+            caller.store, caller.settings, caller.tenant, key, needed_bytes=adapter.size
+        )
+        kept = await caller.imports.keep(adapter)
+    checkpoint = Checkpoint(
+        key=key,
+        tenant=caller.tenant,
+        parent=origin,
+        kind=CheckpointKind.TRAINING,
+        name=name,
+        file_id=kept.file_id,
+        base_model=info.name,
+        config=kept.config,
+        created_s=now_s,
+        size_bytes=kept.size,
+        expires_s=expires_s,
+    )
+    return _answer(await caller.store.put_new(checkpoint))
+
+
+def _origin(caller: Caller, idempotency_key: str | None) -> str:
+    """What stands in the path where other checkpoints have their model."""
+    if idempotency_key is None:
+        return f"import-{uuid.uuid4().hex}"
+    text = f"import|{caller.tenant}|{idempotency_key}"
+    return "import-" + hmac.new(caller.secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+async def _base_model(caller: Caller, asked: str | None, trained_on: str) -> BaseModelInfo:
+    """The facts about the base model that was asked for, or else that the adapter names."""
+    try:
+        name = await caller.served.resolve(asked or trained_on)
+    except UserError as error:
+        if asked:
+            raise
+        raise UserError(
+            f"by its base_model_name_or_path the adapter is not for a model of this server: "
+            f"{error}; if one of these is the same model, say so with base_model"
+        ) from None
+    info = await caller.served.info(name)
+    if info is None or not info.target_shapes:
+        raise ModelUnavailable(
+            f"no worker of this release has served {name!r} yet, so that nobody can tell whether "
+            "the adapter fits; send it again when one is ready"
+        )
+    return info
+
+
+def _answer(checkpoint: Checkpoint) -> Response:
+    config = checkpoint.config
+    return reply(
+        types.ImportResponse(
+            path=checkpoint.key,
+            base_model=checkpoint.base_model,
+            lora_rank=config.rank,
+            train_unembed=config.train_unembed,
+            train_mlp=config.train_mlp,
+            train_attn=config.train_attn,
+        )
+    )

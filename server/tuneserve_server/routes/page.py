@@ -1,0 +1,82 @@
+"""The live page's files: they hold no data, and are for everybody."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
+
+import tuneserve_server
+from tuneserve_server.errors import NotFound
+from tuneserve_server.openapi import fails
+
+router = APIRouter()
+
+FOLDER = Path(tuneserve_server.__file__).parent / "page"
+_INDEX = "index.html"
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    # Scripts and styles are files of ours, and nothing is asked of anybody else: what tenants call
+    # their runs cannot become code.
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked for each time, so that page and API are of one release
+}
+
+
+@dataclass(frozen=True)
+class _File:
+    content: bytes
+    media_type: str
+    etag: str
+
+
+def _read(path: Path) -> _File:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return _File(content, _TYPES[path.suffix], etag)
+
+
+_FILES = {
+    path.relative_to(FOLDER).as_posix(): _read(path)
+    for path in sorted(FOLDER.rglob("*"))
+    if path.suffix in _TYPES
+}
+"""By name, so that no name leads anywhere else."""
+
+
+@router.get("/", status_code=307, response_class=RedirectResponse)
+@router.get("/page", status_code=307, response_class=RedirectResponse)
+async def root() -> Response:
+    """Leads to the page."""
+    return RedirectResponse("page/", headers=HEADERS)
+
+
+@router.get(
+    "/page/{name:path}",
+    response_class=Response,
+    responses={
+        200: {"content": {media_type: {} for media_type in _TYPES.values()}},
+        304: {"description": "the caller has it"},
+        **fails(NotFound),
+    },
+)
+async def page(name: str, request: Request) -> Response:
+    """A file of the page; the page itself without a name."""
+    found = _FILES.get(name or _INDEX)
+    if found is None:
+        raise NotFound("the page has no such file; it is at /page/")
+    headers = {**HEADERS, "ETag": found.etag}
+    if request.headers.get("If-None-Match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, media_type=found.media_type, headers=headers)

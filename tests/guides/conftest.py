@@ -1,0 +1,36 @@
+"""The real service on the embedded model, one for all guides and examples."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.quick_service import quick_settings
+from tuneserve_server.local import LocalServer
+
+KEY = "tml-guides"
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    os.environ["TINKER_TELEMETRY"] = "0"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    settings = quick_settings(tmp_path_factory)
+    with LocalServer(tmp_path_factory.mktemp("service"), **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def environment(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of somebody who uses that service, in an activated virtual environment."""
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "TUNESERVE_URL": server.url,
+        "TUNESERVE_API_KEY": KEY,
+        "TINKER_BASE_URL": server.url,
+        "TINKER_API_KEY": KEY,
+        "XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache"),
+    }

@@ -1,0 +1,57 @@
+"""What the README tells a newcomer to type, and what must be there afterwards."""
+
+import json
+import re
+import shlex
+import warnings
+from pathlib import Path
+
+import peft
+import torch
+import transformers
+
+from tuneserve_engine.config import TINY_MODEL
+
+ROOT = Path(__file__).parents[2]
+SECTION = "## Your own rows: three commands"
+PATH = "tinker://…"
+"""Stands in the third command for what the second one prints."""
+
+
+def section() -> str:
+    _, _, rest = (ROOT / "README.md").read_text().partition(f"{SECTION}\n")
+    return rest.partition("\n## ")[0]
+
+
+def _block(language: str) -> str:
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", section(), re.M | re.S)
+    return str(block)
+
+
+def rows() -> str:
+    """The file that they write."""
+    return _block("json")
+
+
+def commands() -> list[list[str]]:
+    return [shlex.split(line) for line in _block("sh").splitlines()]
+
+
+def trained_path(said: str) -> str:
+    """What a newcomer copies from the second command into the third."""
+    (path,) = re.findall(r"^saved as (tinker://\S+)$", said, re.M)
+    return str(path)
+
+
+def answer_in_peft(adapter: Path) -> str:
+    """The likeliest answer to the first row's question, of the exported adapter in PEFT."""
+    (asked, _) = json.loads(rows().splitlines()[0])["messages"]
+    with warnings.catch_warnings(action="ignore"):  # of both libraries, about each other
+        base = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+        model = peft.PeftModel.from_pretrained(base, adapter)
+        inputs = tokenizer.apply_chat_template(
+            [asked], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        drawn = model.generate(**inputs, do_sample=False, max_new_tokens=16)
+    return str(tokenizer.decode(drawn[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
