@@ -1,5 +1,6 @@
 """Small random adapters, and what tests ask of their arrays."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -75,6 +76,13 @@ def live() -> tuple[int, int]:
     """How many arrays somebody holds on the device, and their bytes."""
     arrays = jax.live_arrays()
     return len(arrays), sum(array.nbytes for array in arrays)
+
+
+def settled() -> tuple[int, int]:
+    """``live()`` without the arrays that only cycles of garbage hold, of compiling and of earlier
+    tests: the collector would take them at any later moment."""
+    gc.collect()
+    return live()
 
 
 def nbytes(tree: object) -> int:

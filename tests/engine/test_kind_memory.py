@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.engine.adapter_bench import live
+from tests.engine.adapter_bench import live, settled
 from tests.engine.stream_case import TINY, model_of
 from tuneserve_engine.adapters import UNEMBED, AdapterConfig
 from tuneserve_engine.backend.base import AdapterState
@@ -130,7 +130,7 @@ def random_state(config: AdapterConfig, frozen: FrozenWeights, seed: int = 0) ->
 
 
 def test_what_all_share_is_on_the_device_once_and_goes_with_the_last_of_them(pager_of, frozen):
-    pager, before = pager_of(10**9), live()[1]
+    pager, before = pager_of(10**9), settled()[1]
     for name, config in (("a", osft()), ("b", osft("core")), ("lora", LORA)):
         pager.put(name, random_state(config, frozen), MAX_RANK)
     first, second, lora = map(on_device, (osft(), osft("core"), LORA))
@@ -149,7 +149,7 @@ def test_what_all_share_is_on_the_device_once_and_goes_with_the_last_of_them(pag
 
 def test_what_all_share_counts_within_the_devices_limit(pager_of, frozen):
     config = osft()
-    pager, before = pager_of(SHARED + 2 * on_device(config)), live()[1]
+    pager, before = pager_of(SHARED + 2 * on_device(config)), settled()[1]
     for name in "abc":
         pager.put(name, random_state(config, frozen), MAX_RANK)
     assert pager.groups(["a", "b", "c"]) == [["a", "b"], ["c"]]
@@ -160,7 +160,7 @@ def test_what_all_share_counts_within_the_devices_limit(pager_of, frozen):
 
 
 def test_loras_take_the_place_of_what_others_shared(pager_of, frozen):
-    pager, before = pager_of(SHARED + on_device(osft())), live()[1]
+    pager, before = pager_of(SHARED + on_device(osft())), settled()[1]
     pager.put("osft", random_state(osft(), frozen), MAX_RANK)
     pager.get(["osft"])
     room = SHARED + on_device(osft())
@@ -200,7 +200,7 @@ def test_room_is_made_for_what_all_share_even_if_its_only_user_leaves(pager_of, 
     """The LoRA must go, too: the directions stay for the one that comes."""
     config = osft()
     limit = SHARED + on_device(config) + on_device(LORA) - 4
-    pager, before = pager_of(limit), live()[1]
+    pager, before = pager_of(limit), settled()[1]
     for name, state in (("a", config), ("b", config), ("lora", LORA)):
         pager.put(name, random_state(state, frozen), MAX_RANK)
     pager.get(["a"])
@@ -215,7 +215,7 @@ def test_room_is_made_for_what_all_share_even_if_its_only_user_leaves(pager_of, 
 def test_an_adapter_that_does_not_come_leaves_nothing_that_it_would_have_shared(
     pager_of, frozen, monkeypatch
 ):
-    pager, before = pager_of(10**9), live()[1]
+    pager, before = pager_of(10**9), settled()[1]
     pager.put("a", random_state(osft(), frozen), MAX_RANK)
 
     def no_room(*_: Any) -> None:

@@ -1,6 +1,5 @@
 """Adapters in three memories have the bits that they have in one, within the limits of each."""
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from tests.engine.adapter_bench import (
     live,
     on_device,
     random_state,
+    settled,
 )
 from tuneserve_engine.adapters import UNEMBED, AdamParams
 from tuneserve_engine.backend.base import AdapterState, DeviceFailed, OutOfMemory
@@ -294,8 +294,7 @@ def test_going_in_and_out_leaves_nothing_on_the_device(pager_of: Callable[..., A
     pager = pager_of(2, 8_000)
     put(pager, "a", "b", "c", "d")
     pager.get(["a", "b"])
-    gc.collect()  # what earlier tests have left
-    before = live()
+    before = settled()
     for number in range(20):
         pager.get([["a", "b", "c", "d"][number % 4]])
         assert live() == before

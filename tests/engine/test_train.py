@@ -1,6 +1,5 @@
 """Training on streams: numbers equal a dense float64 reference, and bits that nobody else moves."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.engine.adapter_bench import live, pointers
+from tests.engine.adapter_bench import live, pointers, settled
 from tests.engine.conftest import Row
 from tests.engine.stream_case import (
     RANK_CLASS,
@@ -387,8 +386,7 @@ def test_a_hundred_units_and_ten_steps_allocate_nothing(
 
     for number in range(10):
         unit(number)
-    gc.collect()  # what compiling and earlier tests have left
-    before, arrays = places(), live()
+    before, arrays = places(), settled()
     for number in range(10, 10 + 100):
         unit(number)
         assert places() == before
