@@ -1,6 +1,6 @@
 """The singular value decomposition of a base model's layers, in files: made once per base model.
 
-A folder per base model and type, in it a folder per target with ``u`` [L, F, K], ``s`` [L, K] and
+A folder per base model and type, in it a folder per target with ``u`` [L, K, F], ``s`` [L, K] and
 ``v`` [L, K, D] (K = min(D, F)), the weakest direction first. A target's folder appears whole or not
 at all, and is never replaced: where singular values are equal, another decomposition may split
 their space otherwise, and adapters that were trained beside the one mean nothing beside the other.
@@ -176,7 +176,7 @@ class Decomposition:
         layers, inputs, outputs = self._shapes[name]
         u, s, v = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in _ARRAYS)
         count = min(inputs, outputs)
-        expected = [(layers, outputs, count), (layers, count), (layers, count, inputs)]
+        expected = [(layers, count, outputs), (layers, count), (layers, count, inputs)]
         found = [array.shape for array in (u, s, v)]
         if found != expected:
             raise ValueError(f"{folder} has arrays of {found}, not {expected}: remove it")
@@ -242,7 +242,7 @@ class Decomposition:
         and not mapped: where a mapped file finds the disk full, the process is killed."""
         layers, inputs, outputs = self._shapes[name]
         count = min(inputs, outputs)
-        shapes = {"u": (outputs, count), "s": (count,), "v": (count, inputs)}
+        shapes = {"u": (count, outputs), "s": (count,), "v": (count, inputs)}
         already = sum(self._shapes[each][0] for each in tuple(self._read) if each != name)
         with ExitStack() as opened:
             files = [opened.enter_context((folder / f"{part}.npy").open("wb")) for part in shapes]
@@ -272,13 +272,13 @@ class Decomposition:
 
 
 def _triples(weight: Array) -> tuple[np.ndarray[Any, Any], ...]:
-    """Of Wᵀ [D, F], in float64, the weakest first. In float32 the directions of small singular
-    values are orthogonal to 1e-6 only, and every tenant's projections would inherit that."""
+    """Of Wᵀ [D, F], in float64, the weakest first, directions as rows. In float32 those of small
+    singular values are orthogonal to 1e-6 only, and every tenant's projections would inherit it."""
     exact = weight.astype(np.float64)
     if not np.isfinite(exact).all():  # of infinities LAPACK makes directions without a word
         raise np.linalg.LinAlgError("it has numbers that are not finite")
     u, s, v = np.linalg.svd(exact.T, full_matrices=False)
-    return u[:, ::-1], s[::-1], v[::-1]
+    return u.T[::-1], s[::-1], v[::-1]
 
 
 def svd_bytes(inputs: int, outputs: int) -> int:

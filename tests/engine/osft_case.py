@@ -39,7 +39,8 @@ class Base:
     def frozen(self, rank: int, dtype: Any = np.float32) -> Frozen:
         """As it is in files."""
         kept = (np.arange(self.s.shape[-1]) < rank).astype(dtype)
-        return Frozen(self.u.astype(dtype), self.s.astype(dtype), self.v.astype(dtype), kept)
+        u = np.ascontiguousarray(self.u.mT)
+        return Frozen(u.astype(dtype), self.s.astype(dtype), self.v.astype(dtype), kept)
 
     def padded(self, rank: int, room: int) -> Frozen:
         """As it is on a device with room for adapters of rank ``room``: on the shorter side, no
@@ -48,7 +49,7 @@ class Base:
         _, inputs, outputs = self.shape
         whole = max(s.shape[-1], room)
         return Frozen(
-            resized(u, -1, whole if outputs > inputs else room),
+            resized(u, -2, whole if outputs > inputs else room),
             resized(s, -1, room),
             resized(v, -2, whole if inputs > outputs else room),
             resized(kept, -1, whole),
@@ -92,14 +93,14 @@ def change(parts: Parts, frozen: Frozen, rank: int) -> np.ndarray:
     own = {name: np.asarray(part, np.float64) for name, part in parts.items()}
     u0, s0, v0 = (
         np.asarray(x, np.float64)
-        for x in (frozen.u[..., :rank], frozen.s[..., :rank], frozen.v[..., :rank, :])
+        for x in (frozen.u[:, :rank].mT, frozen.s[:, :rank], frozen.v[:, :rank])
     )
     if "C" in own:
         return u0 @ own["C"] @ v0
     if "X" in own:
         is_tall = u0.shape[-2] >= v0.shape[-1]
-        return own["X"].mT @ v0 if is_tall else u0 @ own["X"].mT
-    return (own["U"] * own["S"][:, None]) @ own["V"] - (u0 * s0[:, None]) @ v0
+        return own["X"].mT @ v0 if is_tall else u0 @ own["X"]
+    return (own["U"].mT * own["S"][:, None]) @ own["V"] - (u0 * s0[:, None]) @ v0
 
 
 def leaks(delta: np.ndarray, base: Base, rank: int) -> tuple[float, float]:

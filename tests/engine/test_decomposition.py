@@ -74,17 +74,17 @@ def test_directions_are_those_of_numpy_and_the_weakest_is_first(name: str, tmp_p
     u, s, v = made(tmp_path).arrays(name)
     layers, inputs, outputs = SHAPES[name]
     assert {x.dtype for x in (u, s, v)} == {np.dtype(np.float32)}
-    assert (u.shape, s.shape, v.shape) == ((layers, outputs, 8), (layers, 8), (layers, 8, inputs))
+    assert (u.shape, s.shape, v.shape) == ((layers, 8, outputs), (layers, 8), (layers, 8, inputs))
     assert (np.diff(s, axis=1) > 0).all()
     for layer, weight in enumerate(weights_of(name)):
         left, values, right = np.linalg.svd(weight.T.astype(np.float64), full_matrices=False)
         np.testing.assert_allclose(s[layer], values[::-1], rtol=1e-6)
         for rank in (1, 3, 8):  # a direction's sign is free; what several span is not
-            mine, theirs = u[layer, :, :rank], left[:, -rank:]
-            np.testing.assert_allclose(mine @ mine.T, theirs @ theirs.T, atol=1e-6)
+            mine, theirs = u[layer, :rank], left[:, -rank:]
+            np.testing.assert_allclose(mine.T @ mine, theirs @ theirs.T, atol=1e-6)
             mine, theirs = v[layer, :rank], right[-rank:]
             np.testing.assert_allclose(mine.T @ mine, theirs.T @ theirs, atol=1e-6)
-        np.testing.assert_allclose((u[layer] * s[layer]) @ v[layer], weight.T, atol=1e-5)
+        np.testing.assert_allclose((u[layer].T * s[layer]) @ v[layer], weight.T, atol=1e-5)
 
 
 def test_directions_of_tiny_singular_values_are_orthogonal_too(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_directions_of_tiny_singular_values_are_orthogonal_too(tmp_path: Path):
     kept.prepare()
     u, s, v = (np.asarray(x[0], np.float64) for x in kept.arrays("q_proj"))
     assert s[2] < 1e-5 < s[3]
-    np.testing.assert_allclose(u.T @ u, np.eye(8), atol=3e-7)
+    np.testing.assert_allclose(u @ u.T, np.eye(8), atol=3e-7)
     np.testing.assert_allclose(v @ v.T, np.eye(8), atol=3e-7)
 
 
@@ -107,7 +107,7 @@ def test_weights_of_any_float_type_are_decomposed_exactly(dtype: Any, tmp_path: 
 
     u, s, v = made(tmp_path, layers).arrays("q_proj")
     for layer, weight in enumerate(layers("q_proj")):
-        rebuilt = (u[layer] * s[layer]) @ v[layer]
+        rebuilt = (u[layer].T * s[layer]) @ v[layer]
         np.testing.assert_allclose(rebuilt, weight.T.astype(np.float64), atol=2e-6)
 
 
@@ -287,7 +287,7 @@ def test_a_weight_that_is_no_number_is_named(number: float, tmp_path: Path):
 def test_files_of_another_shape_are_refused(tmp_path: Path):
     made(tmp_path)
     other = {**SHAPES, "o_proj": (2, 8, 16)}
-    with pytest.raises(ServerError, match=r"o_proj has arrays of .* not .*\(2, 16, 8\).*remove it"):
+    with pytest.raises(ServerError, match=r"o_proj has arrays of .* not .*\(2, 8, 16\).*remove it"):
         Decomposition(lambda: tmp_path, other, weights_of).prepare()
 
 

@@ -50,7 +50,7 @@ class Factored:
         torch.testing.assert_close(rebuilt, weight.double(), rtol=0, atol=1e-5)
 
     def weight(self) -> torch.Tensor:
-        return self.frozen + (self.low["U"] * self.low["S"]) @ self.low["V"]
+        return self.frozen + (self.low["U"].T * self.low["S"]) @ self.low["V"]
 
     def project_(self, u: torch.Tensor, v: torch.Tensor) -> None:
         with torch.no_grad():
@@ -90,10 +90,10 @@ class Reference:
         loss = torch_loss(self, data)
         loss.backward()
         for each in self.factored.values():
-            each.project_(each.low["U"].grad, each.low["V"].grad)
+            each.project_(each.low["U"].grad.T, each.low["V"].grad)
         torch_step(self.optimizer, PARAMS)
         for each in self.factored.values():
-            each.project_(each.low["U"], each.low["V"])
+            each.project_(each.low["U"].T, each.low["V"])
         return loss.item()
 
 
@@ -214,7 +214,7 @@ def subspace_changes(model: Any, weights: Any) -> dict[str, np.ndarray]:
         if outputs >= inputs:
             changes[name] = x.T @ v[::-1][: len(x)]
         else:
-            changes[name] = u[:, ::-1][:, : x.shape[-1]] @ x.T
+            changes[name] = u[:, ::-1][:, : len(x)] @ x
     return changes
 
 
@@ -255,9 +255,9 @@ def test_the_change_has_no_more_directions_than_the_adapters_rank(trained):
         weight = dict(theirs.model.named_parameters())[name].detach().numpy()
         full_u, full_s, full_v = np.linalg.svd(weight, full_matrices=False)
         start = (full_u[:, -rank:] * full_s[-rank:]) @ full_v[-rank:]
-        sizes = np.linalg.svd((u * s) @ v - start, compute_uv=False)
+        sizes = np.linalg.svd((u.T * s) @ v - start, compute_uv=False)
         assert sizes[rank] / sizes[0] <= 1e-6
-        np.testing.assert_allclose((a @ b).T, (u * s) @ v - start, rtol=0, atol=1e-5)
+        np.testing.assert_allclose((a @ b).T, (u.T * s) @ v - start, rtol=0, atol=1e-5)
 
 
 @pytest.mark.acceptance("O15")

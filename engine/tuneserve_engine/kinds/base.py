@@ -29,21 +29,23 @@ class Frozen(NamedTuple):
     """One target's base weight W [F, D] = Σ u s v over its singular triples, the weakest first, and
     how many of them are the adapter's: ``kept`` is 1 on those, 0 on the others.
 
-    The longer of ``u`` and ``v`` has all directions of the weight, the shorter at least R.
+    Directions are rows. The longer of ``u`` and ``v`` has all directions of the weight, the shorter
+    at least R.
     """
 
-    u: Array  # [L, F, K]
+    u: Array  # [L, K, F]
     s: Array  # [L, K]
     v: Array  # [L, K, D]
     kept: Array  # [K]
 
     def lowest(self, rank: int) -> tuple[Array, Array, Array]:
-        """U0 [L, F, R], S0 [L, R] and V0 [L, R, D]: zero beyond the adapter's own rank."""
+        """U0 [L, R, F], S0 [L, R] and V0 [L, R, D]: zero beyond the adapter's own rank."""
         kept = self.kept[:rank]
+        rows = kept[None, :, None]
         return (
-            self.u[..., :rank] * kept[None, None],
+            self.u[..., :rank, :] * rows,
             self.s[..., :rank] * kept[None],
-            self.v[..., :rank, :] * kept[None, :, None],
+            self.v[..., :rank, :] * rows,
         )
 
 
@@ -143,7 +145,7 @@ def decomposition_shapes(shape: tuple[int, ...], max_rank: int) -> dict[str, tup
     by_u = all_of_them if outputs > inputs else max_rank
     by_v = all_of_them if inputs > outputs else max_rank
     return {
-        "u": (layers, outputs, by_u),
+        "u": (layers, by_u, outputs),
         "s": (layers, max_rank),
         "v": (layers, by_v, inputs),
     }

@@ -10,6 +10,9 @@ what is sampled from, and what is exported.
 
 ``short_fixed`` trains the pair's other factor itself; ``core`` trains C [r, r] of ΔW = U0 C V0.
 
+Arrays have a row for every direction: what is Uᵀ above is kept as ``U`` [r, F], and X as [r, N].
+With columns, a CPU would turn them at every product.
+
 Dimension key: as in ``kinds.base``.
 """
 
@@ -92,8 +95,8 @@ class Osft:
         if self.form == "core":
             return {"C": (layers, rank, rank)}
         if self.form == "short_fixed":
-            return {"X": (layers, rank, outputs) if outputs >= inputs else (layers, inputs, rank)}
-        return {"U": (layers, outputs, rank), "S": (layers, rank), "V": (layers, rank, inputs)}
+            return {"X": (layers, rank, max(inputs, outputs))}
+        return {"U": (layers, rank, outputs), "S": (layers, rank), "V": (layers, rank, inputs)}
 
     def initial(
         self, config: AdapterConfig, index: int, shape: tuple[int, ...], frozen: Frozen | None
@@ -108,32 +111,22 @@ class Osft:
 
     def pair(self, parts: Parts, frozen: Frozen | None) -> tuple[Array, Array]:
         frozen = _given(frozen)
-        u0, s0, v0 = frozen.lowest(self._padded_rank(parts, _is_tall(frozen)))
+        u0, s0, v0 = frozen.lowest(next(iter(parts.values())).shape[1])
         if _is_tall(frozen):
-            return v0.mT, self._outputs(parts, u0, s0, v0)
-        return self._inputs(parts, u0, s0, v0), u0.mT
+            return v0.mT, self._longer(parts, s0, ("V", v0), ("U", u0))
+        return self._longer(parts, s0, ("U", u0), ("V", v0)).mT, u0
 
-    def _padded_rank(self, parts: Parts, is_tall: bool) -> int:
-        array = parts[{"factors": "U", "short_fixed": "X", "core": "C"}[self.form]]
-        return int(array.shape[-2 if is_tall and self.form == "short_fixed" else -1])
-
-    def _outputs(self, parts: Parts, u0: Array, s0: Array, v0: Array) -> Array:
-        """B [L, R, F], with A = V0ᵀ."""
-        if self.form == "core":
-            return parts["C"].mT @ u0.mT
+    def _longer(
+        self, parts: Parts, s0: Array, short: tuple[str, Array], long: tuple[str, Array]
+    ) -> Array:
+        """The pair's factor on the longer side, [L, R, N]; the other one is the shorter side's."""
         if self.form == "short_fixed":
             return parts["X"]
-        turned = v0 @ (parts["V"] - v0).mT
-        return _change(turned, parts["S"], s0, parts["U"].mT, u0.mT)
-
-    def _inputs(self, parts: Parts, u0: Array, s0: Array, v0: Array) -> Array:
-        """A [L, D, R], with B = U0ᵀ."""
         if self.form == "core":
-            return v0.mT @ parts["C"].mT
-        if self.form == "short_fixed":
-            return parts["X"]
-        turned = u0.mT @ (parts["U"] - u0)
-        return _change(turned, parts["S"], s0, parts["V"], v0).mT
+            core = parts["C"]  # from V0 to U0
+            return (core.mT if long[0] == "U" else core) @ long[1]
+        turned = short[1] @ (parts[short[0]] - short[1]).mT
+        return _change(turned, parts["S"], s0, parts[long[0]], long[1])
 
     def project(self, parts: Parts, frozen: Frozen | None) -> Parts:
         frozen = _given(frozen)
@@ -141,37 +134,37 @@ class Osft:
             return parts
         if self.form == "factors":
             return {**parts, "U": left(parts["U"], frozen), "V": right(parts["V"], frozen)}
-        if _is_tall(frozen):
-            return {"X": left(parts["X"].mT, frozen).mT}
-        return {"X": right(parts["X"].mT, frozen).mT}
+        return {"X": (left if _is_tall(frozen) else right)(parts["X"], frozen)}
 
 
 def left(x: Array, frozen: Frozen) -> Array:
-    """x [L, F, R] without the strong left directions.
+    """x [L, R, F] without the strong left directions.
 
     On the shorter side of the weight, by what is left: the weak directions are a basis of it. On
     the longer one by what is taken away: there is more than the weak directions beside it. What is
     chosen are coefficients, not directions: of those, no copy is made.
     """
-    is_longer = frozen.u.shape[-2] > frozen.v.shape[-1]
-    return _projected(x.mT, frozen.u.mT, frozen.kept, is_longer).mT
+    is_longer = frozen.u.shape[-1] > frozen.v.shape[-1]
+    return _projected(x, frozen.u, frozen.kept, is_longer)
 
 
 def right(x: Array, frozen: Frozen) -> Array:
     """x [L, R, D] without the strong right directions."""
-    is_longer = frozen.v.shape[-1] > frozen.u.shape[-2]
+    is_longer = frozen.v.shape[-1] > frozen.u.shape[-1]
     return _projected(x, frozen.v, frozen.kept, is_longer)
 
 
 def _projected(x: Array, directions: Array, kept: Array, is_longer: bool) -> Array:
-    """x [L, R, N] on the weak ones of the directions [L, K, N], or without the strong ones. Rows on
-    both sides: XLA's CPU takes twice as long for the same products with columns."""
+    """x [L, R, N] on the weak ones of the directions [L, K, N], or without the strong ones. The
+    coefficients have a row for every direction: XLA's CPU takes longer for their transpose."""
     if is_longer:
         strong = 1 - kept[: directions.shape[-2]]
-        return x - ((x @ directions.mT) * strong[None, None, :]) @ directions
+        coefficients = (directions @ x.mT) * strong[None, :, None]
+        return x - coefficients.mT @ directions
     rank = x.shape[-2]
     weak = directions[..., :rank, :]
-    return ((x @ weak.mT) * kept[:rank][None, None, :]) @ weak
+    coefficients = (weak @ x.mT) * kept[None, :rank, None]
+    return coefficients.mT @ weak
 
 
 def _change(turned: Array, s: Array, s0: Array, long: Array, long0: Array) -> Array:
@@ -205,4 +198,4 @@ def _given(frozen: Frozen | None) -> Frozen:
 
 def _is_tall(frozen: Frozen) -> bool:
     """Whether W [F, D] has at least as many outputs as inputs."""
-    return bool(frozen.u.shape[-2] >= frozen.v.shape[-1])
+    return bool(frozen.u.shape[-1] >= frozen.v.shape[-1])

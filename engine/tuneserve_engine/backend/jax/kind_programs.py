@@ -180,4 +180,4 @@ def frozen_spec(shapes: Mapping[str, tuple[int, ...]]) -> Frozen:
 
 def kept_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Of ``Frozen.kept`` on the device."""
-    return max(shapes["u"][-1], shapes["v"][-2])
+    return max(shapes["u"][-2], shapes["v"][-2])
