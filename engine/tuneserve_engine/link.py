@@ -66,11 +66,11 @@ class Link:
         while True:
             try:
                 await self._exchange(await self._connect(), traffic)
-            except* ConnectionError:
+            except ConnectionError:
                 self._faults.warn("lost", "lost the store; reconnecting")
                 await asyncio.sleep(_RECONNECT_S)
-            except* StoreFailed as group:
-                self._failed(cause(group))
+            except StoreFailed as error:
+                self._failed(error)
                 await asyncio.sleep(RETRY_S)
             finally:
                 self._queue = None
@@ -87,10 +87,9 @@ class Link:
         self._connected.set()
         self._faults.forget()
         logger.info("ready: serving %s as epoch %d", self._info.name, lease.epoch)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._renew(queue, lease.epoch))
-            for call in traffic:
-                tasks.create_task(call(queue, lease.epoch))
+        await _until_one_fails(
+            self._renew(queue, lease.epoch), *(call(queue, lease.epoch) for call in traffic)
+        )
 
     async def _renew(self, queue: Queue, epoch: int) -> None:
         while True:
@@ -123,7 +122,20 @@ class Link:
                 pass
 
 
-def cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of a group of groups that is one itself."""
-    first = group.exceptions[0]
-    return cause(first) if isinstance(first, BaseExceptionGroup) else first
+async def _until_one_fails(*calls: Coroutine[Any, Any, None]) -> None:
+    """Runs calls that never return beside each other until one of them raises, and raises that;
+    should several at once, rather what is no trouble with the store.
+
+    Not a task group: before Python 3.13, one that is cancelled while it fails tells of the failure
+    only. The worker would reconnect, and never end.
+    """
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [end for end in ends if not isinstance(end, asyncio.CancelledError | None)]
+    store = ConnectionError, StoreFailed
+    raise next((each for each in failures if not isinstance(each, store)), failures[0])

@@ -21,7 +21,7 @@ from tuneserve_engine.backlog import Backlog
 from tuneserve_engine.jobs import Job, JobKind, Outcome, Part, Rejection
 from tuneserve_engine.kill_points import kill_point
 from tuneserve_engine.ledger import Ledger
-from tuneserve_engine.link import Link, cause
+from tuneserve_engine.link import Link
 from tuneserve_engine.live import Live
 from tuneserve_engine.operations import Operations
 from tuneserve_engine.outcomes import Executed
@@ -142,7 +142,7 @@ class Worker:
         except BaseExceptionGroup as group:
             _, failures = group.split((_Stopped, Fenced) if self._has_resigned else _Stopped)
             if failures is not None:
-                raise cause(failures) from None
+                raise _cause(failures) from None
         finally:
             self._units.abandon()
             self._device.shutdown(wait=False, cancel_futures=True)
@@ -381,6 +381,12 @@ def _tell_failure(job: Job, rejection: Rejection, batch_id: str) -> None:
     extra = {**logs.of(job), "batch_id": batch_id}
     name = job.model_id or job.scope
     logger.info(message, job.kind, name, rejection.category, job.request_id, extra=extra)
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of a group of groups that is one itself."""
+    first = group.exceptions[0]
+    return _cause(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 class _Stopped(Exception):
