@@ -58,19 +58,20 @@ def _read_config(base_model: str) -> ModelConfig:
 
 
 def _kinds(config: ModelConfig, found: Plan) -> dict[str, Any]:
-    """What an adapter of each kind takes on the device by its rank, and what those of a kind share
-    there and on disk."""
+    """What an adapter of each kind takes on the device by its rank, what those of a kind share
+    there and on disk, and which ranks are refused: one pass of them has no room beside that."""
     from tuneserve_engine.backend.jax.adapters import target_shapes
 
-    shapes, ranks = target_shapes(config), found.lattice.rank_classes
+    shapes, lattice = target_shapes(config), found.lattice
     facts: dict[str, Any] = {}
     for forms in KINDS.values():
         for form, kind in forms.items():
-            of_rank = {rank: adapter_bytes(kind, shapes, rank) for rank in ranks}
-            facts[f"{kind.name} {form}".strip()] = {
-                "bytes_by_rank": of_rank,
-                **(_shared(shapes, found.lattice.max_rank) if kind.needs_decomposition else {}),
-            }
+            of_rank = {rank: adapter_bytes(kind, shapes, rank) for rank in lattice.rank_classes}
+            own = facts[f"{kind.name} {form}".strip()] = {"bytes_by_rank": of_rank}
+            if kind.needs_decomposition:
+                own |= _shared(shapes, lattice.max_rank)
+                left = found.adapter_device_bytes - own["shared_device_bytes"]
+                own["refused_ranks"] = [r for r in of_rank if lattice.slots(r) * of_rank[r] > left]
     return facts
 
 
@@ -127,7 +128,8 @@ def _table_of_kinds(kinds: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, kinds))
     for name, facts in kinds.items():
         sizes = ", ".join(f"{gib(size)} of rank {r}" for r, size in facts["bytes_by_rank"].items())
-        yield f"{name:<{width}}  {sizes}"
+        refused = ", ".join(map(str, facts.get("refused_ranks", [])))
+        yield f"{name:<{width}}  {sizes}" + (f"; no room for rank {refused}" if refused else "")
     for name, facts in kinds.items():
         if "shared_device_bytes" in facts:
             shared = gib(facts["shared_device_bytes"])

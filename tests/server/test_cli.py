@@ -354,6 +354,18 @@ def test_the_plan_shows_what_becomes_of_the_memory() -> None:
     assert "requests in one pass: 32 to rank 8, 8 to rank 32\n" in result.stdout
 
 
+def test_the_plan_says_which_kinds_have_no_room_beside_what_they_share() -> None:
+    """Two of rank 128 take 39.2 MiB, what they share 4.8, and there are 43."""
+    room = str(43 * 2**20)
+    result = tuneserve("plan", "--adapter-device-bytes", room)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^osft factors .*; no room for rank 8, 32, 128$", result.stdout, re.M)
+    assert result.stdout.count("no room") == 1
+    kinds = json.loads(tuneserve("plan", "--json", "--adapter-device-bytes", room).stdout)["kinds"]
+    assert kinds["osft factors"]["refused_ranks"] == [8, 32, 128]
+    assert kinds["osft short_fixed"]["refused_ranks"] == []
+
+
 def test_the_plan_can_be_read_by_programs() -> None:
     result = tuneserve("plan", "--json", "--batch-tokens", "8192", TUNESERVE_REMAT="full")
     found = json.loads(result.stdout)
