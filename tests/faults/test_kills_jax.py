@@ -95,15 +95,18 @@ class JaxWorker:
 async def train(
     settings: CommonSettings, compiled: Path, rounds: int, kills: int, seed: int = 0
 ) -> dict[str, Any]:
-    """What three tenants got, and the end states of their models; ``kills`` workers died."""
+    """What three tenants got, and the end states of their models; ``kills`` workers died, the last
+    of them when there was something saved that its successor could go on from."""
     tenants = [Tenant(n, BASE_MODEL, rounds, length=12) for n in range(3)]
-    worker = JaxWorker(settings, compiled, point_s=0.5, point_steps=3)
+    worker = JaxWorker(settings, compiled, point_s=0.5, point_steps=1)
     progress = Progress(kills, sum(len(t.round(0)) + len(t.samples(0)) for t in tenants) * rounds)
     draw = random.Random(seed)
 
     async def pause() -> None:
         # Called between any two things that a client does: a good place for somebody else to die.
         if progress.is_time_to_die(sum(len(client.results) for client in clients), draw):
+            while progress.kills == kills and (await store.figures()).points < len(tenants):
+                await asyncio.sleep(0.01)
             worker.kill()
 
     async with opened(settings) as store:
