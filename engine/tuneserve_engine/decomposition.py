@@ -25,6 +25,7 @@ from tuneserve_engine.adapters import AdapterConfig
 from tuneserve_engine.errors import ServerError, UserError
 from tuneserve_engine.kinds import kind_of
 from tuneserve_engine.kinds.base import Frozen, TargetShapes
+from tuneserve_engine.triples import Triples
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,9 @@ class Decomposition:
             try:
                 with self._reasons():
                     self._is_at_work = not self.is_kept
-                    for name in self._shapes:
-                        self._make(name)
+                    with Triples() as triples:
+                        for name in self._shapes:
+                            self._make(name, triples)
                     self._open()
             except ServerError as error:
                 self._failure = str(error)
@@ -115,7 +117,8 @@ class Decomposition:
         if not self.is_kept:
             raise ServerError(
                 self._failure
-                or "the base model's directions are not there yet; ask again in a moment"
+                or "the base model's directions are not there yet; ask again in a moment, or, if "
+                "nobody creates a model that needs them, create one: then they are made"
             )
         with self._reasons():  # not under the lock: a thread may still compute what another process
             self._open()  # has finished, and both open the same files
@@ -174,7 +177,10 @@ class Decomposition:
         """The id of the target's files, which are open afterwards."""
         folder = self._folder / name
         layers, inputs, outputs = self._shapes[name]
-        u, s, v = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in _ARRAYS)
+        try:
+            u, s, v = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in _ARRAYS)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"{folder} cannot be read ({error}): remove it") from error
         count = min(inputs, outputs)
         expected = [(layers, count, outputs), (layers, count), (layers, count, inputs)]
         found = [array.shape for array in (u, s, v)]
@@ -186,7 +192,7 @@ class Decomposition:
     def _layers_read(self) -> int:
         return sum(self._shapes[name][0] for name in tuple(self._read))
 
-    def _make(self, name: str) -> None:
+    def _make(self, name: str, triples: Triples) -> None:
         """Ends with the target's folder there."""
         folder = self._folder / name
         self._clear(name)
@@ -194,7 +200,7 @@ class Decomposition:
             if not (folder / _ID).is_file():
                 with self._room(name) as partial:
                     digest = hashlib.sha256()
-                    for part in self._write(name, partial):
+                    for part in self._write(name, partial, triples):
                         digest.update(part)
                     (partial / _ID).write_bytes(digest.hexdigest().encode())
                     _fsync(partial / _ID)
@@ -213,7 +219,8 @@ class Decomposition:
         folder = self._folder / name
         if folder.exists() and not (folder / _ID).is_file():
             logger.warning("%s is not whole: it is removed, and made again", folder)
-            folder.rename(self._folder / f"{name}.{uuid.uuid4().hex}.partial")
+            with suppress(FileNotFoundError):  # another process was first
+                folder.rename(self._folder / f"{name}.{uuid.uuid4().hex}.partial")
         for partial in self._folder.glob(f"{name}.*.partial"):
             lock = partial.with_suffix(".lock")
             if not _is_held(lock):
@@ -237,7 +244,7 @@ class Decomposition:
                 shutil.rmtree(partial, ignore_errors=True)
                 lock.unlink(missing_ok=True)
 
-    def _write(self, name: str, folder: Path) -> Iterator[bytes]:
+    def _write(self, name: str, folder: Path, triples: Triples) -> Iterator[bytes]:
         """Decomposes layer after layer into files in the folder; what is in them. They are written
         and not mapped: where a mapped file finds the disk full, the process is killed."""
         layers, inputs, outputs = self._shapes[name]
@@ -252,14 +259,13 @@ class Decomposition:
                 if not threading.main_thread().is_alive():  # the process waits for its threads
                     raise ServerError("the worker stops; ask again")
                 if weight.shape != (inputs, outputs):
-                    found = f"{name} of layer {layer} has the shape {weight.shape}"
-                    raise ValueError(f"{found}, not {(inputs, outputs)}")
+                    told = f"{name} of layer {layer} has the shape {weight.shape}"
+                    raise ValueError(f"{told}, not {(inputs, outputs)}")
                 try:
-                    triples = _triples(weight)
+                    found = triples.of(weight)
                 except np.linalg.LinAlgError as error:
                     raise np.linalg.LinAlgError(f"{name} of layer {layer}: {error}") from error
-                for file, array in zip(files, triples, strict=True):
-                    content = array.astype(np.float32).tobytes()
+                for file, content in zip(files, found, strict=True):
                     file.write(content)
                     yield content
                 self.done = already + layer + 1
@@ -271,19 +277,9 @@ class Decomposition:
                 os.fsync(file.fileno())
 
 
-def _triples(weight: Array) -> tuple[np.ndarray[Any, Any], ...]:
-    """Of Wᵀ [D, F], in float64, the weakest first, directions as rows. In float32 those of small
-    singular values are orthogonal to 1e-6 only, and every tenant's projections would inherit it."""
-    exact = weight.astype(np.float64)
-    if not np.isfinite(exact).all():  # of infinities LAPACK makes directions without a word
-        raise np.linalg.LinAlgError("it has numbers that are not finite")
-    u, s, v = np.linalg.svd(exact.T, full_matrices=False)
-    return u.T[::-1], s[::-1], v[::-1]
-
-
 def svd_bytes(inputs: int, outputs: int) -> int:
-    """About what ``_triples`` takes: the weight and the triples in float64, each also as LAPACK
-    wants it, and what that works in; seen were 84 to 90 % of it."""
+    """About what the triples of a weight take: it and they in float64, each also as LAPACK wants
+    it, and what that works in; seen were 84 to 90 % of it."""
     count = min(inputs, outputs)
     return 8 * (2 * inputs * outputs + 2 * count * (inputs + outputs) + 4 * count**2)
 

@@ -120,6 +120,12 @@ def _asked_adapter(request: types.CreateModelRequest) -> _Asked:
         kind = user_metadata.get(_ADAPTER)
         if kind is None:
             return _Asked(Lora.name, {})
+        if "rank" in user_metadata:
+            raise UserError(
+                f"user_metadata asks for an adapter of kind {kind[:64]!r} and has an entry rank, "
+                f"{user_metadata['rank'][:64]!r}; the rank is lora_config.rank: send it there, and "
+                "leave it out here"
+            )
         return _Asked(kind, _options_among(user_metadata, kind))
     if _ADAPTER in user_metadata:
         raise UserError(

@@ -25,6 +25,7 @@ from tuneserve_engine.backend.jax.adapters import host_zeros, target_shapes
 from tuneserve_engine.backend.jax.models.decoder import Decoder
 from tuneserve_engine.decomposition import Decomposition
 from tuneserve_engine.errors import ServerError, UserError
+from tuneserve_engine.triples import Triples
 
 SHAPES = {"q_proj": (2, 12, 8), "o_proj": (2, 8, 12), "up_proj": (3, 8, 8), "unembed": (8, 31)}
 """[L, D, F]; the unembedding has no layers and is left alone."""
@@ -501,17 +502,47 @@ def test_a_half_deleted_target_is_made_again(gone: list[str], tmp_path: Path):
 def test_too_little_memory_is_told_with_what_a_weight_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Ten arrays of 1024 * 1024 numbers of 8 bytes."""
+    """Ten arrays of 1024 * 1024 numbers of 8 bytes. The kernel ends who takes too much; asked once
+    more, when there is enough, they are there."""
+    started = Triples._started
 
-    def no_room(*_: Any, **__: Any) -> None:
-        raise MemoryError
+    def killed(self: Triples) -> Any:
+        process = started(self)
+        process.kill()
+        return process
 
-    monkeypatch.setattr(np.linalg, "svd", no_room)
     weights = [np.zeros((1024, 1024), np.float32)]
     kept = Decomposition(lambda: tmp_path, {"q_proj": (1, 1024, 1024)}, lambda _: weights)
-    with pytest.raises(ServerError, match=r"takes up to 80\.0 MiB .*ask again, or use lora"):
-        kept.prepare()
+    with monkeypatch.context() as patched:
+        patched.setattr(Triples, "_started", killed)
+        with pytest.raises(ServerError, match=r"takes up to 80\.0 MiB .*ask again, or use lora"):
+            kept.prepare()
     assert list(tmp_path.iterdir()) == []
+    kept.prepare()
+    assert kept.is_whole
+
+
+def test_the_kernel_would_end_the_process_that_decomposes_and_not_the_worker():
+    with Triples() as triples:
+        triples.of(np.eye(3))
+        assert triples._process is not None
+        pid = triples._process.pid
+        assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_that_ends_otherwise_is_told_with_its_status(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Triples() as triples, pytest.raises(ServerError, match="ended with status 1; ask again"):
+        triples.of(np.eye(3))
+
+
+def test_files_that_were_cut_off_are_told_by_name(tmp_path: Path):
+    made(tmp_path)
+    path = tmp_path / "o_proj" / "v.npy"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ServerError, match=r"/o_proj cannot be read \(.*\): remove it"):
+        made(tmp_path)
 
 
 def test_the_host_holds_the_padded_arrays_of_one_target_only(

@@ -96,6 +96,10 @@ async def test_metadata_that_ask_for_a_kind_are_kept_like_others(service: Any, b
             "adapter 'dora' is no kind of adapter; this server has lora, rslora, osft",
         ),
         ({"user_metadata": {"adapter": ""}}, "adapter '' is no kind of adapter"),
+        (
+            {"user_metadata": {"adapter": "osft", "rank": "64"}},
+            "has an entry rank, '64'; the rank is lora_config.rank: send it there",
+        ),
         ({"adapter": {}}, "adapter.kind: Field required"),
         (
             {"adapter": QUARTER | {"ratio": 0.5}},

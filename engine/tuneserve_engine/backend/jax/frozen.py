@@ -19,6 +19,8 @@ from tuneserve_engine.decomposition import Decomposition, kept
 from tuneserve_engine.kinds.base import Frozen, decomposition_bytes, decomposition_shapes
 
 _DIGEST_CHARS = 16
+_LAYOUT = b"directions are rows"
+"""Of the files: those of another one are in folders of other names."""
 
 
 class FrozenWeights:
@@ -89,7 +91,7 @@ def _fitted(array: Any, shape: tuple[int, ...]) -> Any:
 def _digest(model: Decoder, names: list[str]) -> str:
     """Of every bit of these weights and their type: a model that was merged with an adapter differs
     from the one before in few of them, and has other directions."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_LAYOUT)
     for name in names:
         for layer in _layers(model, name):
             digest.update(f"{name} {layer.dtype}{layer.shape}".encode())

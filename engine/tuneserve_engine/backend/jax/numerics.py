@@ -18,6 +18,7 @@ _CODE = (
     "adapters.py",
     "batch.py",
     "decomposition.py",
+    "triples.py",
     "gradients.py",
     "kinds/*.py",
     "lattice.py",
