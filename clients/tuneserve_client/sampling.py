@@ -119,6 +119,8 @@ class AsyncSampler:
         ``max_tokens``: 16 for a text or tokens, what the context has left for a conversation.
         ``template`` is for the chat template: ``enable_thinking=False``, say.
         """
+        if template and (isinstance(prompt, str) or not _is_conversation(prompt)):
+            raise TypeError(f"{next(iter(template))} is no option of a text or of tokens")
         body: dict[str, Any] = {
             "model": self.id,  # which stays when the checkpoint at its path goes
             "stream": True,
@@ -222,7 +224,8 @@ def read_samples(answers: Sequence[Answer]) -> SampleOutput:
 
 def read_logprobs(answers: Sequence[Answer]) -> Array:
     found = read_samples(answers).prompt_logprobs
-    assert found is not None
+    if found is None:
+        raise ValueError("it has no logprobs of a prompt")
     return found
 
 

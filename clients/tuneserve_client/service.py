@@ -243,14 +243,23 @@ class AsyncClient(Catalogue):
 
     def future(self, request_id: str, kind: Kind) -> AsyncFuture[Any]:
         """A request that was made before, by this process or another. Results are kept for a day,
-        or as the server's ``result_ttl_s`` says; after that it raises ``ResultExpired``."""
+        or as the server's ``result_ttl_s`` says; after that it raises ``ResultExpired``. It raises
+        ``ValueError`` if the request is of another kind."""
         if kind not in _READERS:
             raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(_READERS)}")
 
         async def sent() -> list[str]:
             return split_id(request_id)
 
-        return self.submit(sent(), _READERS[kind])
+        def read(answers: Sequence[Answer]) -> Any:
+            try:
+                return _READERS[kind](answers)
+            except TuneserveError:
+                raise
+            except Exception as error:
+                raise ValueError(f"{request_id} is no request of kind {kind!r}") from error
+
+        return self.submit(sent(), read)
 
     # --- the session ------------------------------------------------------------------------------
 

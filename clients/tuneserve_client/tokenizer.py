@@ -65,14 +65,26 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The text's tokens; ``special``: with BOS before them, if the tokenizer puts one there."""
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        """The text's tokens; ``special``: with BOS before them, if the tokenizer puts one there.
+        Raises ``ValueError`` for a text that is not Unicode."""
+        tokens: list[int] = self._encoded(text, special).ids
         return tokens
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The text's tokens, and where in it each begins and ends."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        encoded = self._encoded(text, special=False)
         return encoded.ids, encoded.offsets
+
+    def _encoded(self, text: str, special: bool) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        except TypeError:
+            if not isinstance(text, str):
+                raise
+            raise ValueError(
+                "the text has half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer "
+                "takes; correct it, or leave it out"
+            ) from None
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of the tokens, special ones left out."""

@@ -43,7 +43,7 @@ _POLL_S = 45.0  # the server holds a poll for 25 s, 40 at most
 _LONG_ANSWER_S = 600.0
 _SHORTEST_POLL_S = 0.5  # a server that holds no polls is not asked more often
 _REMINDER_S = 60.0
-_TELL_AFTER = 4  # tries, some seconds: whoever waits should know why, but not of each lost packet
+_TELL_AFTER_S = 5.0  # whoever waits should know why, but not of each lost packet
 MOST_POLLS = 1024
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -87,6 +87,12 @@ class Transport:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        # What httpx refuses as a header it quotes, and it is in logs then.
+        if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
+            raise ValueError(
+                "the API key has a blank, a line's end or another character that no key has; look "
+                "at where it comes from, a file with Windows line ends for instance"
+            )
         self._deadline_s = deadline_s
         self._clock = clock
         self._sleep = sleep
@@ -191,8 +197,9 @@ class Transport:
         stream: bool = False,
     ) -> httpx.Response:
         """Sends until there is an answer that sending again would not change."""
-        until_s = self._clock() + (0.0 if once else self._deadline_s)
-        attempt = 0
+        started_s = self._clock()
+        until_s = started_s + (0.0 if once else self._deadline_s)
+        attempt, tell_at_s = 0, started_s + _TELL_AFTER_S
         while True:
             try:
                 response = await client.send(request, stream=stream)
@@ -215,7 +222,9 @@ class Transport:
             waits_for_tomorrow = isinstance(problem, BudgetSpent) and not once
             if self._clock() + wait_s > until_s and not waits_for_tomorrow:
                 raise problem
-            level = logging.WARNING if attempt == _TELL_AFTER else logging.INFO
+            level = logging.INFO
+            if (until := self._clock() + wait_s) >= tell_at_s:
+                level, tell_at_s = logging.WARNING, until + _REMINDER_S
             logger.log(level, "sending again, now in %.1f s: %s", wait_s, problem)
             await self._sleep(wait_s)
 

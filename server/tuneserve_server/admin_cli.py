@@ -7,9 +7,8 @@ from urllib.parse import quote
 
 import httpx
 import typer
-from pydantic import ValidationError
 
-from tuneserve_engine.config import REFUSED, CommonSettings
+from tuneserve_engine.config import REFUSED
 from tuneserve_engine.records import Scope
 from tuneserve_server import screen
 from tuneserve_server.screen import day, print_json, print_table
@@ -167,7 +166,7 @@ def _print_tenants(found: list[dict[str, Any]]) -> None:
 
 def _call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any:
     """What the API process answers; ends the command, saying why, if it does not."""
-    socket = _socket(data_dir)
+    socket = screen.settings_here(data_dir).admin_socket
     if not socket.is_socket():
         _nobody_at(socket, "there is no such socket")
     transport = httpx.HTTPTransport(uds=str(socket))
@@ -187,15 +186,6 @@ def _nobody_at(socket: Path, reason: str) -> NoReturn:
         "tuneserve api), name its data directory with --data-dir, and be the same user",
         status=1,
     )
-
-
-def _socket(data_dir: Path | None) -> Path:
-    try:
-        settings = CommonSettings() if data_dir is None else CommonSettings(data_dir=data_dir)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        _end("; ".join(problems))
-    return settings.admin_socket
 
 
 def _part(text: str) -> str:

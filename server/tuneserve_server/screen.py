@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
+from pydantic import ValidationError
+
+from tuneserve_engine.config import REFUSED, SETTINGS_FILE, CommonSettings
 
 FAILED = 1
 """Exit status of a command that was asked rightly and could not do it."""
@@ -23,6 +26,18 @@ def this_command() -> str:
     if called.name != "tuneserve" or (found and called.samefile(found)):
         return "tuneserve"
     return sys.argv[0]
+
+
+def settings_here(data_dir: Path | None = None) -> CommonSettings:
+    """Of this machine: from the environment and the settings file. Ends the command if they are
+    wrong."""
+    try:
+        return CommonSettings() if data_dir is None else CommonSettings(data_dir=data_dir)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        end("; ".join(problems), REFUSED)
+    except (OSError, ValueError) as error:
+        end(f"{SETTINGS_FILE} cannot be read: {error}; correct it or remove it", REFUSED)
 
 
 def print_json(value: Any) -> None:

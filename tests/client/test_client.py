@@ -185,6 +185,14 @@ def test_results_are_picked_up_by_another_process_when_the_client_is_gone(
     assert found[2]["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("kind", ["forward_backward", "sample", "logprobs", "save"])
+def test_a_result_of_another_kind_is_told_as_such(client: Client, kind: Any) -> None:
+    step = client.create_model(rank=4).optim_step(LR)
+    step.result()
+    with pytest.raises(ValueError, match=f"is no request of kind '{kind}'"):
+        client.future(step.request_id, kind).result()
+
+
 def _paths() -> str:
     return ":".join(sys.path)
 
@@ -275,6 +283,8 @@ def test_a_stream_comes_in_pieces_that_are_the_whole_text(trained: Model) -> Non
     assert "".join(kept.stream(messages, **options)) == sampled
     with pytest.raises(errors.InvalidRequest, match="temperature"):
         list(kept.stream("a", temperature=-1))
+    with pytest.raises(TypeError, match="temprature is no option"):
+        list(kept.stream("a", temprature=1))
 
 
 def test_a_model_is_of_the_kind_that_was_asked_for_and_so_is_what_is_made_of_it(

@@ -110,6 +110,27 @@ async def test_the_deadline_ends_it_with_the_last_answer(connect: Connect) -> No
     assert error.retry_after_s == 15.0
 
 
+@pytest.mark.parametrize("key", ["tml-secret\r", " tml-secret", "tml-sécret", "tml-\nsecret"])
+async def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(key: str) -> None:
+    with pytest.raises(ValueError, match="the API key has a blank") as refused:
+        Transport("http://server", key, deadline_s=1.0)
+    assert "cret" not in str(refused.value)
+
+
+async def test_who_waits_long_is_told_why_at_once_and_every_minute(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    spent = refused(402, "budget_spent", **{"Retry-After": "30"})
+    _, transport = connect(*[spent] * 6, ACCEPTED)
+    await step(transport)
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert told == ["sending again, now in 30.0 s: why"] * 3  # of waits until 30, 90 and 150 s
+    caplog.clear()
+    _, transport = connect(refused(503), ACCEPTED)
+    await step(transport)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
 async def test_a_spent_budget_is_waited_for_beyond_the_deadline(connect: Connect) -> None:
     spent = refused(402, "budget_spent", **{"Retry-After": "30"})
     network, transport = connect(*[spent] * 4, ACCEPTED, deadline_s=40.0)

@@ -7,6 +7,7 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -19,6 +20,7 @@ from tests.quick_service import quick_settings
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.config import TINY_MODEL
 from tuneserve_server import cli
+from tuneserve_server.client_cli import train
 from tuneserve_server.client_cli.train_view import Lines
 from tuneserve_server.local import LocalServer, free_port
 
@@ -173,6 +175,55 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_never_was(trained, monkeypat
     assert "is at the end of this run" in refused
 
 
+def test_an_interrupted_run_goes_on_with_the_rows_that_it_had(server, tmp_path, monkeypatch):
+    """Cut, at the same server, under the same name, and exported in the end."""
+    data, show = write_rows(tmp_path), Lines.show
+    wanted = ["train", data, *QUICK, "--epochs", "2", "--max-tokens", "28"]
+    whole = lines(tuneserve(*wanted, "--json"))[:-1]
+
+    def interrupted(self, step):
+        show(self, step)
+        signal.raise_signal(signal.SIGINT)
+
+    mine = ["--save", "cut", "--export", "out", "--url", server.url]
+    with monkeypatch.context() as patched:
+        patched.setattr(Lines, "show", interrupted)
+        patched.setattr(train, "_AHEAD", 0)
+        ran = CliRunner().invoke(cli.app, [*map(str, wanted), *mine, "--json"])
+    assert ran.exit_code == 130, ran.output
+    *before, saved = lines(ran.stdout)
+    assert saved["export"] is None and saved["checkpoint"].endswith("/cut-step-1")
+    (command,) = re.findall(r"go on with: tuneserve (.*)", ran.stderr)
+    monkeypatch.setenv("TUNESERVE_URL", "http://127.0.0.1:1")
+    *after, ended = lines(tuneserve(*shlex.split(command), "--json"))
+    assert ended["export"] == "out" and (tmp_path / "out" / "adapter_config.json").exists()
+    assert ended["checkpoint"].endswith("/cut")
+    for name in ("loss", "tokens"):
+        assert [each[name] for each in before + after] == [each[name] for each in whole]
+
+
+def test_a_run_whose_checkpoint_has_no_room_is_saved_when_there_is_some(tmp_path, monkeypatch):
+    data, waited = write_rows(tmp_path), []
+    (tmp_path / "full").mkdir()
+    with LocalServer(tmp_path / "full", compile_ahead="false", max_checkpoints="1") as full:
+        place = ["--url", full.url]
+        output = tuneserve("train", data, *QUICK, *place, "--json")
+        first = lines(output)[-1]["checkpoint"]
+
+        def sleep(seconds):
+            waited.append(seconds)
+            if len(waited) == 2:
+                tuneserve("checkpoints", "delete", first, *place)
+
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+        monkeypatch.setattr(train, "time", clock)
+        ran = CliRunner().invoke(cli.app, ["train", str(data), *QUICK, *place, "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert waited == [15.0, 15.0]
+    assert ran.stderr.count("it cannot be saved yet: you keep 1 checkpoints") == 2
+    assert lines(ran.stdout)[-1]["checkpoint"].endswith("/weights/final")
+
+
 def test_a_bad_row_is_told_before_anything_is_trained(client, tmp_path):
     data = write_rows(tmp_path)
     with data.open("a") as file:
@@ -295,6 +346,9 @@ def test_the_doctor_finds_a_running_service_healthy(server, monkeypatch):
         (["chat", "gpt-4", "--prompt", "Hi"], 1, "gpt-4"),
         (["train", "rows.jsonl", "--base-model", "gpt-4"], 2, "this server has tuneserve/tiny"),
         (["train", "rows.jsonl", "--rank", "4000"], 1, "rank"),
+        (["train", "rows.jsonl", "--save", "../x"], 2, "--save is not a checkpoint name"),
+        (["train", "rows.jsonl", "--save", "a" * 125], 2, "steps that an interrupted run adds"),
+        (["runs", "--api-key", "tml-secret\r"], 2, "the API key has a blank"),
         (["train", "rows.jsonl", "--form", "core"], 1, "no option of adapters of kind lora"),
         (
             ["train", "rows.jsonl", "--adapter", "osft", "--rank", "4", "--unfreeze-ratio", "0.5"],

@@ -127,3 +127,13 @@ async def test_without_an_api_process_a_command_says_what_to_start(tmp_path: Pat
         assert str(tmp_path / "admin.sock") in result.stderr
         assert "tuneserve up" in result.stderr
         assert "--data-dir" in result.stderr
+
+
+async def test_a_settings_file_that_cannot_be_read_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tuneserve.toml").write_text("base_model = \n")
+    ran = CliRunner().invoke(cli.app, ["keys", "list"])
+    assert ran.exit_code == 2
+    assert "tuneserve.toml cannot be read" in ran.stderr and ran.stderr.count("\n") == 1

@@ -62,6 +62,7 @@ def said(*texts: str) -> dict[str, Any]:
     [
         ("{", "it is not JSON"),
         ("[1]", "it is list; it must be an object"),
+        ("[" * 200_000, "it is nested too deeply"),
         ({"prompt": "a"}, 'there is no "completion"'),
         ({"completion": "a"}, 'there is no "prompt"'),
         ({"prompt": 7, "completion": "a"}, '"prompt" is no text'),
@@ -77,6 +78,15 @@ def test_a_bad_row_is_named_by_its_line_and_reason(tmp_path: Path, row: Any, rea
         read_rows(path)
     assert reason in str(refused.value)
     assert "(and 1 other rows are bad)" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "completion": "\ud800 b"}, said("a\udfff", "b")], ids=["text", "chat"]
+)
+def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path: Path, row: Any) -> None:
+    rows = read_rows(file_of(tmp_path, {"prompt": "a", "completion": "b"}, row))
+    with pytest.raises(BadRows, match="line 2: the text has half of a surrogate pair"):
+        encode(rows, TOKENIZER, limit=100, cut=False)
 
 
 def test_bytes_that_are_no_text_are_a_bad_row(tmp_path: Path) -> None:
@@ -157,6 +167,9 @@ def test_a_checkpoint_remembers_what_comes_next() -> None:
     assert recipe.changed({"epochs": 9, "seed": None}) == replace(recipe, epochs=9)
     assert recipe.has_order_of(replace(recipe, epochs=9, learning_rate=1.0))
     assert not recipe.has_order_of(replace(recipe, batch_size=4))
+    cut = replace(recipe, max_tokens=24)
+    assert Recipe.remembered(cut.metadata(17)) == (cut, 17)
+    assert not cut.has_order_of(recipe)
 
 
 # --- on the screen --------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from tuneserve_engine.config import REFUSED, CommonSettings
+from tuneserve_engine.config import REFUSED
 from tuneserve_server.client_cli.options import (
     HERE,
     PATIENT_S,
@@ -20,7 +20,15 @@ from tuneserve_server.client_cli.options import (
     Url,
     connected,
 )
-from tuneserve_server.screen import FAILED, end, minute, print_json, print_table, size
+from tuneserve_server.screen import (
+    FAILED,
+    end,
+    minute,
+    print_json,
+    print_table,
+    settings_here,
+    size,
+)
 
 app = typer.Typer(cls=ListFirst, help="Checkpoints: list, delete, ttl, export, import, merge.")
 
@@ -188,5 +196,5 @@ def check_export(folder: Path) -> None:
 
 def _where_it_is(base_model: str) -> str:
     """Where a worker with the settings of this machine has the base model of this name."""
-    settings = CommonSettings()
+    settings = settings_here()
     return settings.base_model if base_model == settings.served_name else base_model

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -21,6 +21,8 @@ class Recipe:
     epochs: int = 1
     batch_size: int = 8
     learning_rate: float = 2e-4
+    max_tokens: int | None = None
+    """Where longer rows are cut; None: longer ones than the context are refused."""
 
     def steps(self, count: int) -> int:
         """Of all epochs over so many datums."""
@@ -48,16 +50,22 @@ class Recipe:
     def metadata(self, step: int) -> dict[str, str]:
         """What a checkpoint remembers of it."""
         known = {**asdict(self), "step": step}
-        return {f"{_MARK}{name}": str(value) for name, value in known.items()}
+        return {f"{_MARK}{name}": str(value) for name, value in known.items() if value is not None}
 
     @classmethod
     def remembered(cls, metadata: Mapping[str, str]) -> tuple[Self, int] | None:
         """The recipe of a checkpoint, and its next step; None if it is of no such run."""
         try:
-            known = {each.name: metadata[f"{_MARK}{each.name}"] for each in fields(cls)}
+            known = {
+                name.removeprefix(_MARK): value
+                for name, value in metadata.items()
+                if name.startswith(_MARK)
+            }
             numbers = {name: int(known[name]) for name in ("seed", "epochs", "batch_size")}
+            if "max_tokens" in known:
+                numbers["max_tokens"] = int(known["max_tokens"])
             rate = float(known["learning_rate"])
-            return cls(known["data"], **numbers, learning_rate=rate), int(metadata[f"{_MARK}step"])
+            return cls(known["data"], **numbers, learning_rate=rate), int(known["step"])
         except (KeyError, ValueError):
             return None
 
@@ -67,5 +75,5 @@ class Recipe:
 
     def has_order_of(self, other: "Recipe") -> bool:
         """Whether the steps of both have the same batches."""
-        mine, theirs = ((r.data, r.seed, r.batch_size) for r in (self, other))
+        mine, theirs = ((r.data, r.seed, r.batch_size, r.max_tokens) for r in (self, other))
         return mine == theirs

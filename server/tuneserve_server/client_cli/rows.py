@@ -87,6 +87,8 @@ def _row(line: int, text: bytes) -> Row:
         raise ValueError("it is not UTF-8") from None
     except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"it is {type(value).__name__}; it must be {_SHAPES}")
     if "messages" in value:

@@ -14,14 +14,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tuneserve_client import Adapter, Client, Datum, Future, Model, StepOutput, TrainOutput
+from tuneserve_client import (
+    Adapter,
+    Client,
+    Datum,
+    Future,
+    Model,
+    RequestFailed,
+    StepOutput,
+    TrainOutput,
+)
 from tuneserve_client.catalogue import split_path
 from tuneserve_engine.config import REFUSED
+from tuneserve_engine.errors import UserError
 from tuneserve_server.client_cli.checkpoints import check_export
 from tuneserve_server.client_cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
 from tuneserve_server.client_cli.recipe import Recipe
 from tuneserve_server.client_cli.rows import BadRows, Rows, encode, read_rows
 from tuneserve_server.client_cli.train_view import Step, View, view_of
+from tuneserve_server.commands import check_name
 from tuneserve_server.screen import FAILED, end, print_json_line, this_command
 
 _RANK = 16
@@ -29,6 +40,9 @@ _AHEAD = 2
 """Steps that are sent before the result of an earlier one is looked at: the server goes on while
 results are on their way."""
 _RATE_STEPS = 10
+_SAVED_AS = "final"
+_LONGEST_SUFFIX = "-step-9999999"
+_SAVE_AGAIN_S = 15.0
 _INTERRUPTED = 130  # what a shell shows for a command that Ctrl-C ended
 
 
@@ -65,7 +79,7 @@ def train(  # noqa: PLR0913 - options
         int | None,
         typer.Option(min=2, help="Longer rows are cut. Default: the context; longer are refused."),
     ] = None,
-    save: Annotated[str, typer.Option(help="Name of the checkpoint.", metavar="NAME")] = "final",
+    save: Annotated[str, typer.Option(help="Name of the checkpoint.", metavar="NAME")] = _SAVED_AS,
     export: Annotated[
         Path | None, typer.Option(help="Write the adapter there, for PEFT.", metavar="DIR")
     ] = None,
@@ -87,6 +101,7 @@ def train(  # noqa: PLR0913 - options
             "with --resume",
             REFUSED,
         )
+    _check_save(save)
     if export:
         check_export(export)
     given = {
@@ -94,6 +109,7 @@ def train(  # noqa: PLR0913 - options
         "epochs": epochs,
         "batch_size": batch_size,
         "learning_rate": learning_rate,
+        "max_tokens": max_tokens,
     }
     try:
         rows = read_rows(data)
@@ -104,7 +120,7 @@ def train(  # noqa: PLR0913 - options
             else:
                 recipe, first = fresh, 0
                 base_model = base_model or _only_base_model(client)
-            datums = _encoded(client, rows, base_model, max_tokens)
+            datums = _encoded(client, rows, base_model, recipe.max_tokens)
             if first >= recipe.steps(len(datums)):
                 end(f"{resume} is at the end of this run already; give more --epochs", REFUSED)
             if resume:
@@ -114,7 +130,7 @@ def train(  # noqa: PLR0913 - options
                     base_model, rank=rank or _RANK, seed=recipe.seed, adapter=kind
                 )
             run = _Run(model, recipe, datums, first)
-            _carry_out(client, run, _Wishes(data, save, export, as_json))
+            _carry_out(client, run, _Wishes(data, save, export, as_json, url))
     except BadRows as error:
         end(str(error), FAILED)
     except OSError as error:
@@ -138,6 +154,12 @@ class _Wishes:
     save: str
     export: Path | None
     as_json: bool
+    url: str
+
+    @property
+    def server(self) -> list[str]:
+        """Options for who asks the same server; never the key."""
+        return [] if self.url == HERE else ["--url", self.url]
 
 
 @dataclass(frozen=True)
@@ -235,8 +257,7 @@ def _encoded(client: Client, rows: Rows, base_model: str, max_tokens: int | None
             f"base model {base_model!r} is not served here; this server has {', '.join(known)}"
         )
     limit = min(each for each in (max_tokens, known[base_model], 2**31) if each)
-    cut = max_tokens is not None and limit == max_tokens
-    return encode(rows, client.tokenizer(base_model), limit=limit, cut=cut)
+    return encode(rows, client.tokenizer(base_model), limit=limit, cut=max_tokens is not None)
 
 
 def _carry_out(client: Client, run: _Run, wishes: _Wishes) -> None:
@@ -248,23 +269,54 @@ def _carry_out(client: Client, run: _Run, wishes: _Wishes) -> None:
             run.go(view, stop)
         is_whole = run.next == run.steps
         name = wishes.save if is_whole else f"{wishes.save}-step-{run.next}"
-        path = run.model.save(name, user_metadata=run.recipe.metadata(run.next)).result()
-        if is_whole and wishes.export:
-            client.download(path, wishes.export)
+        path = _saved(run, name)
+        exported = str(wishes.export) if is_whole and wishes.export else None
+        if exported:
+            client.download(path, exported)
     if wishes.as_json:
         ended = {"checkpoint": path, "steps_done": run.next, "steps": run.steps}
-        print_json_line({**ended, "export": str(wishes.export) if wishes.export else None})
+        print_json_line({**ended, "export": exported})
     else:
         typer.echo(f"saved as {path}")
-        if is_whole and wishes.export:
-            typer.echo(f"the adapter is in {wishes.export}")
+        if exported:
+            typer.echo(f"the adapter is in {exported}")
         if is_whole:
-            typer.echo(f"talk to it with: {this_command()} chat {path}")
+            chat = shlex.join([this_command(), "chat", path, *wishes.server])
+            typer.echo(f"talk to it with: {chat}")
     if is_whole:
         return
-    again = shlex.join([this_command(), "train", str(wishes.data), "--resume", path])
+    more = [] if wishes.save == _SAVED_AS else ["--save", wishes.save]
+    more += ["--export", str(wishes.export)] if wishes.export else []
+    more += wishes.server
+    again = shlex.join([this_command(), "train", str(wishes.data), "--resume", path, *more])
     typer.echo(f"stopped after step {run.next} of {run.steps}; go on with: {again}", err=True)
     raise typer.Exit(_INTERRUPTED)
+
+
+def _saved(run: _Run, name: str) -> str:
+    """The checkpoint's path. What has no room among the tenant's checkpoints is tried again, until
+    there is some: else the run would be lost."""
+    while True:
+        try:
+            return run.model.save(name, user_metadata=run.recipe.metadata(run.next)).result()
+        except RequestFailed as error:
+            if error.category != "user":
+                raise
+            typer.echo(
+                f"it cannot be saved yet: {error}; trying again every {_SAVE_AGAIN_S:g} s; Ctrl-C "
+                "twice gives the run up",
+                err=True,
+            )
+            time.sleep(_SAVE_AGAIN_S)
+
+
+def _check_save(name: str) -> None:
+    """Ends the command now if the run, or what is left of it, could not be saved in the end."""
+    try:
+        check_name("--save", name)
+        check_name("--save, with the steps that an interrupted run adds,", name + _LONGEST_SUFFIX)
+    except UserError as error:
+        end(str(error), REFUSED)
 
 
 @contextmanager
