@@ -212,9 +212,10 @@ class Transport:
                 if response.status_code not in (402, 408, 429) and response.status_code < 500:
                     raise problem
             except httpx.TransportError as error:
+                place = request.url.copy_with(query=None, userinfo=b"")  # which has a password
                 problem = Unreachable(
-                    f"{request.url.copy_with(query=None)} does not answer: {_said(error)}; check "
-                    "the address and that the server runs"
+                    f"{place} does not answer: {_said(error)}; check the address and that the "
+                    "server runs"
                 )
                 problem.__cause__ = error
             wait_s = _wait_s(attempt, problem)

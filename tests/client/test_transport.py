@@ -117,6 +117,16 @@ async def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(key: str
     assert "cret" not in str(refused.value)
 
 
+async def test_a_password_in_the_address_is_not_told() -> None:
+    inner = httpx.MockTransport(Network([httpx.ConnectError("refused")]))
+    address = "http://me:hidden@server:1/base"
+    transport = Transport(address, "tml-secret", deadline_s=0.0, inner=inner)
+    with pytest.raises(errors.Unreachable, match="http://server:1/base/api/v1/optim_step ") as told:
+        await step(transport)
+    assert "hidden" not in str(told.value)
+    await transport.close()
+
+
 async def test_who_waits_long_is_told_why_at_once_and_every_minute(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
