@@ -42,6 +42,15 @@ class Visibility(NamedTuple):
     blocks: Int[Array, ""]  # used ones; what lies behind them is neither read nor written
 
 
+class Windows(NamedTuple):
+    """What each token sees, in tokens of the stream: its datum's from the first one up to itself.
+    Padding of a block counts as a datum whose tokens all see one another."""
+
+    first: Int[Array, "*n S"]  # key that it sees
+    last: Int[Array, "*n S"]
+    end: Int[Array, "*n S"]  # of its datum in its block: the first token behind it
+
+
 class Attended(NamedTuple):
     """What attention gives, and what its reverse pass needs of it."""
 
@@ -96,22 +105,24 @@ def attend_blocks(  # noqa: PLR0913
             q, k, v, seen, into, base=base, attended_base=attended_base, interpret=not _on_gpu()
         )
 
+    seen_by = windows(seen)
+
     def attend(i: Array, into: Attended) -> Attended:
         rows = _scaled(_block(q, base + i))
+        mine = Windows(*(each[i] for each in seen_by))
 
         def add(state: tuple[Array, _Sums]) -> tuple[Array, _Sums]:
             first, (top, total, out) = state
-            last, after = window(seen.datum[i], seen.position[i], *_at(seen, first), first, i)
-            scores = _scores(rows, _window_of(k, base, first, i), _up_to(last))
+            scores = _scores(rows, _window_of(k, base, first, i), sees_window(mine, first))
             new_top = jnp.maximum(top, scores.max(-1))
             kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
             more = jnp.einsum("KQS,KSH->KQH", weights, _window_of(v, base, first, i))
+            after = next_window(seen_by.end, first, i)
             return after, (new_top, total * kept + weights.sum(-1), out * kept[..., None] + more)
 
         nothing = jnp.full(rows.shape[:-1], UNSEEN), jnp.zeros(rows.shape[:-1])
-        size = seen.datum.shape[1]
-        state = i * size - seen.position[i, 0], (*nothing, jnp.zeros_like(rows))
-        behind = (i + 1) * size
+        state = mine.first[0], (*nothing, jnp.zeros_like(rows))
+        behind = (i + 1) * seen.datum.shape[1]
         _, (top, total, out) = lax.while_loop(lambda state: state[0] < behind, add, state)
         return Attended(
             _put(into.out, attended_base + i, out / total[..., None]),
@@ -173,34 +184,32 @@ def attend_blocks_backward(  # noqa: PLR0913
     return sums._replace(k=sums.k.astype(k.dtype), v=sums.v.astype(v.dtype))
 
 
-def window(  # noqa: PLR0913
-    datum: Int[Array, " S"],
-    position: Int[Array, " S"],
-    its_datum: Int[Array, ""],
-    its_position: Int[Array, ""],
-    first: Int[Array, ""],
-    i: Int[Array, ""],
-) -> tuple[Int[Array, " S"], Int[Array, ""]]:
-    """What query block i sees of the window that begins with the stream's token ``first``: the last
-    key that each of its tokens sees, counted from the window's first, -1 for tokens of other
-    datums; and the first token of the next window: of the same datum, or of the one behind it.
+def windows(seen: Visibility) -> Windows:
+    """Where the windows of each token's datum begin and end."""
+    n, size = seen.datum.shape
+    token = jnp.arange(n * size, dtype=jnp.int32).reshape(n, size)
+    block = token[:, :1]
+    is_padding = seen.datum < 0
+    # Of the token's datum in its block. Padding is the last of a block.
+    count = (seen.datum[:, :, None] == seen.datum[:, None, :]).sum(-1, dtype=jnp.int32)
+    first = jnp.where(is_padding, block + size - count, token - seen.position)
+    end = jnp.maximum(first, block) + count
+    return Windows(first, jnp.where(is_padding, end - 1, token), end)
+
+
+def sees_window(mine: Windows, first: Int[Array, ""]) -> Bool[Array, "S S"]:
+    """What the tokens of a block, whose windows are ``mine``, see of the S keys from the stream's
+    token ``first`` on: of the datums in this window the first one's, for the others have their own.
     """
-    size = datum.shape[0]
-    places = jnp.arange(size, dtype=jnp.int32)
-    mine = datum == its_datum
-    end = i * size + jnp.max(jnp.where(mine, places, -1)) + 1
-    own = jnp.where(its_datum < 0, end - 1 - first, position - its_position)
-    return jnp.where(mine, own, -1), jnp.minimum(first + size, end)
+    key = first + jnp.arange(mine.first.shape[0], dtype=jnp.int32)
+    return (key[None, :] <= mine.last[:, None]) & (mine.first <= first)[:, None]
 
 
-def _at(seen: Visibility, token: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """The token's datum and position."""
-    size = seen.datum.shape[1]
-    return seen.datum[token // size, token % size], seen.position[token // size, token % size]
-
-
-def _up_to(last: Int[Array, " S"]) -> Bool[Array, "S S"]:
-    return jnp.arange(last.shape[0], dtype=jnp.int32)[None, :] <= last[:, None]
+def next_window(end: Any, first: Int[Array, ""], i: Any) -> Int[Array, ""]:
+    """Where query block i's next window begins: of the same datum, or of the one behind it.
+    ``end`` is that of all windows, or a reference to it."""
+    size = end.shape[1]
+    return jnp.minimum(first + size, end[i, jnp.maximum(first - i * size, 0)])
 
 
 def _window_of(

@@ -21,14 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.attention import (
     UNSEEN,
     Attended,
     AttentionGradient,
     Visibility,
-    window,
+    Windows,
+    next_window,
+    sees_window,
+    windows,
 )
 
 _LEAST_HEAD_DIM = 16
@@ -46,6 +49,7 @@ class _Stream(NamedTuple):
     stop: Any  # [n] behind the last query block that meets a key block
     datum: Any  # [n, S]
     position: Any  # [n, S]
+    windows: Any  # Windows
 
 
 def attend(  # noqa: PLR0913
@@ -117,36 +121,27 @@ def _forward_kernel(stream: _Stream, arrays: Any, _into: Any, out: Any, sums: An
     @pl.when(i < stream.blocks[...])
     def run() -> None:
         rows = q[stream.base[...] + i, head]
+        mine = Windows(*(each[i] for each in stream.windows))
 
         def add(state: tuple[Array, Any]) -> tuple[Array, Any]:
             first, (top, total, result) = state
-            rows_seen, after = _window(stream, first, i)
             at = _window_at(stream, first, i)
             keys, values = (x[at[0], key_head, at[1]] for x in (k, v))
             scores = _product(rows, keys, 1, 1) * stream.scale[...]
-            scores = jnp.where(rows_seen, scores, UNSEEN)
+            scores = jnp.where(sees_window(mine, first), scores, UNSEEN)
             new_top = jnp.maximum(top, scores.max(-1))
             kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
             more = _product(weights, values, 1, 0)
+            after = next_window(stream.windows.end, first, i)
             return after, (new_top, total * kept + weights.sum(-1), result * kept[:, None] + more)
 
         size = rows.shape[0]
         nothing = jnp.full(size, UNSEEN, jnp.float32), jnp.zeros(size, jnp.float32)
-        start = i * size - stream.position[i, 0]
-        state = start, (*nothing, jnp.zeros(rows.shape, jnp.float32))
+        state = stream.windows.first[i, 0], (*nothing, jnp.zeros(rows.shape, jnp.float32))
         behind = (i + 1) * size
         _, (top, total, result) = lax.while_loop(lambda state: state[0] < behind, add, state)
         out[stream.attended_base[...] + i, head] = (result / total[:, None]).astype(out.dtype)
         sums[stream.attended_base[...] + i, head] = top + jnp.log(total)
-
-
-def _window(stream: _Stream, first: Array, i: Array) -> tuple[Bool[Array, "S S"], Array]:
-    """Which keys of the window the tokens of query block i see, and where the next one begins."""
-    size = stream.datum.shape[1]
-    at = first // size, first % size
-    its = stream.datum[at], stream.position[at]
-    last, after = window(stream.datum[i], stream.position[i], *its, first, i)
-    return jnp.arange(size, dtype=jnp.int32)[None, :] <= last[:, None], after
 
 
 def _window_at(stream: _Stream, first: Array, i: Array) -> tuple[Array, Array]:
@@ -242,7 +237,7 @@ def _call(
     interpret: bool,
 ) -> Any:
     """Runs the kernel for every block and head of ``into``, and gives what it wrote over that."""
-    first = len(stream) + len(arrays)
+    first = len(jax.tree.leaves((stream, arrays)))
     return pl.pallas_call(
         kernel,
         grid=(stream.start.shape[0], into[0].shape[1]),
@@ -267,6 +262,7 @@ def _stream(seen: Visibility, head_dim: int, base: Any, attended_base: Any) -> _
         stop,
         seen.datum,
         seen.position,
+        windows(seen),
     )
 
 
