@@ -75,6 +75,10 @@ class Costs:
             return self.beside(cost)
         return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
 
+    def is_small(self, cost: Cost) -> bool:
+        """Whether the gradient has room in the chunks that small ones of many tenants share."""
+        return 0 < cost.tokens <= self._lattice.piece
+
     @property
     def places(self) -> int:
         """Sequences that may be on their way at once: twice as many as lanes, so that one that is
@@ -143,9 +147,10 @@ class Estimates:
         return median_low(rates) * self._costs.shared(self._cost(first)) if rates else 0.0
 
     def is_long(self, job: Job, slice_s: float) -> bool:
-        """Whether the job takes longer than a slice, and than what small ones may share."""
-        seconds = self.unit_s([job]) or 0.0
-        return seconds > slice_s and seconds > self.shared_s(job)
+        """Whether the job is a gradient that takes longer than a slice, and is not small."""
+        if job.kind != JobKind.FORWARD_BACKWARD or self._costs.is_small(self._cost(job)):
+            return False
+        return (self.unit_s([job]) or 0.0) > slice_s
 
     def most(self, first: Job) -> int:
         """Jobs that a unit of this one's kind has room for."""

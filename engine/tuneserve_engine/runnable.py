@@ -10,10 +10,12 @@ _SHARED = {JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP}
 
 
 class Running(NamedTuple):
-    """A unit that has had the device for so many ``seconds``, and goes on."""
+    """A unit that has had the device for so many ``seconds``, and goes on. Meanwhile others had it
+    for ``interrupted_s``."""
 
     unit: Sequence[Job]
     seconds: float
+    interrupted_s: float
 
 
 class UnderWay(NamedTuple):

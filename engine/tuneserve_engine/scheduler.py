@@ -27,6 +27,10 @@ _SUSPECTED = 2
 MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
 
+_OTHERS = 0.25
+"""Of the time that a long unit has had, what others may have in between in any case. Without it, a
+tenant of small steps would stand still while a long request catches up that had to wait itself."""
+
 UNIT_S = 0.03
 """Device time after which a unit takes no further job, unless that costs no more time: everyone
 else waits for it. Small gradients of other tenants still join (see ``Costs.shared``)."""
@@ -101,7 +105,9 @@ class Scheduler:
         of the one ahead of it; nothing if it is rather its turn.
 
         That is samples, or other work of tenants that have none in a running unit, if one of them
-        has had less of the device than those whose unit is to go on.
+        has had less of the device than those whose unit is to go on, or if others have had little
+        since that unit began. A unit waits for nothing that takes longer than what is left of
+        itself.
         """
         used = self._used(running)
         runnable = runnable_of(pending)
@@ -109,10 +115,11 @@ class Scheduler:
         self._lift({job.tenant for job in others})  # the floor stays where the running units began
         lowest = min(used[job.tenant] for job in running[-1].unit)
         samples = self._samples_between(used, lowest, pending, under_way)
-        waiting = by_tenant(others)
-        first = self._first(waiting, others) if waiting else None
-        if first is None or self._at(first.tenant) >= lowest:
+        waiting = self._that_fit(running[-1], by_tenant(others), lowest)
+        if not waiting:
             return samples
+        others = [job for jobs in waiting.values() for job in jobs]
+        first = self._first(waiting, others)
         if samples:
             tenant = min(samples, key=lambda job: self._turn(job.tenant, job, used)).tenant
             mine = [job for job in samples if job.tenant == tenant][:1]
@@ -123,10 +130,31 @@ class Scheduler:
                 return samples
         return self._with_company(first, waiting, len(others))
 
+    def _that_fit(
+        self, running: Running, waiting: Mapping[str, list[Job]], lowest: float
+    ) -> dict[str, list[Job]]:
+        """What may come in between: of whoever has had less than ``lowest``, what takes a slice, or
+        at most what is left of the running unit; else, of anybody, what takes a slice."""
+        is_long = {
+            tenant: self._estimates.is_long(jobs[0], self._slice_s)
+            for tenant, jobs in waiting.items()
+        }
+        left_s = (self._estimates.unit_s(running.unit) or 0.0) - running.seconds
+        fitting = {
+            tenant: jobs
+            for tenant, jobs in waiting.items()
+            if not is_long[tenant] or (self._estimates.unit_s(jobs[:1]) or 0.0) <= left_s
+        }
+        if min((self._at(tenant) for tenant in fitting), default=lowest) < lowest:
+            return fitting
+        if running.interrupted_s >= _OTHERS * running.seconds:
+            return {}
+        return {tenant: jobs for tenant, jobs in fitting.items() if not is_long[tenant]}
+
     def _used(self, running: Sequence[Running]) -> dict[str, float]:
         """The counters of the tenants of units that have not been charged yet."""
         used: dict[str, float] = {}
-        for unit, seconds in running:
+        for unit, seconds, _ in running:
             for tenant, at in self._charged(unit, seconds).items():
                 used[tenant] = used.get(tenant, self._at(tenant)) + at - self._at(tenant)
         return used

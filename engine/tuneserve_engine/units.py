@@ -267,7 +267,7 @@ class Units:
     async def _begin_between(self) -> "tuple[_Turn, Mapping[str, Any]] | None":
         if self._stopping.is_set():
             return None
-        running = [Running(turn.unit, turn.seconds) for turn in self._turns]
+        running = [Running(turn.unit, turn.seconds, turn.interrupted_s) for turn in self._turns]
         pending, under_way = self._backlog.in_order(), list(self._sampling.values())
         unit = self._scheduler.between(running, pending, under_way)
         if not unit:
@@ -321,6 +321,11 @@ class _Turn:
     def seconds(self) -> float:
         now_s = self._clock() if self._paused_s is None else self._paused_s
         return now_s - self.started_s - self._interrupted_s
+
+    @property
+    def interrupted_s(self) -> float:
+        """For which others had the device since it began."""
+        return self._clock() - self.started_s - self.seconds
 
 
 class _Call(NamedTuple):

@@ -125,6 +125,21 @@ def test_estimates_follow_the_median_of_what_was_measured() -> None:
     assert estimates.unit_s([sample(1, 1)]) is None
 
 
+@pytest.mark.parametrize(("tokens", "is_long"), [(64, False), (256, False), (257, True)])
+def test_a_gradient_is_long_that_takes_more_than_a_slice_and_four_chunks(
+    tokens: int, is_long: bool
+) -> None:
+    """What is longer than small ones share is alone in its unit: company would wait for it."""
+    estimates, job = Estimates(COSTS), gradient(*[tokens])
+    assert not estimates.is_long(job, 0.1)
+    estimates.learn([gradient(64)], 0.2)
+    assert estimates.is_long(job, 0.1) == is_long
+    assert not estimates.is_long(job, 2.0)
+    optim = Job("t", JobKind.OPTIM_STEP, "s", 0, b"")
+    estimates.learn([optim], 0.2)
+    assert not estimates.is_long(optim, 0.1)
+
+
 def test_samples_are_charged_and_learned_by_what_was_done_for_them() -> None:
     estimates = Estimates(COSTS)
     one, other = (

@@ -126,15 +126,15 @@ def test_between_micro_batches_samples_go_on_until_they_have_had_as_much() -> No
     for sample in (mine, others):
         device = four_lanes()
         begun = under_way([sample], 1)
-        assert device.between([Running(training, 0.0)], [], []) == []
+        assert device.between([Running(training, 0.0, 0.0)], [], []) == []
         slices = 0
-        while device.between([Running(training, 1.0)], [], begun):
+        while device.between([Running(training, 1.0, 1.0)], [], begun):
             device.charge([sample], 0.1, {sample.request_id: 1.0})
             slices += 1
         assert 10 <= slices <= 11
-        assert device.between([Running(training, 2.0)], [], begun) == [sample]
+        assert device.between([Running(training, 2.0, 2.0)], [], begun) == [sample]
     asked = pending(("c", SAMPLE))
-    assert device.between([Running(training, 1.2)], asked, begun)[0].tenant == "c"
+    assert device.between([Running(training, 1.2, 1.2)], asked, begun)[0].tenant == "c"
 
 
 @pytest.mark.parametrize("weight", [0.5, 2.0])
@@ -142,7 +142,7 @@ def test_between_micro_batches_weights_count(weight: float) -> None:
     training, (sample,) = pending(("a", GRADIENT)), samples(("b", 1))
     device = Scheduler({"b": weight}, unit_s=0.1)
     slices = 0
-    while device.between([Running(training, 1.0)], [], under_way([sample], 1)):
+    while device.between([Running(training, 1.0, 1.0)], [], under_way([sample], 1)):
         device.charge([sample], 0.1, {sample.request_id: 1.0})
         slices += 1
     assert weight * 10 <= slices <= weight * 10 + 1

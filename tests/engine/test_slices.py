@@ -30,7 +30,7 @@ class Device:
     pending: list[Job] = field(default_factory=list)
     coming: list[tuple[float, list[Job]]] = field(default_factory=list)
     done: dict[str, float] = field(default_factory=dict)
-    stack: list[tuple[list[Job], list[float]]] = field(default_factory=list)
+    stack: list[tuple[list[Job], list[float], float]] = field(default_factory=list)
     deepest: int = 0
 
     def at(self, now: float, *jobs: Job) -> None:
@@ -53,8 +53,8 @@ class Device:
     def _run(self, unit: Sequence[Job]) -> None:
         names = {job.request_id for job in unit}
         self.pending = [job for job in self.pending if job.request_id not in names]
-        left, used = sum(job.seq for job in unit) * TOKEN_S, [0.0]
-        self.stack.append((list(unit), used))
+        left, used, began = sum(job.seq for job in unit) * TOKEN_S, [0.0], self.now
+        self.stack.append((list(unit), used, began))
         self.deepest = max(self.deepest, len(self.stack))
         while left > 0:
             seconds = min(left, SLICE_S)
@@ -69,7 +69,9 @@ class Device:
         self.done |= dict.fromkeys(names, self.now)
 
     def _between(self) -> list[Job]:
-        running = [Running(unit, used[0]) for unit, used in self.stack]
+        running = [
+            Running(unit, used[0], self.now - began - used[0]) for unit, used, began in self.stack
+        ]
         return self.scheduler.between(running, self.pending, [])
 
 
@@ -115,16 +117,28 @@ def test_a_small_step_waits_for_a_slice_of_anothers_requests(tokens: int) -> Non
 
 
 def test_two_giants_and_a_light_tenant_all_go_on() -> None:
-    """The second giant runs in between the first, which then has its turn; neither starves."""
+    """The second giant waits for the first, of which less is left; the light tenant for neither."""
     device = warm()
     first, second = job("a", 500_000), job("b", 500_000)
     device.at(1.0, first)
     device.at(11.0, second)
-    waited = waits(device, 60, 1.57)
+    waited = waits(device, 150, 1.57)
     assert waited[-1] <= 3 * IDLE_S + SLICE_S
-    device.run_until(250.0)
-    assert device.deepest == 3
-    assert device.done[second.request_id] < device.done[first.request_id] < 220
+    assert device.deepest == 2
+    assert device.done[first.request_id] < 120 < device.done[second.request_id] < 220
+
+
+def test_a_giant_does_not_come_in_between_a_request_that_is_nearly_done() -> None:
+    """It would hold that one up for all its time, and then the light tenant for what is owed."""
+    device = warm()
+    flood = [job("flood", 5_000) for _ in range(40)]
+    giant = job("heavy", 500_000)
+    device.at(1.0, *flood)
+    device.at(1.5, giant)
+    waited = waits(device, 110, 1.57)
+    assert waited[-1] <= 3 * IDLE_S + SLICE_S
+    assert device.done[flood[0].request_id] < 2.5
+    assert device.done[flood[-1].request_id] < 90 < device.done[giant.request_id] < 160
 
 
 def test_a_tenant_that_had_as_much_as_the_giant_waits() -> None:
