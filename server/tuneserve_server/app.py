@@ -103,6 +103,7 @@ def create_app(
                 services.imports.stop()
                 services.archives.stop()
                 services.texts.stop()
+                services.body_memory.stop()
 
     app = _Api(
         title="tuneserve",

@@ -6,8 +6,11 @@ second part, and none with a share of it waits, so that there is always one that
 """
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -44,6 +47,8 @@ _STREAM_WINDOW = 2**23  # the largest that RFC 9659 lets clients use
 _PIECE_BYTES = 2**20
 _LIKELY_RATIO = 8  # of a frame that does not say: so much is waited for, more only if it is free
 _SLICE_BYTES = 32  # of four bytes zstd makes at most 128 KiB: a piece of these
+_THREADS = 2  # that decompress
+_NICE = 10
 _LARGE_BYTES = 16 * 1024
 _PARSED_BYTES_S = 256 * 2**20  # a quarter of what can be parsed
 _START_BYTES = 4096  # of a body that is too large: enough to read its key
@@ -61,6 +66,12 @@ class BodyMemory:
     lookups: Turns
     """Of requests that are joined with recordings, which may be far larger than the requests: what
     that takes is taken once."""
+    threads: Executor
+    """Decompress what is not small. Where threads have priorities they have a low one, for a worker
+    on the same machine; without the interpreter's lock, so that no request waits for them."""
+
+    def stop(self) -> None:
+        self.threads.shutdown(wait=False)
 
     @property
     def used(self) -> int:
@@ -75,7 +86,8 @@ class BodyMemory:
             return Shares(what, total=total, of_tenant=own)
 
         arriving, held = part("bodies that arrive", 1 / 4), part("bodies that are read", 3 / 4)
-        return cls(arriving, held, Turns(), Turns())
+        threads = ThreadPoolExecutor(_THREADS, "bodies", initializer=_yield_processor)
+        return cls(arriving, held, Turns(), Turns(), threads)
 
 
 @dataclass(frozen=True)
@@ -184,19 +196,29 @@ class Incoming:
                 raise Cut(refusal, _start(raw))
             if await self._hold(size) is None:
                 return _one_shot(raw, size)
-            return await finished(asyncio.to_thread(_one_shot, raw, size))
+            return await self._in_thread(partial(_one_shot, raw, size))
         stream = _Stream(raw)
         share = await self._hold(stream.needs(min(_LIKELY_RATIO * len(raw), limit)))
         assert share is not None
         likely = share.size
         while not stream.is_over:
             share.resize(max(likely, stream.needs(min(len(stream.found) + _PIECE_BYTES, limit))))
-            await finished(asyncio.to_thread(stream.go_on))
+            await self._in_thread(stream.go_on)
             if (refusal := _refusal(raw, len(stream.found), limit)) is not None:
                 raise Cut(refusal, bytes(stream.found[:_START_BYTES]))
         message = bytes(stream.found)
         share.resize(len(message))
         return message
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        running = asyncio.get_running_loop().run_in_executor(self.memory.threads, call)
+        return await finished(running)
+
+
+def _yield_processor() -> None:
+    if sys.platform == "linux":  # elsewhere this is the priority of the process
+        with suppress(OSError):  # forbidden where it runs: then they are as all others
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
 
 
 async def finished(work: Awaitable[T]) -> T:

@@ -471,3 +471,12 @@ def test_settings_with_which_the_largest_body_never_fits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a tenant has 1000 bytes; .* needs 178956970"):
         ApiSettings(tenant_body_memory_bytes=1000)
     ApiSettings(tenant_body_memory_bytes=8000, max_body_bytes=1000, max_decompressed_bytes=1000)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
+def test_threads_that_decompress_leave_the_processor_to_a_worker(settings: ApiSettings) -> None:
+    memory, own = BodyMemory.of(settings), os.getpriority(os.PRIO_PROCESS, 0)
+    theirs = memory.threads.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+    memory.stop()
+    assert theirs == min(own + 10, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
