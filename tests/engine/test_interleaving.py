@@ -3,6 +3,7 @@ becomes of samples that are under way when something else happens."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,17 @@ def test_a_step_of_another_tenant_comes_in_between_a_long_gradient(tmp_path: Pat
         await bench.ok(await bench.create("a"))
         await bench.ok(await bench.create("also a"))
         arrived = threading.Event()
-        backend.before_between = lambda: assert_set(arrived)
+
+        def ready() -> None:
+            """The micro-batches of this backend take no time: each waits for what is to come."""
+            assert_set(arrived)
+            units, jobs = bench.worker._units, bench.worker.backlog._pending
+            ends_s = time.monotonic() + 10
+            while not ("b" in backend.gradients or units._calls or small in list(jobs)):
+                assert time.monotonic() < ends_s
+                time.sleep(0.001)
+
+        backend.before_between = ready
         long = await bench.submit(JobKind.FORWARD_BACKWARD, long_gradient(), "a")
         await until(lambda: "between" in backend.events)
         own = await bench.gradient("also a")
