@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_to_the_last_byte_loses_nothing_and_can_be_emptied(
         service.change(result_ttl_s=600)
         service.restart_api()
         eventually(lambda: client.disk() == "ok")
-        assert (data / "store.db").stat().st_size < before / 4
+        eventually(lambda: (data / "store.db").stat().st_size < before / 4)  # it shrinks in steps
         assert {each: client.result(each).content for each in accepted} == results
         answer = client.train(model, 3 + REQUESTS)
         assert answer.status_code == 200, answer.text
