@@ -134,7 +134,8 @@ class Scheduler:
         self, running: Running, waiting: Mapping[str, list[Job]], lowest: float
     ) -> dict[str, list[Job]]:
         """What may come in between: of whoever has had less than ``lowest``, what takes a slice, or
-        at most what is left of the running unit; else, of anybody, what takes a slice."""
+        at most what is left of the running unit; else, of whoever is ahead by one request at most,
+        what takes a slice."""
         is_long = {
             tenant: self._estimates.is_long(jobs[0], self._slice_s)
             for tenant, jobs in waiting.items()
@@ -149,7 +150,16 @@ class Scheduler:
             return fitting
         if running.interrupted_s >= _OTHERS * running.seconds:
             return {}
-        return {tenant: jobs for tenant, jobs in fitting.items() if not is_long[tenant]}
+        return {
+            tenant: jobs
+            for tenant, jobs in fitting.items()
+            if not is_long[tenant] and self._is_near(tenant, lowest)
+        }
+
+    def _is_near(self, tenant: str, lowest: float) -> bool:
+        """Whether it is ahead of the ``lowest`` counter by one request at most, of any that ran."""
+        ahead_s = (self._at(tenant) - lowest) * self._weight(tenant)
+        return ahead_s <= max(self._unit_s, self._largest_s)
 
     def _used(self, running: Sequence[Running]) -> dict[str, float]:
         """The counters of the tenants of units that have not been charged yet."""
@@ -244,11 +254,10 @@ class Scheduler:
         left = self._estimates.places - sum(each.sequences for each in under_way)
         present = {each.job.tenant for each in under_way}
         lowest = min((self._at(job.tenant) for job in waiting), default=0.0)
-        room_s = max(self._unit_s, self._largest_s)
         queues = {
             tenant: deque(jobs)
             for tenant, jobs in by_tenant(job for job in waiting if is_sample(job)).items()
-            if (self._at(tenant) - lowest) * self._weight(tenant) <= room_s
+            if self._is_near(tenant, lowest)
         }
         first = [jobs[0] for jobs in queues.values()] + [each.job for each in under_way]
         if under_way and len({job.attempts for job in first}) > 1:

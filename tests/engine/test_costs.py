@@ -130,7 +130,7 @@ def test_a_gradient_is_long_that_takes_more_than_a_slice_and_four_chunks(
     tokens: int, is_long: bool
 ) -> None:
     """What is longer than small ones share is alone in its unit: company would wait for it."""
-    estimates, job = Estimates(COSTS), gradient(*[tokens])
+    estimates, job = Estimates(COSTS), gradient(tokens)
     assert not estimates.is_long(job, 0.1)
     estimates.learn([gradient(64)], 0.2)
     assert estimates.is_long(job, 0.1) == is_long

@@ -151,6 +151,20 @@ def test_a_tenant_that_had_as_much_as_the_giant_waits() -> None:
     assert device.done[giant.request_id] <= 1.0 + 2 * 20.0 + 1.0
 
 
+@pytest.mark.parametrize("seconds", [0.06, 0.1])
+def test_short_requests_get_their_weights_share_beside_long_ones(seconds: float) -> None:
+    """With weights of 9 and 1 a tenth, and one request more: it was a fifth each time."""
+    device = Device(Scheduler({"heavy": 9.0}, slice_s=SLICE_S, costs=Sizes()))
+    short = round(seconds / TOKEN_S)
+    device.at(0.0, job("before", 100))
+    device.at(1.0, *(job("heavy", 20_000) for _ in range(60)))
+    asked = [job("short", short) for _ in range(1000)]
+    device.at(1.0, *asked)
+    device.run_until(201.0)
+    used = sum(seconds for each in asked if each.request_id in device.done)
+    assert 200 / 10 - 1 <= used <= 200 / 10 + 4 + 1
+
+
 def test_a_tenants_own_work_never_comes_in_between() -> None:
     device = warm()
     device.at(1.0, job("heavy", 50_000, "m"))
