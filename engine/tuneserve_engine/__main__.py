@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 
 from pydantic_settings import CliApp
 
-from tuneserve_engine import logs
+from tuneserve_engine import logs, pauses
 from tuneserve_engine.backend.base import DeviceFailed
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.config import REFUSED, WorkerSettings
@@ -81,6 +81,12 @@ async def _work(
 ) -> None:
     costs = Costs(backend.lattice, context=backend.info.context_length, lanes=backend.sample_rows)
     tracer = open_tracer("worker", settings)
+    settling = pauses.Settling(lambda: backend.figures["programs_compiled"])
+
+    def renewed() -> None:
+        pulse.beat()
+        settling.look()
+
     async with AsyncExitStack() as stack:
         if tracer is not None:
             stack.callback(tracer.close)
@@ -99,7 +105,7 @@ async def _work(
             policy=WorkerPolicy(
                 points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
                 renew_s=settings.lease_ttl_s / 3,
-                renewed=pulse.beat,
+                renewed=renewed,
                 figures=lambda: backend.figures,
                 peak_flops=settings.device_peak_flops or 0.0,
                 traces=WorkerTraces(tracer) if tracer else NoTraces(),
@@ -108,6 +114,7 @@ async def _work(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
+        pauses.shorten()
         await worker.run()
         logger.info("stopped")
 

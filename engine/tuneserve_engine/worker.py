@@ -55,7 +55,8 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class WorkerPolicy:
-    """How a worker goes about it. ``device``, ``host`` and ``disk`` run one call at a time each;
+    """How a worker goes about it. ``device``, ``decoder``, ``host`` and ``disk`` run one call at a
+    time each: what is sent to a client does not wait while a long request of another is decoded;
     ``renewed`` is called after every renewal of the lease, which tells the store ``figures``.
     ``peak_flops`` are what the device can do in a second, 0 if nobody says. ``traces`` are told of
     each request."""
@@ -64,6 +65,7 @@ class WorkerPolicy:
     renew_s: float = 2.0
     clock: Callable[[], float] = time.monotonic
     device: Callable[[], Executor] = _one_thread
+    decoder: Callable[[], Executor] = _one_thread
     host: Callable[[], Executor] = _one_thread
     disk: Callable[[], Executor] = _one_thread
     renewed: Callable[[], None] = _nothing
@@ -94,6 +96,7 @@ class Worker:
         self._ledger = Ledger(policy.clock)
         self._operations = operations
         self._device = policy.device()
+        self._decoder = policy.decoder()
         self._host = policy.host()
         self._disk = policy.disk()
         self._scheduler = scheduler or Scheduler()
@@ -102,7 +105,7 @@ class Worker:
             self._scheduler,
             self,
             device=self._device,
-            decoder=self._host,
+            decoder=self._decoder,
         )
         self._noted: tuple[list[str], float] = ([], 0.0)  # what the store was told of it, and when
         self._residents = Residents(operations, policy.points, self)
@@ -148,6 +151,7 @@ class Worker:
         finally:
             self._units.abandon()
             self._device.shutdown(wait=False, cancel_futures=True)
+            self._decoder.shutdown(wait=False, cancel_futures=True)
             self._host.shutdown(wait=False, cancel_futures=True)
             self._disk.shutdown(wait=False, cancel_futures=True)
 

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 import uvicorn
 import uvloop
 
-from tuneserve_engine import logs
+from tuneserve_engine import logs, pauses
 from tuneserve_engine.config import REFUSED
 from tuneserve_engine.queue.base import StoreDamaged, StoreUnusable
 from tuneserve_engine.queue.opening import open_store
@@ -104,6 +104,7 @@ async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
         )
         _say_who_gets_in(settings, is_keyed)
         if not stopped.is_set():
+            pauses.shorten()
             await _Server(config, polls).serve(sockets=[listener])
         return 0
 

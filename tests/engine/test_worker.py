@@ -5,6 +5,7 @@ import json
 import random
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,26 @@ def test_jobs_are_taken_while_a_unit_runs(tmp_path: Path) -> None:
             await bench.ok(request)
 
     run(tmp_path, scenario)
+
+
+def test_a_result_does_not_wait_while_another_request_is_decoded(tmp_path: Path) -> None:
+    """A request of half a million tokens takes a third of a second to decode."""
+    decoder, decoded = ThreadPoolExecutor(1), threading.Event()
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        bench.backend.gate.clear()
+        running = await bench.gradient("a")
+        await until(bench.backend.reached.is_set)
+        decoder.submit(decoded.wait)
+        bench.backend.gate.set()
+        await bench.ok(running)
+        decoded.set()
+
+    try:
+        run(tmp_path, scenario, WorkerPolicy(decoder=lambda: decoder))
+    finally:
+        decoded.set()
 
 
 # --- lost connections ----------------------------------------------------------------------------

@@ -47,8 +47,10 @@ class Counting(FakeBackend):
         self.victim = ""
         self.gate = threading.Event()
         self.gate.set()
+        self.reached = threading.Event()
 
     def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+        self.reached.set()
         assert self.gate.wait(TIMEOUT_S)
         if self.victim in unit.adapter_ids:
             raise RuntimeError("the device is on fire")
