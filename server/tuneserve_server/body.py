@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
@@ -150,7 +150,7 @@ def read_json(body_type: type[B], raw: bytes, *, finite: bool = True) -> B:
 def _check_structure(raw: bytes) -> None:
     """Raises ``Malformed`` for what nests too deep or has too many parts, before anything is made
     of it."""
-    _checked_marks(raw)
+    _check_marks(sum(map(_marks, _pieces(raw))))
     if sum(map(raw.count, (b"[", b"{", b":"))) <= _MAX_DEPTH:
         return
     structure = _structure(raw)
@@ -185,22 +185,34 @@ def _structure(raw: bytes) -> bytes:
     return b"".join(found)
 
 
-def parsed_bytes(raw: bytes) -> int:
+def _pieces(raw: bytes) -> Iterator[bytes]:
+    for at in range(0, len(raw), _PIECE_BYTES):
+        yield raw[at : at + _PIECE_BYTES]
+
+
+def parsed_bytes(pieces: Iterable[bytes | bytearray]) -> int:
     """Memory that the body may take once it is parsed, or refused. Measured; no more than this.
     Raises ``Malformed`` for what ``parse`` does not look at either."""
-    objects = min(raw.count(b"{"), _MAX_PARTS)
-    marks = _checked_marks(raw)
-    return _CHARACTER_BYTES * len(raw) + _MARK_BYTES * marks + _PART_BYTES * objects
+    size = objects = marks = 0
+    for piece in pieces:
+        size += len(piece)
+        objects += piece.count(b"{")
+        marks += _marks(piece)
+    _check_marks(marks)
+    objects = min(objects, _MAX_PARTS)
+    return _CHARACTER_BYTES * size + _MARK_BYTES * marks + _PART_BYTES * objects
 
 
-def _checked_marks(raw: bytes) -> int:
-    marks = len(raw) - len(raw.translate(None, _MARKS))  # in one pass, however many there are
+def _marks(piece: bytes | bytearray) -> int:
+    return len(piece) - len(piece.translate(None, _MARKS))  # in one pass, however many there are
+
+
+def _check_marks(marks: int) -> None:
     if marks > _MAX_MARKS:
         raise Malformed(
             f"the body has {marks} brackets, commas and quotes; a request takes up to "
             f"{_MAX_MARKS}; send less at once"
         )
-    return marks
 
 
 def accepted(body: B | UserError) -> B:

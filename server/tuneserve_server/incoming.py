@@ -8,7 +8,7 @@ second part, and none with a share of it waits, so that there is always one that
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -44,13 +44,12 @@ real data, of which compression leaves a tenth."""
 
 _ONE_SHOT_WINDOW = 2**26
 _STREAM_WINDOW = 2**23  # the largest that RFC 9659 lets clients use
-_PIECE_BYTES = 2**20
-_LIKELY_RATIO = 8  # of a frame that does not say: so much is waited for, more only if it is free
-_SLICE_BYTES = 32  # of four bytes zstd makes at most 128 KiB: a piece of these
+_PIECE_BYTES = 2**18
+_COUNTED_BYTES = 2**20
 _THREADS = 2  # that decompress
 _NICE = 10
 _LARGE_BYTES = 16 * 1024
-_PARSED_BYTES_S = 256 * 2**20  # a quarter of what can be parsed
+_PARSED_BYTES_S = 128 * 2**20  # an eighth of what can be parsed
 _START_BYTES = 4096  # of a body that is too large: enough to read its key
 
 
@@ -68,7 +67,8 @@ class BodyMemory:
     that takes is taken once."""
     threads: Executor
     """Decompress what is not small. Where threads have priorities they have a low one, for a worker
-    on the same machine; without the interpreter's lock, so that no request waits for them."""
+    on the same machine. They hold the interpreter's lock for moments only: whoever needs it would
+    wait for them."""
 
     def stop(self) -> None:
         self.threads.shutdown(wait=False)
@@ -94,9 +94,11 @@ class BodyMemory:
 class SentJson:
     """A JSON body that is here, and the memory for what becomes of it is taken."""
 
-    raw: bytes
+    pieces: Sequence[bytearray]
+    """As they arrived: it is one body only when it is its turn, for that takes a while too."""
     memory: BodyMemory
     tenant: str
+    parsed_bytes: int
 
     async def parsed(self, body_type: type[B]) -> B:
         """As ``body.parse``."""
@@ -108,11 +110,11 @@ class SentJson:
 
     async def read(self, parse: Callable[[bytes], T]) -> T:
         """What ``parse`` makes of the body: in its turn, and in a thread, if it is large."""
-        if len(self.raw) <= _LARGE_BYTES:
-            return parse(self.raw)
+        if _size(self.pieces) <= _LARGE_BYTES:
+            return parse(b"".join(self.pieces))
         async with self.memory.turns.of(self.tenant):
-            await asyncio.sleep(body.parsed_bytes(self.raw) / _PARSED_BYTES_S)
-            return await finished(asyncio.to_thread(parse, self.raw))
+            await asyncio.sleep(self.parsed_bytes / _PARSED_BYTES_S)
+            return await finished(asyncio.to_thread(lambda: parse(b"".join(self.pieces))))
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,28 @@ class Incoming:
     async def json(self, most: int | None = None) -> SentJson:
         """The body as sent, of at most so many bytes, with room for what it is parsed to. Raises
         ``Cut``, ``Crowded``, ``BodyTooSlow``."""
-        async with self._arrived(most) as raw:
-            if len(raw) > FREE_BYTES:
-                await self._hold(body.parsed_bytes(raw))
-            return SentJson(raw, self.memory, self.tenant)
+        async with self._arrived(most) as pieces:
+            parsed_bytes = 0
+            if _size(pieces) > _LARGE_BYTES:
+                parsed_bytes = await finished(asyncio.to_thread(body.parsed_bytes, pieces))
+            elif _size(pieces) > FREE_BYTES:
+                parsed_bytes = body.parsed_bytes(pieces)
+            await self._hold(parsed_bytes)
+            return SentJson(pieces, self.memory, self.tenant, parsed_bytes)
 
     async def message(self) -> bytes:
         """The body as it was before its ``Content-Encoding``. Raises the same, ``Malformed`` and
         ``UnknownEncoding``."""
-        async with self._arrived() as raw:
+        async with self._arrived() as pieces:
             encoding = self.request.headers.get("content-encoding", "identity")
-            if encoding == "zstd":
-                return await self._decompressed(raw)
-            if encoding != "identity":
+            if encoding not in {"zstd", "identity"}:
                 raise UnknownEncoding("the only Content-Encoding understood here is zstd")
-            await self._hold(len(raw))
-            return raw
+            if encoding == "identity":
+                await self._hold(_size(pieces))
+            is_small = _size(pieces) <= _LARGE_BYTES
+            raw = b"".join(pieces) if is_small else await self._in_thread(lambda: b"".join(pieces))
+            pieces.clear()  # counted once, and it may wait
+            return raw if encoding == "identity" else await self._decompressed(raw)
 
     async def _hold(self, size: int) -> Share | None:
         if size <= FREE_BYTES:
@@ -151,28 +159,32 @@ class Incoming:
         return await self.stack.enter_async_context(self.memory.held.taken(self.tenant, size))
 
     @asynccontextmanager
-    async def _arrived(self, most: int | None = None) -> AsyncIterator[bytes]:
-        """The body as sent; its share of what arrives lasts as long as the block."""
+    async def _arrived(self, most: int | None = None) -> AsyncIterator[list[bytearray]]:
+        """The body as sent, in pieces; its share of what arrives lasts as long as the block."""
         limit = min(self.settings.max_body_bytes, most or self.settings.max_body_bytes)
         told = self.request.headers.get("content-length", "")
         expected = int(told) if told.isdecimal() else None
         pace = Pace(self.settings.body_timeout_s)
-        found = bytearray()
+        pieces: list[bytearray] = []
+        arrived = 0
         share: Share | None = None
 
         async with AsyncExitStack() as arriving:
 
             async def keep(piece: bytes) -> None:
-                nonlocal share
-                found.extend(piece)
-                is_over = expected is not None and expected > limit and len(found) >= _START_BYTES
-                if is_over or len(found) > limit:
+                nonlocal share, arrived
+                if not pieces or len(pieces[-1]) >= _PIECE_BYTES:  # few, however small they come
+                    pieces.append(bytearray())
+                pieces[-1] += piece
+                arrived += len(piece)
+                is_over = expected is not None and expected > limit and arrived >= _START_BYTES
+                if is_over or arrived > limit:
                     raise Cut(
                         f"the request body is larger than {limit} bytes, the limit "
                         f"{'of this route' if most else 'of this server'}; send less at once",
-                        bytes(found[:_START_BYTES]),
+                        bytes(pieces[0][:_START_BYTES]),
                     )
-                if share is None and len(found) > FREE_TO_ARRIVE_BYTES:
+                if share is None and arrived > FREE_TO_ARRIVE_BYTES:
                     with pace.stopped():
                         size = limit if expected is None else expected
                         taken = self.memory.arriving.taken(self.tenant, size)
@@ -182,37 +194,28 @@ class Incoming:
             await body.receive(self.request, keep, pace)
             if share is not None:
                 share.yields = None
-            raw = bytes(found)
-            found.clear()  # counted once, and it may wait
-            yield raw
+            yield pieces
 
     async def _decompressed(self, raw: bytes) -> bytes:
-        """Counted by the size that the frame declares, before there is any of it; without one, as
-        it grows."""
+        """Counted by its size, before there is any of it. A frame that does not declare its size is
+        decompressed twice, the first time only to learn that."""
         limit = self.settings.max_decompressed_bytes
         size = _declared(raw)
-        if size is not None:
-            if (refusal := _refusal(raw, size, limit)) is not None:
-                raise Cut(refusal, _start(raw))
-            if await self._hold(size) is None:
-                return _one_shot(raw, size)
-            return await self._in_thread(partial(_one_shot, raw, size))
-        stream = _Stream(raw)
-        share = await self._hold(stream.needs(min(_LIKELY_RATIO * len(raw), limit)))
-        assert share is not None
-        likely = share.size
-        while not stream.is_over:
-            share.resize(max(likely, stream.needs(min(len(stream.found) + _PIECE_BYTES, limit))))
-            await self._in_thread(stream.go_on)
-            if (refusal := _refusal(raw, len(stream.found), limit)) is not None:
-                raise Cut(refusal, bytes(stream.found[:_START_BYTES]))
-        message = bytes(stream.found)
-        share.resize(len(message))
-        return message
+        if size is None:
+            size = await self._in_thread(partial(_counted, raw, limit))
+        if (refusal := _refusal(raw, size, limit)) is not None:
+            raise Cut(refusal, await self._in_thread(partial(_start, raw)))
+        if await self._hold(size) is None:
+            return _one_shot(raw, size)
+        return await self._in_thread(partial(_one_shot, raw, size))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         running = asyncio.get_running_loop().run_in_executor(self.memory.threads, call)
         return await finished(running)
+
+
+def _size(pieces: Sequence[bytearray]) -> int:
+    return sum(map(len, pieces))
 
 
 def _yield_processor() -> None:
@@ -246,8 +249,18 @@ def _declared(raw: bytes) -> int | None:
     return None if size < 0 else size
 
 
-def _window(raw: bytes) -> int:
-    return int(zstandard.get_frame_parameters(raw).window_size)
+def _counted(raw: bytes, limit: int) -> int:
+    """Bytes that a frame which does not tell will have, or more than it may. Keeps none of them.
+    Raises ``Malformed``."""
+    decoder = zstandard.ZstdDecompressor(max_window_size=_STREAM_WINDOW)
+    piece, size = bytearray(_COUNTED_BYTES), 0
+    try:
+        with decoder.stream_reader(raw) as reader:
+            while size <= limit and (count := reader.readinto(piece)):
+                size += count
+    except (zstandard.ZstdError, MemoryError):
+        raise Malformed(_BROKEN) from None
+    return size
 
 
 def _refusal(raw: bytes, size: int, limit: int) -> str | None:
@@ -269,7 +282,7 @@ def _refusal(raw: bytes, size: int, limit: int) -> str | None:
 def _one_shot(raw: bytes, size: int) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=_ONE_SHOT_WINDOW)
     try:
-        return decoder.decompress(raw, max_output_size=size, allow_extra_data=False)
+        return decoder.decompress(raw, max_output_size=max(size, 1), allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError):
         raise Malformed(_BROKEN) from None
 
@@ -280,35 +293,3 @@ def _start(raw: bytes) -> bytes:
         return decoder.stream_reader(raw).read(_START_BYTES)
     except (zstandard.ZstdError, MemoryError):
         raise Malformed(_BROKEN) from None
-
-
-class _Stream:
-    """A frame that does not declare its size, decompressed a few megabytes at a time."""
-
-    def __init__(self, raw: bytes) -> None:
-        self.found = bytearray()
-        self.is_over = False
-        self._raw = memoryview(raw)
-        self._at = 0
-        self._window = min(_window(raw), _STREAM_WINDOW)
-        self._decoder = zstandard.ZstdDecompressor(max_window_size=_STREAM_WINDOW).decompressobj()
-
-    def needs(self, size: int) -> int:
-        """Memory for so many bytes: they are copied at the end, and a slice may become a piece."""
-        return 2 * size + self._window + _PIECE_BYTES
-
-    def go_on(self) -> None:
-        """Raises ``Malformed``."""
-        enough = len(self.found) + _PIECE_BYTES
-        try:
-            while len(self.found) < enough and not self._decoder.eof:
-                if self._at >= len(self._raw):
-                    raise Malformed(_BROKEN)
-                piece = self._raw[self._at : self._at + _SLICE_BYTES]
-                self.found += self._decoder.decompress(piece)
-                self._at += len(piece)
-        except (zstandard.ZstdError, MemoryError):
-            raise Malformed(_BROKEN) from None
-        self.is_over = self._decoder.eof
-        if self.is_over and (self._decoder.unused_data or self._at < len(self._raw)):
-            raise Malformed(_BROKEN)

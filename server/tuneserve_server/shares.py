@@ -37,11 +37,6 @@ class Share:
         self.size = size
         self.yields: Callable[[], bool] | None = None
 
-    def resize(self, size: int) -> None:
-        """Makes it as large as this, without waiting: two that hold shares and wait for more would
-        wait for each other. Raises ``Crowded``, and ``BodyTooLarge`` for what never fits."""
-        self._shares.resize(self, size)
-
 
 @dataclass(frozen=True, eq=False)
 class _Waiter:
@@ -87,17 +82,6 @@ class Shares:
         finally:
             self._live.discard(share)
             self._add(share, -share.size)
-            self._grant()
-
-    def resize(self, share: Share, size: int) -> None:
-        more = size - share.size
-        if more > 0:
-            self._check_size(size)
-            if not self._has_room(share.tenant, more):
-                raise self._crowded(share.tenant, more)
-        share.size = size
-        self._add(share, more)
-        if more < 0:
             self._grant()
 
     async def _take(self, share: Share) -> None:
@@ -157,9 +141,6 @@ class Shares:
 
     def _fits_tenant(self, share: Share) -> bool:
         return self._of[share.tenant] + share.size <= self.most
-
-    def _has_room(self, tenant: str, size: int) -> bool:
-        return self._of[tenant] + size <= self.most and self.held + size <= self._total.size
 
     def _add(self, share: Share, size: int) -> None:
         self._of[share.tenant] += size

@@ -8,16 +8,18 @@ import sys
 import threading
 import time
 import tracemalloc
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import zstandard
+from fastapi import Request
 
 from tests.server.conftest import PROTOBUF, forward_backward
 from tuneserve_server import incoming
 from tuneserve_server.auth import open_tenant
-from tuneserve_server.incoming import FREE_TO_ARRIVE_BYTES, BodyMemory, SentJson
+from tuneserve_server.incoming import FREE_TO_ARRIVE_BYTES, BodyMemory, Incoming, SentJson
 from tuneserve_server.settings import MIB, ApiSettings
 
 pytestmark = pytest.mark.anyio
@@ -82,6 +84,19 @@ async def test_a_frame_without_its_size_is_read_to_its_end(service: Any, cut: sl
         response = await send(service, body, **ZSTD)
         assert (response.status_code, response.json()["code"]) == (422, "malformed")
     assert held(service) == 0
+
+
+def test_a_frame_is_counted_without_keeping_any_of_it() -> None:
+    """It grew and was copied, up to 64 MiB in one step, for which all other requests waited."""
+    frame = undeclared(bytes(60 * MIB))
+    incoming._counted(undeclared(b"x"), MIB)
+    tracemalloc.start()
+    size, stopped = incoming._counted(frame, 64 * MIB), incoming._counted(frame, 4 * MIB)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size == 60 * MIB
+    assert 4 * MIB < stopped <= 5 * MIB
+    assert peak < 2 * MIB
 
 
 @pytest.mark.parametrize("compress", [zstandard.compress, undeclared])
@@ -201,13 +216,30 @@ async def test_json_counts_by_what_it_is_parsed_to(
     assert "(tenant_body_memory_bytes); send less at once" in response.json()["detail"]
 
 
+async def test_a_body_that_comes_byte_by_byte_is_kept_in_few_pieces() -> None:
+    """Each piece would be an object of 57 bytes, however little is in it."""
+    body = json.dumps({"x": "a" * 50_000}).encode()
+    left = [body[at : at + 1] for at in range(len(body))]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    request = Request({"type": "http", "headers": []}, receive)
+    settings = ApiSettings()
+    async with AsyncExitStack() as stack:
+        memory = BodyMemory.of(settings)
+        sent = await Incoming(request, settings, memory, "a", stack).json()
+        assert len(sent.pieces) == 1
+        assert await sent.read(lambda raw: raw) == body
+
+
 async def test_large_json_bodies_take_turns_and_small_ones_none(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three that take 0.2 s each at this rate; what others ask comes between."""
     sampler = await service.sampler(await service.session())
     large = [bodies.asample(sampler, seq, prompt=tokens([7] * 40_000)) for seq in (1, 2, 3)]
-    each = incoming.body.parsed_bytes(json.dumps(large[0], separators=(",", ":")).encode())
+    each = incoming.body.parsed_bytes([json.dumps(large[0], separators=(",", ":")).encode()])
     monkeypatch.setattr(incoming, "_PARSED_BYTES_S", each / 0.2)
     started_s = time.monotonic()
     ends_s: list[float] = []
@@ -269,7 +301,7 @@ async def test_other_requests_come_between_while_the_structure_of_a_body_is_chec
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(0.001)
     try:
-        await SentJson(raw, memory, "a").read(check)
+        await SentJson([bytearray(raw)], memory, "a", 0).read(check)
     finally:
         sys.setswitchinterval(usual_s)
     assert ticks >= 8
@@ -471,12 +503,3 @@ def test_settings_with_which_the_largest_body_never_fits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a tenant has 1000 bytes; .* needs 178956970"):
         ApiSettings(tenant_body_memory_bytes=1000)
     ApiSettings(tenant_body_memory_bytes=8000, max_body_bytes=1000, max_decompressed_bytes=1000)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
-def test_threads_that_decompress_leave_the_processor_to_a_worker(settings: ApiSettings) -> None:
-    memory, own = BodyMemory.of(settings), os.getpriority(os.PRIO_PROCESS, 0)
-    theirs = memory.threads.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
-    memory.stop()
-    assert theirs == min(own + 10, 19)
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own

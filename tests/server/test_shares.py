@@ -112,27 +112,6 @@ async def test_who_waits_too_long_is_told_the_limit_and_when_to_come_again() -> 
             pass
 
 
-async def test_a_share_grows_only_into_what_is_free_and_shrinks_for_those_who_wait() -> None:
-    memory = shares(100, 60)
-    async with memory.taken("a", 30) as share:
-        share.resize(60)
-        with pytest.raises(BodyTooLarge):
-            share.resize(61)
-        waiting = Holder(memory, "a", 20)
-        other = Holder(memory, "b", 40)
-        await settle()
-        assert other.has and not waiting.has
-        share.resize(20)
-        await settle()
-        assert waiting.has and memory.held == 80
-        with pytest.raises(Crowded):
-            share.resize(45)
-        assert share.size == 20
-    await waiting.end()
-    await other.end()
-    assert memory.held == 0
-
-
 async def test_a_slow_one_of_a_tenant_that_has_more_yields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneserve_server.shares._LOOK_S", 0.01)
     memory = shares(100, 60)
@@ -167,10 +146,7 @@ async def test_all_is_given_back_however_it_ends() -> None:
     async def use() -> None:
         nonlocal most
         tenant = rng.choice("abcd")
-        async with memory.taken(tenant, rng.randint(1, 50)) as share:
-            most = max(most, memory.held, 2 * memory.of(tenant))
-            await asyncio.sleep(rng.choice([0, 0.001]))
-            share.resize(rng.randint(1, 50))
+        async with memory.taken(tenant, rng.randint(1, 50)):
             most = max(most, memory.held, 2 * memory.of(tenant))
             if rng.random() < 0.2:
                 raise RuntimeError
