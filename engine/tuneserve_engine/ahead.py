@@ -15,11 +15,11 @@ decoded form a payload may be a hundred times as large."""
 
 
 class Ahead(Generic[T]):
-    """Runs ``decode`` on ``host`` for jobs that are expected. Called from one thread."""
+    """Runs ``decode`` on ``decoder`` for jobs that are expected. Called from one thread."""
 
-    def __init__(self, decode: Callable[[Job], T], host: Executor) -> None:
+    def __init__(self, decode: Callable[[Job], T], decoder: Executor) -> None:
         self._decode = decode
-        self._host = host
+        self._decoder = decoder
         self._begun: dict[str, Future[T]] = {}
 
     def expect(self, jobs: Sequence[Job]) -> None:
@@ -29,7 +29,7 @@ class Ahead(Generic[T]):
             self._begun.pop(request_id).cancel()
         for request_id, job in near.items():
             if request_id not in self._begun:
-                self._begun[request_id] = self._host.submit(self._decode, job)
+                self._begun[request_id] = self._decoder.submit(self._decode, job)
 
     def take(self, unit: Sequence[Job]) -> dict[str, Future[T]]:
         """What has been begun for these jobs, by request id; it is the caller's now."""

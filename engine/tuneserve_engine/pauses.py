@@ -31,7 +31,7 @@ class Settling:
         self._last = self._frozen = size()
 
     def look(self) -> None:
-        """To be called every other second."""
+        """To be called now and then, some seconds apart; sooner only costs a pause."""
         size = self._size()
         if size == self._last and size != self._frozen:
             self._frozen = size

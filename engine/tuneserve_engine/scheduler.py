@@ -28,8 +28,9 @@ MAX_BYTES = 1 << 20
 """Payload bytes after which a unit takes no further job; a larger job still runs, alone."""
 
 _OTHERS = 0.25
-"""Of the time that a long unit has had, what others may have in between in any case. Without it, a
-tenant of small steps would stand still while a long request catches up that had to wait itself."""
+"""Of the time that a long unit has had, what others may have in between who are ahead by one
+request at most. Without it, a tenant of small steps would stand still while a long request catches
+up that had to wait itself."""
 
 UNIT_S = 0.03
 """Device time after which a unit takes no further job, unless that costs no more time: everyone
@@ -105,9 +106,9 @@ class Scheduler:
         of the one ahead of it; nothing if it is rather its turn.
 
         That is samples, or other work of tenants that have none in a running unit, if one of them
-        has had less of the device than those whose unit is to go on, or if others have had little
-        since that unit began. A unit waits for nothing that takes longer than what is left of
-        itself.
+        has had less of the device than those whose unit is to go on, or hardly more while others
+        have had little since that unit began. A unit waits for nothing that takes longer than what
+        is left of itself.
         """
         used = self._used(running)
         runnable = runnable_of(pending)

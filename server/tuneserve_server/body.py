@@ -190,7 +190,7 @@ def _pieces(raw: bytes) -> Iterator[bytes]:
         yield raw[at : at + _PIECE_BYTES]
 
 
-def parsed_bytes(pieces: Iterable[bytes | bytearray]) -> int:
+def parsed_bytes(pieces: Iterable[bytes]) -> int:
     """Memory that the body may take once it is parsed, or refused. Measured; no more than this.
     Raises ``Malformed`` for what ``parse`` does not look at either."""
     size = objects = marks = 0
@@ -203,7 +203,7 @@ def parsed_bytes(pieces: Iterable[bytes | bytearray]) -> int:
     return _CHARACTER_BYTES * size + _MARK_BYTES * marks + _PART_BYTES * objects
 
 
-def _marks(piece: bytes | bytearray) -> int:
+def _marks(piece: bytes) -> int:
     return len(piece) - len(piece.translate(None, _MARKS))  # in one pass, however many there are
 
 

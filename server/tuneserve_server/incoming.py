@@ -46,7 +46,7 @@ _ONE_SHOT_WINDOW = 2**26
 _STREAM_WINDOW = 2**23  # the largest that RFC 9659 lets clients use
 _PIECE_BYTES = 2**18
 _COUNTED_BYTES = 2**20
-_THREADS = 2  # that decompress
+_THREADS = 2  # that decompress; a frame that does not tell its size takes a window in each, too
 _NICE = 10
 _LARGE_BYTES = 16 * 1024
 _PARSED_BYTES_S = 128 * 2**20  # an eighth of what can be parsed
@@ -94,7 +94,7 @@ class BodyMemory:
 class SentJson:
     """A JSON body that is here, and the memory for what becomes of it is taken."""
 
-    pieces: Sequence[bytearray]
+    pieces: list[bytes]
     """As they arrived: it is one body only when it is its turn, for that takes a while too."""
     memory: BodyMemory
     tenant: str
@@ -114,7 +114,13 @@ class SentJson:
             return parse(b"".join(self.pieces))
         async with self.memory.turns.of(self.tenant):
             await asyncio.sleep(self.parsed_bytes / _PARSED_BYTES_S)
-            return await finished(asyncio.to_thread(lambda: parse(b"".join(self.pieces))))
+            return await finished(asyncio.to_thread(lambda: parse(self._joined())))
+
+    def _joined(self) -> bytes:
+        """The body, of which there is no second copy then."""
+        raw = b"".join(self.pieces)
+        self.pieces[:] = [raw]
+        return raw
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ class Incoming:
             if encoding == "identity":
                 await self._hold(_size(pieces))
             is_small = _size(pieces) <= _LARGE_BYTES
-            raw = b"".join(pieces) if is_small else await self._in_thread(lambda: b"".join(pieces))
+            join = partial(b"".join, pieces)
+            raw = join() if is_small else await self._in_thread(join)
             pieces.clear()  # counted once, and it may wait
             return raw if encoding == "identity" else await self._decompressed(raw)
 
@@ -159,13 +166,14 @@ class Incoming:
         return await self.stack.enter_async_context(self.memory.held.taken(self.tenant, size))
 
     @asynccontextmanager
-    async def _arrived(self, most: int | None = None) -> AsyncIterator[list[bytearray]]:
+    async def _arrived(self, most: int | None = None) -> AsyncIterator[list[bytes]]:
         """The body as sent, in pieces; its share of what arrives lasts as long as the block."""
         limit = min(self.settings.max_body_bytes, most or self.settings.max_body_bytes)
         told = self.request.headers.get("content-length", "")
         expected = int(told) if told.isdecimal() else None
         pace = Pace(self.settings.body_timeout_s)
-        pieces: list[bytearray] = []
+        pieces: list[bytes] = []
+        last = bytearray()
         arrived = 0
         share: Share | None = None
 
@@ -173,16 +181,17 @@ class Incoming:
 
             async def keep(piece: bytes) -> None:
                 nonlocal share, arrived
-                if not pieces or len(pieces[-1]) >= _PIECE_BYTES:  # few, however small they come
-                    pieces.append(bytearray())
-                pieces[-1] += piece
+                last.extend(piece)
                 arrived += len(piece)
+                if len(last) >= _PIECE_BYTES:  # there are few, however small they come
+                    pieces.append(bytes(last))
+                    last.clear()
                 is_over = expected is not None and expected > limit and arrived >= _START_BYTES
                 if is_over or arrived > limit:
                     raise Cut(
                         f"the request body is larger than {limit} bytes, the limit "
                         f"{'of this route' if most else 'of this server'}; send less at once",
-                        bytes(pieces[0][:_START_BYTES]),
+                        bytes(pieces[0] if pieces else last)[:_START_BYTES],
                     )
                 if share is None and arrived > FREE_TO_ARRIVE_BYTES:
                     with pace.stopped():
@@ -194,6 +203,7 @@ class Incoming:
             await body.receive(self.request, keep, pace)
             if share is not None:
                 share.yields = None
+            pieces.append(bytes(last))
             yield pieces
 
     async def _decompressed(self, raw: bytes) -> bytes:
@@ -205,7 +215,8 @@ class Incoming:
             size = await self._in_thread(partial(_counted, raw, limit))
         if (refusal := _refusal(raw, size, limit)) is not None:
             raise Cut(refusal, await self._in_thread(partial(_start, raw)))
-        if await self._hold(size) is None:
+        await self._hold(size)
+        if size <= FREE_BYTES and len(raw) <= _LARGE_BYTES:
             return _one_shot(raw, size)
         return await self._in_thread(partial(_one_shot, raw, size))
 
@@ -214,7 +225,7 @@ class Incoming:
         return await finished(running)
 
 
-def _size(pieces: Sequence[bytearray]) -> int:
+def _size(pieces: Sequence[bytes]) -> int:
     return sum(map(len, pieces))
 
 
@@ -256,7 +267,9 @@ def _counted(raw: bytes, limit: int) -> int:
     piece, size = bytearray(_COUNTED_BYTES), 0
     try:
         with decoder.stream_reader(raw) as reader:
-            while size <= limit and (count := reader.readinto(piece)):
+            count = len(piece)
+            while size <= limit and count == len(piece):  # a frame ends with less
+                count = reader.readinto(piece)
                 size += count
     except (zstandard.ZstdError, MemoryError):
         raise Malformed(_BROKEN) from None
@@ -282,9 +295,12 @@ def _refusal(raw: bytes, size: int, limit: int) -> str | None:
 def _one_shot(raw: bytes, size: int) -> bytes:
     decoder = zstandard.ZstdDecompressor(max_window_size=_ONE_SHOT_WINDOW)
     try:
-        return decoder.decompress(raw, max_output_size=max(size, 1), allow_extra_data=False)
+        found = decoder.decompress(raw, max_output_size=max(size, 1), allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError):
         raise Malformed(_BROKEN) from None
+    if len(found) != size:  # the first of several frames
+        raise Malformed(_BROKEN)
+    return found
 
 
 def _start(raw: bytes) -> bytes:

@@ -5,7 +5,6 @@ import json
 import random
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,12 @@ from tuneserve_engine.backend.fake import FAKE_INFO
 from tuneserve_engine.files import new_file_id
 from tuneserve_engine.jobs import (
     CreateModel,
+    Job,
     JobKind,
     SaveWeights,
     encode,
 )
+from tuneserve_engine.operations import Operations
 from tuneserve_engine.queue.base import Fenced
 from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, ModelStatus, Tenant, Update
 from tuneserve_engine.worker import WorkerPolicy
@@ -203,24 +204,38 @@ def test_jobs_are_taken_while_a_unit_runs(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_result_does_not_wait_while_another_request_is_decoded(tmp_path: Path) -> None:
+def test_a_result_does_not_wait_while_another_request_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request of half a million tokens takes a third of a second to decode."""
-    decoder, decoded = ThreadPoolExecutor(1), threading.Event()
+    begun, go_on, slow = threading.Event(), threading.Event(), set[str]()
+    decode = Operations.decode
+
+    def decode_slowly(self: Operations, job: Job) -> Any:
+        if job.model_id in slow:
+            begun.set()
+            assert go_on.wait(TIMEOUT_S)
+        return decode(self, job)
 
     async def scenario(bench: Bench) -> None:
-        await bench.ok(await bench.create("a"))
+        for model in ("a", "b"):
+            await bench.ok(await bench.create(model))
         bench.backend.gate.clear()
-        running = await bench.gradient("a")
+        first = await bench.gradient("a")
         await until(bench.backend.reached.is_set)
-        decoder.submit(decoded.wait)
+        slow.add("b")
+        second = await bench.gradient("b")
+        await until(begun.is_set)
         bench.backend.gate.set()
-        await bench.ok(running)
-        decoded.set()
+        await bench.ok(first)
+        go_on.set()
+        await bench.ok(second)
 
+    monkeypatch.setattr(Operations, "decode", decode_slowly)
     try:
-        run(tmp_path, scenario, WorkerPolicy(decoder=lambda: decoder))
+        run(tmp_path, scenario)
     finally:
-        decoded.set()
+        go_on.set()
 
 
 # --- lost connections ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fastapi import Request
 from tests.server.conftest import PROTOBUF, forward_backward
 from tuneserve_server import incoming
 from tuneserve_server.auth import open_tenant
+from tuneserve_server.errors import Malformed
 from tuneserve_server.incoming import FREE_TO_ARRIVE_BYTES, BodyMemory, Incoming, SentJson
 from tuneserve_server.settings import MIB, ApiSettings
 
@@ -79,11 +80,26 @@ async def test_frames_with_and_without_their_size_are_read(service: Any) -> None
 
 @pytest.mark.parametrize("cut", [slice(0, -1), slice(0, 20), slice(0, 5)])
 async def test_a_frame_without_its_size_is_read_to_its_end(service: Any, cut: slice) -> None:
-    whole = undeclared(os.urandom(300_000))
-    for body in (whole[cut], whole + b"x", whole + whole):
+    model = await service.model(await service.session())
+    whole = undeclared(padded(model, 1, 300_000))
+    bodies = (whole[cut], whole + b"x", whole + whole, whole + whole[cut], undeclared(b"") + whole)
+    for body in bodies:
         response = await send(service, body, **ZSTD)
         assert (response.status_code, response.json()["code"]) == (422, "malformed")
+        assert "not one complete zstd frame" in response.json()["detail"]
+    assert (await send(service, whole, **ZSTD)).status_code == 200
     assert held(service) == 0
+
+
+@pytest.mark.parametrize("size", [MIB - 1, MIB, MIB + 1, 2 * MIB])
+def test_two_frames_are_not_taken_for_one(size: int) -> None:
+    """Only the first was read if neither told its size, whatever was in the second."""
+    frame = undeclared(os.urandom(size))
+    assert len(incoming._one_shot(frame, incoming._counted(frame, 64 * MIB))) == size
+    for second in (frame, frame[:-1], undeclared(b"a")):
+        counted = incoming._counted(frame + second, 64 * MIB)
+        with pytest.raises(Malformed):
+            incoming._one_shot(frame + second, counted)
 
 
 def test_a_frame_is_counted_without_keeping_any_of_it() -> None:
@@ -301,7 +317,7 @@ async def test_other_requests_come_between_while_the_structure_of_a_body_is_chec
     usual_s = sys.getswitchinterval()
     sys.setswitchinterval(0.001)
     try:
-        await SentJson([bytearray(raw)], memory, "a", 0).read(check)
+        await SentJson([raw], memory, "a", 0).read(check)
     finally:
         sys.setswitchinterval(usual_s)
     assert ticks >= 8
