@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 
 _SWITCH_S = 0.001
-"""For which a thread keeps the interpreter's lock from others. With Python's 5 ms, an event loop
-that gives it up in each system call waits for seconds beside a busy thread."""
+"""For which a thread may keep the interpreter's lock from others. The event loop gives the lock up
+in many system calls, and waits so long for it beside a busy thread, each time; Python has 5 ms."""
 
 
 def shorten() -> None:
@@ -16,8 +16,8 @@ def shorten() -> None:
 
 
 def freeze() -> None:
-    """Takes all that is here now out of the garbage collector's sight, which took 0.1 to 0.5 s to
-    look through it, again and again."""
+    """Hides all objects that are here now from the garbage collector. It took tenths of a second to
+    look through them, again and again, in which no thread ran."""
     gc.collect()
     gc.freeze()
 

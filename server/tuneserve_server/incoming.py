@@ -160,10 +160,9 @@ class Incoming:
             pieces.clear()  # counted once, and it may wait
             return raw if encoding == "identity" else await self._decompressed(raw)
 
-    async def _hold(self, size: int) -> Share | None:
-        if size <= FREE_BYTES:
-            return None
-        return await self.stack.enter_async_context(self.memory.held.taken(self.tenant, size))
+    async def _hold(self, size: int) -> None:
+        if size > FREE_BYTES:
+            await self.stack.enter_async_context(self.memory.held.taken(self.tenant, size))
 
     @asynccontextmanager
     async def _arrived(self, most: int | None = None) -> AsyncIterator[list[bytes]]:

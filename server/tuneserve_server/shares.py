@@ -27,15 +27,14 @@ class Limit:
     setting: str
 
 
+@dataclass(eq=False)
 class Share:
     """Bytes that a tenant holds. ``yields`` may give them up early, for another that waits: it
     ends what holds them and says so, or says that it is fast enough."""
 
-    def __init__(self, shares: "Shares", tenant: str, size: int) -> None:
-        self._shares = shares
-        self.tenant = tenant
-        self.size = size
-        self.yields: Callable[[], bool] | None = None
+    tenant: str
+    size: int
+    yields: Callable[[], bool] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ class Shares:
     async def taken(self, tenant: str, size: int) -> AsyncIterator[Share]:
         """So many bytes, for as long as the block lasts. Raises ``Crowded`` if there are none
         within the time, ``BodyTooLarge`` if there never are."""
-        share = Share(self, tenant, size)
+        share = Share(tenant, size)
         await self._take(share)
         try:
             yield share

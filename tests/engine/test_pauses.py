@@ -1,4 +1,4 @@
-"""The garbage collector and threads are told once what a serving process is like."""
+"""A serving process keeps the pauses of Python's garbage collector and of its lock short."""
 
 import subprocess
 import sys

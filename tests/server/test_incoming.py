@@ -4,23 +4,18 @@ import asyncio
 import gc
 import json
 import os
-import sys
-import threading
 import time
 import tracemalloc
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import zstandard
-from fastapi import Request
 
 from tests.server.conftest import PROTOBUF, forward_backward
 from tuneserve_server import incoming
 from tuneserve_server.auth import open_tenant
-from tuneserve_server.errors import Malformed
-from tuneserve_server.incoming import FREE_TO_ARRIVE_BYTES, BodyMemory, Incoming, SentJson
+from tuneserve_server.incoming import FREE_TO_ARRIVE_BYTES
 from tuneserve_server.settings import MIB, ApiSettings
 
 pytestmark = pytest.mark.anyio
@@ -89,30 +84,6 @@ async def test_a_frame_without_its_size_is_read_to_its_end(service: Any, cut: sl
         assert "not one complete zstd frame" in response.json()["detail"]
     assert (await send(service, whole, **ZSTD)).status_code == 200
     assert held(service) == 0
-
-
-@pytest.mark.parametrize("size", [MIB - 1, MIB, MIB + 1, 2 * MIB])
-def test_two_frames_are_not_taken_for_one(size: int) -> None:
-    """Only the first was read if neither told its size, whatever was in the second."""
-    frame = undeclared(os.urandom(size))
-    assert len(incoming._one_shot(frame, incoming._counted(frame, 64 * MIB))) == size
-    for second in (frame, frame[:-1], undeclared(b"a")):
-        counted = incoming._counted(frame + second, 64 * MIB)
-        with pytest.raises(Malformed):
-            incoming._one_shot(frame + second, counted)
-
-
-def test_a_frame_is_counted_without_keeping_any_of_it() -> None:
-    """It grew and was copied, up to 64 MiB in one step, for which all other requests waited."""
-    frame = undeclared(bytes(60 * MIB))
-    incoming._counted(undeclared(b"x"), MIB)
-    tracemalloc.start()
-    size, stopped = incoming._counted(frame, 64 * MIB), incoming._counted(frame, 4 * MIB)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert size == 60 * MIB
-    assert 4 * MIB < stopped <= 5 * MIB
-    assert peak < 2 * MIB
 
 
 @pytest.mark.parametrize("compress", [zstandard.compress, undeclared])
@@ -232,23 +203,6 @@ async def test_json_counts_by_what_it_is_parsed_to(
     assert "(tenant_body_memory_bytes); send less at once" in response.json()["detail"]
 
 
-async def test_a_body_that_comes_byte_by_byte_is_kept_in_few_pieces() -> None:
-    """Each piece would be an object of 57 bytes, however little is in it."""
-    body = json.dumps({"x": "a" * 50_000}).encode()
-    left = [body[at : at + 1] for at in range(len(body))]
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
-
-    request = Request({"type": "http", "headers": []}, receive)
-    settings = ApiSettings()
-    async with AsyncExitStack() as stack:
-        memory = BodyMemory.of(settings)
-        sent = await Incoming(request, settings, memory, "a", stack).json()
-        assert len(sent.pieces) == 1
-        assert await sent.read(lambda raw: raw) == body
-
-
 async def test_large_json_bodies_take_turns_and_small_ones_none(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,34 +248,6 @@ async def test_a_flood_of_large_json_bodies_does_not_hold_up_another_tenant(
     await send("tml-b", 1)
     assert ended.count("tml-a") <= 4
     await asyncio.gather(*flood)
-
-
-async def test_other_requests_come_between_while_the_structure_of_a_body_is_checked() -> None:
-    """16 MB of escapes took 0.17 s in one step, in which no other thread runs."""
-    raw = b'{"tags": ["' + b"\\\\" * 7_900_000 + b'"], "x": [' + b"[]," * 40 + b"1]}"
-    memory = BodyMemory.of(ApiSettings())
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.001)
-            ticks += 1
-
-    def check(sent: bytes) -> None:
-        nonlocal ticks
-        ticks = 0  # those of the pause before it do not count
-        incoming.body._structure(sent)
-
-    ticking = asyncio.create_task(tick())
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(0.001)
-    try:
-        await SentJson([raw], memory, "a", 0).read(check)
-    finally:
-        sys.setswitchinterval(usual_s)
-    assert ticks >= 8
-    ticking.cancel()
 
 
 async def test_polls_keep_nothing_of_their_bodies(service: Any) -> None:
@@ -486,33 +412,6 @@ async def test_memory_is_given_back_when_the_request_fails(
         response = await send(service, body, **ZSTD)
     assert response.status_code == {"submit": 503, "head": 422}[fails]
     assert held(service) == 0
-
-
-@pytest.mark.parametrize("fails", [False, True])
-async def test_a_request_that_ends_while_a_thread_works_for_it_waits_for_the_thread(
-    fails: bool,
-) -> None:
-    """What the thread has of memory is counted until then; nothing is logged of how it ended."""
-    release = threading.Event()
-
-    def work() -> None:
-        release.wait(5)
-        if fails:
-            raise RuntimeError
-
-    said: list[Any] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, about: said.append(about))
-    task = asyncio.create_task(incoming.finished(asyncio.to_thread(work)))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    await asyncio.sleep(0.02)
-    assert not task.done()
-    release.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    del task
-    gc.collect()
-    assert not said
 
 
 def test_settings_with_which_the_largest_body_never_fits_are_refused() -> None:
