@@ -63,7 +63,7 @@ newcomer: .venv/dev.stamp  ## The README's three commands in a fresh clone, inst
 
 proto: .venv/dev.stamp  ## Regenerates the protobuf module
 	cd clients && ../$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. \
-		tuneserve_client/proto/wire.proto
+		tuneserve_client/wire/proto/wire.proto
 
 reference: .venv/dev.stamp  ## Writes docs/reference.md from the routes
 	$(BIN)/python scripts/api_reference.py

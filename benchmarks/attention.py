@@ -21,13 +21,8 @@ import numpy as np
 from jax import Array
 from side_by_side import Pace, cpu_ratio, take_turns
 
-from tuneserve_engine.backend.jax.attention import (
-    Attended,
-    AttentionGradient,
-    Visibility,
-    attend_blocks,
-    attend_blocks_backward,
-)
+from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
+from tuneserve_engine.backend.jax.attention.packed import attend_blocks, attend_blocks_backward
 
 BLOCK, HEADS, KEY_HEADS, HEAD_DIM = 64, 8, 4, 64
 PRODUCTS = 7  # of a pair of blocks: two forward, five backward

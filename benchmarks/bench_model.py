@@ -16,8 +16,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.weights import expected_tensors
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.weights import expected_tensors
 
 _STD = 0.02
 _END = "<|endoftext|>"

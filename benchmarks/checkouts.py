@@ -22,8 +22,8 @@ from sample import CONFIG, PROMPT, served
 from side_by_side import compared, limit_threads, take_turns
 from train import CASES, LEARNING_RATE, RANK, Case
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_server.cli.local_server import LocalServer
 
 LEAST = 0.97
 SAMPLES = 16

@@ -18,7 +18,7 @@ from results import machine, publish, table
 from side_by_side import limit_threads
 from tinker import types
 
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 

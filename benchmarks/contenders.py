@@ -16,13 +16,13 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tuneserve_engine.adapters import AdamParams, AdapterConfig
-from tuneserve_engine.backend.base import TrainUnit
+from tuneserve_engine.backend.base import TrainBatch
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.batch import Packed, PackRequest, pack, unpack
-from tuneserve_engine.config import WorkerSettings
-from tuneserve_engine.training_wire import Datum, TrainingData
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.packing import PackedBatch, PackingRequest, pack, unpack
+from tuneserve_server.cli.local_server import LocalServer
 
 IN_FLIGHT = 2
 """Steps that are submitted before the first of them is waited for, as the SDK's guide advises: the
@@ -153,7 +153,7 @@ class Bare:
 
     def __init__(self, backend: JaxBackend, learning_rate: float) -> None:
         self.backend = backend
-        self._adam = AdamParams(learning_rate=learning_rate)
+        self._adam = AdamwParams(learning_rate=learning_rate)
         self._ranks: dict[str, int] = {}
 
     @classmethod
@@ -171,13 +171,13 @@ class Bare:
     @staticmethod
     def data(sequences: Sequence[Tokens]) -> TrainingData:
         data = [
-            Datum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
+            DecodedDatum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
             for s in sequences
         ]
         return TrainingData("cross_entropy", {}, False, data)
 
-    def packed(self, work: Sequence[tuple[str, TrainingData]]) -> list[Packed]:
-        asked = [PackRequest(name, self._ranks[name], data) for name, data in work]
+    def packed(self, work: Sequence[tuple[str, TrainingData]]) -> list[PackedBatch]:
+        asked = [PackingRequest(name, self._ranks[name], data) for name, data in work]
         return pack(asked, self.backend.lattice)
 
     def gradients(self, work: Sequence[tuple[str, TrainingData]]) -> list[float]:
@@ -201,7 +201,7 @@ class Bare:
         self.optim_steps([name for name, _ in work])
         return losses
 
-    def computed_tokens(self, units: Sequence[TrainUnit]) -> int:
+    def computed_tokens(self, units: Sequence[TrainBatch]) -> int:
         """Tokens of the chunks that the units' programs work through, padding included."""
         lattice = self.backend.lattice
         blocks_per_chunk = lattice.chunk // lattice.block

@@ -17,13 +17,13 @@ from contenders import random_tokens
 from results import machine, publish, table
 from side_by_side import compared, limit_threads, take_turns
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import SampleRequest
-from tuneserve_engine.backend.jax.adapters import target_shapes
+from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.backend.jax.models.weights import read_config
-from tuneserve_engine.backend.jax.sample_programs import STEPS_PER_DISPATCH
-from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.backend.jax.model.weights import read_config
+from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
 
 CONTEXT = 1024
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
@@ -38,7 +38,7 @@ CALLS = count()
 
 def engine(model: Path, lanes: int) -> JaxBackend:
     """The bare engine with a snapshot, all that it needs compiled."""
-    lattice = ShapeLattice(CONTEXT, rank_classes=(CONFIG.rank,))
+    lattice = StaticShapes(CONTEXT, rank_classes=(CONFIG.rank,))
     backend = JaxBackend(
         str(model),
         name="bench",
@@ -52,15 +52,15 @@ def engine(model: Path, lanes: int) -> JaxBackend:
     return backend
 
 
-def written(backend: JaxBackend, requests: Sequence[SampleRequest]) -> int:
+def written(backend: JaxBackend, requests: Sequence[SamplingRequest]) -> int:
     """New tokens of the requests, which are sampled together."""
     results = backend.sample(requests)
     return sum(len(sequence.tokens) for result in results for sequence in result.sequences)
 
 
-def request(prompt: Any, new: int, owner: str, samples: int = 1) -> SampleRequest:
+def request(prompt: Any, new: int, owner: str, samples: int = 1) -> SamplingRequest:
     """Nobody but its owner may have read its prompt before."""
-    return SampleRequest(prompt, "bench", next(SEEDS), samples, new, owner=owner)
+    return SamplingRequest(prompt, "bench", next(SEEDS), samples, new, owner=owner)
 
 
 def log_uniform(shortest: int, longest: int, seed: int) -> list[int]:
@@ -77,7 +77,7 @@ def mixed(model: Path, rounds: int) -> dict[str, Any]:
     prompts = random_tokens(lengths, Shape().vocab, seed=2)
     limits = log_uniform(*NEW, seed=3)
 
-    def asked(prompts: Sequence[Any], limits: Sequence[int]) -> list[SampleRequest]:
+    def asked(prompts: Sequence[Any], limits: Sequence[int]) -> list[SamplingRequest]:
         owner = f"call {next(CALLS)}"
         return [request(p, new, owner) for p, new in zip(prompts, limits, strict=True)]
 

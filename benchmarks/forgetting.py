@@ -26,11 +26,11 @@ import transformers
 from results import machine, publish, table
 from side_by_side import limit_threads
 
-from tuneserve_engine.adapters import AdamParams, AdapterConfig
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.batch import PackRequest, pack, unpack
-from tuneserve_engine.lattice import ShapeLattice
-from tuneserve_engine.training_wire import Datum, TrainingData
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 
 LENGTH, SYMBOLS, LEARNT, LIMIT = 8, 16, 0.05, 0.6
 TASKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -102,7 +102,7 @@ class Ours:
 
     def __init__(self, backend: JaxBackend, name: str, config: AdapterConfig, rate: float) -> None:
         self.backend, self.name, self.rank = backend, name, config.rank
-        self.params = AdamParams(rate, eps=1e-8, grad_clip_norm=1.0)
+        self.params = AdamwParams(rate, eps=1e-8, grad_clip_norm=1.0)
         backend.create_adapter(name, config)
 
     def gradients(self, sequences: np.ndarray) -> float:
@@ -120,9 +120,9 @@ class Ours:
         weights = np.zeros((2 * LENGTH, 1), np.float32)
         weights[LENGTH:] = 1 / (len(sequences) * LENGTH)
         tokens = sequences.astype(np.int32)
-        data = [Datum(row[:-1], row[1:, None], weights, flat=True) for row in tokens]
+        data = [DecodedDatum(row[:-1], row[1:, None], weights, flat=True) for row in tokens]
         request = TrainingData("cross_entropy", {}, forward_only, data)
-        (packed,) = pack([PackRequest(self.name, self.rank, request)], self.backend.lattice)
+        (packed,) = pack([PackingRequest(self.name, self.rank, request)], self.backend.lattice)
         result = self.backend.forward_backward(packed.unit)
         return unpack(packed, result.outputs, 0, request)[1]
 
@@ -166,7 +166,7 @@ def found(seed: int, hidden: int, task: str, most: int) -> dict[str, list[Run]]:
     print(f"seed {seed}: before, {torch_loss(model, held_out(seed)).item():.4f} on the old tasks")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        lattice = ShapeLattice(64, block=16, chunk=128, tokens=512)
+        lattice = StaticShapes(64, block=16, chunk=128, tokens=512)
         backend = JaxBackend(folder, name="tiny", tokenizer_id="none", lattice=lattice)
     rank = round(0.25 * hidden)
     configs = {

@@ -22,10 +22,10 @@ from results import machine, publish, table
 from side_by_side import limit_threads
 
 from tuneserve_engine.backend.base import LOSS_NAMES
-from tuneserve_engine.backend.jax.head import Head, HeadAdapters, train_head
-from tuneserve_engine.backend.jax.losses import LossInputs
-from tuneserve_engine.backend.jax.models.layers import rms_norm
-from tuneserve_engine.backend.jax.scratch import BlockSlots
+from tuneserve_engine.backend.jax.model.layers import rms_norm
+from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
+from tuneserve_engine.backend.jax.training.lm_head import HeadAdapters, LmHead, train_lm_head
+from tuneserve_engine.backend.jax.training.losses import LossInputs
 
 BLOCK, CHUNK = 64, 256
 RANK = 8
@@ -60,7 +60,7 @@ def main() -> None:
         f"`benchmarks/head.py --tokens {args.tokens} --hidden {args.hidden} --vocabulary "
         f"{args.vocabulary}`: chunks of {CHUNK}; {machine('jax', threads=1)}."
     )
-    section = table("Head", about, list(rows[0]), [list(row.values()) for row in rows])
+    section = table("LmHead", about, list(rows[0]), [list(row.values()) for row in rows])
     publish({"head": rows}, section, dry_run=args.dry_run)
 
 
@@ -100,7 +100,7 @@ def _case(tokens: int, hidden: int, vocabulary: int) -> dict[str, Array]:
 
 
 def _chunked(case: dict[str, Array]) -> Any:
-    """``train_head`` of one request."""
+    """``train_lm_head`` of one request."""
     tokens, hidden = case["x"].shape
     shape = (tokens // BLOCK, BLOCK)
     n = shape[0]
@@ -120,10 +120,10 @@ def _chunked(case: dict[str, Array]) -> Any:
         loss_id=blocks(LOSS_NAMES.index("ppo"), jnp.int32),
         datum=blocks(0, jnp.int32),
     )
-    owners = BlockSlots(jnp.zeros(n, jnp.int32), jnp.arange(n) == 0, jnp.ones(n, bool))
+    owners = BlockOwners(jnp.zeros(n, jnp.int32), jnp.arange(n) == 0, jnp.ones(n, bool))
     a, b = case["a"], case["b"]
-    return train_head(
-        Head(case["table"], case["norm"]),
+    return train_lm_head(
+        LmHead(case["table"], case["norm"]),
         case["x"].reshape(*shape, hidden),
         case["targets"].reshape(*shape, 1),
         inputs,

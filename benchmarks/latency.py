@@ -23,13 +23,13 @@ from contenders import wait_until_compiled
 from results import append, commit_name
 from tinker import types
 
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine import training_wire
-from tuneserve_engine.adapters import AdapterConfig
+from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.batch import PackRequest, pack
-from tuneserve_engine.config import WorkerSettings
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.worker.codecs import training
+from tuneserve_engine.worker.execution.packing import PackingRequest, pack
+from tuneserve_server.cli.local_server import LocalServer
 
 TOKENS, RANK, WARM_UP = 32, 8, 20
 
@@ -116,8 +116,8 @@ def bare_engine(folder: Path) -> Callable[[], Any]:
     backend.create_adapter("bench", AdapterConfig(rank=RANK, alpha=32, seed=0))
 
     def run() -> None:
-        data = training_wire.decode_request(body("bench", 1), backend.info)
-        (packed,) = pack([PackRequest("bench", RANK, data)], backend.lattice)
+        data = training.decode_request(body("bench", 1), backend.info)
+        (packed,) = pack([PackingRequest("bench", RANK, data)], backend.lattice)
         backend.forward_backward(packed.unit)
 
     return run

@@ -17,20 +17,24 @@ from flax import nnx
 from results import machine, publish, table
 from side_by_side import limit_threads
 
-from tuneserve_engine.adapters import UNEMBED, AdamParams, AdapterConfig
-from tuneserve_engine.backend.jax import bank as banks
-from tuneserve_engine.backend.jax.adapters import LoraWeights, new_adapter, target_shapes
-from tuneserve_engine.backend.jax.head import Head, HeadAdapters, train_head
-from tuneserve_engine.backend.jax.lora import LoraRows
-from tuneserve_engine.backend.jax.losses import LossInputs
-from tuneserve_engine.backend.jax.models.block import Layer, after_attention, before_attention
-from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.models.layers import rms_norm
-from tuneserve_engine.backend.jax.optimizer import adamw_step, step_scalars
-from tuneserve_engine.backend.jax.scratch import BlockSlots
-from tuneserve_engine.backend.jax.stack import Stream
-from tuneserve_engine.backend.jax.train import StreamIn, space_shapes, train_stream
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, new_adapter, target_shapes
+from tuneserve_engine.backend.jax.model.block import Layer, after_attention, before_attention
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens
+from tuneserve_engine.backend.jax.model.layers import rms_norm
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.training import adapter_slots as banks
+from tuneserve_engine.backend.jax.training.adamw import adamw_step, step_scalars
+from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
+from tuneserve_engine.backend.jax.training.lm_head import HeadAdapters, LmHead, train_lm_head
+from tuneserve_engine.backend.jax.training.losses import LossInputs
+from tuneserve_engine.backend.jax.training.programs import (
+    DeviceMicroBatch,
+    space_shapes,
+    train_micro_batch,
+)
+from tuneserve_engine.core.adapter import UNEMBED, AdamwParams, AdapterConfig
 
 BLOCK, CHUNK_BLOCKS, BLOCKS, SLOTS, RANK = 64, 4, 32, 32, 8
 TOKENS = BLOCK * BLOCKS
@@ -76,7 +80,7 @@ def decoder(layers: int) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
-def shapes_of(layers: int) -> tuple[banks.Bank, LoraWeights]:
+def shapes_of(layers: int) -> tuple[banks.AdapterSlots, LoraWeights]:
     """A bank and a scratch."""
     shapes = target_shapes(config_of(layers))
     return jax.eval_shape(
@@ -87,7 +91,7 @@ def shapes_of(layers: int) -> tuple[banks.Bank, LoraWeights]:
     )
 
 
-def stream() -> StreamIn:
+def stream() -> DeviceMicroBatch:
     """A micro-batch of ``TOKENS`` tokens."""
     per_token = {
         name: spec(BLOCKS, BLOCK, dtype=dtype)
@@ -98,12 +102,12 @@ def stream() -> StreamIn:
     blocks = spec(BLOCKS, dtype=jnp.int32)
     tokens = spec(BLOCKS, BLOCK, dtype=jnp.int32)
     flags = spec(BLOCKS, dtype=jnp.bool_)
-    return StreamIn(
+    return DeviceMicroBatch(
         tokens=tokens,
         targets=spec(BLOCKS, BLOCK, 1, dtype=jnp.int32),
         inputs=LossInputs(**inputs),
-        layers=Stream(tokens, tokens, blocks, spec(dtype=jnp.int32), blocks),
-        owners=BlockSlots(blocks, flags, flags),
+        layers=PackedTokens(tokens, tokens, blocks, spec(dtype=jnp.int32), blocks),
+        owners=BlockOwners(blocks, flags, flags),
     )
 
 
@@ -125,7 +129,7 @@ def training(layers: int, remat: str) -> Training:
     spaces: list[Any] = []
 
     def run(state: Any, *args: Any) -> Any:
-        return train_stream(nnx.merge(graph, state), *args)
+        return train_micro_batch(nnx.merge(graph, state), *args)
 
     jax.eval_shape(
         lambda state: spaces.append(space_shapes(nnx.merge(graph, state), bank, BLOCKS)), state
@@ -179,16 +183,18 @@ def head() -> float:
     batch, config = stream(), config_of(1)
     bank, scratch = shapes_of(1)
     x = spec(BLOCKS, BLOCK, config.hidden)
-    table = Head(spec(config.vocab_size, config.hidden), spec(config.hidden))
+    table = LmHead(spec(config.vocab_size, config.hidden), spec(config.hidden))
 
     @partial(jax.jit, donate_argnums=3)
-    def chunked(table: Head, x: Any, bank: banks.Bank, scratch: Any, batch: StreamIn) -> Any:
+    def chunked(
+        table: LmHead, x: Any, bank: banks.AdapterSlots, scratch: Any, batch: DeviceMicroBatch
+    ) -> Any:
         adapters = HeadAdapters(bank.a[UNEMBED][0], bank.b[UNEMBED][0], bank.scale, bank.trained)
         asked = (table, x, batch.targets, batch.inputs, adapters, batch.owners, batch.layers.blocks)
-        return train_head(*asked, scratch, eps=config.rms_eps, chunk_blocks=CHUNK_BLOCKS)
+        return train_lm_head(*asked, scratch, eps=config.rms_eps, chunk_blocks=CHUNK_BLOCKS)
 
     @jax.jit
-    def full(table: Head, x: Any, targets: Any) -> Any:
+    def full(table: LmHead, x: Any, targets: Any) -> Any:
         def loss(x: Any) -> Any:
             logits = rms_norm(x, table.norm, eps=config.rms_eps) @ table.unembedding.T
             return jnp.take_along_axis(jax.nn.log_softmax(logits), targets, axis=2).sum()
@@ -221,7 +227,7 @@ def adapters() -> list[dict[str, Any]]:
     add = compiled(lambda: banks.add.lower(adapter.accumulator, scratch, slot, flag, flag))
     moments = (adapter.first_moment, adapter.second_moment)
     state = (adapter.weights, *moments, adapter.accumulator)
-    step = compiled(lambda: adamw_step.lower(*state, step_scalars(AdamParams(), 1)))
+    step = compiled(lambda: adamw_step.lower(*state, step_scalars(AdamwParams(), 1)))
     return [
         exactly("", "adapter's state / its weights", nbytes(state) / weights, 4),
         exactly("S3", "add: reused / accumulator", add.alias / weights, 1),

@@ -18,8 +18,8 @@ import numpy as np
 from results import machine, publish, table
 from side_by_side import Pace, limit_threads, take_turns
 
-from tuneserve_engine.kinds.base import Frozen
-from tuneserve_engine.kinds.osft import right
+from tuneserve_engine.adapters.kinds.base import SvdFactors
+from tuneserve_engine.adapters.kinds.osft import right
 
 LAYERS, DIRECTIONS, RANK = 2, 1024, 256
 SQUARE, WIDE = DIRECTIONS, 2 * DIRECTIONS
@@ -44,7 +44,7 @@ def case(inputs: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[Any, ..
     kept = (jnp.arange(DIRECTIONS) < RANK).astype(jnp.float32)
     on_device = v[:, :RANK] if inputs == SQUARE else v
     u = jnp.zeros((LAYERS, DIRECTIONS, RANK))
-    ours = Frozen(u, jnp.zeros((LAYERS, RANK)), on_device, kept)
+    ours = SvdFactors(u, jnp.zeros((LAYERS, RANK)), on_device, kept)
     return {
         "gram": (gram, (x, strong)),
         "factored": (factored, (x, strong)),

@@ -11,8 +11,8 @@ import torch
 import transformers
 from contenders import Tokens
 
-from tuneserve_engine.adapters import PROJECTIONS, UNEMBED, AdamParams
-from tuneserve_engine.backend.base import AdapterState
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED, AdamwParams
 
 _NO_TARGET = -100
 
@@ -28,7 +28,7 @@ class Peer:
         transformers.logging.disable_progress_bar()
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = _with_lora(model, start)
-        adam = AdamParams(learning_rate=learning_rate)
+        adam = AdamwParams(learning_rate=learning_rate)
         self._optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
             lr=adam.learning_rate,

@@ -22,12 +22,13 @@ from pathlib import Path
 
 from results import append, commit_name
 
-from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.jobs import Job, JobKind, Outcome
-from tuneserve_engine.queue import group_commit, remote
-from tuneserve_engine.queue.base import Store
-from tuneserve_engine.queue.opening import open_queue, open_store
+from tuneserve_engine.core.adapter import BaseModelInfo
+from tuneserve_engine.core.jobs import Job, JobKind, Outcome
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store import remote
+from tuneserve_engine.store.base import Store
+from tuneserve_engine.store.open import open_queue, open_store
+from tuneserve_engine.store.sqlite import group_commit
 
 INFO = BaseModelInfo("bench", "none", 1, 1, 1, "bench")
 PAYLOAD, BODY = os.urandom(100_000), os.urandom(40_000)

@@ -18,9 +18,9 @@ from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 from tinker import SamplingClient, types
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import SampleRequest
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_server.cli.local_server import LocalServer
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 PROMPT, NEW = 128, 64
@@ -43,7 +43,7 @@ def served(sampler: SamplingClient, prompts: list[Tokens]) -> Callable[[], int]:
 
 def bare(engine: Bare, prompts: list[Tokens]) -> Callable[[], int]:
     def run() -> int:
-        requests = [SampleRequest(prompt, "bench", next(SEEDS), 1, NEW) for prompt in prompts]
+        requests = [SamplingRequest(prompt, "bench", next(SEEDS), 1, NEW) for prompt in prompts]
         return sum(len(s.tokens) for r in engine.backend.sample(requests) for s in r.sequences)
 
     return run

@@ -15,12 +15,12 @@ from contenders import Bare, random_tokens
 from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.jax.adapters import adapter_bytes, target_shapes
+from tuneserve_engine.backend.jax.adapters.arrays import adapter_bytes, target_shapes
 from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
-from tuneserve_engine.backend.jax.models.weights import read_config
-from tuneserve_engine.backend.jax.stack import Remat
-from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.backend.jax.model.layer_stack import Remat
+from tuneserve_engine.backend.jax.model.weights import read_config
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 POLICIES: tuple[Remat, ...] = ("dots", "none", "attention", "full")
@@ -30,7 +30,7 @@ ACTIVE, REGISTERED, ROOM = 4, 16, 8
 
 
 def engine(model: Path, remat: Remat = "dots", room: AdapterRoom | None = None) -> Bare:
-    lattice = ShapeLattice(Shape().context, rank_classes=(8,))
+    lattice = StaticShapes(Shape().context, rank_classes=(8,))
     backend = JaxBackend(
         str(model), name="b", tokenizer_id="b", lattice=lattice, remat=remat, room=room
     )

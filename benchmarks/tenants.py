@@ -23,12 +23,12 @@ from contenders import Bare, Tenant, Work, random_tokens, tenants, train, wait_u
 from results import machine, publish, table
 from side_by_side import Pace, compared, limit_threads, take_turns
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.jax.adapters import adapter_bytes, target_shapes
-from tuneserve_engine.backend.jax.kind_programs import kind_step, step_specs
-from tuneserve_engine.backend.jax.models.weights import read_config
-from tuneserve_engine.kinds import kind_of
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.adapters.kinds import kind_of
+from tuneserve_engine.backend.jax.adapters.arrays import adapter_bytes, target_shapes
+from tuneserve_engine.backend.jax.model.weights import read_config
+from tuneserve_engine.backend.jax.training.kind_programs import kind_step, step_specs
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_server.cli.local_server import LocalServer
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 LEARNING_RATE = 1e-3

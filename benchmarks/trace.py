@@ -21,18 +21,18 @@ from contenders import Bare, random_tokens
 from results import machine, publish, table
 from side_by_side import limit_threads
 
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine import training_wire
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.jax import trainer
-from tuneserve_engine.batch import PackRequest, pack, unpack
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_engine.backend.jax.training import trainer
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.worker.codecs import training
+from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 DATUMS, TOKENS = 8, 512
 BESIDE = ("decode the request", "encode the results")
 CALL = "the backend's call"
 INSIDE = {
-    "arrange the stream": (trainer.StreamIn, "of"),
+    "arrange the stream": (trainer.DeviceMicroBatch, "of"),
     "dispatch": (trainer.Trainer, "_run"),
     "wait for the device": (trainer, "_fetched"),
     "look for what is not finite": (trainer, "_finite"),
@@ -89,14 +89,14 @@ def body() -> bytes:
 def unit(bare: Bare, payload: bytes, clock: Clock) -> None:
     """One request, from its body to the body of its result."""
     with clock.phase("decode the request"):
-        data = training_wire.decode_request(payload, bare.backend.info)
+        data = training.decode_request(payload, bare.backend.info)
     with clock.phase("pack"):
-        (packed,) = pack([PackRequest("t", CONFIG.rank, data)], bare.backend.lattice)
+        (packed,) = pack([PackingRequest("t", CONFIG.rank, data)], bare.backend.lattice)
     with clock.phase(CALL):
         result = bare.backend.forward_backward(packed.unit)
     assert all(result.finite)
     with clock.phase("encode the results"):
-        training_wire.encode_output(*unpack(packed, result.outputs, 0, data))
+        training.encode_output(*unpack(packed, result.outputs, 0, data))
 
 
 def measure(folder: Path, units: int) -> list[dict[str, Any]]:

@@ -30,8 +30,8 @@ from peft_peer import Peer, padded_tokens
 from results import machine, publish, table
 from side_by_side import Pace, cpu_ratio, limit_threads, ratio, take_turns
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_server.cli.local_server import LocalServer
 
 RANK, LEARNING_RATE = 8, 2e-3
 PRODUCTS = ((1024, 512, 1536), (256, 512, 1536))

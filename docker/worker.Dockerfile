@@ -35,5 +35,5 @@ WORKDIR /data
 VOLUME /data
 # A base model may have to be downloaded, loaded and compiled before there is a lease to renew.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=2 \
-    CMD ["python", "-m", "tuneserve_engine.health"]
-CMD ["python", "-m", "tuneserve_engine"]
+    CMD ["python", "-m", "tuneserve_engine.worker.health"]
+CMD ["python", "-m", "tuneserve_engine.worker"]

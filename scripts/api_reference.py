@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from tuneserve_engine.queue.opening import OpenStore
+from tuneserve_engine.store.open import OpenStore
+from tuneserve_server.access.scopes import SCOPES
 from tuneserve_server.app import PREFIX, create_app
-from tuneserve_server.scopes import SCOPES
 from tuneserve_server.settings import ApiSettings
 
 PAGE = Path(__file__).parents[1] / "docs/reference.md"

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tuneserve_engine.backend.jax.lora import LoraRows
-from tuneserve_engine.backend.jax.models.decoder import Decoder, Paged
-from tuneserve_engine.backend.jax.page_pool import table_width
-from tuneserve_engine.backend.jax.pages import Pages
+from tuneserve_engine.backend.jax.attention.page_table import table_width
+from tuneserve_engine.backend.jax.attention.paged import Pages
+from tuneserve_engine.backend.jax.model.decoder import Decoder, Paged
+from tuneserve_engine.backend.jax.model.lora import LoraRows
 
 
 @partial(jax.jit, donate_argnums=3)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tuneserve_engine.config import TINY_MODEL, CommonSettings, WorkerSettings
-from tuneserve_engine.figures import FIGURES
+from tuneserve_engine.settings.common import TINY_MODEL, CommonSettings
+from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.telemetry.metric_names import FIGURES
 from tuneserve_server import errors
 from tuneserve_server.app import AT_ROOT, PREFIX, ROUTERS
-from tuneserve_server.figures import API_FIGURES
+from tuneserve_server.metric_names import API_FIGURES
 from tuneserve_server.settings import ApiSettings
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import os
 import time
 
 if extra_s := float(os.environ.get("SLOW_FSYNC_S", "0")):
-    from tuneserve_engine.queue import group_commit
+    from tuneserve_engine.store.sqlite import group_commit
 
     fast = group_commit.commit
 

@@ -1,14 +1,14 @@
 """The client of a tuneserve server: ``Client``, or ``AsyncClient`` for asyncio.
 
-Names are loaded when they are first used: server and engine share the wire types of this package,
-and need nothing else of it.
+Names are imported on first use: the server and the engine share the wire types of this package, and
+need nothing else from it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tuneserve_client.bars import gather, progress
+    from tuneserve_client.client import AsyncClient
     from tuneserve_client.data import Datum, chat_datum, next_token_datum, sft_datum
     from tuneserve_client.errors import (
         Forbidden,
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
         Unreachable,
     )
     from tuneserve_client.futures import AsyncFuture
+    from tuneserve_client.progress_bars import gather, progress
     from tuneserve_client.results import Sample, SampleOutput, StepOutput, Top, TrainOutput
     from tuneserve_client.sampling import AsyncSampler
-    from tuneserve_client.service import AsyncClient
     from tuneserve_client.sync import Client, Future, Model, Sampler
     from tuneserve_client.training import AsyncModel, torch_loss
-    from tuneserve_client.types import Adapter
+    from tuneserve_client.wire.types import Adapter
 
 _NAMES = {
-    "bars": ["gather", "progress"],
+    "progress_bars": ["gather", "progress"],
     "data": ["Datum", "chat_datum", "next_token_datum", "sft_datum"],
     "errors": [
         *("Forbidden", "InvalidRequest", "LossFailed", "ModelInterrupted", "NotFound"),
@@ -45,10 +45,10 @@ _NAMES = {
     "futures": ["AsyncFuture"],
     "results": ["Sample", "SampleOutput", "StepOutput", "Top", "TrainOutput"],
     "sampling": ["AsyncSampler"],
-    "service": ["AsyncClient"],
+    "client": ["AsyncClient"],
     "sync": ["Client", "Future", "Model", "Sampler"],
     "training": ["AsyncModel", "torch_loss"],
-    "types": ["Adapter"],
+    "wire.types": ["Adapter"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -1,5 +1,5 @@
-"""Between arrays and protobuf messages: requests to train, and the results of training and
-sampling."""
+"""The codec between arrays and protobuf messages: training requests, and the results of training
+and sampling."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tuneserve_client.data import Array, Datum
-from tuneserve_client.proto import wire_pb2 as wire
 from tuneserve_client.results import (
     Sample,
     SampleOutput,
@@ -16,9 +15,11 @@ from tuneserve_client.results import (
     Top,
     TrainOutput,
 )
+from tuneserve_client.wire.proto import wire_pb2 as wire
 
 MAX_DATUMS, MAX_BYTES = 1024, 5_000_000
-"""Of one request: what the server takes in one, and what it can read while it computes another."""
+"""The most datums that the server takes in one request, and the most bytes of one request that it
+can read while it computes another."""
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     wire.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -41,7 +42,7 @@ LossConfig = Mapping[str, float | str]
 
 
 def chunks(data: Sequence[Datum]) -> Iterator[list[Datum]]:
-    """The data in requests of a size that the server takes; gradients add up over them."""
+    """Split the data into requests of a size that the server takes; their gradients add up."""
     chunk: list[Datum] = []
     size = 0
     for datum in data:
@@ -75,7 +76,7 @@ def encode_gradient(  # noqa: PLR0913 - the parts of the message
     *,
     forward_only: bool,
 ) -> bytes:
-    """The ``ForwardBackwardRequest`` message."""
+    """Return the encoded ``ForwardBackwardRequest`` message."""
     return wire.ForwardBackwardRequest(
         model_id=model_id,
         seq_id=seq_id,
@@ -105,7 +106,7 @@ def _tensor(array: Array) -> wire.Tensor:
 
 
 def decode_output(body: bytes) -> TrainOutput:
-    """The ``ForwardBackwardOutput`` message."""
+    """Return the output in a ``ForwardBackwardOutput`` message."""
     message = wire.ForwardBackwardOutput.FromString(body)
     logprobs = [
         array for record in message.loss_fn_outputs for array in _split(record.fields["logprobs"])
@@ -114,7 +115,7 @@ def decode_output(body: bytes) -> TrainOutput:
 
 
 def _split(batched: wire.BatchedTensor) -> Iterator[Array]:
-    """The array of each datum."""
+    """Yield the array of each datum."""
     values = _floats(batched.data, batched.dtype)
     width = 2 if batched.dtype == wire.DTYPE_BFLOAT16 else 4
     offsets = np.frombuffer(batched.offsets, "<i8") // width
@@ -129,12 +130,15 @@ def _floats(data: bytes, dtype: int) -> Array:
 
 
 def _array(data: bytes, dtype: str | np.dtype[Any]) -> Array:
-    """A copy, which may be written to."""
+    """Return the array as a writable copy."""
     return np.frombuffer(data, dtype).copy()
 
 
 def joined(outputs: Sequence[TrainOutput]) -> TrainOutput:
-    """The output of all chunks of one call. A metric's name ends in how it adds up."""
+    """Return the joint output of all chunks of one call.
+
+    The end of a metric's name says how the metric is reduced: ``sum``, ``min``, ``max``, ``mean``.
+    """
     if len(outputs) == 1:
         return outputs[0]
     counts = [len(each.logprobs) for each in outputs]
@@ -157,7 +161,7 @@ def _reduced(kind: str, values: list[float], counts: list[int]) -> float:
 
 
 def decode_samples(body: bytes) -> SampleOutput:
-    """The ``SampleResponse`` message."""
+    """Return the samples and scores in a ``SampleResponse`` message."""
     message = wire.SampleResponse.FromString(body)
     prompt: Array | None = None
     if message.HasField("prompt_logprobs"):

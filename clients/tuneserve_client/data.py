@@ -22,7 +22,7 @@ TARGETS = "target_tokens"
 
 
 class Encoder(Protocol):
-    """What making datums needs of a tokenizer; ``Tokenizer`` is one."""
+    """The part of a tokenizer that is needed to make datums; ``Tokenizer`` implements it."""
 
     @property
     def eos_token_id(self) -> int | None: ...
@@ -37,10 +37,10 @@ class Encoder(Protocol):
 
 
 class Datum:
-    """One sequence: what the model reads, and per position what its loss needs.
+    """One training sequence: the tokens that the model reads, and the loss inputs per position.
 
     Position i of ``tokens`` predicts ``targets[i]``: targets are shifted already. ``inputs`` are
-    per position too: ``weights`` for cross_entropy (ones, if there are none), ``logprobs`` and
+    per position too: ``weights`` for cross_entropy (ones if left out), ``logprobs`` and
     ``advantages`` for policy losses. Targets and weights may be [N, K], for K targets a position.
     """
 
@@ -74,12 +74,12 @@ class Datum:
 
     @property
     def size_bytes(self) -> int:
-        """Of its numbers in a request."""
+        """The size of the datum's numbers in a request."""
         return 4 * len(self) + sum(array.nbytes for array in self.inputs.values())
 
 
 def as_tokens(tokens: Tokens) -> IntArray:
-    """Token ids as they are sent. Raises ``TypeError`` for what are no integers."""
+    """Return token ids as int32. Raises ``TypeError`` for values other than integers."""
     return _integers("tokens", tokens, np.int32)
 
 
@@ -96,8 +96,10 @@ def _integers(name: str, values: npt.ArrayLike, dtype: type[np.integer[Any]]) ->
 
 
 def next_token_datum(tokens: Tokens, weights: npt.ArrayLike | None = None) -> Datum:
-    """Each token of the sequence is predicted from those before it, weighted by its own weight
-    (1 for each, if there are none)."""
+    """Return a datum in which each token of the sequence is predicted from those before it.
+
+    Each prediction has the weight of the predicted token; all weights default to 1.
+    """
     ids = as_tokens(tokens)
     given = np.ones(len(ids), np.float32) if weights is None else np.asarray(weights, np.float32)
     if given.shape != ids.shape:
@@ -106,7 +108,10 @@ def next_token_datum(tokens: Tokens, weights: npt.ArrayLike | None = None) -> Da
 
 
 def sft_datum(tokenizer: Encoder, prompt: str, completion: str, *, end: bool = True) -> Datum:
-    """The completion is learnt, the prompt only read; with ``end`` the end of sequence too."""
+    """Return a datum that learns the completion and only reads the prompt.
+
+    With ``end`` it also learns the end of sequence.
+    """
     asked = tokenizer.encode(prompt)
     answered = tokenizer.encode(completion, special=False)
     if end and tokenizer.eos_token_id is not None and answered[-1:] != [tokenizer.eos_token_id]:
@@ -122,11 +127,12 @@ def chat_datum(
     learn: Literal["last", "all"] = "last",
     **options: Any,
 ) -> Datum:
-    """What the assistant says is learnt: its last message, or all of them; the rest is only read.
+    """Return a datum that learns the assistant's last message, or all of its messages.
 
-    The conversation is written by the base model's chat template, which gets ``options``. Raises
-    ``ValueError`` if it writes a message otherwise once others follow, as some do that leave out
-    past reasoning: then learn the last one of each conversation.
+    The rest of the conversation is only read. The base model's chat template, which gets
+    ``options``, renders the conversation. Raises ``ValueError`` if the template renders a message
+    differently once others follow, as templates do that leave out past reasoning: then learn the
+    last message of each conversation.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or (learn == "last" and turns[-1] != len(messages) - 1):

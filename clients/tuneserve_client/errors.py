@@ -1,23 +1,24 @@
-"""What can go wrong, one class for each way to react to it.
+"""The errors of this client, one class for each way to react.
 
     TuneserveError
-    ├── Unreachable         nobody answered within the deadline
+    ├── Unreachable         no answer came within the deadline
     ├── Refused             the server answered with a status: nothing was accepted
     │   ├── InvalidRequest  400, 405, 413, 415, 422, 431: the request is wrong
-    │   ├── Unauthorized    401: no key, or not a usable one
-    │   ├── Forbidden       403: not with this key or link
+    │   ├── Unauthorized    401: the key is missing or not usable
+    │   ├── Forbidden       403: not allowed with this key or link
     │   ├── NotFound        404: it does not exist, or is not yours
-    │   ├── SessionEnded    410: go on from a checkpoint in a new session
+    │   ├── SessionEnded    410: continue from a checkpoint in a new session
     │   ├── ResultExpired   410: the result was kept for its time and dropped
     │   ├── Overloaded      429: a limit of the queue, until the deadline
-    │   ├── BudgetSpent     402: the day's device time is used; not raised, but waited for
+    │   ├── BudgetSpent     402: the day's device time is used up; the client waits, and a
+    │   │                   request that is sent only once raises it
     │   └── ServerFault     5xx until the deadline: the server's own fault, or its disk is full
     ├── ModelInterrupted    an earlier request of the model was not accepted
-    └── RequestFailed       it was accepted and ended in an error: the future's, final
-        └── LossFailed      a loss function of the caller's raised; nothing was trained
+    └── RequestFailed       the request was accepted and ended in an error, which is final
+        └── LossFailed      the caller's loss function raised; nothing was trained
 
-Every one has ``code`` (the server's, stable), ``category`` (whose fault: ``user`` or ``server``),
-``status`` (of HTTP, or None) and ``retry_after_s`` where the server said it.
+Every error has a ``code`` (the server's, stable), a ``category`` (``user`` or ``server``, the side
+at fault), a ``status`` (of HTTP, or None), and ``retry_after_s`` if the server sent it.
 """
 
 from typing import Literal
@@ -26,7 +27,7 @@ Category = Literal["user", "server"]
 
 
 class TuneserveError(Exception):
-    """Anything that this client raises about a request."""
+    """The base class of all errors that this client raises about a request."""
 
     code: str = "unknown"
     category: Category = "server"
@@ -35,13 +36,16 @@ class TuneserveError(Exception):
 
 
 class Unreachable(TuneserveError):
-    """No answer until the deadline; what was sent may have been accepted or not."""
+    """The error of a request without an answer until the deadline.
+
+    The server may or may not have accepted the request.
+    """
 
     code = "unreachable"
 
 
 class Refused(TuneserveError):
-    """An answer that is not 2xx."""
+    """The error of an answer that is not 2xx."""
 
     category: Category = "user"
 
@@ -83,13 +87,13 @@ class ServerFault(Refused):
 
 
 class ModelInterrupted(TuneserveError):
-    """Requests of a model run in order, and one is missing that could not be sent."""
+    """The error of a model's requests after one that could not be sent: requests run in order."""
 
     code = "model_interrupted"
 
 
 class RequestFailed(TuneserveError):
-    """The request was accepted and ended in an error. Sending it again is a new request."""
+    """The error of a request that was accepted and failed. Sending it again is a new request."""
 
     code = "request_failed"
 
@@ -108,7 +112,10 @@ class RequestFailed(TuneserveError):
 
 
 class LossFailed(RequestFailed):
-    """A custom loss raised, or returned what is no gradient; its cause is the ``__cause__``."""
+    """The error of a custom loss that raised or returned invalid gradients.
+
+    ``__cause__`` is the exception that the loss raised, if it did.
+    """
 
     code = "loss_failed"
 
@@ -127,7 +134,7 @@ _BY_STATUS = {
 
 
 def refusal(status: int, code: str, message: str, retry_after_s: float | None = None) -> Refused:
-    """The error of an answer that is not 2xx."""
+    """Return the error of an answer that is not 2xx."""
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
     if kind is None:
         kind = InvalidRequest if status < 500 else ServerFault

@@ -1,5 +1,5 @@
-"""Results that come later: requests whose place is kept, and whose answer can be fetched by anyone
-who has the key and the ``request_id``, from another process, another day."""
+"""The futures of requests. The key and the ``request_id`` are enough to fetch a result, also from
+another process or on another day."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
@@ -7,19 +7,19 @@ from typing import Any, Generic, TypeVar
 
 from tuneserve_client.errors import Overloaded, ServerFault, TuneserveError, Unreachable
 from tuneserve_client.transport import API, Answer, Transport
-from tuneserve_client.types import CancelRequest
+from tuneserve_client.wire.types import CancelRequest
 
 T = TypeVar("T")
 P = TypeVar("P")
 
-_JOINT = ","  # between the ids of a request that was sent in parts; ids have none
+_JOINT = ","  # joins the ids of a request that was sent in parts; an id has no comma
 
 
 class AsyncFuture(Generic[T]):
-    """A request on its way. ``await`` it for its result, as often as you like.
+    """A request under way. ``await`` it for its result, as often as you like.
 
-    It is sent at once, before those that are made after it, whether anybody awaits it or not;
-    its result is asked for when somebody does.
+    The request is sent at once, before later requests, even if it is never awaited. The result is
+    fetched from the first ``await`` on.
     """
 
     def __init__(
@@ -42,32 +42,40 @@ class AsyncFuture(Generic[T]):
         return f"{type(self).__name__}({state})"
 
     async def accepted(self) -> str:
-        """The ``request_id``, once the server has it: from then on it will run, whatever becomes
-        of this process. Raises what sending it raised."""
+        """Return the ``request_id``, once the server has accepted the request.
+
+        From then on the request will run, even if this process ends. Raises the error of sending
+        it, if there was one.
+        """
         return _JOINT.join(await asyncio.shield(self.sending))
 
     async def result(self, timeout: float | None = None) -> T:
-        """The result. Raises ``RequestFailed`` if it ended in an error, and ``TimeoutError`` after
-        ``timeout`` seconds: then it still runs and can be awaited again."""
+        """Return the result.
+
+        Raises ``RequestFailed`` if the request ended in an error, and ``TimeoutError`` after
+        ``timeout`` seconds: the request still runs then, and can be awaited again.
+        """
         return await asyncio.wait_for(asyncio.shield(self.start()), timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result().__await__()
 
     def start(self) -> "asyncio.Task[T]":
-        """Asks for the result from now on."""
+        """Start to fetch the result."""
         if self._polling is None or _is_worth_another(self._polling):
             self._polling = asyncio.create_task(self._poll())
             self._polling.add_done_callback(_noted)
         return self._polling
 
     def done(self) -> bool:
-        """Whether the result, or the error, is here. The first question begins to ask for it."""
+        """Return whether the result, or the error, is here. The first call starts to fetch it."""
         return self.start().done()
 
     async def cancel(self) -> None:
-        """Ends a sample that nobody wants any more. Other requests run in order: raises
-        ``InvalidRequest`` for those."""
+        """Cancel a sample.
+
+        Raises ``InvalidRequest`` for other requests, which run in order.
+        """
         for request_id in await asyncio.shield(self.sending):
             body = CancelRequest(request_id=request_id)
             await self._transport.call("POST", f"{API}/cancel_future", body=body)
@@ -78,8 +86,11 @@ class AsyncFuture(Generic[T]):
 
 
 async def of_all_parts(parts: Iterable[Awaitable[P]]) -> list[P]:
-    """What all parts of one call gave, once the last has ended. Raises the first error, which then
-    says how many failed: what the others did stands."""
+    """Return the results of all parts of one call, once the last part has ended.
+
+    Raises the first error, with the number of failed parts in its message. The effects of the other
+    parts stand.
+    """
     ended = await asyncio.gather(*parts, return_exceptions=True)
     errors = [each for each in ended if isinstance(each, BaseException)]
     if not errors:
@@ -93,18 +104,18 @@ async def of_all_parts(parts: Iterable[Awaitable[P]]) -> list[P]:
 
 
 def _is_worth_another(polling: "asyncio.Task[Any]") -> bool:
-    """Whether it ended because the server was away: the result may be there."""
+    """Return whether polling ended because the server was away: the result may be there."""
     if not polling.done() or polling.cancelled():
         return False
     return isinstance(polling.exception(), (Unreachable, ServerFault, Overloaded))
 
 
 def split_id(request_id: str) -> list[str]:
-    """The parts of what ``accepted`` gave."""
+    """Return the request ids in an id from ``accepted``, one for each part."""
     return request_id.split(_JOINT)
 
 
 def _noted(task: "asyncio.Task[Any]") -> None:
-    """Looks at how it ended, lest asyncio complain when nobody asks for it."""
+    """Read the task's exception, or asyncio would complain if the task is never awaited."""
     if not task.cancelled():
         task.exception()

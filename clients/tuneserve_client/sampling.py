@@ -1,4 +1,4 @@
-"""Sampling from frozen weights: of the base model, or of a checkpoint."""
+"""Sampling from frozen weights of a base model or a checkpoint."""
 
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from tuneserve_client import types
 from tuneserve_client.codec import decode_samples
 from tuneserve_client.data import Array, Message, Tokens, as_tokens
 from tuneserve_client.errors import Category, RequestFailed, Unreachable
 from tuneserve_client.futures import AsyncFuture
 from tuneserve_client.results import SampleOutput
+from tuneserve_client.session import Session
 from tuneserve_client.transport import Answer
+from tuneserve_client.wire import types
 
 if TYPE_CHECKING:
-    from tuneserve_client.service import AsyncClient
-    from tuneserve_client.tokenizer import Tokenizer
+    from tuneserve_client.wire.tokenizer import Tokenizer
 
 Prompt = str | Tokens | Sequence[Message]
 """A text, token ids, or the messages of a conversation."""
@@ -27,15 +27,15 @@ _DATA, _DONE = "data: ", "[DONE]"
 
 
 class AsyncSampler:
-    """Samples from weights that never change. ``path`` is their checkpoint's, if they have one.
+    """A sampler of weights that never change; ``path`` is that of their checkpoint, if any.
 
     A prompt is a text, token ids, or the messages of a conversation. Texts and messages need the
-    extra ``tokenizer`` here, but not in ``stream`` and ``chat``, where the server reads them.
+    extra ``tokenizer``, except in ``stream`` and ``chat``, where the server reads them.
     """
 
     def __init__(
         self,
-        client: "AsyncClient",
+        session: Session,
         sampler_id: str,
         base_model: str,
         path: str | None,
@@ -44,7 +44,7 @@ class AsyncSampler:
         self.id = sampler_id
         self.base_model = base_model
         self.path = path
-        self._client = client
+        self._session = session
         self._seq = first_seq_id
 
     def __repr__(self) -> str:
@@ -68,11 +68,12 @@ class AsyncSampler:
         target_logprobs: npt.ArrayLike | None = None,
         prompt_alternatives: int = 0,
     ) -> AsyncFuture[SampleOutput]:
-        """Continuations of the prompt, each of up to ``max_tokens`` (or what the context has left).
+        """Draw ``num_samples`` continuations of the prompt.
 
-        ``temperature`` 0 takes the likeliest token. ``stop`` is texts or token ids, besides the end
-        of sequence; ``[]`` stops at nothing. ``target_logprobs`` are ids [N - 1, K] to score at the
-        prompt's positions after the first, -1 for none.
+        Each has up to ``max_tokens`` tokens; by default, as many as the context has left.
+        ``temperature`` 0 takes the likeliest token. ``stop`` takes texts or token ids, besides the
+        end of sequence; with ``[]`` nothing stops a continuation early. ``target_logprobs`` are ids
+        [N - 1, K] to score at the prompt's positions after the first, -1 for none.
         """
         params = types.SamplingParams(
             max_tokens=max_tokens,
@@ -95,11 +96,11 @@ class AsyncSampler:
         )
 
     def logprobs(self, prompt: Prompt) -> AsyncFuture[Array]:
-        """The logprob of each token of the prompt after those before it; NaN for the first."""
+        """Return the logprob of each prompt token, given those before it; NaN for the first."""
         params = types.SamplingParams(max_tokens=1)
         fields = {"num_samples": 1, "sampling_params": params, "prompt_logprobs": True}
         sending, _ = self._sending(prompt, fields)
-        return self._client.submit(sending, read_logprobs)
+        return self._session.submit(sending, read_logprobs)
 
     async def stream(  # noqa: PLR0913 - as in sample
         self,
@@ -114,15 +115,16 @@ class AsyncSampler:
         stop: str | Sequence[str] | None = None,
         **template: Any,
     ) -> AsyncIterator[str]:
-        """Pieces of one continuation's text, as they are drawn. What leaves the loop ends it.
+        """Yield pieces of one continuation's text as they are drawn; leaving the loop ends it.
 
-        ``max_tokens``: 16 for a text or tokens, what the context has left for a conversation.
-        ``template`` is for the chat template: ``enable_thinking=False``, say.
+        ``max_tokens`` defaults to 16 for a text or tokens, and to what the context has left for a
+        conversation. ``template`` has options of the chat template, for example
+        ``enable_thinking=False``.
         """
         if template and (isinstance(prompt, str) or not _is_conversation(prompt)):
             raise TypeError(f"{next(iter(template))} is no option of a text or of tokens")
         body: dict[str, Any] = {
-            "model": self.id,  # which stays when the checkpoint at its path goes
+            "model": self.id,  # the id stays valid when the checkpoint at the path is deleted
             "stream": True,
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -140,7 +142,7 @@ class AsyncSampler:
         else:
             body["prompt"] = as_tokens(cast(Tokens, prompt)).tolist()
         body = {name: value for name, value in body.items() if value is not None}
-        async with self._client.transport.stream(path, body) as response:
+        async with self._session.transport.stream(path, body) as response:
             async for line in response.aiter_lines():
                 if line == _DATA + _DONE:
                     return
@@ -150,7 +152,7 @@ class AsyncSampler:
         raise Unreachable("the stream ended before it was done; ask again")
 
     async def chat(self, /, messages: Sequence[Message], **options: Any) -> str:
-        """What the assistant says next; ``options`` are those of ``stream``."""
+        """Return the assistant's next message; ``options`` are those of ``stream``."""
         return "".join([piece async for piece in self.stream(messages, **options)])
 
     def _sample(self, prompt: Prompt, **fields: Any) -> AsyncFuture[SampleOutput]:
@@ -159,20 +161,23 @@ class AsyncSampler:
         def read(answers: Sequence[Answer]) -> SampleOutput:
             return with_texts(read_samples(answers), readers[0] if readers else None)
 
-        return self._client.submit(sending, read)
+        return self._session.submit(sending, read)
 
     def _sending(self, prompt: Prompt, fields: Mapping[str, Any]) -> tuple[Any, list["Tokenizer"]]:
-        """What sends it, and a list that gets the tokenizer if the prompt is none of tokens."""
+        """Return the coroutine that sends the request, and a list for the tokenizer.
+
+        Sending puts the tokenizer into the list, unless the prompt is tokens.
+        """
         seq_id, self._seq = self._seq, self._seq + 1
         readers: list[Tokenizer] = []
         is_text = isinstance(prompt, str) or _is_conversation(prompt)
-        # Tokens are copied: the caller's may change after the call.
+        # Copy the tokens: the caller's may change after the call.
         given: Any = prompt if is_text else as_tokens(cast(Tokens, prompt)).tolist()
 
         async def tokens() -> list[int]:
             if not is_text:
                 return cast(list[int], given)
-            readers.append(await self._client.tokenizer(self.base_model))
+            readers.append(await self._session.catalog.tokenizer(self.base_model))
             if isinstance(given, str):
                 return readers[0].encode(given)
             return readers[0].apply_chat_template(given)
@@ -185,7 +190,7 @@ class AsyncSampler:
                 prompt=types.Prompt(chunks=[chunk]),
                 **fields,
             )
-            answer = await self._client.transport.ask(
+            answer = await self._session.transport.ask(
                 types.SampleFutureResponse, "POST", "/asample", body=body
             )
             return [answer.request_id]
@@ -203,7 +208,7 @@ def _targets(ids: npt.ArrayLike) -> types.IntTensor:
 
 
 def _pieces(event: dict[str, Any]) -> list[str]:
-    """The texts in one event of a stream. Raises ``RequestFailed``."""
+    """Return the texts in one event of a stream. Raises ``RequestFailed`` if it is an error."""
     if "error" in event:
         error = event["error"]
         category: Category = "server" if error.get("type") == "server_error" else "user"
@@ -235,3 +240,26 @@ def with_texts(output: SampleOutput, tokenizer: "Tokenizer | None") -> SampleOut
     texts = [tokenizer.decode(each.tokens) for each in output.samples]
     told = zip(output.samples, texts, strict=True)
     return replace(output, samples=[replace(each, text=text) for each, text in told])
+
+
+async def open_sampler(session: Session, **weights: str) -> AsyncSampler:
+    """Open a sampler of a ``base_model``, by name, or of a checkpoint, by its ``model_path``."""
+    body = types.CreateSamplingSessionRequest(
+        session_id=await session.id(), sampling_session_seq_id=session.next_sampler(), **weights
+    )
+    opened = await session.transport.ask(
+        types.SamplingSessionResponse, "POST", "/create_sampling_session", body=body
+    )
+    found = await session.catalog.sampler_info(opened.sampling_session_id)
+    return AsyncSampler(session, found.sampler_id, found.base_model, found.model_path)
+
+
+async def join_sampler(session: Session, sampler_id: str) -> AsyncSampler:
+    """Open another client of an existing sampler, with sequence numbers of its own."""
+    found = await session.catalog.sampler_info(sampler_id)
+    body = types.JoinSamplingSessionRequest(sampling_session_id=sampler_id)
+    joined = await session.transport.ask(
+        types.JoinSamplingSessionResponse, "POST", "/join_sampling_session", body=body
+    )
+    first = joined.client_counter * types.CLIENT_SEQS
+    return AsyncSampler(session, sampler_id, found.base_model, found.model_path, first)

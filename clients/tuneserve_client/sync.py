@@ -1,8 +1,7 @@
-"""The same for those who do not use asyncio: a thread runs the asynchronous client, and each method
-here is one of it, waited for.
+"""The synchronous client: a thread runs the asynchronous client, and each method waits for it.
 
-No method is written twice. ``_waits`` and its like take a method of the asynchronous class and give
-one with the same parameters, types and documentation.
+No method is written twice: ``_waits`` and the functions like it turn a method of the asynchronous
+class into one with the same parameters, types and documentation.
 """
 
 import asyncio
@@ -14,9 +13,9 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack
 
+from tuneserve_client.client import AsyncClient, Options
 from tuneserve_client.futures import AsyncFuture
 from tuneserve_client.sampling import AsyncSampler
-from tuneserve_client.service import AsyncClient, Options
 from tuneserve_client.training import AsyncModel
 
 P = ParamSpec("P")
@@ -40,7 +39,7 @@ class LoopThread:
         self._is_stopping = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, once it is there. What interrupts the wait cancels it."""
+        """Run the coroutine and return its result; an interrupted wait cancels the coroutine."""
         with self._scheduling:
             if self.is_stopped:
                 work.close()
@@ -57,12 +56,14 @@ class LoopThread:
             future.cancel()
 
     def end(self, items: AsyncGenerator[Any]) -> None:
-        """Ends the generator. The garbage collector may ask for it in this very thread, or after
-        the end."""
+        """End the generator.
+
+        The garbage collector may call this in the loop's own thread, or after ``stop``.
+        """
         if threading.current_thread() is self._thread:
             self._loop.create_task(items.aclose())
         elif not self.is_stopped:
-            with suppress(RuntimeError):  # it was closed, or is still being read
+            with suppress(RuntimeError):  # the client was closed, or the generator is being read
                 self.run(items.aclose())
 
     @property
@@ -70,7 +71,7 @@ class LoopThread:
         return self._is_stopping
 
     def stop(self) -> None:
-        """Ends what still runs: nobody waits for ever for what will not be done."""
+        """Cancel all running tasks, so that no caller waits for ever, and end the loop."""
         with self._scheduling:
             if self._is_stopping:
                 return
@@ -90,7 +91,7 @@ async def _end_others() -> None:
 
 
 class _Sync(Generic[A]):
-    """An object of the asynchronous client, and the thread that it lives in."""
+    """An object of the asynchronous client, and the thread in which it lives."""
 
     def __init__(self, inner: A, thread: LoopThread) -> None:
         self._inner = inner
@@ -101,21 +102,27 @@ class _Sync(Generic[A]):
 
 
 class Future(_Sync[AsyncFuture[T]]):
-    """A request on its way, sent before those that are made after it."""
+    """A request under way, sent before all later requests."""
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, as often as you like. Raises ``RequestFailed`` if it ended in an error, and
-        ``TimeoutError`` after ``timeout`` seconds: then it still runs."""
+        """Return the result; it can be called as often as you like.
+
+        Raises ``RequestFailed`` if the request ended in an error, and ``TimeoutError`` after
+        ``timeout`` seconds: the request still runs then.
+        """
         return self._thread.run(self._inner.result(timeout))
 
     @property
     def request_id(self) -> str:
-        """By which ``client.future`` finds it again, from any process; waits until the server has
-        accepted it: from then on it will run, whatever becomes of this process."""
+        """The id by which ``client.future`` finds the request again, from any process.
+
+        Waits until the server has accepted the request. From then on the request will run, even if
+        this process ends.
+        """
         return self._thread.run(self._inner.accepted())
 
     def done(self) -> bool:
-        """Whether the result, or the error, is here. The first question begins to ask for it."""
+        """Return whether the result, or the error, is here. The first call starts to fetch it."""
 
         async def done() -> bool:
             return self._inner.done()
@@ -123,15 +130,17 @@ class Future(_Sync[AsyncFuture[T]]):
         return self._thread.run(done())
 
     def cancel(self) -> None:
-        """Ends a sample that nobody wants any more. Other requests run in order: raises
-        ``InvalidRequest`` for those."""
+        """Cancel a sample.
+
+        Raises ``InvalidRequest`` for other requests, which run in order.
+        """
         self._thread.run(self._inner.cancel())
 
 
 def _waits(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Any, P], T]:
-    """The method, waited for."""
+    """Return a method that waits for the result of the asynchronous method."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -144,7 +153,7 @@ def _waits(
 def _opens(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]], kind: Callable[[T, LoopThread], S]
 ) -> Callable[Concatenate[Any, P], S]:
-    """The method, waited for, and what it opened, of our kind."""
+    """Return a method that waits for the asynchronous method, and wraps what it opened."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> S:
@@ -156,7 +165,7 @@ def _opens(
 def _sends(
     method: Callable[Concatenate[A, P], AsyncFuture[T]],
 ) -> Callable[Concatenate[Any, P], Future[T]]:
-    """The method, begun."""
+    """Return a method that starts the asynchronous method and returns a ``Future``."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -171,7 +180,7 @@ def _sends(
 def _streams(
     method: Callable[Concatenate[A, P], AsyncIterator[T]],
 ) -> Callable[Concatenate[Any, P], Iterator[T]]:
-    """The method, item by item."""
+    """Return a method that yields the items of the asynchronous method."""
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -191,7 +200,7 @@ async def _next(items: Any, end: object) -> Any:
 
 
 class Sampler(_Sync[AsyncSampler]):
-    """Samples from weights that never change. ``path`` is their checkpoint's, if they have one.
+    """A sampler of weights that never change; ``path`` is that of their checkpoint, if any.
 
     >>> sampler = client.sampler()
     >>> sampler.sample("The sky is", max_tokens=2, temperature=0).result().text
@@ -221,8 +230,10 @@ class Sampler(_Sync[AsyncSampler]):
 
 
 class Model(_Sync[AsyncModel]):
-    """One adapter on a base model. Its methods send at once and give futures; the server carries
-    them out in that order, so that a step can be sent before the gradient is there.
+    """One adapter on a base model.
+
+    Its methods send a request at once and return a future. The server runs the requests in that
+    order, so a step can be sent before the result of the gradient.
 
     >>> model = client.create_model(rank=4, seed=1)
     >>> data = [next_token_datum([5, 6, 7, 8])]
@@ -265,11 +276,13 @@ class Model(_Sync[AsyncModel]):
 
 
 class Client(_Sync[AsyncClient]):
-    """A tenant's way to a server. As a context manager it ends its session at the end: its models
-    go, what they were asked before still runs, and checkpoints stay.
+    """A client of a server.
 
-    ``base_url`` and ``api_key`` come from TUNESERVE_URL and TUNESERVE_API_KEY, or else from
-    TINKER_BASE_URL and TINKER_API_KEY; without either the key is ``tml-local``.
+    As a context manager it ends its session on exit: the session's models end, requests that were
+    sent before still run, and checkpoints stay.
+
+    ``base_url`` and ``api_key`` default to TUNESERVE_URL and TUNESERVE_API_KEY, or else to
+    TINKER_BASE_URL and TINKER_API_KEY. Without either, the key is ``tml-local``.
 
     >>> with Client(url, "tml-local", name="an example") as client:
     ...     [each.model_name for each in client.base_models()]
@@ -293,7 +306,7 @@ class Client(_Sync[AsyncClient]):
         self.close(errored=error is not None)
 
     def close(self, *, errored: bool = False) -> None:
-        """Waits until what was asked is accepted (not if ``errored``), and ends the session."""
+        """Wait until all requests are accepted (not if ``errored``), and end the session."""
         if self._thread.is_stopped:
             return
         try:

@@ -1,15 +1,14 @@
-"""A model: one adapter, whose requests run in the order in which they are made."""
+"""A model: one adapter, whose requests run in the order of the calls."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tuneserve_client import types
 from tuneserve_client.codec import (
     chunks,
     decode_output,
@@ -21,16 +20,15 @@ from tuneserve_client.data import Array, Datum
 from tuneserve_client.errors import LossFailed, ModelInterrupted, Overloaded, Refused
 from tuneserve_client.futures import AsyncFuture, of_all_parts
 from tuneserve_client.results import StepOutput, TrainOutput
-from tuneserve_client.sampling import AsyncSampler
+from tuneserve_client.sampling import AsyncSampler, open_sampler
+from tuneserve_client.session import Session
 from tuneserve_client.transport import API, PROTOBUF, Answer
-
-if TYPE_CHECKING:
-    from tuneserve_client.service import AsyncClient
+from tuneserve_client.wire import types
 
 _ADAM = types.AdamParams()
 _AT_ONCE = 8
-"""Requests of one model on their way at once: the server puts them in order, and a long way there
-is not waited for each time."""
+"""The most requests of one model that are being sent at once: the server puts them in order, so the
+client need not wait for a round trip each time."""
 
 _KEEPS_ITS_PLACE = "body_too_large"
 
@@ -38,23 +36,26 @@ CustomLoss = Callable[
     [Sequence[Datum], list[Array]],
     tuple[float, Sequence[npt.ArrayLike]] | tuple[float, Sequence[npt.ArrayLike], dict[str, float]],
 ]
-"""From the data and the logprobs of each datum to the loss, its derivative by each of these
-logprobs, and metrics if there are any."""
+"""A function from the data and the logprobs of each datum to the loss, its derivative by each of
+these logprobs, and optional metrics."""
 
 _IN_LOSS_OF: ContextVar[frozenset["AsyncModel"]] = ContextVar("_IN_LOSS_OF", default=frozenset())
-"""The models whose custom losses are being computed, one inside the other."""
+"""The models whose custom losses are being computed, each inside another's."""
 
 Post = Callable[[int], Awaitable[str]]
-"""Sends one request under a sequence number, and gives its id."""
+"""A function that sends one request under a sequence number, and returns the request's id."""
 
 
 class AsyncModel:
-    """One adapter on a base model. Its methods send at once and give futures; the server carries
-    them out in that order, so that a step can be sent before the gradient is there."""
+    """One adapter on a base model.
+
+    Its methods send a request at once and return a future. The server runs the requests in that
+    order, so a step can be sent before the result of the gradient.
+    """
 
     def __init__(
         self,
-        client: "AsyncClient",
+        session: Session,
         model_id: str,
         base_model: str,
         rank: int,
@@ -64,8 +65,8 @@ class AsyncModel:
         self.base_model = base_model
         self.rank = rank
         self.adapter = adapter
-        self._client = client
-        self._turn = asyncio.Lock()  # whose turn it is to take sequence numbers, in order of calls
+        self._session = session
+        self._turn = asyncio.Lock()  # held to take sequence numbers, in the order of the calls
         self._window = asyncio.Semaphore(_AT_ONCE)
         self._seq = 0
         self._missing: BaseException | None = None
@@ -79,24 +80,27 @@ class AsyncModel:
     def forward_backward(
         self, /, data: Sequence[Datum], loss: str = "cross_entropy", **config: float | str
     ) -> AsyncFuture[TrainOutput]:
-        """Adds the gradient of the loss over all data to what the next step applies. ``config`` is
-        the loss's: ``clip_low_threshold=0.8``, say."""
+        """Add the gradient of the loss over all data to the gradient that the next step applies.
+
+        ``config`` is the loss's configuration, for example ``clip_low_threshold=0.8``.
+        """
         return self._gradient(data, loss, config, forward_only=False)
 
     def forward(
         self, /, data: Sequence[Datum], loss: str = "cross_entropy", **config: float | str
     ) -> AsyncFuture[TrainOutput]:
-        """The same without a gradient."""
+        """Compute the loss over all data, without a gradient."""
         return self._gradient(data, loss, config, forward_only=True)
 
     def forward_backward_custom(
         self, data: Sequence[Datum], loss: CustomLoss
     ) -> AsyncFuture[TrainOutput]:
-        """The gradient of any loss that is computed here, from the logprobs of the targets: one
-        pass gets them, another takes the loss's derivative by each of them back.
+        """Add the gradient of a loss that is computed in this process.
 
-        ``loss`` runs in a thread; what is called later waits for it. The result has its metrics,
-        ``loss:sum``, and the ``surrogate_loss:sum`` that the server computed.
+        One pass gets the logprobs of the targets; another sends back the loss's derivative by each
+        of them. ``loss`` runs in a thread, and later calls of this model wait for it. The result
+        has the metrics of ``loss``, ``loss:sum``, and the ``surrogate_loss:sum`` that the server
+        computed.
         """
         asked = [Datum(each.tokens, each.targets) for each in data]
         metrics: dict[str, float] = {}
@@ -107,7 +111,7 @@ class AsyncModel:
                 posts = self._posts(asked, "cross_entropy", {}, forward_only=True)
                 tasks = [await self._start(post) for post in posts]
                 request_ids = await of_all_parts(tasks)
-                answers = await of_all_parts(map(self._client.transport.result, request_ids))
+                answers = await of_all_parts(map(self._session.transport.result, request_ids))
                 scored = read_output(answers)
                 weighted = await self._weighted(data, scored.logprobs, loss, metrics)
                 posts = self._posts(weighted, "cross_entropy", {}, forward_only=False)
@@ -119,7 +123,7 @@ class AsyncModel:
             surrogate = {"surrogate_loss:sum": output.loss}
             return replace(output, metrics={**surrogate, **metrics})
 
-        return self._client.submit(sending(), read)
+        return self._session.submit(sending(), read)
 
     def optim_step(  # noqa: PLR0913 - all of AdamW's
         self,
@@ -131,7 +135,7 @@ class AsyncModel:
         weight_decay: float = _ADAM.weight_decay,
         grad_clip_norm: float = _ADAM.grad_clip_norm,
     ) -> AsyncFuture[StepOutput]:
-        """One step of AdamW, as torch's, on the gradients since the last one."""
+        """Take one step of AdamW, as in torch, on the gradients since the last step."""
         params = types.AdamParams(
             learning_rate=learning_rate,
             beta1=beta1,
@@ -152,8 +156,10 @@ class AsyncModel:
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> AsyncFuture[str]:
-        """The path of a checkpoint to go on from, with the optimizer's state. ``ttl_s``: it is
-        deleted after that time, an hour at least."""
+        """Save a checkpoint to continue from, with the optimizer's state; the result is its path.
+
+        The checkpoint is deleted after ``ttl_s`` seconds, if given: at least an hour.
+        """
         return self._send(
             "save_weights",
             types.SaveWeightsRequest,
@@ -167,8 +173,10 @@ class AsyncModel:
     def export(
         self, name: str, *, ttl_s: int | None = None, encrypt_for: Sequence[str] = ()
     ) -> AsyncFuture[str]:
-        """The path of an adapter in PEFT's layout, for ``client.download``; encrypted, if age
-        public keys are given."""
+        """Save the adapter in PEFT's layout; the result is its path, for ``client.download``.
+
+        ``encrypt_for`` takes age public keys: if given, the adapter is encrypted for them.
+        """
         return self._send(
             "save_weights_external",
             types.SaveWeightsExternalRequest,
@@ -179,26 +187,32 @@ class AsyncModel:
         )
 
     def load(self, path: str, *, optimizer: bool = True) -> AsyncFuture[None]:
-        """Puts a checkpoint of the same shape in place of what the model has learnt."""
+        """Replace the model's weights with those of a checkpoint of the same shape.
+
+        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew.
+        """
         request = types.LoadIntoRequest
         return self._send("load_weights", request, read_nothing, path=path, optimizer=optimizer)
 
     async def save_sampler(
         self, name: str | None = None, *, ttl_s: int | None = None
     ) -> AsyncSampler:
-        """A sampler of the weights as they are now: under a name, to be found again by its
-        ``path``, or else for as long as the client is open."""
+        """Open a sampler of the present weights.
+
+        With a ``name`` the weights are a checkpoint, to be found again by the sampler's ``path``.
+        Without one they last for as long as the client is open.
+        """
         request = types.SaveWeightsForSamplerRequest
         if name is not None:
             saving = self._send(
                 "save_weights_for_sampler", request, read_path, path=name, ttl_seconds=ttl_s
             )
-            return await self._client.sampler(await saving)
-        number = self._client.next_sampler()
+            return await open_sampler(self._session, model_path=await saving)
+        number = self._session.next_sampler()
         opening = self._send(
             "save_weights_for_sampler", request, read_sampler_id, sampling_session_seq_id=number
         )
-        return AsyncSampler(self._client, await opening, self.base_model, None)
+        return AsyncSampler(self._session, await opening, self.base_model, None)
 
     # --- sending ----------------------------------------------------------------------------------
 
@@ -211,13 +225,13 @@ class AsyncModel:
     ) -> AsyncFuture[Any]:
         async def post(seq_id: int) -> str:
             body = request(model_id=self.id, seq_id=seq_id, **fields)
-            answer = await self._client.transport.ask(
+            answer = await self._session.transport.ask(
                 types.FutureResponse, "POST", f"/{route}", body=body
             )
             return answer.request_id
 
-        request(model_id=self.id, seq_id=1, **fields)  # what is wrong with them is told here
-        return self._client.submit(self._in_turn([post]), read)
+        request(model_id=self.id, seq_id=1, **fields)  # invalid fields raise here, in the call
+        return self._session.submit(self._in_turn([post]), read)
 
     def _gradient(
         self,
@@ -228,7 +242,7 @@ class AsyncModel:
         forward_only: bool,
     ) -> AsyncFuture[TrainOutput]:
         posts = self._posts(data, loss, config, forward_only=forward_only)
-        return self._client.submit(self._in_turn(posts), read_output)
+        return self._session.submit(self._in_turn(posts), read_output)
 
     def _posts(
         self,
@@ -238,7 +252,7 @@ class AsyncModel:
         *,
         forward_only: bool,
     ) -> list[Post]:
-        """Of each chunk of the data, which is encoded now: it may change after the call."""
+        """Return a post for each chunk of the data, encoded now: the data may change later."""
         if not data:
             raise ValueError("data is empty; give at least one datum")
         encode_gradient(self.id, 1, [], loss, config, forward_only=forward_only)
@@ -248,7 +262,7 @@ class AsyncModel:
                 body = encode_gradient(
                     self.id, seq_id, messages, loss, config, forward_only=forward_only
                 )
-                response = await self._client.transport.call(
+                response = await self._session.transport.call(
                     "POST",
                     f"{API}/forward_backward",
                     body=body,
@@ -267,7 +281,7 @@ class AsyncModel:
         return await of_all_parts(tasks)
 
     def _check_not_in_loss(self) -> None:
-        """Whoever has the turn must not wait for it."""
+        """Raise ``RuntimeError`` in a custom loss of this model, which holds the turn itself."""
         if self in _IN_LOSS_OF.get():
             raise RuntimeError(
                 f"a custom loss called its own model {self.id}, whose requests wait until the loss "
@@ -275,7 +289,7 @@ class AsyncModel:
             )
 
     async def _start(self, post: Post) -> "asyncio.Task[str]":
-        """Sends it under the next sequence number. Whoever calls this has the turn."""
+        """Send the post under the next sequence number. The caller must hold the turn."""
         await self._window.acquire()
         if self._missing is not None:
             self._window.release()
@@ -291,7 +305,7 @@ class AsyncModel:
             return await post(seq_id)
         except BaseException as error:
             if isinstance(error, Overloaded) and self._seq == seq_id:
-                self._seq -= 1  # nothing was accepted, and nothing waits for it
+                self._seq -= 1  # the request was not accepted, and no later one waits for it
             elif not (isinstance(error, Refused) and error.code == _KEEPS_ITS_PLACE):
                 self._missing = error
             raise
@@ -305,8 +319,8 @@ class AsyncModel:
         loss: CustomLoss,
         metrics: dict[str, float],
     ) -> list[Datum]:
-        """The data with weights under which cross_entropy has the loss's derivative."""
-        # What the loss calls, in whatever thread, finds it there.
+        """Return the data with weights under which cross_entropy has the loss's derivative."""
+        # Code that the loss calls, in any thread, finds the model in this variable.
         token = _IN_LOSS_OF.set(_IN_LOSS_OF.get() | {self})
         try:
             value, gradients, *more = await asyncio.to_thread(loss, data, logprobs)
@@ -359,8 +373,11 @@ def read_nothing(answers: Sequence[Answer]) -> None:
 def torch_loss(
     loss: Callable[[Sequence[Datum], list[Any]], Any],
 ) -> CustomLoss:
-    """A custom loss from one that computes with torch: ``loss(data, logprobs)`` gets tensors, and
-    gives a scalar tensor, or one and a dict of metrics."""
+    """Return a custom loss that computes with torch.
+
+    ``loss(data, logprobs)`` gets tensors, and returns a scalar tensor, or a scalar tensor and a
+    dict of metrics.
+    """
     import torch
 
     def with_gradients(

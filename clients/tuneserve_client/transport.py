@@ -1,8 +1,9 @@
-"""The only module that speaks HTTP: sends, sends again, and turns answers into errors.
+"""The transport, the only module that speaks HTTP: it sends, retries and raises errors.
 
-A request is sent again after a connection error, 408, 429 or 5xx, with the same key and sequence
-number, by which the server knows it: it has one effect however often it is sent. That goes on until
-``deadline_s`` after it was sent first.
+A request is retried after a connection error, 402, 408, 429 or 5xx, with the same key and sequence
+number, by which the server recognizes it: the request has one effect however often it is sent. The
+retries end ``deadline_s`` after the first attempt. A 402 (the day's budget is spent) is retried
+without a deadline.
 """
 
 import asyncio
@@ -19,8 +20,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tuneserve_client.archive import CONTENT_TYPE, AdapterArchive
-from tuneserve_client.body import Request, Response
 from tuneserve_client.errors import (
     BudgetSpent,
     Category,
@@ -30,6 +29,8 @@ from tuneserve_client.errors import (
     Unreachable,
     refusal,
 )
+from tuneserve_client.peft_archive import CONTENT_TYPE, AdapterArchive
+from tuneserve_client.wire.body import Request, Response
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +42,19 @@ PROTOBUF = "application/x-protobuf"
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
 _POLL_S = 45.0  # the server holds a poll for 25 s, 40 at most
 _LONG_ANSWER_S = 600.0
-_SHORTEST_POLL_S = 0.5  # a server that holds no polls is not asked more often
+_SHORTEST_POLL_S = 0.5  # the shortest time between polls, for a server that does not hold them
 _REMINDER_S = 60.0
-_TELL_AFTER_S = 5.0  # whoever waits should know why, but not of each lost packet
+_TELL_AFTER_S = 5.0  # a user who waits should know why, but not about each lost packet
 MOST_POLLS = 1024
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
 
 def _most_polls() -> int:
-    """How many results are waited for at once; more take turns. Each has a connection, and of the
-    files that this process may have open, half are for others (macOS: 256 unless told)."""
+    """Return the number of results to poll at once; further ones take turns.
+
+    Each poll has a connection, and polls use at most half of the files that this process may open
+    (macOS: 256 by default).
+    """
     try:
         import resource
     except ImportError:  # not Unix
@@ -61,7 +65,7 @@ def _most_polls() -> int:
 
 @dataclass(frozen=True)
 class Answer:
-    """A result as it came."""
+    """A result as the server sent it."""
 
     content_type: str
     body: bytes
@@ -75,7 +79,10 @@ class Answer:
 
 
 class Transport:
-    """One server, one key. ``inner`` takes the place of the network, ``clock`` that of time."""
+    """The connection to one server, with one key.
+
+    ``inner`` replaces the network, ``clock`` and ``sleep`` replace real time.
+    """
 
     def __init__(  # noqa: PLR0913 - the last two are for tests
         self,
@@ -87,7 +94,7 @@ class Transport:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        # What httpx refuses as a header it quotes, and it is in logs then.
+        # httpx quotes a header that it refuses, so the key would end up in logs.
         if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
             raise ValueError(
                 "the API key has a blank, a line's end or another character that no key has; look "
@@ -98,7 +105,7 @@ class Transport:
         self._sleep = sleep
         # A proxy in the environment must not catch loopback traffic.
         trust_env = urlsplit(base_url).hostname not in _LOOPBACK
-        # Polls have connections of their own: hundreds that are held would keep out all others.
+        # Polls have connections of their own: hundreds of held polls would block all other calls.
         self._calls, self._polls = (
             httpx.AsyncClient(
                 base_url=base_url.rstrip("/"),
@@ -126,8 +133,11 @@ class Transport:
         once: bool = False,
         patient: bool = False,
     ) -> httpx.Response:
-        """The 2xx answer (or 304). ``once``: it is not sent again. ``patient``: the server reads a
-        whole adapter first. Raises ``TuneserveError``."""
+        """Send a request and return the 2xx answer (or 304). Raises ``TuneserveError``.
+
+        With ``once`` the request is not retried. ``patient`` allows a long time to answer, for
+        requests in which the server reads a whole adapter first.
+        """
         request = self._calls.build_request(
             method, path, content=_content(body), params=params, headers=_headers(body, headers)
         )
@@ -137,12 +147,15 @@ class Transport:
         return await self._insist(self._calls, request, once=once)
 
     async def ask(self, answer: type[R], method: str, path: str, **options: Any) -> R:
-        """The answer to ``call``, read as ``answer``."""
+        """Return the answer to ``call``, read as ``answer``."""
         response = await self.call(method, f"{API}{path}", **options)
         return answer.model_validate_json(response.content)
 
     async def result(self, request_id: str) -> Answer:
-        """The result of an accepted request, however long it takes. Raises ``RequestFailed``."""
+        """Return the result of an accepted request, however long it takes.
+
+        Raises ``RequestFailed`` if the request ended in an error.
+        """
         request = self._polls.build_request(
             "POST",
             f"{API}/retrieve_future",
@@ -164,8 +177,11 @@ class Transport:
 
     @asynccontextmanager
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
-        """An answer that is read as it comes. It is sent again until it begins, not after that:
-        each would be a request of its own."""
+        """Open an answer that is read as it comes.
+
+        The request is retried until the answer begins, but not after that: each retry would be a
+        request of its own.
+        """
         timeout = httpx.Timeout(_POLL_S, connect=10.0, pool=None)  # a comment comes every 25 s
         request = self._polls.build_request("POST", path, json=body, timeout=timeout)
         response = await self._insist(self._polls, request, stream=True)
@@ -178,10 +194,10 @@ class Transport:
 
     @asynccontextmanager
     async def download(self, url: str) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The bytes behind a signed link, which carries its own permission."""
+        """Open the bytes behind a signed link, which carries its own permission."""
         request = self._calls.build_request("GET", url)
         del request.headers["X-API-Key"]
-        request.extensions["timeout"]["read"] = _LONG_ANSWER_S  # all of it is checked first
+        request.extensions["timeout"]["read"] = _LONG_ANSWER_S  # the server checks the file first
         response = await self._insist(self._calls, request, stream=True)
         try:
             yield response.aiter_bytes()
@@ -199,7 +215,7 @@ class Transport:
         polls: bool = False,
         stream: bool = False,
     ) -> httpx.Response:
-        """Sends until there is an answer that sending again would not change."""
+        """Send the request until there is an answer that a retry would not change."""
         started_s = self._clock()
         until_s = started_s + (0.0 if once else self._deadline_s)
         attempt, tell_at_s = 0, started_s + _TELL_AFTER_S
@@ -215,7 +231,7 @@ class Transport:
                 if response.status_code not in (402, 408, 429) and response.status_code < 500:
                     raise problem
             except httpx.TransportError as error:
-                place = request.url.copy_with(query=None, userinfo=b"")  # which has a password
+                place = request.url.copy_with(query=None, userinfo=b"")  # drops any password
                 problem = Unreachable(
                     f"{place} does not answer: {_said(error)}; check the address and that the "
                     "server runs"
@@ -249,8 +265,10 @@ def _headers(
 
 
 def _current_span() -> dict[str, str]:
-    """The W3C header that names the caller's span, if the program uses OpenTelemetry. Only a module
-    that it has loaded itself can know of one."""
+    """Return the W3C header of the caller's span, if the program uses OpenTelemetry.
+
+    Nothing is imported here: there can be a span only if the program itself has loaded the module.
+    """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return {}
@@ -262,7 +280,7 @@ def _current_span() -> dict[str, str]:
 
 
 def _wait_s(attempt: int, problem: TuneserveError) -> float:
-    """What the server asked for, or twice as long each time, spread out by chance."""
+    """Return the wait that the server asked for, or an exponential backoff with random jitter."""
     if problem.retry_after_s is not None:
         return problem.retry_after_s
     longest: float = min(_FIRST_WAIT_S * 2.0**attempt, _LONGEST_WAIT_S)
@@ -274,7 +292,7 @@ def _said(error: Exception) -> str:
 
 
 def error_of(response: httpx.Response) -> Refused:
-    """What an answer that is not 2xx says, in our shape or in OpenAI's."""
+    """Return the error in an answer that is not 2xx, in this server's shape or in OpenAI's."""
     code, message = "http_error", f"the answer was HTTP {response.status_code}"
     try:
         found = response.json()

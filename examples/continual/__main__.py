@@ -15,7 +15,7 @@ from lessons import TASKS, exams, lessons
 from report import Losses, table, write
 
 from tuneserve_client import Client, Datum, Model, gather
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 BATCH, STEPS, EXAM = 16, 24, 32
 QUICK_STEPS, QUICK_EXAM = 6, 4  # too little to compare anything

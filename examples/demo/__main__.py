@@ -21,7 +21,7 @@ import tinker
 from tasks import HELD_OUT, TASKS, Task, prompt
 from tinker import types
 
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 STEPS, BATCH, RANK, LEARNING_RATE = 48, 4, 16, 2e-3
 

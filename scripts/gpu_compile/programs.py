@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scripts.gpu_compile.shapes import GROUPS
-from tuneserve_engine.backend.jax import attention_kernels
-from tuneserve_engine.backend.jax.attention import Attended, AttentionGradient, Visibility
-from tuneserve_engine.backend.jax.models.config import ModelConfig
-from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.page_pool import pages_of
-from tuneserve_engine.backend.jax.programs import ProgramSet
-from tuneserve_engine.backend.jax.sample_programs import Programs
-from tuneserve_engine.backend.jax.trainer import Trainer
-from tuneserve_engine.config import WorkerSettings
-from tuneserve_engine.kinds import KINDS
-from tuneserve_engine.planner import Device, plan
+from tuneserve_engine.adapters.kinds import KINDS
+from tuneserve_engine.backend.jax.attention import packed_gpu
+from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
+from tuneserve_engine.backend.jax.memory.planner import Device, plan
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.backend.jax.sampling.programs import Programs
+from tuneserve_engine.backend.jax.training.trainer import Trainer
+from tuneserve_engine.settings.worker import WorkerSettings
 
 _ROOM_BYTES = 2**50
 """More than any model needs: the planner chooses its largest shapes, for whatever model."""
@@ -57,7 +57,7 @@ def closed_set(
     decoder = _decoder(config)
     decoder.remat, decoder.block = found.remat, found.lattice.block
     decoder.chunk_blocks = found.lattice.chunk // found.lattice.block
-    programs = ProgramSet()
+    programs = ProgramRegistry()
     trainer = Trainer(programs, decoder, found.lattice)
     pages = pages_of(found.lattice, found.sample_rows)
     Programs(programs, decoder, found.lattice, lanes=found.sample_rows, pages=pages)
@@ -113,12 +113,12 @@ _OPTIONS = {"base": 0, "attended_base": 0, "interpret": False}
 
 
 def _forward(at: _Stream) -> Attended:
-    return attention_kernels.attend(at.q, at.k, at.k, at.seen, at.into, **_OPTIONS)  # type: ignore[arg-type]
+    return packed_gpu.attend(at.q, at.k, at.k, at.seen, at.into, **_OPTIONS)  # type: ignore[arg-type]
 
 
 def _backward(at: _Stream) -> AttentionGradient:
     given = at.q, at.k, at.k, at.into, at.q, at.seen, at.gradients
-    return attention_kernels.attend_backward(*given, **_OPTIONS)  # type: ignore[arg-type]
+    return packed_gpu.attend_backward(*given, **_OPTIONS)  # type: ignore[arg-type]
 
 
 def _of_queries(at: _Stream) -> jax.Array:

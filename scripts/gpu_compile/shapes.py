@@ -1,6 +1,6 @@
 """The shapes that the documentation names: published models, and what attention takes on a GPU."""
 
-from tuneserve_engine.backend.jax.models.config import Llama3Scaling, ModelConfig
+from tuneserve_engine.backend.jax.model.config import Llama3Scaling, ModelConfig
 
 HEAD_DIMS = (16, 32, 64, 128)
 """Kernels pad to a power of two: these stand for every head_dim to 128."""

@@ -1,12 +1,12 @@
-"""The ``tuneserve`` command, and ``python -m tuneserve_server``, which is the same."""
+"""The ``tuneserve`` command, also run by ``python -m tuneserve_server``."""
 
 import sys
 
 
 def main() -> None:
-    """Runs the command line; ends with what to install if this is a client's installation."""
+    """Run the command line; exit with what to install if only the client is installed."""
     try:
-        from tuneserve_server import cli
+        from tuneserve_server.cli import main as cli
     except ModuleNotFoundError as error:
         sys.exit(
             f"tuneserve: {error.name} is not installed; the service needs more than its client: "

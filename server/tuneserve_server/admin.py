@@ -1,7 +1,7 @@
-"""What the operator does: keys, tenants and files, on a Unix socket of their own.
+"""The operator's API for keys, tenants and files, on a Unix socket of its own.
 
-None of it is on the public application, so no key opens it: who may open the socket's file, may do
-all of it.
+The public application has none of these routes, so no key gives access to them: a user who may open
+the socket's file may call all of them.
 """
 
 import asyncio
@@ -16,11 +16,13 @@ import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from tuneserve_engine import local_socket
-from tuneserve_engine.queue.base import Store, StoreUnusable
-from tuneserve_engine.records import Key, Scope, Tenant, Update
-from tuneserve_server import auth, errors
-from tuneserve_server.unused_files import UnusedFiles
+from tuneserve_engine.core.records import KeyRecord, Scope, TenantRecord, Update
+from tuneserve_engine.process import unix_socket
+from tuneserve_engine.store.base import Store
+from tuneserve_engine.store.errors import StoreUnusable
+from tuneserve_server import errors
+from tuneserve_server.access import auth
+from tuneserve_server.cleanup.unused_files import UnusedFiles
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ router = APIRouter()
 
 _DAY_S = 86_400.0
 _STOP_S = 2
-_MOST = 2**53  # Lua's integers
+_MOST = 2**53  # the largest integer that Lua holds exactly
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Limit = Annotated[int, Field(ge=0, le=_MOST)]
@@ -61,7 +63,7 @@ class KeyMade(KeyShown):
 
 
 class TenantChange(_Body):
-    """What is named is changed; None goes back to what the settings say."""
+    """A change of the named fields; None goes back to the settings' value."""
 
     weight: float | None = Field(default=None, ge=0.001, le=1000)
     max_jobs: Limit | None = None
@@ -100,7 +102,7 @@ StoreDep = Annotated[Store, Depends(_store)]
 # --- keys ---------------------------------------------------------------------------------------
 
 
-def _shown(key: Key) -> dict[str, Any]:
+def _shown(key: KeyRecord) -> dict[str, Any]:
     state = "active" if key.is_valid(time.time()) else "expired"
     return {
         "id": key.key,
@@ -117,7 +119,7 @@ def _shown(key: Key) -> dict[str, Any]:
 @router.post("/keys")
 async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
     key_id, secret, now_s = auth.new_id(), auth.new_secret(), time.time()
-    key = Key(
+    key = KeyRecord(
         key=key_id,
         tenant=new.tenant,
         parent=new.tenant,
@@ -127,7 +129,7 @@ async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
         name=new.name,
         expires_s=None if new.expires_days is None else now_s + new.expires_days * _DAY_S,
     )
-    await store.put_new(Tenant(new.tenant, new.tenant, now_s))
+    await store.put_new(TenantRecord(new.tenant, new.tenant, now_s))
     await store.put(key)
     logger.info("made key %s of tenant %s", key.key, key.tenant)
     return KeyMade(key=f"tml-{key_id}-{secret}", **_shown(key))
@@ -135,42 +137,42 @@ async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
 
 @router.get("/keys")
 async def list_keys(store: StoreDep) -> list[KeyShown]:
-    return [KeyShown(**_shown(key)) for key in (await store.page(Key)).items]
+    return [KeyShown(**_shown(key)) for key in (await store.page(KeyRecord)).items]
 
 
 @router.post("/keys/{key_id}/revoke")
 async def revoke_key(key_id: str, store: StoreDep) -> KeyShown:
-    key = await store.get(Key, key_id)
+    key = await store.get(KeyRecord, key_id)
     if key is None:
-        raise errors.NotFound(
+        raise errors.UnknownResource(
             "there is no key with this id; it is the middle part of tml-<id>-<secret>, and "
             "tuneserve keys list shows it"
         )
     if key.revoked_s is None:
         await store.update(Update("key", key_id, {"revoked_s": time.time()}))
         logger.info("revoked key %s of tenant %s", key.key, key.tenant)
-    return KeyShown(**_shown(await store.get(Key, key_id) or key))
+    return KeyShown(**_shown(await store.get(KeyRecord, key_id) or key))
 
 
 # --- tenants ------------------------------------------------------------------------------------
 
 
-def _tenant_shown(tenant: Tenant) -> TenantShown:
+def _tenant_shown(tenant: TenantRecord) -> TenantShown:
     own = {name: getattr(tenant, name) for name in TenantChange.model_fields}
     return TenantShown(tenant=tenant.key, **own)
 
 
 @router.get("/tenants")
 async def list_tenants(store: StoreDep) -> list[TenantShown]:
-    found = sorted((await store.page(Tenant)).items, key=lambda each: each.key)
+    found = sorted((await store.page(TenantRecord)).items, key=lambda each: each.key)
     return [_tenant_shown(tenant) for tenant in found]
 
 
 @router.get("/tenants/{name}")
 async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
-    tenant = await store.get(Tenant, name)
+    tenant = await store.get(TenantRecord, name)
     if tenant is None:
-        raise errors.NotFound(
+        raise errors.UnknownResource(
             "no tenant of this name has a key or limits of its own; tuneserve tenants list shows "
             "those that have"
         )
@@ -179,7 +181,7 @@ async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
 
 @router.patch("/tenants/{name}")
 async def change_tenant(name: TenantName, change: TenantChange, store: StoreDep) -> TenantShown:
-    await store.put_new(Tenant(name, name, time.time()))
+    await store.put_new(TenantRecord(name, name, time.time()))
     await store.update(Update("tenant", name, change.model_dump(exclude_unset=True)))
     return await get_tenant(name, store)
 
@@ -201,7 +203,7 @@ async def get_files(request: Request) -> FilesShown:
 
 @router.post("/files/clean")
 async def clean_files(request: Request) -> FilesShown:
-    """One clean-up now, however many files it sets aside."""
+    """Clean up once now, however many files that sets aside."""
     unused: UnusedFiles = request.app.state.unused
     await unused.clean(allowed=True)
     return await get_files(request)
@@ -213,14 +215,14 @@ async def adopt_files(request: Request) -> FilesAdopted:
     try:
         return FilesAdopted(**(await unused.adopt())._asdict())
     except StoreUnusable as error:
-        raise errors.InvalidRequest(str(error)) from error
+        raise errors.BadRequest(str(error)) from error
 
 
 # --- the socket ---------------------------------------------------------------------------------
 
 
-class _Server(uvicorn.Server):
-    """A server beside another, which has the signals."""
+class _AdminServer(uvicorn.Server):
+    """A server that leaves the signals to the server beside it."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -229,9 +231,11 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serve(app: FastAPI, path: Path) -> AsyncIterator[None]:
-    """Serves ``app`` at the socket ``path`` while the context is open. Raises ``OSError`` or
-    ``ValueError`` if there cannot be a socket."""
-    listener = local_socket.listen(path)
+    """Serve ``app`` at the socket ``path`` while the context is open.
+
+    Raises ``OSError`` or ``ValueError`` if the socket cannot be made.
+    """
+    listener = unix_socket.listen(path)
     config = uvicorn.Config(
         app,
         ws="none",
@@ -241,7 +245,7 @@ async def serve(app: FastAPI, path: Path) -> AsyncIterator[None]:
         server_header=False,
         timeout_graceful_shutdown=_STOP_S,
     )
-    server = _Server(config)
+    server = _AdminServer(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield

@@ -1,41 +1,42 @@
-"""Turns a readable request into a job: once its key is known, its place in the order is spent.
+"""The admission of requests: every request whose key is readable becomes a job.
 
-A request that cannot be carried out becomes a job with a rejection, so that later requests of the
-model do not wait for it and the client reads the reason through its future.
+The job uses up the request's sequence number. A request that cannot be carried out becomes a job
+with a rejection, so that later requests of the model do not wait for it and the client reads the
+reason through its future.
 """
 
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tuneserve_engine import logs
-from tuneserve_engine.errors import UserError
-from tuneserve_engine.jobs import (
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.jobs import (
     CreateModel,
     Job,
     JobKind,
     LoadWeights,
     OptimStep,
     Rejection,
-    Sample,
+    SampleCommand,
     Saves,
     SaveWeights,
     encode,
 )
-from tuneserve_engine.queue import rules
-from tuneserve_engine.records import Model, Record
-from tuneserve_server.deps import Caller
-from tuneserve_server.errors import BudgetSpent
-from tuneserve_server.tracing import traceparent
+from tuneserve_engine.core.records import ModelRecord, Record
+from tuneserve_engine.store import refusals
+from tuneserve_engine.telemetry import logs
+from tuneserve_server.dependencies import Caller
+from tuneserve_server.errors import BudgetUsedUp
+from tuneserve_server.http.tracing import traceparent
 
 logger = logging.getLogger(__name__)
 
-Command = CreateModel | OptimStep | SaveWeights | LoadWeights | Sample
+Command = CreateModel | OptimStep | SaveWeights | LoadWeights | SampleCommand
 
 
 @dataclass(frozen=True)
-class Place:
-    """The key of a request, the base model it is for and, in a model's log, its position."""
+class JobKey:
+    """The key of a request, its base model and, if it is for a model, its position in the log."""
 
     kind: JobKind
     scope: str
@@ -45,25 +46,28 @@ class Place:
     position: int | None = None
 
     @classmethod
-    def after(cls, kind: JobKind, model: Model, seq: int) -> "Place":
-        """The place of request ``seq`` to a model that exists."""
+    def after(cls, kind: JobKind, model: ModelRecord, seq: int) -> "JobKey":
+        """Return the key of request ``seq`` to a model that exists."""
         return cls(kind, model.key, seq, model.base_model, model.key, seq)
 
 
-async def admit(caller: Caller, place: Place, payload: bytes, *records: Record) -> str:
-    """The request id, once the job is durable."""
+async def admit(caller: Caller, place: JobKey, payload: bytes, *records: Record) -> str:
+    """Submit the request as a job and return its request id, once the job is durable."""
     return await _submit(caller, place, payload, *records)
 
 
-async def reject(caller: Caller, place: Place, error: UserError) -> str:
-    """The request id under which the client will read why."""
+async def reject(caller: Caller, place: JobKey, error: UserError) -> str:
+    """Submit a rejected job and return the request id under which the client reads the reason."""
     return await _submit(caller, place, b"", rejection=Rejection.of(error))
 
 
 async def admit_command(
-    caller: Caller, place: Place, build: Callable[[], Awaitable[Command]]
+    caller: Caller, place: JobKey, build: Callable[[], Awaitable[Command]]
 ) -> str:
-    """The request id of what ``build`` gives, or of its ``UserError``."""
+    """Admit the command that ``build`` returns, or reject it with the ``UserError`` it raises.
+
+    Returns the request id.
+    """
     try:
         command = await build()
     except UserError as error:
@@ -76,7 +80,7 @@ async def admit_command(
 
 async def _submit(
     caller: Caller,
-    place: Place,
+    place: JobKey,
     payload: bytes,
     *records: Record,
     rejection: Rejection | None = None,
@@ -112,9 +116,9 @@ async def _submit(
 
 
 async def _check_budget(caller: Caller, job: Job) -> None:
-    """Raises ``BudgetSpent``, but not for a request that was accepted before."""
+    """Raise ``BudgetUsedUp``, except for a request that was accepted before."""
     try:
         await caller.budgets.check(job.tenant, job.kind)
-    except BudgetSpent:
-        if await caller.store.job_key(rules.request_id(caller.secret, job)) is None:
+    except BudgetUsedUp:
+        if await caller.store.job_key(refusals.request_id(caller.secret, job)) is None:
             raise

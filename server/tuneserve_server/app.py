@@ -8,79 +8,93 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tuneserve_engine.files import FileStore
-from tuneserve_engine.queue import remote
-from tuneserve_engine.queue.opening import OpenStore
-from tuneserve_engine.tracing import Tracer
-from tuneserve_server import errors, unnamed_saves
-from tuneserve_server.archives import Archives
-from tuneserve_server.auth import Door
-from tuneserve_server.budgets import Budgets
-from tuneserve_server.deps import Services
-from tuneserve_server.hosts import AllowedHosts, CheckHost, names_of
-from tuneserve_server.http_metrics import CountRequests, HttpMetrics, named
-from tuneserve_server.imports import Imports
-from tuneserve_server.incoming import BodyMemory
-from tuneserve_server.last_seen import LastSeen
-from tuneserve_server.limits import DiskGuard
-from tuneserve_server.live import Live
-from tuneserve_server.openai_text import Texts
-from tuneserve_server.openapi import describe
-from tuneserve_server.polls import Polls
-from tuneserve_server.recent_errors import RecentErrors
+from tuneserve_client.wire import types
+from tuneserve_engine.store import remote
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.open import OpenStore
+from tuneserve_engine.telemetry.tracing import Tracer
+from tuneserve_server import errors
+from tuneserve_server.access.auth import Authenticator
+from tuneserve_server.access.budgets import Budgets
+from tuneserve_server.access.hosts import AllowedHosts, CheckHost, names_of
+from tuneserve_server.access.limits import DiskGuard
+from tuneserve_server.base_model_text import Texts
+from tuneserve_server.base_models import BaseModels
+from tuneserve_server.cleanup import unnamed_saves
+from tuneserve_server.cleanup.siblings import Siblings
+from tuneserve_server.cleanup.sweeper import sweep_forever
+from tuneserve_server.cleanup.unused_files import UnusedFiles
+from tuneserve_server.dashboard.recent_errors import RecentErrors
+from tuneserve_server.dashboard.views import Dashboard
+from tuneserve_server.dependencies import Services
+from tuneserve_server.heartbeats import Heartbeats
+from tuneserve_server.http.incoming import BodyMemory
+from tuneserve_server.http.long_polls import LongPolls
+from tuneserve_server.http.metrics import CountRequests, HttpMetrics, named
+from tuneserve_server.http.openapi import describe, requests_of
+from tuneserve_server.http.tracing import TraceRequests
+from tuneserve_server.openai import routes as openai
+from tuneserve_server.openai import types as openai_types
 from tuneserve_server.routes import (
-    files,
+    checkpoints,
+    dashboard,
+    dashboard_events,
+    downloads,
     futures,
-    imports,
-    live,
+    listings,
     metrics,
     models,
-    openai,
-    page,
-    rest,
     sampling,
-    service,
+    sessions,
     tokenizers,
     training,
+    uploads,
     usage,
-    weights,
 )
-from tuneserve_server.served import ServedModels
 from tuneserve_server.settings import ApiSettings
-from tuneserve_server.siblings import Siblings
 from tuneserve_server.store_metrics import StoreMetrics
-from tuneserve_server.sweeper import sweep_forever
-from tuneserve_server.tracing import TraceRequests
-from tuneserve_server.unused_files import UnusedFiles
+from tuneserve_server.transfer.peft_download import Archives
+from tuneserve_server.transfer.peft_upload import PeftUploads
 
 ROUTERS = (
-    *(service, models, training, weights, imports, sampling, futures, rest, usage, files),
-    *(tokenizers, live),
+    *(
+        sessions,
+        models,
+        training,
+        checkpoints,
+        uploads,
+        sampling,
+        futures,
+        listings,
+        usage,
+        downloads,
+    ),
+    *(tokenizers, dashboard_events),
 )
 PREFIX = "/api/v1"
-AT_ROOT = (metrics, openai, page)
-"""Where those who ask for them look by themselves; their paths are whole."""
+AT_ROOT = (metrics, openai, dashboard)
+"""Routers without the prefix: clients look for these paths at the root."""
 OPEN_PATHS = ("/", "/metrics", f"{PREFIX}/healthz")
-"""They are answered without a key, as are the page and signed links."""
+"""Paths that are answered without a key, as are the dashboard page and signed links."""
 
 
 def create_app(
     settings: ApiSettings,
     store: OpenStore,
-    polls: Polls | None = None,
+    polls: LongPolls | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """The API on an open store; while it runs, workers reach a SQLite store through its socket.
+    """Return the API on an open store; while it runs, workers reach a SQLite store by its socket.
 
-    ``polls`` is passed in by a server that releases them when it stops, ``tracer`` by one that is
-    traced.
+    A server that releases the waiting polls when it stops passes ``polls``; a traced server passes
+    ``tracer``.
     """
 
     counted = HttpMetrics()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = await _services(settings, store, polls or Polls(), counted)
+        services = await _services(settings, store, polls or LongPolls(), counted)
         app.state.services = services
         sqlite = settings.store_kind == "sqlite"
         siblings = None if sqlite else Siblings(store, settings.sweep_s)
@@ -124,7 +138,7 @@ def create_app(
         allowed=AllowedHosts(names_of(settings.host, settings.public_url, settings.allowed_hosts)),
         wants_keys=lambda scope: scope["app"].state.services.door.wants_keys(),
         open_paths=OPEN_PATHS,
-        page=page.PREFIX,
+        page=dashboard.PREFIX,
     )
     if tracer is not None:
         app.add_middleware(TraceRequests, tracer=tracer, named=partial(named, prefix=PREFIX))
@@ -135,14 +149,18 @@ def create_app(
 
 
 class _Api(FastAPI):
-    """Describes itself as its routes declare, which read their bodies themselves."""
+    """A FastAPI app whose OpenAPI document comes from what its routes declare.
+
+    The routes read their bodies themselves, so FastAPI cannot infer the bodies.
+    """
 
     def openapi(self) -> dict[str, Any]:
-        return describe(self)
+        bodies = [*requests_of(types), *requests_of(openai_types)]
+        return describe(self, bodies)
 
 
 async def _services(
-    settings: ApiSettings, store: OpenStore, polls: Polls, counted: HttpMetrics
+    settings: ApiSettings, store: OpenStore, polls: LongPolls, counted: HttpMetrics
 ) -> Services:
     files = FileStore(settings.files_dir, min_free_bytes=settings.min_free_bytes)
     disks = [settings.files_dir]
@@ -150,12 +168,12 @@ async def _services(
         disks.append(settings.data_dir)
     secret = await store.secret()
     disk = DiskGuard(disks, settings.min_free_bytes)
-    served = ServedModels(store, settings.served_name)
-    door = Door(store, secret, require_keys=settings.require_keys)
+    served = BaseModels(store, settings.served_name)
+    door = Authenticator(store, secret, require_keys=settings.require_keys)
     body_memory, texts = BodyMemory.of(settings), Texts(settings.text_memory_bytes)
     counted.tell("body_memory_used_bytes", lambda: body_memory.used)
     counted.tell("text_memory_used_bytes", lambda: texts.memory.held)
-    await door.wants_keys()  # known from the start, should the store be away later
+    await door.wants_keys()  # cached now, in case the store is unreachable later
     unused = UnusedFiles(store, files, settings.unused_policy)
     await unused.prove()
     return Services(
@@ -164,18 +182,18 @@ async def _services(
         files=files,
         unused=unused,
         served=served,
-        last_seen=LastSeen(store),
+        last_seen=Heartbeats(store),
         disk=disk,
         polls=polls,
         body_memory=body_memory,
         texts=texts,
         budgets=Budgets(store, settings.tenant_budgets),
-        imports=Imports(files, disk, polls, settings),
+        imports=PeftUploads(files, disk, polls, settings),
         archives=Archives(files),
         http_metrics=counted,
         store_metrics=StoreMetrics(store, tenants=settings.tenant_metrics),
         recent=RecentErrors(),
-        live=Live(store, served),
+        live=Dashboard(store, served),
         secret=secret,
         door=door,
     )

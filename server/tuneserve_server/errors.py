@@ -1,33 +1,33 @@
 """Errors that end an HTTP request, and the one handler that answers them.
 
 ApiError
-├── Unauthorized        401  no usable key
+├── KeyRefused          401  no usable key
 ├── ScopeMissing        403  the key may not do this
 ├── HostNotAllowed      403  the server does not answer to the name it was called by
 ├── TooManyLogins       429  too many failed logins from one address
-├── InvalidRequest      400  readable, but cannot be carried out
+├── BadRequest          400  readable, but cannot be carried out
 │   └── ExportNeeded    400  only a worker can make the download: export the model instead
 ├── Malformed           422  the body cannot be read
-├── NotFound            404  unknown here, or somebody else's: the answer is the same
-├── SessionEnded        410  the session takes no more requests
+├── UnknownResource     404  unknown here, or another tenant's: the answer is the same
+├── SessionClosed       410  the session takes no more requests
 ├── ResultGone          410  the result was kept for its retention and dropped
 ├── BodyTooLarge        413
 ├── UnknownEncoding     415
 ├── BodyTooSlow         408  the client may send it again
-├── HeadersTooSlow      408  answered below the application, as is
-├── HeadersTooLarge     431  this
-├── LinkInvalid         403  a download link that we did not sign, or that has expired
-├── Crowded             429  a limit is reached; send it again after the time given
-├── BudgetSpent         402  the tenant's device time of the day is used up
-├── DiskFull            503  the same, for the server's disk
+├── HeadersTooSlow      408  answered below the application
+├── HeadersTooLarge     431  answered below the application
+├── LinkInvalid         403  a download link that this server did not sign, or that has expired
+├── TooManyRequests     429  a limit is reached; send it again after the time given
+├── BudgetUsedUp        402  the tenant's device time of the day is used up
+├── DiskFull            503  the server's disk is nearly full; send it again after the time given
 ├── CheckpointDamaged   500  the file is not what was written
-├── ModelUnavailable    503  the base model's tokenizer cannot be had here, now
-├── StoreDamaged        503  a backup has to be restored
+├── ModelUnavailable    503  the base model's tokenizer or shapes are not available now
+├── StoreCorrupt        503  a backup has to be restored
 └── StoreUnavailable    503  nothing was accepted; send it again
 
 Every body is ``{"detail", "code"}`` with a Content-Length: the SDK takes a 400 without one for a
-proxy's. Under ``/v1`` it is OpenAI's, ``{"error": {"message", "type", "param", "code"}}``. Bodies
-never repeat the input.
+proxy's answer. Under ``/v1`` the body has OpenAI's shape, ``{"error": {"message", "type", "param",
+"code"}}``. Bodies never repeat the input.
 """
 
 import logging
@@ -36,28 +36,41 @@ from typing import ClassVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from tuneserve_client.types import Failure
-from tuneserve_engine.errors import UserError
-from tuneserve_engine.queue import base
-from tuneserve_engine.queue.base import (
+from tuneserve_client.wire.types import Failure
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.store import errors as store_errors
+from tuneserve_engine.store.errors import (
     KeyReused,
-    Overloaded,
-    ResultExpired,
+    LimitReached,
+    ResultDropped,
     StoreFailed,
     StoreReplaced,
 )
-from tuneserve_engine.repeats import Repeats
-from tuneserve_server.openai_types import ErrorBody, OpenAIFailure
+from tuneserve_engine.telemetry.log_throttle import ThrottledLog
 
 logger = logging.getLogger(__name__)
-_put_off = Repeats(logger)  # clients come back each second, by the thousand
+_put_off = ThrottledLog(logger)  # thousands of clients may retry each second
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+
+
+class OpenAIFailure(BaseModel):
+    """The body of every answer under ``/v1`` that is not 2xx."""
+
+    error: ErrorBody
 
 
 class ApiError(Exception):
-    """Answers the request with its status and code."""
+    """An error that answers the request with its status and code."""
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal"
@@ -69,7 +82,7 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
-class Unauthorized(ApiError):
+class KeyRefused(ApiError):
     status = 401
     code = "unauthorized"
 
@@ -96,20 +109,20 @@ class TooManyLogins(ApiError):
         )
 
 
-class InvalidRequest(ApiError):
+class BadRequest(ApiError):
     status = 400
     code = "invalid_request"
 
 
-class InvalidField(InvalidRequest):
-    """The same, and which field it is."""
+class InvalidField(BadRequest):
+    """A bad request that names the field at fault in ``param``."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message)
         self.param = param
 
 
-class ExportNeeded(InvalidRequest):
+class ExportNeeded(BadRequest):
     code = "export_needed"
 
 
@@ -118,17 +131,17 @@ class Malformed(ApiError):
     code = "malformed"
 
 
-class NotFound(ApiError):
+class UnknownResource(ApiError):
     status = 404
     code = "not_found"
 
 
-class ModelNotFound(NotFound):
+class ModelNotFound(UnknownResource):
     code = "model_not_found"
     param = "model"
 
 
-class SessionEnded(ApiError):
+class SessionClosed(ApiError):
     status = 410
     code = "session_ended"
 
@@ -168,7 +181,7 @@ class LinkInvalid(ApiError):
     code = "link_invalid"
 
 
-class Crowded(ApiError):
+class TooManyRequests(ApiError):
     status = 429
     code = "overloaded"
 
@@ -177,10 +190,10 @@ class Crowded(ApiError):
         self.retry_after_s = retry_after_s
 
 
-class BudgetSpent(ApiError):
-    status = 402  # at which the SDK pauses, where at 429 it gives up after five minutes
+class BudgetUsedUp(ApiError):
+    status = 402  # at a 402 the SDK pauses; at a 429 it gives up after five minutes
     code = "budget_spent"
-    retry_after_s = 30  # the most that clients wait at once; they come again
+    retry_after_s = 30  # clients wait no longer than this at once, then try again
 
 
 class DiskFull(ApiError):
@@ -200,10 +213,10 @@ class ModelUnavailable(ApiError):
     retry_after_s = 5
 
 
-class StoreDamaged(ApiError):
+class StoreCorrupt(ApiError):
     status = 503
     code = "store_damaged"
-    retry_after_s = 30  # it takes an operator
+    retry_after_s = 30  # an operator has to repair the store
 
     def __init__(self) -> None:
         super().__init__(
@@ -215,23 +228,23 @@ class StoreDamaged(ApiError):
 class StoreUnavailable(ApiError):
     status = 503
     code = "store_unavailable"
-    retry_after_s = 1  # it may be back at once, and clients wait exactly this long
+    retry_after_s = 1  # the store may be back at once, and clients wait exactly this long
 
 
 _HANDLED = (
     ApiError,
     UserError,
     KeyReused,
-    ResultExpired,
-    Overloaded,
+    ResultDropped,
+    LimitReached,
     StoreFailed,
-    ConnectionError,  # the store is away, or closed because we are stopping
+    ConnectionError,  # the store is unreachable, or closed because the server stops
     Exception,
 )
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 OPENAI_PREFIX = "/v1/"
 OPENAI_ALIAS = "/oai/api"
-"""The same routes again, where the hosted service has them."""
+"""The hosted service's prefix of the OpenAI routes; they are served under both."""
 _OPENAI_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -242,18 +255,18 @@ _OPENAI_TYPES = {
 def failure(
     status: int, code: str, detail: str, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """The answer to a request that failed."""
+    """Return the answer to a request that failed."""
     body = Failure(detail=detail, code=code).model_dump()
     return JSONResponse(body, status_code=status, headers=headers)
 
 
 def is_openai(request: Request) -> bool:
-    """Whether the request is to one of the OpenAI-compatible routes."""
+    """Return whether the request is to one of the OpenAI-compatible routes."""
     return str(request.scope["path"]).startswith((OPENAI_PREFIX, OPENAI_ALIAS))
 
 
 def openai_failure(error: ApiError) -> OpenAIFailure:
-    """The error in OpenAI's shape."""
+    """Return the error in OpenAI's shape."""
     return _openai_failure(error.status, error.code, str(error), error.param)
 
 
@@ -265,7 +278,7 @@ def _openai_failure(status: int, code: str, detail: str, param: str | None) -> O
 def _failed(
     request: Request, status: int, code: str, detail: str, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """The answer in the shape that the route's clients expect."""
+    """Return the answer in the shape that the route's clients expect."""
     if not is_openai(request):
         return failure(status, code, detail, headers)
     body = _openai_failure(status, code, detail, None).model_dump()
@@ -273,20 +286,20 @@ def _failed(
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The HTTP reading of an error from below."""
+    """Return the ``ApiError`` that answers an error of a lower layer."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        return InvalidRequest(str(error))
+        return BadRequest(str(error))
     if isinstance(error, KeyReused):
         return Malformed(str(error))
-    if isinstance(error, ResultExpired):
+    if isinstance(error, ResultDropped):
         return ResultGone("this result is no longer kept; submit the request again")
-    if isinstance(error, Overloaded):
-        return Crowded(str(error), error.retry_after_s)
-    if isinstance(error, base.StoreDamaged):
-        return StoreDamaged()
-    if isinstance(error, StoreReplaced):  # says what the operator has to bring back
+    if isinstance(error, LimitReached):
+        return TooManyRequests(str(error), error.retry_after_s)
+    if isinstance(error, store_errors.StoreDamaged):
+        return StoreCorrupt()
+    if isinstance(error, StoreReplaced):  # its message says what the operator has to restore
         return StoreUnavailable(str(error))
     if isinstance(error, StoreFailed | ConnectionError):
         return StoreUnavailable("the store refused; nothing was changed; send the request again")
@@ -294,18 +307,20 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _note(request: Request, status: int, code: str, detail: str) -> None:
-    """Remembers it for those who look at the live page: a tenant's own, and what is our fault.
-    That something to be read does not exist is an answer like others."""
+    """Note the failure for the dashboard, if it has a tenant or is a 5xx.
+
+    A GET of something that does not exist is an ordinary answer and is not noted.
+    """
     services = getattr(request.app.state, "services", None)  # the operator's socket has none
     tenant = getattr(request.state, "tenant", "")
-    is_absent = status == NotFound.status and request.method == "GET"
+    is_absent = status == UnknownResource.status and request.method == "GET"
     if services is not None and not is_absent and (tenant or status >= 500):
         route = request.scope.get("route")
         services.recent.note(tenant, code, detail, getattr(route, "path", ""))
 
 
 def answer(request: Request, error: ApiError) -> JSONResponse:
-    """The answer in the shape that the route's clients expect."""
+    """Return the answer in the shape that the route's clients expect."""
     if is_openai(request):
         body = openai_failure(error).model_dump()
         return JSONResponse(body, status_code=error.status, headers=error.headers)
@@ -317,9 +332,9 @@ def _handle(request: Request, error: Exception) -> JSONResponse:
     _note(request, read.status, read.code, str(read))
     if read.status == 503:
         _put_off.warn(type(error).__name__, f"put requests off: {error}")
-    elif isinstance(error, Overloaded):  # SDKs wait and try again without a word to their users
+    elif isinstance(error, LimitReached):  # SDKs retry without telling their users
         tenant = getattr(request.state, "tenant", "")
-        _put_off.warn("Overloaded", f"put requests of tenant {tenant} off: {error}")
+        _put_off.warn("LimitReached", f"put requests of tenant {tenant} off: {error}")
     elif read.status >= 500:
         logger.error("a request failed", exc_info=error)
     return answer(request, read)
@@ -342,12 +357,12 @@ def _handle_parameters(request: Request, error: Exception) -> JSONResponse:
 
 
 def _handle_gone(request: Request, error: Exception) -> JSONResponse:
-    """The client went away while sending; nobody reads the answer."""
-    return _failed(request, 400, InvalidRequest.code, "the connection ended before the request did")
+    """Answer a client that disconnected while sending; the answer is never read."""
+    return _failed(request, 400, BadRequest.code, "the connection ended before the request did")
 
 
 def install(app: FastAPI) -> None:
-    """Makes every failure of ``app`` answer in the one shape."""
+    """Install the handlers that give every failure of ``app`` one shape."""
     for handled in _HANDLED:
         app.add_exception_handler(handled, _handle)
     app.add_exception_handler(ClientDisconnect, _handle_gone)

@@ -1,4 +1,4 @@
-"""Settings of the API process: ``CommonSettings`` and what only the API needs."""
+"""The settings of the API process: ``CommonSettings`` and the settings only the API needs."""
 
 import ipaddress
 import re
@@ -15,9 +15,8 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from tuneserve_engine.config import CommonSettings, from_json
-from tuneserve_engine.queue.base import StorePolicy, SweepPolicy
-from tuneserve_server.unused_files import UnusedPolicy
+from tuneserve_engine.core.policies import StorePolicy, SweepPolicy, UnusedPolicy
+from tuneserve_engine.settings.common import CommonSettings, from_json
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 MIB = 1024 * 1024
@@ -25,7 +24,7 @@ GIB = 1024 * MIB
 
 
 class ApiSettings(CommonSettings):
-    """Settings of ``tuneserve api``."""
+    """The settings of ``tuneserve api``."""
 
     host: str = Field(
         default="127.0.0.1",
@@ -317,23 +316,23 @@ class ApiSettings(CommonSettings):
 
     @property
     def may_be_open(self) -> bool:
-        """Whether the server may be listened to without API keys."""
+        """Whether the server may listen without API keys."""
         return self.trusted_network or self.is_loopback
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the server by itself."""
+        """Whether ``host`` is a loopback address, which only this machine reaches."""
         return _is_loopback(self.host)
 
     @property
     def url(self) -> str:
-        """Where this server is reached from this machine."""
+        """The address at which this machine reaches the server."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     @property
     def store_policy(self) -> StorePolicy:
-        """What the store decides by."""
+        """The limits and times of the store."""
         return StorePolicy(
             lease_ttl_s=self.lease_ttl_s,
             job_attempts=self.job_attempts,

@@ -1,23 +1,25 @@
-"""How full the store is, and what tenants use, for Prometheus."""
+"""The Prometheus metrics of the store's load and of the tenants' usage."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tuneserve_engine.queue.base import Store, StoreFigures
-from tuneserve_server.figures import PREFIX, STORE_FIGURES, TENANT_FIGURES
+from tuneserve_engine.store.base import Store, StoreStats
+from tuneserve_server.metric_names import PREFIX, STORE_FIGURES, TENANT_FIGURES
 
 MOST_TENANTS = 200
 OTHERS = "others"
-"""Stands for those that are seen when there are so many already."""
+"""The label of all tenants that appear after the first ``MOST_TENANTS``."""
 
 _FRESH_S = 5.0
 
 
 class StoreMetrics:
-    """Asks the store at most every five seconds. A tenant that has a name of its own keeps it while
-    this process lives, so that no counter falls."""
+    """The store's metrics, asked for at most every five seconds.
+
+    A tenant with its own label keeps the label while this process lives, so that no counter falls.
+    """
 
     def __init__(
         self, store: Store, *, tenants: bool, clock: Callable[[], float] = time.monotonic
@@ -60,7 +62,7 @@ class StoreMetrics:
         return tenant if tenant in self._named else OTHERS
 
 
-def _of_store(figures: StoreFigures) -> Iterable[Metric]:
+def _of_store(figures: StoreStats) -> Iterable[Metric]:
     values = (sum(figures.unfinished.values()), figures.logged, figures.points)
     for (name, meaning), value in zip(STORE_FIGURES.items(), values, strict=True):
         yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value=value)

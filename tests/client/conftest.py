@@ -7,7 +7,7 @@ import pytest
 
 from tests.quick_service import quick_settings
 from tuneserve_client import Client
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 KEY = "tml-client"
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from tuneserve_client import AsyncClient, NotFound
-from tuneserve_client.catalogue import split_path
-from tuneserve_engine.config import TINY_MODEL
+from tuneserve_client.catalog import split_path
+from tuneserve_engine.settings.common import TINY_MODEL
 
 pytestmark = pytest.mark.anyio
 

@@ -33,8 +33,8 @@ from tuneserve_client import (
     sft_datum,
     torch_loss,
 )
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
     # The official SDK leaves its sockets to the garbage collector.

@@ -5,9 +5,9 @@ import pytest
 
 from tuneserve_client import Datum, chat_datum, next_token_datum, sft_datum
 from tuneserve_client.codec import MAX_BYTES, chunks, decode_output, encode_data
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_client.tokenizer import TemplateError, Tokenizer
-from tuneserve_engine.config import TINY_MODEL
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_client.wire.tokenizer import TemplateError, Tokenizer
+from tuneserve_engine.settings.common import TINY_MODEL
 
 
 def test_each_token_is_predicted_from_those_before_it() -> None:

@@ -10,10 +10,10 @@ import pytest
 import tuneserve_client
 from tests.client.conftest import KEY
 from tuneserve_client import Client
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("sync", "data", "bars")
+MODULES = ("sync", "data", "progress_bars")
 
 
 @pytest.mark.parametrize("name", MODULES)

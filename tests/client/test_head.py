@@ -6,8 +6,8 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_client.proto.head import Head, count_fields, datum_lengths, read_head
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_client.wire.proto.scan import RequestHead, count_fields, datum_lengths, read_head
 
 MESSAGES = st.builds(
     wire.ForwardBackwardRequest,
@@ -23,7 +23,9 @@ MESSAGES = st.builds(
 @given(MESSAGES)
 def test_the_key_of_a_whole_message_is_found(message):
     head = read_head(message.SerializeToString())
-    assert head == Head(message.model_id or None, message.seq_id or None, True, message.loss_fn)
+    assert head == RequestHead(
+        message.model_id or None, message.seq_id or None, True, message.loss_fn
+    )
 
 
 @given(MESSAGES, st.binary(max_size=8), st.integers(0, 60), st.integers(0, 60))
@@ -49,13 +51,13 @@ def test_nothing_raises(body):
 
 def test_a_cut_message_still_tells_its_key():
     body = wire.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="x" * 100)
-    assert read_head(body.SerializeToString()[:20]) == Head("m", 7, whole=False)
+    assert read_head(body.SerializeToString()[:20]) == RequestHead("m", 7, whole=False)
 
 
 def test_the_last_of_several_keys_counts():
     first = wire.ForwardBackwardRequest(model_id="a", seq_id=1).SerializeToString()
     second = wire.ForwardBackwardRequest(model_id="b", seq_id=2).SerializeToString()
-    assert read_head(first + second) == Head("b", 2, whole=True)
+    assert read_head(first + second) == RequestHead("b", 2, whole=True)
 
 
 def test_groups_which_nobody_sends_are_refused():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tuneserve_client import AsyncClient, AsyncModel, Client, Datum, errors
-from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_client.wire.proto import wire_pb2 as wire
 
 pytestmark = pytest.mark.anyio
 
@@ -96,7 +96,7 @@ async def client(server: Server) -> AsyncIterator[AsyncClient]:
 
 @pytest.fixture
 def model(client: AsyncClient) -> AsyncModel:
-    return AsyncModel(client, "s:train:0", "base", 8)
+    return AsyncModel(client._session, "s:train:0", "base", 8)
 
 
 async def settled() -> None:
@@ -277,7 +277,7 @@ async def test_nor_does_it_through_the_loss_of_another_model(
     client: AsyncClient, model: AsyncModel
 ) -> None:
     loop = asyncio.get_running_loop()
-    other = AsyncModel(client, "s:train:1", "base", 8)
+    other = AsyncModel(client._session, "s:train:1", "base", 8)
 
     def waited(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result()
@@ -351,7 +351,7 @@ async def test_closing_waits_until_what_was_asked_is_accepted(server: Server) ->
     client = AsyncClient("http://server", "tml-a", **options)
     await client.session_id()
     server.open.clear()
-    AsyncModel(client, "s:train:0", "base", 8).optim_step()
+    AsyncModel(client._session, "s:train:0", "base", 8).optim_step()
     closing = asyncio.create_task(client.close())
     await settled()
     assert not closing.done() and server.reasons == []
@@ -366,7 +366,7 @@ async def test_closing_after_an_error_waits_for_nothing(server: Server) -> None:
         async with AsyncClient("http://server", "tml-a", **options) as client:
             await client.session_id()
             server.open.clear()
-            step = AsyncModel(client, "s:train:0", "base", 8).optim_step()
+            step = AsyncModel(client._session, "s:train:0", "base", 8).optim_step()
             await settled()
             assert repr(step) == "AsyncFuture(being sent)"
             raise KeyError

@@ -12,7 +12,7 @@ import transformers
 
 from tests.client.test_peft_import import MOVED, TOKENS, base_model, our_logprobs, peft_logprobs
 from tuneserve_client import Adapter, Client, RequestFailed, next_token_datum
-from tuneserve_engine.merge import merge
+from tuneserve_engine.adapters.merge import merge
 
 TASK = [next_token_datum([3 + 7 * i % 90 for i in range(start, start + 24)]) for start in range(4)]
 
@@ -50,7 +50,7 @@ def test_a_new_model_is_the_base_model_to_the_bit_and_its_export_is_peft_s(
 
 
 def test_merged_it_is_a_plain_model(client: Client, tmp_path: Path) -> None:
-    from tuneserve_engine.config import TINY_MODEL
+    from tuneserve_engine.settings.common import TINY_MODEL
 
     model = trained(client, Adapter(kind="osft", rank=20))
     client.download(model.save("plain").result(), tmp_path / "peft")

@@ -82,7 +82,7 @@ def test_all_of_it_works_without_what_is_not_installed_with_it() -> None:
 
 def test_the_wire_types_alone_load_no_http_client() -> None:
     """Server and engine have them from this package."""
-    command = "import sys, tuneserve_client.types; print('httpx' in sys.modules)"
+    command = "import sys, tuneserve_client.wire.types; print('httpx' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert ran.stdout.strip() == "False"
 

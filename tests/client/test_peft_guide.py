@@ -12,9 +12,9 @@ import pytest
 
 from tests.client.conftest import KEY
 from tuneserve_client import Client
-from tuneserve_client.archive import AdapterArchive
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server.local import LocalServer
+from tuneserve_client.peft_archive import AdapterArchive
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.local_server import LocalServer
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from tests.client.conftest import KEY
 from tests.sdk import service_client
 from tuneserve_client import Client, InvalidRequest, next_token_datum
-from tuneserve_engine.adapters import ATTENTION, MLP
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server import cli
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.core.adapter import ATTENTION, MLP
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli import main as cli
+from tuneserve_server.cli.local_server import LocalServer
 
 TOKENS = [17, 250, 31, 8, 99, 140, 31, 7, 61, 200, 5, 77]
 MOVED = 1e-3  # of a logprob: what the adapters below change is far more

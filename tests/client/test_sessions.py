@@ -2,7 +2,7 @@
 
 from tests.client.conftest import KEY
 from tuneserve_client import Client, next_token_datum
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 DATA = [next_token_datum([5, 6, 7, 8]), next_token_datum([9, 8, 7])]
 

@@ -54,7 +54,7 @@ async def server() -> Server:
 async def sampler(server: Server) -> AsyncIterator[AsyncSampler]:
     transport = httpx.MockTransport(server)
     async with AsyncClient("http://server", "tml-a", transport=transport) as client:
-        yield AsyncSampler(client, "s-1:sample:0", "base", None)
+        yield AsyncSampler(client._session, "s-1:sample:0", "base", None)
 
 
 def text(piece: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 
 from tuneserve_client import errors, transport
 from tuneserve_client.transport import Transport
-from tuneserve_client.types import FutureResponse, OptimStepRequest
+from tuneserve_client.wire.types import FutureResponse, OptimStepRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tuneserve_client.archive import unpack
+from tuneserve_client.peft_archive import unpack
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 API_KEY = "tml-local"
 CLIENT_LIMIT_S = 600

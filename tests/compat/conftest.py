@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.local_server import LocalServer
 
 from . import workdir
 from .client import Client

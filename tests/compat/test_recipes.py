@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tuneserve_engine.config import TINY_MODEL
+from tuneserve_engine.settings.common import TINY_MODEL
 
 from .recipes import Recipes, finite_metrics, saved_names
 from .workdir import MODEL_NAME

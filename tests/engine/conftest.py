@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tuneserve_engine.backend.base import LOSS_NAMES, TrainBatch, TrainUnit
-from tuneserve_engine.lattice import ShapeLattice, multiple_from
+from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, TrainBatch
+from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 
 if TYPE_CHECKING:  # most tests here need no model: the fixtures import what they use
     from tuneserve_engine.backend.jax.backend import JaxBackend
@@ -28,13 +28,13 @@ TINY = {
     "intermediate_size": 24,
     "max_position_embeddings": 24,
 }
-LATTICE = ShapeLattice(24, block=8, chunk=16, tokens=128)
+LATTICE = StaticShapes(24, block=8, chunk=16, tokens=128)
 """Pieces have up to 64 tokens: several make a stream, and the longest datum is several blocks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One datum; ``inputs`` are any other per-token fields of ``TrainBatch``."""
+    """One datum; ``inputs`` are any other per-token fields of ``MicroBatch``."""
 
     tokens: Sequence[int]
     targets: Sequence[int]
@@ -46,8 +46,8 @@ class Row:
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face layout, with every weight random."""
-    from tuneserve_engine.backend.jax.models.config import ModelConfig
-    from tuneserve_engine.backend.jax.models.weights import expected_tensors
+    from tuneserve_engine.backend.jax.model.config import ModelConfig
+    from tuneserve_engine.backend.jax.model.weights import expected_tensors
 
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.json").write_text(json.dumps(TINY))
@@ -89,12 +89,12 @@ def datum() -> Callable[..., Row]:
 
 
 @pytest.fixture(scope="session")
-def batch_of() -> Callable[..., TrainBatch]:
+def batch_of() -> Callable[..., MicroBatch]:
     """``batch_of((0, row), (1, row, row))``: pieces, each a request and its datums, one behind the
     other. Datums are numbered in this order, so ``batch.datum == 2`` are the tokens of the third.
     """
 
-    def make(*pieces: Any, lattice: ShapeLattice = LATTICE) -> TrainBatch:
+    def make(*pieces: Any, lattice: StaticShapes = LATTICE) -> MicroBatch:
         arrays = empty(lattice.stream, lattice.block)
         first = number = 0
         for request, *rows in pieces:
@@ -104,7 +104,7 @@ def batch_of() -> Callable[..., TrainBatch]:
                 first, number = first + len(row.tokens), number + 1
             first = multiple_from(first, lattice.block)
             arrays["block_request"][start // lattice.block : first // lattice.block] = request
-        return TrainBatch(**arrays, blocks=first // lattice.block)
+        return MicroBatch(**arrays, blocks=first // lattice.block)
 
     return make
 
@@ -116,7 +116,7 @@ def empty(n: int, block: int) -> dict[str, Any]:
     whole = ("tokens", "targets", "positions", "datum", "loss_id", "block_request", "block_start")
     arrays: dict[str, Any] = {
         name: np.zeros(shapes.get(name, (n,)), np.int32 if name in whole else np.float32)
-        for name in TrainBatch._fields
+        for name in MicroBatch._fields
         if name != "blocks"
     }
     arrays["datum"][:] = arrays["block_request"][:] = -1
@@ -142,12 +142,12 @@ def fill(arrays: dict[str, Any], number: int, first: int, row: Row, block: int) 
 
 
 @pytest.fixture(scope="session")
-def unit_of() -> Callable[..., TrainUnit]:
+def unit_of() -> Callable[..., TrainBatch]:
     """``unit_of(["a", "b"], batches)``: requests by adapter id."""
 
     def make(
-        adapters: Sequence[str], batches: Sequence[TrainBatch], *, forward_only: bool = False
-    ) -> TrainUnit:
-        return TrainUnit(tuple(adapters), forward_only, tuple(batches))
+        adapters: Sequence[str], batches: Sequence[MicroBatch], *, forward_only: bool = False
+    ) -> TrainBatch:
+        return TrainBatch(tuple(adapters), forward_only, tuple(batches))
 
     return make

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.backend.base import SampleRequest, SampleResult, TrainResult, TrainUnit
-from tuneserve_engine.backend.fake import FakeBackend
+from tests.support.fake_backend import FakeBackend
+from tuneserve_engine.backend.base import SampleResult, SamplingRequest, TrainBatch, TrainResult
+from tuneserve_engine.core.adapter import AdapterConfig
 
 DEADLY = {61: signal.SIGABRT, 62: signal.SIGSEGV}
 """Tokens that nobody else may use, and what the process ends with."""
@@ -53,7 +53,7 @@ class DeadlyBackend(FakeBackend):
             self._die(signal.SIGABRT, [adapter_id])
         super().create_adapter(adapter_id, config)
 
-    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
         names = list(unit.adapter_ids)
         found: set[int] = set()
         for batch in unit.batches:
@@ -69,7 +69,7 @@ class DeadlyBackend(FakeBackend):
             time.sleep(0.1)
         return super().forward_backward(unit, *between)
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         tokens = {token for request in requests for token in request.prompt.tolist()}
         self._check(tokens, [f"{each.snapshot_id}/{each.seed}" for each in requests])
         return super().sample(requests)

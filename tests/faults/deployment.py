@@ -15,10 +15,10 @@ import httpx
 
 from tests.faults.killed_worker import Life
 from tests.server.conftest import create_model
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.ownership import DISPUTE, LEASE_S, OWNER
-from tuneserve_server.local import free_port
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.ownership import DISPUTE, LEASE_S, OWNER
+from tuneserve_server.cli.local_server import free_port
 
 IMPATIENT = str(Path(__file__).with_name("impatient.py"))
 SWEEP_S = 0.2

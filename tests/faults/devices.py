@@ -13,16 +13,16 @@ import numpy as np
 
 from tests.faults.killed_worker import Life
 from tests.faults.poison import BROKEN
-from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.backend.base import IntArray, OutOfMemory, TrainResult, TrainUnit
-from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
+from tests.support.fake_backend import FAKE_INFO, FakeBackend
+from tuneserve_engine.backend.base import IntArray, OutOfMemory, TrainBatch, TrainResult
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.files import FileStore
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Queue, Store
-from tuneserve_engine.scheduler import Scheduler
-from tuneserve_engine.worker import Worker
+from tuneserve_engine.core.adapter import BaseModelInfo
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Queue, Store
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.scheduling.scheduler import Scheduler
+from tuneserve_engine.worker.worker import Worker
 
 HEAVY, TOO_HEAVY = range(50, 56), 56
 """Tokens for which there is room in streams of ``ROOM`` tokens, and one for which there never is.
@@ -54,7 +54,7 @@ def has_no_room_for(tokens: IntArray) -> bool:
 
 
 class CrampedBackend(FakeBackend):
-    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
         for batch in unit.batches:
             if is_broken_by(batch.tokens):
                 raise RuntimeError("the device is on fire")
@@ -97,7 +97,7 @@ class JaxDevice:
         async def connect() -> Queue:
             return store
 
-        operations = Operations(self._backend, FileStore(settings.files_dir))
+        operations = JobExecutor(self._backend, FileStore(settings.files_dir))
         scheduler = Scheduler(unit_s=LONG_S)
         worker = Worker(connect, operations, self.info, name="worker", scheduler=scheduler)
         handler = logging.FileHandler(log)

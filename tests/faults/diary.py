@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tuneserve_engine.queue.base import Queue
+from tuneserve_engine.store.base import Queue
 
 QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import zstandard
 
-from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_client.wire.proto import wire_pb2 as wire
 
 DROPPED, REPEATED, DELAYED = 0.10, 0.10, 0.10
 """Shares of all requests, polls included."""

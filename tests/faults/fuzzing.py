@@ -13,7 +13,7 @@ from typing import Any
 from tests.faults import asgi
 from tests.faults.mutations import CANARY, NAMES, compressed, mutated_json, mutated_message
 from tests.server.conftest import Api
-from tuneserve_client.proto import wire_pb2 as wire
+from tuneserve_client.wire.proto import wire_pb2 as wire
 
 PREFIX = "/api/v1"
 OPENAI = "/v1"

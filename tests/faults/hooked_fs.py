@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tests.faults.crash_fs import CrashFs
-from tuneserve_engine.files import Fs
+from tuneserve_engine.store.files import Fs
 
 Before = Callable[[int, str], None]
 """Called with the number of the call, from 0, and its name; may raise."""

@@ -1,8 +1,8 @@
 """The ``tuneserve`` command with a clean-up that begins half a second after the start, not two
 minutes, for tests that wait for what it would do."""
 
-from tuneserve_server import sweeper
 from tuneserve_server.__main__ import main
+from tuneserve_server.cleanup import sweeper
 
 if __name__ == "__main__":
     sweeper._GRACE_S = 0.5

@@ -1,8 +1,9 @@
 """``tuneserve api`` whose clients may be silent for three seconds only, from the start on, which is
 less than a setting allows: ``impatient_api.py``."""
 
-from tuneserve_engine.queue.base import SweepPolicy
-from tuneserve_server import awake, serving, sweeper
+from tuneserve_engine.core.policies import SweepPolicy
+from tuneserve_server import serve
+from tuneserve_server.cleanup import awake, sweeper
 from tuneserve_server.settings import ApiSettings
 
 TTL_S = 3.0
@@ -17,4 +18,4 @@ class Impatient(ApiSettings):
 if __name__ == "__main__":
     sweeper._GRACE_S = 0.0
     awake._LEAST_S = 0.5
-    raise SystemExit(serving.run(Impatient()))
+    raise SystemExit(serve.run(Impatient()))

@@ -14,17 +14,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.faults.diary import Diary, Watched
-from tuneserve_engine import worker
-from tuneserve_engine.backend.fake import FakeBackend
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.files import FileStore
-from tuneserve_engine.kill_points import arm
-from tuneserve_engine.link import LeaseLost
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Fenced, Queue
-from tuneserve_engine.queue.opening import open_queue
-from tuneserve_engine.residents import PointPolicy
-from tuneserve_engine.scheduler import UNIT_S, Scheduler
+from tests.support.fake_backend import FakeBackend
+from tuneserve_engine.process.failpoints import arm
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Queue
+from tuneserve_engine.store.errors import Fenced
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.open import open_queue
+from tuneserve_engine.worker import worker
+from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.lease import LeaseLost
+from tuneserve_engine.worker.models.manager import PointPolicy
+from tuneserve_engine.worker.scheduling.scheduler import UNIT_S, Scheduler
 
 KILL_POINTS = (
     "worker-took",
@@ -46,7 +47,9 @@ OFTEN, NEVER = PointPolicy(interval_s=0.2, steps=3), PointPolicy(interval_s=1e9,
 
 _context = multiprocessing.get_context("forkserver")
 # The store's module is imported late otherwise, by every worker that needs it.
-_context.set_forkserver_preload(["tests.faults.killed_worker", "tuneserve_engine.queue.redis"])
+_context.set_forkserver_preload(
+    ["tests.faults.killed_worker", "tuneserve_engine.store.redis.store"]
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def _live(life: Life) -> None:
 
 async def _work(life: Life) -> None:
     backend = life.new_backend()
-    operations = Operations(backend, FileStore(Path(life.settings.files_dir)))
+    operations = JobExecutor(backend, FileStore(Path(life.settings.files_dir)))
     policy = worker.WorkerPolicy(points=life.points, renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
         running = worker.Worker(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine.adapters import AdamParams, BaseModelInfo
-from tuneserve_engine.errors import Category
-from tuneserve_engine.jobs import JobKind, OptimStep, encode
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_engine.core.adapter import AdamwParams, BaseModelInfo
+from tuneserve_engine.core.errors import Category
+from tuneserve_engine.core.jobs import JobKind, OptimStep, encode
 
 BROKEN = 57
 """A token on which the device fails, in the tests' backends."""
@@ -177,15 +177,15 @@ def _steps() -> list[Poison]:
     return [
         Poison(name, encode(OptimStep(params)), error, kind=JobKind.OPTIM_STEP)
         for name, params, error in (
-            ("a rate of NaN", AdamParams(learning_rate=math.nan), "learning_rate is nan"),
-            ("an infinite eps", AdamParams(eps=math.inf), "eps is inf"),
-            ("a decay that is no float32", AdamParams(weight_decay=1e39), "weight_decay is 1e+39"),
-            ("a beta above one", AdamParams(beta1=1.5), "beta1 is 1.5"),
+            ("a rate of NaN", AdamwParams(learning_rate=math.nan), "learning_rate is nan"),
+            ("an infinite eps", AdamwParams(eps=math.inf), "eps is inf"),
+            ("a decay that is no float32", AdamwParams(weight_decay=1e39), "weight_decay is 1e+39"),
+            ("a beta above one", AdamwParams(beta1=1.5), "beta1 is 1.5"),
             (
                 "a rate and a decay whose product overflows",
-                AdamParams(learning_rate=1e20, weight_decay=1e20),
+                AdamwParams(learning_rate=1e20, weight_decay=1e20),
                 "learning_rate is 1e+20 and weight_decay 1e+20",
             ),
-            ("a step that overflows", AdamParams(learning_rate=3e38), "learning_rate is 3e+38"),
+            ("a step that overflows", AdamwParams(learning_rate=3e38), "learning_rate is 3e+38"),
         )
     ]

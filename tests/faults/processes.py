@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.server.test_supervisor import free_port
+from tests.server.cli.test_supervisor import free_port
 
-WORKER = Path(__file__).parents[1] / "server" / "fake_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "fake_worker.py"
+SEES_TESTS = {"PYTHONPATH": str(Path(__file__).parents[2])}
+"""Workers without a model import from the tests."""
 BASE_MODEL = "tuneserve/fake"
 
 
@@ -76,7 +78,7 @@ class Service:
     def _start(self, command: list[str], environment: dict[str, str]) -> None:
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=log, stderr=log
+                command, env={**os.environ, **SEES_TESTS, **environment}, stdout=log, stderr=log
             )
         self._processes.append(process)
 

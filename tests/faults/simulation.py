@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.workload import Client, Tenant, state_bits
-from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
-from tuneserve_engine.files import FileStore, LocalFs
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Fenced, Queue, StorePolicy, Submitted, SweepPolicy
-from tuneserve_engine.queue.memory import MemoryStore
-from tuneserve_engine.records import Model
-from tuneserve_engine.residents import PointPolicy
-from tuneserve_engine.worker import Worker, WorkerPolicy
+from tests.support.fake_backend import FAKE_INFO, FakeBackend
+from tests.support.memory_store import MemoryStore
+from tuneserve_engine.core.policies import StorePolicy, SweepPolicy
+from tuneserve_engine.core.records import ModelRecord
+from tuneserve_engine.store.base import Queue, Submitted
+from tuneserve_engine.store.errors import Fenced
+from tuneserve_engine.store.files import FileStore, LocalFs
+from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.models.manager import PointPolicy
+from tuneserve_engine.worker.worker import Worker, WorkerPolicy
 
 QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
 START_S = 1_000_000.0
@@ -123,7 +125,7 @@ class World:
     seed: int
     folder: Path
     faults: Faults
-    make_operations: Callable[[Path], Operations]
+    make_operations: Callable[[Path], JobExecutor]
     trace: list[str] = field(default_factory=list)
     crashes: int = 0
 
@@ -183,7 +185,7 @@ class World:
 
     async def _check(self, tenants: list[Tenant], clients: list[Client]) -> None:
         for tenant, client in zip(tenants, clients, strict=True):
-            model = await self.store.get(Model, tenant.model_id)
+            model = await self.store.get(ModelRecord, tenant.model_id)
             assert model is not None and not model.diverged, f"{tenant.model_id} is {model}"
             assert len(client.results) == 2 + sum(
                 len(tenant.round(i)) + len(tenant.samples(i)) for i in range(tenant.rounds)
@@ -267,8 +269,8 @@ class _Line:
         return bool(await self._call("cancel", request_id))
 
 
-def fake_operations(folder: Path) -> Operations:
-    return Operations(FakeBackend(), FileStore(folder, UnsyncedFs()))
+def fake_operations(folder: Path) -> JobExecutor:
+    return JobExecutor(FakeBackend(), FileStore(folder, UnsyncedFs()))
 
 
 def play(
@@ -278,7 +280,7 @@ def play(
     *,
     rounds: int = 3,
     first: int = 0,
-    make_operations: Callable[[Path], Operations] = fake_operations,
+    make_operations: Callable[[Path], JobExecutor] = fake_operations,
 ) -> tuple[dict[str, Any], World]:
     """What three tenants got under this seed's faults, and the world it happened in."""
     folder.mkdir(parents=True)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuneserve_engine.backend.base import TrainResult, TrainUnit
-from tuneserve_engine.backend.fake import FakeBackend
+from tests.support.fake_backend import FakeBackend
+from tuneserve_engine.backend.base import TrainBatch, TrainResult
 
 SLOW = 63
 """A token that nobody else may use."""
@@ -27,7 +27,7 @@ class SlowBackend(FakeBackend):
         super().__init__()
         self._began = began
 
-    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
         slow = any((batch.tokens == SLOW).any() for batch in unit.batches)
         if slow and not self._began.exists():
             self._began.touch()

@@ -4,12 +4,12 @@ import os
 import time
 from typing import Any
 
-from tuneserve_engine import __main__ as process
-from tuneserve_engine.triples import Triples
+from tuneserve_engine.adapters.svd_process import SvdProcess
+from tuneserve_engine.worker import __main__ as process
 
 WEIGHT_S = "TEST_WEIGHT_S"
 """In the environment: how long a weight takes at least."""
-_of = Triples.of
+_of = SvdProcess.of
 
 
 def _slowly(*args: Any) -> Any:
@@ -18,5 +18,5 @@ def _slowly(*args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Triples.of = _slowly  # type: ignore[method-assign]
+    SvdProcess.of = _slowly  # type: ignore[method-assign]
     os._exit(process.main())

@@ -15,19 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tuneserve_engine.backend.base import TrainBatch, TrainResult, TrainUnit
-from tuneserve_engine.backend.fake import FakeBackend
-from tuneserve_engine.config import WorkerSettings
-from tuneserve_engine.costs import Costs
-from tuneserve_engine.files import FileStore
-from tuneserve_engine.jobs import Job
-from tuneserve_engine.lattice import multiple_from
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Queue
-from tuneserve_engine.queue.remote import RemoteQueue
-from tuneserve_engine.runnable import UnderWay
-from tuneserve_engine.scheduler import Scheduler
-from tuneserve_engine.worker import Worker
+from tests.support.fake_backend import FakeBackend
+from tuneserve_engine.backend.base import MicroBatch, TrainBatch, TrainResult
+from tuneserve_engine.core.jobs import Job
+from tuneserve_engine.core.shapes import multiple_from
+from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.store.base import Queue
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.remote import RemoteQueue
+from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.scheduling.cost_model import CostModel
+from tuneserve_engine.worker.scheduling.runnable import RunningSample
+from tuneserve_engine.worker.scheduling.scheduler import Scheduler
+from tuneserve_engine.worker.worker import Worker
 
 CHUNK, TOKEN_S = 512, 0.0004
 UNITS = "units.jsonl"
@@ -38,14 +38,14 @@ class SlowBackend(FakeBackend):
         super().__init__()
         self._lattice = replace(self._lattice, chunk=CHUNK, tokens=CHUNK)
 
-    def forward_backward(self, unit: TrainUnit, *between: Any) -> TrainResult:
+    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
         started_s = time.monotonic()
         result = super().forward_backward(unit, *between)
         needed_s = TOKEN_S * sum(self._computed(batch) for batch in unit.batches)
         time.sleep(max(0.0, started_s + needed_s - time.monotonic()))
         return result
 
-    def _computed(self, batch: TrainBatch) -> int:
+    def _computed(self, batch: MicroBatch) -> int:
         return multiple_from(batch.blocks * self.lattice.block, self.lattice.chunk)
 
 
@@ -53,11 +53,13 @@ class Noting(Scheduler):
     """Writes a line per unit: its kind, each tenant's seconds, and the tenants with work then."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
-        super().__init__(weights, costs=Costs(SlowBackend().lattice))
+        super().__init__(weights, costs=CostModel(SlowBackend().lattice))
         self._file = path.open("w")
         self._waiting: list[str] = []
 
-    def next_unit(self, pending: Sequence[Job], under_way: Sequence[UnderWay] = ()) -> list[Job]:
+    def next_unit(
+        self, pending: Sequence[Job], under_way: Sequence[RunningSample] = ()
+    ) -> list[Job]:
         self._waiting = sorted({job.tenant for job in pending})
         return super().next_unit(pending, under_way)
 
@@ -82,7 +84,7 @@ async def main(data_dir: Path) -> None:
         await queue.connect()
         return queue
 
-    operations = Operations(backend, files)
+    operations = JobExecutor(backend, files)
     worker = Worker(connect, operations, backend.info, name="worker", scheduler=scheduler)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
     await worker.run()

@@ -6,9 +6,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tests.server import fake_worker
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.config import TINY_MODEL
+from tests.support import fake_worker
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.settings.common import TINY_MODEL
 
 if __name__ == "__main__":
     info = replace(

@@ -24,12 +24,12 @@ from tests.faults.slow_backend import SLOW, NewSlowBackend
 from tests.faults.test_kills import opened, play_group, undisturbed
 from tests.faults.workload import Tenant, gradient_body, no_pause
 from tests.server import conftest as server
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.jobs import JobKind, Outcome
-from tuneserve_engine.queue.base import Store
-from tuneserve_server.local import free_port
-from tuneserve_server.readiness import health_of
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.core.jobs import JobKind, Outcome
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Store
+from tuneserve_server.cli.local_server import free_port
+from tuneserve_server.cli.readiness import health_of
 
 SCRIPT = str(Path(__file__).with_name("sdk_script.py"))
 KILLS = 20

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.crash_fs import CrashFs, Tree
 from tests.faults.hooked_fs import Before, HookedFs, failing
-from tuneserve_engine.files import FileStore, Fs
+from tuneserve_engine.store.files import FileStore, Fs
 
 ROOT = Path("/data/files")
 OLD, NEW = "0" * 32, "1" * 32

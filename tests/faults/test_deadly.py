@@ -16,11 +16,11 @@ from tests.faults.killed_worker import Life
 from tests.faults.simulation import Faults, play
 from tests.faults.test_kills import opened
 from tests.faults.workload import Client, Tenant, gradient_body, no_pause, state_bits
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.jobs import CreateModel, Job, JobKind, Outcome, Sample, encode
-from tuneserve_engine.queue.base import Store
-from tuneserve_engine.records import Model, ModelStatus
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.core.jobs import CreateModel, Job, JobKind, Outcome, SampleCommand, encode
+from tuneserve_engine.core.records import ModelRecord, ModelStatus
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Store
 
 ATTEMPTS = 3
 ROUNDS = 12
@@ -86,7 +86,7 @@ async def creation(store: Store, tenant: Tenant) -> list[Outcome]:
     outcomes = await asyncio.gather(
         ended(store, deadly, *records), ended(store, tenant.round(0)[0])
     )
-    model = await store.get(Model, tenant.model_id)
+    model = await store.get(ModelRecord, tenant.model_id)
     assert model is not None and model.status is ModelStatus.FAILED
     return list(outcomes)
 
@@ -98,7 +98,7 @@ async def sample(store: Store, tenant: Tenant, token: int) -> list[Outcome]:
             JobKind.SAMPLE,
             f"{tenant.session}:sample:0",
             number,
-            encode(Sample([prompt, 2], seed=number, max_tokens=3)),
+            encode(SampleCommand([prompt, 2], seed=number, max_tokens=3)),
             base_model=tenant.base_model,
         )
         for number, prompt in ((DEADLY_SEED, token), (0, 1))

@@ -21,10 +21,10 @@ from tinker import types
 from tests.faults.fault_proxy import FaultProxy
 from tests.integration.test_sdk_wire import running_server
 from tests.sdk import service_client
-from tuneserve_engine import checkpoint
-from tuneserve_engine.backend.base import AdapterState
-from tuneserve_engine.queue.sqlite import SqliteStore
-from tuneserve_engine.records import Checkpoint, Model, Session
+from tuneserve_engine.adapters import checkpoint
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.core.records import CheckpointRecord, ModelRecord, SessionRecord
+from tuneserve_engine.store.sqlite.store import SqliteStore
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
@@ -110,12 +110,12 @@ async def stored(data_dir: Path, run: Run) -> tuple[list[Any], dict[str, int]]:
     """The states that the tenant saved, to the bit, and how many records of each kind it has."""
     store = await SqliteStore.open(data_dir / "store.db")
     try:
-        records = [await store.get(Checkpoint, path) for path in run.paths]
+        records = [await store.get(CheckpointRecord, path) for path in run.paths]
         tenant = records[0].tenant
         states = [checkpoint.read(data_dir / "files" / record.file_id, BASE) for record in records]
         counts = {
             kind.__name__: (await store.page(kind, tenant=tenant)).total
-            for kind in (Session, Model, Checkpoint)
+            for kind in (SessionRecord, ModelRecord, CheckpointRecord)
         }
     finally:
         await store.close()
@@ -150,7 +150,7 @@ async def test_over_a_bad_line_each_request_has_one_effect_in_its_order(
         assert bad[number].results == good[number].results
         expected = await stored(tmp_path, good[number])
         assert await stored(tmp_path, bad[number]) == expected
-        assert expected[1] == {"Session": 1, "Model": 1, "Checkpoint": ROUNDS}
+        assert expected[1] == {"SessionRecord": 1, "ModelRecord": 1, "CheckpointRecord": ROUNDS}
         assert len({str(state) for state in expected[0]}) == ROUNDS  # each turn changed something
     check_line(proxy)
 

@@ -17,12 +17,12 @@ from tests.faults.killed_worker import KILL_POINTS, Life
 from tests.faults.simulation import Faults, play
 from tests.faults.workload import Client, Tenant, state_bits
 from tests.redis_server import RedisServer
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.queue import remote
-from tuneserve_engine.queue.base import Store
-from tuneserve_engine.queue.opening import open_store
-from tuneserve_engine.records import Model
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.core.records import ModelRecord
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store import remote
+from tuneserve_engine.store.base import Store
+from tuneserve_engine.store.open import open_store
 
 ROUNDS = 12
 
@@ -104,7 +104,7 @@ async def play_group(store: Store, settings: CommonSettings, index: int) -> dict
     clients = [Client(tenant, store, pause, random.Random(index)) for tenant in tenants]
     await asyncio.gather(*(client.run() for client in clients))
     for tenant in tenants:
-        model = await store.get(Model, tenant.model_id)
+        model = await store.get(ModelRecord, tenant.model_id)
         assert model is not None and not model.diverged
     root = Path(settings.files_dir)
     return {

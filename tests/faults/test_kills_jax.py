@@ -16,9 +16,9 @@ import pytest
 from tests.faults.test_kills import opened
 from tests.faults.workload import Client, Tenant, state_bits
 from tests.redis_server import RedisServer
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.queue.base import Store
-from tuneserve_engine.records import Model
+from tuneserve_engine.core.records import ModelRecord
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Store
 
 BASE_MODEL = "tuneserve/tiny"
 
@@ -42,7 +42,7 @@ class JaxWorker:
         compiled: Path,
         name: str = "worker",
         *,
-        module: str = "tuneserve_engine",
+        module: str = "tuneserve_engine.worker",
         **options: object,
     ) -> None:
         self._module = module
@@ -152,7 +152,7 @@ class Progress:
 
 async def check_models(store: Store, tenants: list[Tenant]) -> None:
     for tenant in tenants:
-        model = await store.get(Model, tenant.model_id)
+        model = await store.get(ModelRecord, tenant.model_id)
         assert model is not None and not model.diverged, f"{tenant.model_id} diverged"
 
 

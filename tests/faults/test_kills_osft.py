@@ -20,9 +20,9 @@ from tests.faults.slow_decomposition import WEIGHT_S
 from tests.faults.test_kills import opened
 from tests.faults.test_kills_jax import BASE_MODEL, JaxWorker, check_models
 from tests.faults.workload import Client, Tenant, no_pause, state_bits
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.queue.base import Store
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Store
 
 SLOW = "tests.faults.slow_decomposition"
 WEIGHTS = 28

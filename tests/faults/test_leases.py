@@ -24,11 +24,12 @@ from tests.faults.test_kills import play_group, undisturbed
 from tests.faults.test_kills_jax import BASE_MODEL, JaxWorker, check_models
 from tests.faults.workload import Client, Tenant, no_pause
 from tests.redis_server import RedisServer
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.queue import remote
-from tuneserve_engine.queue.base import Store, StorePolicy
-from tuneserve_engine.queue.opening import open_store
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.core.policies import StorePolicy
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store import remote
+from tuneserve_engine.store.base import Store
+from tuneserve_engine.store.open import open_store
 
 SLEEPERS = 10  # at a time
 GROUPS = 4  # of three tenants each, at a time

@@ -21,8 +21,8 @@ import pytest
 from tests.faults.processes import Service, running_service
 from tests.faults.slow_worker import CHUNK, TOKEN_S, UNITS
 from tests.server.conftest import create_model
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_server.auth import open_tenant
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_server.access.auth import open_tenant
 
 DATUMS, LENGTH = 4, 63
 """Of every request: half a chunk, so that the requests of two tenants can share it."""

@@ -26,12 +26,11 @@ from tests.faults.workload import (
     state_bits,
     without_cache_hits,
 )
-from tuneserve_engine import checkpoint
-from tuneserve_engine.adapters import AdamParams
-from tuneserve_engine.backend.base import AdapterState
+from tuneserve_engine.adapters import checkpoint
+from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.jobs import (
+from tuneserve_engine.core.adapter import AdamwParams
+from tuneserve_engine.core.jobs import (
     CreateModel,
     Job,
     JobKind,
@@ -40,8 +39,9 @@ from tuneserve_engine.jobs import (
     SaveWeights,
     encode,
 )
-from tuneserve_engine.queue.base import Store
-from tuneserve_engine.records import Checkpoint, CheckpointKind, Record
+from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord, Record
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.base import Store
 
 ROUNDS = 6
 VOCABULARY = 50
@@ -85,7 +85,7 @@ class World:
         file = file_id(tenant.number, name)
         kind = CheckpointKind.TRAINING
         key = f"tinker://{tenant.model_id}/{kind.value}/{name}"
-        record = Checkpoint(
+        record = CheckpointRecord(
             key,
             tenant.name,
             tenant.model_id,
@@ -141,7 +141,7 @@ class World:
         """Weights that a step makes so large that nothing can be computed with them."""
         tenant = self.tenant(DIVERGING)
         good, another = self.gradients()
-        leap = JobKind.OPTIM_STEP, encode(OptimStep(AdamParams(learning_rate=1e37)))
+        leap = JobKind.OPTIM_STEP, encode(OptimStep(AdamwParams(learning_rate=1e37)))
         await self.play(tenant, good, leap, another, self.save(tenant))
 
     async def sampling(self, tenant: Tenant) -> None:
@@ -158,7 +158,7 @@ class World:
             await asyncio.sleep(0.01)
 
 
-STEP = JobKind.OPTIM_STEP, encode(OptimStep(AdamParams(learning_rate=0.01, weight_decay=0.01)))
+STEP = JobKind.OPTIM_STEP, encode(OptimStep(AdamwParams(learning_rate=0.01, weight_decay=0.01)))
 
 
 async def run_world(device: Device, folder: Path, poisons: list[Poison]) -> World:

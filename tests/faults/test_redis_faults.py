@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.redis_server import RedisServer
-from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.config import REFUSED
-from tuneserve_engine.jobs import Job, JobKind, Outcome
-from tuneserve_engine.queue import redis_check
-from tuneserve_engine.queue.base import StoreFailed
-from tuneserve_engine.queue.redis import RedisStore
-from tuneserve_server.local import free_port
+from tuneserve_engine.core.adapter import BaseModelInfo
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.core.jobs import Job, JobKind, Outcome
+from tuneserve_engine.store.errors import StoreFailed
+from tuneserve_engine.store.redis import durability
+from tuneserve_engine.store.redis.store import RedisStore
+from tuneserve_server.cli.local_server import free_port
 
 INFO = BaseModelInfo("tiny", "qwen3", 512, 1024, 64, "tiny")
 KILLS = 12
@@ -176,7 +176,7 @@ def test_redis_killed_twelve_times_loses_nothing_that_it_acknowledged(
 
 COMMANDS = {
     "api": ["tuneserve_server", "api", "--port", str(free_port())],
-    "worker": ["tuneserve_engine"],
+    "worker": ["tuneserve_engine.worker"],
 }
 
 
@@ -192,7 +192,7 @@ COMMANDS = {
 def test_no_process_starts_on_a_redis_that_may_lose_something(
     tmp_path: Path, process: str, setting: str, value: str
 ) -> None:
-    assert setting in redis_check.SETTINGS
+    assert setting in durability.SETTINGS
     with RedisServer(tmp_path / "redis", **{setting: value}) as server:
         ended = subprocess.run(
             [sys.executable, "-m", *COMMANDS[process]],
@@ -209,5 +209,5 @@ def test_no_process_starts_on_a_redis_that_may_lose_something(
             check=False,
         )
     assert ended.returncode == REFUSED, ended.stderr
-    wanted = redis_check.SETTINGS[setting]
+    wanted = durability.SETTINGS[setting]
     assert f"{setting} is {value!r}; set in its configuration: {setting} {wanted}" in ended.stderr

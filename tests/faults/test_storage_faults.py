@@ -17,11 +17,10 @@ import pytest
 
 from tests.faults.hooked_fs import HookedFs, every, failing
 from tests.server.conftest import forward_backward
-from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
-from tuneserve_engine.backend.base import AdapterState
-from tuneserve_engine.backend.fake import FakeBackend
-from tuneserve_engine.files import FileStore, LocalFs, new_file_id
-from tuneserve_engine.jobs import (
+from tests.support.fake_backend import FakeBackend
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.jobs import (
     CreateModel,
     Job,
     JobKind,
@@ -31,10 +30,12 @@ from tuneserve_engine.jobs import (
     SaveWeights,
     encode,
 )
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import StoreFailed, StorePolicy
-from tuneserve_engine.queue.sqlite import SqliteStore
-from tuneserve_engine.records import Checkpoint, CheckpointKind, Session
+from tuneserve_engine.core.policies import StorePolicy
+from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord, SessionRecord
+from tuneserve_engine.store.errors import StoreFailed
+from tuneserve_engine.store.files import FileStore, LocalFs, new_file_id
+from tuneserve_engine.store.sqlite.store import SqliteStore
+from tuneserve_engine.worker.execution.executor import JobExecutor
 
 OLD, NEW = "0" * 32, "1" * 32
 MEMBERS = {"adapter.safetensors": b"weights", "config.json": b"{}"}
@@ -105,7 +106,7 @@ class Saver:
         self.fs = HookedFs(LocalFs())
         self.files = FileStore(root, self.fs)
         self.backend = FakeBackend()
-        self.operations = Operations(self.backend, self.files)
+        self.operations = JobExecutor(self.backend, self.files)
         self.position = 0
         config = AdapterConfig(rank=2, alpha=1.0, seed=7)
         self.run(JobKind.CREATE_MODEL, encode(CreateModel("tuneserve/fake", config)))
@@ -123,13 +124,13 @@ class Saver:
     def train(self) -> None:
         for kind, payload in (
             (JobKind.FORWARD_BACKWARD, forward_backward("m", 1)),
-            (JobKind.OPTIM_STEP, encode(OptimStep(AdamParams(learning_rate=0.1)))),
+            (JobKind.OPTIM_STEP, encode(OptimStep(AdamwParams(learning_rate=0.1)))),
         ):
             assert self.run(kind, payload).rejection is None
 
     def save(self, file_id: str) -> Outcome:
         kind = CheckpointKind.TRAINING
-        record = Checkpoint(
+        record = CheckpointRecord(
             key="tinker://m/weights/a",
             tenant="t",
             parent="m",
@@ -280,8 +281,10 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
     first = await store.submit(job(1))
     waiting = asyncio.create_task(store.wait(first.request_id, 10))
     await asyncio.sleep(0)
-    assert await store.get(Session, "s") is None  # by now the wait has looked, too, and is parked
-    session = Session("s", "alice", 1.0, 1.0, user_metadata={"about": "x" * 50_000})
+    assert (
+        await store.get(SessionRecord, "s") is None
+    )  # by now the wait has looked, too, and is parked
+    session = SessionRecord("s", "alice", 1.0, 1.0, user_metadata={"about": "x" * 50_000})
     for _ in range(3):
         with full():
             for refused in (
@@ -292,7 +295,7 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
                 with pytest.raises(StoreFailed):
                     await refused()
             assert [each.seq for each in await store.take(epoch, after=0, max_jobs=9)] == [1]
-            assert await store.get(Session, "s") is None
+            assert await store.get(SessionRecord, "s") is None
             assert not waiting.done()
     # What was refused left nothing behind, in the counters of the limits neither.
     seqs = range(2, POLICY.model_jobs + 1)

@@ -14,9 +14,9 @@ import pytest
 
 from tests.faults import asgi
 from tests.server.conftest import Api, asample
-from tuneserve_engine.records import Key, Scope
-from tuneserve_server import auth
-from tuneserve_server.routes import files
+from tuneserve_engine.core.records import KeyRecord, Scope
+from tuneserve_server.access import auth
+from tuneserve_server.routes import downloads
 
 pytestmark = pytest.mark.anyio
 
@@ -276,7 +276,7 @@ async def let_in(api: Api, key: str) -> None:
     _, name, secret = key.split("-")
     digest = auth.digest(api.services.secret, name, secret)
     scopes = [Scope.TRAIN, Scope.SAMPLE]
-    await api.services.store.put(Key(name, name, name, digest, scopes, time.time()))
+    await api.services.store.put(KeyRecord(name, name, name, digest, scopes, time.time()))
 
 
 open_only = pytest.mark.parametrize("tenancy", ["open"], indirect=True)
@@ -495,7 +495,9 @@ async def test_a_signed_link_leads_to_no_other_file(tenancy: Tenancy) -> None:
             query = {
                 "expires": expires,
                 "tenant": tenant,
-                "signature": files._signature(services.secret, file_id, member, expires, tenant),
+                "signature": downloads._signature(
+                    services.secret, file_id, member, expires, tenant
+                ),
             }
             target = f"{PREFIX}/files/{file_id}/{quote(member, safe='')}"
             answer = await asgi.call(

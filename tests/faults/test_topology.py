@@ -18,8 +18,8 @@ from tinker import types
 from tests.faults.fault_proxy import FaultProxy, Message, named
 from tests.faults.topology import Topology
 from tests.sdk import service_client
-from tuneserve_server.local import LocalServer
-from tuneserve_server.readiness import health_of
+from tuneserve_server.cli.local_server import LocalServer
+from tuneserve_server.cli.readiness import health_of
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.

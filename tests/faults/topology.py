@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.containers import compose, image_of
-from tuneserve_server.local import free_port
+from tuneserve_server.cli.local_server import free_port
 
 PASSWORD = "4f3c2b1a"
 _HEALTHY_S = 60.0

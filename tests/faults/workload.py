@@ -14,20 +14,26 @@ from typing import Protocol
 
 import numpy as np
 
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine.adapters import AdamParams, AdapterConfig
-from tuneserve_engine.jobs import (
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+from tuneserve_engine.core.jobs import (
     CreateModel,
     Job,
     JobKind,
     OptimStep,
     Outcome,
-    Sample,
+    SampleCommand,
     SaveWeights,
     encode,
 )
-from tuneserve_engine.queue.base import Submitted
-from tuneserve_engine.records import Checkpoint, CheckpointKind, Model, Record, Session
+from tuneserve_engine.core.records import (
+    CheckpointKind,
+    CheckpointRecord,
+    ModelRecord,
+    Record,
+    SessionRecord,
+)
+from tuneserve_engine.store.base import Submitted
 
 Pause = Callable[[], Awaitable[None]]
 
@@ -104,7 +110,7 @@ class Tenant:
     def creation(self) -> tuple[Job, tuple[Record, ...]]:
         payload = encode(CreateModel(self.base_model, self.config))
         job = Job(self.name, JobKind.CREATE_MODEL, self.session, 0, payload)
-        model = Model(
+        model = ModelRecord(
             self.model_id, self.name, self.session, self.base_model, self.config, 0.0, 0.0
         )
         return self._of_model(job, 0), (model,)
@@ -113,7 +119,7 @@ class Tenant:
         """The jobs of one round: gradients, a step, and in RL weights to sample from."""
         draw = random.Random(1000 * self.number + index)
         jobs = [(JobKind.FORWARD_BACKWARD, self._gradient(draw)) for _ in range(2)]
-        step = OptimStep(AdamParams(learning_rate=0.01 * (1 + index % 3), weight_decay=0.01))
+        step = OptimStep(AdamwParams(learning_rate=0.01 * (1 + index % 3), weight_decay=0.01))
         jobs.append((JobKind.OPTIM_STEP, encode(step)))
         if self.is_rl:
             save = SaveWeights(
@@ -134,7 +140,7 @@ class Tenant:
 
     def _sample(self, index: int, n: int) -> Job:
         snapshot = self.snapshot(index)
-        command = Sample([1 + index, 2], seed=97 * index + n, file_id=snapshot, max_tokens=3)
+        command = SampleCommand([1 + index, 2], seed=97 * index + n, file_id=snapshot, max_tokens=3)
         scope = f"{self.session}:sample:0"
         key = (self.name, JobKind.SAMPLE, scope, 3 * index + n)
         return Job(*key, encode(command), base_model=self.base_model)
@@ -177,8 +183,8 @@ class Tenant:
             self.base_model,
         )
 
-    def _checkpoint(self, name: str, kind: CheckpointKind, file: str) -> Checkpoint:
-        return Checkpoint(
+    def _checkpoint(self, name: str, kind: CheckpointKind, file: str) -> CheckpointRecord:
+        return CheckpointRecord(
             f"tinker://{self.model_id}/{kind.value}/{name}",
             self.name,
             self.model_id,
@@ -190,8 +196,8 @@ class Tenant:
             0.0,
         )
 
-    def session_record(self) -> Session:
-        return Session(self.session, self.name, created_s=0.0, last_seen_s=1e12)
+    def session_record(self) -> SessionRecord:
+        return SessionRecord(self.session, self.name, created_s=0.0, last_seen_s=1e12)
 
 
 @dataclass
@@ -277,7 +283,7 @@ def without_cache_hits(sampled: bytes) -> bytes:
 
 def state_bits(directory: object, base_model: str) -> list[object]:
     """Everything in a saved state, as bytes."""
-    from tuneserve_engine import checkpoint
+    from tuneserve_engine.adapters import checkpoint
 
     state = checkpoint.read(directory, base_model)  # type: ignore[arg-type]
     groups = (state.weights, state.first_moment, state.second_moment, state.accumulator)

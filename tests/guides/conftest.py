@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.quick_service import quick_settings
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 KEY = "tml-guides"
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import typer.main
 
-from tuneserve_server import cli
+from tuneserve_server.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -32,22 +32,22 @@ ELSEWHERE = {
         "make demo\n": "tests/integration/test_end_to_end.py",
         "tuneserve train my-rows.jsonl": "tests/guides/test_readme.py",
         "examples/sft": "tests/guides/test_examples.py",
-        "tuneserve keys create": "tests/server/test_admin_cli.py",
+        "tuneserve keys create": "tests/server/cli/test_keys.py",
     },
     "docs/api.md": {"checkpoints/import": "tests/client/test_peft_guide.py"},
     "docs/cli.md": {"": "tests/integration/test_client_cli.py"},
     "docs/configuration.md": {
         "tuneserve worker --": "tests/guides/test_started.py",
         "tuneserve api --": "tests/guides/test_started.py",
-        "tuneserve tenants set": "tests/server/test_admin_cli.py",
+        "tuneserve tenants set": "tests/server/cli/test_keys.py",
     },
-    "docs/guides/operating.md": {"": "tests/server/test_operating_guide.py"},
+    "docs/guides/operating.md": {"": "tests/guides/test_operating.py"},
     "docs/guides/peft.md": {"": "tests/client/test_peft_guide.py"},
     "docs/keys.md": {
         "tuneserve up --": "tests/guides/test_started.py",
-        "tuneserve keys create": "tests/server/test_admin_cli.py",
+        "tuneserve keys create": "tests/server/cli/test_keys.py",
     },
-    "docs/page.md": {"": "tests/server/test_admin_cli.py"},
+    "docs/page.md": {"": "tests/server/cli/test_keys.py"},
     "docs/sdk.md": {"": "tests/client/test_docs.py"},
 }
 """What needs more than a service: page, what its blocks contain (the first that fits counts), and

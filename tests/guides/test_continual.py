@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 import pytest
 from safetensors import safe_open
 
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_engine.kinds import kind_of
-from tuneserve_engine.kinds.base import parameters
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.adapters.kinds import kind_of
+from tuneserve_engine.adapters.kinds.base import parameters
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.local_server import LocalServer
 
 CONTINUAL = Path(__file__).parents[2] / "examples" / "continual"
 TASKS = ["robot", "parrot", "king"]

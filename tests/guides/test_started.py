@@ -14,9 +14,9 @@ import pytest
 
 from tests.guides.pages import block_with
 from tests.quick_service import quick_settings
-from tuneserve_server.auth import open_tenant
-from tuneserve_server.local import LocalServer, free_port
-from tuneserve_server.readiness import health_of
+from tuneserve_server.access.auth import open_tenant
+from tuneserve_server.cli.local_server import LocalServer, free_port
+from tuneserve_server.cli.readiness import health_of
 
 Environment = dict[str, str]
 

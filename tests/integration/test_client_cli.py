@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from tests.quick_service import quick_settings
 from tuneserve_client import Client, next_token_datum
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server import cli
-from tuneserve_server.client_cli import train
-from tuneserve_server.client_cli.train_view import Lines
-from tuneserve_server.local import LocalServer, free_port
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli import main as cli
+from tuneserve_server.cli import train
+from tuneserve_server.cli.local_server import LocalServer, free_port
+from tuneserve_server.cli.train_view import Lines
 
 ROOT = Path(__file__).parents[2]
 KEY = "tml-command-line"

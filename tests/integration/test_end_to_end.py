@@ -19,8 +19,8 @@ import transformers
 from tinker import types
 
 from tests.sdk import service_client
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server.local import LocalServer, free_port
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.local_server import LocalServer, free_port
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
@@ -314,7 +314,7 @@ def test_training_goes_on_bit_for_bit_when_the_worker_dies_and_when_all_stops(
         trainer = new_trainer(client, running)
         before = losses(trainer, 2)
         under_way = trainer.forward_backward(DATA, "cross_entropy")
-        kill_child(running, "tuneserve_engine")
+        kill_child(running, "tuneserve_engine.worker")
         trainer.optim_step(ADAM).result(timeout=120)
         during = under_way.result(timeout=120).metrics["loss:sum"]
         after = losses(trainer, 1)

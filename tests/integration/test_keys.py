@@ -9,7 +9,7 @@ import tinker
 from tinker import types
 
 from tests.sdk import service_client
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.

@@ -10,8 +10,8 @@ import transformers
 from tinker import types
 
 from tests.sdk import service_client
-from tuneserve_engine.config import TINY_MODEL
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.

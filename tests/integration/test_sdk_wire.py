@@ -6,6 +6,7 @@ What the numbers must be is known from the fake backend: the logprob of token y 
 
 import gc
 import json
+import os
 import pickle  # noqa: S403 - the SDK's own way to copy a client
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from tinker import types
 from tinker.cli.__main__ import main_cli
 from tinker.lib import queue_state_logger
 
+from tests.faults.processes import SEES_TESTS, WORKER
 from tests.sdk import service_client
 
 pytestmark = [
@@ -36,7 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning"),
 ]
 
-WORKER = Path(__file__).parents[1] / "server" / "fake_worker.py"
 BASE = "tuneserve/fake"
 ADAM = types.AdamParams(learning_rate=1e-2)
 
@@ -80,7 +81,7 @@ def running_server(data_dir: Path) -> Iterator[Server]:
     worker = [sys.executable, str(WORKER), str(data_dir)]
     with (data_dir / "log").open("wb") as log:
         processes = [
-            subprocess.Popen(command, stdout=log, stderr=log)
+            subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **SEES_TESTS})
             for command in ([*api, "--data-dir", str(data_dir)], worker)
         ]
     server = Server(f"http://127.0.0.1:{port}", data_dir)

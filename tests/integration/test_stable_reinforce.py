@@ -12,7 +12,7 @@ from tinker import types
 
 from tests.quick_service import quick_settings
 from tests.sdk import service_client
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
@@ -171,7 +171,7 @@ def test_recordings_and_what_was_trained_on_them_survive_killed_processes(servic
     kill_child(server, "tuneserve_server api")
     found = trainer.forward_backward(data, "stable_reinforce").result(timeout=120)
     assert found.metrics == wanted.metrics
-    kill_child(server, "tuneserve_engine")
+    kill_child(server, "tuneserve_engine.worker")
     trainer.optim_step(MOVE).result(timeout=120)
 
     one, other = (

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import TracerProvider
 
 from tuneserve_client import Client, Datum, RequestFailed, next_token_datum
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 KEY = "tml-canary5d0c91"
 SETTINGS = {

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
 from tests.sdk import service_client
-from tuneserve_server.auth import open_tenant
-from tuneserve_server.local import LocalServer
+from tuneserve_server.access.auth import open_tenant
+from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.

@@ -10,7 +10,7 @@ import peft
 import torch
 import transformers
 
-from tuneserve_engine.config import TINY_MODEL
+from tuneserve_engine.settings.common import TINY_MODEL
 
 ROOT = Path(__file__).parents[2]
 SECTION = "## Your own rows: three commands"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.newcomer import readme
-from tuneserve_server.local import free_port
+from tuneserve_server.cli.local_server import free_port
 
 _OF_THE_MACHINE = re.compile(r"PIP_\w+|SSL_\w+|REQUESTS_CA_BUNDLE|\w+_proxy", re.I)
 """How a package index is reached from here: the only variables that a newcomer has of us."""

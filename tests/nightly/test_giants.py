@@ -11,8 +11,8 @@ import pytest
 
 from tuneserve_client import Client, Datum, next_token_datum
 from tuneserve_client.sync import Model
-from tuneserve_engine.pace import SLICE_S
-from tuneserve_server.local import LocalServer
+from tuneserve_engine.core.policies import SLICE_S
+from tuneserve_server.cli.local_server import LocalServer
 
 GIANT, FLOOD = (500, 1000), (5, 1000)
 """Datums and the tokens of each."""

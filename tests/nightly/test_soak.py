@@ -31,12 +31,12 @@ from tests.nightly import soak_tenant
 from tests.nightly.soak_tenant import KEY, Step
 from tests.nightly.test_giants import FLOOD, data, gradient_s
 from tuneserve_client import Client
-from tuneserve_engine.config import CommonSettings
-from tuneserve_engine.pace import SLICE_S
-from tuneserve_engine.queue.opening import open_store
-from tuneserve_engine.records import Checkpoint
-from tuneserve_server.local import LocalServer
-from tuneserve_server.readiness import health_of
+from tuneserve_engine.core.policies import SLICE_S
+from tuneserve_engine.core.records import CheckpointRecord
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.open import open_store
+from tuneserve_server.cli.local_server import LocalServer
+from tuneserve_server.cli.readiness import health_of
 
 ROOT = Path(__file__).parents[2]
 SOAK_S = float(os.environ.get("SOAK_S", "1800"))
@@ -256,7 +256,7 @@ def saves(server: LocalServer, steps: Sequence[Step]) -> list[list[object]]:
         store = await open_store(settings)
         try:
             found = [
-                await store.get(Checkpoint, each.told["path"])
+                await store.get(CheckpointRecord, each.told["path"])
                 for each in steps
                 if "path" in each.told
             ]

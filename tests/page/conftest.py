@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from tests.page.stage import QUICK, Trainer, chromium, make_key, training
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

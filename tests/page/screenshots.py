@@ -8,7 +8,7 @@ import httpx
 from playwright.sync_api import expect
 
 from tests.page.stage import PHONE, QUICK, Trainer, Visit, chromium, make_key, training
-from tuneserve_server.local import LocalServer
+from tuneserve_server.cli.local_server import LocalServer
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SEEN_S = 75.0

@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 from examples.demo.tasks import FACTS, TASKS
 from tuneserve_client import Client, chat_datum
-from tuneserve_server.local import LocalServer, free_port
-from tuneserve_server.readiness import health_of
+from tuneserve_server.cli.local_server import LocalServer, free_port
+from tuneserve_server.cli.readiness import health_of
 
 QUICK = {
     "compile_ahead": "false",

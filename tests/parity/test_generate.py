@@ -11,12 +11,13 @@ import pytest
 import torch
 from scipy import stats
 
-from tuneserve_engine.adapters import ATTENTION, UNEMBED, AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, SampleRequest
-from tuneserve_engine.backend.jax.models.weights import load_base_model
-from tuneserve_engine.backend.jax.programs import ProgramSet
-from tuneserve_engine.backend.jax.sample import Sampler
-from tuneserve_engine.lattice import ShapeLattice
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.backend.jax.model.weights import load_base_model
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
+from tuneserve_engine.core.adapter import ATTENTION, UNEMBED, AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
 
 # PEFT asks transformers 5.23 for a property under its old name.
 pytestmark = pytest.mark.filterwarnings(
@@ -46,9 +47,11 @@ class Pair:
     def __init__(self, hf: Any) -> None:
         self.theirs = peft_model(hf.model)
         model, config = load_base_model(str(hf.folder), dtype="float32")
-        lattice = ShapeLattice(config.context_length, block=8, chunk=16)
+        lattice = StaticShapes(config.context_length, block=8, chunk=16)
         model.block, model.chunk_blocks = lattice.block, lattice.chunk // lattice.block
-        self.ours = Sampler(ProgramSet(), model, lattice, None, lanes=4, snapshot_bytes=1 << 30)
+        self.ours = JaxSampler(
+            ProgramRegistry(), model, lattice, None, lanes=4, snapshot_bytes=1 << 30
+        )
         for name, adapter in ADAPTERS.items():
             self.ours.load_snapshot(name, adapter_state(self.theirs, name, adapter))
 
@@ -143,9 +146,9 @@ def prompt_of(length: int, seed: int = 0) -> Any:
     return np.random.default_rng(100 * seed + length).integers(3, VOCAB, length).astype(np.int32)
 
 
-def request(length: int, adapter: str | None, **options: Any) -> SampleRequest:
+def request(length: int, adapter: str | None, **options: Any) -> SamplingRequest:
     defaults = {"seed": 1, "num_samples": 1, "max_tokens": 1}
-    return SampleRequest(prompt_of(length), adapter, **(defaults | options))
+    return SamplingRequest(prompt_of(length), adapter, **(defaults | options))
 
 
 def assert_close(got: Any, want: Any) -> None:

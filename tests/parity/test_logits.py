@@ -16,12 +16,12 @@ from jax import Array
 from transformers import LlamaForCausalLM
 
 from tests.paged_rows import PagedRows
-from tuneserve_engine.adapters import PROJECTIONS, UNEMBED
-from tuneserve_engine.backend.jax.lora import LoraRows
-from tuneserve_engine.backend.jax.models.block import Layer, project
-from tuneserve_engine.backend.jax.models.decoder import Decoder
-from tuneserve_engine.backend.jax.models.weights import load_base_model, read_config
-from tuneserve_engine.backend.jax.programs import COMPILER_OPTIONS
+from tuneserve_engine.backend.jax.model.block import Layer, project
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
+from tuneserve_engine.backend.jax.programs.registry import COMPILER_OPTIONS
+from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED
 
 TOLERANCE = 1e-5  # of the largest logit
 TOKENS = np.random.default_rng(0).integers(0, 67, (3, 40)).astype(np.int32)

@@ -14,20 +14,20 @@ import torch
 from torch.func import functional_call
 
 from tests.parity.test_sft import batch_of, our_loss, torch_loss, torch_step
-from tuneserve_engine import checkpoint
-from tuneserve_engine.adapters import ATTENTION, PROJECTIONS, AdamParams, AdapterConfig
+from tuneserve_engine.adapters import checkpoint
+from tuneserve_engine.adapters.merge import merge
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.batch import PackRequest, pack
-from tuneserve_engine.lattice import ShapeLattice
-from tuneserve_engine.merge import merge
-from tuneserve_engine.training_wire import Datum, TrainingData
+from tuneserve_engine.core.adapter import ATTENTION, PROJECTIONS, AdamwParams, AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.packing import PackingRequest, pack
 
 RATIO = 0.3
 CONFIG = AdapterConfig(
     7, 0.0, 0, train_unembed=False, kind="osft", options={"unfreeze_ratio": str(RATIO)}
 )
 STEPS = 8
-PARAMS = AdamParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=1.0)
+PARAMS = AdamwParams(learning_rate=2e-2, weight_decay=0.1, eps=1e-3, grad_clip_norm=1.0)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning"),
@@ -85,7 +85,7 @@ class Reference:
         weights = {name: each.weight() for name, each in self.factored.items()}
         return functional_call(self.model, weights, (tokens,))
 
-    def step(self, data: list[Datum]) -> float:
+    def step(self, data: list[DecodedDatum]) -> float:
         self.optimizer.zero_grad()
         loss = torch_loss(self, data)
         loss.backward()
@@ -109,7 +109,7 @@ def trained(source: Any) -> tuple[JaxBackend, Reference, list[tuple[float, float
         str(source.folder),
         name="tiny",
         tokenizer_id="none",
-        lattice=ShapeLattice(64, block=8, chunk=16, tokens=64),
+        lattice=StaticShapes(64, block=8, chunk=16, tokens=64),
     )
     backend.create_adapter("run", CONFIG)
     theirs = Reference(source.model, backend.adapter_state("run", optimizer=False).weights)
@@ -133,7 +133,7 @@ def test_losses_and_factors_are_those_of_the_factored_model_in_torch(trained):
             np.testing.assert_allclose(mine, x.detach().numpy(), rtol=0, atol=1.5e-6, err_msg=name)
 
 
-def logprobs(model: Any, datum: Datum) -> np.ndarray:
+def logprobs(model: Any, datum: DecodedDatum) -> np.ndarray:
     """Of the datum's targets, in float64."""
     with torch.no_grad():
         logits = model(torch.from_numpy(datum.tokens)[None].long()).logits[0].double()
@@ -141,10 +141,10 @@ def logprobs(model: Any, datum: Datum) -> np.ndarray:
     return taken.numpy()
 
 
-def live(backend: JaxBackend, adapter_ids: list[str], datum: Datum) -> list[np.ndarray]:
+def live(backend: JaxBackend, adapter_ids: list[str], datum: DecodedDatum) -> list[np.ndarray]:
     """The same under each of these adapters, all in one unit."""
     request = TrainingData("cross_entropy", {}, True, [datum])
-    (packed,) = pack([PackRequest(name, 8, request) for name in adapter_ids], backend.lattice)
+    (packed,) = pack([PackingRequest(name, 8, request) for name in adapter_ids], backend.lattice)
     result = backend.forward_backward(packed.unit)
     found: dict[int, np.ndarray] = {}
     for batch, out in zip(packed.unit.batches, result.outputs, strict=True):
@@ -170,7 +170,7 @@ def test_a_batch_of_all_kinds_gives_each_tenant_its_dense_models_logprobs(traine
         backend.create_adapter(name, config)
         for step in range(3 if name != "base" else 0):
             request = TrainingData("cross_entropy", {}, False, batch_of(step))
-            (packed,) = pack([PackRequest(name, config.rank, request)], backend.lattice)
+            (packed,) = pack([PackingRequest(name, config.rank, request)], backend.lattice)
             assert backend.forward_backward(packed.unit).finite == (True,)
             backend.optim_steps([(name, PARAMS)])
         state = backend.adapter_state(name, optimizer=False)

@@ -9,28 +9,28 @@ import peft
 import pytest
 import torch
 
-from tuneserve_engine.adapters import PROJECTIONS, UNEMBED, AdamParams, AdapterConfig
-from tuneserve_engine.backend.base import AdapterState, Tensors
+from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.batch import PackRequest, pack, unpack
-from tuneserve_engine.lattice import ShapeLattice
-from tuneserve_engine.training_wire import Datum, TrainingData
+from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED, AdamwParams, AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 
 CONFIG = AdapterConfig(rank=6, alpha=32, seed=7)  # padded on the device, where 8 is the class
 STEPS = 20
 LENGTHS = (5, 16, 11, 30, 2, 17, 9)  # together more than a piece: two micro-batches
 
 
-def params_of(step: int) -> AdamParams:
+def params_of(step: int) -> AdamwParams:
     """A learning rate that changes, weight decay, and clipping that bites every other step."""
-    return AdamParams(
+    return AdamwParams(
         learning_rate=5e-3 * (1 - step / (2 * STEPS)),
         weight_decay=0.1,
         grad_clip_norm=10.0 if step % 2 else 0.0,
     )
 
 
-def batch_of(step: int) -> list[Datum]:
+def batch_of(step: int) -> list[DecodedDatum]:
     """Datums of different lengths with fractional, also negative and zero, weights."""
     random = np.random.default_rng(step % 4)
     data = []
@@ -39,7 +39,9 @@ def batch_of(step: int) -> list[Datum]:
         weights = random.choice(
             [0.0, -0.25, 0.5, 1.0, 1.75], (length, 1), p=[0.2, 0.1, 0.2, 0.4, 0.1]
         )
-        data.append(Datum(tokens[:-1], tokens[1:, None], weights.astype(np.float32), flat=True))
+        data.append(
+            DecodedDatum(tokens[:-1], tokens[1:, None], weights.astype(np.float32), flat=True)
+        )
     return data
 
 
@@ -78,7 +80,7 @@ def peft_model(model: Any, start: Tensors) -> Any:
     return wrapped
 
 
-def torch_loss(model: Any, data: list[Datum]) -> torch.Tensor:
+def torch_loss(model: Any, data: list[DecodedDatum]) -> torch.Tensor:
     """The sum of -w·lp, each datum by itself, without padding."""
     total = torch.zeros(())
     for datum in data:
@@ -88,7 +90,7 @@ def torch_loss(model: Any, data: list[Datum]) -> torch.Tensor:
     return total
 
 
-def torch_step(optimizer: torch.optim.AdamW, params: AdamParams) -> None:
+def torch_step(optimizer: torch.optim.AdamW, params: AdamwParams) -> None:
     group = optimizer.param_groups[0]
     group["lr"], group["betas"] = params.learning_rate, (params.beta1, params.beta2)
     group["eps"], group["weight_decay"] = params.eps, params.weight_decay
@@ -97,9 +99,9 @@ def torch_step(optimizer: torch.optim.AdamW, params: AdamParams) -> None:
     optimizer.step()
 
 
-def our_loss(backend: JaxBackend, data: list[Datum]) -> float:
+def our_loss(backend: JaxBackend, data: list[DecodedDatum]) -> float:
     request = TrainingData("cross_entropy", {}, False, data)
-    (packed,) = pack([PackRequest("run", CONFIG.rank, request)], backend.lattice)
+    (packed,) = pack([PackingRequest("run", CONFIG.rank, request)], backend.lattice)
     assert len(packed.unit.batches) == 2
     result = backend.forward_backward(packed.unit)
     assert result.finite == (True,)
@@ -128,7 +130,7 @@ def test_twenty_steps_on_every_projection_and_the_head_give_the_same_losses(refe
         str(source.folder),
         name="tiny",
         tokenizer_id="none",
-        lattice=ShapeLattice(64, block=8, chunk=16, tokens=64),
+        lattice=StaticShapes(64, block=8, chunk=16, tokens=64),
     )
     start = start_of(backend)
     backend.load_adapter("run", start)

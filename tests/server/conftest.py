@@ -14,17 +14,17 @@ import pytest
 from fastapi import FastAPI
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.server.openai_case import LETTERS, TEMPLATE
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_engine.adapters import BaseModelInfo
-from tuneserve_engine.backend.fake import FAKE_INFO, FakeBackend
-from tuneserve_engine.operations import Operations
-from tuneserve_engine.queue.base import Queue
-from tuneserve_engine.queue.opening import open_store
-from tuneserve_engine.worker import Worker
+from tests.server.openai.openai_case import LETTERS, TEMPLATE
+from tests.support.fake_backend import FAKE_INFO, FakeBackend
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_engine.core.adapter import BaseModelInfo
+from tuneserve_engine.store.base import Queue
+from tuneserve_engine.store.open import open_store
+from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.worker import Worker
 from tuneserve_server.app import create_app
-from tuneserve_server.deps import Services
-from tuneserve_server.served import ServedModels
+from tuneserve_server.base_models import BaseModels
+from tuneserve_server.dependencies import Services
 from tuneserve_server.settings import ApiSettings
 
 JSON = {"Content-Type": "application/json"}
@@ -53,7 +53,7 @@ class Api:
             return self.services.store
 
         self.backend = backend(info)
-        operations = Operations(self.backend, self.services.files)
+        operations = JobExecutor(self.backend, self.services.files)
         worker = Worker(connect, operations, info, name=name)
         running = asyncio.create_task(worker.run())
         self._workers[name] = worker, running
@@ -236,7 +236,7 @@ async def api(settings: ApiSettings, anyio_backend: str) -> AsyncIterator[Api]:
     ):
         services = app.state.services
         # What was true half a second ago is too old for a test.
-        served = ServedModels(store, settings.served_name, fresh_s=0.0)
+        served = BaseModels(store, settings.served_name, fresh_s=0.0)
         app.state.services = replace(services, served=served)
         api = Api(app, http)
         yield api

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.records import Model, Update
-from tuneserve_server.served import ServedModels
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.core.records import ModelRecord, Update
+from tuneserve_server.base_models import BaseModels
 
 pytestmark = pytest.mark.anyio
 
@@ -185,7 +185,7 @@ async def test_a_base_model_is_given_up_a_quarter_of_an_hour_after_its_last_work
         """The service as it will be then, its other worker still there."""
         import time
 
-        later = ServedModels(services.store, "x", fresh_s=0.0, clock=lambda: time.time() + seconds)
+        later = BaseModels(services.store, "x", fresh_s=0.0, clock=lambda: time.time() + seconds)
         return replace(services, served=later)
 
     two.app.state.services = at(901)
@@ -201,7 +201,7 @@ async def test_a_run_that_was_rebuilt_with_other_results_says_so(service: Any) -
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (False, False)
     await service.services.store.update(Update("model", model, {"diverged": True}))
-    assert (await service.services.store.get(Model, model)).diverged
+    assert (await service.services.store.get(ModelRecord, model)).diverged
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (True, True)
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from tuneserve_engine.queue.base import StoreFailed
+from tuneserve_engine.store.errors import StoreFailed
 from tuneserve_server.app import PREFIX, ROUTERS
 
 pytestmark = pytest.mark.anyio

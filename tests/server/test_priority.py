@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tuneserve_server.incoming import BodyMemory
+from tuneserve_server.http.incoming import BodyMemory
 from tuneserve_server.settings import ApiSettings
 
 

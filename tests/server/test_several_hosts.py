@@ -12,8 +12,8 @@ import pytest
 
 from tests.redis_server import RedisServer
 from tests.server.conftest import Api
-from tuneserve_engine.backend.fake import FAKE_INFO
-from tuneserve_engine.queue.opening import open_store
+from tests.support.fake_backend import FAKE_INFO
+from tuneserve_engine.store.open import open_store
 from tuneserve_server.app import create_app
 from tuneserve_server.settings import ApiSettings
 

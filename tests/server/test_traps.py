@@ -11,11 +11,12 @@ import pytest
 import uvicorn
 from pydantic import ValidationError
 
-from tuneserve_client.proto import wire_pb2 as wire
-from tuneserve_client.types import SampleRequest
-from tuneserve_server import readiness, serving
-from tuneserve_server.polls import Polls
-from tuneserve_server.sample_command import sample_command
+from tuneserve_client.wire.proto import wire_pb2 as wire
+from tuneserve_client.wire.types import SampleRequest
+from tuneserve_server import serve as serving
+from tuneserve_server.cli import readiness
+from tuneserve_server.commands.sampling import sample_command
+from tuneserve_server.http.long_polls import LongPolls
 from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
@@ -332,13 +333,13 @@ async def test_the_server_keeps_idle_connections_as_long_as_its_settings_say(
     seen: list[uvicorn.Config] = []
 
     class Server:
-        def __init__(self, config: uvicorn.Config, polls: Polls) -> None:
+        def __init__(self, config: uvicorn.Config, polls: LongPolls) -> None:
             seen.append(config)
 
         async def serve(self, sockets: Any) -> None:
             pass
 
-    monkeypatch.setattr(serving, "_Server", Server)
+    monkeypatch.setattr(serving, "_ApiServer", Server)
     monkeypatch.setattr(serving.pauses, "shorten", lambda: None)  # this process goes on testing
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

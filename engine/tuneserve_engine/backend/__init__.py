@@ -1,0 +1,1 @@
+"""The seam to the device: NumPy in, NumPy out."""

@@ -1,7 +1,7 @@
-"""Results: one held poll after the other, until the outcome is there.
+"""The routes of results: clients long-poll until the outcome is there.
 
-A client that samples need not hold one for each request: it asks ``retrieve_futures`` which of all
-have ended, and fetches those.
+A client that samples need not poll for each request: ``retrieve_futures`` returns which of its
+samples have ended, and the client fetches those.
 """
 
 import logging
@@ -14,29 +14,30 @@ from typing import Literal
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from tuneserve_client import types
-from tuneserve_engine import logs
-from tuneserve_engine.jobs import Outcome
-from tuneserve_engine.kinds import kind_of
-from tuneserve_engine.queue import rules
-from tuneserve_engine.queue.base import Completion, ResultExpired, SamplerClient, StoreFailed
-from tuneserve_engine.records import Model, ModelStatus, Sampler, Tenant
-from tuneserve_engine.repeats import Repeats
-from tuneserve_server import waterfall
-from tuneserve_server.deps import Caller, CallerDep, incoming, reply, short, whole
-from tuneserve_server.errors import InvalidRequest, NotFound, ResultGone, SessionEnded
-from tuneserve_server.openapi import BINARY, PROTOBUF, fails, takes
-from tuneserve_server.served import decomposing
+from tuneserve_client.wire import types
+from tuneserve_engine.adapters.kinds import kind_of
+from tuneserve_engine.core.jobs import Outcome
+from tuneserve_engine.core.records import ModelRecord, ModelStatus, SamplerRecord, TenantRecord
+from tuneserve_engine.store import refusals
+from tuneserve_engine.store.base import Completion, SamplerClient
+from tuneserve_engine.store.errors import ResultDropped, StoreFailed
+from tuneserve_engine.telemetry import logs
+from tuneserve_engine.telemetry.log_throttle import ThrottledLog
+from tuneserve_server import request_cost
+from tuneserve_server.base_models import decomposing
+from tuneserve_server.dependencies import Caller, CallerDep, incoming, reply, short, whole
+from tuneserve_server.errors import BadRequest, ResultGone, SessionClosed, UnknownResource
+from tuneserve_server.http.openapi import BINARY, PROTOBUF, fails, takes
 
 logger = logging.getLogger(__name__)
-_faults = Repeats(logger)
+_faults = ThrottledLog(logger)
 
 router = APIRouter()
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
-_CROWDED_S = 1.0  # a poll that is ended at once would be there again at once
-_STATE_S = 3.0  # after a poll of 40 s, before the client's 45 s are over
+_CROWDED_S = 1.0  # a poll that ended at once would be repeated at once
+_STATE_S = 3.0  # added to a poll of 40 s; the client's limit is 45 s
 _NO_REQUEST = "this request does not exist, or it is not yours"
 _MOST_COMPLETIONS = 1000  # of one answer: 100 KB
 
@@ -47,11 +48,14 @@ _MOST_COMPLETIONS = 1000  # of one answer: 100 KB
     responses={
         200: {"content": {PROTOBUF: BINARY}},
         408: {"model": types.NotReadyResponse, "description": "not yet"},
-        **fails(NotFound, ResultGone),
+        **fails(UnknownResource, ResultGone),
     },
 )
 async def retrieve_future(http: Request, caller: CallerDep) -> Response:
-    """The stored result; 408 while there is none. Never a 5xx: clients would ask again at once."""
+    """Return the stored result, or 408 while there is none.
+
+    Never a 5xx: clients would poll again at once.
+    """
     request_id = (await short(http, caller, types.FutureRetrieveRequest)).request_id
     most = caller.settings.max_polls_per_tenant
     with caller.polls.counted(caller.tenant) as held:
@@ -81,7 +85,7 @@ async def _held(caller: Caller, request_id: str, hold_s: float) -> Response:
             return _answer(caller, outcome)
         state = await caller.polls.hold(_state(caller, request_id, scope), _STATE_S)
         return _not_ready(*(state or ("active", None)))
-    except (NotFound, ResultExpired):
+    except (UnknownResource, ResultDropped):
         raise
     except Exception:
         logger.exception("the store did not answer a poll")
@@ -90,10 +94,10 @@ async def _held(caller: Caller, request_id: str, hold_s: float) -> Response:
 
 
 async def _own_scope(caller: Caller, request_id: str) -> str:
-    """The scope of the caller's request. Polls for it are signs of life of its session."""
+    """Return the scope of the caller's request; the poll counts as a heartbeat of its session."""
     tenant, scope = await caller.store.job_key(request_id) or (None, "")
     if tenant != caller.tenant:
-        raise NotFound(_NO_REQUEST)
+        raise UnknownResource(_NO_REQUEST)
     logs.note(request_id=request_id)
     await caller.last_seen.note(scope.partition(":")[0])
     if ":sample:" in scope:
@@ -102,12 +106,15 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
 
 
 async def _state(caller: Caller, request_id: str, scope: str) -> tuple[QueueState, str | None]:
-    """Whether there is a worker for what is waited for, and if not, which is missing; or what it
-    has to do first, or that a new model waits for room."""
-    if ":" not in scope:  # of a session, which creates models
+    """Return the queue state of a request without a result, and the reason if it is paused.
+
+    The reasons: a new model waits for room, no worker serves the base model, or the worker still
+    decomposes the base model's weights.
+    """
+    if ":" not in scope:  # a session's scope: the request creates a model
         request = await caller.store.request(request_id)
         if request is not None and request.state == "held":
-            return "paused_capacity", rules.waits_for_room(await _most_models(caller))
+            return "paused_capacity", refusals.waits_for_room(await _most_models(caller))
     known = await caller.served.known()
     directions = {each.info.name: decomposing(each) for each in known}
     if known and all(each.workers for each in known) and not any(directions.values()):
@@ -119,30 +126,33 @@ async def _state(caller: Caller, request_id: str, scope: str) -> tuple[QueueStat
     reason = directions.get(wanted)
     if reason is None or not _needs_directions(record):
         return "active", None
-    return "paused_capacity", reason  # of what is active, the SDK shows no reason
+    return "paused_capacity", reason  # not "active": the SDK would not show the reason
 
 
 async def _most_models(caller: Caller) -> int:
-    own = await caller.store.get(Tenant, caller.tenant)
+    own = await caller.store.get(TenantRecord, caller.tenant)
     limit = None if own is None else own.max_models
     return caller.settings.max_tenant_models if limit is None else limit
 
 
-async def _waiting(caller: Caller, scope: str) -> Model | Sampler | None:
-    """What requests of this scope are for: a model, a sampler, or in a session, which creates
-    models, one of those: one that waits the longest."""
+async def _waiting(caller: Caller, scope: str) -> ModelRecord | SamplerRecord | None:
+    """Return the record that requests of this scope wait for: a model or a sampler.
+
+    A session's requests create models; of these, a model that needs a decomposition comes first,
+    because it waits the longest.
+    """
     if ":train:" in scope:
-        return await caller.store.get(Model, scope)
+        return await caller.store.get(ModelRecord, scope)
     if ":sample:" in scope:
-        return await caller.store.get(Sampler, scope)
-    models = (await caller.store.page(Model, parent=scope)).items
+        return await caller.store.get(SamplerRecord, scope)
+    models = (await caller.store.page(ModelRecord, parent=scope)).items
     creating = [each for each in models if each.status is ModelStatus.CREATING]
     return max(creating, key=_needs_directions, default=None)
 
 
-def _needs_directions(record: Model | Sampler | None) -> bool:
-    """Whether it is a model that cannot be created without its base model's decomposition."""
-    if not isinstance(record, Model) or record.status is not ModelStatus.CREATING:
+def _needs_directions(record: ModelRecord | SamplerRecord | None) -> bool:
+    """Return whether the record is a new model that needs its base model's decomposition."""
+    if not isinstance(record, ModelRecord) or record.status is not ModelStatus.CREATING:
         return False
     return kind_of(record.config).needs_decomposition
 
@@ -152,8 +162,8 @@ def _answer(caller: Caller, outcome: Outcome) -> Response:
         rejection = outcome.rejection
         caller.recent.note(caller.tenant, rejection.category, rejection.message, "result")
         failed = {"error": rejection.message, "category": rejection.category}
-        return JSONResponse(failed, headers=waterfall.headers(outcome.usage))
-    headers = waterfall.headers(outcome.usage)
+        return JSONResponse(failed, headers=request_cost.headers(outcome.usage))
+    headers = request_cost.headers(outcome.usage)
     return Response(outcome.body, media_type=outcome.content_type, headers=headers)
 
 
@@ -170,11 +180,13 @@ def _not_ready(state: QueueState, reason: str | None) -> Response:
     "/retrieve_futures",
     response_model=types.FuturesResponse,
     openapi_extra=takes(types.FuturesRetrieveRequest),
-    responses=fails(NotFound),
+    responses=fails(UnknownResource),
 )
 async def retrieve_futures(http: Request, caller: CallerDep) -> Response:
-    """Which samples of one client have ended since the cursor; held while there is none. Results
-    that the client says to have are dropped."""
+    """Return which samples of one client have ended since the cursor; waits while there is none.
+
+    Results that the client acknowledges are dropped.
+    """
     poll = await _begun(http, caller)
     settings = caller.settings
     hold_s = min(poll.timeout_s, settings.poll_s)
@@ -191,7 +203,7 @@ async def retrieve_futures(http: Request, caller: CallerDep) -> Response:
 
 @dataclass(frozen=True)
 class _Poll:
-    """What a client waits for: its samples that end after the cursor."""
+    """A poll for the samples of one client that end after the cursor."""
 
     client: SamplerClient
     cursor: int
@@ -199,8 +211,10 @@ class _Poll:
 
 
 async def _begun(http: Request, caller: Caller) -> _Poll:
-    """The poll, once its results were dropped. The memory of its body, which may name many, is free
-    again when this returns: polls are held long."""
+    """Return the poll, after its acknowledged results were dropped.
+
+    The body, which may name many results, is released on return, because a poll takes long.
+    """
     async with incoming(http, caller) as body:
         sent = await whole(caller, body.json())
         request = await sent.parsed(types.FuturesRetrieveRequest)
@@ -211,9 +225,9 @@ async def _begun(http: Request, caller: Caller) -> _Poll:
 
 
 async def _own_client(caller: Caller, target: types.SamplingTarget) -> SamplerClient:
-    """The caller's client. Its polls are signs of life of its session."""
+    """Return the caller's client; the poll counts as a heartbeat of its session and sampler."""
     key = target.sampling_session_id
-    with suppress(SessionEnded):  # what was asked for before is still to be had
+    with suppress(SessionClosed):  # results of earlier requests are still available
         await caller.sampler(key)
     await caller.last_seen.note(key.partition(":")[0])
     await caller.last_seen.note_sampler(key)
@@ -221,7 +235,7 @@ async def _own_client(caller: Caller, target: types.SamplingTarget) -> SamplerCl
 
 
 async def _acknowledge(caller: Caller, client: SamplerClient, request_ids: Sequence[str]) -> None:
-    """Drops results. One that stays goes with its retention: nobody waits for a full disk here."""
+    """Drop results. A failure is only logged, because retention drops the result later."""
     try:
         await caller.store.acknowledge(client, request_ids)
     except (StoreFailed, ConnectionError) as error:
@@ -239,18 +253,18 @@ def _as_future(completion: Completion) -> types.FinishedFuture | types.FailedFut
 @router.post(
     "/cancel_future",
     openapi_extra=takes(types.CancelRequest),
-    responses=fails(InvalidRequest, NotFound),
+    responses=fails(BadRequest, UnknownResource),
 )
 async def cancel_future(http: Request, caller: CallerDep) -> Response:
-    """Ends a sample that nobody wants any more. One that has ended stays as it is."""
+    """Cancel a sample. A sample that has ended stays as it is."""
     request = await short(http, caller, types.CancelRequest)
     await _own_scope(caller, request.request_id)
     try:
         is_sample = await caller.store.cancel(request.request_id)
-    except KeyError:  # forgotten this very moment
-        raise NotFound(_NO_REQUEST) from None
+    except KeyError:  # dropped since it was looked up
+        raise UnknownResource(_NO_REQUEST) from None
     if not is_sample:
-        raise InvalidRequest(
+        raise BadRequest(
             "only samples can be cancelled; a model's requests run in order, each on what the one "
             "before has left: let it run"
         )

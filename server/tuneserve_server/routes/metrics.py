@@ -1,4 +1,4 @@
-"""What the workers tell of themselves, and what this process and the store do, for Prometheus."""
+"""The Prometheus metrics of the workers, the store and this process."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,18 +8,18 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tuneserve_engine.figures import FIGURES
-from tuneserve_engine.queue.base import ServedModel
-from tuneserve_server.deps import ServicesDep
-from tuneserve_server.figures import FILES_FIGURES, PREFIX
-from tuneserve_server.unused_files import UnusedFiles
+from tuneserve_engine.store.base import ServedModel
+from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_server.cleanup.unused_files import UnusedFiles
+from tuneserve_server.dependencies import ServicesDep
+from tuneserve_server.metric_names import FILES_FIGURES, PREFIX
 
 router = APIRouter()
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(services: ServicesDep) -> Response:
-    """Figures of every worker, of the store and of this process, in Prometheus' text format."""
+    """Return the metrics of all workers, the store and this process in Prometheus' text format."""
     of_store = await services.store_metrics.metrics()
     told = _Told(await services.served.known(), [*of_store, *_of_files(services.unused)])
     text = generate_latest(told) + generate_latest(services.http_metrics.registry)
@@ -32,8 +32,10 @@ def _of_files(unused: UnusedFiles) -> Iterable[Metric]:
 
 
 class _Told(Collector):
-    """The store's and the workers' figures as metrics. One of a worker that this release does not
-    know is left out."""
+    """A collector of the store's and the workers' metrics.
+
+    A worker's metric that this release does not know is left out.
+    """
 
     def __init__(self, served: Sequence[ServedModel], of_store: Sequence[Metric]) -> None:
         self._served = served

@@ -1,47 +1,48 @@
-"""Models: created fresh, and described."""
+"""The routes that create and describe models."""
 
 import time
 
 from fastapi import APIRouter, Response
 
-from tuneserve_client import types
-from tuneserve_engine.adapters import AdapterConfig
-from tuneserve_engine.errors import UserError
-from tuneserve_engine.jobs import CreateModel, JobKind, encode
-from tuneserve_engine.records import Model, Session
-from tuneserve_server import body, commands
-from tuneserve_server.admission import Place, admit, reject
-from tuneserve_server.deps import CallerDep, SentJsonDep, reply
+from tuneserve_client.wire import types
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.jobs import CreateModel, JobKind, encode
+from tuneserve_engine.core.records import ModelRecord, SessionRecord
+from tuneserve_server.admission import JobKey, admit, reject
+from tuneserve_server.commands import common as commands
+from tuneserve_server.dependencies import CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import (
-    Crowded,
+    BadRequest,
     DiskFull,
-    InvalidRequest,
     ModelUnavailable,
-    NotFound,
-    SessionEnded,
+    SessionClosed,
+    TooManyRequests,
+    UnknownResource,
 )
-from tuneserve_server.openapi import fails, takes
+from tuneserve_server.http import body
+from tuneserve_server.http.openapi import fails, takes
 
 router = APIRouter()
 
 
-def new_place(kind: JobKind, keys: types.SessionKey, base_model: str) -> Place:
-    """The place of a request that creates a model: the first of the model's log."""
+def new_place(kind: JobKind, keys: types.SessionKey, base_model: str) -> JobKey:
+    """Return the key of a request that creates a model: position 0 of the model's log."""
     model_id = f"{keys.session_id}:train:{keys.model_seq_id}"
-    return Place(kind, keys.session_id, keys.model_seq_id, base_model, model_id, 0)
+    return JobKey(kind, keys.session_id, keys.model_seq_id, base_model, model_id, 0)
 
 
-def without_model(kind: JobKind, keys: types.SessionKey) -> Place:
-    """The place of a creation that is rejected: there will be no model and no log."""
-    return Place(kind, keys.session_id, keys.model_seq_id, "")
+def without_model(kind: JobKind, keys: types.SessionKey) -> JobKey:
+    """Return the key of a rejected creation, which has neither a model nor a log."""
+    return JobKey(kind, keys.session_id, keys.model_seq_id, "")
 
 
 def new_model(
-    session: Session, place: Place, config: AdapterConfig, user_metadata: dict[str, str]
-) -> Model:
+    session: SessionRecord, place: JobKey, config: AdapterConfig, user_metadata: dict[str, str]
+) -> ModelRecord:
     now_s = time.time()
     assert place.model_id is not None
-    return Model(
+    return ModelRecord(
         key=place.model_id,
         tenant=session.tenant,
         parent=session.key,
@@ -57,13 +58,15 @@ def new_model(
     "/create_model",
     response_model=types.FutureResponse,
     openapi_extra=takes(types.CreateModelRequest),
-    responses=fails(InvalidRequest, NotFound, SessionEnded, Crowded, DiskFull, ModelUnavailable),
+    responses=fails(
+        BadRequest, UnknownResource, SessionClosed, TooManyRequests, DiskFull, ModelUnavailable
+    ),
 )
 async def create_model(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """A new adapter on a base model: LoRA, unless another kind is asked for."""
+    """Create a model: a new adapter on a base model, LoRA unless another kind is asked for."""
     keys, parsed = await sent.keyed(types.SessionKey, types.CreateModelRequest)
     session = await caller.open_session(keys.session_id)
-    # Not in the try: an unknown base model is told at once, most often it is a typing error.
+    # Outside the try: an unknown base model, most often a typing error, is refused at once.
     served_name = ""
     if not isinstance(parsed, UserError):
         served_name = await caller.served.resolve(parsed.base_model)
@@ -86,12 +89,12 @@ async def create_model(caller: CallerDep, sent: SentJsonDep) -> Response:
     "/get_info",
     response_model=types.GetInfoResponse,
     openapi_extra=takes(types.GetInfoRequest),
-    responses=fails(NotFound),
+    responses=fails(UnknownResource),
 )
 async def get_info(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """What a training client must know about its model."""
+    """Return what a training client must know about its model."""
     request = await sent.parsed(types.GetInfoRequest)
-    model = await caller.owned(Model, request.model_id)
+    model = await caller.owned(ModelRecord, request.model_id)
     info = await caller.served.info(model.base_model)
     tokenizer_id = caller.settings.client_tokenizer_id
     if info is not None:

@@ -1,27 +1,28 @@
-"""Sampling sessions, and sampling in them."""
+"""The routes of sampling sessions and of sampling."""
 
 import time
 from dataclasses import replace
 
 from fastapi import APIRouter, Response
 
-from tuneserve_client import types
-from tuneserve_engine.errors import UserError
-from tuneserve_engine.jobs import JobKind, Sample
-from tuneserve_engine.records import Sampler
-from tuneserve_server import body, commands
-from tuneserve_server.admission import Place, admit_command
-from tuneserve_server.deps import CallerDep, SentJsonDep, reply
+from tuneserve_client.wire import types
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.jobs import JobKind, SampleCommand
+from tuneserve_engine.core.records import SamplerRecord
+from tuneserve_server.admission import JobKey, admit_command
+from tuneserve_server.commands import common as commands
+from tuneserve_server.commands.sampling import sample_command, sequence_ids
+from tuneserve_server.dependencies import CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import (
-    BudgetSpent,
-    Crowded,
+    BadRequest,
+    BudgetUsedUp,
     DiskFull,
-    InvalidRequest,
-    NotFound,
-    SessionEnded,
+    SessionClosed,
+    TooManyRequests,
+    UnknownResource,
 )
-from tuneserve_server.openapi import fails, takes
-from tuneserve_server.sample_command import sample_command, sequence_ids
+from tuneserve_server.http import body
+from tuneserve_server.http.openapi import fails, takes
 
 router = APIRouter()
 
@@ -30,10 +31,10 @@ router = APIRouter()
     "/create_sampling_session",
     response_model=types.SamplingSessionResponse,
     openapi_extra=takes(types.CreateSamplingSessionRequest),
-    responses=fails(InvalidRequest, NotFound, SessionEnded, Crowded, DiskFull),
+    responses=fails(BadRequest, UnknownResource, SessionClosed, TooManyRequests, DiskFull),
 )
 async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """A sampler of the base model or of a checkpoint; the weights never change under it."""
+    """Create a sampler of the base model or of a checkpoint; its weights never change."""
     request = await sent.parsed(types.CreateSamplingSessionRequest)
     session = await caller.open_session(request.session_id)
     caller.check_store()
@@ -48,7 +49,7 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
     if checkpoint is not None:
         commands.check_base_model(checkpoint, served_name)
     sampler = await caller.store.put_new(
-        Sampler(
+        SamplerRecord(
             key=commands.sampler_key(session.key, request.sampling_session_seq_id),
             tenant=caller.tenant,
             parent=session.key,
@@ -59,9 +60,10 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
         )
     )
     try:
-        await caller.open_session(session.key)  # it may have ended meanwhile, its samplers deleted
-    except SessionEnded:
-        await caller.store.delete(Sampler, sampler.key)
+        # The session may have ended meanwhile, with its samplers deleted before this one came.
+        await caller.open_session(session.key)
+    except SessionClosed:
+        await caller.store.delete(SamplerRecord, sampler.key)
         raise
     return reply(types.SamplingSessionResponse(sampling_session_id=sampler.key))
 
@@ -70,26 +72,30 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
     "/join_sampling_session",
     response_model=types.JoinSamplingSessionResponse,
     openapi_extra=takes(types.JoinSamplingSessionRequest),
-    responses=fails(NotFound, SessionEnded),
+    responses=fails(UnknownResource, SessionClosed),
 )
 async def join_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """A number for one more client of a sampling session, which no other client of it gets. Its
-    sequence numbers start at so many times 10^9."""
+    """Return a number that is unique among the clients of a sampling session.
+
+    The client's sequence numbers start at this number times 10^9.
+    """
     request = await sent.parsed(types.JoinSamplingSessionRequest)
     sampler = await caller.sampler(request.sampling_session_id)
     number = await caller.store.join(sampler.key)
     if number is None:
-        raise NotFound("this sampling session ended just now; create another in a new session")
+        raise UnknownResource(
+            "this sampling session ended just now; create another in a new session"
+        )
     return reply(types.JoinSamplingSessionResponse(client_counter=number))
 
 
 @router.get(
     "/samplers/{sampler_id}",
     response_model=types.SamplerResponse,
-    responses=fails(NotFound, SessionEnded),
+    responses=fails(UnknownResource, SessionClosed),
 )
 async def get_sampler(sampler_id: str, caller: CallerDep) -> Response:
-    """What a sampling session samples from."""
+    """Return the base model and the checkpoint of a sampling session."""
     sampler = await caller.sampler(sampler_id)
     return reply(
         types.SamplerResponse(
@@ -104,16 +110,16 @@ async def get_sampler(sampler_id: str, caller: CallerDep) -> Response:
     "/asample",
     response_model=types.SampleFutureResponse,
     openapi_extra=takes(types.SampleRequest),
-    responses=fails(NotFound, SessionEnded, Crowded, BudgetSpent, DiskFull),
+    responses=fails(UnknownResource, SessionClosed, TooManyRequests, BudgetUsedUp, DiskFull),
 )
 async def asample(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """Continuations of one prompt, its logprobs, or both."""
+    """Sample continuations of one prompt, compute the prompt's logprobs, or both."""
     keys, parsed = await sent.keyed(types.SamplingKey, types.SampleRequest)
     sampler = await caller.sampler(keys.sampling_session_id)
     if sampler.model_id:
         await caller.last_seen.note_sampler(sampler.key)
 
-    async def command() -> Sample:
+    async def command() -> SampleCommand:
         await caller.served.check(sampler.base_model)
         info = await caller.served.info(sampler.base_model)
         request = body.accepted(parsed)
@@ -121,7 +127,7 @@ async def asample(caller: CallerDep, sent: SentJsonDep) -> Response:
         record = bool(request.record_stability_info) and caller.settings.stable_reinforce
         return replace(found, record=record)
 
-    place = Place(JobKind.SAMPLE, sampler.key, keys.seq_id, sampler.base_model)
+    place = JobKey(JobKind.SAMPLE, sampler.key, keys.seq_id, sampler.base_model)
     request_id = await admit_command(caller, place, command)
     count = keys.num_samples if isinstance(keys.num_samples, int) else 1
     return reply(

@@ -1,13 +1,13 @@
-"""Tokenizers of the base models, so that clients need no hub."""
+"""The route that serves the base models' tokenizers, so that clients need no hub."""
 
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import FileResponse
 
-from tuneserve_server.deps import CallerDep
-from tuneserve_server.errors import InvalidRequest, ModelUnavailable, NotFound
-from tuneserve_server.openapi import BINARY, fails
+from tuneserve_server.dependencies import CallerDep
+from tuneserve_server.errors import BadRequest, ModelUnavailable, UnknownResource
+from tuneserve_server.http.openapi import BINARY, fails
 
 router = APIRouter()
 
@@ -21,7 +21,7 @@ File = Literal["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     responses={
         200: {"content": {_BYTES: BINARY}},
         304: {"description": "the file is the one whose ETag was sent"},
-        **fails(InvalidRequest, NotFound, ModelUnavailable),
+        **fails(BadRequest, UnknownResource, ModelUnavailable),
     },
 )
 async def tokenizer(
@@ -30,8 +30,11 @@ async def tokenizer(
     file: File = "tokenizer.json",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """A file of the base model's tokenizer. A model need not have the second and third; the chat
-    template is in either."""
+    """Return a file of the base model's tokenizer.
+
+    A model may lack ``tokenizer_config.json`` and ``chat_template.jinja``; the chat template is in
+    either.
+    """
     name = await caller.served.resolve(base_model)
     info = await caller.served.info(name)
     if info is None:
@@ -40,7 +43,7 @@ async def tokenizer(
         )
     path = (await caller.texts.of(info)).folder / file
     if not path.is_file():
-        raise NotFound(f"the tokenizer of {name!r} has no {file}")
+        raise UnknownResource(f"the tokenizer of {name!r} has no {file}")
     stat = path.stat()
     tag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
     headers = {"ETag": tag, "Cache-Control": "private, no-cache"}

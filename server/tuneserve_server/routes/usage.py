@@ -1,18 +1,18 @@
-"""What requests cost, and the curves that they draw."""
+"""The routes of usage, training curves and single requests."""
 
 from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from tuneserve_client import types
-from tuneserve_client.body import MAX_INT64
-from tuneserve_engine.records import Model
-from tuneserve_engine.usage import CurvePoint, TenantUsage
-from tuneserve_server import waterfall
-from tuneserve_server.deps import CallerDep, reply
-from tuneserve_server.errors import NotFound
-from tuneserve_server.openapi import fails
+from tuneserve_client.wire import types
+from tuneserve_client.wire.body import MAX_INT64
+from tuneserve_engine.core.records import ModelRecord
+from tuneserve_engine.core.usage import CurvePoint, TenantUsage
+from tuneserve_server import request_cost
+from tuneserve_server.dependencies import CallerDep, reply
+from tuneserve_server.errors import UnknownResource
+from tuneserve_server.http.openapi import fails
 
 router = APIRouter()
 
@@ -22,16 +22,16 @@ After = Annotated[int, Query(ge=0, le=MAX_INT64, description="Only what came aft
 
 @router.get("/usage", response_model=types.UsageResponse)
 async def usage(caller: CallerDep, since: Since = 0) -> Response:
-    """What the caller's requests have used, by model."""
+    """Return the usage of the caller's requests, in total and by model."""
     (used,) = await caller.store.usage(caller.tenant, since) or [TenantUsage(caller.tenant)]
     by_model = [
-        types.ModelUsage(name=name, **waterfall.totals(of).model_dump())
+        types.ModelUsage(name=name, **request_cost.totals(of).model_dump())
         for name, of in used.by_model.items()
     ]
     return reply(
         types.UsageResponse(
             tenant=caller.tenant,
-            total=waterfall.totals(used.total),
+            total=request_cost.totals(used.total),
             by_model=by_model,
             budget=await caller.budgets.told(caller.tenant),
         )
@@ -41,11 +41,11 @@ async def usage(caller: CallerDep, since: Since = 0) -> Response:
 @router.get(
     "/training_runs/{model_id}/curve",
     response_model=types.CurveResponse,
-    responses=fails(NotFound),
+    responses=fails(UnknownResource),
 )
 async def curve(model_id: str, caller: CallerDep, after: After = 0) -> Response:
-    """Losses and optimizer steps of a model, in the order of its requests."""
-    model = await caller.owned(Model, model_id)
+    """Return the losses and optimizer steps of a model, in the order of its requests."""
+    model = await caller.owned(ModelRecord, model_id)
     points = await caller.store.curve(model.key, after=after)
     return reply(types.CurveResponse(points=[_point(each) for each in points]))
 
@@ -65,20 +65,20 @@ def _point(point: CurvePoint) -> types.CurvePointResponse:
 
 
 @router.get(
-    "/requests/{request_id}", response_model=types.RequestResponse, responses=fails(NotFound)
+    "/requests/{request_id}", response_model=types.RequestResponse, responses=fails(UnknownResource)
 )
 async def request(request_id: str, caller: CallerDep) -> Response:
-    """How far a request is; once it has run, where its time went and what it cost."""
+    """Return the state of a request and, once it has run, its timings and cost."""
     found = await caller.store.request(request_id)
     if found is None or found.tenant != caller.tenant:
-        raise NotFound("this request does not exist, or it is not yours")
+        raise UnknownResource("this request does not exist, or it is not yours")
     usage = found.usage
     return reply(
         types.RequestResponse(
             request_id=request_id,
             kind=found.kind.value,
             status="failed" if found.failed else found.state,
-            timings=None if usage is None else waterfall.timings(usage),
-            cost=None if usage is None else waterfall.cost(usage),
+            timings=None if usage is None else request_cost.timings(usage),
+            cost=None if usage is None else request_cost.cost(usage),
         )
     )

@@ -1,4 +1,4 @@
-"""The JAX backend: holds the device's state and runs the pure programs on it."""
+"""The JAX backend: the device's state, and the pure programs that run on it."""
 
 import math
 import os
@@ -11,19 +11,19 @@ from typing import Protocol
 import jax
 from tokenizers import Tokenizer
 
-from tuneserve_engine import kinds
-from tuneserve_engine.adapters import AdamParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.adapters import kinds
+from tuneserve_engine.adapters.kinds import kind_of
+from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
-    AdapterState,
     DeviceFailed,
-    Sampled,
-    SampleRequest,
+    SampleProgress,
     SampleResult,
+    SamplingRequest,
+    TrainBatch,
     TrainResult,
-    TrainUnit,
     nothing,
 )
-from tuneserve_engine.backend.jax.adapters import (
+from tuneserve_engine.backend.jax.adapters.arrays import (
     TrainingAdapter,
     adapter_bytes,
     arrays_of,
@@ -31,39 +31,34 @@ from tuneserve_engine.backend.jax.adapters import (
     new_state,
     target_shapes,
 )
-from tuneserve_engine.backend.jax.device import on_device
-from tuneserve_engine.backend.jax.device_memory import default_device
-from tuneserve_engine.backend.jax.frozen import FrozenWeights
-from tuneserve_engine.backend.jax.kept_programs import KeptPrograms
-from tuneserve_engine.backend.jax.models.weights import (
-    DType,
-    load_base_model,
-    read_config,
-    resolve_base_model,
-    revision_of,
-)
-from tuneserve_engine.backend.jax.numerics import ask_for_float32, numerics_id
-from tuneserve_engine.backend.jax.page_files import PageFolder
-from tuneserve_engine.backend.jax.paging import AdapterPager
-from tuneserve_engine.backend.jax.programs import ProgramSet
-from tuneserve_engine.backend.jax.sample import Sampler
-from tuneserve_engine.backend.jax.stack import Remat
-from tuneserve_engine.backend.jax.trainer import Trainer
-from tuneserve_engine.errors import UserError
-from tuneserve_engine.figures import FIGURES
-from tuneserve_engine.kinds import kind_of
-from tuneserve_engine.lattice import ShapeLattice
-from tuneserve_engine.planner import PlanSettings, gib, plan
+from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
+from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
+from tuneserve_engine.backend.jax.adapters.spill_files import SpillFolder
+from tuneserve_engine.backend.jax.device_errors import translate_device_errors
+from tuneserve_engine.backend.jax.fingerprint import ask_for_float32, numerics_id
+from tuneserve_engine.backend.jax.memory.device import default_device
+from tuneserve_engine.backend.jax.memory.planner import PlanSettings, gib, plan
+from tuneserve_engine.backend.jax.model.layer_stack import Remat
+from tuneserve_engine.backend.jax.model.weights import DType, load_base_model, read_config
+from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
+from tuneserve_engine.backend.jax.training.trainer import Trainer
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.hub import resolve_base_model, revision_of
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.telemetry.metric_names import FIGURES
 
 _UNLIMITED_BYTES = 1 << 62
 _MEMORY = [name for name in FIGURES if name.startswith("memory_")]
 
 Stepped = dict[str, Mapping[str, float] | Exception]
-"""By adapter: what its step gave, or why it was not taken."""
+"""By adapter: the metrics of its step, or the error that prevented it."""
 
 
 class BackendSettings(PlanSettings, Protocol):
-    """What the backend reads of the worker's settings."""
+    """The worker's settings that the backend reads."""
 
     @property
     def base_model(self) -> str: ...
@@ -89,11 +84,15 @@ class BackendSettings(PlanSettings, Protocol):
 
 @dataclass(frozen=True)
 class AdapterRoom:
-    """Where adapters are kept: most bytes on the device, most on the host, and the directory in
-    which one is made for the rest; None = the system's. Those that are sampled from are apart: at
-    most ``snapshot_bytes`` on the device and a quarter of what the host has; the rest is in files.
-    In ``decompositions`` is what some kinds of adapters share; None = with the rest. Files of all
-    these leave ``min_free_bytes`` of the disk.
+    """The room for adapters on the device, in host memory and on disk.
+
+    Training adapters take at most ``device_bytes`` of the device; the host takes at most
+    ``host_bytes``; the rest goes to files in a new directory under ``directory`` (None: the
+    system's temporary directory). Snapshots, which are sampled from, have their own budget: at most
+    ``snapshot_bytes`` of the device and a quarter of ``host_bytes``; the remaining three quarters
+    are for training adapters. ``decompositions`` is the directory of what some kinds of adapters
+    share (None: in the same directory as the files). All these files leave ``min_free_bytes`` of
+    the disk free.
     """
 
     device_bytes: int = _UNLIMITED_BYTES
@@ -108,8 +107,8 @@ class JaxBackend:
     """Implements ``backend.base.Backend`` on JAX's default device.
 
     ``base_model`` is a directory or a hub id. ``lattice`` defaults to one over the model's whole
-    context length; ``sample_rows`` sequences are decoded together. Programs are kept in
-    ``compile_cache_dir``, when given, so that a restart does not compile them again. They are
+    context length. ``sample_rows`` sequences are decoded together. Compiled programs are kept in
+    ``compile_cache_dir``, if given, so that a restart does not compile them again. Programs are
     compiled when they are needed, or all at once by ``compile_ahead``.
     """
 
@@ -121,7 +120,7 @@ class JaxBackend:
         tokenizer_id: str,
         client_tokenizer_id: str = "",
         dtype: DType = "float32",
-        lattice: ShapeLattice | None = None,
+        lattice: StaticShapes | None = None,
         remat: Remat = "dots",
         sample_rows: int = 8,
         room: AdapterRoom | None = None,
@@ -130,7 +129,7 @@ class JaxBackend:
         ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
         model, config = load_base_model(str(folder), dtype=dtype)
-        self._lattice = lattice or ShapeLattice(config.context_length)
+        self._lattice = lattice or StaticShapes(config.context_length)
         if self._lattice.context_length > config.context_length:
             raise ValueError(
                 f"the lattice has a context length of {self._lattice.context_length} tokens; "
@@ -151,10 +150,10 @@ class JaxBackend:
             client_tokenizer_id=client_tokenizer_id,
         )
         self.sample_rows = sample_rows
-        """Sequences that are decoded together."""
+        """The number of sequences that are decoded together."""
         self.memory: Mapping[str, float] = dict.fromkeys(_MEMORY, 0.0)
-        """What the device's memory was planned for; none of it, where nobody planned."""
-        self._is_prepared_for = False  # whether somebody prepares, ahead of what needs it
+        """The plan of the device's memory, in bytes; all zeros if no plan was made."""
+        self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
         self._numerics_id = numerics_id(
             folder, dtype=dtype, lattice=self._lattice, remat=remat, sample_rows=sample_rows
         )
@@ -163,15 +162,15 @@ class JaxBackend:
         model.chunk_blocks = self._lattice.chunk // self._lattice.block
         room = room or AdapterRoom()
         self._room_bytes = room.device_bytes
-        self._pages = PageFolder(room.directory)
-        self._frozen = FrozenWeights(
+        self._pages = SpillFolder(room.directory)
+        self._frozen = DeviceSvd(
             room.decompositions or self._pages.path / "decompositions",
             model,
             self._shapes,
             self._lattice.max_rank,
             min_free_bytes=room.min_free_bytes,
         )
-        self._pager = AdapterPager(
+        self._pager = AdapterCache(
             self._pages.path,
             self._shapes,
             device_bytes=room.device_bytes,
@@ -182,10 +181,10 @@ class JaxBackend:
         kept = None
         if compile_cache_dir is not None:
             least = room.min_free_bytes
-            kept = KeptPrograms(compile_cache_dir, self._numerics_id, min_free_bytes=least)
-        self._programs = ProgramSet(kept)
+            kept = ProgramCache(compile_cache_dir, self._numerics_id, min_free_bytes=least)
+        self._programs = ProgramRegistry(kept)
         self._trainer = Trainer(self._programs, model, self._lattice)
-        self._sampler = Sampler(
+        self._sampler = JaxSampler(
             self._programs,
             model,
             self._lattice,
@@ -197,7 +196,7 @@ class JaxBackend:
 
     @classmethod
     def from_settings(cls, settings: BackendSettings) -> "JaxBackend":
-        """The backend of a worker; downloads the base model first if it is a hub id."""
+        """Build the backend of a worker; download the base model first if it is a hub id."""
         folder = resolve_base_model(settings.base_model, settings.base_model_revision)
         planned = plan(read_config(folder), default_device(), settings)
         backend = cls(
@@ -225,12 +224,12 @@ class JaxBackend:
         return backend
 
     def compile_ahead(self) -> None:
-        """Compiles every program in the background; calls wait for their own at most."""
+        """Compile every program in the background; a call waits at most for its own program."""
         self._programs.compile_ahead(os.cpu_count() or 1)
 
     @property
-    def programs(self) -> ProgramSet:
-        """What is compiled, or will be."""
+    def programs(self) -> ProgramRegistry:
+        """The programs that are compiled or will be."""
         return self._programs
 
     @property
@@ -238,7 +237,7 @@ class JaxBackend:
         return self._info
 
     @property
-    def lattice(self) -> ShapeLattice:
+    def lattice(self) -> StaticShapes:
         return self._lattice
 
     @property
@@ -258,15 +257,18 @@ class JaxBackend:
         self._trainer.prepare(kind)
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
-        self._lattice.rank_class(config.rank)  # before anything is made of that size
-        config = kinds.resolved(config, self._shapes, self._lattice.max_rank)
+        self._lattice.rank_class(config.rank)  # raises before anything of that size is made
+        config = kinds.validated(config, self._shapes, self._lattice.max_rank)
         if kind_of(config).needs_decomposition:
             self._need_directions()
             config = replace(config, frozen=self._frozen.decomposition.id)
         self._put(adapter_id, new_state(config, self._shapes, self._frozen.of))
 
     def _need_directions(self) -> None:
-        """Where somebody prepares, nothing is computed here a second time."""
+        """Require the decomposition if ``prepare`` makes it; otherwise make it here.
+
+        So it is never computed a second time.
+        """
         if self._is_prepared_for:
             self._frozen.decomposition.require()
         else:
@@ -275,11 +277,14 @@ class JaxBackend:
     def _put(self, adapter_id: str, state: AdapterState) -> None:
         rank_class = self._lattice.rank_class(state.config.rank)
         self._check_room(state.config, rank_class)
-        on_device(self._pager.put, adapter_id, state, rank_class)
+        translate_device_errors(self._pager.put, adapter_id, state, rank_class)
 
     def _check_room(self, config: AdapterConfig, rank_class: int) -> None:
-        """The plan has room for every LoRA that the lattice takes, and not for what some others
-        share. Raises ``UserError`` if there is too little."""
+        """Raise ``UserError`` if the device has too little room for adapters of this kind.
+
+        The memory plan has room for every LoRA that the lattice takes, but not for what adapters of
+        some other kinds share.
+        """
         kind = kind_of(config)
         if not kind.needs_decomposition:
             return
@@ -293,7 +298,7 @@ class JaxBackend:
                 f"{gib(self._room_bytes)} for adapters; choose a lower rank or lora, or ask the "
                 "operator for a lower max_rank, fewer request_slots or more memory"
             )
-            error.no_room = True  # here: another worker may be planned for it
+            error.no_room = True  # on this worker; another worker may be planned for it
             raise error
 
     def exported(self, state: AdapterState) -> AdapterState:
@@ -308,7 +313,7 @@ class JaxBackend:
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
     ) -> AdapterState:
-        return on_device(
+        return translate_device_errors(
             partial(self._pager.state, adapter_id, optimizer=optimizer, accumulator=accumulator)
         )
 
@@ -322,18 +327,18 @@ class JaxBackend:
         self._pager.look_ahead(adapter_ids)
 
     def forward_backward(
-        self, unit: TrainUnit, between: Callable[[], None] = nothing, /
+        self, unit: TrainBatch, between: Callable[[], None] = nothing, /
     ) -> TrainResult:
-        adapters = partial(on_device, self._pager.get, unit.adapter_ids)
+        adapters = partial(translate_device_errors, self._pager.get, unit.adapter_ids)
 
         def resumed() -> list[TrainingAdapter]:
             between()
-            return adapters()  # another call may have paged them out
+            return adapters()  # another call may have evicted them from the device
 
-        return on_device(self._trainer.forward_backward, unit, adapters(), resumed)
+        return translate_device_errors(self._trainer.forward_backward, unit, adapters(), resumed)
 
     def optim_steps(
-        self, steps: Sequence[tuple[str, AdamParams]]
+        self, steps: Sequence[tuple[str, AdamwParams]]
     ) -> list[Mapping[str, float] | Exception]:
         asked = dict(steps)
         results: Stepped = {}
@@ -341,11 +346,14 @@ class JaxBackend:
             results |= self._steps({adapter_id: asked[adapter_id] for adapter_id in group})
         return [results[adapter_id] for adapter_id, _ in steps]
 
-    def _steps(self, asked: Mapping[str, AdamParams]) -> Stepped:
-        """Those of adapters that the device has room for together. Raises ``DeviceFailed`` only: an
-        earlier group has taken its steps, and must not be asked to take them again."""
+    def _steps(self, asked: Mapping[str, AdamwParams]) -> Stepped:
+        """Run the steps of adapters that fit on the device together.
+
+        Raises ``DeviceFailed`` only: an earlier group has already taken its steps, so no caller may
+        repeat the call.
+        """
         try:
-            adapters = on_device(self._pager.get, list(asked))
+            adapters = translate_device_errors(self._pager.get, list(asked))
         except DeviceFailed:
             raise
         except Exception as error:
@@ -357,7 +365,7 @@ class JaxBackend:
         norms: dict[str, jax.Array] = {}
         for (adapter_id, params), adapter in zip(asked.items(), adapters, strict=True):
             try:
-                norms[adapter_id] = on_device(
+                norms[adapter_id] = translate_device_errors(
                     self._trainer.start_step, adapter, params, donated=arrays_of(adapter)
                 )
             except DeviceFailed:
@@ -366,7 +374,7 @@ class JaxBackend:
                 results[adapter_id] = error
         try:
             waited = jax.device_get(norms)
-        except jax.errors.JaxRuntimeError as error:  # whatever it is, the only copies are consumed
+        except jax.errors.JaxRuntimeError as error:  # any cause: the only copies are consumed
             raise DeviceFailed(f"a step failed on the device: {error}") from error
         return results | {name: {"grad_norm": float(norm)} for name, norm in waited.items()}
 
@@ -374,15 +382,15 @@ class JaxBackend:
         return self._sampler.has_snapshot(snapshot_id)
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
-        on_device(self._sampler.load_snapshot, snapshot_id, state)
+        translate_device_errors(self._sampler.load_snapshot, snapshot_id, state)
 
-    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult]:
-        return on_device(self._sampler.sample, requests)
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
+        return translate_device_errors(self._sampler.sample, requests)
 
     def sample_for(
-        self, asked: Mapping[str, SampleRequest], is_over: Callable[[], bool]
-    ) -> Sampled:
-        return on_device(self._sampler.sample_for, asked, is_over)
+        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    ) -> SampleProgress:
+        return translate_device_errors(self._sampler.sample_for, asked, is_over)
 
     @property
     def page_wait_s(self) -> float:
@@ -390,7 +398,7 @@ class JaxBackend:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What is going on here, for whoever watches."""
+        """Gauges and counters by the names in ``metric_names.FIGURES``."""
         pager, sampled = self._pager, self._sampler.counts
         decomposition = self._frozen.decomposition
         is_at_work = decomposition.is_at_work

@@ -1,4 +1,4 @@
-"""Shapes of arrays that need not exist."""
+"""Shapes of arrays that do not have to exist."""
 
 from typing import Any
 
@@ -7,5 +7,5 @@ from jax.typing import DTypeLike
 
 
 def spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-    """What an array of this shape looks like to a program that is being compiled."""
+    """Return an array's shape and dtype as a program that is being compiled takes them."""
     return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]

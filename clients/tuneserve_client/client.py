@@ -1,0 +1,270 @@
+"""The asynchronous client: its session, and the models and samplers that it opens."""
+
+import difflib
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack
+
+import httpx
+
+from tuneserve_client.catalog import PATH_PREFIX, Catalog, split_path
+from tuneserve_client.errors import (
+    InvalidRequest,
+    TuneserveError,
+)
+from tuneserve_client.futures import AsyncFuture, split_id
+from tuneserve_client.sampling import (
+    AsyncSampler,
+    join_sampler,
+    open_sampler,
+    read_logprobs,
+    read_samples,
+)
+from tuneserve_client.session import Session
+from tuneserve_client.training import (
+    AsyncModel,
+    read_model_id,
+    read_nothing,
+    read_output,
+    read_path,
+    read_step,
+)
+from tuneserve_client.transport import Answer, Transport
+from tuneserve_client.wire import types
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://127.0.0.1:8410"
+OPEN_KEY = "tml-local"
+"""The default API key, for a server without keys."""
+_EXPORT_NEEDED = "export_needed"
+_SAMPLER_ID = re.compile(r"s-\w+:sample:\d+")
+
+Kind = Literal[
+    "forward_backward", "optim_step", "save", "load", "create_model", "sample", "logprobs"
+]
+_READERS: dict[Kind, Callable[[Sequence[Answer]], Any]] = {
+    "forward_backward": read_output,
+    "optim_step": read_step,
+    "save": read_path,
+    "load": read_nothing,
+    "create_model": read_model_id,
+    "sample": read_samples,
+    "logprobs": read_logprobs,
+}
+
+
+class Options(TypedDict, total=False):
+    """The options of a client."""
+
+    name: str
+    """The display name of the session."""
+    user_metadata: Mapping[str, str]
+    deadline_s: float
+    """Seconds for which a request without an answer, or refused for now, is retried: 300."""
+    heartbeat_s: float
+    """Seconds between heartbeats. Default: 10."""
+    cache_dir: Path
+    """The folder of cached tokenizers. Default: ``~/.cache/tuneserve``."""
+    transport: httpx.AsyncBaseTransport
+    """The transport to use instead of the network."""
+
+
+class AsyncClient(Catalog):
+    """A client of a server, for asyncio.
+
+    As a context manager it ends its session on exit: the session's models end, requests that were
+    sent before still run, and checkpoints stay.
+
+    ``base_url`` and ``api_key`` default to TUNESERVE_URL and TUNESERVE_API_KEY, or else to
+    TINKER_BASE_URL and TINKER_API_KEY. Without either, the key is ``tml-local``, as for the command
+    line and the page. Raises ``TypeError`` for an unknown option.
+    """
+
+    def __init__(
+        self, base_url: str | None = None, api_key: str | None = None, **options: Unpack[Options]
+    ) -> None:
+        base_url = base_url or _setting("TUNESERVE_URL", "TINKER_BASE_URL") or DEFAULT_URL
+        api_key = api_key or _setting("TUNESERVE_API_KEY", "TINKER_API_KEY") or OPEN_KEY
+        _check_options(options)
+        transport = Transport(
+            base_url,
+            api_key,
+            deadline_s=options.get("deadline_s", 300.0),
+            inner=options.get("transport"),
+        )
+        super().__init__(transport, base_url, options.get("cache_dir"))
+        self._session = Session(
+            self,
+            name=options.get("name"),
+            user_metadata=options.get("user_metadata"),
+            heartbeat_s=options.get("heartbeat_s", 10.0),
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.base_url!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close(errored=error is not None)
+
+    async def close(self, *, errored: bool = False) -> None:
+        """Wait until all requests are accepted (not if ``errored``), and end the session."""
+        await self._session.close(errored=errored)
+        await self.transport.close()
+
+    # --- opening ----------------------------------------------------------------------------------
+
+    async def session_id(self) -> str:
+        """Return the id of this client's session; the first call opens the session."""
+        return await self._session.id()
+
+    async def create_model(  # noqa: PLR0913 - an adapter's shape
+        self,
+        base_model: str | None = None,
+        *,
+        rank: int = 32,
+        seed: int | None = None,
+        train_attn: bool = True,
+        train_mlp: bool = True,
+        train_unembed: bool = True,
+        adapter: types.Adapter | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> AsyncModel:
+        """Create a model: a new adapter on a base model.
+
+        The adapter is LoRA, unless ``adapter`` names another kind, which may have a rank of its
+        own. ``base_model`` may be left out if the server has only one.
+        """
+        base_model = base_model or await self.only_base_model()
+        lora = types.LoraConfig(
+            rank=rank,
+            seed=seed,
+            train_attn=train_attn,
+            train_mlp=train_mlp,
+            train_unembed=train_unembed,
+        )
+        body = types.CreateModelRequest(
+            session_id=await self._session.id(),
+            model_seq_id=self._session.next_model(),
+            base_model=base_model,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+            lora_config=lora,
+            adapter=adapter,
+        )
+        return await self._created("create_model", body)
+
+    async def load_model(
+        self,
+        path: str,
+        *,
+        optimizer: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> AsyncModel:
+        """Create a model that continues from a checkpoint.
+
+        With ``optimizer=False`` it takes only the weights, and the optimizer starts anew.
+        """
+        body = types.LoadNewRequest(
+            session_id=await self._session.id(),
+            model_seq_id=self._session.next_model(),
+            path=path,
+            optimizer=optimizer,
+            user_metadata=None if user_metadata is None else dict(user_metadata),
+        )
+        return await self._created("load_weights", body)
+
+    async def _created(self, route: str, body: types.SessionKey) -> AsyncModel:
+        ask = self.transport.ask
+        accepted = await ask(types.FutureResponse, "POST", f"/{route}", body=body)
+        await self.transport.result(accepted.request_id)
+        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        info = await ask(
+            types.GetInfoResponse, "POST", "/get_info", body=types.GetInfoRequest(model_id=model_id)
+        )
+        return AsyncModel(self._session, model_id, info.model_name, info.lora_rank, info.adapter)
+
+    async def sampler(self, what: str | None = None) -> AsyncSampler:
+        """Open a sampler of a base model, by its name, or of a checkpoint, by its path.
+
+        The name may be left out if the server has only one base model. The ``id`` of a sampler of
+        another process opens a sampler of the same weights, unnamed ones included, for as long as
+        that sampler's session lives.
+        """
+        what = what or await self.only_base_model()
+        if _SAMPLER_ID.fullmatch(what):
+            return await join_sampler(self._session, what)
+        if what.startswith(PATH_PREFIX):
+            return await open_sampler(self._session, model_path=what)
+        return await open_sampler(self._session, base_model=what)
+
+    async def download(self, path: str, folder: str | Path) -> Path:
+        """Write an adapter in PEFT's layout into the folder, and return the folder.
+
+        The folder is created if it is missing. A download creates no training run, except for a
+        training checkpoint of kind ``osft``: only a worker can convert it, so a model is loaded
+        from it, exported, and the export deleted again.
+        """
+        folder = Path(folder)
+        try:
+            return await self.fetch(path, folder)
+        except InvalidRequest as error:
+            if error.code != _EXPORT_NEEDED:
+                raise
+        model = await self.load_model(path, optimizer=False)
+        name = f"{split_path(path)[2][:100]}-{uuid.uuid4().hex[:8]}"
+        exported = await model.export(name, ttl_s=3600)
+        try:
+            return await self.fetch(exported, folder)
+        finally:
+            await self.delete_checkpoint(exported)
+
+    def future(self, request_id: str, kind: Kind) -> AsyncFuture[Any]:
+        """Return the future of an earlier request, of this process or another.
+
+        Results are kept for a day, or as the server's ``result_ttl_s`` says; after that the future
+        raises ``ResultExpired``. It raises ``ValueError`` if the request is of another kind.
+        """
+        if kind not in _READERS:
+            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(_READERS)}")
+
+        async def sent() -> list[str]:
+            return split_id(request_id)
+
+        def read(answers: Sequence[Answer]) -> Any:
+            try:
+                return _READERS[kind](answers)
+            except TuneserveError:
+                raise
+            except Exception as error:
+                raise ValueError(f"{request_id} is no request of kind {kind!r}") from error
+
+        return self._session.submit(sent(), read)
+
+
+def _check_options(options: Options) -> None:
+    """Raise ``TypeError`` for an unknown option, which would otherwise have no effect."""
+    known = ["base_url", "api_key", *Options.__annotations__]
+    for name in options:
+        if name not in Options.__annotations__:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
+            raise TypeError(f"a client has no option {name!r}; {hint}")
+
+
+def _setting(*names: str) -> str | None:
+    return next((os.environ[name] for name in names if os.environ.get(name)), None)

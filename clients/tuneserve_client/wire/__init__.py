@@ -1,0 +1,1 @@
+"""The data that crosses HTTP: JSON bodies, protobuf messages, tokenizers."""

@@ -1,0 +1,625 @@
+"""Wire types: the one definition of every JSON body.
+
+Requests ignore unknown fields, because newer SDKs send the defaults of their own fields. Types are
+strict (no ``"1"`` for 1), and numbers are finite. Fields that the SDK leaves out when they are None
+are optional here. Protobuf bodies are defined in ``proto/wire.proto``.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from tuneserve_client.wire.body import (
+    MAX_INT32,
+    MAX_INT64,
+    Id,
+    Metadata,
+    ModelSeq,
+    Request,
+    Response,
+    Seq,
+)
+
+# --- service -------------------------------------------------------------------------------------
+
+
+class CreateSessionRequest(Request):
+    tags: list[Annotated[str, Field(max_length=256)]] = Field(default=[], max_length=256)
+    user_metadata: Metadata | None = None
+    sdk_version: str = Field(default="", max_length=64)
+    project_id: str | None = Field(default=None, max_length=256)
+    display_name: str | None = Field(default=None, max_length=1024)
+
+
+class CreateSessionResponse(Response):
+    session_id: str
+
+
+class SessionHeartbeatRequest(Request):
+    session_id: Id
+
+
+class SessionHeartbeatResponse(Response):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(Request):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(Request):
+    reason: FinishReason
+    detail: str | None = None
+
+
+class TelemetryResponse(Response):
+    status: Literal["accepted"] = "accepted"
+
+
+class SupportedModel(Response):
+    model_name: str
+    max_context_length: int | None = None
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class ServerCapabilitiesResponse(Response):
+    supported_models: list[SupportedModel]
+
+
+class ServedBaseModel(Response):
+    name: str
+    revision: str | None = Field(
+        default=None, description="Its commit, if it is from the hub: a name has one in a store."
+    )
+    workers: int = Field(description="Workers that serve it now.")
+    warming: str | None = Field(
+        default=None,
+        description="What they still compile ahead, if any: requests are taken meanwhile.",
+    )
+    failing: str | None = Field(
+        default=None,
+        description="What they cannot compile, if anything: requests that need it fail.",
+    )
+    architecture: str
+    context_length: int
+    max_rank: int
+
+
+class HealthResponse(Response):
+    status: Literal["ok"] = "ok"
+    worker: Literal["ready", "absent"] = Field(
+        description="Whether a worker has a base model loaded and takes jobs."
+    )
+    base_model: str
+    warming: str | None = None
+    failing: str | None = None
+    architecture: str | None = None
+    context_length: int | None = None
+    max_rank: int | None = None
+    base_models: list[ServedBaseModel]
+    store: Literal["sqlite", "redis"]
+    durability: Literal["always", "asserted"] = Field(
+        description="What was accepted is on disk, as was found (always) or the operator says."
+    )
+    store_check: Literal["unchecked", "checking", "sound", "damaged"] = Field(
+        default="unchecked",
+        description="What is known of the SQLite store's file. Damaged: nothing new is accepted.",
+    )
+    store_damage: str | None = Field(
+        default=None, description="What is damaged, and what the operator has to do."
+    )
+    disk: Literal["ok", "full"] = Field(
+        description="Full: less than `min_free_bytes` is free, so new requests are put off."
+    )
+    files: Literal["ok", "kept"] = Field(
+        default="ok",
+        description="Kept: unused files stay where they are until the operator has decided.",
+    )
+    files_kept: str | None = Field(default=None, description="Why, and what to do.")
+    keys_required: bool = False
+
+
+# --- models --------------------------------------------------------------------------------------
+
+_KIND = "The kind of adapter."
+
+
+class LoraConfig(Request):
+    rank: int = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Adapter(Request):
+    """The adapter to train. Options that its kind does not have are refused."""
+
+    kind: str = Field(max_length=64, description="`lora`, `rslora` or `osft`.")
+    rank: int | None = Field(default=None, description="Without it, `lora_config.rank` counts.")
+    unfreeze_ratio: float | None = Field(
+        default=None,
+        description="`osft`, instead of a rank: the share of every weight's singular directions "
+        "that is trained, above 0 and below 1.",
+    )
+    form: str | None = Field(
+        default=None,
+        description="`osft`: which arrays are trained, `factors` (the default), `short_fixed` or "
+        "`core`.",
+    )
+
+    def unknown_fields(self) -> list[str]:
+        """Return an empty list: no sent field is ignored."""
+        return []
+
+
+class OptimizerConfig(Request):
+    type: str = "adamw"
+
+
+class SessionKey(Request):
+    """The key of a request that creates a model."""
+
+    session_id: Id
+    model_seq_id: Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+
+class CreateModelRequest(SessionKey):
+    base_model: str
+    user_metadata: Metadata | None = Field(
+        default=None,
+        description="Kept as it is. An entry `adapter` names the kind of adapter, as the field of "
+        "that name does, and entries named like options of that kind are its options.",
+    )
+    lora_config: LoraConfig | None = None
+    adapter: Adapter | None = Field(default=None, description="Without it, `lora`.")
+    optimizer_config: OptimizerConfig | None = None
+
+
+class GetInfoRequest(Request):
+    model_id: Id
+
+
+class ModelData(Response):
+    arch: str | None = None
+    model_name: str
+    tokenizer_id: str | None = None
+
+
+class AdamwConfig(Response):
+    type: Literal["adamw"] = "adamw"
+
+
+class GetInfoResponse(Response):
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_data: ModelData
+    model_name: str
+    is_lora: bool = Field(default=True, description="Of every kind: A and B of low rank.")
+    lora_rank: int
+    adapter: str = Field(default="lora", description=_KIND)
+    base_model_revision: str | None = Field(
+        default=None, description="Commit of a base model from the hub."
+    )
+    optimizer_config: AdamwConfig = AdamwConfig()
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class ModelKey(Request):
+    """The key of a request to a model: its place in the model's order."""
+
+    model_id: Id
+    seq_id: ModelSeq
+
+
+class AdamParams(Request):
+    """The hyper-parameters of one step, as in ``torch.optim.AdamW``."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStepRequest(ModelKey):
+    adam_params: AdamParams | None = None
+    optimizer_params: dict[str, Any] | None = Field(
+        default=None, description="Sent instead of adam_params by other optimizer families."
+    )
+
+
+class FutureResponse(Response):
+    """The answer to an accepted request; ``retrieve_future`` has the result."""
+
+    request_id: str
+    model_id: str | None = None
+
+
+class FutureRetrieveRequest(Request):
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class SamplingTarget(Request):
+    """One of the clients of a sampling session; the client that opened the session is 0."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: Id
+    cloned_sampler_id: Annotated[int, Field(ge=0, le=MAX_INT64)] = 0
+
+
+class FuturesRetrieveRequest(Request):
+    target: SamplingTarget
+    prev_cursor: Seq = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: list[Id] = Field(
+        default=[], description="Requests whose results are no longer needed."
+    )
+
+
+class FinishedFuture(Response):
+    state: Literal["finished"] = "finished"
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class FailedFuture(Response):
+    state: Literal["failed"] = "failed"
+    request_id: str
+
+
+class FuturesResponse(Response):
+    """The requests that have ended since the cursor; ``retrieve_future`` has results and errors."""
+
+    completions: list[FinishedFuture | FailedFuture]
+    cursor: int
+
+
+class CancelRequest(Request):
+    request_id: Id
+
+
+class NotReadyResponse(Response):
+    """The body of the 408 that ends a poll: poll again."""
+
+    queue_state: Literal["active", "paused_capacity", "paused_rate_limit"]
+    queue_state_reason: str | None = None
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+class SaveRequest(ModelKey):
+    """The fields of every save. ``path`` is the checkpoint's name."""
+
+    path: str | None = None
+    ttl_seconds: int | None = None
+
+
+class SaveWeightsRequest(SaveRequest):
+    overwrite: bool = False
+    user_metadata: Metadata | None = None
+
+
+class SaveWeightsForSamplerRequest(SaveRequest):
+    """A save for sampling: a checkpoint named by ``path``, or a numbered sampling session."""
+
+    sampling_session_seq_id: Seq | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    user_metadata: Metadata | None = None
+
+
+class SaveWeightsExternalRequest(SaveRequest):
+    age_encryption_recipients: list[str] | None = None
+
+
+class LoadWeightsForm(Request):
+    """The field that tells the two forms of ``load_weights`` apart.
+
+    One form names a session, the other a model.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+    session_id: Any = None
+
+
+class LoadIntoRequest(ModelKey):
+    """A ``load_weights`` into an existing model."""
+
+    path: str
+    optimizer: bool
+
+
+class LoadNewRequest(SessionKey):
+    """A ``load_weights`` that creates the model, shaped like the checkpoint."""
+
+    path: str
+    optimizer: bool
+    base_model: str | None = None
+    user_metadata: Metadata | None = None
+    optimizer_config: OptimizerConfig | None = None
+
+
+class WeightsInfoRequest(Request):
+    tinker_path: str
+
+
+class WeightsInfoResponse(Response):
+    base_model: str
+    is_lora: bool = True
+    lora_rank: int
+    adapter: str = Field(default="lora", description=_KIND)
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+    optimizer_config: AdamwConfig = AdamwConfig()
+
+
+class ImportResponse(WeightsInfoResponse):
+    """The checkpoint that was made from an imported adapter."""
+
+    path: str
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+class CreateSamplingSessionRequest(Request):
+    session_id: Id
+    sampling_session_seq_id: Seq
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class SamplingSessionResponse(Response):
+    sampling_session_id: str
+
+
+class SamplerResponse(Response):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class JoinSamplingSessionRequest(Request):
+    sampling_session_id: Id
+
+
+CLIENT_SEQS = 10**9
+"""The number of sequence numbers per client of a sampling session; the next client's follow."""
+
+
+class JoinSamplingSessionResponse(Response):
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+    client_counter: int
+
+
+class Chunk(Request):
+    """A piece of a prompt. Only text is understood; other kinds keep their ``type``."""
+
+    type: str = "encoded_text"
+    tokens: list[int] | None = None
+
+
+class Prompt(Request):
+    chunks: list[Chunk]
+
+
+class SamplingParams(Request):
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class IntTensor(Request):
+    """Integers in row order, or in CSR layout if both index lists are given."""
+
+    data: list[int]
+    dtype: Literal["int64"] = "int64"
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class SamplingKey(Request):
+    """The key of a sampling request, and the number of sequence ids that its answer needs."""
+
+    sampling_session_id: Id
+    seq_id: Seq
+    num_samples: Any = 1
+
+
+class SampleRequest(SamplingKey):
+    num_samples: int = 1
+    prompt: Prompt
+    sampling_params: SamplingParams = SamplingParams()
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: IntTensor | None = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+
+class SampleFutureResponse(FutureResponse):
+    sample_sequence_ids: list[str]
+
+
+# --- listings ------------------------------------------------------------------------------------
+
+
+class Cursor(Response):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointResponse(Response):
+    checkpoint_id: str = Field(description="<kind>/<name>")
+    checkpoint_type: Literal["training", "sampler", "external"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class CheckpointsResponse(Response):
+    checkpoints: list[CheckpointResponse]
+    cursor: Cursor | None = None
+
+
+class TrainingRunResponse(Response):
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool = True
+    corrupted: bool = False
+    diverged: bool = Field(
+        default=False,
+        description="Rebuilt after a failure, with other results than those delivered before.",
+    )
+    lora_rank: int | None = None
+    adapter: str = Field(default="lora", description=_KIND)
+    status: str = Field(
+        default="ready",
+        description="creating, ready, failed (its creation did), lost (only its checkpoints "
+        "remain), or ended (its session has)",
+    )
+    created: datetime | None = None
+    last_request_time: datetime
+    last_checkpoint: CheckpointResponse | None = None
+    last_sampler_checkpoint: CheckpointResponse | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunsResponse(Response):
+    training_runs: list[TrainingRunResponse]
+    cursor: Cursor
+
+
+class SessionsResponse(Response):
+    sessions: list[str]
+
+
+class SessionResponse(Response):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class TtlRequest(Request):
+    ttl_seconds: int | None = Field(description="Seconds from now; null removes the expiry.")
+
+
+class ExternalWeightsUrlsResponse(Response):
+    urls: dict[str, str] = Field(description="Signed download address of each file.")
+    expires: datetime
+
+
+class ArchiveUrlResponse(Response):
+    url: str = Field(
+        description="Signed download address of a tar archive: the adapter's two files in PEFT's "
+        "layout, and `checkpoint_complete`, which is empty and the last."
+    )
+    expires: datetime
+
+
+class Failure(Response):
+    """The body of every answer that is not 2xx, except the 408 of a poll."""
+
+    detail: str
+    code: str
+
+
+# --- what was used --------------------------------------------------------------------------------
+
+
+class UsageTotals(Response):
+    requests: int = Field(description="That ran, and have ended.")
+    device_ms: float
+    trained_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    padded_tokens: int = Field(description="Computed beside them.")
+    flops: float = Field(description="Model FLOPs; 0 where the base model's size is not known.")
+
+
+class ModelUsage(UsageTotals):
+    name: str = Field(description="A model's id, or a base model that was sampled from.")
+
+
+class BudgetResponse(Response):
+    limit_device_ms: float = Field(description="Of a day, in UTC.")
+    used_device_ms: float = Field(description="Since its beginning.")
+    resets: datetime
+
+
+class UsageResponse(Response):
+    tenant: str
+    total: UsageTotals
+    by_model: list[ModelUsage]
+    budget: BudgetResponse | None = None
+
+
+class CurvePointResponse(Response):
+    kind: Literal["forward_backward", "forward", "optim_step"]
+    seq_id: int
+    time: datetime
+    loss_sum: float | None = None
+    tokens: int | None = None
+    weight: float | None = Field(default=None, description="Sum of the tokens' weights.")
+    step: int | None = Field(default=None, description="Of the optimizer, from 1 on.")
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+
+
+class CurveResponse(Response):
+    points: list[CurvePointResponse]
+
+
+class RequestTimings(Response):
+    total_ms: float = Field(description="From acceptance to the stored result: the next three.")
+    held_ms: float = Field(
+        description="Waited for an earlier request or a worker, or was being stored."
+    )
+    queue_ms: float = Field(description="At its worker, before it began.")
+    run_ms: float = Field(description="From its beginning to its result.")
+    pack_ms: float = Field(
+        default=0.0, description="Of that, before its first unit had the device."
+    )
+    device_ms: float = Field(description="Its part of the device meanwhile.")
+    transfer_ms: float = Field(
+        default=0.0, description="Of run_ms, after its last unit: from the device into a result."
+    )
+
+
+class RequestCost(Response):
+    trained_tokens: int
+    prompt_tokens: int
+    sampled_tokens: int
+    padded_tokens: int
+    flops: float
+    behind: int = Field(default=0, description="Requests that began while it was queued.")
+    behind_own: int = Field(default=0, description="Those of them that were the tenant's own.")
+    others: int = Field(description="Requests that shared its first unit.")
+
+
+class RequestResponse(Response):
+    request_id: str
+    kind: str
+    status: Literal["held", "ready", "done", "failed", "expired"]
+    timings: RequestTimings | None = None
+    cost: RequestCost | None = None

@@ -1,0 +1,1 @@
+"""Adapters on the device, in the host's memory and on disk."""

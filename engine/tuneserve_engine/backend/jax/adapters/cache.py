@@ -1,0 +1,451 @@
+"""Training adapters on the device, in host memory beyond that, and in files beyond that."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from tuneserve_engine.adapters.kinds import kind_of
+from tuneserve_engine.adapters.state import AdapterState, Tensors
+from tuneserve_engine.backend.base import OutOfMemory
+from tuneserve_engine.backend.jax.adapters.arrays import (
+    TargetShapes,
+    TrainingAdapter,
+    adapter_bytes,
+    arrays_of,
+    check_state,
+    restored_adapter,
+    saved_state,
+)
+from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
+from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile, bytes_of
+from tuneserve_engine.core.errors import ServerError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _CachedAdapter:
+    """One adapter. It is in one of three places, or in none while it moves."""
+
+    rank_class: int
+    device_bytes: int
+    is_sharing: bool = False  # whether it needs the decomposition of the base weights
+    device: TrainingAdapter | None = None
+    host: AdapterState | None = None
+    host_bytes: int = 0
+    file: SpillFile | None = None
+
+    def keep(self, state: AdapterState) -> None:
+        """Keep the state in host memory."""
+        self.host, self.host_bytes = state, bytes_of(state)
+
+    def paged(self) -> AdapterState:
+        """Return the state that is in host memory or in the file."""
+        if self.host is not None:
+            return self.host
+        assert self.file is not None, "the adapter is on its way"
+        return self.file.read()
+
+    def forget_paged(self) -> None:
+        self.host = None
+        if self.file is not None:
+            self.file.delete()
+            self.file = None
+
+    def discard(self) -> None:
+        """Free the memory or the file of the adapter, in all three places."""
+        self.forget_paged()
+        if self.device is not None:
+            _free(self.device)
+            self.device = None
+
+
+class AdapterCache:
+    """Owns all training adapters of a process; loads them to the device and evicts them.
+
+    ``device_bytes`` and ``host_bytes`` are the most that adapters may take in either memory. The
+    least recently used adapters are in files in ``directory``, which belongs to this cache alone.
+    If an adapter cannot be written there, or writing would leave less than ``min_free_bytes`` of
+    the disk, it stays in host memory beyond the limit; then only new adapters are refused. An
+    adapter has the same bits wherever it has been.
+
+    All calls come from one thread, except ``look_ahead``, which is thread-safe. One adapter moves
+    at a time, by a call or in the background. During a move, a memory may exceed its limit by that
+    adapter.
+    """
+
+    def __init__(  # noqa: PLR0913 - all by name
+        self,
+        directory: Path,
+        shapes: TargetShapes,
+        *,
+        device_bytes: int,
+        host_bytes: int,
+        frozen: DeviceSvd | None = None,
+        min_free_bytes: int = 0,
+    ) -> None:
+        self._directory = directory
+        self._min_free_bytes = min_free_bytes
+        self._frozen = frozen
+        self._numbers = count()
+        self._writes_fail = False  # whether the last write of a file failed
+        self._shapes = shapes
+        self._device_limit = device_bytes
+        self._host_limit = host_bytes
+        self._entries: OrderedDict[str, _CachedAdapter] = OrderedDict()  # least recently used first
+        self._pinned: frozenset[str] = frozenset()
+        self._wishes: deque[str] = deque()  # adapters still to be loaded ahead
+        self._asked: set[str] = set()  # adapters of the same list that have been tried
+        self._is_looking = False  # whether the background works on the wishes, or is about to
+        self._state = threading.Condition()  # guards all of the above; never held during a move
+        self._moving = threading.Lock()
+        self._waiting = 0  # callers that move something or wait to do so
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="look-ahead")
+        self.paged_in = 0
+        self.paged_out = 0
+        self.waited_s = 0.0
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All adapters, the least recently used first."""
+        with self._state:
+            return tuple(self._entries)
+
+    @property
+    def on_device(self) -> int:
+        """The number of adapters on the device."""
+        with self._state:
+            return sum(entry.device is not None for entry in self._entries.values())
+
+    def put(self, adapter_id: str, state: AdapterState, rank_class: int) -> None:
+        """Register or replace an adapter. It is loaded to the device when it is needed there.
+
+        Raises ``UserError`` if the state does not fit this base model, and ``OutOfMemory`` if the
+        adapter is new and there is not enough room for another one.
+        """
+        check_state(state, self._shapes)
+        kind = kind_of(state.config)
+        size = adapter_bytes(self._shapes, rank_class, kind)
+        entry = _CachedAdapter(rank_class, size, kind.needs_decomposition)
+        entry.keep(_resumable(state))
+        with self._turn():
+            with self._state:
+                old = self._entries.pop(adapter_id, None)
+                self._entries[adapter_id] = entry
+            try:
+                self._make_host_room(may_refuse=old is None)
+            except BaseException:
+                entry.forget_paged()
+                with self._state:
+                    del self._entries[adapter_id]
+                    if old is not None:
+                        self._entries[adapter_id] = old
+                raise
+            if old is not None:
+                old.discard()
+                self._free_shared()
+
+    def groups(self, adapter_ids: Sequence[str]) -> list[list[str]]:
+        """Split the adapters, in their order, into groups that fit on the device.
+
+        An adapter larger than the device's limit is alone in its group; one that does not exist
+        counts as empty.
+        """
+        groups: list[list[str]] = []
+        room = 0
+        with self._state:
+            entries = [self._entries.get(adapter_id) for adapter_id in adapter_ids]
+        shared = self._shared_bytes(any(entry and entry.is_sharing for entry in entries))
+        for adapter_id in adapter_ids:
+            with self._state:
+                entry = self._entries.get(adapter_id)
+            needed = entry.device_bytes if entry is not None else 0
+            if not groups or needed > room:
+                groups.append([])
+                room = self._device_limit - shared
+            groups[-1].append(adapter_id)
+            room -= needed
+        return groups
+
+    def get(self, adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
+        """Return the adapters, on the device; they stay there until the next call.
+
+        Other adapters are evicted to make room; if that is not enough, the limit is exceeded.
+        Raises ``DeviceFailed`` if an adapter's file cannot be read, and whatever JAX raises.
+        """
+        started_s = time.monotonic()
+        with self._state:
+            entries = [self._entry(adapter_id) for adapter_id in adapter_ids]
+            self._pinned = frozenset(adapter_ids)
+            for adapter_id in adapter_ids:
+                self._entries.move_to_end(adapter_id)
+            is_ready = all(entry.device is not None for entry in entries)
+            is_ready &= self._device_bytes() <= self._device_limit
+        if not is_ready:
+            with self._turn():
+                for entry in entries:
+                    self._bring_in(entry)
+        self.waited_s += time.monotonic() - started_s
+        adapters = [entry.device for entry in entries]
+        assert None not in adapters, "an adapter was paged out although it was asked for"
+        return cast(list[TrainingAdapter], adapters)
+
+    def state(self, adapter_id: str, *, optimizer: bool, accumulator: bool) -> AdapterState:
+        """Return the ``saved_state`` of the adapter, which stays where it is."""
+        with self._turn():
+            with self._state:
+                entry = self._entry(adapter_id)
+            if entry.device is not None:
+                return saved_state(entry.device, optimizer=optimizer, accumulator=accumulator)
+            return _part(entry.paged(), optimizer=optimizer, accumulator=accumulator)
+
+    def drop(self, adapter_id: str) -> None:
+        with self._turn():
+            with self._state:
+                entry = self._entry(adapter_id)
+                del self._entries[adapter_id]
+            entry.discard()
+            self._free_shared()
+
+    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+        """Start to load the adapters to the device, most urgent first, and return at once.
+
+        Evicts other adapters to make room, but none that the last ``get`` asked for or that comes
+        earlier in this list. Replaces what an earlier call has not loaded yet.
+        """
+        with self._state:
+            known = [adapter_id for adapter_id in adapter_ids if adapter_id in self._entries]
+            for adapter_id in reversed(known):
+                self._entries.move_to_end(adapter_id)
+            self._wishes, self._asked = deque(known), set()
+            is_idle, self._is_looking = not self._is_looking, True
+        if is_idle:
+            self._background.submit(self._bring_wishes)
+
+    # --- moving: by one thread at a time, which has the turn -------------------------------------
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Wait until nothing moves. The background thread lets all other callers go first."""
+        with self._state:
+            self._waiting += 1
+        try:
+            with self._moving:
+                yield
+        finally:
+            with self._state:
+                self._waiting -= 1
+                self._state.notify_all()
+
+    def _bring_wishes(self) -> None:
+        """Load adapters ahead, until the wishes are done or the device is full.
+
+        Never raises: a failure occurs again when the adapter is needed, and is reported there.
+        """
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: not self._waiting)
+                if not self._wishes:
+                    self._is_looking = False
+                    return
+                asked, adapter_id = self._asked, self._wishes.popleft()
+                asked.add(adapter_id)
+            try:
+                with self._moving:
+                    entry = self._entries.get(adapter_id)
+                    has_room = entry is None or self._bring_in(entry, sparing=asked)
+            except Exception:
+                logger.warning("%s could not be brought in ahead", adapter_id, exc_info=True)
+                has_room = False
+            with self._state:
+                if not has_room and asked is self._asked:
+                    self._wishes.clear()
+
+    def _bring_in(self, entry: _CachedAdapter, *, sparing: Collection[str] | None = None) -> bool:
+        """Load the adapter to the device, and return whether it is there.
+
+        ``sparing`` names adapters that must not be evicted: if there is not enough room without
+        them, the adapter is not loaded. If it is None, the adapter is loaded in any case, and as
+        many others as needed are evicted.
+        """
+        if sparing is not None and not self._can_fit(self._needed(entry), sparing):
+            return False
+        try:
+            while self._device_bytes() + self._needed(entry) > self._device_limit:
+                if not self._page_out_one(sparing or (), coming=entry):
+                    if sparing is not None:
+                        return False
+                    break
+            if entry.device is None:
+                state = entry.paged()
+                frozen = self._frozen.on_device(state.config) if self._frozen else None
+                adapter = restored_adapter(state, self._shapes, entry.rank_class, frozen)
+                with self._state:
+                    entry.device = adapter
+                entry.forget_paged()
+                self.paged_in += 1
+        finally:
+            self._free_shared()
+            self._make_host_room()
+        return True
+
+    def _page_out_one(self, sparing: Collection[str], *, coming: _CachedAdapter) -> bool:
+        """Evict the least recently used adapter; return False if all have to stay."""
+        with self._state:
+            entry = next(iter(self._removable(sparing)), None)
+            if entry is None:
+                return False
+            adapter, entry.device = entry.device, None
+        assert adapter is not None
+        try:
+            entry.keep(saved_state(adapter, optimizer=adapter.step > 0, accumulator=True))
+            self._make_host_room(coming)
+        except BaseException:
+            entry.forget_paged()
+            with self._state:
+                entry.device = adapter
+            raise
+        _free(adapter)
+        if not coming.is_sharing:
+            self._free_shared()
+        self.paged_out += 1
+        return True
+
+    def _make_host_room(
+        self, coming: _CachedAdapter | None = None, *, may_refuse: bool = False
+    ) -> None:
+        """Write adapters beyond the host's limit to files.
+
+        ``coming`` is not written: it is about to leave host memory. An adapter that cannot be
+        written stays in host memory; with ``may_refuse``, ``OutOfMemory`` is raised instead.
+        """
+        try:
+            self._write_excess(coming)
+        except OutOfMemory as error:
+            if may_refuse:
+                raise
+            if not self._writes_fail:
+                logger.error("%s; until then they take more of it than they should", error)
+            self._writes_fail = True
+
+    def _write_excess(self, coming: _CachedAdapter | None) -> None:
+        with self._state:
+            held = [x for x in self._entries.values() if x.host is not None and x is not coming]
+        excess = sum(entry.host_bytes for entry in held) - self._host_limit
+        for entry in held:
+            if excess <= 0:
+                return
+            excess -= entry.host_bytes
+            assert entry.host is not None
+            path = self._directory / str(next(self._numbers))
+            entry.file = SpillFile.write(path, entry.host, min_free_bytes=self._min_free_bytes)
+            entry.host = None
+            self._writes_fail = False
+
+    # --- bookkeeping -----------------------------------------------------------------------------
+
+    def _entry(self, adapter_id: str) -> _CachedAdapter:
+        entry = self._entries.get(adapter_id)
+        if entry is None:
+            raise ServerError(
+                f"adapter {adapter_id!r} is not on this device ({len(self._entries)} are); "
+                "create or load it first"
+            )
+        return entry
+
+    def _device_bytes(self) -> int:
+        with self._state:
+            own = sum(x.device_bytes for x in self._entries.values() if x.device is not None)
+            return own + self._shared_bytes(self._is_shared())
+
+    def _needed(self, entry: _CachedAdapter) -> int:
+        """Return the bytes that loading the adapter would add on the device."""
+        if entry.device is not None:
+            return 0
+        shared = entry.is_sharing and not self._is_shared()
+        return entry.device_bytes + self._shared_bytes(shared)
+
+    def _is_shared(self) -> bool:
+        """Return whether an adapter on the device needs the decomposition."""
+        with self._state:
+            return any(x.is_sharing for x in self._entries.values() if x.device is not None)
+
+    def _shared_bytes(self, is_shared: bool) -> int:
+        return self._frozen.bytes if is_shared and self._frozen is not None else 0
+
+    def _free_shared(self) -> None:
+        """Take the decomposition off the device if no adapter there needs it any more."""
+        if self._frozen is not None and not self._is_shared():
+            self._frozen.leave_device()
+
+    def _can_fit(self, needed: int, sparing: Collection[str]) -> bool:
+        with self._state:
+            can_go = sum(entry.device_bytes for entry in self._removable(sparing))
+            return self._device_bytes() - can_go + needed <= self._device_limit
+
+    def _removable(self, sparing: Collection[str]) -> list[_CachedAdapter]:
+        """Return the adapters that may be evicted, the least recently used first."""
+        with self._state:
+            return [
+                entry
+                for adapter_id, entry in self._entries.items()
+                if entry.device is not None
+                and adapter_id not in self._pinned
+                and adapter_id not in sparing
+            ]
+
+
+def _free(adapter: TrainingAdapter) -> None:
+    """Free the adapter's memory now, not when the last reference goes.
+
+    The trainer keeps references, to know which weights it has copied. Deleted arrays also cannot be
+    trained any more by mistake.
+    """
+    for array in arrays_of(adapter):
+        array.delete()
+
+
+def _resumable(state: AdapterState) -> AdapterState:
+    """Return a copy of the part of the state that a restored adapter has."""
+    has_stepped = state.step > 0 and bool(state.first_moment)
+    copy = AdapterState(
+        state.config, _copied(state.weights), accumulator=_copied(state.accumulator)
+    )
+    if not has_stepped:
+        return copy
+    return replace(
+        copy,
+        step=state.step,
+        first_moment=_copied(state.first_moment),
+        second_moment=_copied(state.second_moment),
+    )
+
+
+def _part(state: AdapterState, *, optimizer: bool, accumulator: bool) -> AdapterState:
+    """Return what ``saved_state`` would return for an adapter, from its evicted state."""
+    part = AdapterState(state.config, _copied(state.weights))
+    if optimizer:
+        zeros = {name: np.zeros_like(tensor) for name, tensor in state.weights.items()}
+        part = replace(
+            part,
+            step=state.step,
+            first_moment=_copied(state.first_moment or zeros),
+            second_moment=_copied(state.second_moment or zeros),
+        )
+    if accumulator:
+        part = replace(part, accumulator=_copied(state.accumulator))
+    return part
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: np.array(tensor, order="C") for name, tensor in tensors.items()}

@@ -1,0 +1,128 @@
+"""The base weights' decomposition, which adapters of some kinds share, on host and device.
+
+Dimension key: L layers, K directions of a decomposition.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tuneserve_engine.adapters import kinds
+from tuneserve_engine.adapters.kinds.base import (
+    SvdFactors,
+    decomposition_bytes,
+    decomposition_shapes,
+    kept_size,
+)
+from tuneserve_engine.adapters.svd import BaseWeightSvd, kept
+from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, host_zeros
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.core.adapter import AdapterConfig
+
+_DIGEST_CHARS = 16
+_LAYOUT = b"directions are rows"
+"""The layout of the files. Files of another layout are in folders of other names."""
+
+
+class DeviceSvd:
+    """The decomposition of one base model's layers, in a folder of its own under ``folder``.
+
+    On the device it is padded; adapters of all ranks share it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Decoder,
+        shapes: TargetShapes,
+        max_rank: int,
+        *,
+        min_free_bytes: int = 0,
+    ) -> None:
+        self._shapes = shapes
+        self._device_shapes = {
+            name: decomposition_shapes(shape, max_rank)
+            for name, shape in shapes.items()
+            if len(shape) == 3
+        }
+        self._device: dict[str, tuple[Any, Any, Any]] | None = None
+        self.decomposition = BaseWeightSvd(
+            lambda: folder / _digest(model, list(self._device_shapes)),
+            shapes,
+            lambda name: _layers(model, name),
+            min_free_bytes=min_free_bytes,
+        )
+        self.bytes = decomposition_bytes(shapes, max_rank)
+        """Size on the device, while it is there."""
+
+    def of(self, config: AdapterConfig, target: str) -> SvdFactors | None:
+        """Return the adapter's part of the target's decomposition, on the host.
+
+        Returns None if the adapter needs none of it.
+        """
+        if not kinds.kind_of(config).needs_decomposition:
+            return None
+        return self.decomposition.frozen(config, target)
+
+    def on_device(self, config: AdapterConfig) -> dict[str, SvdFactors] | None:
+        """Return the adapter's parts of all targets, on the device.
+
+        Puts the decomposition there if necessary. ``kept`` is 0 everywhere for targets that the
+        adapter does not train.
+        """
+        kind = kinds.kind_of(config)
+        if not kind.needs_decomposition:
+            return None
+        if self._device is None:
+            self._device = self._put()
+        found = {}
+        for name, (u, s, v) in self._device.items():
+            rank = kind.rank(config, self._shapes[name]) if name in config.targets else 0
+            found[name] = SvdFactors(u, s, v, kept(rank, kept_size(self._device_shapes[name])))
+        return found
+
+    def leave_device(self) -> None:
+        self._device = None
+
+    def _put(self) -> dict[str, tuple[Any, Any, Any]]:
+        """Put one target after the other: the host never holds the padded arrays of two."""
+        put = {}
+        for name in self._device_shapes:
+            put[name] = jax.device_put(self._padded(name))
+            jax.block_until_ready(put[name])  # type: ignore[no-untyped-call]
+        return put
+
+    def _padded(self, name: str) -> tuple[Any, Any, Any]:
+        u, s, v = self.decomposition.arrays(name)
+        shapes = self._device_shapes[name]
+        return _fitted(u, shapes["u"]), _fitted(s, shapes["s"]), _fitted(v, shapes["v"])
+
+
+def _fitted(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return the array cut to this shape, and padded with zeros where it is shorter."""
+    fitted = host_zeros(shape)
+    both = tuple(slice(min(sizes)) for sizes in zip(array.shape, shape, strict=True))
+    fitted[both] = array[both]
+    return fitted
+
+
+def _digest(model: Decoder, names: list[str]) -> str:
+    """Return a digest of every bit of these weights and their dtype.
+
+    Every bit matters: merging an adapter into a model changes few of its weights, but gives it
+    other directions.
+    """
+    digest = hashlib.sha256(_LAYOUT)
+    for name in names:
+        for layer in _layers(model, name):
+            digest.update(f"{name} {layer.dtype}{layer.shape}".encode())
+            digest.update(layer.tobytes())
+    return digest.hexdigest()[:_DIGEST_CHARS]
+
+
+def _layers(model: Decoder, name: str) -> Any:
+    # Another handle of the same memory: an array keeps the copy that it once gave to the host.
+    return np.asarray(model.layers[name][...].addressable_data(0))

@@ -1,0 +1,144 @@
+"""The numerics id: everything that the bits of a result depend on, beside state and request."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+
+import tuneserve_engine
+from tuneserve_engine.backend.jax.programs.registry import COMPILER_OPTIONS
+from tuneserve_engine.core.shapes import StaticShapes
+
+_PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
+_CODE = (
+    "core/adapter.py",
+    "core/provenance.py",
+    "core/shapes.py",
+    "adapters/checkpoint_format.py",
+    "adapters/state.py",
+    "adapters/svd.py",
+    "adapters/svd_process.py",
+    "adapters/kinds/*.py",
+    "worker/codecs/*.py",
+    "worker/execution/gradients.py",
+    "worker/execution/packing.py",
+    "backend/base.py",
+    "backend/jax/**/*.py",
+)
+"""The source files that a request passes through on its way to a result."""
+_FLAGS = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC", "PJRT_NPROC", "NPROC")
+_OPTIONS = (
+    "jax_default_matmul_precision",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_num_cpu_devices",
+)
+_SAMPLE_BYTES = 65_536
+"""Bytes read at the start, in the middle and at the end of a weight file.
+
+Enough to tell a base model from a fine-tuned one, whose names and shapes are the same.
+"""
+
+
+def numerics_id(
+    folder: Path, *, dtype: str, lattice: StaticShapes, remat: str, sample_rows: int
+) -> str:
+    """Return one readable line, the same for every process that computes the same bits."""
+    packages = " ".join(f"{name}={_version(name)}" for name in _PACKAGES)
+    lattice_shape = (
+        lattice.context_length,
+        lattice.block,
+        lattice.chunk,
+        lattice.piece,
+        *lattice.rank_classes,
+    )
+    parts = (
+        packages,
+        f"code={_digest(_code())}",
+        f"device={_device()}",
+        f"flags={_flags()}",
+        f"base={_digest(_base_model(folder))}",
+        f"dtype={dtype}",
+        f"lattice={'/'.join(str(number) for number in lattice_shape)}",
+        f"remat={remat}",
+        f"lanes={sample_rows}",
+    )
+    return " ".join(parts)
+
+
+def ask_for_float32(dtype: str) -> None:
+    """If ``dtype`` is float32, have all programs compiled from now on multiply in full float32.
+
+    By default a GPU would round the factors to TF32, which keeps 10 of 23 bits.
+    """
+    if dtype == "float32" and jax.default_backend() != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _code() -> Iterator[bytes]:
+    root = Path(tuneserve_engine.__path__[0])
+    for pattern in _CODE:
+        for path in sorted(root.glob(pattern)):
+            yield path.relative_to(root).as_posix().encode()
+            yield path.read_bytes()
+
+
+def _device() -> str:
+    """Name the device; on CPU, the processor XLA compiles for and the threads that share sums."""
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        driver = " ".join(str(device.client.platform_version).split())
+        return f"{device.platform}({device.device_kind}; {driver})"
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu({_processor()}; threads {threads})"
+
+
+def _processor() -> str:
+    """Return the processor's name and a digest of its instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".strip()
+    facts = dict(line.split(":", 1) for line in reversed(lines) if ":" in line)
+    facts = {name.strip(): value.strip() for name, value in facts.items()}
+    sets = " ".join(sorted(facts.get("flags", facts.get("Features", "")).split()))
+    name = facts.get("model name", platform.machine())
+    return f"{name} {_digest([sets.encode()])}"
+
+
+def _flags() -> str:
+    variables = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
+    options = [f"{name}={getattr(jax.config, name)}" for name in _OPTIONS]
+    options += [f"{name}={value}" for name, value in COMPILER_OPTIONS.items()]
+    return f"({' '.join(variables + options)})"
+
+
+def _base_model(folder: Path) -> Iterator[bytes]:
+    yield (folder / "config.json").read_bytes()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        yield f"{path.name} {size}".encode()
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            yield file.read(min(header, size))
+            for start in (8 + header, size // 2, size - _SAMPLE_BYTES):
+                file.seek(max(start, 0))
+                yield file.read(_SAMPLE_BYTES)
+
+
+def _digest(parts: Iterator[bytes] | list[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""The plan of the device's memory, made before anything is loaded."""

@@ -1,0 +1,38 @@
+"""The device that JAX computes on by default, described for the planner."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from tuneserve_engine.backend.jax.memory.planner import Device
+
+_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),  # cgroup version 2: a container sees its own limit
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def default_device() -> Device:
+    """Return the device's kind and its whole memory.
+
+    For an accelerator, that is the memory that JAX may take, whether it is free now or not (0 if
+    the device does not report it); for a CPU, a share of the machine's memory.
+    """
+    device = jax.local_devices()[0]
+    machine = machine_bytes()
+    if device.platform == "cpu":
+        return Device.cpu(machine)
+    stats = device.memory_stats() or {}
+    return Device.accelerator(device.platform, stats.get("bytes_limit", 0), machine)
+
+
+def machine_bytes(limits: tuple[Path, ...] = _LIMITS) -> int:
+    """Return the memory of this machine or, inside a container, of the container."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in limits:
+        try:
+            sizes.append(int(file.read_text()))
+        except (OSError, ValueError):  # the file is missing or says "max"
+            continue
+    return min(sizes)

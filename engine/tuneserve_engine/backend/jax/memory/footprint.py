@@ -1,0 +1,445 @@
+"""The bytes of everything that one choice of shapes puts on the device.
+
+Letters in formulas: L layers, D hidden, N query heads, K key/value heads, H head_dim, I
+intermediate, V vocabulary, R rank, T tokens of a stream.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.core.shapes import StaticShapes
+
+Remat = Literal["none", "dots", "attention", "full"]
+
+_LOGITS_BYTES = 128 * 2**20
+"""Room for the logits of one chunk of the head."""
+_ADAPTER_COPIES = 4
+"""Float32 copies per adapter: weights, two moments, accumulated gradient."""
+_STEP_COPIES = 3
+"""Copies of an adapter that its optimizer step needs while it runs."""
+_UNDER_WAY = 2
+"""Micro-batches on the device at once."""
+_TOKEN_BYTES = 96
+"""Bytes per token that the layers compute beside its hidden states: masks, and block owners."""
+_DRAWN_COPIES, _SCORED_COPIES = 8, 3
+"""Float32 copies of logits while tokens are drawn, and while a prompt's positions are scored."""
+_SUMS = 8
+"""Copies of each alternative's block as integers in limbs: see ``exact_draw``."""
+_SCORE_COPIES = 4
+"""Float32 copies of attention's scores: masked, and as weights."""
+_ALTERNATIVES = 64 * 128
+"""Logits per scored position for its alternatives: 64 draws, each from a block of 128 logits."""
+_ITEM = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A part of the memory, with the formula of its size."""
+
+    name: str
+    how: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """The choices that the planner makes."""
+
+    lattice: StaticShapes
+    remat: Remat
+    sample_rows: int
+    snapshots: int  # snapshots of the highest rank that fit on the device
+    dtype: Literal["float32", "bfloat16"]
+    device_kind: str
+
+    @property
+    def item(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return _ITEM[self.dtype]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory that one model takes in one shape."""
+
+    config: ModelConfig
+    shape: EngineShape
+
+    @property
+    def bytes(self) -> int:
+        """The sum of all lines."""
+        return sum(line.bytes for line in self.lines)
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """All parts except the adapters, which take what is left."""
+        return (
+            self.base,
+            *(self.bank(rank) for rank in self.shape.lattice.rank_classes),
+            self.tape,
+            self.layer_gradients,
+            self.batches,
+            self.stream,
+            self.chunk,
+            self.logits,
+            self.head_adapters,
+            self.step,
+            self.unstacked,
+            *self.sampling,
+            *self.wide_copies,
+        )
+
+    @property
+    def sampling(self) -> tuple[Line, ...]:
+        """The parts that are reported as sampling's; ``unstacked`` is not among them."""
+        return (
+            self.caches,
+            self.lanes,
+            self.snapshots,
+            self.prompt,
+            self.drawing,
+            self.scoring,
+        )
+
+    # --- weights --------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Line:
+        count, item = self.parameters, self.shape.item
+        return Line("base weights", f"{count:,} parameters * {item} bytes", count * item)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the base model."""
+        c = self.config
+        tables = 1 if c.tied_embeddings else 2
+        return c.layers * self.layer_parameters + tables * c.vocab_size * c.hidden + c.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """The number of parameters of one layer of the base model."""
+        c = self.config
+        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        layer = 2 * c.hidden * (queries + keys) + 3 * c.hidden * c.intermediate + 2 * c.hidden
+        layer += (queries + 2 * keys) * c.attention_bias + c.hidden * c.output_bias
+        return layer + (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
+
+    @property
+    def rank_parameters(self) -> int:
+        """Parameters of an adapter per rank: every target is included, trained or not."""
+        c = self.config
+        return c.layers * self._layer_rank_parameters + c.hidden + c.vocab_size
+
+    @property
+    def _layer_rank_parameters(self) -> int:
+        """Inputs and outputs of a layer's seven projections."""
+        c = self.config
+        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return 2 * (c.hidden + queries) + 2 * (c.hidden + keys) + 3 * (c.hidden + c.intermediate)
+
+    def adapter_bytes(self, rank: int) -> int:
+        """Return the bytes of one float32 copy of an adapter of the rank class."""
+        return 4 * rank * self.rank_parameters
+
+    def bank(self, rank: int) -> Line:
+        slots = self.shape.lattice.slots(rank)
+        return Line(
+            f"bank and scratch of rank {rank}",
+            f"2 * {slots} slots * 4 bytes * rank {rank} * {self.rank_parameters:,}",
+            2 * slots * self.adapter_bytes(rank),
+        )
+
+    @property
+    def unit_adapter_bytes(self) -> int:
+        """The most bytes of adapters that one batch can have: the least the device must hold."""
+        lattice = self.shape.lattice
+        sizes = (lattice.slots(rank) * self.adapter_bytes(rank) for rank in lattice.rank_classes)
+        return _ADAPTER_COPIES * max(sizes)
+
+    def adapters_held(self, room: int) -> str:
+        """Return a text with the number of adapters of each rank class that fit into ``room``."""
+        counts = (
+            f"{room // (_ADAPTER_COPIES * self.adapter_bytes(rank)):,} of rank {rank}"
+            for rank in self.shape.lattice.rank_classes
+        )
+        return f"{_ADAPTER_COPIES * 4} bytes per parameter: {' or '.join(counts)}"
+
+    @property
+    def step(self) -> Line:
+        rank = self.shape.lattice.max_rank
+        size = _STEP_COPIES * self.adapter_bytes(rank)
+        return Line("optimizer step", f"{_STEP_COPIES} adapters of rank {rank}", size)
+
+    # --- training -------------------------------------------------------------------------------
+
+    @property
+    def tape(self) -> Line:
+        """The tape of the backward pass, as ``remat`` says.
+
+        It holds the input of every layer, queries, keys and values of as many layers as are kept,
+        attention's results of as many, and the other kept values.
+        """
+        c, item, remat = self.config, self.shape.item, self.shape.remat
+        kept = self._kept_bytes
+        once = 0
+        if remat not in ("none", "dots"):
+            once += self._projected * item
+        if remat == "full":
+            once += self._attended_bytes
+        tokens = self.shape.lattice.stream
+        return Line(
+            f"training with remat {remat}",
+            f"{tokens:,} tokens * ({c.layers} layers * {kept:,} bytes + {once:,})",
+            tokens * (c.layers * kept + once),
+        )
+
+    @property
+    def _kept_bytes(self) -> int:
+        """Bytes per token and layer."""
+        return self.config.hidden * self.shape.item + self._saved_bytes(self.shape.remat)
+
+    def _saved_bytes(self, remat: Remat) -> int:
+        """Return the bytes per token and layer, beside the layer's input."""
+        c, item = self.config, self.shape.item
+        saved = 0
+        if remat != "full":
+            saved += self._attended_bytes
+        if remat in ("dots", "none"):
+            saved += self._projected * item
+        if remat == "dots":
+            normed = (c.heads + c.kv_heads) * c.head_dim * c.qk_norm  # q and k before their norm
+            saved += (normed + c.hidden + 2 * c.intermediate) * item
+        if remat == "none":
+            saved += self._residual_bytes
+        return saved
+
+    @property
+    def _projected(self) -> int:
+        """Elements of queries, keys and values."""
+        return (self.config.heads + 2 * self.config.kv_heads) * self.config.head_dim
+
+    @property
+    def _attended_bytes(self) -> int:
+        """Bytes of the result of attention and its float32 sums."""
+        return self.config.heads * (self.config.head_dim * self.shape.item + 4)
+
+    @property
+    def _residual_bytes(self) -> int:
+        """Bytes that autodiff keeps of a layer if nothing is recomputed.
+
+        An estimate on the high side, since autodiff decides what to keep. Its norms are float32.
+        """
+        c, item, lattice = self.config, self.shape.item, self.shape.lattice
+        heads = (c.heads + c.kv_heads) * (c.head_dim + 1) * c.qk_norm
+        rank = lattice.max_rank
+        wide = 4 * (4 * c.hidden + 2 * heads + 4)
+        narrow = 2 * c.hidden + c.heads * c.head_dim + 6 * c.intermediate + 7 * rank
+        cast = 0 if item == 4 else rank * self._layer_rank_parameters // lattice.block
+        scales = 4 * 7 * lattice.chunk // lattice.block
+        once = 2 * (c.hidden + c.head_dim) * item + scales  # per chunk
+        return wide + item * (narrow + cast + 1) + once // lattice.chunk
+
+    @property
+    def layer_gradients(self) -> Line:
+        c, tokens = self.config, self.shape.lattice.stream
+        width = c.hidden + c.heads * c.head_dim + self._projected
+        return Line(
+            "gradients of a layer",
+            f"{tokens:,} tokens * {width:,} * {self.shape.item} bytes",
+            tokens * width * self.shape.item,
+        )
+
+    @property
+    def wide_copies(self) -> tuple[Line, ...]:
+        """Float32 copies that XLA makes on a CPU.
+
+        There it computes bfloat16 in float32, and loops hold copies of all that they carry and of
+        all that they read.
+        """
+        if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
+            return ()
+        carried = self.tape.bytes + self.layer_gradients.bytes
+        read = 2 * (self.base.bytes + self.caches.bytes) + self.lanes.bytes
+        return (
+            Line("float32 copies on a CPU", "4 * training and its gradients", 4 * carried),
+            Line("what is read, in float32", "2 * base weights and caches, and the bank", read),
+        )
+
+    @property
+    def batches(self) -> Line:
+        """Arguments and results of micro-batches.
+
+        They are targets, target weights and logprobs, and one of each per-token array.
+        """
+        tokens, targets = self.shape.lattice.stream, self.shape.lattice.target_classes[-1]
+        width = 3 * 4 * targets + 56
+        return Line(
+            "micro-batches under way",
+            f"{_UNDER_WAY} * {tokens:,} tokens * {width:,} bytes",
+            _UNDER_WAY * tokens * width,
+        )
+
+    @property
+    def stream(self) -> Line:
+        """Hidden states into, within and out of the layers.
+
+        A pass that leaves no tape (``forward_only``) also has one layer's attention.
+        """
+        c, item, tokens = self.config, self.shape.item, self.shape.lattice.stream
+        width = (3 * c.hidden + self._projected) * item + self._attended_bytes + _TOKEN_BYTES
+        return Line("a stream on its way", f"{tokens:,} tokens * {width:,} bytes", tokens * width)
+
+    @property
+    def chunk(self) -> Line:
+        """The weights and intermediate values of a chunk's layer.
+
+        A product cannot read a layer's weights from the stack, so they are copied. Adapters are
+        gathered, and their gradients take room too.
+        """
+        lattice, width = self.shape.lattice, self._layer_width
+        blocks, rank = lattice.chunk // lattice.block, lattice.max_rank
+        weights = self.layer_parameters * self.shape.item
+        adapters = 2 * blocks * 4 * rank * self._layer_rank_parameters
+        return Line(
+            "a chunk in its layer",
+            f"{weights:,} bytes + 2 * {blocks} blocks' adapters of rank {rank} + "
+            f"{lattice.chunk:,} tokens * {width:,} * 4 bytes",
+            weights + adapters + lattice.chunk * width * 4,
+        )
+
+    @property
+    def _layer_width(self) -> int:
+        """Intermediate values of a token in a layer."""
+        c = self.config
+        return 8 * c.intermediate + 8 * c.hidden + 4 * c.heads * c.head_dim
+
+    @property
+    def logits(self) -> Line:
+        tokens, vocab = self.head_chunk_tokens, self.config.vocab_size
+        return Line(
+            "logits of a chunk and their gradient",
+            f"2 * {tokens:,} tokens * {vocab:,} * 4 bytes",
+            2 * tokens * vocab * 4,
+        )
+
+    @property
+    def head_adapters(self) -> Line:
+        """A block's part of an adapter in the head, and its gradient."""
+        rank, width = self.shape.lattice.max_rank, self.config.hidden + self.config.vocab_size
+        return Line(
+            "an adapter in the head",
+            f"2 * 4 bytes * rank {rank} * {width:,}",
+            2 * 4 * rank * width,
+        )
+
+    @property
+    def head_chunk_tokens(self) -> int:
+        """Tokens of the largest part of a chunk whose logits fit their room; at least a block."""
+        block, blocks = (
+            self.shape.lattice.block,
+            self.shape.lattice.chunk // self.shape.lattice.block,
+        )
+        room = _LOGITS_BYTES // (4 * block * self.config.vocab_size)
+        return block * max(n for n in range(1, blocks + 1) if blocks % n == 0 and n <= max(room, 1))
+
+    # --- sampling -------------------------------------------------------------------------------
+
+    @property
+    def unstacked(self) -> Line:
+        """The layers once more: decoding reads each layer's weights from arrays of its own."""
+        layers, count, item = self.config.layers, self.layer_parameters, self.shape.item
+        return Line(
+            "layers for sampling",
+            f"{layers} layers * {count:,} parameters * {item} bytes",
+            layers * count * item,
+        )
+
+    @property
+    def caches(self) -> Line:
+        """The KV pages, with room for the whole context in every row."""
+        c, lattice, item = self.config, self.shape.lattice, self.shape.item
+        pages = pages_of(lattice, self.shape.sample_rows)
+        width = 2 * c.layers * c.kv_heads * c.head_dim
+        return Line(
+            "sampling pages",
+            f"{pages:,} pages * {lattice.block} tokens * {width:,} * {item} bytes",
+            pages * lattice.block * width * item,
+        )
+
+    @property
+    def lanes(self) -> Line:
+        ranks, rows = self.shape.lattice.rank_classes, self.shape.sample_rows
+        return Line(
+            "sampling banks",
+            f"{rows} rows * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
+            f"{self.rank_parameters:,}",
+            rows * sum(self.adapter_bytes(rank) for rank in ranks),
+        )
+
+    @property
+    def snapshots(self) -> Line:
+        """The adapters that are sampled from, and the base model's adapter of zeros."""
+        low, high = self.shape.lattice.rank_classes[0], self.shape.lattice.max_rank
+        return Line(
+            "sampling snapshots",
+            f"({self.shape.snapshots} * rank {high} + rank {low}) * 4 bytes * "
+            f"{self.rank_parameters:,}",
+            self.snapshot_bytes + self.adapter_bytes(low),
+        )
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the snapshots without the base model's adapter of zeros."""
+        return self.shape.snapshots * self.adapter_bytes(self.shape.lattice.max_rank)
+
+    @property
+    def prompt(self) -> Line:
+        """The values of a chunk of prompts in prefill.
+
+        They are hidden states, what the chunk's attention reads, its scores, and its blocks'
+        adapters once more. The rest of a layer uses the room of a chunk of training.
+        """
+        c, lattice = self.config, self.shape.lattice
+        blocks = lattice.chunk // lattice.block
+        width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
+        per_block = self._read_per_row + lattice.max_rank * self._layer_rank_parameters
+        return Line(
+            "a chunk of prompts",
+            f"({lattice.chunk:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 bytes",
+            4 * (lattice.chunk * width + blocks * per_block),
+        )
+
+    @property
+    def _round(self) -> int:
+        """Positions that attention over pages takes per round."""
+        return pages_per_round(self.shape.device_kind) * self.shape.lattice.block
+
+    @property
+    def _read_per_row(self) -> int:
+        """Elements of the pages that attention takes per round, gathered and masked."""
+        return 4 * self.config.kv_heads * self.config.head_dim * self._round
+
+    @property
+    def drawing(self) -> Line:
+        """The values of a decoding step.
+
+        They are the logits of every row, what a layer's attention reads, its scores, and the
+        layer's intermediate values.
+        """
+        c, rows = self.config, self.shape.sample_rows
+        attention = self._read_per_row + _SCORE_COPIES * c.heads * self._round
+        width = _DRAWN_COPIES * c.vocab_size + attention + self._layer_width
+        return Line("drawing tokens", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
+
+    @property
+    def scoring(self) -> Line:
+        """Logits of a block of a prompt, and the draws from them."""
+        tokens = self.shape.lattice.block
+        width = _SCORED_COPIES * self.config.vocab_size + _SUMS * _ALTERNATIVES + self._layer_width
+        return Line(
+            "scoring prompts", f"{tokens:,} tokens * {width:,} * 4 bytes", tokens * width * 4
+        )

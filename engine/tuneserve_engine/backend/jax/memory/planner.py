@@ -1,0 +1,224 @@
+"""The plan of a worker's device memory, made once from the model's shape before anything is loaded.
+
+Plain arithmetic. Everything that the device will ever hold is a line with its formula, so that a
+refusal can give the reason. Sizes follow from the device's kind and its whole memory, never from
+what is free just now. So the same machine with the same settings always gets the same plan, which
+matters because bits depend on some of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal, Protocol
+
+from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line, Remat
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.core.shapes import StaticShapes
+
+_RANK_CLASSES = StaticShapes.rank_classes
+_REQUEST_SLOTS = StaticShapes.request_slots
+_CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 1024, StaticShapes.chunk
+_STREAM_TOKENS, _CPU_STREAM_TOKENS = 8192, StaticShapes.tokens
+_LEAST_SLOTS = 4
+_PIECE_CHUNKS = 4
+"""The least length of a stream, in chunks: a whole ``StaticShapes.piece``.
+
+Bits depend on the way that a piece is packed.
+"""
+_FASTEST_FIRST: tuple[Remat, ...] = ("dots", "attention", "full")
+_KEPT_FREE = 16
+"""One part in this many stays free, for fragmentation and what programs need beside arrays."""
+
+
+class DoesNotFit(ValueError):
+    """Not even the smallest plan fits; the message is the arithmetic, and what to lower."""
+
+
+class PlanSettings(Protocol):
+    """The worker's settings that the planner reads; None leaves the choice to the planner."""
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16"]: ...
+    @property
+    def max_context_tokens(self) -> int: ...
+    @property
+    def batch_tokens(self) -> int | None: ...
+    @property
+    def chunk_tokens(self) -> int | None: ...
+    @property
+    def remat(self) -> Literal["auto", "none", "dots", "attention", "full"]: ...
+    @property
+    def max_rank(self) -> int | None: ...
+    @property
+    def request_slots(self) -> int | None: ...
+    @property
+    def sample_rows(self) -> int: ...
+    @property
+    def device_memory_bytes(self) -> int | None: ...
+    @property
+    def adapter_device_bytes(self) -> int | None: ...
+    @property
+    def adapter_host_bytes(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device, and how much a worker may take of its memory and of the host's."""
+
+    kind: str  # JAX's name of the platform
+    memory_bytes: int
+    host_bytes: int  # host memory for adapters that are not on the device
+
+    @classmethod
+    def cpu(cls, machine_bytes: int) -> "Device":
+        """Return a CPU, which is device and host at once.
+
+        The operating system and other processes need some of the machine's memory.
+        """
+        return cls("cpu", machine_bytes // 2, machine_bytes // 4)
+
+    @classmethod
+    def accelerator(cls, kind: str, memory_bytes: int, machine_bytes: int) -> "Device":
+        return cls(kind, memory_bytes, machine_bytes // 2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decisions, and the arithmetic behind them. The lines add up to ``device_bytes``."""
+
+    lattice: StaticShapes
+    remat: Remat
+    sample_rows: int
+    snapshot_bytes: int  # most bytes of snapshots, which are sampled from
+    device: Device
+    device_bytes: int
+    adapter_device_bytes: int
+    adapter_host_bytes: int
+    lines: tuple[Line, ...]
+    memory: Mapping[str, float]
+    """The lines summed by use, with the names of ``metric_names.FIGURES``."""
+
+
+def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
+    """Return the first possible plan that fits, best first. Raises ``DoesNotFit``.
+
+    If memory is short, room for many snapshots is given up first: snapshots are read again from
+    their files. Next to go are long streams, then the fastest way to keep activations, then many
+    slots, and high ranks last.
+    """
+    device_bytes = settings.device_memory_bytes or device.memory_bytes
+    host_bytes = settings.adapter_host_bytes
+    if host_bytes is None:
+        host_bytes = device.host_bytes
+    for shape in _shapes(config, device, settings):
+        footprint = Footprint(config, shape)
+        adapters = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
+        if settings.adapter_device_bytes is not None:
+            adapters = min(adapters, settings.adapter_device_bytes)
+        if adapters < footprint.unit_adapter_bytes:
+            continue
+        free = device_bytes - footprint.bytes - adapters
+        return Plan(
+            lattice=shape.lattice,
+            remat=shape.remat,
+            sample_rows=shape.sample_rows,
+            snapshot_bytes=footprint.snapshot_bytes,
+            device=device,
+            device_bytes=device_bytes,
+            adapter_device_bytes=adapters,
+            adapter_host_bytes=host_bytes,
+            lines=(
+                *footprint.lines,
+                Line("adapters", footprint.adapters_held(adapters), adapters),
+                Line("kept free", "what programs need besides, and fragmentation", free),
+            ),
+            memory=_by_use(footprint, adapters, free),
+        )
+    raise DoesNotFit(_refusal(footprint, device, device_bytes, settings))
+
+
+def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
+    base = footprint.base.bytes
+    sampling = sum(line.bytes for line in footprint.sampling)
+    return {
+        "memory_base_model_bytes": base,
+        "memory_training_bytes": footprint.bytes - base - sampling,
+        "memory_sampling_bytes": sampling,
+        "memory_adapters_bytes": adapters,
+        "memory_free_bytes": free,
+    }
+
+
+def _shapes(config: ModelConfig, device: Device, settings: PlanSettings) -> Iterator[EngineShape]:
+    """Yield every shape that the settings leave open, best first."""
+    is_cpu = device.kind == "cpu"
+    context = min(settings.max_context_tokens, config.context_length)
+    chunk = settings.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
+    remats = _FASTEST_FIRST if settings.remat == "auto" else (settings.remat,)
+    default_stream = _CPU_STREAM_TOKENS if is_cpu else _STREAM_TOKENS
+    streams = _halves(settings.batch_tokens, default_stream, max(context, _PIECE_CHUNKS * chunk))
+    rows = settings.sample_rows
+    snapshots = _halves(None, rows, 1)
+    for ranks, least_slots in _rank_classes(settings.max_rank):
+        slots_choices = _halves(settings.request_slots, _REQUEST_SLOTS, least_slots)
+        for slots, remat, tokens, kept in product(slots_choices, remats, streams, snapshots):
+            lattice = StaticShapes(
+                context, chunk=chunk, tokens=tokens, request_slots=slots, rank_classes=ranks
+            )
+            yield EngineShape(lattice, remat, rows, kept, settings.dtype, device.kind)
+
+
+def _rank_classes(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:
+    """Return choices of rank classes, each with the fewest slots that it may be combined with.
+
+    If a rank was set, it is the highest class. Otherwise all classes come first, then fewer,
+    without the highest: fewer classes are better than fewer slots.
+    """
+    if max_rank is not None:
+        return [((*(rank for rank in _RANK_CLASSES if rank < max_rank), max_rank), 1)]
+    counts = range(len(_RANK_CLASSES), 0, -1)
+    return [(_RANK_CLASSES[:count], 1 if count == 1 else _LEAST_SLOTS) for count in counts]
+
+
+def _halves(asked: int | None, default: int, least: int) -> list[int]:
+    """Return the value asked for, or else the default and halves of it down to ``least``."""
+    if asked is not None:
+        return [asked]
+    sizes = [max(default, least)]
+    while sizes[-1] > least:
+        sizes.append(max(sizes[-1] // 2, least))
+    return sizes
+
+
+def _refusal(
+    footprint: Footprint, device: Device, device_bytes: int, settings: PlanSettings
+) -> str:
+    """Return the reason why the smallest plan does not fit."""
+    unit = footprint.unit_adapter_bytes
+    if (asked := settings.adapter_device_bytes) is not None and asked < unit:
+        return (
+            f"adapter_device_bytes is {asked}; the adapters of one unit take {unit} bytes; raise "
+            "it, or lower request_slots or max_rank"
+        )
+    lines = (
+        *footprint.lines,
+        Line("adapters of one unit", "", unit),
+        Line("kept free", "", device_bytes // _KEPT_FREE),
+    )
+    needed = sum(line.bytes for line in lines)
+    parts = "\n".join(f"  {line.name}: {gib(line.bytes)}" for line in lines)
+    return (
+        f"the base model needs {gib(needed)} of the {device.kind}'s memory at least, and there are "
+        f"{gib(device_bytes)} to use:\n{parts}\nChoose a smaller base model or dtype bfloat16; "
+        f"lower max_context_tokens ({settings.max_context_tokens}), sample_rows "
+        f"({settings.sample_rows}) or what you have set of batch_tokens, request_slots and "
+        "max_rank; or raise device_memory_bytes if there is more"
+    )
+
+
+def gib(count: int) -> str:
+    """Return the bytes in a readable unit."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"

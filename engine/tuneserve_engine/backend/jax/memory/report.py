@@ -1,0 +1,155 @@
+"""A plan of the device's memory for a worker with the current settings; the plan is printed.
+
+    python -m tuneserve_engine.backend.jax.memory.report [--json]
+
+No weights are loaded.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tuneserve_engine.adapters.kinds import KINDS, adapter_bytes, decomposition_bytes
+from tuneserve_engine.adapters.kinds.base import TargetShapes
+from tuneserve_engine.backend.jax.memory.planner import Plan, gib, plan
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.settings.worker import WorkerSettings
+
+_CONFIG_FILES = ["config.json", "generation_config.json"]
+_HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
+
+
+def main() -> int:
+    """Print the plan and return exit status 0, or 2 if there cannot be one."""
+    # A worker may be using the device, and the plan only needs its size.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from tuneserve_engine.backend.jax.memory.device import default_device
+
+    try:
+        settings = WorkerSettings()
+        config = _read_config(settings.base_model, settings.base_model_revision)
+        found = plan(config, default_device(), settings)
+    except (ValueError, OSError) as error:
+        print(f"tuneserve plan: {error}", file=sys.stderr)
+        return REFUSED
+    if "--json" in sys.argv[1:]:
+        print(json.dumps(_facts(config, found), indent=2))
+    else:
+        print("\n".join((*_table(settings, found), *_table_of_kinds(_kinds(config, found)))))
+    return 0
+
+
+def _read_config(base_model: str, revision: str | None) -> ModelConfig:
+    """Return the base model's shape; of a hub model, only the configuration is downloaded."""
+    from tuneserve_engine.backend.jax.model.weights import read_config
+    from tuneserve_engine.core.hub import resolve_base_model
+
+    if not _HUB_ID.fullmatch(base_model) or Path(base_model).is_dir():
+        return read_config(resolve_base_model(base_model, revision))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        found = snapshot_download(base_model, revision=revision, allow_patterns=_CONFIG_FILES)
+        return read_config(Path(found))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"base model {base_model!r} is neither a directory nor in the hub, or the hub cannot "
+            f"be reached: {error}"
+        ) from error
+
+
+def _kinds(config: ModelConfig, found: Plan) -> dict[str, Any]:
+    """Return facts about each kind of adapter on this device.
+
+    They are an adapter's size by rank, the size of what adapters of the kind share on the device
+    and on disk, and the refused ranks, for which one pass has no room beside what is shared.
+    """
+    from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
+
+    shapes, lattice = target_shapes(config), found.lattice
+    facts: dict[str, Any] = {}
+    for forms in KINDS.values():
+        for form, kind in forms.items():
+            of_rank = {rank: adapter_bytes(kind, shapes, rank) for rank in lattice.rank_classes}
+            own = facts[f"{kind.name} {form}".strip()] = {"bytes_by_rank": of_rank}
+            if kind.needs_decomposition:
+                own |= _shared(shapes, lattice.max_rank)
+                left = found.adapter_device_bytes - own["shared_device_bytes"]
+                own["refused_ranks"] = [r for r in of_rank if lattice.slots(r) * of_rank[r] > left]
+    return facts
+
+
+def _shared(shapes: TargetShapes, max_rank: int) -> dict[str, int]:
+    layers = {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    directions = {name: min(shape[-2:]) for name, shape in layers.items()}
+    numbers = sum(n * directions[name] * (i + o + 1) for name, (n, i, o) in layers.items())
+    return {
+        "shared_device_bytes": decomposition_bytes(shapes, max_rank),
+        "shared_disk_bytes": 4 * numbers,
+        "directions": max(directions.values()),
+    }
+
+
+def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
+    lattice = found.lattice
+    return {
+        "device": found.device.kind,
+        "device_bytes": found.device_bytes,
+        "context_tokens": lattice.context_length,
+        "batch_tokens": lattice.stream,
+        "chunk_tokens": lattice.chunk,
+        "remat": found.remat,
+        "request_slots": {rank: lattice.slots(rank) for rank in lattice.rank_classes},
+        "sample_rows": found.sample_rows,
+        "snapshot_bytes": found.snapshot_bytes,
+        "adapter_device_bytes": found.adapter_device_bytes,
+        "adapter_host_bytes": found.adapter_host_bytes,
+        "kinds": _kinds(config, found),
+        "lines": [
+            {"name": line.name, "how": line.how, "bytes": line.bytes} for line in found.lines
+        ],
+    }
+
+
+def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
+    lattice = found.lattice
+    slots = ", ".join(f"{lattice.slots(rank)} to rank {rank}" for rank in lattice.rank_classes)
+    yield f"{settings.served_name}, {settings.dtype}, on {found.device.kind}"
+    yield f"training: remat {found.remat}, {lattice.stream} tokens at once, {lattice.chunk} a chunk"
+    yield f"requests in one pass: {slots}"
+    yield f"context {lattice.context_length} tokens, {found.sample_rows} sequences sampled at once"
+    yield f"adapters in the host's memory: {gib(found.adapter_host_bytes)}"
+    yield ""
+    widths = max(len(line.name) for line in found.lines)
+    for line in found.lines:
+        yield f"{line.name:<{widths}}  {gib(line.bytes):>12}  {line.how}"
+    yield f"{'all':<{widths}}  {gib(found.device_bytes):>12}"
+
+
+def _table_of_kinds(kinds: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield "an adapter on the device: weights, two moments and gradient, 4 bytes each"
+    width = max(map(len, kinds))
+    for name, facts in kinds.items():
+        sizes = ", ".join(f"{gib(size)} of rank {r}" for r, size in facts["bytes_by_rank"].items())
+        refused = ", ".join(map(str, facts.get("refused_ranks", [])))
+        yield f"{name:<{width}}  {sizes}" + (f"; no room for rank {refused}" if refused else "")
+    for name, facts in kinds.items():
+        if "shared_device_bytes" in facts:
+            shared = gib(facts["shared_device_bytes"])
+            yield (
+                f"all adapters of kind {name.split()[0]} share {shared} on the device, while one "
+                f"is there, and {gib(facts['shared_disk_bytes'])} on disk; their rank is "
+                f"unfreeze_ratio * {facts['directions']:,} of the largest weight's directions"
+            )
+            return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The base model: its configuration, layers, weights, and the adapters' products."""

@@ -1,0 +1,117 @@
+"""One decoder layer as two functions of tokens, before and after attention, free of modes.
+
+Dimension key: B rows (or blocks), T positions, D hidden, F outputs of a projection, N query heads,
+K key/value heads, H head_dim.
+"""
+
+from typing import NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.layers import add_bias, apply_rope, rms_norm
+from tuneserve_engine.backend.jax.model.lora import LoraRows, lora_delta, wide_product
+from tuneserve_engine.core.adapter import ATTENTION, MLP
+
+DOTS = ("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj")
+"""Names of values that cost a product with a weight and that the backward pass may read."""
+
+
+BEFORE, AFTER = ATTENTION[:3], (ATTENTION[3], *MLP)
+"""The projections before attention, and those after it."""
+
+
+class Layer(NamedTuple):
+    """One layer: its weights, named as in ``layer_shapes``, and its adapters without axis L."""
+
+    weights: dict[str, Array]
+    lora: LoraRows | None
+
+
+Rope = tuple[Array, Array]
+"""The cosine and the sine, each [B, T, 1, H/2]."""
+QueriesKeysValues = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of one layer; a projection is [d_in, d_out]."""
+    hidden, inner, head = config.hidden, config.intermediate, config.head_dim
+    queries, keys = config.heads * head, config.kv_heads * head
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "post_attention_norm": (hidden,),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+    if config.attention_bias:
+        shapes |= {"q_proj_bias": (queries,), "k_proj_bias": (keys,), "v_proj_bias": (keys,)}
+    if config.output_bias:
+        shapes["o_proj_bias"] = (hidden,)
+    if config.mlp_bias:
+        shapes |= {"gate_proj_bias": (inner,), "up_proj_bias": (inner,)}
+        shapes["down_proj_bias"] = (hidden,)
+    if config.qk_norm:
+        shapes |= {"q_norm": (head,), "k_norm": (head,)}
+    return shapes
+
+
+def before_attention(
+    config: ModelConfig, layer: Layer, x: Float[Array, "B T D"], rope: Rope
+) -> QueriesKeysValues:
+    """Return queries, keys and values of the layer's input; RoPE rotates queries and keys."""
+    weights = layer.weights
+
+    def heads(name: str, norm: str | None) -> Array:
+        y = project(normed, name, layer)
+        y = y.reshape(*y.shape[:2], -1, config.head_dim)
+        if norm is None:
+            return y
+        if config.qk_norm:
+            y = rms_norm(y, weights[norm], eps=config.rms_eps)
+        return apply_rope(y, *rope)
+
+    normed = rms_norm(x, weights["input_norm"], eps=config.rms_eps)
+    return heads("q_proj", "q_norm"), heads("k_proj", "k_norm"), heads("v_proj", None)
+
+
+def after_attention(
+    config: ModelConfig, layer: Layer, x: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
+) -> Float[Array, "B T D"]:
+    """Return the layer's output from its input and attention's output, heads side by side."""
+    x = _named(x + project(attended, "o_proj", layer), "attended_residual")
+    normed = rms_norm(x, layer.weights["post_attention_norm"], eps=config.rms_eps)
+    gate = jax.nn.silu(project(normed, "gate_proj", layer))
+    up = project(normed, "up_proj", layer)
+    return x + project(gate * up, "down_proj", layer)
+
+
+def project(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "B T F"]:
+    """Apply a linear projection, its bias if it has one, and each row's adapter if it trains it.
+
+    The terms are added in float32 and rounded once.
+    """
+    out = wide_product("BTD,DF->BTF", x, layer.weights[name])
+    out = add_bias(out, layer.weights.get(f"{name}_bias"))
+    return _named(plus_lora(out, x, name, layer.lora).astype(x.dtype), name)
+
+
+def _named(x: Array, name: str) -> Array:
+    named: Array = checkpoint_name(x, name)  # type: ignore[no-untyped-call]
+    return named
+
+
+def plus_lora(
+    out: Float[Array, "B T F"], x: Float[Array, "B T D"], name: str, lora: LoraRows | None
+) -> Float[Array, "B T F"]:
+    """Return ``out``, float32, plus each row's own delta of the projection."""
+    if lora is None or name not in lora.a:
+        return out
+    a, b, scale = lora.of_row(lora.a[name]), lora.of_row(lora.b[name]), lora.of_row(lora.scale)
+    return out + lora_delta(x, a, b, scale)

@@ -1,0 +1,253 @@
+"""One decoder for Llama 3.x, Qwen2.5 and Qwen3, with stacked layer weights.
+
+Dimension key: L layers, B rows, T positions, D hidden, V vocabulary, N query heads, K key/value
+heads, H head_dim, E entries of a row's table, n blocks of S tokens of a stream.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.attention.page_table import UNUSED_PAGE
+from tuneserve_engine.backend.jax.attention.paged import (
+    Pages,
+    attend_pages,
+    write_page,
+    write_position,
+)
+from tuneserve_engine.backend.jax.model.block import (
+    Layer,
+    Rope,
+    after_attention,
+    before_attention,
+    layer_shapes,
+    plus_lora,
+)
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.layer_stack import LayerStack, PackedTokens, Remat
+from tuneserve_engine.backend.jax.model.layers import inverse_frequencies, rms_norm, rope_tables
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.core.adapter import UNEMBED
+
+_INIT_STD = 0.02  # the initializer_range of every supported architecture
+
+
+class Paged(NamedTuple):
+    """Rows that continue from KV pages: one token each, or one whole page each."""
+
+    positions: Int[Array, "B T"]  # below 0: padding, or an idle row
+    table: Int[Array, "B E"]  # the pages of a row, in order
+    pages: Pages
+    layers: tuple[Layer, ...]
+
+
+class TrainingSpace(Protocol):
+    """The buffers of a pass in training mode: ``training.tape.Workspace``."""
+
+    def forward(
+        self, stack: LayerStack, stream: PackedTokens, lora: LoraRows, x: Array
+    ) -> tuple[Array, Any]:
+        """Return the hidden states after the last layer, and what the backward pass needs."""
+        ...
+
+
+class Decoder(nnx.Module):
+    """The base model.
+
+    After ``train()``, a pass over a stream leaves a tape, as ``remat`` says; after ``eval()``, the
+    mode at construction, a pass leaves nothing. ``block`` and ``chunk_blocks`` are the shapes of
+    streams.
+
+    The weights are ``embed`` [V, D], ``layers[name]`` [L, *layer_shapes(config)[name]],
+    ``final_norm`` [D] and, unless tied, ``unembed`` [V, D].
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
+        """Create random weights; under ``nnx.eval_shape``, only their shapes."""
+
+        def weight(name: str, shape: tuple[int, ...]) -> nnx.Param[Array]:
+            if name.endswith("norm"):
+                return nnx.Param(jnp.ones(shape, dtype))
+            if name.endswith("bias"):
+                return nnx.Param(jnp.zeros(shape, dtype))
+            return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * _INIT_STD)
+
+        self.config = config
+        self.deterministic = True  # the attribute that nnx's train() and eval() set
+        self.remat: Remat = "dots"
+        self.block = 64
+        self.chunk_blocks = 4
+        table = (config.vocab_size, config.hidden)
+        stacked = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
+        self.embed = weight("embed", table)
+        self.layers = nnx.Dict({name: weight(name, shape) for name, shape in stacked.items()})
+        self.final_norm = weight("final_norm", (config.hidden,))
+        self.unembed = None if config.tied_embeddings else weight("unembed", table)
+
+    def __call__(self, tokens: Int[Array, "B T"], lora: LoraRows | None) -> Float[Array, "B T D"]:
+        """Return final-normed hidden states; position t sees positions 0 .. t of its own row."""
+        count, length = tokens.shape
+        hidden = self._rows(tokens, lora).reshape(count, -1, self.config.hidden)
+        return self.final(hidden[:, :length])
+
+    def continued(
+        self, tokens: Int[Array, "B T"], view: Paged
+    ) -> tuple[Float[Array, "B T D"], Pages]:
+        """Return final-normed hidden states of rows that continue from KV pages, and the pages.
+
+        The pages returned include the keys and values of the new tokens. ``view.layers`` comes from
+        ``unstacked``.
+        """
+        hidden, pages = self.forward_layers(self.embedded(tokens), view, None)
+        return self.final(hidden), pages
+
+    def forward_layers(
+        self,
+        x: Float[Array, "B T D"],
+        view: PackedTokens | Paged,
+        lora: LoraRows | None,
+        *,
+        space: TrainingSpace | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Run the layers: the only code path through them. Return hidden states and by-products.
+
+        The hidden states are those before the final norm. The by-product depends on the mode. Rows
+        that continue from KV pages: the ``Pages`` with their keys and values. A stream in
+        evaluation mode: None. A stream in training mode runs through ``space``: what ``space``
+        needs for the backward pass.
+        """
+        if isinstance(view, Paged):
+            return self._paged_layers(x, view)
+        stack = self.stack()
+        if self.deterministic:
+            return stack.score(x, view, lora), None
+        assert lora is not None and space is not None, "training needs adapters and a workspace"
+        return space.forward(stack, view, lora, x)
+
+    def stack(self) -> LayerStack:
+        """Return the layers as programs on streams take them."""
+        weights = {name: weight[...] for name, weight in self.layers.items()}
+        return LayerStack(self.config, weights, self._rope, self.chunk_blocks, self.remat)
+
+    def _rows(self, tokens: Int[Array, "B T"], lora: LoraRows | None) -> Float[Array, "n S D"]:
+        """Run rows as a stream of one datum each, one after the other."""
+        count, length = tokens.shape
+        size = self.block
+        each = -(-length // size)
+        places = jnp.arange(each * size, dtype=jnp.int32)
+        places = jnp.broadcast_to(places[None, :], (count, each * size))
+        real = places < length
+        row = jnp.arange(count, dtype=jnp.int32)
+        slot = row if lora is None or lora.slot is None else lora.slot
+        room = -(count * each) % self.chunk_blocks
+
+        def blocks(rows: Array) -> Array:
+            return jnp.pad(rows.reshape(count * each, size), ((0, room), (0, 0)))
+
+        per_block = jnp.pad(jnp.repeat(row, each), (0, room))
+        stream = PackedTokens(
+            positions=blocks(jnp.where(real, places, 0)),
+            datum=blocks(jnp.where(real, row[:, None], -1)),
+            start=per_block * each,
+            blocks=jnp.int32(count * each),
+            slot=slot[per_block],
+        )
+        ids = blocks(jnp.pad(tokens, ((0, 0), (0, each * size - length))))
+        bank = None if lora is None else lora._replace(slot=None)
+        hidden, _ = self.forward_layers(self.embedded(ids), stream, bank)
+        return hidden[: count * each]
+
+    def unstacked(self, lora: LoraRows | None) -> tuple[Layer, ...]:
+        """Return every layer's own arrays, for programs that decode.
+
+        A separate program makes them: XLA copies a slice of stacked weights before it multiplies
+        with it, so a program that slices and decodes would copy the whole model in each call (half
+        the speed on CPU).
+        """
+        a, b = ({}, {}) if lora is None else lora.layers()
+
+        def layer(index: int) -> Layer:
+            weights = {name: weight[...][index] for name, weight in self.layers.items()}
+            if lora is None:
+                return Layer(weights, None)
+            mine = lora._replace(
+                a={name: stacked[index] for name, stacked in a.items()},
+                b={name: stacked[index] for name, stacked in b.items()},
+            )
+            return Layer(weights, mine)
+
+        return tuple(layer(index) for index in range(self.config.layers))
+
+    def _paged_layers(self, x: Float[Array, "B T D"], view: Paged) -> tuple[Array, Pages]:
+        if not view.layers:
+            return x, view.pages
+        rope = self._rope(view.positions)
+        table, positions = view.table, view.positions
+        keys, values = list(view.pages.k), list(view.pages.v)
+        part = positions[:, 0] // values[0].shape[2]
+        held = (part >= 0) & (part < table.shape[1])
+        found = jnp.take_along_axis(table, jnp.where(held, part, 0)[:, None], axis=1)[:, 0]
+        page = jnp.where(held, found, UNUSED_PAGE)
+        for index, layer in enumerate(view.layers):
+            x, keys[index], values[index] = _paged_layer(
+                self.config, layer, x, rope, keys[index], values[index], page, table, positions
+            )
+        return x, Pages(tuple(keys), tuple(values))
+
+    def logits(self, hidden: Float[Array, "B T D"], lora: LoraRows | None) -> Float[Array, "B T V"]:
+        """Return float32 logits of final-normed hidden states, each row under its own adapter."""
+        # dot_general on the table as stored: with a transposed copy and bfloat16 weights, XLA CPU
+        # keeps two float32 copies of the head.
+        out = jax.lax.dot_general(
+            hidden,
+            self.unembedding(),
+            (((2,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return plus_lora(out, hidden.astype(jnp.float32), UNEMBED, lora)
+
+    def unembedding(self) -> Float[Array, "V D"]:
+        """Return the output table, or the embedding if the two are tied."""
+        return (self.embed if self.unembed is None else self.unembed)[...]
+
+    def embedded(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return jnp.take(self.embed[...], tokens, axis=0)
+
+    def final(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return rms_norm(x, self.final_norm[...], eps=self.config.rms_eps)
+
+    def _rope(self, positions: Int[Array, "B T"]) -> Rope:
+        config = self.config
+        frequencies = inverse_frequencies(
+            config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+        return rope_tables(positions, jnp.asarray(frequencies))
+
+
+@partial(jax.jit, static_argnums=0)  # so that it is traced once, not once per layer
+def _paged_layer(  # noqa: PLR0913
+    config: ModelConfig,
+    layer: Layer,
+    x: Array,
+    rope: Rope,
+    keys: Array,
+    values: Array,
+    page: Array,
+    table: Array,
+    positions: Array,
+) -> tuple[Array, Array, Array]:
+    """Return the layer's output, and its pages with the keys and values of ``x``."""
+    size = values.shape[2]
+    q, k, v = before_attention(config, layer, x, rope)
+    if x.shape[1] == size:
+        keys, values = write_page(keys, values, page, k, v)
+    else:
+        offset = positions[:, 0] % size
+        keys, values = write_position(keys, values, page, offset, k[:, 0], v[:, 0])
+    attended = attend_pages(q, keys, values, table, positions)
+    return after_attention(config, layer, x, attended), keys, values

@@ -1,0 +1,208 @@
+"""Whole sequences through the decoder's layers, chunk by chunk.
+
+A stream of tokens is laid out in blocks; a chunk is a fixed number of blocks. Every matrix product
+has the shape of one chunk, and the number of chunks is known only at run time. So one program
+serves every length, and the bits of a request do not depend on what else is in the stream.
+
+Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
+heads, K key/value heads, G = N / K, H head_dim, J slots.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.attention.base import Attended, Visibility
+from tuneserve_engine.backend.jax.attention.packed import (
+    attend_blocks,
+    key_blocks,
+    query_blocks,
+    token_rows,
+)
+from tuneserve_engine.backend.jax.model.block import (
+    AFTER,
+    BEFORE,
+    Layer,
+    Rope,
+    after_attention,
+    before_attention,
+)
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.specs import spec
+
+Remat = Literal["none", "dots", "attention", "full"]
+"""The values of a layer that training keeps beside the layer's input.
+
+``none``: all that autodiff asks for. ``dots``: the results of attention and of the products with
+weights. ``attention``: the result of attention. ``full``: nothing.
+"""
+
+
+class PackedTokens(NamedTuple):
+    """The part of a micro-batch that the layers read. ``slot`` is each block's adapter slot."""
+
+    positions: Int[Array, "n S"]
+    datum: Int[Array, "n S"]  # -1 on padding
+    start: Int[Array, " n"]  # the first block that this block's tokens see
+    blocks: Int[Array, ""]  # number of used blocks
+    slot: Int[Array, " n"]
+
+
+class Attention(NamedTuple):
+    """Queries, keys and values in blocks, and the result of attention."""
+
+    q: Float[Array, "_ K GS H"]
+    k: Float[Array, "_ K S H"]
+    v: Float[Array, "_ K S H"]
+    attended: Any  # Attended; may hold other layers than q, k and v
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The layers of a base model and the way to run them."""
+
+    config: ModelConfig
+    weights: dict[str, Array]  # [L, ...]
+    rope: Callable[[Array], Rope]
+    chunk: int  # c
+    remat: Remat
+
+    def layers(self) -> tuple[dict[str, Array], Int[Array, " L"]]:
+        """Return what a scan over the layers slices: the weights and each layer's number."""
+        return self.weights, jnp.arange(self.config.layers, dtype=jnp.int32)
+
+    def score(
+        self, x: Float[Array, "n S D"], stream: PackedTokens, bank: LoraRows | None
+    ) -> Float[Array, "n S D"]:
+        """Return hidden states after the last layer, without a backward pass.
+
+        They are undefined after the last used block.
+        """
+        if not self.config.layers:
+            return x  # a scan traces its body even for 0 layers, and the body reads the first one
+        blank = blank_attention(self.config, x.shape[0], x.shape[1], x.dtype)
+
+        def layer(carry: Any, sliced: Any) -> tuple[Any, None]:
+            x, y, attention = carry
+            run = LayerPass(self, stream, bank, *sliced)
+            attention = run.attend(run.project_all(x, 0, attention, 0), 0, 0)
+            # Two buffers: if a loop reads and writes one, XLA copies all of it, chunk by chunk.
+            y = run.each_chunk(lambda at, y: run.finish(x, at, attention, y), y)
+            return (y, x, attention), None
+
+        start: Any = (x, x, blank)
+        (x, *_), _ = jax.lax.scan(layer, start, self.layers())
+        return x
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One layer on one stream: its two functions on a chunk, and its attention on all of it.
+
+    The index of a chunk is its first block. Buffers hold m blocks; ``base`` is the first block of
+    this layer.
+    """
+
+    stack: LayerStack
+    stream: PackedTokens
+    bank: LoraRows | None  # [L, J, ...]
+    weights: dict[str, Array]
+    number: Int[Array, ""]
+
+    def each_chunk(self, body: Callable[[Array, Any], Any], state: Any) -> Any:
+        """Run ``body(first block, state)`` for every used chunk."""
+        size = self.stack.chunk
+        count = (self.stream.blocks + size - 1) // size
+        return jax.lax.fori_loop(0, count, lambda i, state: body(i * size, state), state)
+
+    def part(self, blocks: Array, at: Array) -> Array:
+        """Return the chunk's blocks."""
+        return jax.lax.dynamic_slice_in_dim(blocks, at, self.stack.chunk)
+
+    def lora(self, at: Array, targets: Sequence[str]) -> LoraRows | None:
+        """Return each block's own adapter for these targets, at this layer."""
+        if self.bank is None:
+            return None
+        slot = self.part(self.stream.slot, at)
+
+        def take(stacked: dict[str, Array]) -> dict[str, Array]:
+            return {name: stacked[name][self.number, slot] for name in targets}
+
+        return LoraRows(take(self.bank.a), take(self.bank.b), self.bank.scale[slot])
+
+    def rope(self, at: Array) -> Rope:
+        return self.stack.rope(self.part(self.stream.positions, at))
+
+    def before(self, x: Array, lora: LoraRows | None, rope: Rope) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values of a chunk, in blocks."""
+        q, k, v = before_attention(self.stack.config, Layer(self.weights, lora), x, rope)
+        return query_blocks(q, self.stack.config.kv_heads), key_blocks(k), key_blocks(v)
+
+    def after(self, x: Array, attended: Array, lora: LoraRows | None) -> Array:
+        """Return the layer's output of a chunk; ``attended`` is in blocks."""
+        rows = token_rows(attended, x.shape[1])
+        return after_attention(self.stack.config, Layer(self.weights, lora), x, rows)
+
+    def project_all(self, x: Array, x_base: Any, into: Attention, base: Any) -> Attention:
+        """Write queries, keys and values of all chunks into ``into``."""
+
+        def one(at: Array, into: Attention) -> Attention:
+            qkv = self.before(self.part(x, x_base + at), self.lora(at, BEFORE), self.rope(at))
+            return put_qkv(into, base + at, qkv)
+
+        return self.each_chunk(one, into)  # type: ignore[no-any-return]
+
+    def attend(self, attention: Attention, base: Any, attended_base: Any) -> Attention:
+        """Return ``attention`` with the result of attention."""
+        attended = attend_blocks(
+            attention.q,
+            attention.k,
+            attention.v,
+            self.seen(),
+            attention.attended,
+            base=base,
+            attended_base=attended_base,
+        )
+        return attention._replace(attended=attended)
+
+    def seen(self) -> Visibility:
+        stream = self.stream
+        return Visibility(stream.datum, stream.positions, stream.start, stream.blocks)
+
+    def finish(self, x: Array, at: Array, attention: Attention, into: Array) -> Array:
+        """Return ``into`` with the layer's output of the chunk."""
+        attended = self.part(attention.attended.out, at)
+        return put(into, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
+
+
+def put(buffer: Array, at: Any, value: Array) -> Array:
+    """Return the buffer with ``value`` written from index ``at`` of its first axis on."""
+    return jax.lax.dynamic_update_slice_in_dim(buffer, value, at, 0)
+
+
+def put_qkv(into: Attention, at: Any, qkv: tuple[Array, Array, Array]) -> Attention:
+    q, k, v = qkv
+    return into._replace(q=put(into.q, at, q), k=put(into.k, at, k), v=put(into.v, at, v))
+
+
+def attention_shapes(config: ModelConfig, blocks: int, size: int, dtype: DTypeLike) -> Any:
+    """Return the shapes of an ``Attention`` of ``blocks`` blocks."""
+    kv, head = config.kv_heads, config.head_dim
+    rows = config.heads // kv * size
+    keys = spec((blocks, kv, size, head), dtype)
+    queries = spec((blocks, kv, rows, head), dtype)
+    sums = spec((blocks, kv, rows), jnp.float32)
+    return Attention(queries, keys, keys, Attended(queries, sums))
+
+
+def blank_attention(config: ModelConfig, blocks: int, size: int, dtype: DTypeLike) -> Attention:
+    """Return zeros in the shapes of ``attention_shapes``."""
+    shapes = attention_shapes(config, blocks, size, dtype)
+    blank: Attention = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return blank

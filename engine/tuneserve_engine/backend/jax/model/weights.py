@@ -1,0 +1,218 @@
+"""Base models in the Hugging Face layout, loaded from disk or the hub into the decoder's stacks."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from tuneserve_engine.backend.jax.model.block import layer_shapes
+from tuneserve_engine.backend.jax.model.config import ModelConfig, token_ids
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.core.hub import BadCheckpoint, resolve_base_model
+
+DType = Literal["float32", "bfloat16"]
+
+_STORED_DTYPES = ("F32", "BF16", "F16")
+_NAMES_SHOWN = 8
+
+_MODULES = {
+    "input_norm": "input_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "o_proj": "self_attn.o_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "gate_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "down_proj": "mlp.down_proj",
+}
+
+
+class TensorLocation(NamedTuple):
+    """The place of a stored tensor: a weight of the decoder and, in a stack, the layer."""
+
+    weight: str
+    layer: int | None
+    shape: tuple[int, ...]  # as stored: a projection is [d_out, d_in]
+
+
+def load_base_model(path_or_hub_id: str, *, dtype: DType) -> tuple[Decoder, ModelConfig]:
+    """Return the decoder with its weights on the default device, in ``dtype``, and its config.
+
+    The decoder is in evaluation mode. Tensors are read one at a time, so that host memory holds one
+    at a time. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any weight if names,
+    shapes or options do not fit.
+    """
+    folder = resolve_base_model(path_or_hub_id)
+    config = read_config(folder)
+    with checked_files(folder, config) as files:
+        weights = _read(files, expected_tensors(config), config, jnp.dtype(dtype))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    for name, array in weights.items():
+        parameter = model.layers[name] if name in model.layers else getattr(model, name)
+        parameter.set_value(array)
+    return model, config
+
+
+@contextmanager
+def checked_files(folder: Path, config: ModelConfig) -> Iterator[list[Any]]:
+    """Open the weight files and check that their headers hold what ``config`` implies.
+
+    Raises ``BadCheckpoint`` if they do not.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_weights(path)) for path in weight_files(folder)]
+        _check(files, expected_tensors(config), config, folder)
+        yield files
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the configuration, with end-of-sequence ids from generation_config.json if present."""
+    config = ModelConfig.from_hf(_read_json(folder / "config.json"))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = token_ids(_read_json(generation).get("eos_token_id"))
+        if eos:
+            return config.with_eos(eos)
+    return config
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, TensorLocation]:
+    """Return the location of every tensor of the checkpoint by its Hugging Face name."""
+    table = (config.vocab_size, config.hidden)
+    places = {
+        "model.embed_tokens.weight": TensorLocation("embed", None, table),
+        "model.norm.weight": TensorLocation("final_norm", None, (config.hidden,)),
+    }
+    if not config.tied_embeddings:
+        places["lm_head.weight"] = TensorLocation("unembed", None, table)
+    for name, shape in layer_shapes(config).items():
+        module = _MODULES[name.removesuffix("_bias")]
+        kind = "bias" if name.endswith("_bias") else "weight"
+        for layer in range(config.layers):
+            places[f"model.layers.{layer}.{module}.{kind}"] = TensorLocation(
+                name, layer, shape[::-1]
+            )
+    return places
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise BadCheckpoint(f"{path} is missing; a base model needs it") from error
+    except ValueError as error:
+        raise BadCheckpoint(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadCheckpoint(f"{path} holds a {type(content).__name__}; it must be a JSON object")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the paths where the weights must be, whether the files exist or not."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [folder / "model.safetensors"]
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or set(map(type, names.values())) != {str}:
+        raise BadCheckpoint(f"{index} has no weight_map of names; download the model again")
+    return [folder / name for name in sorted(set(names.values()))]
+
+
+def open_weights(path: Path) -> Any:
+    """Open a file of weights and read its header. Raises ``BadCheckpoint``."""
+    if not path.is_file():
+        raise BadCheckpoint(
+            f"{path} is missing; weights must be safetensors: one model.safetensors, or the files "
+            "named in model.safetensors.index.json"
+        )
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise BadCheckpoint(f"{path} is damaged ({error}); download or copy it again") from error
+
+
+def _check(
+    files: Iterable[Any], places: dict[str, TensorLocation], config: ModelConfig, folder: Path
+) -> None:
+    """Raise ``BadCheckpoint`` unless the files hold exactly the expected names and shapes."""
+    missing, unexpected, wrong = set(places), [], []
+    for file in files:
+        for name in file.keys():
+            missing.discard(name)
+            if name not in places:
+                unexpected.append(name)
+                continue
+            stored = file.get_slice(name)
+            shape, stored_dtype = tuple(stored.get_shape()), stored.get_dtype()
+            if shape != places[name].shape:
+                wrong.append(f"{name} is {shape}, config.json implies {places[name].shape}")
+            if stored_dtype not in _STORED_DTYPES:
+                wrong.append(f"{name} is {stored_dtype}, supported are {', '.join(_STORED_DTYPES)}")
+    # Buffers of old exports, and a stored head of a model whose embedding is tied to it.
+    ignored = ("rotary_emb.inv_freq", "lm_head.weight" if config.tied_embeddings else "-")
+    unexpected = [name for name in unexpected if not name.endswith(ignored)]
+    problems = [
+        f"{title} {_some(names)}"
+        for title, names in (("missing", sorted(missing)), ("unexpected", unexpected), ("", wrong))
+        if names
+    ]
+    if problems:
+        raise BadCheckpoint(
+            f"{folder} does not hold the {config.architecture} model of its config.json: "
+            f"{'; '.join(problems)}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _read(
+    files: Iterable[Any], places: dict[str, TensorLocation], config: ModelConfig, dtype: jnp.dtype
+) -> dict[str, jax.Array]:
+    """Return the decoder's arrays by weight name; layers are written into the stacks one by one."""
+    weights = {
+        name: jnp.zeros((config.layers, *shape), dtype)
+        for name, shape in layer_shapes(config).items()
+    }
+    for name, place, tensor in _tensors(files, places):
+        if not _all_finite(tensor):
+            raise BadCheckpoint(f"{name} holds NaN or infinite values; download or copy it again")
+        if place.layer is None:
+            weights[place.weight] = tensor.astype(dtype)
+        else:
+            layer = jnp.int32(place.layer)
+            weights[place.weight] = _write_layer(weights[place.weight], layer, tensor)
+    return weights
+
+
+def _tensors(
+    files: Iterable[Any], places: dict[str, TensorLocation]
+) -> Iterator[tuple[str, TensorLocation, jax.Array]]:
+    """Yield the tensors in the order of the files, which disks and networks prefer."""
+    for file in files:
+        for name in file.keys():
+            if name in places:
+                yield name, places[name], jnp.asarray(file.get_tensor(name))
+
+
+@jax.jit
+def _all_finite(tensor: jax.Array) -> jax.Array:
+    return jnp.isfinite(tensor).all()
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write_layer(stacked: jax.Array, layer: jax.Array, tensor: jax.Array) -> jax.Array:
+    """Return the donated stack with one layer replaced; the tensor is turned to [d_in, d_out]."""
+    return stacked.at[layer].set(tensor.T.astype(stacked.dtype))

@@ -1,0 +1,93 @@
+"""Compiled programs on disk, so that a restart neither traces nor compiles them again."""
+
+import hashlib
+import logging
+import pickle  # noqa: S403 - of the operator's own directory; see ProgramCache
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.stages import Compiled
+
+from tuneserve_engine.process.disk_room import check_room
+from tuneserve_engine.process.permissions import make_folder, open_new
+from tuneserve_engine.telemetry.log_throttle import ThrottledLog
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class ProgramCache:
+    """Programs in ``folder``, which processes may share. Write access to it is code execution here.
+
+    ``numerics_id`` stands for all that the programs' bits depend on, so programs of another version
+    of the code or of JAX, or for another device, are not found. JAX's own compilation cache is
+    switched off in the whole process: on a CPU, programs loaded from it cannot be kept. A program
+    that would leave less than ``min_free_bytes`` on the disk is not kept.
+    """
+
+    def __init__(self, folder: Path, numerics_id: str, *, min_free_bytes: int = 0) -> None:
+        jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
+        compilation_cache.reset_cache()  # earlier compilations have fixed the use of JAX's cache
+        self._folder = folder
+        self._numerics_id = numerics_id
+        self._min_free_bytes = min_free_bytes
+        self.loaded = 0
+        """The number of programs that were found in the folder."""
+        self._faults = ThrottledLog(logger)
+
+    def load(self, identity: str) -> Compiled | None:
+        """Return the program that was kept under ``identity``; None if it is missing or damaged."""
+        path = self._path(identity)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._faults.warn("read", f"compiled programs cannot be read again: {error}")
+            return None
+        digest, body = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(body).digest() != digest:
+            logger.warning("%s is damaged; it is compiled again", path)
+            return None
+        try:
+            program, taken, given = pickle.loads(body)  # noqa: S301
+            found: Compiled = serialize_executable.deserialize_and_load(
+                program, taken, given, execution_devices=jax.local_devices()[:1]
+            )
+        except Exception as error:  # of any kind: the program can be compiled again
+            logger.warning("%s cannot be loaded (%s); it is compiled again", path, error)
+            return None
+        self.loaded += 1
+        return found
+
+    def keep(self, identity: str, compiled: Compiled) -> None:
+        """Write the program, whole or not at all. A failure is only logged."""
+        path = self._path(identity)
+        try:
+            body = pickle.dumps(serialize_executable.serialize(compiled))
+            check_room(self._folder, len(body), self._min_free_bytes)
+            make_folder(self._folder)
+            _write(path, hashlib.sha256(body).digest() + body)
+        except Exception as error:  # of any kind: the program itself works
+            self._faults.warn("keep", f"compiled programs cannot be kept in {path.parent}: {error}")
+
+    def _path(self, identity: str) -> Path:
+        digest = hashlib.sha256(f"{self._numerics_id}\n{identity}".encode()).hexdigest()
+        return self._folder / f"{digest}.program"
+
+
+def _write(path: Path, content: bytes) -> None:
+    partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")
+    try:
+        with open_new(partial) as file:
+            file.write(content)
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise

@@ -1,0 +1,358 @@
+"""A closed set of programs: pure functions of arrays, compiled ahead of their first call."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import cache
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.stages import Compiled
+
+from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+from tuneserve_engine.core.errors import ServerError
+
+logger = logging.getLogger(__name__)
+
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+"""JAX's event for every program that it compiles, a single eager operation included."""
+COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+"""The options of every program, whatever XLA_FLAGS says.
+
+Otherwise XLA would leave out some roundings to bfloat16, different ones in each program, and a
+policy's logprobs would depend on the program that computed them.
+"""
+_REASON_CHARS = 300
+"""The length of the compiler's message that an error repeats; the log has all of it."""
+
+
+class Program:
+    """A pure function, compiled once per key.
+
+    A call names a key, and all calls with one key have arguments of the same shapes. Deriving the
+    key from some hundred arrays would cost more than most calls.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        use: str,
+        jitted: jax.stages.Wrapped,
+        bound: tuple[Any, ...],
+        kept: ProgramCache | None,
+    ) -> None:
+        self.name = name
+        self.use = use
+        self._jitted = jitted
+        self._bound = bound
+        self._kept = kept
+        self._shapes: dict[Hashable, Specialization] = {}
+
+    def declare(self, key: Hashable, *specs: Any, order: int = 0) -> None:
+        """Make ``compile_ahead`` compile for arguments like ``specs``, lowest ``order`` first.
+
+        ``specs`` are arrays, or only their ``jax.ShapeDtypeStruct``.
+        """
+        self._shapes[key] = Specialization(self, key, specs, order)
+
+    def __call__(self, key: Hashable, *args: Any) -> Any:
+        """Return the result of the function.
+
+        If the program for the key is not compiled yet, compiles it or waits for that. The first
+        call with an undeclared key declares it. Raises ``ServerError`` if it cannot be compiled.
+        """
+        shape = self._shapes.get(key)
+        if shape is None:
+            shape = self._shapes.setdefault(key, Specialization(self, key, _specs(args), 0))
+        return shape.compiled()(*self._bound, *args)
+
+    def shapes(self) -> list["Specialization"]:
+        """Return everything declared."""
+        return list(self._shapes.values())
+
+    def lower(
+        self, specs: tuple[Any, ...], place: Callable[[Any], Any] | None = None
+    ) -> jax.stages.Lowered:
+        """Trace the function; ``place`` maps each argument to its spec on another device."""
+        arguments = (*self._bound, *specs)
+        return self._jitted.lower(*(jax.tree.map(place, arguments) if place else arguments))
+
+    def compiled(self, key: Hashable, specs: tuple[Any, ...]) -> Compiled:
+        """Return the executable from the cache, or compile it and keep it there."""
+        if self._kept is None:
+            return self.lower(specs).compile()
+        leaves = jax.tree_util.tree_leaves_with_path((self._bound, specs))
+        taken = " ".join(
+            f"{jax.tree_util.keystr(path)} {leaf.dtype}{np.shape(leaf)}" for path, leaf in leaves
+        )
+        identity = f"{self.name} {key} of {taken}"
+        found = self._kept.load(identity)
+        if found is None:
+            found = self.lower(specs).compile()
+            self._kept.keep(identity, found)
+        return found
+
+
+class Specialization:
+    """A program for the arguments of one key: waiting, compiled, or refused by the compiler."""
+
+    def __init__(self, program: Program, key: Hashable, specs: tuple[Any, ...], order: int) -> None:
+        self.order = order
+        self._key = key
+        self.name = f"{program.name} {key}"
+        self._program = program
+        self._specs = specs
+        self._compiled: Compiled | None = None
+        self._refusal: str | None = None  # not the exception: its frames would keep arrays alive
+        self._lock = threading.Lock()
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it cannot be compiled. Compiling is tried once."""
+        return self._refusal is not None
+
+    def lowered(self, place: Callable[[Any], Any]) -> jax.stages.Lowered:
+        """Return the program before compiling, for the device on which ``place`` puts arguments."""
+        return self._program.lower(self._specs, place)
+
+    def compiled(self) -> Compiled:
+        """Return the executable. The first caller compiles it; concurrent callers wait.
+
+        Raises ``ServerError`` if it cannot be compiled; the device and other programs still work.
+        """
+        if self._compiled is None:
+            with self._lock:
+                if self._compiled is None and self._refusal is None:
+                    self._compile()
+        if self._compiled is None:
+            raise self._error()
+        return self._compiled
+
+    def _compile(self) -> None:
+        started_s = time.monotonic()
+        try:
+            self._compiled = self._program.compiled(self._key, self._specs)
+        except Exception as error:
+            logger.exception("%s cannot be compiled", self.name)
+            reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]
+            self._refusal = reason or type(error).__name__
+        else:
+            logger.debug("%s: %.2f s", self.name, time.monotonic() - started_s)
+
+    def _error(self) -> ServerError:
+        error = ServerError(
+            f"this server cannot run {self.name}, its program for {self._program.use}; the "
+            f"compiler said: {self._refusal}; other requests are served; ask the operator, whose "
+            "log says more"
+        )
+        error.no_room = True
+        return error
+
+
+class ProgramRegistry:
+    """All programs of a process.
+
+    ``ready`` is set when everything declared has been compiled ahead or been refused. Programs in
+    the cache ``kept`` are not compiled again.
+    """
+
+    def __init__(self, kept: ProgramCache | None = None) -> None:
+        self._kept = kept
+        self.ready = threading.Event()
+        self._programs: list[Program] = []
+        self._is_ahead = False
+        self._compilations = _compilations()
+        self._at_ready = 0
+
+    def add(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *,
+        use: str,
+        model: nnx.Module | None = None,
+        donate: Sequence[int] = (),
+    ) -> Program:
+        """Add ``function`` as a program.
+
+        ``donate`` are positions among the arguments of a call. ``use`` tells clients which requests
+        need the program and what its keys are.
+
+        With a model, the function is ``function(model, *args)``, and calls leave the model out. The
+        model's weights are arguments of the program: XLA would spend seconds on computations with
+        arrays that a program has closed over.
+        """
+        bound: tuple[Any, ...] = ()
+        if model is not None:
+            function, leaves = _with_leaves(model, function)
+            bound = (leaves,)
+        jitted = jax.jit(
+            function,
+            donate_argnums=[len(bound) + place for place in donate],
+            # Otherwise the memory of arguments that are only overwritten would not be reused.
+            keep_unused=bool(donate),
+            compiler_options=COMPILER_OPTIONS,
+        )
+        program = Program(name, use, jitted, bound, self._kept)
+        self._programs.append(program)
+        return program
+
+    def shapes(self) -> list[Specialization]:
+        """Return everything declared so far."""
+        return [shape for program in self._programs for shape in program.shapes()]
+
+    def compile_ahead(self, threads: int) -> None:
+        """Compile everything declared so far in the background, and then set ``ready``.
+
+        A call does not wait for that: it waits for its own program at most.
+        """
+        self._is_ahead = True
+        declared = self.shapes()
+        waiting: SimpleQueue[Specialization] = SimpleQueue()
+        for shape in sorted(declared, key=lambda shape: shape.order):
+            waiting.put(shape)
+        workers = [
+            threading.Thread(target=self._compile, args=(waiting,), name=f"compile-{number}")
+            for number in range(threads)
+        ]
+        for worker in workers:
+            worker.start()
+        threading.Thread(
+            target=self._finish, args=(workers, declared, time.monotonic()), name="compiled"
+        ).start()
+
+    def compile_late(self, *programs: Program) -> None:
+        """Compile what these programs have declared now, if the rest is compiled ahead.
+
+        The caller waits; other callers do not. If a program cannot be compiled, requests that need
+        it fail.
+        """
+        if not self._is_ahead:
+            return
+        for shape in [shape for program in programs for shape in program.shapes()]:
+            if (
+                not threading.main_thread().is_alive()
+            ):  # the process is ending and waits for its threads
+                return
+            before = self._made_here()
+            with suppress(ServerError):
+                shape.compiled()
+            if self.ready.is_set():  # expected: not counted in ``compilations_after_ready``
+                self._at_ready += self._made_here() - before
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything is ready, and return whether it is."""
+        return self.ready.wait(timeout_s)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Gauges of compiling ahead, and a counter of what was compiled after it.
+
+        ``ready`` is missing if nothing is compiled ahead: such a process never becomes ready, but
+        is not cold either.
+        """
+        declared = self.shapes()
+        ready = {"ready": float(self.ready.is_set())} if self._is_ahead else {}
+        return {
+            **ready,
+            "programs": len(declared),
+            "programs_compiled": sum(shape.is_compiled for shape in declared),
+            "programs_failed": sum(shape.is_refused for shape in declared),
+            "compilations_after_ready_total": self.compilations_after_ready,
+        }
+
+    @property
+    def compilations_after_ready(self) -> int:
+        """Compilations after ``ready`` in the whole process, eager operations included.
+
+        None is expected. Programs that an earlier process compiled that late, and this one only
+        loads, count too.
+        """
+        return self._made() - self._at_ready if self.ready.is_set() else 0
+
+    def _made(self) -> int:
+        return self._compilations.count + (self._kept.loaded if self._kept else 0)
+
+    def _made_here(self) -> int:
+        """Return the compilations by this thread plus the programs loaded by all threads."""
+        kept = self._kept.loaded if self._kept else 0
+        return self._compilations.by_thread[threading.get_ident()] + kept
+
+    def _compile(self, waiting: "SimpleQueue[Specialization]") -> None:
+        # A process that ends waits for its threads: each finishes its current program, not more.
+        while threading.main_thread().is_alive():
+            try:
+                shape = waiting.get_nowait()
+            except Empty:
+                return
+            with suppress(ServerError):  # requests that need it get the error; the log has it
+                shape.compiled()
+
+    def _finish(
+        self, workers: list[threading.Thread], declared: list[Specialization], started_s: float
+    ) -> None:
+        for worker in workers:
+            worker.join()
+        refused = sum(shape.is_refused for shape in declared)
+        if sum(shape.is_compiled for shape in declared) + refused < len(declared):
+            return  # the process is ending
+        self._at_ready = self._made()
+        self.ready.set()
+        logger.info("%d programs in %.1f s", len(declared), time.monotonic() - started_s)
+        if refused:
+            logger.error("%d of them cannot be compiled: requests that need them fail", refused)
+
+
+class Compilations:
+    """Counts compilations in the whole process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.by_thread: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _COMPILATION:
+            with self._lock:
+                self.count += 1
+                self.by_thread[threading.get_ident()] += 1
+
+
+@cache
+def _compilations() -> Compilations:
+    return Compilations()
+
+
+def _specs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    specs: tuple[Any, ...] = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype),  # type: ignore[no-untyped-call]
+        args,
+    )
+    return specs
+
+
+def _with_leaves(
+    model: nnx.Module, function: Callable[..., Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """Return the function with the model's arrays in place of the model, and these arrays.
+
+    The model is split once and merged while tracing, so that a call pays for neither.
+    """
+    graph, state = nnx.split(model)
+    leaves, structure = jax.tree.flatten(state)
+
+    def run(leaves: list[Any], *args: Any) -> Any:
+        return function(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *args)
+
+    return run, leaves

@@ -1,0 +1,1 @@
+"""Sampling: prefill, decoding, the KV cache, logits and stops."""

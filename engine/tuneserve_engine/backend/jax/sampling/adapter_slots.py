@@ -1,0 +1,108 @@
+"""Frozen adapters on the device, and the adapter slots of decoding: one per lane (decode slot).
+
+Dimension key: L layers, B lanes, D inputs of a projection, F its outputs, R rank class.
+"""
+
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TargetShapes
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.core.adapter import UNEMBED
+
+Scalar = Array | np.generic
+
+
+class FrozenAdapter(NamedTuple):
+    """A frozen adapter on the device, padded to its rank class; the base model is all zeros."""
+
+    weights: LoraWeights
+    scale: Scalar
+
+    @property
+    def rank_class(self) -> int:
+        return int(next(iter(self.weights.a.values())).shape[-1])
+
+    def one_row(self) -> LoraRows:
+        """Return the adapter for a single row, with layers still stacked."""
+        weights = jax.tree.map(lambda x: jnp.expand_dims(x, x.ndim - 2), self.weights)
+        return LoraRows(weights.a, weights.b, jnp.asarray(self.scale)[None])
+
+
+class DecodeAdapters(NamedTuple):
+    """The adapters of all lanes: lane b's adapter is at index b.
+
+    Every layer has its own arrays, like the base weights for decoding: see ``Decoder.unstacked``.
+    """
+
+    layers: tuple[LoraWeights, ...]  # L of a[target] [B, D, R] and b[target] [B, R, F]
+    unembed: LoraWeights
+    scale: Float[Array, " B"]
+
+    def of_layer(self, index: int) -> LoraRows:
+        return LoraRows(*self.layers[index], self.scale)
+
+    def of_unembedding(self) -> LoraRows:
+        return LoraRows(*self.unembed, self.scale)
+
+
+def adopt(bank: DecodeAdapters, lane: Int[Array, ""], adapter: FrozenAdapter) -> DecodeAdapters:
+    """Return the bank with the adapter in the lane's slot."""
+
+    def place(slots: Array, new: Array) -> Array:
+        updated: Array = jax.lax.dynamic_update_index_in_dim(slots, new, lane, axis=0)
+        return updated
+
+    layers, unembed = _by_layer(adapter.weights)
+    return DecodeAdapters(
+        layers=jax.tree.map(place, bank.layers, layers),
+        unembed=jax.tree.map(place, bank.unembed, unembed),
+        scale=bank.scale.at[lane].set(jnp.asarray(adapter.scale)),
+    )
+
+
+def empty_bank(weights: LoraWeights, *, lanes: int) -> DecodeAdapters:
+    """Return zeros for all lanes, in the shapes of these weights."""
+
+    def slots(x: Array) -> Array:
+        return jnp.zeros((lanes, *x.shape), x.dtype)
+
+    layers, unembed = jax.tree.map(slots, _by_layer(weights))
+    return DecodeAdapters(layers, unembed, jnp.zeros(lanes, jnp.float32))
+
+
+def adapter_specs(shapes: TargetShapes, rank: int) -> Any:
+    """Return a ``FrozenAdapter`` of specs."""
+    a, b = {}, {}
+    for name, (*layers, inputs, outputs) in shapes.items():
+        a[name] = _float32((*layers, inputs, rank))
+        b[name] = _float32((*layers, rank, outputs))
+    return FrozenAdapter(LoraWeights(a, b), _float32(()))
+
+
+def weights_bytes(shapes: TargetShapes, rank: int) -> int:
+    """Return the size of the weights of a ``FrozenAdapter``."""
+    weights = adapter_specs(shapes, rank).weights
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+
+
+def _by_layer(weights: LoraWeights) -> tuple[tuple[LoraWeights, ...], LoraWeights]:
+    """Split the weights into each layer's part and the unembedding's."""
+
+    def side(arrays: dict[str, Array], is_unembed: bool) -> dict[str, Array]:
+        return {name: x for name, x in arrays.items() if (name == UNEMBED) == is_unembed}
+
+    stacked = LoraWeights(side(weights.a, False), side(weights.b, False))
+    count = next(iter(stacked.a.values())).shape[0]
+    layers = (jax.tree.map(itemgetter(index), stacked) for index in range(count))
+    return tuple(layers), LoraWeights(side(weights.a, True), side(weights.b, True))
+
+
+def _float32(shape: tuple[int, ...]) -> Any:
+    """Return the spec of a float32 array."""
+    return jax.ShapeDtypeStruct(shape, np.float32)  # type: ignore[no-untyped-call]

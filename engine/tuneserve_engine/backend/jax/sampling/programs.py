@@ -1,0 +1,325 @@
+"""The sampler's programs: pure functions of a model and arrays, for a closed set of shapes.
+
+A request's options are arguments or rows of arrays of fixed width, never part of a shape. A lane
+is a decode slot.
+
+Dimension key: B lanes, n blocks of a chunk of prompts, S positions of a block, which is a page, J
+entries of a row of the table, V vocabulary, D hidden, K ids per position, Q choices per position, U
+steps per dispatch.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
+from tuneserve_engine.backend.jax.attention.page_table import table_width
+from tuneserve_engine.backend.jax.attention.paged import Pages
+from tuneserve_engine.backend.jax.model.block import Layer
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.decoder import Decoder, Paged
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.adapter_slots import (
+    DecodeAdapters,
+    Scalar,
+    adapter_specs,
+    adopt,
+    empty_bank,
+)
+from tuneserve_engine.backend.jax.sampling.logits import (
+    AnyArray,
+    RowParams,
+    draw,
+    draw_alternatives,
+    token_logprobs,
+    top_logprobs,
+)
+from tuneserve_engine.core.shapes import StaticShapes
+
+STEPS_PER_DISPATCH = 4
+"""Tokens that each lane decodes per dispatch, before the host looks: they share its cost."""
+CHOICES = 64
+"""Entries of a top-k or of alternatives that are computed, whatever k is asked for.
+
+It is also the most ids to score beside a prompt's own tokens. The cost is a few percent of that of
+a position's logits.
+"""
+
+
+class TopTokens(NamedTuple):
+    """Ids and their logprobs, best or first drawn first; undefined where not asked for."""
+
+    ids: AnyArray  # [..., Q] int32
+    logprobs: AnyArray  # [..., Q] float32
+
+
+class Blocks(NamedTuple):
+    """Parts of prompts, of one lane or several, that are prefilled together."""
+
+    tokens: AnyArray  # [n, S] int32
+    start: AnyArray  # [n] int32 the position of the first token; -S for an unused block
+    table: AnyArray  # [n, J] int32 the lane's table
+    lane: AnyArray  # [n] int32
+
+
+class PromptQuestions(NamedTuple):
+    """The questions about each position of a chunk's blocks."""
+
+    ids: AnyArray  # [n, S, K] int32, -1 = none
+    top: AnyArray  # [n] bool: whether the most likely ids are asked for
+    alternatives: AnyArray  # [n] bool: whether draws are asked for
+    seed: AnyArray  # [n, 2] uint32, high half first
+    positions: AnyArray  # [n, S] int32 positions that the draws depend on
+    temperature: AnyArray  # [n] float32 temperature of the draws
+
+
+class PromptScores(NamedTuple):
+    """The answers to ``PromptQuestions``."""
+
+    logprobs: AnyArray  # [n, S, K] float32
+    top: TopTokens  # [n, S, Q]
+    alternatives: TopTokens  # [n, S, Q]
+
+
+class DecodeState(NamedTuple):
+    """The state of every lane before its next tokens are decoded."""
+
+    tokens: AnyArray  # [B] int32 the last token of its sequence
+    positions: AnyArray  # [B] int32 position of that token; -1 in an idle lane
+    step: AnyArray  # [B] int32 number of the token to draw, 0 = the first after the prompt
+    table: AnyArray  # [B, J] int32 the pages of its sequence
+    rows: RowParams
+    top: Scalar  # bool: whether a lane asks for the most likely ids
+
+
+class Decoded(NamedTuple):
+    """The result of one dispatch."""
+
+    pages: Pages
+    tokens: Int[Array, "U B"]
+    logprobs: Float[Array, "U B"]
+    top: TopTokens  # [U, B, Q]
+
+
+class Programs:
+    """The sampler's part of a process's programs.
+
+    The key of programs with adapters is the rank class; the key of the others is ``()``.
+    """
+
+    def __init__(
+        self,
+        programs: ProgramRegistry,
+        model: Decoder,
+        lattice: StaticShapes,
+        *,
+        lanes: int,
+        pages: int,
+    ) -> None:
+        self.blocks = lattice.chunk // lattice.block
+        self.block = lattice.block
+        self.table_width = table_width(lattice.context_length, lattice.block)
+        dtype = model.unembedding().dtype
+        make_bank = partial(empty_bank, lanes=lanes)
+        make_pages = partial(_empty_pages, model.config, pages, lattice.block, dtype)
+        use = "samples, by rank class"
+        self.prefill = programs.add("prefill", _prefill, use=use, model=model, donate=(0,))
+        self.score = programs.add("score", _score, use=use, model=model)
+        self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
+        self.adopt = programs.add("adopt", adopt, use=use, donate=(0,))
+        self.empty_bank = programs.add("empty_bank", make_bank, use=use)
+        use = "samples, all of them"
+        self.copy = programs.add("copy", _copy, use=use, donate=(0,))
+        self.empty_pages = programs.add("empty_pages", make_pages, use=use)
+        self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
+        self._declare(model, lattice.rank_classes, lanes, jax.eval_shape(make_pages))
+
+    def _declare(
+        self, model: Decoder, rank_classes: tuple[int, ...], lanes: int, pages: Any
+    ) -> None:
+        """Declare everything that sampling can ever call. ``pages`` is a ``Pages`` of specs."""
+        config, shapes = model.config, target_shapes(model.config)
+        index = _spec((), np.int32)
+        weights = jax.eval_shape(partial(_unstacked, model))
+        hidden = _spec((self.blocks, self.block, config.hidden), pages.k[0].dtype)
+        blocks = no_blocks(self.blocks, self.block, self.table_width)
+        questions = no_questions(self.blocks, self.block)
+        self.unstacked.declare(())
+        self.empty_pages.declare(())
+        self.copy.declare((), pages, index, index)
+        for order, rank in enumerate(rank_classes):
+            adapter = adapter_specs(shapes, rank)
+            bank = jax.eval_shape(partial(empty_bank, lanes=lanes), adapter.weights)
+            state = no_lanes(lanes, self.table_width)
+            self.prefill.declare(rank, pages, weights, bank, blocks, order=order)
+            self.decode.declare(rank, pages, weights, bank, state, order=order)
+            self.score.declare(rank, hidden, bank, blocks.lane, questions, order=order)
+            self.adopt.declare(rank, bank, index, adapter, order=order)
+            self.empty_bank.declare(rank, adapter.weights, order=order)
+
+
+def no_rows(lanes: int) -> RowParams:
+    """Return greedy rows without limits: the cheapest to draw."""
+    return RowParams(
+        seed=np.zeros((lanes, 2), np.uint32),
+        sample=np.zeros(lanes, np.int32),
+        temperature=np.zeros(lanes, np.float32),
+        top_k=np.full(lanes, -1, np.int32),
+        top_p=np.ones(lanes, np.float32),
+    )
+
+
+def no_lanes(lanes: int, width: int) -> DecodeState:
+    """Return the state of idle lanes."""
+    return DecodeState(
+        tokens=np.zeros(lanes, np.int32),
+        positions=np.full(lanes, -1, np.int32),
+        step=np.zeros(lanes, np.int32),
+        table=np.zeros((lanes, width), np.int32),
+        rows=no_rows(lanes),
+        top=np.bool_(False),
+    )
+
+
+def no_blocks(blocks: int, size: int, width: int) -> Blocks:
+    """Return unused blocks."""
+    return Blocks(
+        tokens=np.zeros((blocks, size), np.int32),
+        start=np.full(blocks, -size, np.int32),
+        table=np.zeros((blocks, width), np.int32),
+        lane=np.zeros(blocks, np.int32),
+    )
+
+
+def no_questions(blocks: int, size: int) -> PromptQuestions:
+    """Return blocks about which nothing is asked."""
+    return PromptQuestions(
+        ids=np.full((blocks, size, 1 + CHOICES), -1, np.int32),
+        top=np.zeros(blocks, np.bool_),
+        alternatives=np.zeros(blocks, np.bool_),
+        seed=np.zeros((blocks, 2), np.uint32),
+        positions=np.zeros((blocks, size), np.int32),
+        temperature=np.zeros(blocks, np.float32),
+    )
+
+
+def _prefill(
+    model: Decoder, pages: Pages, weights: tuple[Any, ...], bank: DecodeAdapters, blocks: Blocks
+) -> tuple[Pages, Float[Array, "n S D"]]:
+    """Fill a page with the keys and values of each block; return hidden states, to be scored.
+
+    A block may follow another block of its prompt in the same chunk.
+    """
+    size = blocks.tokens.shape[1]
+    start, lane = jnp.asarray(blocks.start), jnp.asarray(blocks.lane)
+    layers = tuple(
+        Layer(mine, bank.of_layer(index)._replace(slot=lane)) for index, mine in enumerate(weights)
+    )
+    positions = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
+    view = Paged(positions, jnp.asarray(blocks.table), pages, layers)
+    hidden, pages = model.continued(jnp.asarray(blocks.tokens), view)
+    return pages, hidden
+
+
+def _score(
+    model: Decoder,
+    hidden: Float[Array, "n S D"],
+    bank: DecodeAdapters,
+    lane: Int[Array, " n"],
+    asked: PromptQuestions,
+) -> PromptScores:
+    """Score a chunk's hidden states, one block's logits at a time; logits never reach the host."""
+    adapters = bank.of_unembedding()
+
+    def block(given: Any) -> PromptScores:
+        hidden, lane, asked = given
+        mine = LoraRows(
+            *jax.tree.map(lambda x: x[lane][None], (adapters.a, adapters.b, adapters.scale))
+        )
+        logits = model.logits(hidden[None], mine)[0]
+        count = logits.shape[0]
+        temperature = jnp.broadcast_to(asked.temperature, (count,))
+        alternatives = _if(
+            asked.alternatives,
+            lambda: TopTokens(
+                *draw_alternatives(logits, asked.seed, asked.positions, temperature, CHOICES)
+            ),
+        )
+        top = _if(asked.top, lambda: _top(logits, jnp.ones(count, jnp.float32)))
+        return PromptScores(token_logprobs(logits, asked.ids), top, alternatives)
+
+    scores: PromptScores = jax.lax.map(block, (hidden, lane, jax.tree.map(jnp.asarray, asked)))
+    return scores
+
+
+def _unstacked(model: Decoder) -> tuple[Any, ...]:
+    """Return each layer's own weights: a second copy of the base model's layers."""
+    return tuple(layer.weights for layer in model.unstacked(None))
+
+
+def _decode(
+    model: Decoder, pages: Pages, weights: tuple[Any, ...], bank: DecodeAdapters, lanes: DecodeState
+) -> Decoded:
+    """Decode the next tokens of every lane; the results of idle lanes are to be ignored."""
+    positions, step = jnp.asarray(lanes.positions), jnp.asarray(lanes.step)
+    temperature, table = jnp.asarray(lanes.rows.temperature), jnp.asarray(lanes.table)
+    layers = tuple(Layer(mine, bank.of_layer(index)) for index, mine in enumerate(weights))
+
+    def one(
+        carry: tuple[Array, Pages], number: Array
+    ) -> tuple[tuple[Array, Pages], tuple[Array, Array, TopTokens]]:
+        tokens, pages = carry
+        at = jnp.where(positions < 0, -1, positions + number)
+        hidden, pages = model.continued(tokens[:, None], Paged(at[:, None], table, pages, layers))
+        logits = model.logits(hidden, bank.of_unembedding())[:, 0]
+        tokens, logprobs = draw(logits, step + number, lanes.rows)
+        top = _if(lanes.top, lambda: _top(logits, temperature))
+        return (tokens, pages), (tokens, logprobs, top)
+
+    numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
+    (_, pages), drawn = jax.lax.scan(one, (jnp.asarray(lanes.tokens), pages), numbers)
+    return Decoded(pages, *drawn)
+
+
+def _copy(pages: Pages, source: Int[Array, ""], target: Int[Array, ""]) -> Pages:
+    """Return the pages with a copy of page ``source`` in place of page ``target``."""
+
+    def copied(x: Array) -> Array:
+        page = jax.lax.dynamic_index_in_dim(x, source, keepdims=False)
+        updated: Array = jax.lax.dynamic_update_index_in_dim(x, page, target, 0)
+        return updated
+
+    return Pages(*jax.tree.map(copied, tuple(pages)))
+
+
+def _empty_pages(config: ModelConfig, pages: int, size: int, dtype: DTypeLike) -> Pages:
+    heads, width = config.kv_heads, config.head_dim
+    layers = range(config.layers)
+    return Pages(
+        k=tuple(jnp.zeros((pages, heads, width, size), dtype) for _ in layers),
+        v=tuple(jnp.zeros((pages, heads, size, width), dtype) for _ in layers),
+    )
+
+
+def _top(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> TopTokens:
+    return TopTokens(*top_logprobs(logits, temperature, min(CHOICES, logits.shape[-1])))
+
+
+def _if(asked: AnyArray | Scalar, choices: Callable[[], TopTokens]) -> TopTokens:
+    """Return the choices if they are asked for, or zeros at next to no cost."""
+    shapes = jax.eval_shape(choices)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    chosen: TopTokens = jax.lax.cond(jnp.asarray(asked), choices, lambda: nothing)
+    return chosen
+
+
+def _spec(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    """Return the spec of an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Training passes: forward, loss, backward, and AdamW."""

@@ -1,0 +1,334 @@
+"""From the last hidden states to logprobs, losses and their gradient, chunk by chunk.
+
+The logits of a stream never exist as a whole. Every loss is elementwise in the logprobs, so a
+chunk's loss gradient is known while its logits are in memory. A token costs two products with the
+vocabulary; its logits are neither kept nor recomputed. Every chunk has one shape, and only used
+chunks run, so that a request's bits depend neither on its place nor on its neighbours.
+
+Dimension key: n blocks of the stream, C blocks of a chunk, S tokens of a block, K targets per
+token, D hidden, V vocabulary, J slots, R rank class.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from tuneserve_engine.backend.jax.model.layers import rms_norm
+from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_blocks
+from tuneserve_engine.backend.jax.training.losses import (
+    GSPO_ID,
+    LossInputs,
+    loss_and_gradient,
+    sequence_log_ratios,
+)
+
+_LOGITS_BYTES = 128 * 2**20
+"""Room for the float32 logits of one chunk; their gradient needs as much again."""
+
+State = TypeVar("State")
+
+
+class LmHead(NamedTuple):
+    """The base model's part of the head."""
+
+    unembedding: Float[Array, "V D"]
+    norm: Float[Array, " D"]
+
+
+class HeadAdapters(NamedTuple):
+    """The adapters' part of the head. Slots that do not train the unembedding are never read."""
+
+    a: Float[Array, "J D R"]
+    b: Float[Array, "J R V"]
+    scale: Float[Array, " J"]
+    trained: Bool[Array, " J"]
+
+
+class HeadScored(NamedTuple):
+    """The result of ``score_lm_head``; 0 on padding."""
+
+    logprobs: Float[Array, "n S K"]
+    loss: Float[Array, "n S"]
+
+
+class HeadTrained(NamedTuple):
+    """The result of ``train_lm_head``; 0 on padding. Scratch: [1, J, D, R] and [1, J, R, V]."""
+
+    logprobs: Float[Array, "n S K"]
+    loss: Float[Array, "n S"]
+    gradient: Float[Array, "n S D"]  # with respect to the hidden states before the final norm
+    scratch: dict[str, Array]
+
+
+def head_chunk_blocks(block: int, chunk: int, vocab_size: int) -> int:
+    """Return the blocks per chunk of the head: the most whose logits fit ``_LOGITS_BYTES``.
+
+    The number divides the blocks of ``chunk`` tokens evenly, and is at least 1.
+    """
+    whole = chunk // block
+    fitting = (c for c in range(whole, 0, -1) if whole % c == 0)
+    return next((c for c in fitting if 4 * c * block * vocab_size <= _LOGITS_BYTES), 1)
+
+
+def score_lm_head(  # noqa: PLR0913
+    head: LmHead,
+    x: Float[Array, "n S D"],
+    targets: Int[Array, "n S K"],
+    inputs: LossInputs,
+    adapters: HeadAdapters,
+    blocks: BlockOwners,
+    used: Int[Array, ""],
+    *,
+    eps: float,
+    chunk_blocks: int,
+) -> HeadScored:
+    """Return each token's loss, and the log probability of each target under the full softmax.
+
+    Logprobs are float32; they are NaN for target ids out of range.
+    """
+    run = _HeadPass(head, adapters, eps, chunk_blocks)
+    stream = run.stream(x, targets, inputs, blocks, used)
+
+    def one(at: Array, out: HeadScored) -> HeadScored:
+        part = stream.part(at, chunk_blocks)
+        lp = run.logits(part).logprobs(part)
+        loss, _ = loss_and_gradient(lp, part.log_ratio, part.inputs)
+        return _put(out, HeadScored(lp, loss), at)
+
+    return run.each_chunk(used, one, _blank(stream))
+
+
+def train_lm_head(  # noqa: PLR0913
+    head: LmHead,
+    x: Float[Array, "n S D"],
+    targets: Int[Array, "n S K"],
+    inputs: LossInputs,
+    adapters: HeadAdapters,
+    blocks: BlockOwners,
+    used: Int[Array, ""],
+    scratch: dict[str, Array],
+    *,
+    eps: float,
+    chunk_blocks: int,
+) -> HeadTrained:
+    """Return what ``score_lm_head`` returns, the gradient of the losses' sum, and the scratch.
+
+    The gradient is with respect to ``x``. The scratch holds each request's gradient of its
+    adapter's part of the head: zero if the adapter does not train it.
+    """
+    run = _HeadPass(head, adapters, eps, chunk_blocks)
+    stream = run.stream(x, targets, inputs, blocks, used)
+
+    def one(at: Array, state: tuple[HeadScored, Array, Any]) -> Any:
+        out, gradient, scratch = state
+        part = stream.part(at, chunk_blocks)
+        scratch = _clear(scratch, part.owners)
+        logits = run.logits(part)
+        lp = logits.logprobs(part)
+        loss, by_lp = loss_and_gradient(lp, part.log_ratio, part.inputs)
+        moves = jnp.any(by_lp != 0, axis=2)
+        nothing = jnp.zeros(part.x.shape, jnp.float32)
+        by_x, scratch = lax.cond(
+            jnp.any(moves),
+            lambda scratch: run.reverse(part, logits, by_lp, scratch),
+            lambda scratch: (nothing, scratch),
+            scratch,
+        )
+        by_x = jnp.where(moves[..., None], by_x, 0.0).astype(x.dtype)
+        return _put(out, HeadScored(lp, loss), at), _put(gradient, by_x, at), scratch
+
+    state = (_blank(stream), jnp.zeros_like(x), scratch)
+    out, gradient, scratch = run.each_chunk(used, one, state)
+    return HeadTrained(*out, gradient, scratch)
+
+
+class _Blocks(NamedTuple):
+    """Blocks and everything that is known about them."""
+
+    x: Float[Array, "n S D"]
+    targets: Int[Array, "n S K"]
+    inputs: LossInputs
+    log_ratio: Float[Array, "n S"]  # of the sequence, for gspo
+    owners: BlockOwners
+    trained: Bool[Array, " n"]  # whether the owner's adapter has a part in the head
+
+    def part(self, at: Array, count: int) -> "_Blocks":
+        """Return ``count`` blocks from ``at`` on; padding and unwritten rows are all zeros."""
+        cut: _Blocks = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, count), self)
+        return cut._replace(x=jnp.where(cut.inputs.valid[..., None], cut.x, 0))
+
+
+class _Logits(NamedTuple):
+    """The logits of a chunk, and the values that they were computed from."""
+
+    normed: Float[Array, "C S D"]
+    z: Float[Array, "C S V"]
+    total: Float[Array, "C S"]  # log of the sum of exponentials
+
+    def logprobs(self, part: _Blocks) -> Float[Array, "C S K"]:
+        chosen = jnp.take_along_axis(self.z, part.targets, axis=2, mode="fill", fill_value=jnp.nan)
+        return jnp.where(part.inputs.valid[..., None], chosen - self.total[..., None], 0.0)
+
+    def gradient(
+        self, targets: Int[Array, "C S K"], by_lp: Float[Array, "C S K"]
+    ) -> Float[Array, "C S V"]:
+        """Return the loss's derivative by the logits, ``Σ_k g_k (onehot(y_k) - softmax(z))``."""
+        count, size, vocabulary = self.z.shape
+        dz = -by_lp.sum(axis=2, keepdims=True) * jnp.exp(self.z - self.total[..., None])
+        rows = jnp.arange(count * size)
+        ids, shares = targets.reshape(-1, targets.shape[2]), by_lp.reshape(-1, targets.shape[2])
+
+        def add(k: Array, dz: Array) -> Array:
+            # Target by target: a token may name an id twice; a device adds both in any order.
+            return dz.at[rows, ids[:, k]].add(shares[:, k], mode="drop", unique_indices=True)
+
+        dz = lax.fori_loop(0, targets.shape[2], add, dz.reshape(-1, vocabulary))
+        return jnp.reshape(dz, self.z.shape)
+
+
+class _HeadPass(NamedTuple):
+    """The head and the way to run it."""
+
+    head: LmHead
+    adapters: HeadAdapters
+    eps: float
+    chunk: int  # C
+
+    def stream(
+        self, x: Array, targets: Array, inputs: LossInputs, owners: BlockOwners, used: Array
+    ) -> _Blocks:
+        """Return the blocks, with the log ratios of their sequences."""
+        assert x.shape[0] % self.chunk == 0, "a slice over the end would be moved, not cut"
+        is_used = owners.is_used & (jnp.arange(x.shape[0]) < used)
+        inputs = inputs._replace(valid=inputs.valid & is_used[:, None])
+        owners = owners._replace(is_first=owners.is_first & is_used, is_used=is_used)
+        trained = self.adapters.trained[owners.slot] & is_used
+        log_ratio = jnp.zeros(x.shape[:2], jnp.float32)
+        stream = _Blocks(x, targets, inputs, log_ratio, owners, trained)
+
+        is_gspo = inputs.valid & (inputs.loss_id == GSPO_ID)
+
+        def measure(at: Array, lp: Array) -> Array:
+            part = stream.part(at, self.chunk)
+            return _put(lp, self.logits(part).logprobs(part)[..., 0], at)
+
+        def one(at: Array, lp: Array) -> Array:
+            asked = jnp.any(lax.dynamic_slice_in_dim(is_gspo, at, self.chunk))
+            result: Array = lax.cond(asked, lambda lp: measure(at, lp), lambda lp: lp, lp)
+            return result
+
+        def measured() -> Array:
+            return sequence_log_ratios(self.each_chunk(used, one, log_ratio), inputs)
+
+        return stream._replace(log_ratio=lax.cond(jnp.any(is_gspo), measured, lambda: log_ratio))
+
+    def each_chunk(self, used: Array, body: Callable[[Array, State], State], state: State) -> State:
+        """Run ``body(first block, state)`` for every chunk with a used block."""
+        count = (used + self.chunk - 1) // self.chunk
+        result: State = lax.fori_loop(0, count, lambda i, s: body(i * self.chunk, s), state)
+        return result
+
+    def logits(self, part: _Blocks) -> _Logits:
+        normed = rms_norm(part.x, self.head.norm, eps=self.eps)
+        # Contracted as the table is stored: with a transposed copy and bfloat16 weights, XLA CPU
+        # keeps two float32 copies of the head.
+        z = lax.dot_general(
+            normed,
+            self.head.unembedding,
+            (((2,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        normed = normed.astype(jnp.float32)
+
+        def add(block: Array, z: Array) -> Array:
+            _, b, low = self.low(part, normed, block)
+            return z.at[block].add(low @ b)
+
+        z = _each(part.trained, add, z)
+        return _Logits(normed, z, jax.nn.logsumexp(z, axis=2))
+
+    def low(self, part: _Blocks, normed: Array, block: Array) -> tuple[Array, Array, Array]:
+        """Return the block's A and B, and ``scale · (x A)``."""
+        a, b, scale = (x[part.owners.slot[block]] for x in self.adapters[:3])
+        return a, b, normed[block] @ a * scale
+
+    def reverse(
+        self, part: _Blocks, logits: _Logits, by_lp: Array, scratch: dict[str, Array]
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the gradient by the chunk's hidden states, float32, and the scratch.
+
+        The adapters' gradients of the chunk are added to the scratch.
+        """
+        dz = logits.gradient(part.targets, by_lp)
+        by_normed = lax.dot_general(
+            dz.astype(self.head.unembedding.dtype),
+            self.head.unembedding,
+            (((2,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        moves = jnp.any(by_lp != 0, axis=(1, 2))
+
+        def add(block: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
+            by_normed, scratch = state
+            a, b, low = self.low(part, logits.normed, block)
+            scale = self.adapters.scale[part.owners.slot[block]]
+            by_low = jnp.einsum("SV,RV->SR", dz[block], b) * scale
+            gradients = {
+                "a": jnp.einsum("SD,SR->DR", logits.normed[block], by_low)[None],
+                "b": jnp.einsum("SR,SV->RV", low, dz[block])[None],
+            }
+            owner = part.owners.part(block, 1)._replace(is_first=jnp.zeros(1, bool))
+            by_normed = by_normed.at[block].add(jnp.einsum("SR,DR->SD", by_low, a))
+            return by_normed, add_blocks(scratch, gradients, jnp.int32(0), owner)
+
+        by_normed, scratch = _each(part.trained & moves, add, (by_normed, scratch))
+        return self._through_norm(part.x, by_normed), scratch
+
+    def _through_norm(self, x: Array, by_normed: Array) -> Array:
+        wide, norm = x.astype(jnp.float32), self.head.norm.astype(jnp.float32)
+        _, pullback = jax.vjp(lambda x: rms_norm(x, norm, eps=self.eps), wide)
+        by_x: Array = pullback(by_normed)[0]
+        return by_x
+
+
+def _clear(scratch: dict[str, Array], owners: BlockOwners) -> dict[str, Array]:
+    """Write zeros to the slot of every request whose first block is in this chunk."""
+
+    def clear(block: Array, scratch: dict[str, Array]) -> dict[str, Array]:
+        zeros = {name: jnp.zeros((1, *x.shape[2:]), x.dtype) for name, x in scratch.items()}
+        return add_blocks(scratch, zeros, jnp.int32(0), owners.part(block, 1))
+
+    return _each(owners.is_first, clear, scratch)
+
+
+def _each(chosen: Bool[Array, " C"], body: Callable[[Array, State], State], state: State) -> State:
+    """Run ``body(block, state)`` for the chosen blocks, in order; free if none is chosen."""
+
+    def step(block: Array, state: State) -> State:
+        done: State = lax.cond(chosen[block], lambda s: body(block, s), lambda s: s, state)
+        return done
+
+    def steps(state: State) -> State:
+        done: State = lax.fori_loop(0, chosen.shape[0], step, state)
+        return done
+
+    result: State = lax.cond(jnp.any(chosen), steps, lambda s: s, state)
+    return result
+
+
+def _blank(stream: _Blocks) -> HeadScored:
+    return HeadScored(
+        jnp.zeros(stream.targets.shape, jnp.float32), jnp.zeros(stream.x.shape[:2], jnp.float32)
+    )
+
+
+def _put(into: State, part: State, at: Array) -> State:
+    """Return ``into`` with each array overwritten by the part's array from block ``at`` on."""
+    put: State = jax.tree.map(
+        lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, at, 0), into, part
+    )
+    return put

@@ -1,0 +1,164 @@
+"""The programs of training: a stream of tokens to logprobs, losses and every request's gradient.
+
+All functions are pure. Each program is compiled once per rank class and number of targets. Nothing
+else of a request is part of a program: not its length, its loss or its hyper-parameters.
+
+Dimension key: n blocks of the stream, S tokens of a block, K targets per token, D hidden.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tuneserve_engine.backend.base import MicroBatch
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens, put
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
+from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
+from tuneserve_engine.backend.jax.training.lm_head import (
+    HeadAdapters,
+    LmHead,
+    head_chunk_blocks,
+    score_lm_head,
+    train_lm_head,
+)
+from tuneserve_engine.backend.jax.training.losses import LossInputs
+from tuneserve_engine.backend.jax.training.tape import workspace_shapes
+from tuneserve_engine.core.adapter import UNEMBED
+
+
+class DeviceMicroBatch(NamedTuple):
+    """One micro-batch in the form that programs take: [n, S, ...] and [n]."""
+
+    tokens: Any
+    targets: Any  # [n, S, K]
+    inputs: LossInputs
+    layers: PackedTokens
+    owners: BlockOwners
+
+    @classmethod
+    def of(cls, batch: MicroBatch, block: int, begun: Collection[int] = ()) -> "DeviceMicroBatch":
+        """Return the batch's arrays, not copied: they are sent when the program is called.
+
+        ``begun`` are the requests with a block in an earlier micro-batch of their ``TrainBatch``.
+        """
+
+        def rows(x: Any) -> Any:
+            return x.reshape(-1, block, *x.shape[1:])
+
+        request = batch.block_request
+        used = request >= 0
+        first = np.zeros_like(used)
+        starts = np.unique(request, return_index=True)
+        for index, at in zip(*(part.tolist() for part in starts), strict=True):
+            first[at] = index >= 0 and index not in begun
+        slot = np.maximum(request, 0)
+        fields = {name: rows(getattr(batch, name)) for name in _OF_TOKENS}
+        inputs = LossInputs(valid=rows(batch.datum >= 0), **fields)
+        return cls(
+            tokens=rows(batch.tokens),
+            targets=rows(batch.targets),
+            inputs=inputs,
+            layers=PackedTokens(
+                rows(batch.positions),
+                fields["datum"],
+                batch.block_start,  # type: ignore[arg-type]
+                np.int32(batch.blocks),  # type: ignore[arg-type]
+                slot,  # type: ignore[arg-type]
+            ),
+            owners=BlockOwners(slot, first, used),  # type: ignore[arg-type]
+        )
+
+
+_OF_TOKENS = tuple(name for name in LossInputs._fields if name != "valid")
+
+
+class ScoredMicroBatch(NamedTuple):
+    """The result of scoring a micro-batch."""
+
+    logprobs: Float[Array, "n S K"]
+    loss: Float[Array, "n S"]
+
+
+class TrainedMicroBatch(NamedTuple):
+    """The result of training on a micro-batch, and the donated buffers."""
+
+    out: ScoredMicroBatch
+    space: Any  # Workspace: its K are key/value heads
+    scratch: LoraWeights
+
+
+def train_micro_batch(
+    model: Decoder, space: Any, scratch: LoraWeights, bank: AdapterSlots, stream: DeviceMicroBatch
+) -> TrainedMicroBatch:
+    """Return losses of the stream; add each request's gradient to the scratch of its slot.
+
+    A request's first block of the batch overwrites what the scratch held. ``space`` is a
+    ``Workspace``; the model is in training mode.
+    """
+    hidden, taped = model.forward_layers(
+        model.embedded(stream.tokens), stream.layers, _rows(bank), space=space
+    )
+    head = train_lm_head(
+        *_head_inputs(model, hidden, stream, bank),
+        stream.layers.blocks,
+        {"a": scratch.a[UNEMBED], "b": scratch.b[UNEMBED]},
+        eps=model.config.rms_eps,
+        chunk_blocks=_head_blocks(model),
+    )
+    scratch = LoraWeights(
+        {**scratch.a, UNEMBED: head.scratch["a"]}, {**scratch.b, UNEMBED: head.scratch["b"]}
+    )
+    # Into the given buffer: one that nothing reads would not be reused, donated or not.
+    space = taped.space._replace(dx=put(taped.space.dx, 0, head.gradient))
+    space, scratch = taped.run.reverse(space, scratch, stream.owners)
+    return TrainedMicroBatch(ScoredMicroBatch(head.logprobs, head.loss), space, scratch)
+
+
+def score_micro_batch(
+    model: Decoder, bank: AdapterSlots, stream: DeviceMicroBatch
+) -> ScoredMicroBatch:
+    """Score a stream as ``train_micro_batch``, without gradients, in evaluation mode."""
+    hidden, _ = model.forward_layers(model.embedded(stream.tokens), stream.layers, _rows(bank))
+    head = score_lm_head(
+        *_head_inputs(model, hidden, stream, bank),
+        stream.layers.blocks,
+        eps=model.config.rms_eps,
+        chunk_blocks=_head_blocks(model),
+    )
+    return ScoredMicroBatch(head.logprobs, head.loss)
+
+
+def space_shapes(model: Decoder, bank: Any, blocks: int) -> Any:
+    """Return shapes of the ``Workspace`` for ``blocks`` blocks; only the bank's shapes matter."""
+    dtype = model.embed[...].dtype
+    rows = LoraRows(bank.a, bank.b, bank.scale)
+    return workspace_shapes(model.stack(), rows, blocks=blocks, size=model.block, dtype=dtype)
+
+
+def _rows(bank: AdapterSlots) -> LoraRows:
+    return LoraRows(bank.a, bank.b, bank.scale)
+
+
+def _head_inputs(
+    model: Decoder, hidden: Array, stream: DeviceMicroBatch, bank: AdapterSlots
+) -> tuple[LmHead, Array, Array, LossInputs, HeadAdapters, BlockOwners]:
+    adapters = HeadAdapters(bank.a[UNEMBED][0], bank.b[UNEMBED][0], bank.scale, bank.trained)
+    head = LmHead(model.unembedding(), model.final_norm[...])
+    return (
+        head,
+        hidden,
+        jnp.asarray(stream.targets),
+        stream.inputs,
+        adapters,
+        stream.owners,
+    )
+
+
+def _head_blocks(model: Decoder) -> int:
+    return head_chunk_blocks(model.block, model.block * model.chunk_blocks, model.config.vocab_size)

@@ -1,0 +1,368 @@
+"""The layers in training: a forward pass that leaves a tape, and the explicit backward pass.
+
+``jax.grad`` over the layers would hold every layer's adapter gradients at once, and JAX cannot
+reverse a loop whose length is known only at run time. So the backward pass is explicit. Layer by
+layer, from the last, it recomputes what the tape does not hold and adds each block's adapter
+gradients to the scratch of the block's request. Inside a chunk, autodiff does the work.
+
+Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
+heads, K key/value heads, G = N / K, H head_dim, J slots.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
+from tuneserve_engine.backend.jax.attention.base import AttentionGradient
+from tuneserve_engine.backend.jax.attention.packed import attend_blocks_backward
+from tuneserve_engine.backend.jax.model.block import AFTER, BEFORE, DOTS
+from tuneserve_engine.backend.jax.model.layer_stack import (
+    Attention,
+    LayerPass,
+    LayerStack,
+    PackedTokens,
+    attention_shapes,
+    put,
+    put_qkv,
+)
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_blocks
+
+_Ab = tuple[dict[str, Array], dict[str, Array]]
+"""The adapters, A and B, of a chunk's blocks, [c, ...] each."""
+
+
+class Tape(NamedTuple):
+    """The values that the forward pass leaves. ``x`` holds every layer's input, layer 0 first."""
+
+    x: Float[Array, "_ S D"]
+    attention: Attention
+    before: tuple[Array, ...]  # residuals, chunk after chunk
+    after: tuple[Array, ...]
+
+
+class Workspace(NamedTuple):
+    """The tape and the gradients of one layer.
+
+    Donated from batch to batch and never cleared: a batch reads only what it has written.
+    """
+
+    tape: Tape
+    dx: Float[Array, "n S D"]
+    dattended: Float[Array, "n K GS H"]
+    dqkv: AttentionGradient
+
+    def forward(
+        self, stack: LayerStack, stream: PackedTokens, lora: LoraRows, x: Float[Array, "n S D"]
+    ) -> tuple[Float[Array, "n S D"], "Taped"]:
+        """Return the hidden states after the last layer, and the tape for the backward pass."""
+        run = TrainingPass(stack, stream, lora)
+        hidden, tape = run.forward(self.tape, x)
+        return hidden, Taped(run, self._replace(tape=tape))
+
+
+class TrainingPass:
+    """One micro-batch through the layers and back, within the tracing of one program."""
+
+    def __init__(self, stack: LayerStack, stream: PackedTokens, bank: LoraRows) -> None:
+        self._stack = stack
+        self._stream = stream
+        self._bank = bank
+        self._n = stream.slot.shape[0]
+        self._before, self._after = _Residuals(), _Residuals()
+        remat = stack.remat
+        self._keeps_attended = remat != "full"
+        self._keeps_qkv = self._keeps_residuals = remat in ("none", "dots")
+
+    def forward(self, tape: Tape, x: Float[Array, "n S D"]) -> tuple[Float[Array, "n S D"], Tape]:
+        """Return the hidden states after the last layer, and the tape."""
+        if not self._stack.config.layers:
+            return x, tape  # a scan traces its body even for 0 layers; the tape then has no size
+        (x, tape), _ = jax.lax.scan(self._layer_forward, (x, tape), self._stack.layers())
+        return x, tape
+
+    def reverse(
+        self, space: Workspace, scratch: LoraWeights, blocks: BlockOwners
+    ) -> tuple[Workspace, LoraWeights]:
+        """Take ``space.dx`` from the gradient by the output to that by the input.
+
+        The gradients by the adapters are added to the scratch.
+        """
+        if not self._stack.config.layers:
+            return space, scratch
+        step = partial(self._layer_reverse, blocks)
+        (space, scratch), _ = jax.lax.scan(
+            step, (space, scratch), self._stack.layers(), reverse=True
+        )
+        return space, scratch
+
+    # --- one layer ------------------------------------------------------------------------------
+
+    def _layer_forward(self, carry: Any, sliced: Any) -> Any:
+        # If a loop reads and writes one buffer, XLA copies all of it, chunk by chunk. So one
+        # loop reads x and writes it to the tape, and the other reads the tape and writes x.
+        x, tape = carry
+        run = LayerPass(self._stack, self._stream, self._bank, *sliced)
+        x_base, base, attended_base = self._bases(run)
+
+        def before(at: Array, tape: Tape) -> Tape:
+            part = run.part(x, at)
+            qkv, kept = self._before_of(run, at, part)
+            return tape._replace(
+                x=put(tape.x, x_base + at, part),
+                attention=put_qkv(tape.attention, base + at, qkv),
+                before=self._put_residuals(tape.before, run, at, kept),
+            )
+
+        def after(at: Array, state: tuple[Array, tuple[Array, ...]]) -> Any:
+            y, residuals = state
+            attended = run.part(tape.attention.attended.out, attended_base + at)
+            part, kept = self._after_of(run, at, run.part(tape.x, x_base + at), attended)
+            return put(y, at, part), self._put_residuals(residuals, run, at, kept)
+
+        tape = run.each_chunk(before, tape)
+        tape = tape._replace(attention=run.attend(tape.attention, base, attended_base))
+        y, residuals = run.each_chunk(after, (x, tape.after))
+        return (y, tape._replace(after=residuals)), None
+
+    def _layer_reverse(self, blocks: BlockOwners, carry: Any, sliced: Any) -> Any:
+        space, scratch = carry
+        run = LayerPass(self._stack, self._stream, self._bank, *sliced)
+        x_base, base, attended_base = self._bases(run)
+        tape = space.tape
+        if not self._keeps_qkv:
+            attention = run.project_all(tape.x, x_base, tape.attention, base)
+            if not self._keeps_attended:
+                attention = run.attend(attention, base, attended_base)
+            tape = tape._replace(attention=attention)
+
+        def after(at: Array, state: Any) -> Any:
+            dx, dattended, scratch = state
+            attended = run.part(tape.attention.attended.out, attended_base + at)
+            pull = self._after_pullback(tape, run, at, run.part(tape.x, x_base + at), attended)
+            by_x, by_attended, by_ab = pull(run.part(dx, at))
+            scratch = _add(scratch, by_ab, run, blocks, at)
+            return put(dx, at, by_x), put(dattended, at, by_attended), scratch
+
+        def before(at: Array, state: Any) -> Any:
+            dx, scratch = state
+            pull = self._before_pullback(tape, run, at, run.part(tape.x, x_base + at))
+            by_x, by_ab = pull(tuple(run.part(d, at) for d in dqkv))
+            return put(dx, at, run.part(dx, at) + by_x), _add(scratch, by_ab, run, blocks, at)
+
+        dx, dattended, scratch = run.each_chunk(after, (space.dx, space.dattended, scratch))
+        dqkv = attend_blocks_backward(
+            tape.attention.q,
+            tape.attention.k,
+            tape.attention.v,
+            tape.attention.attended,
+            dattended,
+            run.seen(),
+            space.dqkv,
+            base=base,
+            attended_base=attended_base,
+        )
+        dx, scratch = run.each_chunk(before, (dx, scratch))
+        return (Workspace(tape, dx, dattended, dqkv), scratch), None
+
+    def _bases(self, run: LayerPass) -> tuple[Array, Array | int, Array | int]:
+        """Return the layer's first blocks in the buffers of inputs, of q, k and v, and of outputs.
+
+        The last is the buffer of attention's outputs. A buffer that keeps one layer starts at 0.
+        """
+        x_base = run.number * self._n
+        return (
+            x_base,
+            x_base if self._keeps_qkv else 0,
+            x_base if self._keeps_attended else 0,
+        )
+
+    # --- one chunk ------------------------------------------------------------------------------
+
+    def _before_of(self, run: LayerPass, at: Array, x: Array) -> tuple[Any, tuple[Array, ...]]:
+        function, ab, inputs = self._before_function(run, at)
+        if not self._keeps_residuals:
+            return function(x, ab), ()
+        qkv, pull = jax.vjp(self._saving(function), x, ab)
+        return qkv, self._before.apart(pull, (x, ab, inputs))
+
+    def _before_pullback(self, tape: Tape, run: LayerPass, at: Array, x: Array) -> Any:
+        function, ab, inputs = self._before_function(run, at)
+        if not self._keeps_residuals:
+            return jax.vjp(function, x, ab)[1]
+        kept = self._part_residuals(tape.before, run, at)
+        return self._before.together(kept, (x, ab, inputs))
+
+    def _before_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], _Ab, Any]:
+        lora, rope = run.lora(at, BEFORE), run.rope(at)
+        assert lora is not None
+
+        def function(x: Array, ab: _Ab) -> Any:
+            return run.before(x, lora._replace(a=ab[0], b=ab[1]), rope)
+
+        return function, (lora.a, lora.b), (run.weights, rope, lora.scale)
+
+    def _after_of(
+        self, run: LayerPass, at: Array, x: Array, attended: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        function, ab, inputs = self._after_function(run, at)
+        if not self._keeps_residuals:
+            return function(x, attended, ab), ()
+        y, pull = jax.vjp(self._saving(function), x, attended, ab)
+        return y, self._after.apart(pull, (x, attended, ab, inputs))
+
+    def _after_pullback(
+        self, tape: Tape, run: LayerPass, at: Array, x: Array, attended: Array
+    ) -> Any:
+        function, ab, inputs = self._after_function(run, at)
+        if not self._keeps_residuals:
+            return jax.vjp(function, x, attended, ab)[1]
+        kept = self._part_residuals(tape.after, run, at)
+        return self._after.together(kept, (x, attended, ab, inputs))
+
+    def _after_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], _Ab, Any]:
+        lora = run.lora(at, AFTER)
+        assert lora is not None
+
+        def function(x: Array, attended: Array, ab: _Ab) -> Array:
+            return run.after(x, attended, lora._replace(a=ab[0], b=ab[1]))
+
+        return function, (lora.a, lora.b), (run.weights, lora.scale)
+
+    def _saving(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self._stack.remat == "none":
+            return function
+        policy = jax.checkpoint_policies.save_only_these_names(*DOTS)
+        return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+    def _place(self, run: LayerPass, at: Array) -> Array:
+        """Return the chunk's number among all layers' chunks."""
+        size = self._stack.chunk
+        return run.number * (self._n // size) + at // size
+
+    def _put_residuals(
+        self, into: tuple[Array, ...], run: LayerPass, at: Array, kept: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        place = self._place(run, at)
+        return tuple(put(b, place, x[None]) for b, x in zip(into, kept, strict=True))
+
+    def _part_residuals(
+        self, buffers: tuple[Array, ...], run: LayerPass, at: Array
+    ) -> tuple[Array, ...]:
+        place = self._place(run, at)
+        return tuple(
+            jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False) for buffer in buffers
+        )
+
+
+class Taped(NamedTuple):
+    """A forward pass in training mode, ready for ``run.reverse``."""
+
+    run: TrainingPass
+    space: Workspace
+
+
+class _Residuals:
+    """Splits a pullback into its inputs and the rest, and joins the two again.
+
+    The inputs are available again in the backward pass; the tape has to keep the rest.
+    """
+
+    def __init__(self) -> None:
+        self._structure: Any = None
+        self._sources: list[tuple[bool, int]] = []  # whether it is an input, and its number
+
+    def apart(self, pull: Any, inputs: Any) -> tuple[Array, ...]:
+        leaves, self._structure = jax.tree.flatten(pull)
+        known = {id(x): number for number, x in enumerate(jax.tree.leaves(inputs))}
+        kept: list[Array] = []
+        self._sources = []
+        for leaf in leaves:
+            if id(leaf) in known:
+                self._sources.append((True, known[id(leaf)]))
+            else:
+                self._sources.append((False, len(kept)))
+                kept.append(leaf)
+        return tuple(kept)
+
+    def together(self, kept: Sequence[Array], inputs: Any) -> Any:
+        given = jax.tree.leaves(inputs)
+        leaves = [given[number] if known else kept[number] for known, number in self._sources]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def _add(
+    scratch: LoraWeights, by_ab: _Ab, run: LayerPass, blocks: BlockOwners, at: Array
+) -> LoraWeights:
+    """Return the scratch with the chunk's gradients added."""
+    mine = blocks.part(at, run.stack.chunk)
+    a, b = (
+        {**whole, **add_blocks({n: whole[n] for n in by}, by, run.number, mine)}
+        for whole, by in zip(scratch, by_ab, strict=True)
+    )
+    return LoraWeights(a, b)
+
+
+def workspace_shapes(
+    stack: LayerStack, bank: Any, *, blocks: int, size: int, dtype: DTypeLike
+) -> Any:
+    """Return shapes of the ``Workspace`` for streams of ``blocks`` blocks of ``size`` tokens."""
+    config = stack.config
+    layers = config.layers
+    one = attention_shapes(config, blocks, size, dtype)
+    x = spec((blocks, size, config.hidden), dtype)
+
+    def times(count: int, tree: Any) -> Any:
+        return jax.tree.map(lambda s: spec((count * s.shape[0], *s.shape[1:]), s.dtype), tree)
+
+    remat = stack.remat
+    qkv = times(layers if remat in ("none", "dots") else 1, one)
+    attended = times(1 if remat == "full" else layers, one.attended)
+    before, after = _residual_shapes(stack, bank, size, dtype)
+    chunks = layers * (blocks // stack.chunk)
+    stacked = partial(jax.tree.map, lambda s: spec((chunks, *s.shape), s.dtype))
+    tape = Tape(
+        x=times(layers, x),
+        attention=qkv._replace(attended=attended),
+        before=stacked(before),
+        after=stacked(after),
+    )
+    return Workspace(tape, x, one.q, AttentionGradient(one.q, one.k, one.v))
+
+
+def _residual_shapes(
+    stack: LayerStack, bank: Any, size: int, dtype: DTypeLike
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return shapes of the residuals of a chunk before and after attention.
+
+    They come on top of what the tape always holds.
+    """
+    chunk, config = stack.chunk, stack.config
+    if not config.layers:
+        return (), ()
+
+    def trace(weights: dict[str, Array], bank: LoraRows, x: Array, attended: Array) -> Any:
+        tokens, blocks = jnp.zeros((chunk, size), jnp.int32), jnp.zeros(chunk, jnp.int32)
+        stream = PackedTokens(tokens, tokens, blocks, jnp.int32(0), blocks)
+        layer = {name: stacked[0] for name, stacked in weights.items()}
+        run = LayerPass(stack, stream, bank, layer, jnp.int32(0))
+        training = TrainingPass(stack, stream, bank)
+        first = jnp.int32(0)
+        return (
+            training._before_of(run, first, x)[1],
+            training._after_of(run, first, x, attended)[1],
+        )
+
+    x = spec((chunk, size, config.hidden), dtype)
+    attended = attention_shapes(config, chunk, size, dtype).attended.out
+    shapes: tuple[tuple[Any, ...], tuple[Any, ...]] = jax.eval_shape(
+        trace, stack.weights, bank, x, attended
+    )
+    return shapes

@@ -1,0 +1,1 @@
+"""The plain data that every process knows: jobs, records, adapters, shapes, errors."""

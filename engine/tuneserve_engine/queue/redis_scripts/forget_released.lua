@@ -1,5 +1,0 @@
--- flags: allow-oom
--- Forgets released file ids, whose files are gone.
-for i = 2, #ARGV do
-  call('SREM', P .. 'released', ARGV[i])
-end

@@ -1,4 +1,0 @@
--- flags: no-writes
--- uses: records
--- The fields of a record.
-return call('HGETALL', record_key(ARGV[2], ARGV[3]))

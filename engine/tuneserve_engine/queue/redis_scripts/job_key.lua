@@ -1,3 +1,0 @@
--- flags: no-writes
--- The tenant and the scope of a job.
-return call('HMGET', job_key(ARGV[2]), 'tenant', 'scope')

@@ -1,6 +1,0 @@
--- flags: allow-oom
--- uses: records
--- Sets fields of records that are there.
-for _, update in ipairs(cmsgpack.unpack(ARGV[2])) do
-  records.update(update.type, update.key, update.fields)
-end

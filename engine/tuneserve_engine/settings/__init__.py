@@ -1,0 +1,1 @@
+"""The settings of the worker and those that every process shares."""

@@ -1,0 +1,244 @@
+"""The settings that the API process and the worker share.
+
+Each field is read from ``TUNESERVE_<NAME>`` or ``tuneserve.toml``; command-line flags override.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    field_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from tuneserve_engine.core.policies import RESERVE_BYTES, StorePolicy
+
+TINY_MODEL = Path(__file__).parents[1] / "tiny_model"
+SETTINGS_FILE = "tuneserve.toml"  # in the working directory
+STORE_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+class CommonSettings(BaseSettings):
+    """The settings on which the API process and the worker must agree."""
+
+    model_config: ClassVar[SettingsConfigDict] = SettingsConfigDict(
+        env_prefix="TUNESERVE_",
+        toml_file=SETTINGS_FILE,
+        extra="ignore",
+        frozen=True,
+        hide_input_in_errors=True,  # a store's address can hold a password
+    )
+
+    data_dir: Path = Field(
+        default=Path("data"), description="Holds the store, checkpoints and the compile cache."
+    )
+    files_dir: Path = Field(
+        default_factory=lambda known: known["data_dir"] / "files",
+        description="Holds checkpoints and recovery points; with several hosts, a directory that "
+        "all of them share. Default: files/ in the data directory.",
+    )
+    group_access: bool = Field(
+        default=False,
+        description="Checkpoints, recovery points and decompositions are for the group of their "
+        "directory too (0660, 2770), and not for their owner alone (0600, 0700): where API "
+        "processes and workers of different users share them.",
+    )
+    store: str = Field(
+        default="",
+        repr=False,
+        description="Address of the Redis server that is the store (redis://, rediss:// or "
+        "unix://); empty: SQLite in the data directory.",
+    )
+    store_check_s: NonNegativeFloat = Field(
+        default=120.0,
+        description="How long the check of the SQLite store's file may take, which runs beside "
+        "everything else after a start of the API process; 0: there is none.",
+    )
+    store_durability_asserted: bool = Field(
+        default=False,
+        description="The operator vouches that Redis writes to disk before it answers; needed "
+        "where it does not let its settings be read.",
+    )
+    store_reserve_bytes: NonNegativeInt = Field(
+        default=RESERVE_BYTES,
+        description="Disk space that a store in SQLite sets aside in store.reserve: on a full disk "
+        "requests end in it, checkpoints are deleted and the service starts. 0: none.",
+    )
+    min_free_bytes: NonNegativeInt = Field(
+        default=2**30,
+        description="Free disk space below which requests are put off with a 503, and checkpoints, "
+        "adapters that are paged out, decompositions and compiled programs not written.",
+    )
+    lease_ttl_s: Annotated[float, Field(ge=1)] = Field(
+        default=StorePolicy.lease_ttl_s,
+        description="A worker silent for this long loses its models to the others.",
+    )
+    job_attempts: PositiveInt = Field(
+        default=StorePolicy.job_attempts,
+        description="Workers that may die with a request before it fails.",
+    )
+    base_model: str = Field(
+        default=str(TINY_MODEL),
+        description="Directory in Hugging Face layout, or hub id, of the base model.",
+    )
+    base_model_revision: str | None = Field(
+        default=None,
+        description="Branch, tag or commit of a base model in the hub, best a commit; default: its "
+        "main branch. The store keeps the commit that a name was first served with, and refuses "
+        "workers that have another.",
+    )
+    base_model_name: str | None = Field(
+        default=None,
+        description="Name the base model is served under; default: the hub id, or for a directory "
+        "its name.",
+    )
+    base_model_tokenizer: str | None = Field(
+        default=None,
+        description="Where clients load the tokenizer from: a hub id, or a path on their machines. "
+        "Default: the base model's hub id, also for a directory in the hub's cache; for another "
+        "directory its path here, which other machines do not have.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe log lines shown."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text",
+        description="How log lines look: text for people, or one JSON object each for machines.",
+    )
+
+    otel: str = Field(
+        default_factory=lambda: os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
+        description="Address of an OpenTelemetry collector (OTLP over HTTP, http://host:4318) that "
+        "gets a trace of each request; needs `tuneserve[otel]`. Default: what "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT` says, else there are none.",
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The base model's public name."""
+        if self.base_model_name:
+            return self.base_model_name
+        if self.base_model == str(TINY_MODEL):
+            return "tuneserve/tiny"
+        path = Path(self.base_model)
+        return path.resolve().name if path.is_dir() else self.base_model
+
+    @property
+    def tokenizer_id(self) -> str:
+        """The tokenizer of this service's processes: the local directory, or the hub id."""
+        path = Path(self.base_model)
+        return str(path.resolve()) if path.is_dir() else self.base_model
+
+    @property
+    def client_tokenizer_id(self) -> str:
+        """The hub id or path from which clients should load the tokenizer."""
+        return self.base_model_tokenizer or _hub_id(self.tokenizer_id) or self.tokenizer_id
+
+    @property
+    def local_tokenizer(self) -> str | None:
+        """A warning for the operator if clients on other machines cannot load the tokenizer.
+
+        None if they can load it from ``client_tokenizer_id``, or if the operator chose that.
+        """
+        folder = self.client_tokenizer_id
+        if self.base_model_tokenizer or not Path(folder).is_absolute():
+            return None
+        return (
+            f"clients on other machines are told to load the tokenizer of {self.served_name} from "
+            f"{folder}, which they do not have: set base_model_tokenizer to a hub id, or give them "
+            "the files of /api/v1/tokenizer (docs/api.md#tokenizers)"
+        )
+
+    @property
+    def store_kind(self) -> Literal["sqlite", "redis"]:
+        return "redis" if self.store else "sqlite"
+
+    @property
+    def store_shown(self) -> str:
+        """The address or file of the store, without a password."""
+        return without_password(self.store) if self.store else str(self.store_file)
+
+    @property
+    def store_file(self) -> Path:
+        """The file in which SQLite keeps the store."""
+        return self.data_dir / "store.db"
+
+    @property
+    def store_socket(self) -> Path:
+        """The socket on which workers reach the SQLite store of the API process."""
+        return self.data_dir / "store.sock"
+
+    @property
+    def admin_socket(self) -> Path:
+        """The socket on which the API process takes commands about keys and tenants."""
+        return self.data_dir / "admin.sock"
+
+    @property
+    def store_policy(self) -> StorePolicy:
+        """The part of the store's policy that this process needs to open the store."""
+        return StorePolicy(lease_ttl_s=self.lease_ttl_s, job_attempts=self.job_attempts)
+
+    @field_validator("otel")
+    @classmethod
+    def _collector(cls, address: str) -> str:
+        if address and not address.startswith(("http://", "https://")):
+            raise ValueError("it must be the address of a collector, http://host:4318, or empty")
+        return address
+
+    @field_validator("store")
+    @classmethod
+    def _known_store(cls, store: str) -> str:
+        if store and not store.startswith(STORE_SCHEMES):
+            raise ValueError(
+                "it must be empty, for SQLite in the data directory, or the address of a Redis "
+                "server: redis://host:6379/0, rediss://… or unix://…"
+            )
+        return store
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def _hub_id(folder: str) -> str | None:
+    """Return the hub id of a directory in the hub's cache; None for any other directory.
+
+    A directory in the cache is .../models--Org--Name/snapshots/REVISION.
+    """
+    found = re.search(r"/models--([^/]+)/snapshots/[^/]+$", folder)
+    return found and found[1].replace("--", "/")
+
+
+def from_json(given: object) -> object:
+    """Return the table in the text of a setting. Raises ``ValueError`` for invalid JSON."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return json.loads(given or "{}")
+    except ValueError as error:
+        raise ValueError(f"it is no JSON object: {error}") from None
+
+
+def without_password(address: str) -> str:
+    """Return the address of a store without its password, whatever the address looks like."""
+    address = re.sub(r"^([a-z]+://)?.*@", r"\1***@", address, flags=re.DOTALL)
+    return re.sub(r"(password=)[^&]*", r"\1***", address)

@@ -1,0 +1,1 @@
+"""The store for several machines: Redis, with one Lua script per step."""

@@ -1,0 +1,33 @@
+-- flags: allow-oom
+-- uses: records placing jobs leases
+-- Makes a process the worker of a name: {epoch, whether it was already}. If the store knows the
+-- base model by another revision, returns {'other', that revision}.
+local name, owner, base, info = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local policy, revision = cmsgpack.unpack(ARGV[6]), ARGV[7]
+
+local known = call('HGET', P .. 'served-revision', base)
+if revision ~= '' then
+  if known and known ~= revision then
+    return { 'other', known }
+  end
+  call('HSET', P .. 'served-revision', base, revision)
+end
+leases.forgive(policy.ttl)
+call('HSET', P .. 'served', base, info)
+call('HSET', P .. 'served-seen', base, NOW)
+local earlier = call('HGET', P .. 'names', name)
+if earlier and call('HGET', worker_key(earlier), 'owner') == owner then
+  leases.see(earlier)
+  return { tonumber(earlier), 1 }
+end
+local orphaned = earlier and leases.died(earlier, policy)
+local epoch = tostring(call('HINCRBY', META, 'epochs', 1))
+call('HSET', worker_key(epoch), 'name', name, 'owner', owner, 'base', base)
+call('HSET', P .. 'names', name, epoch)
+leases.see(epoch)
+placing.place_waiting(base)
+if orphaned and orphaned ~= base then
+  placing.place_waiting(orphaned)
+end
+announce()
+return { tonumber(epoch), 0 }

@@ -1,0 +1,168 @@
+-- The placement of models and jobs with workers.
+local placing = {}
+
+local function lanes_key(epoch) return P .. 'lanes:' .. epoch end
+local function waiting_lanes_key(base) return P .. 'waiting-lanes:' .. base end
+local function waiting_jobs_key(base) return P .. 'waiting-jobs:' .. base end
+
+local function lanes_of(epoch) return call('SCARD', lanes_key(epoch)) end
+local function samples_of(epoch) return number(call('HGET', worker_key(epoch), 'samples')) end
+
+-- Returns the live workers of a base model, the lowest epoch first.
+function placing.workers(base)
+  local found = {}
+  for _, epoch in ipairs(call('ZRANGE', P .. 'workers', 0, -1)) do
+    if call('HGET', worker_key(epoch), 'base') == base then
+      found[#found + 1] = epoch
+    end
+  end
+  table.sort(found, function(a, b) return tonumber(a) < tonumber(b) end)
+  return found
+end
+
+-- Returns the worker of a base model with the least load, and its load; nil without a worker.
+function placing.least(base, load)
+  local best, lowest
+  for _, epoch in ipairs(placing.workers(base)) do
+    local its = load(epoch)
+    if not best or its < lowest then
+      best, lowest = epoch, its
+    end
+  end
+  return best, lowest
+end
+
+-- Updates the sets that a lane belongs to after a change of its worker or its jobs.
+local function settle_lane(model)
+  local lane = call('HMGET', lane_key(model), 'jobs', 'worker', 'tenant', 'base')
+  local jobs, worker, tenant = number(lane[1]), lane[2], lane[3]
+  if tenant then
+    local mark = (jobs > 0 or worker) and 'SADD' or 'SREM'
+    call(mark, P .. 'active:' .. tenant, model)
+  end
+  if worker or call('ZCARD', ready_key(model)) == 0 then
+    call('SREM', waiting_lanes_key(lane[4] or ''), model)
+  else
+    call('SADD', waiting_lanes_key(lane[4] or ''), model)
+  end
+end
+
+local function place_lane(model)
+  local epoch = placing.least(call('HGET', lane_key(model), 'base') or '', lanes_of)
+  if epoch then
+    call('HSET', lane_key(model), 'worker', epoch)
+    call('SADD', lanes_key(epoch), model)
+  end
+  return epoch
+end
+
+-- Gives a job the next place in the order of execution, and a worker if there is one.
+function placing.place(id)
+  local job = call('HMGET', job_key(id), 'model', 'base')
+  local model, base = job[1], job[2]
+  local release = call('HINCRBY', META, 'releases', 1)
+  local epoch
+  if model then
+    call('ZADD', ready_key(model), release, id)
+    epoch = call('HGET', lane_key(model), 'worker') or place_lane(model)
+    settle_lane(model)
+  else
+    epoch = placing.least(base, samples_of)
+    if epoch then
+      call('HINCRBY', worker_key(epoch), 'samples', 1)
+    else
+      call('ZADD', waiting_jobs_key(base), release, id)
+    end
+  end
+  call('HSET', job_key(id), 'state', 'ready', 'release', release, 'worker', epoch or '')
+  if epoch then
+    call('ZADD', queue_key(epoch), release, id)
+    news.placed = true
+  end
+end
+
+-- Takes a released job out of every queue.
+function placing.withdraw(id)
+  local job = call('HMGET', job_key(id), 'model', 'base', 'worker')
+  local model, base, epoch = job[1], job[2], job[3]
+  if epoch ~= '' then
+    call('ZREM', queue_key(epoch), id)
+  end
+  if model then
+    call('ZREM', ready_key(model), id)
+  elseif epoch == '' then
+    call('ZREM', waiting_jobs_key(base), id)
+  elseif is_live(epoch) then
+    call('HINCRBY', worker_key(epoch), 'samples', -1)
+  end
+end
+
+-- Takes a lane from its worker. Its jobs are still in the worker's queue.
+local function take_lane(model)
+  local epoch = call('HGET', lane_key(model), 'worker')
+  if epoch then
+    call('SREM', lanes_key(epoch), model)
+  end
+  call('HDEL', lane_key(model), 'worker', 'park')
+end
+
+-- Gives a lane up; its jobs are placed again.
+function placing.release(model)
+  local epoch = call('HGET', lane_key(model), 'worker')
+  local ids = call('ZRANGE', ready_key(model), 0, -1)
+  take_lane(model)
+  for _, id in ipairs(ids) do
+    if epoch then
+      call('ZREM', queue_key(epoch), id)
+    end
+    placing.place(id)
+  end
+  settle_lane(model)
+end
+
+-- Ends a lease and returns the base model of its worker. The lease's models and jobs have no worker
+-- until they are placed again.
+function placing.end_lease(epoch)
+  local worker = call('HMGET', worker_key(epoch), 'name', 'base')
+  if call('HGET', P .. 'names', worker[1]) == epoch then
+    call('HDEL', P .. 'names', worker[1])
+  end
+  call('ZREM', P .. 'workers', epoch)
+  for _, id in ipairs(call('ZRANGE', queue_key(epoch), 0, -1)) do
+    local job = call('HMGET', job_key(id), 'model', 'base', 'release')
+    call('HSET', job_key(id), 'worker', '')
+    if not job[1] then
+      call('ZADD', waiting_jobs_key(job[2]), job[3], id)
+    end
+  end
+  for _, model in ipairs(call('SMEMBERS', lanes_key(epoch))) do
+    take_lane(model)
+    settle_lane(model)
+  end
+  call('DEL', worker_key(epoch), queue_key(epoch), lanes_key(epoch), cancelled_key(epoch),
+    P .. 'running:' .. epoch)
+  news.placed = true
+  return worker[2]
+end
+
+-- Places the jobs that wait for a worker of this base model, in their old order, if there is one.
+function placing.place_waiting(base)
+  if #placing.workers(base) == 0 then
+    return
+  end
+  local ids = call('ZRANGE', waiting_jobs_key(base), 0, -1)
+  call('DEL', waiting_jobs_key(base))
+  for _, model in ipairs(call('SMEMBERS', waiting_lanes_key(base))) do
+    for _, id in ipairs(call('ZRANGE', ready_key(model), 0, -1)) do
+      ids[#ids + 1] = id
+    end
+  end
+  local release = {}
+  for _, id in ipairs(ids) do
+    release[id] = number(call('HGET', job_key(id), 'release'))
+  end
+  table.sort(ids, function(a, b) return release[a] < release[b] end)
+  for _, id in ipairs(ids) do
+    placing.place(id)
+  end
+end

@@ -1,0 +1,278 @@
+"""One SQLite connection in one thread; waiting operations share one transaction and one fsync.
+
+Operations run in the order of the calls, each in a savepoint of its own: an operation that raises
+takes back only its own changes. No caller gets a result before it is durable.
+"""
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+from tuneserve_engine.core.jobs import Outcome
+from tuneserve_engine.process.failpoints import failpoint
+from tuneserve_engine.store.base import SamplerClient
+from tuneserve_engine.store.sqlite.reserve import NO_RESERVE, Reserve, is_full, no_room
+from tuneserve_engine.store.sqlite.schema import is_held, write_into_file
+
+T = TypeVar("T")
+Row = tuple[Any, ...]
+MAX_GROUP = 256  # bounds the wait of a group's first operation
+
+
+@dataclass
+class CommitEvents:
+    """The changes of a commit that a call may be waiting for."""
+
+    take: bool = False  # jobs were placed with a worker, or a lease is over
+    ended: list[Outcome] = field(default_factory=list)
+    completed: set[SamplerClient] = field(default_factory=set)  # clients of the ended samples
+    cancelled: list[tuple[int, str]] = field(default_factory=list)  # epoch to inform, request id
+    over: list[int] = field(default_factory=list)  # epochs that have ended
+    shrunk: bool = False  # pages were freed: shorten the files at once
+
+    def add(self, other: "CommitEvents") -> None:
+        self.take = self.take or other.take
+        self.ended += other.ended
+        self.completed |= other.completed
+        self.cancelled += other.cancelled
+        self.over += other.over
+        self.shrunk = self.shrunk or other.shrunk
+
+
+class Transaction:
+    """An operation's view: the connection, the time, and the events that the operation adds."""
+
+    def __init__(self, connection: sqlite3.Connection, now_s: float) -> None:
+        self._connection = connection
+        self.now_s = now_s
+        self.news = CommitEvents()
+
+    def run(self, sql: str, *values: Any) -> int:
+        """Run a statement and return the number of rows changed."""
+        return self._connection.execute(sql, values).rowcount
+
+    def one(self, sql: str, *values: Any) -> Row | None:
+        row: Row | None = self._connection.execute(sql, values).fetchone()
+        return row
+
+    def all(self, sql: str, *values: Any) -> list[Row]:
+        return self._connection.execute(sql, values).fetchall()
+
+    def holds_file(self) -> bool:
+        """Return whether the file is held; see ``schema.is_held``."""
+        return is_held(self._connection)
+
+    def write_into_file(self) -> bool:
+        """End the hold of the file; see ``schema.write_into_file``."""
+        return write_into_file(self._connection)
+
+    def each(self, sql: str, *values: Any) -> Iterable[Row]:
+        """Yield rows as they are read, for results that may be too large to hold."""
+        return self._connection.execute(sql, values)
+
+
+Operation = Callable[[Transaction], T]
+
+
+class Call(NamedTuple):
+    """An operation with a waiting caller.
+
+    While the disk is full, an operation that ``grows`` the store is refused, so that all others
+    have room.
+    """
+
+    operation: Operation[Any]
+    future: "asyncio.Future[Any]"
+    grows: bool = False
+
+
+class GroupCommit:
+    """A thread that owns the connection and runs the operations of one event loop.
+
+    ``announce`` is called on the loop after each commit, before the callers resume.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        announce: Callable[[CommitEvents], None],
+        reserve: Reserve = NO_RESERVE,
+    ) -> None:
+        self._reserve = reserve
+        self._clock = clock
+        self._announce = announce
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    async def start(self, connect: Callable[[], sqlite3.Connection]) -> None:
+        """Run ``connect`` in the thread and wait for it; raises what it raises."""
+        opened: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(
+            target=self._main, args=(connect, opened), name="store", daemon=True
+        )
+        self._thread.start()
+        await opened
+
+    def call(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
+        """Return a future of the operation's result, or of its exception, once it is durable.
+
+        An operation that ``grows`` the store raises ``StoreFailed`` while the disk is full.
+        """
+        if self._closing:
+            raise ConnectionError("the store is closed")
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._calls.put(Call(operation, future, grows))
+        return future
+
+    async def stop(self) -> None:
+        """Finish the calls made so far, close the connection and end the thread."""
+        if not self._closing:
+            self._closing = True
+            self._calls.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    def _main(
+        self, connect: Callable[[], sqlite3.Connection], opened: "asyncio.Future[None]"
+    ) -> None:
+        try:
+            connection = connect()
+        except Exception as error:
+            self._loop.call_soon_threadsafe(settle, opened, error)
+            return
+        self._loop.call_soon_threadsafe(settle, opened, None)
+        try:
+            while calls := self._next_group():
+                results, news = self._commit(connection, calls)
+                futures = [each.future for each in calls]
+                self._loop.call_soon_threadsafe(self._deliver, futures, results, news)
+        finally:
+            connection.close()
+
+    def _commit(
+        self, connection: sqlite3.Connection, calls: list[Call]
+    ) -> tuple[list[Any], CommitEvents]:
+        """Run ``commit``, and run the operations that found the disk full once more.
+
+        The second run has the space of the reserve, and writes from the beginning of the
+        write-ahead log, whose file has room of its own.
+        """
+        allowed = calls if self._reserve.hold() else _without_growth(calls)
+        results, news = commit(connection, allowed, self._clock())
+        again = [n for n, result in enumerate(results) if is_full(result)]
+        if again:
+            left = [allowed[n] for n in again]
+            left = _without_growth(left) if self._reserve.give() else left
+            write_into_file(connection)  # room is needed: this ends a check of the file
+            _write_back(connection)
+            others, more = commit(connection, left, self._clock())
+            news.add(more)
+            for n, result in zip(again, others, strict=True):
+                results[n] = result
+        return results, news
+
+    def _next_group(self) -> list[Call]:
+        """Wait for a call and take the others that are queued; empty when it is time to stop."""
+        calls: list[Call] = []
+        while (call := self._calls.get()) is not None:
+            calls.append(call)
+            if len(calls) == MAX_GROUP or self._calls.empty():
+                return calls
+        if calls:
+            self._calls.put(None)  # stop at the next turn, after this group
+        return calls
+
+    def _deliver(
+        self, futures: list["asyncio.Future[Any]"], results: list[Any], news: CommitEvents
+    ) -> None:
+        self._announce(news)
+        for future, result in zip(futures, results, strict=True):
+            settle(future, result)
+
+
+def settle(future: "asyncio.Future[Any]", result: Any) -> None:
+    """Set the future's result, or its exception if ``result`` is one."""
+    if future.done():  # its caller was cancelled
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def commit(
+    connection: sqlite3.Connection, calls: list[Call], now_s: float
+) -> tuple[list[Any], CommitEvents]:
+    """Run the calls in one transaction and return their results and the events, all durable.
+
+    Results (or exceptions) are in the order of ``calls``. If the commit fails, every call gets its
+    exception and nothing has changed.
+    """
+    news = CommitEvents()
+    results: list[Any] = []
+    try:
+        if connection.in_transaction:  # an earlier rollback failed
+            connection.execute("ROLLBACK")
+        connection.execute("BEGIN")
+        before = connection.total_changes
+        for each in calls:
+            transaction = Transaction(connection, now_s)
+            results.append(_run(connection, each.operation, transaction))
+            if not isinstance(results[-1], Exception):
+                news.add(transaction.news)
+        if connection.total_changes == before:
+            connection.execute("COMMIT")
+        else:
+            failpoint("store-before-commit")
+            connection.execute("COMMIT")
+            failpoint("store-after-commit")
+        if news.shrunk:
+            _write_back(connection)
+    except Exception as error:
+        with suppress(sqlite3.Error):  # if the rollback fails, the next group tries it again
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+        return [error] * len(calls), CommitEvents()
+    return results, news
+
+
+def _write_back(connection: sqlite3.Connection) -> None:
+    """Write the write-ahead log into the file, so that the log starts again from its beginning.
+
+    The log keeps its length, which is room to write in on a full disk. Does nothing while the file
+    is held for a check.
+    """
+    if is_held(connection):
+        return
+    with suppress(sqlite3.Error):  # SQLite does it again by itself, later
+        connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
+def _without_growth(calls: list[Call]) -> list[Call]:
+    return [each._replace(operation=_refuse) if each.grows else each for each in calls]
+
+
+def _refuse(_: Transaction) -> None:
+    raise no_room()
+
+
+def _run(connection: sqlite3.Connection, operation: Operation[T], at: Transaction) -> T | Exception:
+    """Return the operation's result, or its exception after its changes were rolled back."""
+    connection.execute("SAVEPOINT operation")
+    try:
+        result = operation(at)
+    except Exception as error:
+        if not connection.in_transaction:
+            raise  # SQLite rolled back the whole transaction: a full disk, an I/O error
+        connection.execute("ROLLBACK TO operation")
+        connection.execute("RELEASE operation")
+        return error
+    connection.execute("RELEASE operation")
+    return result

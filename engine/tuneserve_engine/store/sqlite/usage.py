@@ -1,0 +1,144 @@
+"""Usage in SQLite: the cost of each request, sums by day, and the points of curves."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+import msgspec
+
+from tuneserve_engine.core.jobs import JobKind, Outcome
+from tuneserve_engine.core.usage import (
+    MOST_POINTS,
+    TOTALLED,
+    CurvePoint,
+    TenantUsage,
+    Totals,
+    Usage,
+    day_of,
+    stride,
+)
+from tuneserve_engine.store.base import RequestState, StoreStats
+from tuneserve_engine.store.sqlite.group_commit import Transaction
+from tuneserve_engine.store.sqlite.schema import UNFINISHED
+
+_SUMS = ", ".join(TOTALLED)
+_ADDED = ", ".join(f"{name} = {name} + excluded.{name}" for name in TOTALLED)
+_TENANT = "tenant "  # prefix of the tenants' scopes in ``counts``
+
+
+def encoded(usage: Usage | None) -> str | None:
+    """Return the usage in the form of a job's column ``usage``."""
+    return None if usage is None else msgspec.json.encode(usage).decode()
+
+
+def decoded(text: str | None, created_s: float, finished_s: float | None) -> Usage | None:
+    if text is None:
+        return None
+    return timed(msgspec.json.decode(text, type=Usage), created_s, finished_s or created_s)
+
+
+def timed(usage: Usage, created_s: float, finished_s: float) -> Usage:
+    return replace(usage, total_s=max(finished_s - created_s, 0.0))
+
+
+def comes_late(tx: Transaction, outcome: Outcome) -> bool:
+    """Note the usage of a job that ended without its worker, for example a cancelled sample.
+
+    Returns whether the usage was new: a worker reports it again if a connection breaks.
+    """
+    if outcome.usage is None:
+        return False
+    noted = tx.run(
+        f"UPDATE jobs SET usage = ? WHERE request_id = ? AND usage IS NULL AND NOT {UNFINISHED}",
+        encoded(outcome.usage),
+        outcome.request_id,
+    )
+    return noted > 0
+
+
+def add(tx: Transaction, spent: Mapping[tuple[str, str], Totals]) -> None:
+    """Add usage to today's sums, by tenant and name of the model (or base model)."""
+    day = day_of(tx.now_s)
+    marks = ", ".join("?" * (3 + len(TOTALLED)))
+    for (tenant, name), totals in spent.items():
+        tx.run(
+            f"INSERT INTO usage (tenant, day, name, {_SUMS}) VALUES ({marks}) "
+            f"ON CONFLICT (tenant, day, name) DO UPDATE SET {_ADDED}",
+            *(tenant, day, name),
+            *(getattr(totals, each) for each in TOTALLED),
+        )
+
+
+def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsage]:
+    of_tenant, values = ("", []) if tenant is None else ("AND tenant = ?", [tenant])
+    sums = ", ".join(f"SUM({each})" for each in TOTALLED)
+    found: dict[str, TenantUsage] = {}
+    for name, model, *numbers in tx.all(
+        f"SELECT tenant, name, {sums} FROM usage WHERE day >= ? {of_tenant} "
+        "GROUP BY tenant, name ORDER BY tenant, name",
+        day_of(since_s),
+        *values,
+    ):
+        found.setdefault(name, TenantUsage(name)).by_model[model] = Totals(*numbers)
+    return list(found.values())
+
+
+def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
+    """Add the point to the model's curve, and drop every second point when the curve is full."""
+    row = tx.one(
+        "INSERT INTO curves VALUES (?, ?, 1) "
+        "ON CONFLICT (model_id, kind) DO UPDATE SET points = points + 1 RETURNING points",
+        model_id,
+        point.kind,
+    )
+    assert row is not None
+    n = row[0] - 1
+    if n % stride(n):
+        return
+    text = msgspec.json.encode(replace(point, time_s=tx.now_s)).decode()
+    tx.run(
+        "INSERT INTO curve_points VALUES (?, ?, ?, ?, ?)",
+        *(model_id, point.kind, n, point.position, text),
+    )
+    if n >= MOST_POINTS and stride(n) != stride(n - 1):
+        tx.run(
+            "DELETE FROM curve_points WHERE model_id = ? AND kind = ? AND n % ?",
+            *(model_id, point.kind, stride(n)),
+        )
+
+
+def curve(tx: Transaction, model_id: str, after: int) -> list[CurvePoint]:
+    rows = tx.all(
+        "SELECT point FROM curve_points WHERE model_id = ? AND position > ? ORDER BY position",
+        model_id,
+        after,
+    )
+    return [msgspec.json.decode(text, type=CurvePoint) for (text,) in rows]
+
+
+def request(tx: Transaction, request_id: str) -> RequestState | None:
+    row = tx.one(
+        "SELECT tenant, kind, scope, state, error IS NOT NULL, created_s, finished_s, usage "
+        "FROM jobs WHERE request_id = ?",
+        request_id,
+    )
+    if row is None:
+        return None
+    tenant, kind, scope, state, failed, created_s, finished_s, text = row
+    found = RequestState(tenant, JobKind(kind), scope, state)
+    if state == "expired":
+        return found
+    usage = decoded(text, created_s, finished_s)
+    return replace(found, failed=bool(failed), usage=usage)
+
+
+def figures(tx: Transaction) -> StoreStats:
+    tenants: Counter[str] = Counter()
+    for scope, jobs in tx.all("SELECT scope, jobs FROM counts WHERE jobs > 0"):
+        if scope.startswith(_TENANT):
+            tenants[scope.removeprefix(_TENANT)] = jobs
+    row = tx.one(
+        "SELECT (SELECT COUNT(*) FROM jobs WHERE digest IS NOT NULL), (SELECT COUNT(*) FROM points)"
+    )
+    assert row is not None
+    return StoreStats(dict(tenants), *row)

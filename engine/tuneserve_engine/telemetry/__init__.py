@@ -1,0 +1,1 @@
+"""The logs, the traces and the names of the metrics."""

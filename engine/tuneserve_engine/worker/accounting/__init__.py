@@ -1,0 +1,1 @@
+"""The usage of each tenant, and traces of its requests."""

@@ -1,0 +1,1 @@
+"""The codecs: request bytes to checked arrays, and results to bytes."""

@@ -1,0 +1,1 @@
+"""The execution of a batch of jobs: packing, passes, samples, outcomes."""

@@ -1,0 +1,1 @@
+"""The models on this worker: restored, saved as recovery points, handed over."""

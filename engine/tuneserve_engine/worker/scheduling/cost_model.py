@@ -1,0 +1,216 @@
+"""Estimates of how long jobs take: a job's cost, read from its payload, times the seconds per cost
+of past batches of its kind. Plain Python; the caller measures time."""
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+import msgspec
+
+from tuneserve_client.wire.proto.scan import datum_lengths
+from tuneserve_engine.backend.base import PROMPT_TOKENS_PER_STEP
+from tuneserve_engine.core.errors import EngineError
+from tuneserve_engine.core.jobs import Job, JobKind
+from tuneserve_engine.core.shapes import StaticShapes, multiple_from
+
+_REQUEST_TOKENS = 16
+"""The fixed cost of a gradient request, in tokens (about the cost of one without data)."""
+
+_MOST_FIELDS = 16_384
+"""The most fields of a request that are read: a thousand datums have fewer."""
+
+_REMEMBERED = 9
+"""The number of past batches of a kind that count; their median ignores those that compiled a
+program."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one job. Costs compare within a kind only.
+
+    ``work`` adds up over jobs, and tenants are charged by it. A batch of gradients costs less than
+    the sum of its jobs where they share chunks that would be partly empty: each gradient has
+    ``tokens``, in whole blocks. A sample takes a decode slot for each of its ``sequences``; its
+    ``work`` is an upper bound.
+    """
+
+    work: float
+    tokens: int = 0
+    sequences: int = 1
+
+
+class CostModel:
+    """The costs of jobs on a device with these static shapes and ``lanes`` decode slots."""
+
+    def __init__(self, lattice: StaticShapes | None = None, *, context: int = 4096, lanes: int = 8):
+        self._lattice = lattice or StaticShapes(context)
+        self._context = context
+        self._lanes = lanes
+
+    def of(self, job: Job) -> Cost:
+        try:
+            if job.kind == JobKind.FORWARD_BACKWARD:
+                return self._of_gradient(datum_lengths(job.payload, _MOST_FIELDS))
+            if job.kind == JobKind.SAMPLE:
+                return self._of_sample(msgspec.msgpack.decode(job.payload, type=_SampleSize))
+        except (EngineError, msgspec.DecodeError):
+            pass  # the job will be refused at once
+        return Cost(1)
+
+    def of_unit(self, costs: Sequence[Cost]) -> float:
+        """Return the cost of jobs of one kind in one batch."""
+        if any(cost.tokens for cost in costs):
+            return self._of_gradients(costs)
+        return sum(cost.work for cost in costs)
+
+    def beside(self, cost: Cost) -> float:
+        """Return the most that a batch started by this job may cost: the cost of the job alone."""
+        return self.of_unit([cost])
+
+    def shared(self, cost: Cost) -> float:
+        """Return the most that a batch may cost that this job starts and other tenants join.
+
+        A batch of gradients has a fixed cost on the device, however small it is: a CPU copies each
+        layer's weights. So small gradients of many tenants share four chunks.
+        """
+        if not cost.tokens:
+            return self.beside(cost)
+        return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
+
+    def is_small(self, cost: Cost) -> bool:
+        """Return whether the gradient fits the chunks that small ones of many tenants share."""
+        return 0 < cost.tokens <= self._lattice.piece
+
+    @property
+    def places(self) -> int:
+        """The number of sequences that may be under way at once.
+
+        It is twice the number of decode slots, so that a free slot has its next sequence at once.
+        """
+        return 2 * self._lanes
+
+    @property
+    def slots(self) -> int:
+        """The number of gradients that one pass takes if all adapters have the lowest ranks."""
+        return self._lattice.slots(self._lattice.rank_classes[0])
+
+    def full(self, costs: Sequence[Cost]) -> int:
+        """Return the length of the longest prefix that fills whole chunks, if dropping the rest
+        saves a partly filled chunk; otherwise ``len(costs)``."""
+        tokens = sum(cost.tokens for cost in costs)
+        chunk = self._lattice.chunk
+        rest = 0
+        for count in range(len(costs) - 1, 0, -1):
+            rest += costs[count].tokens
+            if rest >= chunk:
+                break
+            if rest and (tokens - rest) % chunk == 0:
+                return count
+        return len(costs)
+
+    def _of_gradient(self, lengths: Sequence[int]) -> Cost:
+        tokens = multiple_from(sum(lengths), self._lattice.block)
+        return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
+
+    def _of_gradients(self, costs: Sequence[Cost]) -> float:
+        """Return the computed tokens, padding included, as if one stream had room for all."""
+        tokens = sum(cost.tokens for cost in costs)
+        return _REQUEST_TOKENS + multiple_from(tokens, self._lattice.chunk)
+
+    def _of_sample(self, asked: "_SampleSize") -> Cost:
+        limit = max(self._context - len(asked.prompt), 1)
+        steps = max(min(limit if asked.max_tokens is None else asked.max_tokens, limit), 1)
+        sequences = max(asked.num_samples, 1)
+        prompt = len(asked.prompt) / PROMPT_TOKENS_PER_STEP
+        return Cost(work=prompt + steps * sequences, sequences=sequences)
+
+
+class TimeEstimator:
+    """An estimator of seconds, learned from the batches that were run."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._known: dict[str, Cost] = {}  # of pending jobs, by request id
+        self._rates: defaultdict[JobKind, deque[float]] = defaultdict(_recent)
+
+    def unit_s(self, unit: Sequence[Job]) -> float | None:
+        """Return how long jobs of one kind take together; None before any of the kind ran."""
+        rates = self._rates[unit[0].kind]
+        if not rates:
+            return None
+        return median_low(rates) * self._costs.of_unit([self._cost(job) for job in unit])
+
+    def room_s(self, first: Job) -> float:
+        """Return how long a batch started by this job may take; 0 before any of the kind ran."""
+        rates = self._rates[first.kind]
+        return median_low(rates) * self._costs.beside(self._cost(first)) if rates else 0.0
+
+    def shared_s(self, first: Job) -> float:
+        """Return the same limit for a batch in which each job that joins is another tenant's."""
+        rates = self._rates[first.kind]
+        return median_low(rates) * self._costs.shared(self._cost(first)) if rates else 0.0
+
+    def is_long(self, job: Job, slice_s: float) -> bool:
+        """Return whether the job is a gradient that takes longer than a slice and is not small."""
+        if job.kind != JobKind.FORWARD_BACKWARD or self._costs.is_small(self._cost(job)):
+            return False
+        return (self.unit_s([job]) or 0.0) > slice_s
+
+    def most(self, first: Job) -> int:
+        """Return the number of jobs of this job's kind that a batch has room for."""
+        return self._costs.slots if first.kind == JobKind.FORWARD_BACKWARD else sys.maxsize
+
+    def full(self, unit: Sequence[Job]) -> int:
+        """See ``CostModel.full``."""
+        return self._costs.full([self._cost(job) for job in unit])
+
+    @property
+    def places(self) -> int:
+        """See ``CostModel.places``."""
+        return self._costs.places
+
+    def sequences(self, job: Job) -> int:
+        return self._cost(job).sequences
+
+    def shares(self, unit: Sequence[Job], work: Mapping[str, float] | None = None) -> list[float]:
+        """Return each job's share of the batch's time; the shares add up to 1.
+
+        ``work`` is the work done for each sample, by request id, if it is known.
+        """
+        if work and sum(work.values()) > 0:
+            parts = [work.get(job.request_id, 0.0) for job in unit]
+        else:
+            parts = [self._cost(job).work for job in unit]
+        return [part / sum(parts) for part in parts]
+
+    def learn(
+        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+    ) -> None:
+        """Learn from a batch that took ``seconds``; ``work`` is as in ``shares``."""
+        cost = sum((work or {}).values()) or self._costs.of_unit([self._cost(job) for job in unit])
+        self._rates[unit[0].kind].append(seconds / cost)
+
+    def forget_all_but(self, jobs: Collection[Job]) -> None:
+        """Free the remembered costs of other jobs once there are many."""
+        if len(self._known) > 2 * len(jobs) + _REMEMBERED:
+            ids = {job.request_id for job in jobs}
+            self._known = {name: cost for name, cost in self._known.items() if name in ids}
+
+    def _cost(self, job: Job) -> Cost:
+        if job.request_id not in self._known:
+            self._known[job.request_id] = self._costs.of(job)
+        return self._known[job.request_id]
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_REMEMBERED)
+
+
+class _SampleSize(msgspec.Struct):
+    """The fields of a ``SampleCommand`` that determine its cost."""
+
+    prompt: list[int]
+    num_samples: int = 1
+    max_tokens: int | None = None

@@ -1,0 +1,1 @@
+"""Access control: keys, scopes, hosts, budgets, limits."""

@@ -1,0 +1,112 @@
+"""The limits outside the queue: free disk space, and the checkpoints a tenant keeps."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.policies import StorePolicy
+from tuneserve_engine.core.records import TenantRecord
+from tuneserve_engine.store import refusals
+from tuneserve_engine.store.base import CheckpointUsage, Store
+from tuneserve_server.errors import DiskFull
+
+_FRESH_S = 1.0
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+class DiskGuard:
+    """A guard that refuses requests while one of the disks is nearly full.
+
+    Accepted requests and the store's own housekeeping must still fit. Large files go to the first
+    of the folders.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        min_free_bytes: int,
+        *,
+        free_bytes: Callable[[Path], int] = _free_bytes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folders = folders
+        self._min_free_bytes = min_free_bytes
+        self._free_bytes = free_bytes
+        self._clock = clock
+        self._looked_s = -float("inf")
+        self._refusal: str | None = None
+        self._left_bytes = 0  # of the disk with the least, at the last look
+        self._admitted_bytes = 0  # since then
+
+    def check(self, needed_bytes: int = 0) -> None:
+        """Raise ``DiskFull`` if there is too little space, also after ``needed_bytes`` of files."""
+        refusal = self.refusal() or (self._refusal_of(needed_bytes) if needed_bytes else None)
+        if refusal is not None:
+            raise DiskFull(refusal)
+
+    def admit(self, size: int) -> None:
+        """Raise ``DiskFull`` unless the store may take ``size`` more bytes.
+
+        The bytes count until the next look, so that requests within a second cannot fill the disk.
+        """
+        self.check()
+        self._admitted_bytes += size
+        if self._left_bytes - self._admitted_bytes < self._min_free_bytes:
+            self._look()
+            self._admitted_bytes = size
+            if self._left_bytes - size < self._min_free_bytes:
+                raise DiskFull(self._words(self._left_bytes, f"; {size} more do not fit"))
+
+    def refusal(self) -> str | None:
+        """Return the refusal that requests get now, or None. Looks at most once a second."""
+        if self._clock() - self._looked_s >= _FRESH_S:
+            self._look()
+        return self._refusal
+
+    def _look(self) -> None:
+        self._looked_s = self._clock()
+        self._admitted_bytes = 0
+        self._refusal = None
+        self._left_bytes = min(map(self._free_bytes, self._folders))
+        if self._left_bytes < self._min_free_bytes:
+            self._refusal = self._words(self._left_bytes, "")
+
+    def _refusal_of(self, needed_bytes: int) -> str | None:
+        """Return the refusal of files of this size, or None.
+
+        This always looks: files written within the last second may be as large.
+        """
+        free_bytes = self._free_bytes(self._folders[0])
+        if free_bytes - needed_bytes >= self._min_free_bytes:
+            return None
+        return self._words(free_bytes, f"; {needed_bytes} more do not fit")
+
+    def _words(self, free_bytes: int, more: str) -> str:
+        return (
+            f"the server's disk has {free_bytes} bytes left, of which {self._min_free_bytes} are "
+            f"kept for what was accepted (min_free_bytes){more}; nothing was changed; delete "
+            "checkpoints, or ask the operator for space, and send the request again"
+        )
+
+
+async def check_room(
+    store: Store, policy: StorePolicy, tenant: str, key: str, *, needed_bytes: int = 0
+) -> None:
+    """Raise ``UserError`` if the tenant has no room for the checkpoint ``key``.
+
+    The tenant's other checkpoints count, by number and by bytes, and so do ``needed_bytes``.
+    """
+    kept, most = await store.kept(tenant, key), await most_kept(store, policy, tenant)
+    refusal = refusals.keeps_too_much(kept, most, needed_bytes)
+    if refusal is not None:
+        raise UserError(refusal.message)
+
+
+async def most_kept(store: Store, policy: StorePolicy, tenant: str) -> CheckpointUsage:
+    """Return the number and the bytes of checkpoints that the tenant may keep."""
+    return refusals.most_kept(await store.get(TenantRecord, tenant), policy)

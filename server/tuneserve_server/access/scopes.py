@@ -1,0 +1,78 @@
+"""The scopes of each route that asks for a key: a key needs any one of them.
+
+Reading, and routes that both training and sampling need (sessions, results), are open to either
+scope. A key that may only sample can change no model and no checkpoint.
+"""
+
+from fastapi import Request
+
+from tuneserve_engine.core.records import Scope
+from tuneserve_server.errors import ScopeMissing
+
+_TRAIN = frozenset({Scope.TRAIN})
+_SAMPLE = frozenset({Scope.SAMPLE})
+_EITHER = _TRAIN | _SAMPLE
+_ANY = _EITHER | {Scope.ADMIN}  # with the admin scope, a key sees all tenants there
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+
+SCOPES: dict[str, frozenset[Scope]] = {
+    "POST /client/config": _EITHER,
+    "POST /client/dynamic_config": _EITHER,
+    "POST /telemetry": _EITHER,
+    "GET /get_server_capabilities": _EITHER,
+    "POST /create_session": _EITHER,
+    "POST /session_heartbeat": _EITHER,
+    "POST /sessions/{session_id}/finish": _EITHER,  # a session with models needs train
+    "POST /create_model": _TRAIN,
+    "POST /get_info": _EITHER,
+    "POST /forward_backward": _TRAIN,
+    "POST /optim_step": _TRAIN,
+    "POST /save_weights": _TRAIN,
+    "POST /save_weights_for_sampler": _TRAIN,
+    "POST /save_weights_external": _TRAIN,
+    "POST /load_weights": _TRAIN,
+    "POST /weights_info": _EITHER,
+    "POST /create_sampling_session": _SAMPLE,
+    "POST /join_sampling_session": _SAMPLE,
+    "GET /samplers/{sampler_id}": _EITHER,
+    "POST /asample": _SAMPLE,
+    "POST /retrieve_future": _EITHER,
+    "POST /retrieve_futures": _SAMPLE,
+    "POST /cancel_future": _SAMPLE,
+    "GET /training_runs": _EITHER,
+    "GET /training_runs/{model_id}": _EITHER,
+    "GET /training_runs/{model_id}/checkpoints": _EITHER,
+    "GET /checkpoints": _EITHER,
+    "POST /checkpoints/import": _TRAIN,
+    f"DELETE {_CHECKPOINT}": _TRAIN,
+    f"PUT {_CHECKPOINT}/ttl": _TRAIN,
+    f"POST {_CHECKPOINT}/publish": _TRAIN,
+    f"DELETE {_CHECKPOINT}/publish": _TRAIN,
+    f"GET {_CHECKPOINT}/external_weights_urls": _EITHER,
+    f"GET {_CHECKPOINT}/archive": _EITHER,
+    "GET /tokenizer": _EITHER,
+    "GET /usage": _EITHER,
+    "GET /live": _ANY,
+    "GET /training_runs/{model_id}/curve": _EITHER,
+    "GET /requests/{request_id}": _EITHER,
+    "GET /sessions": _EITHER,
+    "GET /sessions/{session_id}": _EITHER,
+    "POST /v1/completions": _SAMPLE,
+    "POST /v1/chat/completions": _SAMPLE,
+    "GET /v1/models": _EITHER,
+    "GET /v1/models/{model}": _EITHER,
+}
+"""The scopes by method and path; paths under ``/api/v1`` are without that prefix."""
+
+
+def check(request: Request, scopes: frozenset[Scope]) -> None:
+    """Raise ``ScopeMissing`` if a key with ``scopes`` may not use the request's route."""
+    need(SCOPES[f"{request.method} {request.scope['route'].path_format}"], scopes)
+
+
+def need(wanted: frozenset[Scope], scopes: frozenset[Scope]) -> None:
+    if scopes.isdisjoint(wanted):
+        raise ScopeMissing(
+            f"this needs a key with the scope {' or '.join(sorted(wanted))}; yours has "
+            f"{' and '.join(sorted(scopes)) or 'none'}; ask the operator for another key"
+        )

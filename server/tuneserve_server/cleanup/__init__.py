@@ -1,0 +1,1 @@
+"""The background clean-up of the API process."""

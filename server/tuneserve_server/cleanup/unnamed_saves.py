@@ -1,0 +1,70 @@
+"""The unnamed sampler saves, which stay as long as the tenant has room for checkpoints.
+
+A client may sample from such a save for as long as its session lives.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+
+from tuneserve_engine.core.records import SamplerRecord, Update
+from tuneserve_engine.store import refusals
+from tuneserve_engine.store.base import CheckpointUsage, Store
+from tuneserve_engine.store.files import FileStore
+from tuneserve_server.access.limits import most_kept
+from tuneserve_server.settings import ApiSettings
+
+_PAGE = 500
+
+
+async def make_room(store: Store, settings: ApiSettings, new: SamplerRecord) -> None:
+    """Delete the tenant's least recently used unnamed saves if the tenant is at its limit.
+
+    Deletes as many as needed, but none that is in use or among the newest of its model. If there
+    is still no room, the store refuses the new save. The clean-up deletes the files; a waiting
+    sample keeps its own file.
+    """
+    most = await most_kept(store, settings.store_policy, new.tenant)
+    kept = await store.kept(new.tenant, new.key)
+    if refusals.keeps_too_much(kept, most) is None:
+        return
+    saves = [each for each in await store.unnamed_saves(new.tenant) if each.key != new.key]
+    now_s = time.time()
+    for each in sorted(_older([*saves, new], settings.unnamed_saves), key=lambda it: it.used_s):
+        if 0 <= now_s - each.used_s < settings.unnamed_save_s:
+            continue  # in use; a time in the future was noted before the clock was set back
+        await store.delete(SamplerRecord, each.key)
+        kept = CheckpointUsage(kept.count - 1, kept.size_bytes - each.size_bytes)
+        if refusals.keeps_too_much(kept, most) is None:
+            return
+
+
+async def adopt(store: Store, files: FileStore) -> None:
+    """Give an earlier release's saves the sizes of their files, and now as their time of use.
+
+    An earlier release noted neither.
+    """
+    offset, total = 0, 1
+    while offset < total:
+        page = await store.page(SamplerRecord, limit=_PAGE, offset=offset)
+        offset, total = offset + _PAGE, page.total
+        for each in page.items:
+            if each.is_save and not each.used_s:
+                found: dict[str, float] = {"used_s": time.time()}
+                with suppress(OSError):
+                    found["size_bytes"] = await asyncio.to_thread(files.size, each.file_id or "")
+                await store.update(Update("sampler", each.key, found))
+
+
+def _older(saves: Iterable[SamplerRecord], newest: int) -> list[SamplerRecord]:
+    """Return all saves but the ``newest`` newest of each model."""
+    of_model: defaultdict[tuple[str, str], list[SamplerRecord]] = defaultdict(list)
+    for each in saves:
+        of_model[each.parent, each.model_id].append(each)
+    return [
+        each
+        for group in of_model.values()
+        for each in sorted(group, key=lambda it: it.created_s)[:-newest]
+    ]

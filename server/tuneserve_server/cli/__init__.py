@@ -1,0 +1,1 @@
+"""The ``tuneserve`` command."""

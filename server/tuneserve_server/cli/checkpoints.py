@@ -1,0 +1,198 @@
+"""``tuneserve checkpoints``: list, delete, keep, export, import and merge checkpoints."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, ListFirst, Url, connected
+from tuneserve_server.cli.output import (
+    FAILED,
+    end,
+    minute,
+    print_json,
+    print_table,
+    settings_here,
+    size,
+)
+
+app = typer.Typer(cls=ListFirst, help="Checkpoints: list, delete, ttl, export, import, merge.")
+
+CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="tinker://…")]
+
+_NEVER = "none"
+
+
+@app.command("list")
+def list_checkpoints(
+    run: Annotated[
+        str | None, typer.Option(help="Only those of one training run.", metavar="ID")
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """List your checkpoints, the newest first."""
+    with connected(url, api_key) as client:
+        found = client.checkpoints(run)
+    if as_json:
+        print_json([each.model_dump(mode="json") for each in found])
+        return
+    rows = [
+        [
+            each.tinker_path,
+            each.checkpoint_type,
+            size(each.size_bytes),
+            minute(each.time),
+            minute(each.expires_at),
+        ]
+        for each in found
+    ]
+    print_table(["path", "type", "size", "saved", "expires"], rows)
+
+
+@app.command("delete")
+def delete_checkpoint(
+    path: CheckpointPath, url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False
+) -> None:
+    """Delete a checkpoint; sampling sessions that use it go on."""
+    with connected(url, api_key) as client:
+        client.delete_checkpoint(path)
+    if as_json:
+        print_json({"deleted": path})
+    else:
+        typer.echo(f"{path} is deleted")
+
+
+@app.command("ttl")
+def set_ttl(
+    path: CheckpointPath,
+    seconds: Annotated[
+        str, typer.Argument(metavar="SECONDS", help="From now, an hour at least; none: for good.")
+    ],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set the time after which a checkpoint is deleted, or keep it for good."""
+    if seconds != _NEVER and not seconds.isdecimal():
+        end(f"SECONDS is {seconds!r}; it must be a whole number, or none to keep it", REFUSED)
+    ttl_s = None if seconds == _NEVER else int(seconds)
+    with connected(url, api_key) as client:
+        client.set_ttl(path, ttl_s)
+    if as_json:
+        print_json({"path": path, "ttl_seconds": ttl_s})
+    else:
+        typer.echo(f"{path} is kept" + (" for good" if ttl_s is None else f" for {ttl_s} s"))
+
+
+@app.command("export")
+def export_checkpoint(
+    path: CheckpointPath,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's adapter into a directory that PEFT loads."""
+    check_export(folder)
+    with connected(url, api_key, deadline_s=PATIENT_S) as client:
+        client.download(path, folder)
+    if as_json:
+        files = sorted(each.name for each in folder.iterdir())
+        print_json({"path": path, "folder": str(folder), "files": files})
+    else:
+        typer.echo(f"{folder} holds the adapter: PeftModel.from_pretrained(model, {str(folder)!r})")
+
+
+@app.command("import")
+def import_checkpoint(  # noqa: PLR0913 - options
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote.")
+    ],
+    name: Annotated[str, typer.Option(help="Of the checkpoint.")] = "imported",
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's name of the base model. Default: the adapter's.", metavar="NAME"
+        ),
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Import an adapter that PEFT saved, as a checkpoint to train from."""
+    with connected(url, api_key, deadline_s=PATIENT_S) as client:
+        path = client.import_peft(folder, name=name, base_model=base_model)
+        found = client.checkpoint_info(path)
+    if as_json:
+        rank = {"base_model": found.base_model, "rank": found.lora_rank}
+        print_json({"folder": str(folder), "path": path, **rank})
+    else:
+        typer.echo(f"{path} has rank {found.lora_rank} on {found.base_model}")
+        typer.echo(f"go on with: tuneserve train ROWS.jsonl --resume {path}", err=True)
+
+
+@app.command("merge")
+def merge_checkpoint(  # noqa: PLR0913 - options
+    path: CheckpointPath,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory or hub id of the base model. Default: where its worker has it.",
+            metavar="BASE",
+        ),
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a plain model: a base model on this machine with a checkpoint's adapter merged in."""
+    if find_spec("jax") is None:
+        end("merging needs the engine: pip install '.[engine]' in a clone", FAILED)
+    check_export(folder)
+    with tempfile.TemporaryDirectory() as taken:
+        with connected(url, api_key, deadline_s=PATIENT_S) as client:
+            client.download(path, taken)
+        config = json.loads((Path(taken) / "adapter_config.json").read_text())
+        base = base or _where_it_is(config["base_model_name_or_path"])
+        command = [
+            sys.executable,
+            "-m",
+            "tuneserve_engine.adapters.merge",
+            taken,
+            base,
+            str(folder),
+        ]
+        ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if ran.returncode != 0:
+        reason = (ran.stderr.strip().splitlines() or ["it was killed; see the memory"])[-1]
+        end(f"{reason} (--base is {base})", FAILED)
+    if as_json:
+        print_json({"path": path, "base": base, "folder": str(folder)})
+    else:
+        typer.echo(f"{folder} holds the model: tuneserve up --base-model {folder}")
+
+
+def check_export(folder: Path) -> None:
+    """End the command if the folder cannot be written, or is not empty."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = next(folder.iterdir(), None) is None
+    except OSError as error:
+        end(f"cannot write an adapter into {folder}: {error.strerror}", REFUSED)
+    if not is_empty:
+        end(f"{folder} is not empty; name a directory that is, or a new one", REFUSED)
+
+
+def _where_it_is(base_model: str) -> str:
+    """Return where a worker with this machine's settings has the base model of this name."""
+    settings = settings_here()
+    return settings.base_model if base_model == settings.served_name else base_model

@@ -1,0 +1,92 @@
+"""The check of ``tuneserve doctor`` that the directory of files belongs to the store."""
+
+import asyncio
+from typing import Any, Literal
+
+from tuneserve_engine.core.records import DirectoryRecord
+from tuneserve_engine.store import ownership
+from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.files_mount import check_unused
+from tuneserve_engine.store.ownership import (
+    Facts,
+    Ownership,
+    Problem,
+    facts_of,
+    found_in,
+    moved,
+    problem_of,
+)
+from tuneserve_engine.store.seat import seat_of
+from tuneserve_engine.store.sqlite.inspect import directories_of
+from tuneserve_server.settings import ApiSettings
+
+_STORE_S = 10.0
+
+
+class _New(Exception):
+    """The store does not exist yet, or has no directory of files."""
+
+
+def look_at_owner(
+    settings: ApiSettings, health: dict[str, Any]
+) -> tuple[Literal["OK", "WARN", "FAIL"], str]:
+    """Return whether the store may clean up its directory of files. Changes nothing."""
+    if health:
+        kept = health.get("files_kept")
+        return ("WARN", kept) if kept else ("OK", "the directory of files is the store's own")
+    try:
+        if not settings.files_dir.is_dir():
+            return "OK", "the first start makes the directory of files"
+        problem = asyncio.run(_problem(settings))
+    except _New:
+        try:
+            check_unused(settings.files_dir, settings.store_shown)
+        except (StoreUnusable, OSError) as error:
+            return "FAIL", str(error)
+        return "OK", "no store has files there yet"
+    except (StoreUnusable, StoreFailed, OSError):
+        return "WARN", "whose it is cannot be seen before the store is in order"
+    if problem is None:
+        groups = FileStore(settings.files_dir).set_aside_groups()
+        count = sum(map(len, groups.values()))
+        return "OK", f"the directory of files is the store's own, {count} of them in quarantine"
+    return "FAIL" if problem.kind == "unmarked" else "WARN", problem.text
+
+
+async def _problem(settings: ApiSettings) -> Problem | None:
+    """Return the first problem with the directory's ownership that a start would report, or None.
+
+    Raises ``_New``, and the errors of opening the store.
+    """
+    files = FileStore(settings.files_dir)
+    if settings.store_kind == "sqlite":
+        known = directories_of(settings.store_file)
+        if known is None or ownership.FILES not in {each.key for each in known[1]}:
+            raise _New
+        secret, directories = known
+        seat = seat_of(settings.store_file)
+        return _first_of(facts_of(found_in(files), secret, seat, directories))
+    from tuneserve_engine.store.redis.store import RedisStore
+
+    def refuse() -> None:
+        raise _New
+
+    async with asyncio.timeout(_STORE_S):
+        store = await RedisStore.open(
+            settings.store,
+            durability_asserted=settings.store_durability_asserted,
+            before_new=refuse,
+        )
+        try:
+            if await store.get(DirectoryRecord, ownership.FILES) is None:
+                raise _New
+            facts, problem = await Ownership(files, store).look()
+            return problem or _first_of(facts)
+        finally:
+            await store.close()
+
+
+def _first_of(facts: Facts) -> Problem | None:
+    """Return the problem that a start would report first, or None."""
+    return problem_of(facts) or (moved() if facts.has_moved else None)

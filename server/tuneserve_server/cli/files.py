@@ -1,0 +1,80 @@
+"""``tuneserve files``: the owner of the directory of files, and the files that nothing names."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
+from tuneserve_engine.store.open import adopt_files
+from tuneserve_server.cli import keys, output
+from tuneserve_server.cli.keys import AsJson, DataDir
+
+app = typer.Typer(no_args_is_help=True, help="The directory of files: its owner, unused files.")
+
+FilesDir = Annotated[
+    Path | None, typer.Option(help="The directory of files, if it is not set.", metavar="DIR")
+]
+StoreAddress = Annotated[
+    str | None, typer.Option("--store", help="Address of the Redis store, if it is not set.")
+]
+
+
+@app.command()
+def status(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Show how many files there are, what is in quarantine, and why unused files are kept."""
+    _show(keys.call("GET", "/files", data_dir), as_json)
+
+
+@app.command()
+def clean(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Move all unused files into quarantine now, even if they exceed max_unused_share."""
+    _show(keys.call("POST", "/files/clean", data_dir), as_json)
+
+
+@app.command()
+def adopt(
+    data_dir: DataDir = None,
+    files_dir: FilesDir = None,
+    store: StoreAddress = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make this store the owner of the directory of files, after a store was replaced or restored.
+
+    Files that the store does not name are then unused, and go into quarantine. Refused while the
+    service of another store uses the directory."""
+    given: dict[str, Any] = {"data_dir": data_dir, "files_dir": files_dir, "store": store}
+    settings = output.settings_here(**{name: value for name, value in given.items() if value})
+    try:
+        adopted = keys.ask(settings.admin_socket, "POST", "/files/adopt")
+    except httpx.TransportError:  # the service does not run, or not on this machine
+        adopted = _adopt_here(settings)
+    if as_json:
+        output.print_json(adopted)
+        return
+    files, named = adopted["files"], adopted["named"]
+    typer.echo(f"{settings.files_dir} belongs to the store {settings.store_shown} now")
+    typer.echo(
+        f"it has {files} checkpoints and recovery points, of which the store names {named}; the "
+        f"other {files - named} are unused, and go into quarantine when the service runs"
+    )
+
+
+def _adopt_here(settings: CommonSettings) -> dict[str, int]:
+    try:
+        return asyncio.run(adopt_files(settings))._asdict()
+    except (StoreUnusable, StoreFailed, OSError) as error:  # ConnectionError is an OSError
+        output.end(str(error), output.FAILED)
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        output.print_json(found)
+        return
+    quarantine = found["quarantine"]
+    facts = {"files": str(found["files"]), "quarantine": str(sum(quarantine.values()))}
+    facts |= {f"  {group}": str(count) for group, count in quarantine.items()}
+    output.print_facts(facts | {"unused files": found["kept"] or "are cleared away"})

@@ -1,0 +1,208 @@
+"""``tuneserve keys`` and ``tuneserve tenants``: the operator's commands to a running API process.
+
+The commands use the socket in the process's data directory.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+from urllib.parse import quote
+
+import httpx
+import typer
+
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.core.records import Scope
+from tuneserve_server.cli import output
+from tuneserve_server.cli.output import day, print_json, print_table
+
+keys = typer.Typer(no_args_is_help=True, help="API keys: make, list, revoke.")
+tenants = typer.Typer(no_args_is_help=True, help="Tenants: their weights and limits.")
+
+_TIMEOUT_S = 30.0
+_AS_SET = "none"
+
+DataDir = Annotated[
+    Path | None, typer.Option(help="The data directory of the API process.", metavar="DIR")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+@keys.command("create")
+def create_key(  # noqa: PLR0913 - options
+    tenant: Annotated[str, typer.Option(help="Whose key it is; a new name makes a new tenant.")],
+    name: Annotated[str, typer.Option(help="What it is for, for the list.")] = "",
+    scope: Annotated[
+        list[Scope] | None,
+        typer.Option(help="What it may do; may be given several times. Default: train and sample."),
+    ] = None,
+    expires_days: Annotated[
+        int | None, typer.Option(help="Days until it is refused. Default: never.", metavar="N")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it once: the server keeps only its HMAC."""
+    new: dict[str, Any] = {"tenant": tenant, "name": name, "expires_days": expires_days}
+    if scope:
+        new["scopes"] = [each.value for each in scope]
+    made = call("POST", "/keys", data_dir, new)
+    if as_json:
+        print_json(made)
+        return
+    typer.echo(made["key"])
+    scopes = " and ".join(made["scopes"])
+    typer.echo(
+        f"key {made['id']} of tenant {made['tenant']}, to {scopes}, {_expiry(made)}; keep it now: "
+        "it cannot be shown again",
+        err=True,
+    )
+
+
+@keys.command("list")
+def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List all keys, the newest first, without their secrets, which are not kept."""
+    found = call("GET", "/keys", data_dir)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            each["id"],
+            each["tenant"],
+            ",".join(each["scopes"]),
+            each["state"],
+            day(each["created_s"]),
+            day(each["expires_s"]),
+            each["name"],
+        ]
+        for each in found
+    ]
+    print_table(["id", "tenant", "scopes", "state", "created", "expires", "name"], rows)
+
+
+@keys.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(metavar="ID")],
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key; it is refused within 5 s. ID is the middle part of the key."""
+    if key_id.count("-") == 2:
+        _end("give the id alone, the middle part of the key: its secret belongs in no command line")
+    revoked = call("POST", f"/keys/{_part(key_id)}/revoke", data_dir)
+    if as_json:
+        print_json(revoked)
+        return
+    typer.echo(f"key {revoked['id']} of tenant {revoked['tenant']} is revoked")
+
+
+# --- tenants ------------------------------------------------------------------------------------
+
+_COLUMNS = [
+    *("tenant", "weight", "max_jobs", "max_models", "max_checkpoints", "max_checkpoint_bytes"),
+    "device_s_a_day",
+]
+
+
+@tenants.command("list")
+def list_tenants(data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """List the tenants that have keys, or a weight or limits of their own."""
+    found = call("GET", "/tenants", data_dir)
+    if as_json:
+        print_json(found)
+    else:
+        _print_tenants(found)
+
+
+@tenants.command("set")
+def set_tenant(  # noqa: PLR0913 - options
+    name: str,
+    weight: Annotated[
+        str | None, typer.Option(help="Share of device time beside others, who have 1.")
+    ] = None,
+    max_jobs: Annotated[str | None, typer.Option(help="Requests that have not ended.")] = None,
+    max_models: Annotated[str | None, typer.Option(help="Models in use.")] = None,
+    max_checkpoints: Annotated[str | None, typer.Option(help="Checkpoints it may keep.")] = None,
+    max_checkpoint_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of checkpoints at which it can save no more.")
+    ] = None,
+    device_s_a_day: Annotated[
+        str | None, typer.Option(help="Its budget: seconds of the device in a day (UTC).")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give a tenant a weight or limits of its own; "none" goes back to the settings' value."""
+    given = {
+        "weight": weight,
+        "max_jobs": max_jobs,
+        "max_models": max_models,
+        "max_checkpoints": max_checkpoints,
+        "max_checkpoint_bytes": max_checkpoint_bytes,
+        "device_s_a_day": device_s_a_day,
+    }
+    change = {
+        field: None if text == _AS_SET else text
+        for field, text in given.items()
+        if text is not None
+    }
+    if not change:
+        _end("nothing to set; name a weight or a limit: tuneserve tenants set --help")
+    changed = call("PATCH", f"/tenants/{_part(name)}", data_dir, change)
+    if as_json:
+        print_json(changed)
+    else:
+        _print_tenants([changed])
+
+
+def _print_tenants(found: list[dict[str, Any]]) -> None:
+    rows = [["-" if each[c] is None else f"{each[c]}" for c in _COLUMNS] for each in found]
+    print_table(_COLUMNS, rows)
+
+
+# --- the way there ------------------------------------------------------------------------------
+
+
+def call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any:
+    """Return the API process's answer; without one, end the command with the reason."""
+    socket = output.settings_here(data_dir).admin_socket
+    try:
+        return ask(socket, method, path, body)
+    except httpx.TransportError as error:
+        _nobody_at(socket, str(error))
+
+
+def ask(socket: Path, method: str, path: str, body: Any = None) -> Any:
+    """Return the answer as ``call`` does, but raise ``TransportError`` if the socket is dead."""
+    if not socket.is_socket():
+        raise httpx.ConnectError("there is no such socket")
+    transport = httpx.HTTPTransport(uds=str(socket))
+    with httpx.Client(transport=transport, base_url="http://admin", timeout=_TIMEOUT_S) as http:
+        answer = http.request(method, path, json=body)
+    if answer.status_code != 200:
+        _end(answer.json()["detail"], status=1)
+    return answer.json()
+
+
+def _nobody_at(socket: Path, reason: str) -> NoReturn:
+    _end(
+        f"nobody answers at {socket.absolute()} ({reason}); start the API process (tuneserve up or "
+        "tuneserve api), name its data directory with --data-dir, and be the same user",
+        status=1,
+    )
+
+
+def _part(text: str) -> str:
+    """Return the text quoted as one part of a path."""
+    return quote(text, safe="")
+
+
+def _end(text: str, status: int = REFUSED) -> NoReturn:
+    output.end(text, status)
+
+
+def _expiry(key: dict[str, Any]) -> str:
+    return "for good" if key["expires_s"] is None else f"until {day(key['expires_s'])} UTC"

@@ -1,0 +1,86 @@
+"""The shared options of the commands for a running server, their client, and its errors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import httpx
+import typer
+from pydantic import ValidationError
+from typer.core import TyperGroup
+
+from tuneserve_client import Client, TuneserveError, Unauthorized, Unreachable
+from tuneserve_client.client import DEFAULT_URL, OPEN_KEY
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_server.cli.output import FAILED, end, this_command
+
+Url = Annotated[
+    str,
+    typer.Option(envvar=["TUNESERVE_URL", "TINKER_BASE_URL"], help="Address of the server."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar=["TUNESERVE_API_KEY", "TINKER_API_KEY"],
+        help="Your key; better in the environment, where nobody else sees it. Default: tml-local, "
+        "which a server without keys takes.",
+        metavar="KEY",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+HERE = DEFAULT_URL
+QUICK_S, PATIENT_S = 3.0, 300.0
+"""The times for which a request is retried.
+
+``QUICK_S`` is for a command that a user waits for, ``PATIENT_S`` for a command that must not lose
+its work to a restart of the server.
+"""
+
+
+@contextmanager
+def connected(
+    url: str, api_key: str | None, *, deadline_s: float = QUICK_S, name: str = "tuneserve"
+) -> Iterator[Client]:
+    """Yield a client; an error of the client ends the command with one line that says why."""
+    if not url.startswith(("http://", "https://")):
+        end(f"the address is {url!r}; it must begin with http:// or https://", REFUSED)
+    try:
+        if deadline_s > QUICK_S:
+            _knock(url)
+        with Client(url, api_key or OPEN_KEY, deadline_s=deadline_s, name=name) as client:
+            yield client
+    except Unauthorized as error:
+        way_out = "" if api_key else "; give a key with TUNESERVE_API_KEY or --api-key"
+        end(f"{error}{way_out}", FAILED)
+    except Unreachable as error:
+        way_out = f"; start one with: {this_command()} up" if url == HERE else ""
+        end(f"{error}{way_out}", FAILED)
+    except (TuneserveError, OSError, ImportError) as error:
+        end(str(error), FAILED)
+    except ValidationError as error:
+        if error.title.endswith("Response"):
+            end(f"{url} answers, but not as a tuneserve server does; check the address", FAILED)
+        end("; ".join(f"{_place(each)}: {each['msg']}" for each in error.errors()), REFUSED)
+    except (ValueError, httpx.InvalidURL) as error:
+        end(str(error), REFUSED)
+
+
+def _knock(url: str) -> None:
+    """Raise at once if no server answers, which the client would report only after minutes."""
+    with Client(url, OPEN_KEY, deadline_s=QUICK_S) as client:
+        client.health()
+
+
+def _place(problem: Any) -> str:
+    return ".".join(map(str, problem["loc"]))
+
+
+class ListFirst(TyperGroup):
+    """A group of commands whose default command is ``list``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # click's, or its copy's
+        if not args or (args[0].startswith("-") and args[0] != "--help"):
+            args = ["list", *args]
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest

@@ -1,0 +1,103 @@
+"""The output of commands, as text or as JSON, and their exit."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.settings.common import SETTINGS_FILE, CommonSettings
+
+FAILED = 1
+"""The exit status of a command that was called correctly but failed."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def this_command() -> str:
+    """Return how to call this program in the same shell: a path if ``tuneserve`` is not found."""
+    called, found = Path(sys.argv[0]), shutil.which("tuneserve")
+    if called.name != "tuneserve" or (found and called.samefile(found)):
+        return "tuneserve"
+    return sys.argv[0]
+
+
+def settings_here(data_dir: Path | None = None, **given: Any) -> CommonSettings:
+    """Return the settings of this machine, from the environment and the settings file.
+
+    Settings in ``given`` replace these. Ends the command if the settings are wrong.
+    """
+    given |= {} if data_dir is None else {"data_dir": data_dir}
+    try:
+        return CommonSettings(**given)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        end("; ".join(problems), REFUSED)
+    except (OSError, ValueError) as error:
+        end(f"{SETTINGS_FILE} cannot be read: {error}; correct it or remove it", REFUSED)
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_json_line(value: Any) -> None:
+    """Print one of several values as a line of its own, and flush it."""
+    print(json.dumps(value), flush=True)
+
+
+def print_table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, *rows]:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    """Print the facts, one a line, each after its name."""
+    width = max(map(len, facts))
+    for name, text in facts.items():
+        typer.echo(f"{name:<{width}}  {text}")
+
+
+def day(unix_s: float | None) -> str:
+    return "-" if unix_s is None else minute(datetime.fromtimestamp(unix_s, UTC))
+
+
+def minute(time: datetime | None) -> str:
+    """Return the time in UTC, to the minute."""
+    return "-" if time is None else f"{time.astimezone(UTC):%Y-%m-%d %H:%M}"
+
+
+def size(count: float | None) -> str:
+    """Return a number of bytes as people write it."""
+    if count is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the curve in at most ``width`` characters; more values are averaged."""
+    count = min(len(values), width)
+    edges = [len(values) * each // count for each in range(count + 1)] if count else [0]
+    means = [sum(values[first:end]) / (end - first) for first, end in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    step = (high - low) / (len(_BARS) - 1) or 1.0
+    return "".join(_BARS[round((each - low) / step)] for each in means)
+
+
+def end(text: str, status: int) -> NoReturn:
+    """End the command with one line that says why."""
+    print(f"tuneserve: {' '.join(text.split())}", file=sys.stderr)
+    raise typer.Exit(status)

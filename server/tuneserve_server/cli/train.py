@@ -1,0 +1,343 @@
+"""``tuneserve train``: supervised fine-tuning of one adapter from a JSONL file."""
+
+import shlex
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tuneserve_client import (
+    Adapter,
+    Client,
+    Datum,
+    Future,
+    Model,
+    RequestFailed,
+    StepOutput,
+    TrainOutput,
+)
+from tuneserve_client.catalog import split_path
+from tuneserve_engine.core.errors import REFUSED, UserError
+from tuneserve_server.cli.checkpoints import check_export
+from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
+from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
+from tuneserve_server.cli.train_recipe import Recipe
+from tuneserve_server.cli.train_rows import BadRows, Rows, encode, read_rows
+from tuneserve_server.cli.train_view import Step, View, view_of
+from tuneserve_server.commands.common import check_name
+
+_RANK = 16
+_AHEAD = 2
+"""The steps that are sent before the result of an earlier step is read.
+
+So the server keeps working while results are on their way.
+"""
+_RATE_STEPS = 10
+_SAVED_AS = "final"
+_LONGEST_SUFFIX = "-step-9999999"
+_SAVE_AGAIN_S = 15.0
+_INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
+
+
+def train(  # noqa: PLR0913 - options
+    data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", exists=True, dir_okay=False)],
+    base_model: Annotated[
+        str | None, typer.Option(help="Default: the only one of the server.", metavar="NAME")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(min=1, help=f"Of the adapter. Default: {_RANK}.")
+    ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="lora, rslora or osft. Default: lora.", metavar="KIND")
+    ] = None,
+    unfreeze_ratio: Annotated[
+        float | None,
+        typer.Option(help="Of osft, instead of a rank: the share of directions that is trained."),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            help="Of osft: factors, short_fixed or core. Default: factors.", metavar="FORM"
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="At the first step; it falls to 0 in a straight line. Default: 2e-4."),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Times that all rows are learnt. Default: 1.")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows a step. Default: 8.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longer rows are cut. Default: the context; longer are refused."),
+    ] = None,
+    save: Annotated[str, typer.Option(help="Name of the checkpoint.", metavar="NAME")] = _SAVED_AS,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the adapter there, for PEFT.", metavar="DIR")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from a checkpoint.", metavar="PATH")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the adapter and the order of rows. Default: 0.")
+    ] = None,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fine-tune an adapter on DATA.jsonl: rows {"messages": […]} or {"prompt", "completion"}."""
+    kind = _adapter(adapter, rank, unfreeze_ratio, form)
+    if resume and (base_model or rank or kind):
+        end(
+            "--base-model, --rank, --adapter and its options are the checkpoint's; leave them out "
+            "with --resume",
+            REFUSED,
+        )
+    _check_save(save)
+    if export:
+        check_export(export)
+    given = {
+        "seed": seed,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "max_tokens": max_tokens,
+    }
+    try:
+        rows = read_rows(data)
+        with connected(url, api_key, deadline_s=PATIENT_S, name=f"train {data.name}") as client:
+            fresh = Recipe(rows.digest).changed(given)
+            if resume:
+                recipe, first, base_model = _remembered(client, resume, fresh, given)
+            else:
+                recipe, first = fresh, 0
+                base_model = base_model or _only_base_model(client)
+            datums = _encoded(client, rows, base_model, recipe.max_tokens)
+            if first >= recipe.steps(len(datums)):
+                end(f"{resume} is at the end of this run already; give more --epochs", REFUSED)
+            if resume:
+                model = client.load_model(resume)
+            else:
+                model = client.create_model(
+                    base_model, rank=rank or _RANK, seed=recipe.seed, adapter=kind
+                )
+            run = _TrainingRun(model, recipe, datums, first)
+            _carry_out(client, run, _Wishes(data, save, export, as_json, url))
+    except BadRows as error:
+        end(str(error), FAILED)
+    except OSError as error:
+        end(f"cannot read {data}: {error.strerror}", FAILED)
+
+
+def _adapter(
+    kind: str | None, rank: int | None, unfreeze_ratio: float | None, form: str | None
+) -> Adapter | None:
+    """Return the adapter asked for, or None for the default. The server checks the options."""
+    if kind is None and unfreeze_ratio is None and form is None:
+        return None
+    return Adapter(kind=kind or "lora", rank=rank, unfreeze_ratio=unfreeze_ratio, form=form)
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """The outputs that the user asked for."""
+
+    data: Path
+    save: str
+    export: Path | None
+    as_json: bool
+    url: str
+
+    @property
+    def server(self) -> list[str]:
+        """The options with which another command asks the same server; never the key."""
+        return [] if self.url == HERE else ["--url", self.url]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step whose results have not arrived."""
+
+    number: int
+    tokens: int
+    weight: float
+    rate: float
+    gradient: Future[TrainOutput]
+    applied: Future[StepOutput]
+
+
+class _TrainingRun:
+    """The steps of a run from ``first`` on; a few of them are always in flight."""
+
+    def __init__(self, model: Model, recipe: Recipe, data: list[Datum], first: int) -> None:
+        self.model = model
+        self.recipe = recipe
+        self.next = first
+        self.steps = recipe.steps(len(data))
+        self._data = data
+        self._sent: deque[_Sent] = deque()
+        self._landed: deque[tuple[float, int]] = deque(maxlen=_RATE_STEPS + 1)
+
+    def go(self, view: View, stop: threading.Event) -> None:
+        """Train until the last step or until ``stop`` is set, then wait for the steps sent."""
+        self._landed.append((time.monotonic(), 0))
+        while self.next < self.steps and not stop.is_set():
+            self._send()
+            if len(self._sent) > _AHEAD:
+                view.show(self._land())
+        while self._sent:
+            view.show(self._land())
+
+    def _send(self) -> None:
+        batch = self.recipe.batch(self.next, self._data)
+        rate = self.recipe.rate(self.next, len(self._data))
+        gradient = self.model.forward_backward(batch)
+        applied = self.model.optim_step(rate)  # queued behind the gradient
+        weight = float(sum(each.inputs["weights"].sum() for each in batch))
+        tokens = sum(map(len, batch))
+        self._sent.append(_Sent(self.next, tokens, weight, rate, gradient, applied))
+        self.next += 1
+
+    def _land(self) -> Step:
+        sent = self._sent.popleft()
+        loss = sent.gradient.result().loss / sent.weight
+        metrics = sent.applied.result().metrics
+        self._landed.append((time.monotonic(), sent.tokens))
+        took_s = self._landed[-1][0] - self._landed[0][0]
+        tokens = sum(count for _, count in list(self._landed)[1:])
+        return Step(
+            step=sent.number + 1,
+            steps=self.steps,
+            epoch=self.recipe.epoch(sent.number, len(self._data)),
+            loss=loss,
+            grad_norm=metrics.get("grad_norm"),
+            learning_rate=sent.rate,
+            tokens=sent.tokens,
+            tokens_per_s=tokens / max(took_s, 1e-6),
+        )
+
+
+def _remembered(
+    client: Client, path: str, fresh: Recipe, given: dict[str, int | float | None]
+) -> tuple[Recipe, int, str]:
+    """Return how a checkpoint's run continues: its recipe, its next step and its base model.
+
+    Options that were given replace the recipe's. Other data, or another order of the rows, begin
+    from the first step.
+    """
+    model_id, _, _ = split_path(path)
+    base_model = client.checkpoint_info(path).base_model
+    found = [each for each in client.checkpoints(model_id) if each.tinker_path == path]
+    known = Recipe.remembered((found[0].user_metadata or {}) if found else {})
+    if known is None:
+        return fresh, 0, base_model
+    recipe = known[0].changed({**given, "data": fresh.data})
+    if recipe.has_order_of(known[0]):
+        return recipe, known[1], base_model
+    typer.echo("other data or another order than the checkpoint's: from the first row", err=True)
+    return recipe, 0, base_model
+
+
+def _only_base_model(client: Client) -> str:
+    names = [each.model_name for each in client.base_models()]
+    if len(names) != 1:
+        raise ValueError(f"this server has {', '.join(names)}; name one with --base-model")
+    return names[0]
+
+
+def _encoded(client: Client, rows: Rows, base_model: str, max_tokens: int | None) -> list[Datum]:
+    known = {each.model_name: each.max_context_length for each in client.base_models()}
+    if base_model not in known:
+        raise ValueError(
+            f"base model {base_model!r} is not served here; this server has {', '.join(known)}"
+        )
+    limit = min(each for each in (max_tokens, known[base_model], 2**31) if each)
+    return encode(rows, client.tokenizer(base_model), limit=limit, cut=max_tokens is not None)
+
+
+def _carry_out(client: Client, run: _TrainingRun, wishes: _Wishes) -> None:
+    """Train, save, and print where the results are."""
+    console = Console()
+    view = view_of(console, steps=run.steps, done=run.next, as_json=wishes.as_json)
+    with _until_interrupted() as stop:
+        with view:
+            run.go(view, stop)
+        is_whole = run.next == run.steps
+        name = wishes.save if is_whole else f"{wishes.save}-step-{run.next}"
+        path = _saved(run, name)
+        exported = str(wishes.export) if is_whole and wishes.export else None
+        if exported:
+            client.download(path, exported)
+    if wishes.as_json:
+        ended = {"checkpoint": path, "steps_done": run.next, "steps": run.steps}
+        print_json_line({**ended, "export": exported})
+    else:
+        typer.echo(f"saved as {path}")
+        if exported:
+            typer.echo(f"the adapter is in {exported}")
+        if is_whole:
+            chat = shlex.join([this_command(), "chat", path, *wishes.server])
+            typer.echo(f"talk to it with: {chat}")
+    if is_whole:
+        return
+    more = [] if wishes.save == _SAVED_AS else ["--save", wishes.save]
+    more += ["--export", str(wishes.export)] if wishes.export else []
+    more += wishes.server
+    again = shlex.join([this_command(), "train", str(wishes.data), "--resume", path, *more])
+    typer.echo(f"stopped after step {run.next} of {run.steps}; go on with: {again}", err=True)
+    raise typer.Exit(_INTERRUPTED)
+
+
+def _saved(run: _TrainingRun, name: str) -> str:
+    """Save the run as a checkpoint and return its path.
+
+    A save that is refused, because the tenant has no room for it, is tried again until it succeeds:
+    otherwise the run would be lost.
+    """
+    while True:
+        try:
+            return run.model.save(name, user_metadata=run.recipe.metadata(run.next)).result()
+        except RequestFailed as error:
+            if error.category != "user":
+                raise
+            typer.echo(
+                f"it cannot be saved yet: {error}; trying again every {_SAVE_AGAIN_S:g} s; Ctrl-C "
+                "twice gives the run up",
+                err=True,
+            )
+            time.sleep(_SAVE_AGAIN_S)
+
+
+def _check_save(name: str) -> None:
+    """End the command now if ``name`` is unfit for the checkpoint of a full or interrupted run."""
+    try:
+        check_name("--save", name)
+        check_name("--save, with the steps that an interrupted run adds,", name + _LONGEST_SUFFIX)
+    except UserError as error:
+        end(str(error), REFUSED)
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C sets; the second Ctrl-C ends the process as usual."""
+    asked = threading.Event()
+
+    def ask(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, before)
+        typer.echo("stopping and saving; Ctrl-C again gives up", err=True)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,120 @@
+"""The display of the steps of ``tuneserve train``: a live bar and curve, plain lines, or JSON."""
+
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tuneserve_server.cli.output import print_json_line, sparkline
+
+_CURVE = 60
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, once its results have arrived."""
+
+    step: int
+    steps: int
+    epoch: int
+    loss: float
+    """The mean loss over the trained tokens, before the step."""
+    grad_norm: float | None
+    learning_rate: float
+    tokens: int
+    tokens_per_s: float
+
+    @property
+    def text(self) -> str:
+        return (
+            f"loss {self.loss:.4f}  lr {self.learning_rate:.2e}  {self.tokens_per_s:,.0f} tokens/s"
+        )
+
+
+class View(Protocol):
+    """The place where steps are shown, for as long as a ``with`` block lasts."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, step: Step) -> None: ...
+
+
+class Lines:
+    """One line for each step, of text or of JSON."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def show(self, step: Step) -> None:
+        if self._as_json:
+            print_json_line(asdict(step))
+        else:
+            typer.echo(f"step {step.step}/{step.steps}  epoch {step.epoch}  {step.text}")
+
+
+class Bar:
+    """A bar with the last figures beside it, and the curve of all losses below."""
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("waiting", total=steps, completed=done, epoch=1)
+        self._losses: list[float] = []
+        self._live = Live(self._progress, console=console, refresh_per_second=8)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def show(self, step: Step) -> None:
+        self._losses.append(step.loss)
+        self._progress.update(
+            self._task, completed=step.step, description=step.text, epoch=step.epoch
+        )
+        curve = Text(
+            f"{sparkline(self._losses, _CURVE)}  {self._losses[0]:.3f} → {step.loss:.3f}",
+            style="cyan",
+        )
+        self._live.update(Group(self._progress, curve))
+
+
+def view_of(console: Console, *, steps: int, done: int, as_json: bool) -> View:
+    if as_json or not console.is_terminal:
+        return Lines(as_json=as_json)
+    return Bar(console, steps, done)

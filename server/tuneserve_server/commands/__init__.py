@@ -1,0 +1,1 @@
+"""The checks of requests and their conversion into the commands of jobs."""

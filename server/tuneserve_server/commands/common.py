@@ -1,0 +1,388 @@
+"""The conversion of wire types into the commands of jobs: names resolved, numbers checked.
+
+A ``UserError`` names the field, its value, the limit and what to do.
+"""
+
+import re
+import secrets
+import time
+from dataclasses import dataclass, replace
+
+from tuneserve_client.wire import types
+from tuneserve_client.wire.body import MAX_INT32, MAX_INT64
+from tuneserve_engine.adapters import kinds
+from tuneserve_engine.adapters.kinds.lora import Lora
+from tuneserve_engine.adapters.kinds.osft import RATIO
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.jobs import LoadWeights, SaveWeights
+from tuneserve_engine.core.records import (
+    CheckpointKind,
+    CheckpointRecord,
+    ModelRecord,
+    SamplerRecord,
+)
+from tuneserve_engine.store.files import new_file_id
+from tuneserve_server.base_models import is_same
+from tuneserve_server.dependencies import Caller
+from tuneserve_server.errors import ModelUnavailable, UnknownResource
+
+TTL_S = (3600, 315_360_000)  # one hour, ten years: what the SDK promises
+_ADAPTER = "adapter"  # the entry of user_metadata that holds the adapter's kind
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_MAX_METADATA_BYTES = 64 * 1024
+_MAX_RECIPIENTS = 32
+_FLOAT_BYTES = 4
+_TRAINING_ARRAYS = 3  # weights and two moments
+
+
+def new_seed() -> int:
+    """Return a seed for a request without one; it is stored with the job and stays the same."""
+    return secrets.randbits(63)
+
+
+def checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return new_seed()
+    if not 0 <= seed <= MAX_INT64:
+        raise UserError(f"seed is {shown(seed)}; it must be 0 to 2^63 - 1")
+    return seed
+
+
+def shown(number: int) -> str:
+    """Return the number as text for a message, or its bit length if it is too long to read."""
+    return str(number) if abs(number) < 10**24 else f"a number of {number.bit_length()} bits"
+
+
+def metadata(given: dict[str, str] | None) -> dict[str, str]:
+    size = _bytes_of(given)
+    if size > _MAX_METADATA_BYTES:
+        raise UserError(
+            f"user_metadata has {size} bytes; at most {_MAX_METADATA_BYTES} are kept; shorten it"
+        )
+    return given or {}
+
+
+def check_session_metadata(request: types.CreateSessionRequest, limit: int) -> None:
+    """Raise ``UserError`` if a session's texts have more than ``limit`` bytes together."""
+    names = (request.display_name, request.project_id, request.sdk_version)
+    size = _bytes_of(request.user_metadata)
+    size += sum(len((text or "").encode()) for text in (*request.tags, *names))
+    if size > limit:
+        raise UserError(
+            f"the tags, the names and the user_metadata of this session have {size} bytes; at most "
+            f"{limit} are kept (max_session_metadata_bytes); shorten them"
+        )
+
+
+def _bytes_of(given: dict[str, str] | None) -> int:
+    return sum(len(text.encode()) for pair in (given or {}).items() for text in pair)
+
+
+def check_optimizer(config: types.OptimizerConfig | None) -> None:
+    """Raise ``UserError`` for any optimizer but adamw; an absent config means adamw."""
+    if config is not None and config.type != "adamw":
+        raise UserError(
+            "optimizer_config.type is not an optimizer of this server; it has 'adamw' only: leave "
+            "optimizer_config out"
+        )
+
+
+async def adapter_config(
+    caller: Caller, base_model: str, request: types.CreateModelRequest
+) -> AdapterConfig:
+    """Return the adapter that a client asked for, with a new seed if the client named none.
+
+    Raises ``UserError``, and ``ModelUnavailable`` for a kind that needs a decomposition while no
+    worker has reported the base model's shapes.
+    """
+    lora = request.lora_config or types.LoraConfig()
+    asked = _asked_adapter(request)
+    kind = kinds.kind_named(asked.kind)
+    info = await caller.served.info(base_model)
+    max_rank = info.max_rank if info else MAX_INT32  # else the first worker refuses a rank too high
+    rank = lora.rank if asked.rank is None else asked.rank
+    # Kinds with a decomposition take more memory than others of the same rank: ``kinds.validated``
+    # refuses them, with the arithmetic in its message.
+    most = MAX_INT32 if kind.needs_decomposition else max_rank
+    if RATIO not in asked.options and not 1 <= rank <= most:
+        field = "lora_config.rank" if asked.rank is None else "adapter.rank"
+        raise UserError(
+            f"{field} is {shown(rank)}; this server takes 1 to {max_rank} for {base_model!r}"
+        )
+    config = AdapterConfig(
+        rank=rank,
+        alpha=caller.settings.lora_alpha,
+        seed=checked_seed(lora.seed),
+        train_attn=lora.train_attn,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+        kind=asked.kind,
+        options=asked.options,
+    )
+    shapes = dict(info.target_shapes) if info else {}
+    if kind.needs_decomposition and not shapes:
+        raise ModelUnavailable(
+            f"no worker of this release has served {base_model!r} yet, so that nobody can tell how "
+            f"many directions its weights have, which {kind.name} needs to know; send it again "
+            "when one is ready"
+        )
+    return kinds.validated(config, shapes, max_rank)
+
+
+@dataclass(frozen=True)
+class _AdapterChoice:
+    """A kind of adapter, its options, and its rank if the request gives one with them."""
+
+    kind: str
+    options: dict[str, str]
+    rank: int | None = None
+
+
+def _asked_adapter(request: types.CreateModelRequest) -> _AdapterChoice:
+    """Return the choice in the field ``adapter``, or else in the metadata.
+
+    Any SDK can send metadata.
+    """
+    user_metadata = request.user_metadata or {}
+    adapter = request.adapter
+    if adapter is None:
+        kind = user_metadata.get(_ADAPTER)
+        if kind is None:
+            return _AdapterChoice(Lora.name, {})
+        if "rank" in user_metadata:
+            raise UserError(
+                f"user_metadata asks for an adapter of kind {kind[:64]!r} and has an entry rank, "
+                f"{user_metadata['rank'][:64]!r}; the rank is lora_config.rank: send it there, and "
+                "leave it out here"
+            )
+        return _AdapterChoice(kind, _options_among(user_metadata, kind))
+    if _ADAPTER in user_metadata:
+        raise UserError(
+            f"adapter is {adapter.kind!r}, and user_metadata has an entry adapter, "
+            f"{user_metadata[_ADAPTER][:64]!r}; each asks for a kind of adapter: leave one out"
+        )
+    sent = adapter.model_dump(exclude={"kind", "rank"}, exclude_none=True)
+    options = {name: _plain(str(value)) for name, value in sent.items()}
+    if adapter.rank is not None and RATIO in options:
+        raise UserError(
+            f"adapter.rank is {shown(adapter.rank)} and adapter.{RATIO} {options[RATIO]}; each "
+            "says how many directions are trained: leave one out"
+        )
+    return _AdapterChoice(adapter.kind, options, adapter.rank)
+
+
+def _options_among(user_metadata: dict[str, str], kind: str) -> dict[str, str]:
+    """Return the entries that are options of the kind. Raises ``UserError`` for an unknown kind."""
+    known = kinds.kind_named(kind).options
+    return {name: _plain(user_metadata[name]) for name in known if name in user_metadata}
+
+
+def _plain(value: str) -> str:
+    """Write a number in one canonical form, because options are compared as text."""
+    try:
+        return str(float(value))
+    except ValueError:
+        return value
+
+
+def check_adapter(checkpoint: CheckpointRecord, user_metadata: dict[str, str]) -> None:
+    """Raise ``UserError`` if the metadata ask for another adapter than the checkpoint's.
+
+    A model made from a checkpoint keeps the kind and the options of the checkpoint's adapter.
+    """
+    if _ADAPTER not in user_metadata:
+        return
+    kind, config = user_metadata[_ADAPTER], checkpoint.config
+    asked, kept = {_ADAPTER: kind}, {_ADAPTER: config.kind}
+    if kind == config.kind:
+        asked, kept = _options_among(user_metadata, kind), dict(config.options)
+    for name, value in asked.items():
+        if value != kept.get(name):
+            raise UserError(
+                f"user_metadata asks for {name} {value[:64]!r}; {checkpoint.key} has "
+                f"{kept.get(name, 'none')!r}, which a model made from it keeps; leave {name} out"
+            )
+
+
+def adam_params(request: types.OptimStepRequest) -> AdamwParams:
+    """Return the hyper-parameters of one step. Raises ``UserError`` for one out of range."""
+    if request.adam_params is None:
+        raise UserError(
+            "adam_params is missing; the optimizer of this model is adamw and steps of other "
+            "optimizers cannot be applied to it"
+        )
+    params = request.adam_params
+    for name in ("learning_rate", "eps", "weight_decay"):
+        value = getattr(params, name)
+        if value < 0:
+            raise UserError(f"adam_params.{name} is {value}; it must be at least 0")
+    for name in ("beta1", "beta2"):
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise UserError(f"adam_params.{name} is {value}; it must be at least 0 and below 1")
+    return AdamwParams(
+        learning_rate=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        grad_clip_norm=max(params.grad_clip_norm, 0.0),  # on the wire, <= 0 means no clipping
+    )
+
+
+def checked_ttl(ttl_s: int | None, now_s: float) -> float | None:
+    """Return the expiry in unix seconds, or None for no expiry."""
+    if ttl_s is None:
+        return None
+    if not TTL_S[0] <= ttl_s <= TTL_S[1]:
+        raise UserError(
+            f"ttl_seconds is {shown(ttl_s)}; it must be {TTL_S[0]} (an hour) to {TTL_S[1]} (ten "
+            "years), or absent for no expiry"
+        )
+    return now_s + ttl_s
+
+
+def new_checkpoint(
+    model: ModelRecord,
+    kind: CheckpointKind,
+    request: types.SaveRequest,
+    user_metadata: dict[str, str] | None = None,
+) -> CheckpointRecord:
+    """Return the record that a save will make visible."""
+    name = request.path
+    if name is None:
+        raise UserError("path is missing; send the checkpoint's name in it")
+    check_name("path", name)
+    now_s = time.time()
+    return CheckpointRecord(
+        key=f"tinker://{model.key}/{kind.value}/{name}",
+        tenant=model.tenant,
+        parent=model.key,
+        kind=kind,
+        name=name,
+        file_id=new_file_id(),
+        base_model=model.base_model,
+        config=model.config if kind is CheckpointKind.TRAINING else kinds.exported(model.config),
+        created_s=now_s,
+        expires_s=checked_ttl(request.ttl_seconds, now_s),
+        user_metadata=metadata(user_metadata),
+    )
+
+
+def check_name(field: str, name: str) -> None:
+    """Raise ``UserError`` unless ``name`` can be the last part of a checkpoint's path."""
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise UserError(
+            f"{field} is not a checkpoint name: 1 to 128 letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit, without '..'"
+        )
+
+
+def save_training(model: ModelRecord, request: types.SaveWeightsRequest) -> SaveWeights:
+    checkpoint = new_checkpoint(model, CheckpointKind.TRAINING, request, request.user_metadata)
+    return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint, overwrite=request.overwrite)
+
+
+def save_for_sampler(
+    model: ModelRecord, request: types.SaveWeightsForSamplerRequest
+) -> SaveWeights:
+    """Return the save of a named checkpoint, or of a sampling session on the current weights."""
+    if request.path is not None:
+        checkpoint = new_checkpoint(model, CheckpointKind.SAMPLER, request, request.user_metadata)
+        return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint)
+    if request.sampling_session_seq_id is None:
+        raise UserError(
+            "path and sampling_session_seq_id are both missing; send a name to keep the weights, "
+            "or a sampling session number to sample from them"
+        )
+    sampler = SamplerRecord(
+        key=sampler_key(model.parent, request.sampling_session_seq_id),
+        tenant=model.tenant,
+        parent=model.parent,
+        base_model=model.base_model,
+        created_s=time.time(),
+        file_id=new_file_id(),
+        model_id=model.key,
+        used_s=time.time(),
+    )
+    assert sampler.file_id is not None
+    return SaveWeights(CheckpointKind.SAMPLER, sampler.file_id, sampler=sampler)
+
+
+def save_external(model: ModelRecord, request: types.SaveWeightsExternalRequest) -> SaveWeights:
+    recipients = tuple(request.age_encryption_recipients or ())
+    if len(recipients) > _MAX_RECIPIENTS:
+        raise UserError(
+            f"age_encryption_recipients has {len(recipients)} keys; at most {_MAX_RECIPIENTS}"
+        )
+    for index, recipient in enumerate(recipients):
+        if not recipient.startswith("age1") or len(recipient) > 128:
+            raise UserError(
+                f"age_encryption_recipients[{index}] is not an age public key (age1...)"
+            )
+    checkpoint = new_checkpoint(model, CheckpointKind.EXTERNAL, request)
+    return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint, age_recipients=recipients)
+
+
+def with_size(save: SaveWeights, config: AdapterConfig, info: BaseModelInfo | None) -> SaveWeights:
+    """Return the save with an estimated file size, which counts until the worker reports it."""
+    shapes = dict(info.target_shapes) if info else {}
+    if not shapes:
+        return save
+    training = save.kind is CheckpointKind.TRAINING
+    config = config if training else kinds.exported(config)
+    numbers = kinds.parameters(kinds.kind_of(config), config, shapes)
+    size = numbers * _FLOAT_BYTES * (_TRAINING_ARRAYS if training else 1)
+    return replace(
+        save,
+        checkpoint=save.checkpoint and replace(save.checkpoint, size_bytes=size),
+        sampler=save.sampler and replace(save.sampler, size_bytes=size),
+    )
+
+
+def sampler_key(session_id: str, number: int) -> str:
+    return f"{session_id}:sample:{number}"
+
+
+async def sampled_checkpoint(caller: Caller, path: str) -> CheckpointRecord:
+    """Return the caller's checkpoint at ``path``. Raises ``UserError`` for an export."""
+    checkpoint = await caller.owned(CheckpointRecord, path)
+    if checkpoint.kind is CheckpointKind.EXTERNAL:
+        raise UserError(
+            f"{path} is an export for download; sample from a sampler_weights or weights path"
+        )
+    return checkpoint
+
+
+async def training_checkpoint(caller: Caller, path: str) -> CheckpointRecord:
+    """Return the caller's training checkpoint at ``path``. Raises ``UserError`` otherwise."""
+    try:
+        checkpoint = await caller.owned(CheckpointRecord, path)
+    except UnknownResource as error:
+        raise UserError(str(error)) from None
+    if checkpoint.kind is not CheckpointKind.TRAINING:
+        raise UserError(
+            f"{path} holds {checkpoint.kind.value}; training goes on from tinker://.../weights/... "
+            "paths, which save_state gives"
+        )
+    return checkpoint
+
+
+def check_base_model(checkpoint: CheckpointRecord, base_model: str) -> None:
+    """Raise ``UserError`` unless the checkpoint was trained on this base model."""
+    trained_on = checkpoint.base_model
+    if not is_same(trained_on, base_model):
+        raise UserError(
+            f"{checkpoint.key} was trained on {trained_on!r} and cannot be used with "
+            f"{base_model!r}, which its adapter does not fit; ask for {trained_on!r}"
+        )
+
+
+def load(checkpoint: CheckpointRecord, *, optimizer: bool, creates: bool = False) -> LoadWeights:
+    """Return the load into an existing model or, if ``creates``, into a new model.
+
+    A new model gets the checkpoint's adapter config.
+    """
+    config = checkpoint.config if creates else None
+    return LoadWeights(checkpoint.file_id, checkpoint.key, optimizer, config)

@@ -1,0 +1,1 @@
+"""The dashboard: its state and its static files."""

@@ -1,0 +1,224 @@
+"""The dependencies of every route: the caller and the services of the process."""
+
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request, Security
+from fastapi.responses import JSONResponse
+from fastapi.security import APIKeyHeader
+
+from tuneserve_client.wire.body import Request as Body
+from tuneserve_client.wire.body import Response
+from tuneserve_engine.core.records import (
+    RECORD_NAME,
+    CheckpointRecord,
+    Record,
+    SamplerRecord,
+    Scope,
+    SessionRecord,
+)
+from tuneserve_engine.store.base import Store
+from tuneserve_engine.store.errors import StoreFailed
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.open import OpenStore
+from tuneserve_engine.telemetry import logs
+from tuneserve_server.access import scopes
+from tuneserve_server.access.auth import Authenticator, Identity
+from tuneserve_server.access.budgets import Budgets
+from tuneserve_server.access.limits import DiskGuard
+from tuneserve_server.base_model_text import Texts
+from tuneserve_server.base_models import BaseModels
+from tuneserve_server.cleanup.unused_files import UnusedFiles
+from tuneserve_server.dashboard.recent_errors import RecentErrors
+from tuneserve_server.dashboard.views import Dashboard
+from tuneserve_server.errors import (
+    SessionClosed,
+    StoreCorrupt,
+    StoreUnavailable,
+    UnknownResource,
+    is_openai,
+)
+from tuneserve_server.heartbeats import Heartbeats
+from tuneserve_server.http.incoming import FREE_BYTES, BodyMemory, Incoming, SentJson
+from tuneserve_server.http.long_polls import LongPolls
+from tuneserve_server.http.metrics import HttpMetrics
+from tuneserve_server.settings import ApiSettings
+from tuneserve_server.store_metrics import StoreMetrics
+from tuneserve_server.transfer.peft_download import Archives
+from tuneserve_server.transfer.peft_upload import PeftUploads
+
+R = TypeVar("R", bound=Record)
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+_AWAY_S = 1.0  # the delay of a 503: a client whose poll gets one polls again at once
+_LONGEST_BODY_S = 86_400.0  # never reached: a body has its own, shorter deadline
+
+
+@dataclass(frozen=True)
+class Services:
+    """The services that live as long as the process."""
+
+    settings: ApiSettings
+    store: OpenStore
+    files: FileStore
+    unused: UnusedFiles
+    served: BaseModels
+    last_seen: Heartbeats
+    disk: DiskGuard
+    polls: LongPolls
+    body_memory: BodyMemory
+    texts: Texts
+    budgets: Budgets
+    imports: PeftUploads
+    archives: Archives
+    http_metrics: HttpMetrics
+    store_metrics: StoreMetrics
+    recent: RecentErrors
+    live: Dashboard
+    secret: bytes
+    door: Authenticator
+
+
+@dataclass(frozen=True)
+class Caller(Services):
+    """The services on behalf of one tenant, with the scopes of its key."""
+
+    tenant: str
+    scopes: frozenset[Scope]
+
+    def check_store(self) -> None:
+        """Raise ``StoreCorrupt`` if the store is damaged and cannot keep new data safely."""
+        if self.store.soundness.state == "damaged":
+            raise StoreCorrupt
+
+    async def owned(self, record_type: type[R], key: str) -> R:
+        return await owned(self.store, record_type, key, self.tenant)
+
+    async def open_session(self, key: str) -> SessionRecord:
+        """Return the caller's session. Raises ``SessionClosed`` if the session has ended."""
+        session = await self.owned(SessionRecord, key)
+        if session.ended:
+            raise SessionClosed(
+                f"session {key} has ended ({session.ended}); create a new session, and go on from "
+                "your last checkpoint"
+            )
+        return session
+
+    async def sampler(self, key: str) -> SamplerRecord:
+        """Return the caller's sampling session.
+
+        Samplers are deleted with their session: raises ``SessionClosed`` if the session has ended,
+        else ``UnknownResource``.
+        """
+        try:
+            return await self.owned(SamplerRecord, key)
+        except UnknownResource:
+            session = await self.store.get(SessionRecord, key.rpartition(":sample:")[0])
+            if session is not None and session.tenant == self.tenant:
+                await self.open_session(session.key)
+                raise UnknownResource(
+                    f"this sampling session does not exist: {key[:256]}; if it was an unnamed "
+                    "save, newer ones of its model have taken its place while nothing was sampled "
+                    "from it; give weights a name that you want to keep"
+                ) from None
+            raise
+
+
+async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:
+    """Return the tenant's record.
+
+    Raises the same ``UnknownResource`` for a record that is missing, expired or another tenant's.
+    """
+    record = await store.get(record_type, key)
+    expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
+    if record is None or record.tenant != tenant or expired:
+        raise UnknownResource(
+            f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not yours: "
+            f"{key[:256]}"
+        )
+    return record
+
+
+_WORDS: dict[type, str] = {**RECORD_NAME, SamplerRecord: "sampling session"}
+
+
+# Coroutines, because FastAPI runs plain functions in threads: two thread hops for each request.
+async def _services(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+_API_KEY = APIKeyHeader(name="X-API-Key", auto_error=False, description="tml-...")
+
+
+async def _caller(
+    request: Request,
+    services: "ServicesDep",
+    api_key: Annotated[str | None, Security(_API_KEY)],
+) -> Caller:
+    if is_openai(request):
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            api_key = token.strip()
+    login = await _login(services, api_key, request.client.host if request.client else "")
+    logs.note(tenant=login.tenant)
+    request.state.tenant = login.tenant  # the error handlers note failures under it
+    scopes.check(request, login.scopes)
+    return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
+
+
+async def _login(services: Services, api_key: str | None, address: str) -> Identity:
+    try:
+        return await services.door.enter(api_key, address)
+    except (StoreFailed, ConnectionError):
+        await services.polls.pause(_AWAY_S)
+        raise
+
+
+async def whole(caller: "Caller", reading: Awaitable[T]) -> T:
+    """Return the body that ``reading``, a method of ``Incoming``, reads.
+
+    Raises what ``reading`` raises, and ``StoreUnavailable`` if the process stops before the body
+    has arrived.
+    """
+    body = await caller.polls.hold(reading, _LONGEST_BODY_S)
+    if body is None:
+        raise StoreUnavailable("the service is stopping; nothing was changed; send it again")
+    return body
+
+
+@asynccontextmanager
+async def incoming(request: Request, caller: "Caller") -> AsyncIterator[Incoming]:
+    """Yield the request's body; its share of the memory for bodies is released after the block."""
+    async with AsyncExitStack() as stack:
+        yield Incoming(request, caller.settings, caller.body_memory, caller.tenant, stack)
+
+
+async def _sent_json(request: Request, caller: "CallerDep") -> AsyncIterator[SentJson]:
+    """Yield the JSON body; its memory stays counted until the answer is sent."""
+    async with incoming(request, caller) as body:
+        yield await whole(caller, body.json())
+
+
+async def short(request: Request, caller: "Caller", body_type: type[B]) -> B:
+    """Return the JSON body of a route whose bodies are short: its memory is not counted.
+
+    Such a body never waits for memory. Raises ``BodyTruncated`` above ``FREE_BYTES``.
+    """
+    async with incoming(request, caller) as body:
+        sent = await whole(caller, body.json(FREE_BYTES))
+        return await sent.parsed(body_type)
+
+
+ServicesDep = Annotated[Services, Depends(_services)]
+CallerDep = Annotated[Caller, Depends(_caller)]
+SentJsonDep = Annotated[SentJson, Depends(_sent_json)]
+
+
+def reply(response: Response) -> JSONResponse:
+    """Return 200 with the body, without None: the client tests whether some keys are present."""
+    return JSONResponse(response.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,62 @@
+"""The length limits of texts from OpenAI clients, checked before the texts are tokenized."""
+
+from tuneserve_engine.core.adapter import BaseModelInfo
+from tuneserve_server.base_model_text import BaseText
+from tuneserve_server.errors import InvalidField
+from tuneserve_server.openai.types import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+)
+
+
+def checked_length(
+    request: GenerationRequest,
+    text: BaseText,
+    info: BaseModelInfo,
+    most_here: int,
+) -> int:
+    """Return the characters of the longest text of the request.
+
+    Raises ``InvalidField`` for more than the base model's context can hold, or more than
+    ``most_here``, the most that there is memory for.
+    """
+    context = info.context_length
+    if isinstance(request, CompletionRequest):
+        field, characters = "prompt", _of_prompts(request.prompt)
+    else:
+        assert isinstance(request, ChatCompletionRequest)
+        field, characters = "messages", sum(map(_of_message, request.messages))
+        if len(request.messages) > context:
+            raise InvalidField(
+                f"messages has {len(request.messages)} entries; {info.name} has a context of "
+                f"{context} tokens; leave the oldest out",
+                field,
+            )
+    most = text.most_characters(context)
+    if characters > most:
+        raise InvalidField(
+            f"{field} has {characters} characters; {info.name} has a context of {context} tokens, "
+            f"which hold {most} characters at the very most; shorten it",
+            field,
+        )
+    if characters > most_here:
+        raise InvalidField(
+            f"{field} has {characters} characters; this server makes tokens of at most {most_here} "
+            "at once (text_memory_bytes); shorten it, or send tokens",
+            field,
+        )
+    return characters
+
+
+def _of_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> int:
+    each = [prompt] if isinstance(prompt, str) else prompt
+    return max((len(one) for one in each if isinstance(one, str)), default=0)
+
+
+def _of_message(message: ChatMessage) -> int:
+    content = message.content or ""
+    parts = [content] if isinstance(content, str) else [part.text for part in content]
+    others = (message.name or "", message.reasoning_content or "")
+    return sum(map(len, (*parts, *others)))

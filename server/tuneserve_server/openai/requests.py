@@ -1,0 +1,283 @@
+"""The conversion of OpenAI's request bodies into the commands that samplers run.
+
+A field that would change the answer and is not supported is refused with ``InvalidField``, never
+ignored.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar, cast
+
+from tuneserve_client.wire.body import Request
+from tuneserve_engine.core.adapter import BaseModelInfo
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.jobs import MAX_SAMPLES, SampleCommand
+from tuneserve_server.base_model_text import BaseText
+from tuneserve_server.commands.common import checked_seed
+from tuneserve_server.commands.sampling import bounded, checked_prompt, checked_stops
+from tuneserve_server.errors import InvalidField, Malformed
+from tuneserve_server.http import body
+from tuneserve_server.openai.types import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    GenerationRequest,
+)
+
+G = TypeVar("G", bound=GenerationRequest)
+
+MAX_PROMPTS = 128
+MAX_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
+_DEFAULT_TOKENS = 16  # of a completion, as with OpenAI
+
+_HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "best_of": (1,),
+    "echo": (False,),  # of a chat; completions understand it
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+"""The fields that are not supported, with the values at which they ask for nothing.
+
+These are OpenAI's fields, and those that vLLM's clients send with their defaults.
+"""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """The logprobs of an answer: whether it has any, and the alternatives at each position."""
+
+    wanted: bool
+    top: int
+
+
+class Echo(Enum):
+    """The part of a completion that is the prompt."""
+
+    NONE = "none"
+    BEFORE = "before"  # the sampled text follows the prompt
+    ALONE = "alone"  # nothing follows: only the prompt's logprobs are asked for
+
+
+def parse(body_type: type[G], raw: bytes) -> G:
+    """Return the parsed body. Raises ``InvalidField`` for a field that cannot be carried out."""
+    try:
+        request = body.read_json(body_type, raw)
+    except Malformed as error:
+        raise named(body_type, str(error)) from None
+    _check_rest(request, "", best_of=request.n or 1)
+    if isinstance(request, ChatCompletionRequest):
+        for index, message in enumerate(request.messages):
+            _check_rest(message, f"messages[{index}].")
+    return request
+
+
+def named(body_type: type[Request], problem: str) -> InvalidField:
+    """Return the problem as an ``InvalidField`` that names the field it begins with."""
+    name = re.match(r"\w*", problem)
+    found = name is not None and name[0] in body_type.model_fields
+    return InvalidField(problem, name[0] if found and name else None)
+
+
+def _check_rest(part: Request, where: str, **neutral: Any) -> None:
+    """Refuse fields that are not supported, unless their values ask for nothing."""
+    for name, value in (part.model_extra or {}).items():
+        asks_nothing = value is None or value in _NEUTRAL.get(name, ())
+        if name in _HARMLESS or asks_nothing or (name in neutral and value == neutral[name]):
+            continue
+        if name in _NEUTRAL:
+            raise InvalidField(
+                f"{where}{name} is not supported by this server, and the answer would be another "
+                f"one with it; leave it out, or send {_NEUTRAL[name][0]!r}",
+                name,
+            )
+        raise InvalidField(
+            f"{where}{name[:64]} is not a field that this server knows, and the answer may be "
+            "another one with it; leave it out",
+            name[:64],
+        )
+
+
+def prompts(request: CompletionRequest, text: BaseText, info: BaseModelInfo) -> list[list[int]]:
+    """Return the tokens of each prompt. Blocks.
+
+    A prompt with too many tokens is refused before the next prompt is tokenized.
+    """
+    given = request.prompt
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    each = cast(list[str | list[int]], [given] if is_one else given)
+    if not 0 < len(each) <= MAX_PROMPTS:
+        raise InvalidField(
+            f"prompt has {len(each)} prompts; one request takes 1 to {MAX_PROMPTS}; send them in "
+            "several requests",
+            "prompt",
+        )
+    try:
+        return [
+            checked_prompt(text.encode(x) if isinstance(x, str) else x, info, room=_room(request))
+            for x in each
+        ]
+    except UserError as error:
+        raise named(CompletionRequest, str(error)) from None
+
+
+def conversation(
+    request: ChatCompletionRequest, text: BaseText, info: BaseModelInfo
+) -> list[list[int]]:
+    """Return the tokens of the conversation, as the only prompt. Blocks."""
+    messages = [_message(each) for each in request.messages]
+    most = text.most_characters(info.context_length)
+    return [text.chat(messages, request.chat_template_kwargs or {}, most)]
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """Return the message in the form that chat templates read."""
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    others = {"name": message.name, "reasoning_content": message.reasoning_content}
+    given = {name: value for name, value in others.items() if value is not None}
+    return {"role": role, "content": content or "", **given}
+
+
+def scoring(request: GenerationRequest) -> Scoring:
+    """Return which logprobs the answer has. Raises ``InvalidField``."""
+    if isinstance(request, CompletionRequest):
+        wanted = request.logprobs is not None and request.logprobs is not False
+        top = int(request.logprobs or 0)
+        return Scoring(wanted, _limited(request, "logprobs", top, MAX_LOGPROBS))
+    assert isinstance(request, ChatCompletionRequest)
+    top = request.top_logprobs or 0
+    if top and not request.logprobs:
+        raise InvalidField(
+            f"top_logprobs is {top} without logprobs; send logprobs: true too", "top_logprobs"
+        )
+    return Scoring(bool(request.logprobs), _limited(request, "top_logprobs", top, MAX_TOP_LOGPROBS))
+
+
+def echo(request: GenerationRequest) -> Echo:
+    """Return whether the answer begins with the prompt, and whether it ends with it."""
+    if not (isinstance(request, CompletionRequest) and request.echo):
+        return Echo.NONE
+    if request.stream:
+        raise InvalidField(
+            "echo is true in a stream, which has only what is sampled; leave out stream or echo",
+            "echo",
+        )
+    return Echo.ALONE if request.max_tokens == 0 else Echo.BEFORE
+
+
+def names_by_id(request: GenerationRequest) -> bool:
+    """Return whether the tokens of logprobs are named by their ids."""
+    return isinstance(request, CompletionRequest) and bool(request.return_tokens_as_token_ids)
+
+
+def _limited(request: Request, name: str, value: int, high: int) -> int:
+    try:
+        return bounded(name, value, 0, high)
+    except UserError as error:
+        raise named(type(request), str(error)) from None
+
+
+def samples(
+    request: GenerationRequest,
+    tokens: Sequence[list[int]],
+    file_id: str | None,
+    info: BaseModelInfo,
+) -> list[SampleCommand]:
+    """Return one command for each prompt, all with the request's seed if it has one."""
+    try:
+        return _samples(request, tokens, file_id, info)
+    except UserError as error:
+        raise named(type(request), str(error)) from None
+
+
+def _samples(
+    request: GenerationRequest,
+    tokens: Sequence[list[int]],
+    file_id: str | None,
+    info: BaseModelInfo,
+) -> list[SampleCommand]:
+    temperature = 1.0 if request.temperature is None else request.temperature
+    if temperature < 0:
+        raise UserError(f"temperature is {temperature}; it must be at least 0")
+    top_p = 1.0 if request.top_p is None else request.top_p
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1")
+    top_k = bounded("top_k", request.top_k or -1, -1)  # 0 is "all tokens" too, as for vLLM
+    # Here an empty list means no additional stops; in asample it means to never stop.
+    _, strings = checked_stops("stop", request.stop or None)
+    count = bounded("n", 1 if request.n is None else request.n, 1, MAX_SAMPLES)
+    most = _max_tokens(request)
+    scored = scoring(request)
+    echoed = scored.wanted and echo(request) is not Echo.NONE
+    return [
+        SampleCommand(
+            prompt=checked_prompt(prompt, info, room=_room(request)),
+            seed=checked_seed(request.seed),  # without one, each prompt has its own
+            file_id=file_id,
+            num_samples=count,
+            max_tokens=most,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop_strings=strings,
+            topk_sample_logprobs=scored.top,
+            prompt_logprobs=echoed,
+            topk_prompt_logprobs=scored.top if echoed else 0,
+        )
+        for prompt in tokens
+    ]
+
+
+def _room(request: GenerationRequest) -> int:
+    """Return the tokens of context that a prompt must leave free, or -1 if it is only scored."""
+    return -1 if echo(request) is Echo.ALONE and scoring(request).wanted else 1
+
+
+def _max_tokens(request: GenerationRequest) -> int | None:
+    """Return the most tokens to sample; None means up to the context."""
+    name, asked = "max_tokens", request.max_tokens
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        name, asked = "max_completion_tokens", request.max_completion_tokens
+    if echo(request) is Echo.ALONE:
+        return 0 if scoring(request).wanted else 1  # one is sampled, and left out of the answer
+    if asked is None:
+        return _DEFAULT_TOKENS if isinstance(request, CompletionRequest) else None
+    return bounded(name, asked, 1)

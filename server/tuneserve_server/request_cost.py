@@ -1,0 +1,62 @@
+"""The cost and the timings of a request, as response bodies and as headers of its result."""
+
+from tuneserve_client.wire import types
+from tuneserve_engine.core.usage import Totals, Usage
+
+
+def timings(usage: Usage) -> types.RequestTimings:
+    held_s = max(usage.total_s - usage.queued_s - usage.ran_s, 0.0)
+    return types.RequestTimings(
+        total_ms=_ms(usage.total_s),
+        held_ms=_ms(held_s),
+        queue_ms=_ms(usage.queued_s),
+        run_ms=_ms(usage.ran_s),
+        pack_ms=_ms(usage.packed_s),
+        device_ms=_ms(usage.device_s),
+        transfer_ms=_ms(usage.transfer_s),
+    )
+
+
+def cost(usage: Usage) -> types.RequestCost:
+    return types.RequestCost(
+        trained_tokens=usage.trained_tokens,
+        prompt_tokens=usage.prompt_tokens,
+        sampled_tokens=usage.sampled_tokens,
+        padded_tokens=usage.padded_tokens,
+        flops=usage.flops,
+        behind=usage.behind,
+        behind_own=usage.behind_own,
+        others=usage.others,
+    )
+
+
+def totals(of: Totals) -> types.UsageTotals:
+    return types.UsageTotals(
+        requests=of.requests,
+        device_ms=_ms(of.device_s),
+        trained_tokens=of.trained_tokens,
+        prompt_tokens=of.prompt_tokens,
+        sampled_tokens=of.sampled_tokens,
+        padded_tokens=of.padded_tokens,
+        flops=of.flops,
+    )
+
+
+def headers(usage: Usage | None) -> dict[str, str]:
+    """Return ``Server-Timing`` (W3C, shown by browsers) and the cost as ``name=number`` pairs."""
+    if usage is None:
+        return {}
+    told = timings(usage).model_dump()
+    spent = cost(usage).model_dump()
+    return {
+        "Server-Timing": ", ".join(f"{_name(name)};dur={ms}" for name, ms in told.items()),
+        "X-Tuneserve-Cost": ", ".join(f"{name}={number:.0f}" for name, number in spent.items()),
+    }
+
+
+def _name(field: str) -> str:
+    return field.removesuffix("_ms")
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

@@ -1,0 +1,289 @@
+"""The routes that list sessions, models and checkpoints, and manage checkpoints."""
+
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from tuneserve_client.wire import types
+from tuneserve_client.wire.body import MAX_INT64
+from tuneserve_engine.adapters import kinds
+from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.records import (
+    CheckpointKind,
+    CheckpointRecord,
+    ModelRecord,
+    ModelStatus,
+    SamplerRecord,
+    SessionRecord,
+    Update,
+)
+from tuneserve_server.commands import common as commands
+from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
+from tuneserve_server.errors import (
+    BadRequest,
+    CheckpointDamaged,
+    ExportNeeded,
+    TooManyRequests,
+    UnknownResource,
+)
+from tuneserve_server.http.openapi import fails, takes
+from tuneserve_server.routes.downloads import signed_url
+from tuneserve_server.transfer import peft_download
+
+router = APIRouter()
+
+_MOST_LISTED = 1000
+_TYPES: dict[CheckpointKind, Literal["training", "sampler", "external"]] = {
+    CheckpointKind.TRAINING: "training",
+    CheckpointKind.SAMPLER: "sampler",
+    CheckpointKind.EXTERNAL: "external",
+}
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+
+Limit = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=MAX_INT64)]
+
+
+def _time(unix_s: float) -> datetime:
+    return datetime.fromtimestamp(unix_s, UTC)
+
+
+def _checkpoint_body(checkpoint: CheckpointRecord) -> types.CheckpointResponse:
+    return types.CheckpointResponse(
+        checkpoint_id=f"{checkpoint.kind.value}/{checkpoint.name}",
+        checkpoint_type=_TYPES[checkpoint.kind],
+        time=_time(checkpoint.created_s),
+        tinker_path=checkpoint.key,
+        size_bytes=checkpoint.size_bytes,
+        public=checkpoint.public,
+        user_metadata=checkpoint.user_metadata,
+        expires_at=None if checkpoint.expires_s is None else _time(checkpoint.expires_s),
+    )
+
+
+def _live(checkpoints: list[CheckpointRecord]) -> list[CheckpointRecord]:
+    """Return the checkpoints that have not expired; the next sweep removes the others."""
+    now_s = time.time()
+    return [c for c in checkpoints if not c.has_expired(now_s)]
+
+
+def _known_to(request: Request, checkpoints: list[CheckpointRecord]) -> list[CheckpointRecord]:
+    """Return the checkpoints of types that the caller's SDK knows.
+
+    An SDK before 0.28 does not know external checkpoints, and refuses a list that holds one.
+    """
+    version = request.headers.get("X-Stainless-Package-Version", "")
+    found = re.fullmatch(r"0\.(\d{1,3})\.\d+", version)
+    if found is None or int(found[1]) >= 28:
+        return checkpoints
+    return [each for each in checkpoints if each.kind is not CheckpointKind.EXTERNAL]
+
+
+async def _run_body(caller: Caller, model: ModelRecord) -> types.TrainingRunResponse:
+    page = await caller.store.page(CheckpointRecord, tenant=caller.tenant, parent=model.key)
+    newest: dict[CheckpointKind, types.CheckpointResponse] = {}
+    for checkpoint in _live(page.items):
+        newest.setdefault(checkpoint.kind, _checkpoint_body(checkpoint))
+    return types.TrainingRunResponse(
+        training_run_id=model.key,
+        base_model=model.base_model,
+        model_owner=model.tenant,
+        corrupted=model.status in (ModelStatus.FAILED, ModelStatus.LOST) or model.diverged,
+        diverged=model.diverged,
+        lora_rank=model.config.rank,
+        adapter=model.config.kind,
+        status=model.status.value,
+        created=_time(model.created_s),
+        last_request_time=_time(model.last_request_s),
+        last_checkpoint=newest.get(CheckpointKind.TRAINING),
+        last_sampler_checkpoint=newest.get(CheckpointKind.SAMPLER),
+        user_metadata=model.user_metadata,
+    )
+
+
+@router.get("/training_runs", response_model=types.TrainingRunsResponse)
+async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
+    """List the caller's models, newest first."""
+    limit = min(limit, _MOST_LISTED)
+    page = await caller.store.page(ModelRecord, tenant=caller.tenant, limit=limit, offset=offset)
+    runs = [await _run_body(caller, model) for model in page.items]
+    cursor = types.Cursor(offset=offset, limit=limit, total_count=page.total)
+    return reply(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
+
+
+@router.get(
+    "/training_runs/{model_id}",
+    response_model=types.TrainingRunResponse,
+    responses=fails(UnknownResource),
+)
+async def get_training_run(model_id: str, caller: CallerDep) -> Response:
+    """Return one model."""
+    return reply(await _run_body(caller, await caller.owned(ModelRecord, model_id)))
+
+
+@router.get(
+    "/training_runs/{model_id}/checkpoints",
+    response_model=types.CheckpointsResponse,
+    responses=fails(UnknownResource),
+)
+async def list_model_checkpoints(request: Request, model_id: str, caller: CallerDep) -> Response:
+    """List a model's checkpoints, newest first; or the checkpoint of an import, without a model."""
+    page = await caller.store.page(CheckpointRecord, tenant=caller.tenant, parent=model_id)
+    if not page.items:
+        await caller.owned(ModelRecord, model_id)
+    checkpoints = [_checkpoint_body(c) for c in _known_to(request, _live(page.items))]
+    return reply(types.CheckpointsResponse(checkpoints=checkpoints))
+
+
+@router.get("/checkpoints", response_model=types.CheckpointsResponse)
+async def list_checkpoints(
+    request: Request, caller: CallerDep, limit: Limit = 100, offset: Offset = 0
+) -> Response:
+    """List the caller's checkpoints of all models, newest first."""
+    limit = min(limit, _MOST_LISTED)
+    page = await caller.store.page(
+        CheckpointRecord, tenant=caller.tenant, limit=limit, offset=offset
+    )
+    return reply(
+        types.CheckpointsResponse(
+            checkpoints=[_checkpoint_body(c) for c in _known_to(request, _live(page.items))],
+            cursor=types.Cursor(offset=offset, limit=limit, total_count=page.total),
+        )
+    )
+
+
+async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> CheckpointRecord:
+    return await caller.owned(CheckpointRecord, f"tinker://{model_id}/{kind}/{name}")
+
+
+@router.delete(_CHECKPOINT, responses=fails(UnknownResource))
+async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerDep) -> Response:
+    """Delete the checkpoint; its file is deleted once nothing uses it."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    await caller.store.delete(CheckpointRecord, checkpoint.key)
+    return JSONResponse({})
+
+
+@router.put(
+    f"{_CHECKPOINT}/ttl",
+    openapi_extra=takes(types.TtlRequest),
+    responses=fails(BadRequest, UnknownResource),
+)
+async def set_ttl(
+    model_id: str, kind: str, name: str, caller: CallerDep, sent: SentJsonDep
+) -> Response:
+    """Set or remove the expiry of a checkpoint."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    request = await sent.parsed(types.TtlRequest)
+    expires_s = commands.checked_ttl(request.ttl_seconds, time.time())
+    await caller.store.update(Update("checkpoint", checkpoint.key, {"expires_s": expires_s}))
+    return JSONResponse({})
+
+
+@router.post(f"{_CHECKPOINT}/publish", responses=fails(UnknownResource))
+@router.delete(f"{_CHECKPOINT}/publish", responses=fails(UnknownResource))
+async def publish(
+    request: Request, model_id: str, kind: str, name: str, caller: CallerDep
+) -> Response:
+    """Mark the checkpoint public or not. Other tenants gain no access to it on this server."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    public = request.method == "POST"
+    await caller.store.update(Update("checkpoint", checkpoint.key, {"public": public}))
+    return JSONResponse({})
+
+
+@router.get(
+    f"{_CHECKPOINT}/external_weights_urls",
+    response_model=types.ExternalWeightsUrlsResponse,
+    responses=fails(BadRequest, UnknownResource),
+)
+async def external_weights_urls(
+    request: Request, model_id: str, kind: str, name: str, caller: CallerDep
+) -> Response:
+    """Return signed links to the files; anyone with a link can download until it expires."""
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    if checkpoint.kind is not CheckpointKind.EXTERNAL:
+        raise UserError(
+            f"{checkpoint.key} is not an export; call save_weights_external and download that"
+        )
+    sign, expires_s = _links(request, caller, checkpoint)
+    urls = {member: sign(member) for member in caller.files.members(checkpoint.file_id)}
+    return reply(types.ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires_s)))
+
+
+@router.get(
+    f"{_CHECKPOINT}/archive",
+    response_model=types.ArchiveUrlResponse,
+    responses=fails(BadRequest, ExportNeeded, UnknownResource, TooManyRequests, CheckpointDamaged),
+)
+async def archive(
+    request: Request, model_id: str, kind: str, name: str, caller: CallerDep
+) -> Response:
+    """Return a signed link to the checkpoint as a tar archive in PEFT's layout.
+
+    Anyone with the link can download until it expires. The whole checkpoint is read and checked
+    before the answer.
+    """
+    checkpoint = await _addressed(caller, model_id, kind, name)
+    made_of = checkpoint.config.kind
+    if kinds.kind_of(checkpoint.config).needs_decomposition:
+        raise ExportNeeded(
+            f"{checkpoint.key} is of kind {made_of}: the LoRA of the same effect is made of the "
+            "base model's weights, which only a worker has; load it into a model and download what "
+            "save_weights_external gives, or download a sampler checkpoint of the model"
+        )
+    with caller.archives.counted(caller.tenant):
+        await caller.archives.opened(checkpoint.file_id, checkpoint.key)
+    sign, expires_s = _links(request, caller, checkpoint)
+    return reply(types.ArchiveUrlResponse(url=sign(peft_download.NAME), expires=_time(expires_s)))
+
+
+def _links(
+    request: Request, caller: Caller, checkpoint: CheckpointRecord
+) -> tuple[Callable[[str], str], int]:
+    """Return a function that signs a link to a member of the checkpoint's file, and the expiry."""
+    base_url = caller.settings.public_url or str(request.base_url)
+    expires_s = int(time.time()) + caller.settings.download_ttl_s
+    return lambda each: signed_url(caller, base_url, checkpoint.file_id, each, expires_s), expires_s
+
+
+@router.get("/sessions", response_model=types.SessionsResponse)
+async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
+    """List the caller's sessions, newest first."""
+    page = await caller.store.page(
+        SessionRecord, tenant=caller.tenant, limit=min(limit, _MOST_LISTED), offset=offset
+    )
+    return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
+
+
+@router.get(
+    "/sessions/{session_id}", response_model=types.SessionResponse, responses=fails(UnknownResource)
+)
+async def get_session(
+    session_id: str, caller: CallerDep, limit: Limit = _MOST_LISTED, offset: Offset = 0
+) -> Response:
+    """Return a session's models and sampling sessions, each newest first.
+
+    At most 1,000 of each, from ``offset`` on.
+    """
+    session = await caller.owned(SessionRecord, session_id)
+    window = {"limit": min(limit, _MOST_LISTED), "offset": offset}
+    models = await caller.store.page(
+        ModelRecord, tenant=caller.tenant, parent=session.key, **window
+    )
+    samplers = await caller.store.page(
+        SamplerRecord, tenant=caller.tenant, parent=session.key, **window
+    )
+    return reply(
+        types.SessionResponse(
+            training_run_ids=[model.key for model in models.items],
+            sampler_ids=[sampler.key for sampler in samplers.items],
+            user_metadata=session.user_metadata,
+            display_name=session.display_name,
+        )
+    )

@@ -1,0 +1,1 @@
+"""The upload and download of adapters as archives."""

@@ -1,0 +1,197 @@
+"""Checkpoints as tar archives in PEFT's layout, made piece by piece while they are sent.
+
+An export's files are sent as they are; other checkpoints are converted. Nothing is written to the
+disk, and no model is created.
+"""
+
+import asyncio
+import logging
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from tuneserve_engine.adapters import export_files, peft_export
+from tuneserve_engine.adapters.checkpoint_format import MEMBER
+from tuneserve_engine.adapters.tensor_file import Damaged
+from tuneserve_engine.core.errors import FileDamaged
+from tuneserve_engine.store.files import FileStore
+from tuneserve_server.errors import (
+    CheckpointDamaged,
+    StoreUnavailable,
+    TooManyRequests,
+    UnknownResource,
+)
+
+logger = logging.getLogger(__name__)
+
+NAME = "checkpoint.tar"
+COMPLETE = "checkpoint_complete"
+"""The name of an empty file, the last in the archive: an archive with it is complete."""
+CONTENT_TYPE = "application/x-tar"
+OF_TENANT = 4
+MOST = 64
+"""The most downloads at once (``OF_TENANT``: of one tenant); each has a piece or two in memory."""
+
+_THREADS = 2
+_PIECE_S = 60.0  # for a piece of 1 MiB: slower clients would keep others out
+_RETRY_S = 5
+_GONE = "the file is gone: its checkpoint was deleted or has expired"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _ArchiveFile:
+    """One file of an archive; ``pieces`` can be read once."""
+
+    name: str
+    size: int
+    pieces: Iterator[bytes]
+
+
+@dataclass(frozen=True)
+class Archive:
+    """An archive as it is sent to a client; ``pieces`` can be read once."""
+
+    size: int
+    pieces: Iterator[bytes]
+
+
+class Archives:
+    """The archives that this process sends."""
+
+    def __init__(self, files: FileStore) -> None:
+        self._files = files
+        self._of_tenant: Counter[str] = Counter()
+        # A pool of its own: other work in threads takes milliseconds, and must not wait for
+        # gigabytes.
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="archives")
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """End every read at its next piece. Requests that still run end in errors."""
+        self._stopping.set()
+        self._threads.shutdown(wait=False)
+
+    @contextmanager
+    def counted(self, tenant: str) -> Iterator[None]:
+        """Count a download during the block. Raises ``TooManyRequests`` if there are too many."""
+        own, all_of_them = self._of_tenant[tenant], self._of_tenant.total()
+        if own >= OF_TENANT or all_of_them >= MOST:
+            limit = f"{own} of yours, of {OF_TENANT}, and {all_of_them} in all, of {MOST}"
+            raise TooManyRequests(
+                f"too many checkpoints are being downloaded: {limit}; ask again when one has ended",
+                _RETRY_S,
+            )
+        self._of_tenant[tenant] += 1
+        try:
+            yield
+        finally:
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
+
+    async def opened(self, file_id: str, name: str) -> Archive:
+        """Return the archive of the checkpoint ``name``, after checking all of its bytes.
+
+        Raises ``UnknownResource`` and ``CheckpointDamaged``.
+        """
+        return await self._in_thread(lambda: self._opened(file_id, name))
+
+    async def sent(self, archive: Archive) -> AsyncIterator[bytes]:
+        """Yield the archive's pieces; each is made when the one before is on its way."""
+        while (piece := await self._in_thread(lambda: next(archive.pieces, None))) is not None:
+            yield piece
+
+    def _opened(self, file_id: str, name: str) -> Archive:
+        folder = self._files.path(file_id)
+        members = self._files.members(file_id)
+        try:
+            if MEMBER in members:
+                found = peft_export.converted(folder, name, self._check_running)
+                files = _converted_files(found)
+            else:
+                for member in reversed(members):  # weights first: they hold the config's checksum
+                    self._check_running()
+                    export_files.check_member(folder, member)
+                files = [_stored_file(folder / member) for member in members]
+        except FileNotFoundError:
+            raise UnknownResource(_GONE) from None
+        except FileDamaged as error:
+            raise CheckpointDamaged(str(error)) from error
+        except Damaged as error:
+            raise CheckpointDamaged(
+                f"the checkpoint {name} is damaged, in its file {folder.name}/{member}: {error}; "
+                "export the model or its checkpoint again, or ask the operator to restore that "
+                "file from a backup"
+            ) from error
+        if not files:
+            raise UnknownResource(_GONE)
+        return _archive([*files, _ArchiveFile(COMPLETE, 0, iter(()))])
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        self._check_running()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _check_running(self) -> None:
+        if self._stopping.is_set():
+            raise StoreUnavailable("the service is stopping; ask again")
+
+
+class ArchiveResponse(StreamingResponse):
+    """A response that ends if its client takes longer than a minute for a piece."""
+
+    media_type = CONTENT_TYPE
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def in_time(message: Message) -> None:
+            async with asyncio.timeout(_PIECE_S):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, in_time)
+        except TimeoutError:
+            logger.info("a download was cut: its client took %d s for a piece", _PIECE_S)
+
+
+def _archive(files: list[_ArchiveFile]) -> Archive:
+    """Return a tar archive of the files, in their order."""
+    blocks = 2 + sum(1 + -(-each.size // tarfile.BLOCKSIZE) for each in files)
+
+    def pieces() -> Iterator[bytes]:
+        for each in files:
+            info = tarfile.TarInfo(each.name)
+            info.size = each.size
+            yield info.tobuf(tarfile.GNU_FORMAT)  # takes any size
+            yield from each.pieces
+            if padding := -each.size % tarfile.BLOCKSIZE:
+                yield bytes(padding)
+        yield bytes(2 * tarfile.BLOCKSIZE)
+
+    return Archive(blocks * tarfile.BLOCKSIZE, pieces())
+
+
+def _converted_files(found: peft_export.Converted) -> list[_ArchiveFile]:
+    return [
+        _ArchiveFile(export_files.CONFIG, len(found.config), iter([found.config])),
+        _ArchiveFile(export_files.WEIGHTS, found.weights_size, found.weights()),
+    ]
+
+
+def _stored_file(path: Path) -> _ArchiveFile:
+    return _ArchiveFile(path.name, path.stat().st_size, _content(path))
+
+
+def _content(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(peft_export.PIECE_BYTES):
+            yield piece

@@ -1,0 +1,572 @@
+"""Adapters in three memories have the bits that they have in one, within the limits of each."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.support.adapters import SMALL, bits, commit, live, on_device, random_state, settled
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
+from tuneserve_engine.backend.jax.adapters import cache as paging
+from tuneserve_engine.backend.jax.adapters.arrays import (
+    LoraWeights,
+    TrainingAdapter,
+    adapter_bytes,
+    arrays_of,
+    saved_state,
+)
+from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
+from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
+from tuneserve_engine.backend.jax.training.adamw import start_step
+from tuneserve_engine.backend.jax.training.adapter_slots import new_bank, place
+from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
+from tuneserve_engine.core.errors import ServerError, UserError
+
+RANK_CLASSES = (4, 8)
+ONE = adapter_bytes(SMALL, 8)
+"""On the device, in the larger rank class."""
+PARAMS = AdamwParams(learning_rate=0.1, weight_decay=0.1)
+
+
+def rank_class(rank: int) -> int:
+    return next(x for x in RANK_CLASSES if rank <= x)
+
+
+def settle(pager: AdapterCache) -> None:
+    """Waits until the background has nothing more to do."""
+    pager._background.submit(lambda: None).result()
+
+
+def on_the_device(pager: AdapterCache) -> list[str]:
+    return [name for name, entry in pager._entries.items() if entry.device is not None]
+
+
+def in_files(directory: Path) -> int:
+    return len(list(directory.iterdir()))
+
+
+def same(a: AdapterState, b: AdapterState) -> bool:
+    mine, other = tensors_of(a), tensors_of(b)
+    return (
+        (a.config, a.step, mine.keys()) == (b.config, b.step, other.keys())
+        and all(mine[name].tobytes() == other[name].tobytes() for name in mine)
+    )  # fmt: skip
+
+
+def put(pager: AdapterCache, *names: str, seed: int = 0, step: int = 5) -> None:
+    for index, name in enumerate(names):
+        pager.put(name, random_state(seed + index, rank=8, step=step), 8)
+
+
+@pytest.fixture
+def pager_of(tmp_path: Path) -> Callable[..., AdapterCache]:
+    """``pager_of(2)``: room for two adapters on the device, none in the host's memory."""
+
+    def make(device: float, host_bytes: int = 0) -> AdapterCache:
+        return AdapterCache(tmp_path, SMALL, device_bytes=int(device * ONE), host_bytes=host_bytes)
+
+    return make
+
+
+# --- bits ----------------------------------------------------------------------------------------
+
+
+class Model:
+    """Adapters that never leave the device."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, TrainingAdapter] = {}
+
+    def state(self, name: str) -> AdapterState:
+        return saved_state(self.adapters[name], optimizer=True, accumulator=True)
+
+
+def train(adapter: TrainingAdapter, seed: int) -> None:
+    """A gradient, a step or both, through the real programs."""
+    config, random = adapter.config, np.random.default_rng(seed)
+    if seed % 3:
+        weights = saved_state(adapter, optimizer=False, accumulator=False).weights
+        gradient = {
+            name: random.standard_normal(x.shape, np.float32) for name, x in weights.items()
+        }
+        padded = on_device(AdapterState(config, gradient), adapter.rank_class).weights
+        trained = np.bool_(UNEMBED in config.targets)
+        bank = new_bank(SMALL, adapter.rank_class, 2)
+        bank = place(bank, np.int32(1), padded, np.float32(1), trained)
+        scratch = LoraWeights(bank.a, bank.b)
+        adapter.accumulator, _ = commit(adapter.accumulator, scratch, 1, trained=bool(trained))
+        adapter.accumulated = True
+    if seed % 2:
+        start_step(adapter, PARAMS)
+
+
+def check_limits(pager: AdapterCache, directory: Path, asked: Sequence[str]) -> None:
+    with pager._turn(), pager._state:
+        entries = dict(pager._entries)
+        device = {name: x.device_bytes for name, x in entries.items() if x.device is not None}
+        host = sum(x.host_bytes for x in entries.values() if x.host is not None)
+        files = sum(x.file is not None for x in entries.values())
+        for entry in entries.values():
+            assert sum(x is not None for x in (entry.device, entry.host, entry.file)) == 1
+        assert sum(device.values()) <= pager._device_limit or device.keys() <= set(asked)
+        assert host <= pager._host_limit
+        assert in_files(directory) == files
+
+
+@pytest.mark.parametrize(
+    ("device", "host_bytes", "seed"), [(2.5, 0, 1), (1, 10_000, 2), (1, 10_000, 3), (1, 10**9, 4)]
+)
+def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
+    pager_of: Callable[..., AdapterCache],
+    tmp_path: Path,
+    device: float,
+    host_bytes: int,
+    seed: int,
+):
+    random, pager, model = np.random.default_rng(seed), pager_of(device, host_bytes), Model()
+    names = [f"adapter {number}" for number in range(8)]
+    asked: list[str] = []
+    calls = ["put"] * 8 + random.choice(
+        ["put", "drop", "state", "ahead", "get"], 40, p=[0.1, 0.05, 0.1, 0.25, 0.5]
+    ).tolist()
+    for number, call in enumerate(calls):
+        known = list(model.adapters)
+        some = random.choice(known, min(len(known), int(random.integers(1, 4)))).tolist()
+        if call == "put" or not known:
+            name, rank = names[number % len(names)], int(random.integers(1, 9))
+            stepped, accumulated = int(random.integers(2)), bool(random.integers(2))
+            state = random_state(number, rank, step=stepped, accumulated=accumulated)
+            pager.put(name, state, rank_class(rank))
+            model.adapters[name] = on_device(state, rank_class(rank))
+        elif call == "get":
+            asked = some
+            for name, adapter in zip(some, pager.get(some), strict=True):
+                assert same(
+                    saved_state(adapter, optimizer=True, accumulator=True), model.state(name)
+                )
+                gradient = int(random.integers(6))
+                train(adapter, gradient)
+                train(model.adapters[name], gradient)
+        elif call == "ahead":
+            pager.look_ahead([*some, "nobody"])
+        elif call == "state":
+            assert same(
+                pager.state(some[0], optimizer=True, accumulator=True), model.state(some[0])
+            )
+        elif call == "drop":
+            pager.drop(some[0])
+            del model.adapters[some[0]]
+        assert set(pager.ids) == model.adapters.keys()
+        check_limits(pager, tmp_path, asked)
+    for name in model.adapters:
+        assert same(pager.state(name, optimizer=True, accumulator=True), model.state(name))
+        assert bits(pager.get([name])[0]) == bits(model.adapters[name])
+    assert pager.paged_in > 5 and pager.paged_out > 5
+
+
+def test_calls_and_look_aheads_at_once_lose_no_step(pager_of: Callable[..., AdapterCache]):
+    pager, done = pager_of(3, 15_000), threading.Event()
+    names = [f"adapter {number}" for number in range(9)]
+    put(pager, *names)
+
+    def look_ahead(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        while not done.is_set():
+            pager.look_ahead(random.choice(names, 4).tolist())
+            time.sleep(0.001)
+
+    threads = [threading.Thread(target=look_ahead, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        random = np.random.default_rng(0)
+        steps = dict.fromkeys(names, 5)
+        for _ in range(40):
+            some = random.choice(names, 2, replace=False).tolist()
+            for name, adapter in zip(some, pager.get(some), strict=True):
+                assert adapter.step == steps[name]
+                start_step(adapter, PARAMS)
+                steps[name] += 1
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    for index, name in enumerate(names):
+        alone = on_device(random_state(index, rank=8))
+        for _ in range(steps[name] - 5):
+            start_step(alone, PARAMS)
+        want = saved_state(alone, optimizer=True, accumulator=True)
+        assert same(pager.state(name, optimizer=True, accumulator=True), want)
+
+
+@pytest.mark.parametrize("place", ["device", "host", "file"])
+@pytest.mark.parametrize("optimizer", [False, True])
+@pytest.mark.parametrize("accumulator", [False, True])
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_state_is_a_copy_and_the_same_wherever_the_adapter_is(
+    pager_of: Callable[..., AdapterCache],
+    place: str,
+    optimizer: bool,
+    accumulator: bool,
+    step: int,
+):
+    pager = pager_of(1, 0 if place == "file" else 10**9)
+    given = random_state(1, step=step)
+    pager.put("mine", given, 8)
+    for tensor in tensors_of(given).values():
+        tensor += 1  # no longer the pager's business
+    if place == "device":
+        pager.get(["mine"])
+    before = on_device(random_state(1, step=step))
+    want = saved_state(before, optimizer=optimizer, accumulator=accumulator)
+    for _ in range(2):
+        state = pager.state("mine", optimizer=optimizer, accumulator=accumulator)
+        assert same(state, want)
+        for tensor in tensors_of(state).values():
+            tensor += 1
+    assert bits(pager.get(["mine"])[0]) == bits(before)
+
+
+def test_loading_an_adapter_again_replaces_it_wherever_it_was(
+    pager_of: Callable[..., AdapterCache], tmp_path: Path
+):
+    pager = pager_of(1)
+    for asked in ([], ["mine"]):
+        put(pager, "mine", "other")
+        for name in asked:
+            pager.get([name])
+        pager.put("mine", random_state(9), 8)
+        assert in_files(tmp_path) == 2
+        assert bits(pager.get(["mine"])[0]) == bits(on_device(random_state(9)))
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_leaves_first(pager_of: Callable[..., AdapterCache]):
+    pager = pager_of(2)
+    put(pager, "a", "b", "c", "d")
+    for name in ("a", "b", "a", "c"):
+        pager.get([name])
+    assert on_the_device(pager) == ["a", "c"]
+    assert (pager.paged_in, pager.paged_out) == (3, 1)
+
+
+def test_what_was_asked_for_stays_until_the_next_call_even_beyond_the_limit(
+    pager_of: Callable[..., AdapterCache],
+):
+    pager = pager_of(2)
+    put(pager, "a", "b", "c", "d")
+    adapters = pager.get(["a", "b", "c", "a"])
+    assert adapters[0] is adapters[3]
+    pager.look_ahead(["d"])
+    settle(pager)
+    assert on_the_device(pager) == ["b", "c", "a"]
+    pager.get(["a"])
+    assert on_the_device(pager) == ["c", "a"]
+
+
+def test_an_adapter_that_left_the_device_cannot_be_trained_by_mistake(
+    pager_of: Callable[..., AdapterCache],
+):
+    pager = pager_of(1)
+    put(pager, "a", "b")
+    (stale,) = pager.get(["a"])
+    pager.get(["b"])
+    assert all(array.is_deleted() for array in arrays_of(stale))
+    with pytest.raises(RuntimeError, match="deleted"):
+        start_step(stale, PARAMS)
+
+
+def test_going_in_and_out_leaves_nothing_on_the_device(pager_of: Callable[..., AdapterCache]):
+    pager = pager_of(2, 8_000)
+    put(pager, "a", "b", "c", "d")
+    pager.get(["a", "b"])
+    before = settled()
+    for number in range(20):
+        pager.get([["a", "b", "c", "d"][number % 4]])
+        assert live() == before
+
+
+def test_a_fresh_adapter_is_stored_without_its_zeros(
+    pager_of: Callable[..., AdapterCache], tmp_path: Path
+):
+    pager = pager_of(1)
+    state = random_state(2, rank=8, step=0, accumulated=False)
+    pager.put("fresh", state, 8)
+    pager.get(["fresh"])
+    put(pager, "other")
+    pager.get(["other"])
+    (file,) = tmp_path.iterdir()
+    weights = sum(tensor.nbytes for tensor in state.weights.values())
+    assert weights < file.stat().st_size < weights + 3000
+
+
+@pytest.mark.parametrize("what", ["dropped", "replaced"])
+def test_what_is_no_more_leaves_the_device_at_once(
+    pager_of: Callable[..., AdapterCache], what: str
+):
+    """Though somebody still has it: the trainer, to know whose weights it copied."""
+    pager = pager_of(2)
+    put(pager, "a", "b")
+    (adapter,) = pager.get(["a"])
+    if what == "dropped":
+        pager.drop("a")
+    else:
+        pager.put("a", random_state(9), 8)
+    assert all(array.is_deleted() for array in arrays_of(adapter))
+
+
+# --- looking ahead -------------------------------------------------------------------------------
+
+
+def test_looking_ahead_brings_the_next_adapters_so_that_nobody_waits(
+    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+):
+    pager = pager_of(3)
+    put(pager, "a", "b", "c", "d", "e")
+    pager.get(["a"])
+    pager.look_ahead(["d", "e"])
+    settle(pager)
+    assert on_the_device(pager) == ["a", "e", "d"]
+    monkeypatch.setattr(paging, "restored_adapter", None)  # nothing is brought in any more
+    waited_s = pager.waited_s
+    assert [x.config.seed for x in pager.get(["e", "d"])] == [4, 3]
+    assert pager.waited_s - waited_s < 0.1
+
+
+def test_looking_ahead_spares_what_is_in_use_and_what_is_more_urgent(
+    pager_of: Callable[..., AdapterCache],
+):
+    pager = pager_of(3)
+    put(pager, "a", "b", "c", "d", "e")
+    pager.get(["b", "c"])
+    pager.get(["a"])
+    pager.look_ahead(["d", "c", "e", "b"])
+    settle(pager)
+    assert set(on_the_device(pager)) == {"a", "c", "d"}
+    assert pager.paged_out == 1
+
+
+def test_looking_ahead_pages_nothing_out_in_vain(pager_of: Callable[..., AdapterCache]):
+    pager = pager_of(1.5)
+    pager.put("small", random_state(1, rank=4), 4)
+    put(pager, "large", "other")
+    pager.get(["small"])
+    pager.get(["large"])
+    pager.look_ahead(["other"])
+    settle(pager)
+    assert on_the_device(pager) == ["small", "large"]
+
+
+def test_a_new_list_replaces_what_is_left_of_the_old_one(
+    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+):
+    pager, gate = pager_of(5), Gate(paging.restored_adapter)
+    monkeypatch.setattr(paging, "restored_adapter", gate)
+    put(pager, "a", "b", "c", "d")
+    pager.look_ahead(["a", "b", "c"])
+    gate.reached.wait()
+    pager.look_ahead(["d"])
+    gate.open.set()
+    settle(pager)
+    assert on_the_device(pager) == ["a", "d"]
+
+
+class Gate:
+    """Holds the first call until it is opened."""
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call, self.reached, self.open = call, threading.Event(), threading.Event()
+
+    def __call__(self, *args: object) -> object:
+        self.reached.set()
+        assert self.open.wait(30)
+        return self._call(*args)
+
+
+@pytest.fixture
+def moving(
+    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[AdapterCache, Gate]]:
+    """A pager with ``a`` on the device whose background is about to bring in ``b``."""
+    pager, gate = pager_of(2), Gate(paging.restored_adapter)
+    put(pager, "a", "b", "c")
+    pager.get(["a"])
+    monkeypatch.setattr(paging, "restored_adapter", gate)
+    pager.look_ahead(["b", "c"])
+    gate.reached.wait()
+    yield pager, gate
+    gate.open.set()
+    settle(pager)
+
+
+def test_what_is_on_the_device_is_had_while_something_moves(moving: tuple[AdapterCache, Gate]):
+    pager, _ = moving
+    assert pager.get(["a"])[0].config.seed == 0
+    pager.look_ahead(["c"])
+    assert set(pager.ids) == {"a", "b", "c"}
+
+
+def test_who_needs_what_is_on_its_way_gets_it_when_it_is_there(moving: tuple[AdapterCache, Gate]):
+    pager, gate = moving
+    threading.Timer(0.2, gate.open.set).start()
+    started_s = time.monotonic()
+    assert pager.get(["b"])[0].config.seed == 1
+    assert time.monotonic() - started_s >= 0.15
+    assert pager.waited_s >= 0.15
+    assert pager.paged_in == 2
+
+
+def test_an_adapter_that_is_dropped_on_its_way_is_gone(moving: tuple[AdapterCache, Gate]):
+    pager, gate = moving
+    threading.Timer(0.1, gate.open.set).start()
+    pager.drop("b")
+    settle(pager)
+    assert set(pager.ids) == {"a", "c"}
+    with pytest.raises(ServerError, match="'b' is not on this device"):
+        pager.get(["b"])
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_an_unknown_adapter_is_named(pager_of: Callable[..., AdapterCache]):
+    pager = pager_of(1)
+    put(pager, "a")
+    for call in (
+        lambda: pager.get(["a", "b"]),
+        lambda: pager.drop("b"),
+        lambda: pager.state("b", optimizer=True, accumulator=True),
+    ):
+        with pytest.raises(ServerError, match=r"'b' is not on this device \(1 are\)"):
+            call()
+
+
+def test_a_state_of_another_base_model_is_refused_at_once(pager_of: Callable[..., AdapterCache]):
+    pager = pager_of(1)
+    state = random_state(1)
+    state.weights["q_proj.A"] = np.zeros((1, 2, 3), np.float32)
+    with pytest.raises(UserError, match=r"weights\[q_proj.A\]"):
+        pager.put("a", state, 8)
+    assert pager.ids == ()
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_file_that_cannot_be_read_needs_another_process(
+    pager_of: Callable[..., AdapterCache], tmp_path: Path, damage: str
+):
+    pager = pager_of(2)
+    put(pager, "a")
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "short":
+        file.write_bytes(content[:-5])
+    pager.look_ahead(["a"])
+    settle(pager)
+    with pytest.raises(DeviceFailed, match=f"could not be read from {file}"):
+        pager.get(["a"])
+    file.write_bytes(content)
+    put(pager, "b", seed=1)
+    pager.look_ahead(["b"])  # the background has survived
+    settle(pager)
+    assert on_the_device(pager) == ["b"]
+    assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_keeps_nobody_from_training(
+    pager_of: Callable[..., AdapterCache],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """What cannot be written takes more of the host's memory than it should, until it can be."""
+    pager, model = pager_of(1), Model()
+    put(pager, "a", "b", "c")
+    model.adapters = {name: on_device(random_state(i, rank=8)) for i, name in enumerate("abc")}
+    monkeypatch.setattr("tuneserve_engine.backend.jax.adapters.spill_files.save_file", full)
+    for name in "abcabc":
+        (adapter,) = pager.get([name])
+        start_step(adapter, PARAMS)
+        start_step(model.adapters[name], PARAMS)
+    assert [record.message for record in caplog.records] == [
+        f"an adapter of {pager._entries['a'].host_bytes} bytes could not be written to {tmp_path}: "
+        "[Errno 28] No space left on device; make room there, or give adapters more of the host's "
+        "memory; until then they take more of it than they should"
+    ]
+    assert in_files(tmp_path) == 0
+    monkeypatch.undo()
+    pager.get(["b"])
+    check_limits(pager, tmp_path, ["b"])
+    assert in_files(tmp_path) == 2
+    for name in "abc":
+        assert bits(pager.get([name])[0]) == bits(model.adapters[name])
+
+
+def test_a_disk_without_room_refuses_new_adapters_only(
+    pager_of: Callable[..., AdapterCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pager = pager_of(1)
+    put(pager, "a", "b")
+    files = in_files(tmp_path)
+    monkeypatch.setattr("tuneserve_engine.backend.jax.adapters.spill_files.save_file", full)
+    with pytest.raises(OutOfMemory, match=r"could not be written to .*No space left"):
+        put(pager, "c", seed=2)
+    assert set(pager.ids) == {"a", "b"} and in_files(tmp_path) == files
+    put(pager, "b", seed=3)
+    for seed, name in ((0, "a"), (3, "b")):
+        assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
+
+
+def test_a_disk_without_room_to_spare_is_not_filled_with_pages(tmp_path: Path):
+    pager = AdapterCache(tmp_path, SMALL, device_bytes=ONE, host_bytes=0, min_free_bytes=2**60)
+    with pytest.raises(OutOfMemory, match=r"could not be written to .*\(min_free_bytes\)"):
+        put(pager, "a", "b")
+    assert in_files(tmp_path) == 0
+
+
+def test_a_file_that_cannot_be_deleted_keeps_nobody_from_training(
+    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+):
+    pager = pager_of(1)
+    put(pager, "a", "b")
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tuneserve_engine.backend.jax.adapters.spill_files.save_file", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    for seed, name in ((0, "a"), (1, "b")):
+        assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
+    pager.drop("a")
+
+
+def test_a_device_without_room_is_told_to_who_needs_it_and_may_have_room_later(
+    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+):
+    pager = pager_of(1, 10**9)
+    put(pager, "a", "b")
+
+    def full(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(paging, "restored_adapter", full)
+    pager.look_ahead(["a"])
+    settle(pager)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        pager.get(["a"])
+    monkeypatch.undo()
+    pager.look_ahead(["a"])
+    settle(pager)
+    assert on_the_device(pager) == ["a"]
+    assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))

@@ -1,0 +1,240 @@
+"""What the device has room for at once: adapters that step, micro-batches under way; and what is
+left when there was none."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.engine.conftest import LATTICE
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
+from tuneserve_engine.backend.jax.adapters.arrays import TrainingAdapter, adapter_bytes
+from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+
+CONFIG = AdapterConfig(rank=8, alpha=32, seed=1)
+STEP = AdamwParams(learning_rate=0.01)
+
+
+def exhausted(*_: Any, **__: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.")
+
+
+def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
+    return backend.adapter_state(adapter_id, optimizer=True, accumulator=True)
+
+
+def assert_same(a: AdapterState, b: AdapterState) -> None:
+    assert (a.config, a.step) == (b.config, b.step)
+    for part in ("weights", "first_moment", "second_moment", "accumulator"):
+        mine, other = getattr(a, part), getattr(b, part)
+        assert mine.keys() == other.keys()
+        assert all(mine[name].tobytes() == other[name].tobytes() for name in mine)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow(base_model: Path, backend: JaxBackend) -> JaxBackend:
+    """Has room for two adapters of rank 8 on its device."""
+    room = AdapterRoom(device_bytes=2 * adapter_bytes(backend._shapes, 8))
+    return JaxBackend(str(base_model), name="tiny", tokenizer_id="t", lattice=LATTICE, room=room)
+
+
+def with_gradient(backend: JaxBackend, name: str, seed: int) -> None:
+    """A new adapter that has a gradient."""
+    backend.create_adapter(name, CONFIG)
+    state = backend.adapter_state(name, optimizer=False)
+    random = np.random.default_rng(seed)
+    gradient = {
+        name: random.standard_normal(x.shape, np.float32) for name, x in state.weights.items()
+    }
+    backend.load_adapter(name, replace(state, accumulator=gradient))
+
+
+def test_no_more_adapters_step_at_once_than_the_device_has_room_for(
+    narrow: JaxBackend, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"stepping {number}" for number in range(5)]
+    for each in (narrow, backend):
+        for seed, name in enumerate(names):
+            with_gradient(each, name, seed)
+    get, asked, most = narrow._pager.get, [], 0
+
+    def noting(adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
+        nonlocal most
+        adapters = get(adapter_ids)
+        asked.append(list(adapter_ids))
+        most = max(most, narrow._pager.on_device)
+        return adapters
+
+    monkeypatch.setattr(narrow._pager, "get", noting)
+    got = narrow.optim_steps([(name, STEP) for name in names])
+    assert asked == [names[:2], names[2:4], names[4:]]
+    assert most == 2
+    assert got == backend.optim_steps([(name, STEP) for name in names])
+    for name in names:
+        assert_same(state_of(narrow, name), state_of(backend, name))
+
+
+def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
+    narrow: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"waiting {number}" for number in range(4)]
+    for seed, name in enumerate(names):
+        with_gradient(narrow, name, seed)
+    get, asked = narrow._pager.get, []
+
+    def cramped(adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
+        asked.append(list(adapter_ids))
+        adapters: list[TrainingAdapter] = (
+            exhausted() if names[2] in adapter_ids else get(adapter_ids)
+        )
+        return adapters
+
+    monkeypatch.setattr(narrow._pager, "get", cramped)
+    results = narrow.optim_steps([(name, STEP) for name in names])
+    monkeypatch.undo()
+    assert asked == [names[:2], names[2:], [names[2]], [names[3]]]
+    assert isinstance(results[2], OutOfMemory)
+    assert [isinstance(result, Exception) for result in results] == [False, False, True, False]
+    assert [state_of(narrow, name).step for name in names] == [1, 1, 0, 1]
+    (taken,) = narrow.optim_steps([(names[2], STEP)])
+    assert not isinstance(taken, Exception)
+    assert state_of(narrow, names[2]).step == 1
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
+    backend: JaxBackend,
+    batch_of: Any,
+    unit_of: Any,
+    datum: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers that a program is to give back are there before it has run."""
+    for name in ("unlucky", "undisturbed"):
+        backend.create_adapter(name, CONFIG)
+    batch = batch_of((0, datum(1, 11)))
+    train = backend._trainer._train
+
+    def fail_later(*args: Any) -> Any:
+        trained = train(*args)
+        for array in jax.tree.leaves((trained.space, trained.scratch)):
+            array.delete()
+        monkeypatch.setattr(jax, "device_get", exhausted)
+        return trained
+
+    before = state_of(backend, "unlucky")
+    monkeypatch.setattr(backend._trainer, "_train", fail_later)
+    with pytest.raises(OutOfMemory):
+        backend.forward_backward(unit_of(["unlucky"], [batch]))
+    monkeypatch.undo()
+    assert_same(state_of(backend, "unlucky"), before)
+    for name in ("unlucky", "undisturbed"):
+        backend.forward_backward(unit_of([name], [batch]))
+    assert state_of(backend, "unlucky").accumulator
+    assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
+
+
+@pytest.mark.parametrize(("program", "forward_only"), [("_train", False), ("_score", True)])
+def test_one_micro_batch_runs_at_a_time_and_in_between_the_device_is_free(
+    backend: JaxBackend,
+    batch_of: Any,
+    unit_of: Any,
+    datum: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    forward_only: bool,
+) -> None:
+    backend.create_adapter("many", CONFIG)
+    batches = [batch_of((0, datum(seed, 5 + seed))) for seed in range(5)]
+    under_way: list[Any] = []
+    most = 0
+    run: Callable[..., Any] = getattr(backend._trainer, program)
+    fetch = jax.device_get
+
+    def noting(*args: Any) -> Any:
+        nonlocal most
+        result = run(*args)
+        under_way.append(result if forward_only else result.out)
+        most = max(most, len(under_way))
+        return result
+
+    def fetched(tree: Any) -> Any:
+        under_way[:] = [each for each in under_way if each is not tree]
+        return fetch(tree)
+
+    monkeypatch.setattr(backend._trainer, program, noting)
+    monkeypatch.setattr(jax, "device_get", fetched)
+    unit = unit_of(["many"], batches, forward_only=forward_only)
+    between: list[int] = []
+    together = backend.forward_backward(unit, lambda: between.append(len(under_way))).outputs
+    assert (most, under_way, between) == (1, [], [0, 0, 0, 0])
+    monkeypatch.undo()
+    for batch, output in zip(batches, together, strict=True):
+        alone = backend.forward_backward(unit_of(["many"], [batch], forward_only=True)).outputs[0]
+        used = batch.datum >= 0
+        np.testing.assert_allclose(output.loss[used], alone.loss[used], rtol=1e-5)
+
+
+def test_tokens_are_counted_without_and_with_padding(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+) -> None:
+    """Blocks have 8 tokens, chunks 16."""
+    backend.create_adapter("counted", CONFIG)
+    batches = [
+        batch_of((0, datum(1, 11)), (1, datum(2, 3), datum(3, 9))),
+        batch_of((1, datum(4, 5))),
+    ]
+    names = ("tokens_trained_total", "tokens_computed_total")
+    before = [backend.figures[name] for name in names]
+    backend.forward_backward(unit_of(["counted"] * 2, batches))
+    assert [backend.figures[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]
+
+
+def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+) -> None:
+    """Of tokens of policy losses that have an advantage; the rest was not sampled."""
+    backend.create_adapter("compared", CONFIG)
+    old = np.linspace(-3, -1, 11)
+    advantages = np.array([0, 0, 0, 1, -1, 0.5, 0, 2, 1, 1, 0])
+    policy = datum(1, 11, "ppo", old_logprobs=old, advantages=advantages)
+    batch = batch_of((0, policy), (1, datum(2, 9)))
+    names = ("policy_tokens_total", "policy_logprob_gap_total")
+    before = [backend.figures[name] for name in names]
+    result = backend.forward_backward(unit_of(["compared"] * 2, [batch]))
+    found = result.outputs[0].logprobs[:11, 0]
+    expected = np.abs(found - old)[advantages != 0]
+    tokens, gap = (backend.figures[name] - was for name, was in zip(names, before, strict=True))
+    assert tokens == len(expected) == 6
+    np.testing.assert_allclose(gap, expected.sum(), rtol=1e-6)
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [("INTERNAL: the device is gone", DeviceFailed), ("RESOURCE_EXHAUSTED: full", OutOfMemory)],
+)
+def test_a_state_that_cannot_be_copied_tells_the_device_from_its_memory(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
+) -> None:
+    def broken(_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(message)
+
+    backend.create_adapter("copied", CONFIG)
+    backend.optim_steps([("copied", STEP)])  # which brings it to the device
+    monkeypatch.setattr(jax, "device_get", broken)
+    with pytest.raises(expected, match=message.split(": ")[1]):
+        backend.adapter_state("copied", optimizer=True)

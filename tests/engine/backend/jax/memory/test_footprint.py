@@ -1,0 +1,282 @@
+"""What the planner counts is what the arrays take, and no less than what programs need."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tuneserve_engine.backend.base import MicroBatch
+from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
+from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.backend.jax.sampling.programs import Programs
+from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots, new_bank, new_scratch
+from tuneserve_engine.backend.jax.training.lm_head import head_chunk_blocks
+from tuneserve_engine.backend.jax.training.programs import (
+    DeviceMicroBatch,
+    score_micro_batch,
+    space_shapes,
+    train_micro_batch,
+)
+from tuneserve_engine.backend.jax.training.tape import Workspace
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
+
+QWEN3 = ModelConfig(
+    architecture="qwen3",
+    vocab_size=61,
+    hidden=16,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    intermediate=20,
+    context_length=48,
+    qk_norm=True,
+    tied_embeddings=True,
+)
+QWEN2 = replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True)
+LLAMA = replace(
+    QWEN3,
+    architecture="llama",
+    qk_norm=False,
+    tied_embeddings=False,
+    attention_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+)
+MODELS = pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=lambda c: c.architecture)
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+LATTICE = StaticShapes(48, block=8, chunk=16, tokens=64, request_slots=6, rank_classes=(2, 4))
+BLOCKS = LATTICE.stream // LATTICE.block
+
+
+def footprint(config: ModelConfig, **changes: Any) -> Footprint:
+    shape = EngineShape(LATTICE, "dots", 8, 8, "float32", "cpu")
+    return Footprint(config, replace(shape, **changes))
+
+
+def size(arrays: Any) -> int:
+    """Bytes of arrays, or of shapes."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+
+
+def decoder(
+    config: ModelConfig, dtype: Any, remat: Any = "dots", lattice: StaticShapes = LATTICE
+) -> Decoder:
+    graph, shapes = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    )
+    model = nnx.merge(graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    model.block, model.chunk_blocks = lattice.block, lattice.chunk // lattice.block
+    model.remat = remat
+    return model
+
+
+def bank(
+    config: ModelConfig, lattice: StaticShapes = LATTICE, rank: int | None = None
+) -> AdapterSlots:
+    rank = rank or lattice.max_rank
+    return new_bank(target_shapes(config), rank, lattice.slots(rank))
+
+
+def workspace(config: ModelConfig, dtype: Any, remat: Any) -> Workspace:
+    """Shapes of what training holds."""
+    shapes: Workspace = space_shapes(decoder(config, dtype, remat), bank(config), BLOCKS)
+    return shapes
+
+
+@MODELS
+@DTYPES
+def test_the_base_weights_are_those_of_the_decoder(config: ModelConfig, dtype: Any) -> None:
+    real = nnx.state(decoder(config, dtype), nnx.Param)
+    assert footprint(config, dtype=dtype).base.bytes == size(real)
+
+
+@MODELS
+def test_bank_and_scratch_have_a_slot_for_every_request_of_a_unit(config: ModelConfig) -> None:
+    for rank in LATTICE.rank_classes:
+        held = bank(config, rank=rank)
+        scratch = new_scratch(target_shapes(config), rank, LATTICE.slots(rank))
+        assert footprint(config).bank(rank).bytes == size((held.a, held.b)) + size(scratch)
+
+
+@MODELS
+def test_an_adapter_has_four_copies(config: ModelConfig) -> None:
+    counted = footprint(config)
+    for rank in LATTICE.rank_classes:
+        adapter = new_adapter(AdapterConfig(1, 1.0, 0), target_shapes(config), rank)
+        copies = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
+        assert [size(copy) for copy in copies] == [counted.adapter_bytes(rank)] * 4
+    unit = max(LATTICE.slots(rank) * counted.adapter_bytes(rank) for rank in LATTICE.rank_classes)
+    assert counted.unit_adapter_bytes == 4 * unit
+
+
+@MODELS
+@DTYPES
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+def test_training_takes_what_its_workspace_does(
+    config: ModelConfig, remat: Any, dtype: Any
+) -> None:
+    counted = footprint(config, remat=remat, dtype=dtype)
+    real = workspace(config, dtype, remat)
+    assert counted.tape.bytes == size(real.tape)
+    assert counted.layer_gradients.bytes == size((real.dx, real.dattended, real.dqkv))
+
+
+@MODELS
+@DTYPES
+def test_training_that_computes_nothing_again_is_not_underestimated(
+    config: ModelConfig, dtype: Any
+) -> None:
+    counted = footprint(config, remat="none", dtype=dtype).tape.bytes
+    real = size(workspace(config, dtype, "none").tape)
+    assert real <= counted <= 1.25 * real
+
+
+@pytest.mark.parametrize("vocab_size", [61, 8192, 151_936, 1_000_000])
+def test_the_head_takes_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
+    lattice = replace(LATTICE, block=64, chunk=1024)
+    counted = footprint(replace(QWEN3, vocab_size=vocab_size), lattice=lattice)
+    blocks = head_chunk_blocks(64, 1024, vocab_size)
+    assert counted.head_chunk_tokens == 64 * blocks
+    assert counted.logits.bytes == 2 * 64 * blocks * vocab_size * 4
+
+
+def test_micro_batches_take_their_arrays_and_those_of_the_next_besides() -> None:
+    stream = DeviceMicroBatch.of(nobodys(LATTICE), LATTICE.block)
+    logprobs, loss = 4 * LATTICE.stream * 64, 4 * LATTICE.stream
+    real = 2 * (size(stream) + logprobs + loss)
+    assert real <= footprint(QWEN3).batches.bytes <= 1.05 * real
+
+
+ROWS = 5
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The sampler's programs, for the highest ranks."""
+
+    programs: Programs
+
+    @classmethod
+    def of(cls, config: ModelConfig, lattice: StaticShapes, dtype: Any) -> "Sampling":
+        model, pages = decoder(config, dtype, lattice=lattice), pages_of(lattice, ROWS)
+        return cls(Programs(ProgramRegistry(), model, lattice, lanes=ROWS, pages=pages))
+
+    def arguments(self, name: str, which: int = -1) -> list[int]:
+        """Bytes of each."""
+        return [size(specs) for specs in self._shape(name, which)._specs]
+
+    def takes(self, name: str) -> int:
+        """Bytes that it needs while it runs, what it returns included."""
+        memory = self._shape(name).compiled().memory_analysis()
+        returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return int(memory.temp_size_in_bytes + returned)
+
+    def _shape(self, name: str, which: int = -1) -> Any:
+        return getattr(self.programs, name).shapes()[which]
+
+
+@MODELS
+@DTYPES
+def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
+    config: ModelConfig, dtype: Any
+) -> None:
+    counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
+    sampling = Sampling.of(config, LATTICE, dtype)
+    pages, weights, *_ = sampling.arguments("decode")
+    banks = sum(sampling.arguments("decode", which)[2] for which in range(2))
+    *_, snapshot = sampling.arguments("adopt")
+    *_, empty = sampling.arguments("adopt", which=0)
+    scale = 4
+    assert counted.unstacked.bytes == weights
+    assert counted.caches.bytes == pages
+    assert counted.lanes.bytes == banks - 2 * ROWS * scale  # each rank class has its own
+    assert counted.snapshot_bytes == 3 * (snapshot - scale)
+    assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+UNLIKE = replace(QWEN3, hidden=64, intermediate=160, head_dim=16, vocab_size=400)
+"""All of its sizes differ."""
+SHAPES = {
+    "usual": (UNLIKE, LATTICE),
+    "long": (replace(UNLIKE, context_length=512), replace(LATTICE, context_length=512)),
+    "many words": (replace(UNLIKE, vocab_size=8000), LATTICE),
+    "wide layers": (replace(UNLIKE, hidden=256, intermediate=640), LATTICE),
+    "high ranks": (UNLIKE, replace(LATTICE, rank_classes=(2, 64))),
+}
+EVERY_SHAPE = pytest.mark.parametrize("name", SHAPES)
+
+
+@DTYPES
+@EVERY_SHAPE
+def test_programs_of_training_need_no_more_besides_than_is_planned(name: str, dtype: Any) -> None:
+    """With 64 targets per token, whose arrays are the largest."""
+    config, lattice = SHAPES[name]
+    counted = footprint(config, dtype=dtype, lattice=lattice)
+    lines = (counted.stream, counted.chunk, counted.logits, counted.head_adapters)
+    planned = sum(line.bytes for line in (*lines, *counted.wide_copies))
+    trained, scored = temporaries(config, lattice, dtype)
+    assert trained <= planned
+    assert scored <= planned
+
+
+def temporaries(config: ModelConfig, lattice: StaticShapes, dtype: Any) -> tuple[int, int]:
+    """Bytes that the programs of a gradient and of scores need while they run."""
+    model, held = decoder(config, dtype, lattice=lattice), bank(config, lattice)
+    space = space_shapes(model, held, lattice.stream // lattice.block)
+    scratch = new_scratch(target_shapes(config), lattice.max_rank, lattice.slots(lattice.max_rank))
+    stream = DeviceMicroBatch.of(nobodys(lattice), lattice.block)
+    model.train()
+    graph, weights = nnx.split(model)
+
+    def train(weights: Any, *args: Any) -> Any:
+        return train_micro_batch(nnx.merge(graph, weights), *args)
+
+    training = jax.jit(train, donate_argnums=(1, 2)).lower(weights, space, scratch, held, stream)
+    model.eval()
+    scoring_graph, _ = nnx.split(model)
+
+    def score(weights: Any, *args: Any) -> Any:
+        return score_micro_batch(nnx.merge(scoring_graph, weights), *args)
+
+    scoring = jax.jit(score).lower(weights, held, stream)
+    trained, scored = (
+        each.compile().memory_analysis().temp_size_in_bytes for each in (training, scoring)
+    )
+    return trained, scored
+
+
+def nobodys(lattice: StaticShapes) -> MicroBatch:
+    """A micro-batch of padding, with 64 targets per token."""
+    tokens, targets = lattice.stream, lattice.target_classes[-1]
+    whole, real = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
+    fields: dict[str, Any] = dict.fromkeys(MicroBatch._fields, real)
+    fields |= dict.fromkeys(("tokens", "positions", "datum", "loss_id"), whole)
+    fields |= {"targets": np.zeros((tokens, targets), np.int32), "blocks": 0}
+    fields |= {"weights": np.zeros((tokens, targets), np.float32)}
+    fields |= dict.fromkeys(("block_request", "block_start"), whole[:: lattice.block])
+    return MicroBatch(**fields)
+
+
+@DTYPES
+@EVERY_SHAPE
+def test_programs_of_sampling_need_no_more_besides_than_is_planned(name: str, dtype: Any) -> None:
+    config, lattice = SHAPES[name]
+    counted = footprint(config, dtype=dtype, lattice=lattice, sample_rows=ROWS)
+    sampling = Sampling.of(config, lattice, dtype)
+    wide = sum(line.bytes for line in counted.wide_copies)
+    assert sampling.takes("prefill") <= counted.prompt.bytes + counted.chunk.bytes + wide
+    assert sampling.takes("decode") <= counted.drawing.bytes + wide
+    assert sampling.takes("score") <= counted.scoring.bytes + wide
+    assert sampling.takes("copy") <= counted.caches.bytes // 2 + wide

@@ -1,0 +1,213 @@
+"""What the planner chooses is the best that fits."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.backend.jax.memory.test_footprint import QWEN3
+from tuneserve_engine.backend.jax.memory.device import machine_bytes
+from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
+from tuneserve_engine.backend.jax.memory.planner import Device, DoesNotFit, Plan, plan
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.telemetry.metric_names import FIGURES
+
+MODEL = replace(
+    QWEN3, vocab_size=8192, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64,
+    intermediate=1536, context_length=2048,
+)  # fmt: skip
+GIB = 2**30
+LARGE = Device("cpu", 64 * GIB, 16 * GIB)
+
+
+def planned(memory: int = 64 * GIB, config: ModelConfig = MODEL, **settings: Any) -> Plan:
+    return plan(config, LARGE, WorkerSettings(device_memory_bytes=memory, **settings))
+
+
+@cache
+def downwards(**settings: Any) -> list[Plan]:
+    """Plans for less and less memory, until there is none."""
+    plans: list[Plan] = []
+    memory = 8 * GIB
+    while True:
+        try:
+            plans.append(planned(memory, **settings))
+        except DoesNotFit:
+            return plans
+        memory = memory * 99 // 100
+
+
+def test_with_enough_memory_everything_has_its_default() -> None:
+    found = planned()
+    assert (found.remat, found.sample_rows) == ("dots", 8)
+    assert found.lattice == StaticShapes(2048)
+    assert found.adapter_host_bytes == 16 * GIB
+
+
+def test_an_accelerator_has_longer_chunks_and_streams() -> None:
+    found = plan(MODEL, Device("gpu", 64 * GIB, GIB), WorkerSettings())
+    assert (found.lattice.chunk, found.lattice.stream) == (1024, 8192)
+
+
+def test_the_lines_are_all_of_the_memory() -> None:
+    for found in (*downwards(), planned(adapter_device_bytes=GIB)):
+        assert sum(line.bytes for line in found.lines) == found.device_bytes
+        assert all(line.bytes > 0 and line.how for line in found.lines)
+        assert sum(found.memory.values()) == found.device_bytes
+        assert all(name in FIGURES and size > 0 for name, size in found.memory.items())
+        (adapters,) = (line.bytes for line in found.lines if line.name == "adapters")
+        assert adapters == found.adapter_device_bytes
+
+
+def test_memory_that_lacks_costs_first_what_is_kept_then_slots_then_ranks() -> None:
+    chosen = [
+        (found.lattice.rank_classes, found.lattice.request_slots, found.remat)
+        for found in downwards()
+    ]
+    ranks = [len(classes) for classes, _, _ in chosen]
+    assert ranks == sorted(ranks, reverse=True) and set(ranks) == {3, 2, 1}
+    slowness = ["dots", "attention", "full"]
+    for some in set(ranks):
+        slots = [count for classes, count, _ in chosen if len(classes) == some]
+        assert slots == sorted(slots, reverse=True)
+        for count in set(slots):
+            kept = [slowness.index(r) for c, n, r in chosen if (len(c), n) == (some, count)]
+            assert kept == sorted(kept)
+    assert {remat for _, _, remat in chosen} == set(slowness)
+    assert chosen[-1] == ((8,), 1, "full")
+
+
+def test_room_for_snapshots_is_the_first_to_go_and_never_less_than_for_one() -> None:
+    counts = [
+        (
+            (each.lattice.rank_classes, each.lattice.request_slots, each.remat),
+            each.lattice.stream,
+            snapshots(each),
+        )
+        for each in downwards()
+    ]
+    assert counts[0][2] == 8  # as many as are sampled together
+    assert {count for *_, count in counts} == {8, 4, 2, 1}
+    for same in {tuple(rest) for *rest, _ in counts}:
+        falling = [count for *rest, count in counts if tuple(rest) == same]
+        assert falling == sorted(falling, reverse=True)
+    assert snapshots(planned(sample_rows=3)) == 3
+
+
+def snapshots(found: Plan) -> float:
+    """How many of the highest ranks there is room for."""
+    layer = 2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1536)
+    per_rank = 4 * (8 * layer + 512 + 8192)
+    return found.snapshot_bytes / (found.lattice.max_rank * per_rank)
+
+
+def test_every_plan_has_room_for_the_adapters_of_a_unit() -> None:
+    for found in downwards():
+        lattice = found.lattice
+        shape = EngineShape(lattice, found.remat, 8, 1, "float32", "cpu")
+        assert found.adapter_device_bytes >= Footprint(MODEL, shape).unit_adapter_bytes
+
+
+def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> None:
+    for context, least in ((300, 1024), (2048, 2048)):
+        lengths = {found.lattice.stream for found in downwards(max_context_tokens=context)}
+        assert max(lengths) == 4096 and min(lengths) == least
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"remat": "none"},
+        {"remat": "attention"},
+        {"remat": "full"},
+        {"batch_tokens": 16_384},
+        {"chunk_tokens": 128},
+        {"request_slots": 16},
+        {"adapter_device_bytes": GIB, "adapter_host_bytes": 0},
+        {"max_context_tokens": 128},
+    ],
+)
+def test_what_was_asked_for_is_kept(asked: dict[str, Any]) -> None:
+    found = planned(**asked)
+    kept = {
+        "remat": found.remat,
+        "batch_tokens": found.lattice.stream,
+        "chunk_tokens": found.lattice.chunk,
+        "request_slots": found.lattice.request_slots,
+        "adapter_device_bytes": found.adapter_device_bytes,
+        "adapter_host_bytes": found.adapter_host_bytes,
+        "max_context_tokens": found.lattice.context_length,
+    }
+    assert {name: kept[name] for name in asked} == asked
+
+
+def test_more_requests_than_a_unit_ever_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"request_slots\s+.*less than or equal to 32"):
+        WorkerSettings(request_slots=33)
+
+
+@pytest.mark.parametrize(
+    ("max_rank", "classes"),
+    [
+        (4, (4,)),
+        (8, (8,)),
+        (16, (8, 16)),
+        (32, (8, 32)),
+        (64, (8, 32, 64)),
+        (256, (8, 32, 128, 256)),
+    ],
+)
+def test_the_highest_rank_ends_the_classes(max_rank: int, classes: tuple[int, ...]) -> None:
+    assert planned(max_rank=max_rank).lattice.rank_classes == classes
+
+
+def test_a_rank_that_was_asked_for_is_not_dropped() -> None:
+    assert {found.lattice.max_rank for found in downwards(max_rank=128)} == {128}
+
+
+def test_a_context_longer_than_the_models_is_the_models() -> None:
+    assert planned(max_context_tokens=10**6).lattice.context_length == 2048
+
+
+def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        planned(GIB // 8)
+    said = str(refused.value)
+    assert "of the cpu's memory at least, and there are 128.00 MiB to use" in said
+    assert "base weights: 112.04 MiB" in said  # 29,369,856 parameters
+    for setting in ("max_context_tokens (4096)", "sample_rows (8)", "device_memory_bytes"):
+        assert setting in said
+
+
+def test_too_little_for_the_adapters_of_a_unit_is_refused_with_what_they_take() -> None:
+    with pytest.raises(DoesNotFit, match="adapter_device_bytes is 1000; the adapters of one unit"):
+        planned(adapter_device_bytes=1000)
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def test_a_cpu_shares_its_memory_with_the_machine() -> None:
+    device = Device.cpu(8 * GIB)
+    assert (device.kind, device.memory_bytes, device.host_bytes) == ("cpu", 4 * GIB, 2 * GIB)
+
+
+def test_a_container_has_the_memory_of_its_limit(tmp_path: Path) -> None:
+    unlimited, limited = tmp_path / "max", tmp_path / "limited"
+    unlimited.write_text("max\n")
+    limited.write_text(f"{2**20}\n")
+    everything = machine_bytes((tmp_path / "missing", unlimited))
+    assert everything > 2**20
+    assert machine_bytes((unlimited, limited)) == 2**20
+
+
+def test_planning_loads_no_jax() -> None:
+    module = "tuneserve_engine.backend.jax.memory.planner"
+    code = f"import sys, {module}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,305 @@
+"""Training, scoring and pages go through the layers as a plain loop does that autodiff reads."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxtyping import Array
+
+from tests.engine.backend.jax.training.packed_case import (
+    TINY,
+    adapter_of,
+    bank_of,
+    buffers,
+    gradient,
+    model_of,
+    train,
+)
+from tests.engine.conftest import Row
+from tests.paged_rows import PagedRows
+from tuneserve_engine.backend.base import MicroBatch
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAdapter
+from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
+from tuneserve_engine.backend.jax.attention.packed import attend_blocks, attend_blocks_backward
+from tuneserve_engine.backend.jax.model.block import (
+    AFTER,
+    BEFORE,
+    Layer,
+    after_attention,
+    before_attention,
+)
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.layer_stack import LayerPass, PackedTokens
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
+from tuneserve_engine.backend.jax.training.programs import DeviceMicroBatch
+from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED
+
+SLOT, LENGTH = 2, 21
+"""The request in question, behind a neighbour; its datum is no whole number of blocks."""
+
+
+@cache
+def model(layers: int) -> Decoder:
+    """The first layers of one model."""
+    whole, cut = (model_of(config, "full") for config in (TINY, replace(TINY, layers=layers)))
+    state = nnx.state(whole)
+    state["layers"] = jax.tree.map(lambda weight: weight[:layers], state["layers"])
+    nnx.update(cut, state)
+    return cut
+
+
+def evaluating(layers: int) -> Decoder:
+    decoder = model_of(replace(TINY, layers=layers))
+    nnx.update(decoder, nnx.state(model(layers)))
+    decoder.eval()
+    return decoder
+
+
+@cache
+def adapter(layers: int) -> TrainingAdapter:
+    """The part of one adapter that belongs to them."""
+    found = adapter_of(4)
+
+    def part(side: dict[str, Array]) -> dict[str, Array]:
+        return {name: x if name == UNEMBED else x[:layers] for name, x in side.items()}
+
+    found.weights = LoraWeights(part(found.weights.a), part(found.weights.b))
+    return found
+
+
+@pytest.fixture(scope="module")
+def row(datum: Callable[..., Row]) -> Row:
+    return datum(1, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def batch(batch_of: Callable[..., MicroBatch], datum: Callable[..., Row], row: Row) -> MicroBatch:
+    return batch_of((0, datum(2, 9)), (SLOT, row))
+
+
+class Plain(NamedTuple):
+    hidden: list[Array]  # what goes into each layer, and what comes out of the last
+    logprobs: Array
+
+
+def plain(model: Decoder, weights: LoraWeights, x: Array, row: Row) -> Plain:
+    """One datum from its embeddings on: no stream, block, chunk, tape or neighbour."""
+    scale = jnp.asarray([adapter_of(4).scale], jnp.float32)
+    stack = model.stack()
+    rope = stack.rope(jnp.arange(x.shape[1])[None])
+    hidden = [x]
+    for number in range(model.config.layers):
+        a, b = ({n: s[n][number][None] for n in s if n != UNEMBED} for s in weights)
+        layer = Layer({n: w[number] for n, w in stack.weights.items()}, LoraRows(a, b, scale))
+        q, k, v = before_attention(model.config, layer, hidden[-1], rope)
+        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        attended = attended.reshape(*x.shape[:2], -1)
+        hidden.append(after_attention(model.config, layer, hidden[-1], attended))
+    head = LoraRows(*({UNEMBED: s[UNEMBED][None]} for s in weights), scale)
+    logits = model.logits(model.final(hidden[-1]), head)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)[0, np.arange(x.shape[1]), list(row.targets)]
+    return Plain(hidden, logprobs)
+
+
+def by_autodiff(layers: int, row: Row) -> tuple[Plain, LoraWeights, Array]:
+    """With the gradients of the datum's loss by the adapter and by the embeddings."""
+    decoder = model(layers)
+
+    def loss(weights: LoraWeights, x: Array) -> tuple[Array, Plain]:
+        found = plain(decoder, weights, x, row)
+        return -(found.logprobs * jnp.asarray(row.weights, jnp.float32)).sum(), found
+
+    x = decoder.embedded(jnp.asarray([row.tokens]))
+    run = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    (by_weights, by_x), found = run(adapter(layers).weights, x)
+    return found, by_weights, by_x
+
+
+@pytest.fixture(scope="module")
+def autodiff(row: Row) -> Callable[[int], Any]:
+    """``by_autodiff`` of so many layers, run once."""
+    return cache(lambda layers: by_autodiff(layers, row))
+
+
+def mine(batch: MicroBatch, blocks: Any) -> np.ndarray:
+    """The tokens of the datum in question, of [n, S, ...]."""
+    flat = np.asarray(blocks).reshape(-1, *blocks.shape[2:])
+    return flat[: len(batch.datum)][batch.datum == 1]
+
+
+def assert_close(found: Any, wanted: Any, what: str, part: float = 1e-5) -> None:
+    """To this part of the largest number."""
+    wanted = np.asarray(wanted)
+    assert found.shape == wanted.shape and np.abs(wanted).max() > 1e-3, what
+    np.testing.assert_allclose(
+        found, wanted, rtol=0, atol=part * np.abs(wanted).max(), err_msg=what
+    )
+
+
+def rows_of(bank: AdapterSlots) -> LoraRows:
+    return LoraRows(bank.a, bank.b, bank.scale)
+
+
+@jax.jit
+def taped(
+    model: Decoder, space: Any, bank: AdapterSlots, stream: DeviceMicroBatch
+) -> tuple[Array, Array]:
+    """The hidden states after the last layer, and those that the tape has."""
+    x = model.embedded(stream.tokens)
+    hidden, left = model.forward_layers(x, stream.layers, rows_of(bank), space=space)
+    return hidden, left.space.tape.x
+
+
+@jax.jit
+def scored(model: Decoder, bank: AdapterSlots, stream: DeviceMicroBatch) -> Array:
+    x = model.embedded(stream.tokens)
+    return model.forward_layers(x, stream.layers, rows_of(bank))[0]
+
+
+def bank(layers: int) -> AdapterSlots:
+    neighbour = adapter_of(5, replace(TINY, layers=layers))
+    return bank_of({0: neighbour, SLOT: adapter(layers)}, replace(TINY, layers=layers))
+
+
+@pytest.mark.acceptance("C1")
+def test_the_tape_has_every_hidden_state_of_a_plain_loop(batch: MicroBatch, autodiff: Any) -> None:
+    decoder, filled = model(2), bank(2)
+    space, _ = buffers(decoder, filled, np.nan)
+    stream = DeviceMicroBatch.of(batch, decoder.block)
+    last, tape = taped(decoder, space, filled, stream)
+    states = [*np.split(np.asarray(tape), 2), last]
+    wanted = autodiff(2)[0].hidden
+    for number, (found, want) in enumerate(zip(states, wanted, strict=True)):
+        assert_close(mine(batch, found), want[0], f"hidden state {number}")
+
+
+@pytest.mark.acceptance("C1")
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_scoring_and_pages_have_the_hidden_states_of_a_plain_loop(
+    layers: int, batch: MicroBatch, row: Row, autodiff: Any
+) -> None:
+    """Hidden state l is what the first l layers give."""
+    decoder, filled = evaluating(layers), bank(layers)
+    wanted = autodiff(2)[0].hidden[layers]
+    stream = DeviceMicroBatch.of(batch, decoder.block)
+    assert_close(mine(batch, scored(decoder, filled, stream)), wanted[0], "scoring")
+    rows = LoraRows(
+        *({n: x[0] if n == UNEMBED else x for n, x in s.items()} for s in filled[:2]),
+        filled.scale,
+        jnp.asarray([SLOT]),
+    )
+    pages = PagedRows(decoder, 1, 40, rows, filler=np.nan)
+    read = pages.read(np.asarray([row.tokens]))
+    assert_close(np.asarray(read), decoder.final(wanted), "pages")
+
+
+@pytest.mark.acceptance("C1")
+def test_training_without_a_layer_has_the_logprobs_and_gradients_of_autodiff(
+    batch: MicroBatch, autodiff: Any
+) -> None:
+    decoder, filled = model(0), bank(0)
+    space, scratch = buffers(decoder, filled, np.nan)
+    trained = train(decoder, space, scratch, filled, DeviceMicroBatch.of(batch, decoder.block))
+    found, by_weights, by_x = autodiff(0)
+    assert_close(mine(batch, trained.out.logprobs)[:, 0], found.logprobs, "logprobs")
+    assert_close(mine(batch, trained.space.dx), by_x[0], "by the embeddings")
+    got, rank = gradient(trained.scratch, SLOT, adapter(0)), adapter(0).config.rank
+    assert_close(got[f"{UNEMBED}.A"], by_weights.a[UNEMBED][..., :rank], "A")
+    assert_close(got[f"{UNEMBED}.B"], by_weights.b[UNEMBED][..., :rank, :], "B")
+
+
+# --- the explicit backward pass alone -------------------------------------------------------------
+
+
+def forwards(q: Array, k: Array, v: Array, seen: Visibility) -> Attended:
+    blank = Attended(jnp.zeros_like(q), jnp.zeros(q.shape[:-1], jnp.float32))
+    return attend_blocks(q, k, v, seen, blank)
+
+
+@jax.custom_vjp
+def attend(q: Array, k: Array, v: Array, seen: Visibility) -> Array:
+    """The engine's attention and its own backward pass, as one operation for autodiff."""
+    return forwards(q, k, v, seen).out
+
+
+def attend_and_keep(q: Array, k: Array, v: Array, seen: Visibility) -> Any:
+    attended = forwards(q, k, v, seen)
+    return attended.out, (q, k, v, attended, seen)
+
+
+def attend_back(kept: Any, by_out: Array) -> Any:
+    q, k, v, attended, seen = kept
+    blank = AttentionGradient(*map(jnp.zeros_like, (q, k, v)))
+    return *attend_blocks_backward(q, k, v, attended, by_out, seen, blank), None
+
+
+attend.defvjp(attend_and_keep, attend_back)
+
+
+@jax.jit
+def ordinary(
+    model: Decoder, bank: LoraRows, stream: PackedTokens, x: Array, by_y: Array
+) -> tuple[Array, LoraRows]:
+    """``jax.grad`` over a scan of checkpointed layers, chunk by chunk as the engine does them: by
+    the first layer's input, and by the bank."""
+    stack = model.stack()
+
+    def layer(x: Array, sliced: Any, bank: LoraRows) -> Array:
+        run = LayerPass(stack, stream, bank, *sliced)
+        chunks = jnp.arange(0, x.shape[0], stack.chunk)
+
+        def each(function: Callable[[Array], Any]) -> Any:
+            parts = jax.lax.map(function, chunks)
+            return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), parts)
+
+        def before(at: Array) -> Any:
+            return run.before(run.part(x, at), run.lora(at, BEFORE), run.rope(at))
+
+        out = attend(*each(before), run.seen())
+        return each(lambda at: run.after(run.part(x, at), run.part(out, at), run.lora(at, AFTER)))
+
+    def loss(x: Array, bank: LoraRows) -> Array:
+        checkpointed = jax.checkpoint(partial(layer, bank=bank))
+        y, _ = jax.lax.scan(lambda x, sliced: (checkpointed(x, sliced), None), x, stack.layers())
+        return (y * by_y).sum()
+
+    return jax.grad(loss, argnums=(0, 1))(x, bank)
+
+
+@jax.jit
+def explicit(
+    model: Decoder, buffers: Any, bank: LoraRows, stream: DeviceMicroBatch, x: Array, by_y: Array
+) -> tuple[Array, LoraWeights]:
+    """The engine's."""
+    space, scratch = buffers
+    _, taped = model.forward_layers(x, stream.layers, bank, space=space)
+    space, scratch = taped.run.reverse(taped.space._replace(dx=by_y), scratch, stream.owners)
+    return space.dx, scratch
+
+
+@pytest.mark.acceptance("W3")
+def test_the_explicit_backward_pass_gives_what_autodiff_over_the_layers_gives(
+    batch: MicroBatch,
+) -> None:
+    decoder, filled = model(2), bank(2)
+    stream = jax.device_put(DeviceMicroBatch.of(batch, decoder.block))
+    x = decoder.embedded(stream.tokens)
+    valid = np.arange(x.shape[0])[:, None, None] < batch.blocks
+    by_y = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape) * valid, jnp.float32)
+    by_x, scratch = explicit(
+        decoder, buffers(decoder, filled, np.nan), rows_of(filled), stream, x, by_y
+    )
+    wanted_x, wanted = ordinary(decoder, rows_of(filled), stream.layers, x, by_y)
+    used = int(batch.blocks)
+    assert_close(np.asarray(by_x)[:used], wanted_x[:used], "by the input", 1e-6)
+    for found, want in ((scratch.a, wanted.a), (scratch.b, wanted.b)):
+        for name in PROJECTIONS:
+            for slot in (0, SLOT):
+                assert_close(found[name][:, slot], want[name][:, slot], f"{name} {slot}", 1e-6)

@@ -1,0 +1,153 @@
+"""Compiled programs on disk: found by the next process, by nobody else; damage is noticed."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+
+ONES = np.ones(3, np.float32)
+USE = """
+import sys, jax, numpy as np
+from pathlib import Path
+from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+np.asarray(jax.jit(lambda x: x - 1)(np.float32(1)))  # settles that JAX's own cache is used
+def steps(x, y):
+    print("traced")
+    return jax.lax.fori_loop(0, 5, lambda i, x: x.at[i].set(x[i] @ y + 1), x), (y @ y).sum()
+program = ProgramRegistry(ProgramCache(Path(sys.argv[1]), sys.argv[2])).add(
+    "steps", steps, use="tests", donate=(0,)
+)
+x = jax.numpy.full((8, 16, 16), 0.1, np.float32)
+done, total = program("key", x, np.eye(16, dtype=np.float32) / 3)
+print(x.is_deleted(), np.asarray(done).tobytes().hex(), float(total))
+"""
+
+
+def used(folder: Path, numerics_id: str = "n", **environment: str) -> list[str]:
+    """What a process of its own prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", USE, str(folder), numerics_id],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def programs(folder: Path, seen: list[str], numerics_id: str = "n") -> Any:
+    def double(x: Any) -> Any:
+        seen.append("traced")
+        return x + x
+
+    return ProgramRegistry(ProgramCache(folder, numerics_id)).add("double", double, use="tests")
+
+
+def test_another_process_finds_the_program_and_gets_the_same_bits(tmp_path: Path) -> None:
+    first, *others = (used(tmp_path) for _ in range(3))
+    assert first[0] == "traced" and first[1].startswith("True ")
+    assert others == [first[1:]] * 2
+
+
+def test_jaxs_own_cache_is_not_used_beside_it(tmp_path: Path) -> None:
+    """On a CPU what JAX read from there runs, but once kept and read again it does not."""
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax")}
+    first = used(tmp_path / "first", **own)
+    used(tmp_path / "second", **own)
+    assert used(tmp_path / "second", **own) == first[1:]
+
+
+def test_what_is_of_other_numerics_is_not_found(tmp_path: Path) -> None:
+    seen: list[str] = []
+    for numerics_id in ("one", "other", "one"):
+        programs(tmp_path, seen, numerics_id)("key", ONES)
+    assert seen == ["traced"] * 2
+
+
+def test_keys_and_shapes_are_told_apart(tmp_path: Path) -> None:
+    seen: list[str] = []
+    for _ in range(2):
+        for key, size in (("a", 3), ("b", 3), ("b", 4)):
+            program = programs(tmp_path, seen)
+            np.testing.assert_array_equal(program(key, np.ones(size, np.float32)), [2.0] * size)
+    assert seen == ["traced"] * 3
+
+
+def test_names_and_structures_are_told_apart(tmp_path: Path) -> None:
+    seen: list[str] = []
+    for name, argument in (("one", {"a": ONES}), ("other", {"a": ONES}), ("one", {"b": ONES})):
+
+        def run(x: Any, name: str = name) -> Any:
+            seen.append(name)
+            return sum(x.values()) + float(name == "other")
+
+        program = ProgramRegistry(ProgramCache(tmp_path, "n")).add(name, run, use="tests")
+        np.testing.assert_array_equal(program("key", argument), ONES + (name == "other"))
+    assert seen == ["one", "other", "one"]
+
+
+def test_a_disk_without_room_to_spare_is_not_filled_with_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = ProgramCache(tmp_path, "n", min_free_bytes=2**60)
+    program = ProgramRegistry(kept).add("double", lambda x: x + x, use="tests")
+    np.testing.assert_array_equal(program("key", ONES), ONES + ONES)
+    assert list(tmp_path.iterdir()) == []
+    assert "cannot be kept" in caplog.text and "(min_free_bytes)" in caplog.text
+
+
+def test_a_program_that_is_needed_after_ready_counts_though_it_was_kept(tmp_path: Path) -> None:
+    """Else a request that no program was declared for would be noticed once only."""
+    late = []
+    for _ in range(2):
+        programs = ProgramRegistry(ProgramCache(tmp_path, "n"))
+        program = programs.add("double", lambda x: x + x, use="tests")
+        program.declare("declared", ONES)
+        programs.compile_ahead(threads=1)
+        assert programs.wait(60)
+        program("declared", ONES)
+        assert programs.compilations_after_ready == 0
+        program("forgotten", np.ones(5, np.float32))
+        late.append(programs.compilations_after_ready)
+    assert late == [1, 1]
+
+
+UNREADABLE = b"no pickle"
+DAMAGED = [b"", b"x" * 100, hashlib.sha256(UNREADABLE).digest() + UNREADABLE, None]
+
+
+@pytest.mark.parametrize("content", DAMAGED, ids=["empty", "other", "unreadable", "cut"])
+def test_a_damaged_file_is_compiled_again_and_replaced(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    seen: list[str] = []
+    programs(tmp_path, seen)("key", ONES)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-1] if content is None else content)
+    for _ in range(2):
+        np.testing.assert_array_equal(programs(tmp_path, seen)("key", ONES), [2, 2, 2])
+    assert seen == ["traced"] * 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_used_costs_only_the_compiling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("no directory")
+    seen: list[str] = []
+    for _ in range(2):
+        np.testing.assert_array_equal(programs(place, seen)("key", ONES), [2, 2, 2])
+    assert seen == ["traced"] * 2
+    assert "cannot be kept" in caplog.text

@@ -1,0 +1,251 @@
+"""Requests that begin, go on and are given up in parts: none of it changes a bit of a result."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.backend.jax.sampling.test_sampler import (
+    COMPANY,
+    LANES,
+    TENANTS,
+    alone,
+    assert_same_bits,
+    model,
+    programs,
+    request,
+    sampler,
+)
+from tests.engine.worker.scheduling.test_fairness import QUICK
+from tests.support.token_listener import Listener
+from tuneserve_engine.backend.base import SampleProgress, SampleResult, SamplingRequest
+from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
+
+__all__ = ["alone", "model", "programs", "sampler"]
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """True when it has been asked so often."""
+    left = steps
+
+    def is_over() -> bool:
+        nonlocal left
+        left -= 1
+        return left <= 0
+
+    return is_over
+
+
+def to_the_end(
+    sampler: JaxSampler,
+    asked: Mapping[str, SamplingRequest],
+    steps: int = 1,
+    listener: Listener | None = None,
+) -> dict[str, Any]:
+    """What they give, going on for so many steps at a time."""
+    ended: dict[str, Any] = {}
+    left = dict(asked)
+    while left:
+        given = sampler.sample_for(left, after(steps))
+        if listener is not None:
+            listener.hear(given)
+        ended |= given.ended
+        left = {name: left[name] for name in given.left}
+    return ended
+
+
+@settings(max_examples=12, deadline=None, phases=QUICK)
+@given(seed=st.integers(0, 2**32))
+def test_a_random_schedule_changes_no_bit_of_a_request(
+    sampler: JaxSampler, alone: list[SampleResult], seed: int
+) -> None:
+    """They come one after the other, some are given up and come again, and every part ends
+    anywhere; owners differ, so that some lose their lanes to others and begin anew. Who listens to
+    some of them hears what they will give."""
+    random = Random(seed)
+    everyone = {
+        str(number): replace(one, owner=random.choice("xyz"), stream=random.random() < 0.5)
+        for number, one in enumerate(COMPANY)
+    }
+    listener = Listener()
+    waiting = random.sample(sorted(everyone), len(everyone))
+    asked: dict[str, SamplingRequest] = {}
+    ended: dict[str, Any] = {}
+    give_ups = random.randrange(4)
+    while waiting or asked:
+        for _ in range(min(random.randrange(5), len(waiting))):
+            name = waiting.pop()
+            asked[name] = everyone[name]
+        given = sampler.sample_for(asked, after(random.randint(1, 6)))
+        assert given.ended.keys() | given.left.keys() == asked.keys()
+        assert all(asked[name].stream for name in given.drawn)
+        listener.hear(given)
+        ended |= given.ended
+        asked = {name: asked[name] for name in given.left}
+        if asked and give_ups:
+            give_ups -= 1
+            name = random.choice(sorted(asked))
+            del asked[name]
+            waiting.insert(0, name)
+    for number, want in enumerate(alone):
+        assert_same_bits(ended[str(number)], want)
+        listener.assert_heard(str(number), want)
+    assert sampler._cache.pool.room == sampler._pages - 1  # nothing was kept by anybody
+
+
+def test_a_part_does_what_it_says(sampler: JaxSampler) -> None:
+    """Three sequences of 11 tokens from a prompt of 5, four at a time, in four lanes."""
+    sampler._forget_all()
+    one = request(5, num_samples=3, max_tokens=11)
+    first = sampler.sample_for({"one": one}, after(1))
+    # One read the prompt, the others share it; then all wrote four tokens.
+    assert first == SampleProgress({}, {"one": 3}, {"one": 4 / 32 + 3 * 4})
+    second = sampler.sample_for({"one": one}, after(1))
+    assert second == SampleProgress({}, {"one": 3}, {"one": 3 * 4})
+    third = sampler.sample_for({"one": one}, after(1))
+    assert third.work == {"one": 3 * 3}
+    assert third.left == {}
+    assert third.ended.keys() == {"one"}
+    assert sampler.sample_for({}, after(1)) == SampleProgress({}, {}, {})
+
+
+def test_what_is_not_asked_for_any_more_is_given_up_with_its_lanes(sampler: JaxSampler) -> None:
+    long = request(5, num_samples=LANES + 2, max_tokens=40, stop_tokens=frozenset())
+    sampler.sample_for({"long": long}, after(1))
+    assert sum(len(lanes.drafts) for lanes in sampler._lanes_of.values()) == LANES
+    short = request(7, max_tokens=1)
+    given = sampler.sample_for({"short": short}, after(1))
+    assert given.ended.keys() == {"short"}
+    assert not any(lanes.drafts for lanes in sampler._lanes_of.values())
+    assert not sampler._waiting
+
+
+def test_an_owner_without_a_lane_gets_one_of_whoever_has_most(sampler: JaxSampler) -> None:
+    """And what lost it begins again, and ends as it would have."""
+    flood = request(5, num_samples=3 * LANES, max_tokens=24, stop_tokens=frozenset())
+    (want,) = sampler.sample([flood])
+    flood = replace(flood, owner="flood", stream=True)
+    light = request(7, max_tokens=4, owner="light")
+    asked = {"flood": flood}
+    listener = Listener()
+    given = sampler.sample_for(asked, after(2))
+    work = given.work["flood"]
+    listener.hear(given)
+    given = sampler.sample_for(asked | {"light": light}, after(2))
+    work += given.work["flood"]
+    listener.hear(given)
+    assert given.ended.keys() == {"light"}
+    assert given.left == {"flood": 3 * LANES}
+    ended = to_the_end(sampler, asked, listener=listener)
+    assert_same_bits(ended["flood"], want)
+    listener.assert_heard("flood", want)
+    assert listener.repeated > 0
+
+
+def test_a_single_lane_of_an_owner_is_not_taken(sampler: JaxSampler) -> None:
+    asked = {
+        owner: request(5, max_tokens=20, owner=owner, stop_tokens=frozenset())
+        for owner in "abcd"[:LANES]
+    }
+    sampler.sample_for(asked, after(1))
+    one_more = request(5, max_tokens=1, owner="e")
+    given = sampler.sample_for(asked | {"e": one_more}, after(1))
+    assert given.left == dict.fromkeys([*asked, "e"], 1)
+    assert given.work["e"] == 0
+    assert to_the_end(sampler, asked | {"e": one_more}).keys() == {*asked, "e"}
+
+
+def test_more_owners_than_lanes_take_turns(sampler: JaxSampler) -> None:
+    """One that comes to lanes of others with much to do gets the first that is free."""
+    never = frozenset[int]()
+    asked = {
+        owner: request(5, num_samples=40, max_tokens=8, owner=owner, stop_tokens=never)
+        for owner in "abcd"[:LANES]
+    }
+    sampler.sample_for(asked, after(1))
+    asked["e"] = request(5, max_tokens=1, owner="e", stop_tokens=never)
+    for _ in range(4):  # two dispatches end those that have lanes; one reads, one writes
+        given = sampler.sample_for(asked, after(1))
+        asked = {name: asked[name] for name in given.left}
+    assert "e" not in asked
+    sampler.sample_for({}, after(1))
+
+
+def test_prompts_without_end_do_not_keep_others_from_writing(
+    sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def noted(name: str) -> None:
+        program = getattr(sampler._programs, name)
+
+        def call(*args: Any) -> Any:
+            done.append(name[0])
+            return program(*args)
+
+        monkeypatch.setattr(sampler._programs, name, call)
+
+    writer = request(3, max_tokens=40, owner="a", stop_tokens=frozenset())
+    sampler.sample_for({"writer": writer}, after(2))
+    noted("prefill")
+    noted("decode")
+    asked = {"writer": writer}
+    for number in range(30):  # four chunks each
+        prompt = (request(60).prompt + number) % 67
+        asked[str(number)] = replace(request(60, max_tokens=1, owner="b"), prompt=prompt)
+    while "writer" in asked:
+        given = sampler.sample_for(asked, after(1))
+        asked = {name: asked[name] for name in given.left}
+    assert "p" * 4 + "d" in "".join(done)
+    assert "p" * 5 not in "".join(done)
+    sampler.sample_for({}, after(1))
+
+
+def test_a_request_that_cannot_run_ends_alone(
+    sampler: JaxSampler, alone: list[SampleResult]
+) -> None:
+    asked = {"0": COMPANY[0], "gone": request(snapshot_id="gone"), "1": COMPANY[1]}
+    first = sampler.sample_for(asked, after(1))
+    assert first.ended.keys() == {"gone"}
+    assert "not loaded" in str(first.ended["gone"])
+    ended = to_the_end(sampler, {name: asked[name] for name in "01"})
+    assert_same_bits(ended["0"], alone[0])
+    assert_same_bits(ended["1"], alone[1])
+
+
+@pytest.mark.parametrize("tenant", TENANTS)
+def test_what_goes_on_after_its_snapshot_was_dropped_keeps_its_weights(
+    sampler: JaxSampler, tenant: str
+) -> None:
+    one = request(6, snapshot_id=tenant, num_samples=LANES + 1, max_tokens=9)
+    (want,) = sampler.sample([one])
+    sampler.sample_for({"one": one}, after(1))
+    held = sampler.snapshots._host.pop(tenant)
+    sampler.snapshots.leave_device()
+    assert sampler.has_snapshot(tenant), "else it would be read from its file for every slice"
+    try:
+        assert_same_bits(to_the_end(sampler, {"one": one})["one"], want)
+    finally:
+        sampler.snapshots._host[tenant] = held
+
+
+def test_a_failure_on_the_device_loses_what_was_under_way_and_nothing_else(
+    sampler: JaxSampler, alone: list[SampleResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {str(number): one for number, one in enumerate(COMPANY)}
+    sampler.sample_for(asked, after(2))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler._programs, "decode", broken)
+        with pytest.raises(RuntimeError, match="on fire"):
+            sampler.sample_for(asked, after(2))
+    ended = to_the_end(sampler, asked, steps=3)
+    for number, want in enumerate(alone):
+        assert_same_bits(ended[str(number)], want)

@@ -1,0 +1,418 @@
+"""The backend's own promises, apart from isolation."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.base import (
+    Backend,
+    DeviceFailed,
+    OutOfMemory,
+    SamplingRequest,
+    TrainBatch,
+)
+from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.backend.jax.fingerprint import numerics_id
+from tuneserve_engine.backend.jax.programs.registry import Program
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.errors import ServerError, UserError
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.settings.worker import WorkerSettings
+
+CONFIG = AdapterConfig(rank=8, alpha=32, seed=1)
+
+
+def step(backend: Backend, adapter_id: str, **params: float) -> dict[str, float]:
+    (metrics,) = backend.optim_steps([(adapter_id, AdamwParams(**params))])
+    assert not isinstance(metrics, Exception), metrics
+    return dict(metrics)
+
+
+def test_it_tells_what_clients_need_to_know(backend: Backend, base_model: Path):
+    assert backend.info == BaseModelInfo(
+        name="tiny",
+        architecture="qwen3",
+        vocab_size=61,
+        context_length=24,
+        max_rank=128,
+        tokenizer_id=str(base_model),
+        parameters=2 * (16 * (24 + 12 + 12) + 24 * 16 + 3 * 16 * 24) + 61 * 16,
+        target_shapes=(
+            ("q_proj", (2, 16, 24)),
+            ("k_proj", (2, 16, 12)),
+            ("v_proj", (2, 16, 12)),
+            ("o_proj", (2, 24, 16)),
+            ("gate_proj", (2, 16, 24)),
+            ("up_proj", (2, 16, 24)),
+            ("down_proj", (2, 24, 16)),
+            ("unembed", (16, 61)),
+        ),
+    )
+
+
+def test_an_adapter_that_is_not_there_is_named(backend: Backend):
+    (refused,) = backend.optim_steps([("nobody", AdamwParams())])
+    assert isinstance(refused, ServerError)
+    assert "'nobody' is not on this device" in str(refused)
+    backend.create_adapter("gone", CONFIG)
+    backend.delete_adapter("gone")
+    with pytest.raises(ServerError, match="'gone' is not on this device"):
+        backend.adapter_state("gone", optimizer=False)
+
+
+def test_a_rank_beyond_the_largest_class_is_refused(backend: Backend):
+    with pytest.raises(UserError, match=r"rank is 129.*1 to 128"):
+        backend.create_adapter("wide", replace(CONFIG, rank=129))
+
+
+def test_a_context_longer_than_the_models_is_refused(base_model: Path):
+    with pytest.raises(ValueError, match=r"25 tokens.*built for 24"):
+        JaxBackend(str(base_model), name="tiny", tokenizer_id="t", lattice=StaticShapes(25))
+
+
+def test_a_step_reports_the_norm_of_the_gradient_before_clipping(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+):
+    norms = []
+    for name, limit in (("free", 0.0), ("clipped", 1e-3)):
+        backend.create_adapter(name, CONFIG)
+        backend.forward_backward(unit_of([name], [batch_of((0, datum(1, 11)))]))
+        norms.append(step(backend, name, grad_clip_norm=limit)["grad_norm"])
+    assert norms[0] == norms[1] > 0.1
+
+
+def test_a_step_without_a_gradient_leaves_a_fresh_adapter_as_it_is(backend: JaxBackend):
+    backend.create_adapter("idle", CONFIG)
+    before = backend.adapter_state("idle", optimizer=True)
+    assert step(backend, "idle") == {"grad_norm": 0.0}
+    after = backend.adapter_state("idle", optimizer=True)
+    assert after.step == 1
+    for name, array in before.weights.items():
+        np.testing.assert_array_equal(after.weights[name], array)
+
+
+def test_the_sampler_scores_a_prompt_as_the_trainer_does(
+    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+):
+    backend.create_adapter("scored", CONFIG)
+    row = datum(1, 15)
+    row = replace(row, targets=[*row.tokens[1:], 7])
+    for _ in range(3):
+        batch = batch_of((0, row))
+        backend.forward_backward(unit_of(["scored"], [batch]))
+        step(backend, "scored", learning_rate=0.02)
+    trained = backend.forward_backward(unit_of(["scored"], [batch], forward_only=True))
+    assert not backend.has_snapshot("snap")
+    backend.load_snapshot("snap", backend.adapter_state("scored", optimizer=False))
+    assert backend.has_snapshot("snap")
+    prompt = np.array([*row.tokens, 7], np.int32)
+    request = SamplingRequest(
+        prompt, "snap", seed=1, num_samples=1, max_tokens=1, prompt_logprobs=True
+    )
+    (result,) = backend.sample([request])
+    np.testing.assert_allclose(
+        result.prompt_logprobs[1:], trained.outputs[0].logprobs[:15, 0], rtol=7e-7, atol=7e-7
+    )
+
+
+def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
+    base_model: Path, backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+):
+    """Query heads share key heads: products that XLA may not have."""
+    half = JaxBackend(
+        str(base_model), name="half", tokenizer_id="t", dtype="bfloat16", lattice=backend.lattice
+    )
+    batch = batch_of(*((0, datum(seed, 15)) for seed in range(4)))
+    losses, prompts = [], []
+    for each in (half, backend):
+        each.create_adapter("wide", CONFIG)
+        losses.append([])
+        for _ in range(3):
+            result = each.forward_backward(unit_of(["wide"], [batch]))
+            losses[-1].append(result.outputs[0].loss[batch.datum >= 0].sum())
+            step(each, "wide", learning_rate=0.02)
+    state = backend.adapter_state("wide", optimizer=False)
+    for each in (half, backend):
+        each.load_snapshot("wide", state)
+        prompt = np.array(datum(0, 15).tokens, np.int32)
+        request = SamplingRequest(
+            prompt, "wide", seed=1, num_samples=4, max_tokens=8, prompt_logprobs=True
+        )
+        (sampled,) = each.sample([request])
+        assert all(np.isfinite(one.logprobs).all() for one in sampled.sequences)
+        prompts.append(sampled.prompt_logprobs[1:])
+    np.testing.assert_allclose(*losses, rtol=0.0027)
+    assert np.abs(prompts[0] - prompts[1]).mean() < 0.019
+
+
+def test_a_restart_neither_traces_nor_compiles_again(
+    backend: JaxBackend,
+    base_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unit_of: Any,
+    batch_of: Any,
+    datum: Any,
+):
+    unit = unit_of(["a"], [batch_of((0, datum(1, 11)))])
+
+    def used() -> tuple[Any, dict[str, float]]:
+        started = JaxBackend(
+            str(base_model),
+            name="tiny",
+            tokenizer_id="t",
+            lattice=backend.lattice,
+            compile_cache_dir=tmp_path,
+        )
+        started.create_adapter("a", CONFIG)
+        result = started.forward_backward(unit)
+        stepped = step(started, "a", learning_rate=0.02)
+        return result.outputs[0].logprobs.tobytes(), stepped
+
+    cold = used()
+    monkeypatch.delattr(Program, "lower")
+    assert used() == cold
+
+
+@pytest.mark.parametrize(("asked", "given"), [(64, 64), (4096, 2048)])
+def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
+    tmp_path: Path, asked: int, given: int
+):
+    settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked, compile_ahead=False)
+    backend = JaxBackend.from_settings(settings)
+    assert backend.info.context_length == backend.lattice.context_length == given
+    assert backend.info.eos_token_ids == (1000, 998)
+
+
+def exhausted(*args: Any, **kwargs: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 64 bytes.")
+
+
+def break_program(
+    backend: JaxBackend, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int
+) -> None:
+    """The trainer's program runs ``after`` times; its next call finds no memory, its arguments
+    donated."""
+    real, calls = getattr(backend._trainer, name), iter(range(after))
+
+    def run(*args: Any) -> Any:
+        result = real(*args)
+        return result if next(calls, None) is not None else exhausted()
+
+    monkeypatch.setattr(backend._trainer, name, run)
+
+
+def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
+    return backend.adapter_state(adapter_id, optimizer=True, accumulator=True)
+
+
+@pytest.fixture
+def unit(batch_of: Any, unit_of: Any, datum: Any) -> Callable[[str], TrainBatch]:
+    """Two requests of an adapter, in two micro-batches."""
+    batches = [batch_of((0, datum(1, 11)), (1, datum(2, 11))), batch_of((1, datum(3, 5)))]
+    return lambda adapter_id: unit_of([adapter_id] * 2, batches)
+
+
+@pytest.mark.acceptance("S6")
+@pytest.mark.parametrize(
+    ("program", "after"),
+    [("_place", 0), ("_place", 1), ("_train", 0), ("_train", 1), ("_finite", 0)],
+)
+def test_a_unit_that_finds_no_memory_has_changed_no_adapter_and_keeps_no_array(
+    program: str,
+    after: int,
+    backend: JaxBackend,
+    unit: Callable[[str], TrainBatch],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What is donated then, of bank, scratch and workspace, is allocated anew."""
+    for name in ("unlucky", "undisturbed"):
+        backend.create_adapter(name, CONFIG)
+        backend.forward_backward(unit(name))
+    before, held = state_of(backend, "unlucky"), live_bytes()
+    break_program(backend, program, monkeypatch, after=after)
+    with pytest.raises(OutOfMemory, match=r"no room.*Out of memory allocating 64 bytes"):
+        backend.forward_backward(unit("unlucky"))
+    monkeypatch.undo()
+    assert live_bytes() <= held
+    assert_same(state_of(backend, "unlucky"), before)
+    for name in ("unlucky", "undisturbed"):
+        backend.forward_backward(unit(name))
+    assert live_bytes() <= held
+    for name in ("unlucky", "undisturbed"):
+        step(backend, name)
+    assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
+
+
+@pytest.mark.parametrize(("program", "after"), [("_add", 0), ("_add", 1), ("_finite", 1)])
+def test_a_unit_that_fails_when_it_has_consumed_an_accumulator_is_a_failure_of_the_device(
+    program: str,
+    after: int,
+    backend: JaxBackend,
+    unit: Callable[[str], TrainBatch],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    backend.create_adapter("consumed", CONFIG)
+    break_program(backend, program, monkeypatch, after=after)
+    with pytest.raises(DeviceFailed, match="begun to change an adapter: RESOURCE_EXHAUSTED"):
+        backend.forward_backward(unit("consumed"))
+    backend.delete_adapter("consumed")
+
+
+def live_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def assert_same(a: AdapterState, b: AdapterState) -> None:
+    assert (a.config, a.step) == (b.config, b.step)
+    for part in ("weights", "first_moment", "second_moment", "accumulator"):
+        mine, other = getattr(a, part), getattr(b, part)
+        assert mine.keys() == other.keys()
+        for name, array in mine.items():
+            assert array.tobytes() == other[name].tobytes(), f"{part}[{name}]"
+
+
+def test_a_step_that_finds_no_memory_changes_nothing_and_others_are_taken(
+    backend: JaxBackend, unit: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("unlucky", "lucky"):
+        backend.create_adapter(name, CONFIG)
+        backend.forward_backward(unit(name))
+    before, real, calls = state_of(backend, "unlucky"), backend._trainer._step, iter(range(1))
+    monkeypatch.setattr(
+        backend._trainer,
+        "_step",
+        lambda *args: real(*args) if next(calls, None) is None else exhausted(),
+    )
+    refused, taken = backend.optim_steps([("unlucky", AdamwParams()), ("lucky", AdamwParams())])
+    monkeypatch.undo()
+    assert isinstance(refused, OutOfMemory)
+    assert_same(state_of(backend, "unlucky"), before)
+    assert step(backend, "unlucky") == taken
+    assert_same(state_of(backend, "unlucky"), state_of(backend, "lucky"))
+
+
+def test_a_step_that_fails_when_it_has_consumed_its_adapter_is_a_failure_of_the_device(
+    backend: JaxBackend, unit: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
+):
+    backend.create_adapter("consumed", CONFIG)
+    backend.forward_backward(unit("consumed"))
+    break_program(backend, "_step", monkeypatch, after=0)
+    with pytest.raises(DeviceFailed, match="begun to change an adapter: RESOURCE_EXHAUSTED"):
+        backend.optim_steps([("consumed", AdamwParams())])
+    backend.delete_adapter("consumed")
+
+
+def test_a_step_that_fails_after_it_was_dispatched_is_a_failure_of_the_device(
+    backend: JaxBackend, unit: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
+):
+    """A program is dispatched without waiting: its failure comes when its results are read."""
+    backend.create_adapter("consumed", CONFIG)
+    backend.forward_backward(unit("consumed"))
+    monkeypatch.setattr(jax, "device_get", exhausted)
+    with pytest.raises(DeviceFailed, match="a step failed on the device: RESOURCE_EXHAUSTED"):
+        backend.optim_steps([("consumed", AdamwParams())])
+    backend.delete_adapter("consumed")
+
+
+@pytest.mark.parametrize("program", ["empty_pages", "adopt", "prefill", "copy", "decode"])
+def test_sampling_that_finds_no_memory_can_be_done_again(
+    program: str, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+):
+    request = SamplingRequest(
+        np.arange(5, dtype=np.int32), None, seed=1, num_samples=3, max_tokens=9
+    )
+    (want,) = backend.sample([request])
+    real = getattr(backend._sampler._programs, program)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        real(*args, **kwargs)
+        exhausted()
+
+    monkeypatch.setattr(backend._sampler._programs, program, fail)
+    backend._sampler._forget_all()  # else nothing has to be read or adopted
+    with pytest.raises(OutOfMemory):
+        backend.sample([request])
+    monkeypatch.undo()
+    (again,) = backend.sample([request])
+    for one, two in zip(want.sequences, again.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.logprobs, two.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", DeviceFailed),
+        ("UNAVAILABLE: the device is gone", DeviceFailed),
+        ("INVALID_ARGUMENT: the program has a flaw", jax.errors.JaxRuntimeError),
+    ],
+)
+def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
+    backend: JaxBackend,
+    unit: Callable[[str], TrainBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    message: str,
+    expected: type[Exception],
+):
+    def broken(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError(message)
+
+    backend.create_adapter("unlucky", CONFIG)
+    monkeypatch.setattr(backend._trainer, "_train", broken)
+    with pytest.raises(expected, match=message.split(": ")[1]):
+        backend.forward_backward(unit("unlucky"))
+
+
+NUMERICS = {
+    "dtype": "float32",
+    "lattice": StaticShapes(24),
+    "remat": "dots",
+    "sample_rows": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "bfloat16"},
+        {"lattice": StaticShapes(24, chunk=512)},
+        {"remat": "full"},
+        {"sample_rows": 4},
+    ],
+)
+def test_what_changes_bits_changes_the_numerics_id(base_model: Path, change: dict[str, Any]):
+    assert numerics_id(base_model, **NUMERICS) == numerics_id(base_model, **NUMERICS)
+    assert numerics_id(base_model, **NUMERICS | change) != numerics_id(base_model, **NUMERICS)
+
+
+def test_the_numerics_id_tells_base_models_apart_by_their_weights(base_model: Path, tmp_path: Path):
+    """A fine-tuned sister has the same configuration, names and shapes."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((base_model / name).read_bytes())
+    assert numerics_id(tmp_path, **NUMERICS) == numerics_id(base_model, **NUMERICS)
+    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert numerics_id(tmp_path, **NUMERICS) != numerics_id(base_model, **NUMERICS)
+
+
+def test_the_numerics_id_names_versions_device_threads_and_flags(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    plain = numerics_id(base_model, **NUMERICS)
+    for part in (f"jax={jax.__version__}", f"numpy={np.__version__}", "device=cpu(", "threads "):
+        assert part in plain
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert "--xla_cpu_enable_fast_math=true" in numerics_id(base_model, **NUMERICS)
+    monkeypatch.undo()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    assert "threads 3" in numerics_id(base_model, **NUMERICS)

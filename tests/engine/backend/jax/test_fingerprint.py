@@ -1,0 +1,83 @@
+"""What the numerics id covers, and what makes numbers what it says."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+import tuneserve_engine
+from tuneserve_engine.backend.jax import fingerprint
+
+ROOT = Path(tuneserve_engine.__path__[0])
+STARTS = (
+    "worker.execution.gradients",
+    "worker.codecs.sampling",
+    "backend.jax.training.trainer",
+    "backend.jax.sampling.sampler",
+)
+# Results have the same bits however fast the device is: see test_interruptions.py.
+NO_NUMBERS = {
+    ROOT / name
+    for name in (
+        *("core/errors.py", "core/jobs.py", "core/usage.py", "core/policies.py"),
+        *("core/recordings.py", "settings/common.py"),
+        *("telemetry/logs.py", "telemetry/log_throttle.py"),
+        *("process/disk_room.py", "process/permissions.py"),
+        *("worker/execution/outcomes.py", "worker/scheduling/pace.py"),
+    )
+}
+
+
+def imports_of(path: Path) -> Iterator[Path]:
+    """The engine's modules that this one imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tuneserve_engine."):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                found = ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
+                if found.is_file():
+                    yield found
+
+
+def test_the_digest_covers_every_module_that_a_result_passes_through():
+    waiting = [ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in STARTS]
+    reached = set(waiting)
+    while waiting:
+        new = set(imports_of(waiting.pop())) - reached - NO_NUMBERS
+        reached |= new
+        waiting += new
+    names = {path.relative_to(ROOT).as_posix() for path in reached}
+    covered = {part.decode() for part in list(fingerprint._code())[::2]}
+    assert names <= covered
+    assert {"core/adapter.py", "backend/base.py", "backend/jax/sampling/adapter_slots.py"} <= names
+
+
+@pytest.mark.parametrize("pattern", fingerprint._CODE)
+def test_every_pattern_of_the_digest_matches_a_file(pattern: str):
+    assert list(ROOT.glob(pattern))
+
+
+def test_the_id_says_how_programs_are_compiled():
+    assert "xla_allow_excess_precision=False" in fingerprint._flags()
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = jax.config.jax_default_matmul_precision
+    yield
+    jax.config.update("jax_default_matmul_precision", before)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize(
+    ("device", "dtype", "wanted"),
+    [("gpu", "float32", "highest"), ("gpu", "bfloat16", None), ("cpu", "float32", None)],
+)
+def test_a_gpu_is_asked_not_to_round_float32(
+    device: str, dtype: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    fingerprint.ask_for_float32(dtype)
+    assert jax.config.jax_default_matmul_precision == wanted

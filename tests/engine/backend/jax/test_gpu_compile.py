@@ -1,0 +1,94 @@
+"""The tool that compiles for a GPU that is not there, without its compiler: it takes every program,
+and reports every refusal."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu_compile import __main__ as gpu_compile
+from scripts.gpu_compile.programs import Task
+from scripts.gpu_compile.shapes import DTYPES, GROUPS, HEAD_DIMS, MODELS
+
+ROOT = Path(__file__).parents[4]
+
+
+def lowered(text: str) -> None:
+    raise AssertionError(f"{text} is not to be lowered here")
+
+
+def listed(*options: str) -> list[str]:
+    """In a process of its own: shapes that stand for arrays do not pass the tests' type checks."""
+    command = [sys.executable, "-m", "scripts.gpu_compile", "--list", *options]
+    return subprocess.check_output(command, cwd=ROOT, text=True, timeout=200).splitlines()
+
+
+@pytest.fixture(scope="module")
+def usual() -> list[str]:
+    return listed()
+
+
+def test_every_named_model_has_attention_that_is_compiled_alone_too() -> None:
+    for config in MODELS.values():
+        assert config.head_dim in HEAD_DIMS
+        assert config.heads // config.kv_heads in GROUPS
+
+
+def test_kernels_of_every_head_dim_group_and_dtype_are_compiled(usual: list[str]) -> None:
+    combinations = {
+        f"attention {dtype} head_dim {head_dim} group {group}"
+        for dtype in DTYPES
+        for head_dim in HEAD_DIMS
+        for group in GROUPS
+    }
+    assert {name.removesuffix(" keys") for name in usual if name.endswith(" keys")} == combinations
+    assert combinations == {name.rpartition(" ")[0] for name in usual if "attention" in name}
+
+
+def test_every_model_is_compiled_with_all_programs_of_a_rank_class(usual: list[str]) -> None:
+    of_model = {
+        model: {name.removeprefix(f"{model} ") for name in usual if name.startswith(f"{model} ")}
+        for model in MODELS
+    }
+    small = of_model["qwen3-0.6b"]
+    assert {f"decode {rank}" for rank in (8, 32, 128)} <= small
+    lowest = {"train_stream (8, 1, 128)", "score_stream (8, 1, 128)", "prefill 8", "decode 8"}
+    for model in MODELS:
+        assert lowest <= of_model[model] <= small
+
+
+def test_all_rank_classes_are_compiled_when_asked_for() -> None:
+    every = listed("--full", "--no-kernels", "--model", "llama-70b", "--model", "qwen3-0.6b")
+    assert {f"llama-70b decode {rank}" for rank in (8, 32, 128)} <= set(every)
+    assert len(set(every)) == len(every)
+
+
+def test_a_refused_program_is_named_and_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [Task("good", lowered), Task("greedy", lowered), Task("small", lowered)]
+
+    def compile_one(task: Task) -> int:
+        if task.name == "greedy":
+            raise RuntimeError("Shared memory size limit exceeded\nand a page more")
+        return 2048
+
+    status = gpu_compile.report(gpu_compile.compiled(tasks, compile_one, threads=2))
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 1
+    assert re.fullmatch(r"good  ok  \d\.\d s  2,048 bytes", lines[0])
+    assert re.fullmatch(
+        r"greedy  error  \d\.\d s  RuntimeError: Shared memory size limit exceeded", lines[1]
+    )
+    assert lines[2].startswith("small  ok")
+    assert lines[3].endswith("1 refused: greedy")
+
+
+def test_a_run_without_refusals_passes_and_one_of_nothing_fails() -> None:
+    results = gpu_compile.compiled([Task("good", lowered)], lambda task: 0, threads=1)
+    assert gpu_compile.report(results) == 0
+    assert gpu_compile.report([]) == 1
+
+
+def test_ci_compiles_for_a_gpu() -> None:
+    assert re.search(r"^make .*\bgpu-compile\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)

@@ -1,0 +1,249 @@
+"""What adapters of other kinds than LoRA take: in their compiled steps, and in three memories."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.engine.backend.jax.training.packed_case import TINY, model_of
+from tests.support.adapters import live, settled
+from tuneserve_engine.adapters.kinds import KINDS, kind_of
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.jax.adapters import cache as paging
+from tuneserve_engine.backend.jax.adapters.arrays import (
+    adapter_bytes,
+    initial_weights,
+    target_shapes,
+)
+from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
+from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
+from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms
+from tuneserve_engine.core.adapter import UNEMBED, AdapterConfig
+from tuneserve_engine.core.errors import ServerError
+from tuneserve_engine.core.shapes import StaticShapes
+
+# --- the step's program --------------------------------------------------------------------------
+
+RANK = 32
+WIDE = {
+    "q_proj": (4, 128, 128),
+    "k_proj": (4, 128, 64),
+    "gate_proj": (4, 128, 384),
+    "down_proj": (4, 384, 128),
+    UNEMBED: (128, 1024),
+}
+"""Square, and longer on either side, by far more than the rank."""
+
+
+def size(shape: tuple[int, ...]) -> int:
+    return 4 * math.prod(shape)
+
+
+@pytest.mark.acceptance("S4")
+@pytest.mark.parametrize(
+    ("form", "pairs"), [("factors", 2.0), ("short_fixed", 1.4), ("core", 1.06)]
+)
+def test_a_step_reuses_all_it_is_given_and_takes_little_more(form: str, pairs: float):
+    """As much as so many pairs of the rank: four of an adapter's are the limit."""
+    kind = KINDS["osft"][form]
+    programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_classes=(RANK,)))
+    programs._declare(kind)
+    (step,) = programs._steps[kind.program].shapes()
+    memory = step.compiled().memory_analysis()
+    own = sum(size(part) for s in WIDE.values() for part in kind.parts(s, RANK).values())
+    pair = sum(size((*layers, i + o, RANK)) for *layers, i, o in WIDE.values())
+    assert memory.alias_size_in_bytes == 3 * own + pair
+    assert memory.temp_size_in_bytes <= pairs * pair
+
+
+# --- in three memories ---------------------------------------------------------------------------
+
+MAX_RANK = 8
+SHAPES = target_shapes(TINY)
+LORA = AdapterConfig(5, 16.0, 1, train_mlp=False)
+RSLORA = AdapterConfig(3, 16.0, 1, train_mlp=False, train_unembed=False, kind="rslora")
+
+
+def osft(form: str = "factors") -> AdapterConfig:
+    """Of 3 directions: the weights have 12 or 16."""
+    options = {"form": form}
+    return AdapterConfig(
+        3, 0.0, 0, train_mlp=False, train_unembed=False, kind="osft", options=options
+    )
+
+
+def on_device(config: AdapterConfig) -> int:
+    return adapter_bytes(SHAPES, MAX_RANK, kind_of(config))
+
+
+SHARED = 4 * 3 * (
+    3 * (24 * 16 + 8 + 8 * 16)  # u, s and v of q_proj, gate_proj and up_proj: u has all directions
+    + 2 * (12 * 8 + 8 + 12 * 16)  # of k_proj and v_proj: v has
+    + 2 * (16 * 8 + 8 + 16 * 24)  # of o_proj and down_proj: v has
+)  # fmt: skip
+"""By hand. On the shorter side of a weight are the directions that adapters may have."""
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> DeviceSvd:
+    found = DeviceSvd(tmp_path / "directions", model_of(), SHAPES, MAX_RANK)
+    found.decomposition.prepare()
+    return found
+
+
+@pytest.fixture
+def pager_of(tmp_path: Path, frozen: DeviceSvd) -> Callable[..., AdapterCache]:
+    """``pager_of(room)`` has so many bytes on the device, and none in the host's memory."""
+
+    def make(room: int, host_bytes: int = 0) -> AdapterCache:
+        pages = tmp_path / "pages"
+        pages.mkdir()
+        return AdapterCache(pages, SHAPES, device_bytes=room, host_bytes=host_bytes, frozen=frozen)
+
+    return make
+
+
+def random_state(config: AdapterConfig, frozen: DeviceSvd, seed: int = 0) -> AdapterState:
+    """Trained, with a gradient."""
+    random = np.random.default_rng(seed)
+    own = {n: x.shape for n, x in initial_weights(config, SHAPES, frozen.of).items()}
+    kind = kind_of(config)
+    pairs = {}
+    for name in config.targets:
+        *layers, inputs, outputs = SHAPES[name]
+        rank = kind.rank(config, SHAPES[name])
+        pairs |= {f"{name}.A": (*layers, inputs, rank), f"{name}.B": (*layers, rank, outputs)}
+
+    def drawn(shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+        return {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+    return AdapterState(
+        config,
+        drawn(own),
+        step=4,
+        first_moment=drawn(own),
+        second_moment={name: x**2 for name, x in drawn(own).items()},
+        accumulator=drawn(pairs),
+    )
+
+
+def test_what_all_share_is_on_the_device_once_and_goes_with_the_last_of_them(pager_of, frozen):
+    pager, before = pager_of(10**9), settled()[1]
+    for name, config in (("a", osft()), ("b", osft("core")), ("lora", LORA)):
+        pager.put(name, random_state(config, frozen), MAX_RANK)
+    first, second, lora = map(on_device, (osft(), osft("core"), LORA))
+    expected = [
+        (lambda: pager.get(["lora"]), lora),
+        (lambda: pager.get(["a"]), lora + SHARED + first),
+        (lambda: pager.get(["b", "lora"]), lora + SHARED + first + second),
+        (lambda: pager.drop("a"), lora + SHARED + second),
+        (lambda: pager.drop("b"), lora),
+    ]
+    assert frozen.bytes == SHARED
+    for do, taken in expected:
+        do()
+        assert live()[1] - before == taken == pager._device_bytes()
+
+
+def test_what_all_share_counts_within_the_devices_limit(pager_of, frozen):
+    config = osft()
+    pager, before = pager_of(SHARED + 2 * on_device(config)), settled()[1]
+    for name in "abc":
+        pager.put(name, random_state(config, frozen), MAX_RANK)
+    assert pager.groups(["a", "b", "c"]) == [["a", "b"], ["c"]]
+    for names, there in (("ab", 2), ("c", 2), ("abc", 3)):
+        pager.get(list(names))
+        assert pager.on_device == there
+        assert live()[1] - before == SHARED + there * on_device(config)
+
+
+def test_loras_take_the_place_of_what_others_shared(pager_of, frozen):
+    pager, before = pager_of(SHARED + on_device(osft())), settled()[1]
+    pager.put("osft", random_state(osft(), frozen), MAX_RANK)
+    pager.get(["osft"])
+    room = SHARED + on_device(osft())
+    names = [f"lora-{n}" for n in range(room // on_device(LORA))]
+    assert len(names) >= 1
+    for name in names:
+        pager.put(name, random_state(LORA, frozen), MAX_RANK)
+    pager.get(names)
+    assert live()[1] - before == len(names) * on_device(LORA)
+    assert pager.groups(["osft", *names]) == [["osft"], names]
+
+
+@pytest.mark.parametrize("host_bytes", [0, 10**9], ids=["in files", "on the host"])
+def test_adapters_of_all_kinds_come_back_with_the_same_bits(pager_of, frozen, host_bytes, tmp_path):
+    configs = [LORA, RSLORA, osft(), osft("short_fixed"), osft("core")]
+    pager = pager_of(1, host_bytes)
+    states = {str(n): random_state(config, frozen, n) for n, config in enumerate(configs)}
+    for name, state in states.items():
+        pager.put(name, state, MAX_RANK)
+    for _ in range(2):
+        for name, state in states.items():
+            (adapter,) = pager.get([name])
+            assert adapter.config == state.config
+            assert pager.on_device == 1  # the others are gone
+            assert bool(list((tmp_path / "pages").iterdir())) is (host_bytes == 0)
+            for there in (name, "0"):  # on the device, and where it is paged to
+                pager.get([there])
+                found = pager.state(name, optimizer=True, accumulator=True)
+                assert (found.config, found.step) == (state.config, state.step)
+                mine, theirs = tensors_of(state), tensors_of(found)
+                assert mine.keys() == theirs.keys()
+                for tensor, array in mine.items():
+                    assert array.tobytes() == theirs[tensor].tobytes(), tensor
+
+
+def test_room_is_made_for_what_all_share_even_if_its_only_user_leaves(pager_of, frozen):
+    """The LoRA must go, too: the directions stay for the one that comes."""
+    config = osft()
+    limit = SHARED + on_device(config) + on_device(LORA) - 4
+    pager, before = pager_of(limit), settled()[1]
+    for name, state in (("a", config), ("b", config), ("lora", LORA)):
+        pager.put(name, random_state(state, frozen), MAX_RANK)
+    pager.get(["a"])
+    pager.get(["b"])
+    pager.get(["lora"])
+    for names in (["a"], ["b"], ["lora"], ["b"]):
+        pager.get(names)
+        assert live()[1] - before <= limit
+        assert live()[1] - before == pager._device_bytes()
+
+
+def test_an_adapter_that_does_not_come_leaves_nothing_that_it_would_have_shared(
+    pager_of, frozen, monkeypatch
+):
+    pager, before = pager_of(10**9), settled()[1]
+    pager.put("a", random_state(osft(), frozen), MAX_RANK)
+
+    def no_room(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paging, "restored_adapter", no_room)
+        with pytest.raises(MemoryError):
+            pager.get(["a"])
+    assert live()[1] == before
+    pager.get(["a"])
+    assert live()[1] - before == SHARED + on_device(osft())
+
+
+def test_a_model_that_differs_in_one_number_has_directions_of_its_own(tmp_path, frozen):
+    again = DeviceSvd(tmp_path / "directions", model_of(), SHAPES, MAX_RANK)
+    again.decomposition.require()  # computes nothing
+    other = model_of()
+    weight = np.array(other.layers["down_proj"][...])
+    weight[-1, 5, 7] = np.nextafter(weight[-1, 5, 7], np.float32(9))
+    other.layers["down_proj"][...] = jnp.asarray(weight)
+    merged = DeviceSvd(tmp_path / "directions", other, SHAPES, MAX_RANK)
+    with pytest.raises(ServerError, match="not there yet"):
+        merged.decomposition.require()
+    merged.decomposition.prepare()
+    assert merged.decomposition.id != frozen.decomposition.id == again.decomposition.id
+    assert len(list((tmp_path / "directions").iterdir())) == 2

@@ -1,0 +1,191 @@
+"""What compiled training takes: a layer's input per layer, and no stack of all their gradients."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jaxtyping import Array
+
+from tests.engine.backend.jax.training.packed_case import TINY
+from tests.engine.conftest import empty
+from tests.support.adapters import nbytes
+from tuneserve_engine.backend.base import MicroBatch
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, target_shapes
+from tuneserve_engine.backend.jax.model.block import Layer, after_attention, before_attention
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots, new_bank, new_scratch
+from tuneserve_engine.backend.jax.training.programs import (
+    DeviceMicroBatch,
+    space_shapes,
+    train_micro_batch,
+)
+from tuneserve_engine.core.adapter import PROJECTIONS
+
+SLOTS, RANK = 8, 16
+TOKENS, BLOCK, CHUNK_BLOCKS = 512, 8, 2
+CONFIG = replace(TINY, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48)
+WIDE = replace(CONFIG, hidden=512, heads=8, kv_heads=4, head_dim=64, intermediate=1536)
+"""As wide as a small model that somebody trains."""
+FEW, MANY = 4, 12
+
+
+def with_attention(config: ModelConfig) -> float:
+    """What ``attention`` keeps of a layer, in layer inputs: its input, what attention gave, which
+    is as large, and that one's log sum of exponentials: float32, one per head."""
+    return 2 + config.heads / config.hidden
+
+
+class Takes(NamedTuple):
+    """Bytes of a program."""
+
+    workspace: int
+    temporary: int
+    live: int  # at once, beyond weights, bank and scratch
+    weights: int  # of the layers
+
+
+class Case(NamedTuple):
+    """A model and the arguments of one micro-batch."""
+
+    model: Decoder
+    bank: AdapterSlots
+    scratch: LoraWeights
+    stream: DeviceMicroBatch
+
+
+def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
+    model = Decoder(replace(config, layers=layers), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model.block, model.chunk_blocks = BLOCK, CHUNK_BLOCKS
+    model.remat = remat  # type: ignore[assignment]
+    model.train()
+    shapes = target_shapes(model.config)
+    stream = DeviceMicroBatch.of(MicroBatch(**empty(TOKENS, BLOCK), blocks=0), BLOCK)
+    return Case(model, new_bank(shapes, RANK, SLOTS), new_scratch(shapes, RANK, SLOTS), stream)
+
+
+def takes(compiled: Any, case: Case, workspace: int) -> Takes:
+    memory = compiled.memory_analysis()
+    live = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    live += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    weights = nbytes(nnx.state(case.model.layers))
+    live -= weights + nbytes((case.bank, case.scratch))
+    return Takes(workspace, memory.temp_size_in_bytes, live, weights)
+
+
+@cache
+def training(layers: int, remat: str, config: ModelConfig = CONFIG) -> Takes:
+    """The program of training, with the workspace and the scratch donated."""
+    case = case_of(layers, remat, config)
+    space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
+    program = jax.jit(train_micro_batch, donate_argnums=(1, 2))
+    compiled = program.lower(case.model, space, case.scratch, case.bank, case.stream).compile()
+    workspace = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(space))
+    return takes(compiled, case, workspace)
+
+
+@cache
+def autodiff(layers: int) -> Takes:
+    """``jax.grad`` over a scan of checkpointed layers, its gradients added to the donated scratch.
+
+    Blocks attend to themselves only: that leaves the least for a layer to keep.
+    """
+    case = case_of(layers, "full")
+    config = case.model.config
+
+    def added(
+        model: Decoder, scratch: LoraWeights, bank: AdapterSlots, x: Array, slot: Array
+    ) -> Any:
+        rope = model.stack().rope(jnp.broadcast_to(jnp.arange(BLOCK)[None], x.shape[:2]))
+
+        @jax.checkpoint
+        def layer(x: Array, sliced: Any) -> Any:
+            weights, a, b = sliced
+            parts = Layer(weights, LoraRows(a, b, bank.scale, slot))
+            q, k, v = before_attention(config, parts, x, rope)
+            attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+            attended = attended.reshape(*x.shape[:2], -1)
+            return after_attention(config, parts, x, attended), None
+
+        def loss(adapters: LoraWeights) -> Array:
+            y, _ = jax.lax.scan(layer, x, (model.stack().weights, *adapters))
+            return jnp.square(y).sum()
+
+        return jax.tree.map(jnp.add, scratch, jax.grad(loss)(LoraWeights(bank.a, bank.b)))
+
+    def of_layers(side: dict[str, Array]) -> dict[str, Array]:
+        return {name: side[name] for name in PROJECTIONS}
+
+    case = case._replace(
+        bank=case.bank._replace(a=of_layers(case.bank.a), b=of_layers(case.bank.b)),
+        scratch=LoraWeights(*map(of_layers, case.scratch)),
+    )
+    x = jnp.zeros((TOKENS // BLOCK, BLOCK, CONFIG.hidden))
+    slot = jnp.zeros(TOKENS // BLOCK, jnp.int32)
+    program = jax.jit(added, donate_argnums=1)
+    compiled = program.lower(case.model, case.scratch, case.bank, x, slot).compile()
+    return takes(compiled, case, 0)
+
+
+def per_layer(few: Takes, many: Takes, config: ModelConfig = CONFIG) -> dict[str, float]:
+    """What a further layer adds, in layer inputs."""
+    layer_inputs = (MANY - FEW) * 4 * TOKENS * config.hidden
+    return {
+        name: (getattr(many, name) - getattr(few, name)) / layer_inputs
+        for name in ("workspace", "temporary", "live")
+    }
+
+
+@pytest.mark.parametrize(("remat", "kept"), [("full", 1), ("attention", with_attention(CONFIG))])
+def test_a_further_layer_takes_what_its_policy_keeps(remat: str, kept: float) -> None:
+    slope = per_layer(training(FEW, remat), training(MANY, remat))
+    assert slope["workspace"] == pytest.approx(kept)
+    assert slope["workspace"] + slope["temporary"] <= kept + 0.1, slope
+    assert slope["live"] <= kept + 0.1, slope
+
+
+@pytest.mark.acceptance("W1", "C2")
+@pytest.mark.parametrize(("remat", "most"), [("full", 1.1), ("attention", 2.1)])
+def test_a_further_wide_layer_takes_one_layer_input_or_two(remat: str, most: float) -> None:
+    slope = per_layer(training(FEW, remat, WIDE), training(MANY, remat, WIDE), WIDE)
+    assert slope["workspace"] == {"full": 1, "attention": with_attention(WIDE)}[remat]
+    assert slope["workspace"] + slope["temporary"] <= most, slope
+    assert slope["live"] <= most, slope
+
+
+@pytest.mark.acceptance("W2")
+def test_autodiff_over_the_layers_would_take_three_times_as_much() -> None:
+    ours = per_layer(training(FEW, "full"), training(MANY, "full"))
+    slope = per_layer(autodiff(FEW), autodiff(MANY))
+    assert slope["temporary"] >= 3 * (ours["workspace"] + ours["temporary"]), (slope, ours)
+
+
+@pytest.mark.acceptance("C3")
+def test_no_array_of_all_layers_is_copied() -> None:
+    """Weights, bank and tape are read where they lie: a stack of them among the temporaries would
+    be as large as itself."""
+    deep = training(32, "full")
+    assert deep.temporary < 0.5 * deep.weights, deep
+
+
+@pytest.mark.acceptance("C4")
+def test_the_program_of_a_deep_model_has_the_operations_of_a_flat_ones() -> None:
+    """So that it compiles as fast: ``benchmarks/memory.py`` has the time."""
+
+    def operations(layers: int) -> Counter[str]:
+        case = case_of(layers, "dots")
+        space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
+        program = jax.jit(train_micro_batch, donate_argnums=(1, 2))
+        lowered = program.lower(case.model, space, case.scratch, case.bank, case.stream)
+        return Counter(re.findall(r"stablehlo\.\w+", lowered.as_text()))
+
+    flat = operations(4)
+    assert flat["stablehlo.dot_general"] > 10
+    assert operations(32) == flat

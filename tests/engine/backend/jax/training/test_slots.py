@@ -1,0 +1,210 @@
+"""Slots of adapters and of gradients: one is written at a time, in place, and no other changes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.adapters import (
+    SMALL,
+    bits,
+    commit,
+    counted_compilations,
+    live,
+    nbytes,
+    on_device,
+    pointers,
+    random_like,
+    random_state,
+    settled,
+    shapes_of,
+)
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAdapter, new_adapter
+from tuneserve_engine.backend.jax.training.adamw import start_step
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    add,
+    finite_sum,
+    new_bank,
+    new_scratch,
+    place,
+)
+from tuneserve_engine.core.adapter import UNEMBED, AdamwParams, AdapterConfig
+
+SLOTS, RANK = 4, 8
+YES, NO = np.bool_(True), np.bool_(False)
+LARGEST = np.finfo(np.float32).max
+
+
+def scratch_of(seed: int) -> LoraWeights:
+    """Random numbers in every slot."""
+    return random_like(new_scratch(SMALL, RANK, SLOTS), seed)
+
+
+def with_entry(scratch: LoraWeights, slot: int, target: str, value: float) -> LoraWeights:
+    """A copy with one other number in the slot."""
+    array = np.array(scratch.a[target])
+    array[-1, slot, 2, 1] = value
+    return LoraWeights(scratch.a | {target: jax.device_put(array)}, scratch.b)
+
+
+def slot_of(buffers: LoraWeights, slot: int) -> list[np.ndarray]:
+    return [np.asarray(leaf)[:, slot] for leaf in jax.tree.leaves(buffers)]
+
+
+def test_an_empty_bank_is_zeros_with_a_leading_axis_for_the_unembedding():
+    bank, scratch = new_bank(SMALL, RANK, SLOTS), new_scratch(SMALL, RANK, SLOTS)
+    assert bank.a["o_proj"].shape == scratch.a["o_proj"].shape == (3, SLOTS, 5, RANK)
+    assert bank.b["o_proj"].shape == scratch.b["o_proj"].shape == (3, SLOTS, RANK, 7)
+    assert bank.a[UNEMBED].shape == (1, SLOTS, 7, RANK)
+    assert bank.b[UNEMBED].shape == (1, SLOTS, RANK, 11)
+    assert bank.scale.shape == bank.trained.shape == (SLOTS,)
+    assert not any(leaf.any() for leaf in jax.tree.leaves((bank, scratch)))
+
+
+@pytest.mark.acceptance("S7")
+def test_placing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
+    bank = new_bank(SMALL, RANK, SLOTS)
+    places = pointers(bank.a, bank.b)
+    one, two = on_device(random_state(2)), on_device(random_state(3, rank=7))
+    for slot, adapter, scale in ((2, one, 5.0), (0, two, 0.5), (2, two, 0.25), (0, one, 2.0)):
+        trained = np.bool_(UNEMBED in adapter.config.targets)
+        bank = place(bank, np.int32(slot), adapter.weights, np.float32(scale), trained)
+    np.testing.assert_array_equal(bank.scale, np.array([2, 0, 0.25, 0], np.float32))
+    np.testing.assert_array_equal(bank.trained, [True, False, False, False])
+    for parts, slot, adapter in ((bank, 0, one), (bank, 2, two)):
+        for name in SMALL:
+            for buffer, array in (
+                (parts.a[name], adapter.weights.a[name]),
+                (parts.b[name], adapter.weights.b[name]),
+            ):
+                rows = np.asarray(array)[None] if name == UNEMBED else array
+                np.testing.assert_array_equal(buffer[:, slot], rows)
+    for slot in (1, 3):
+        assert not any(leaf.any() for leaf in slot_of(LoraWeights(bank.a, bank.b), slot))
+    assert pointers(bank.a, bank.b) == places
+
+
+def test_a_commit_adds_the_slots_gradient_and_nothing_of_its_neighbours():
+    adapter, scratch = on_device(random_state(2)), scratch_of(1)
+    for slot in (0, 1, 3):
+        scratch = with_entry(scratch, slot, "q_proj", np.nan)
+    want = [
+        np.asarray(old) + (new if new.ndim == old.ndim else new[0])
+        for old, new in zip(
+            jax.tree.leaves(adapter.accumulator),
+            (x[0] if len(x) == 1 else x for x in slot_of(scratch, 2)),
+            strict=True,
+        )
+    ]
+    before = bits(scratch)
+    accumulator, finite = commit(adapter.accumulator, scratch, 2)
+    assert finite
+    assert bits(accumulator) == [x.tobytes() for x in want]
+    assert bits(scratch) == before
+
+
+@pytest.mark.acceptance("S6")
+@pytest.mark.parametrize("target", ["q_proj", "o_proj", UNEMBED])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, LARGEST])
+def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, value: float):
+    adapter = on_device(random_state(2))
+    accumulator = jax.tree.map(lambda x: x.at[..., 0, 0].set(-0.0), adapter.accumulator)
+    if value == LARGEST:  # finite, but twice it is not
+        accumulator.a[target] = accumulator.a[target].at[..., 2, 1].set(LARGEST)
+    before, places = bits(accumulator), pointers(accumulator)
+    scratch = with_entry(scratch_of(1), 1, target, value)
+    accumulator, finite = commit(accumulator, scratch, 1)
+    assert not finite
+    assert bits(accumulator) == before and pointers(accumulator) == places
+    accumulator, finite = commit(accumulator, scratch, 0)
+    assert finite and bits(accumulator) != before
+
+
+def test_an_adapter_without_unembedding_ignores_what_lies_in_the_slot_there():
+    adapter = on_device(random_state(3))
+    scratch = with_entry(scratch_of(1), 1, UNEMBED, np.nan)
+    accumulator, finite = commit(adapter.accumulator, scratch, 1, trained=False)
+    assert finite
+    assert not accumulator.a[UNEMBED].any() and not accumulator.b[UNEMBED].any()
+    np.testing.assert_array_equal(
+        accumulator.a["q_proj"],
+        np.asarray(on_device(random_state(3)).accumulator.a["q_proj"])
+        + np.asarray(scratch.a["q_proj"])[:, 1],
+    )
+
+
+def test_another_slot_scale_or_flag_compiles_nothing():
+    def once(slot: int, scale: float, flag: np.bool_, seed: int) -> None:
+        adapter = on_device(random_state(seed))
+        place(
+            new_bank(SMALL, RANK, SLOTS), np.int32(slot), adapter.weights, np.float32(scale), flag
+        )
+        commit(adapter.accumulator, scratch_of(seed), slot, trained=bool(flag))
+
+    once(0, 1.0, YES, 2)
+    with counted_compilations() as compiled:
+        for slot in range(SLOTS):
+            once(slot, 1.5 * slot, NO if slot % 2 else YES, slot)
+    assert compiled == []
+
+
+def test_a_hundred_commits_and_ten_steps_allocate_nothing():
+    adapters = [on_device(random_state(seed)) for seed in (2, 4)]
+    bank, scratch = new_bank(SMALL, RANK, SLOTS), scratch_of(1)
+
+    def unit(bank, number: int):
+        for slot, adapter in enumerate(adapters):
+            bank = place(bank, np.int32(slot), adapter.weights, np.float32(number), YES)
+            adapter.accumulator, _ = commit(adapter.accumulator, scratch, slot)
+        if number % 5 == 4:
+            for adapter in adapters:
+                start_step(adapter, AdamwParams())
+        return bank
+
+    for number in range(5):
+        bank = unit(bank, number)
+    everything = [*adapters, bank.a, bank.b, scratch]
+    places, arrays = pointers(*everything), settled()
+    for number in range(50):
+        bank = unit(bank, number)
+        assert pointers(*adapters, bank.a, bank.b, scratch) == places
+        assert live() == arrays
+    assert [adapter.step for adapter in adapters] == [5 + 11, 5 + 11]
+
+
+def memory(program, *args: object):
+    return program.lower(*args).compile().memory_analysis()
+
+
+def bench_adapter() -> tuple[TrainingAdapter, LoraWeights]:
+    shapes = shapes_of(4, 64, 96, 256)
+    adapter = new_adapter(AdapterConfig(RANK, 16.0, 1), shapes, RANK)
+    return adapter, new_scratch(shapes, RANK, SLOTS)
+
+
+@pytest.mark.acceptance("S3")
+def test_placing_and_adding_work_in_place_without_room_of_their_own():
+    adapter, scratch = bench_adapter()
+    bank = new_bank(shapes_of(4, 64, 96, 256), RANK, SLOTS)
+    slot = np.int32(1)
+    placing = memory(place, bank, slot, adapter.weights, np.float32(1), YES)
+    assert placing.alias_size_in_bytes == nbytes(bank)
+    assert placing.temp_size_in_bytes <= 1024
+    adding = memory(add, adapter.accumulator, scratch, slot, YES, YES)
+    assert adding.alias_size_in_bytes == nbytes(adapter.accumulator)
+    assert adding.temp_size_in_bytes <= 1024
+    checking = memory(finite_sum, adapter.accumulator, scratch, slot, YES)
+    assert checking.temp_size_in_bytes <= 0.3 * nbytes(adapter.accumulator)
+
+
+def test_one_program_that_adds_and_checks_would_need_room_for_the_sum():
+    @partial(jax.jit, donate_argnums=0)
+    def both(accumulator: LoraWeights, scratch: LoraWeights, slot):
+        finite = finite_sum(accumulator, scratch, slot, YES)
+        return add(accumulator, scratch, slot, YES, finite), finite
+
+    adapter, scratch = bench_adapter()
+    needs = memory(both, adapter.accumulator, scratch, jnp.int32(1))
+    assert needs.temp_size_in_bytes >= nbytes(adapter.accumulator)

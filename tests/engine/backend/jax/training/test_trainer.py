@@ -1,0 +1,394 @@
+"""Training on streams: numbers equal a dense float64 reference, and bits that nobody else moves."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.engine.backend.jax.training.packed_case import (
+    RANK_CLASS,
+    REMATS,
+    SLOTS,
+    TINY,
+    Ran,
+    adapter_of,
+    bank_of,
+    flat,
+    gradient,
+    model_of,
+    reference,
+    run,
+    score,
+)
+from tests.engine.conftest import Row
+from tests.paged_rows import PagedRows
+from tests.support.adapters import live, pointers, settled
+from tuneserve_engine.backend.base import MicroBatch
+from tuneserve_engine.backend.jax.adapters.arrays import TrainingAdapter, arrays_of
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.training.programs import DeviceMicroBatch
+from tuneserve_engine.backend.jax.training.trainer import Trainer
+from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
+from tuneserve_engine.core.shapes import StaticShapes
+
+LATTICE = StaticShapes(
+    128, block=8, chunk=16, tokens=128, request_slots=SLOTS, rank_classes=(RANK_CLASS,)
+)
+ADAPTERS = {0: adapter_of(4), 1: adapter_of(5, unembed=False), 2: adapter_of(4)}
+"""By slot: three requests of two adapters, of which one does not train the unembedding."""
+Datum = Callable[..., Row]
+BatchOf = Callable[..., MicroBatch]
+model = cache(model_of)
+
+
+@pytest.fixture(scope="module")
+def requests(datum: Datum) -> dict[int, list[Row]]:
+    """Each slot's datums, of odd lengths: over blocks, over chunks, and several in a block."""
+    random = np.random.default_rng(9)
+    drawn = {
+        "old_logprobs": random.uniform(-6, -2, 19).tolist(),
+        "advantages": random.choice([0.0, -1.3, 0.7], 19).tolist(),
+    }
+    return {
+        0: [datum(1, 21), datum(2, 5), datum(3, 7)],
+        1: [datum(4, 37)],
+        2: [datum(5, 3), datum(6, 19, "importance_sampling", **drawn)],
+    }
+
+
+@pytest.fixture(scope="module")
+def mixed(batch_of: BatchOf, requests: dict[int, list[Row]]) -> MicroBatch:
+    """13 blocks of 16: the last chunk in use is half full, and the first request comes twice."""
+    first, second, third = requests.values()
+    return batch_of((0, *first[:2]), (1, *second), (2, *third), (0, first[2]))
+
+
+@pytest.fixture(scope="module")
+def ran(mixed: MicroBatch) -> Callable[[str], Ran]:
+    """The mixed stream under each policy, run once."""
+    return cache(lambda remat: run(model(TINY, remat), ADAPTERS, mixed))
+
+
+def tokens_of(batch: MicroBatch, slot: int) -> np.ndarray:
+    """Where the request's tokens are in the stream."""
+    mine = np.repeat(batch.block_request == slot, LATTICE.block)
+    return np.flatnonzero(mine & (batch.datum >= 0))
+
+
+def bits(
+    ran: Ran, batches: list[MicroBatch], slot: int, adapter: TrainingAdapter
+) -> dict[str, bytes]:
+    """Everything of one request: logprobs, losses and gradient."""
+    found = {name: x.tobytes() for name, x in gradient(ran.scratch, slot, adapter).items()}
+    for field in ("logprobs", "loss"):
+        parts = [
+            getattr(out, field)[tokens_of(batch, slot)]
+            for out, batch in zip(ran.outs, batches, strict=True)
+        ]
+        assert np.isfinite(np.concatenate(parts)).all()
+        found[field] = np.concatenate(parts).tobytes()
+    return found
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, name: str, part: float = 1e-5) -> None:
+    """To this part of the largest number."""
+    np.testing.assert_allclose(got, want, rtol=0, atol=part * np.abs(want).max(), err_msg=name)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.acceptance("C1")
+@pytest.mark.parametrize("remat", REMATS)
+def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
+    remat: str, ran: Callable[[str], Ran], mixed: MicroBatch, requests: dict[int, list[Row]]
+) -> None:
+    got = ran(remat)
+    for slot, rows in requests.items():
+        logprobs, losses, wanted = reference(model(TINY, remat), ADAPTERS[slot], rows)
+        places = tokens_of(mixed, slot)
+        assert_close(got.outs[0].logprobs[places, 0], np.concatenate(logprobs), "logprobs")
+        assert_close(got.outs[0].loss[places], np.concatenate(losses), "loss")
+        found = gradient(got.scratch, slot, ADAPTERS[slot])
+        assert found.keys() == wanted.keys()
+        for name, want in wanted.items():
+            assert np.abs(want).max() > 1e-3, name
+            assert_close(found[name], want, f"slot {slot}: {name}")
+
+
+@pytest.mark.acceptance("W3")
+@pytest.mark.parametrize("remat", ["attention", "full"])
+def test_what_is_computed_again_has_the_bits_that_it_had(
+    remat: str, ran: Callable[[str], Ran], mixed: MicroBatch
+) -> None:
+    for slot, adapter in ADAPTERS.items():
+        want = bits(ran("none"), [mixed], slot, adapter)
+        assert bits(ran(remat), [mixed], slot, adapter) == want
+
+
+def test_keeping_products_gives_the_same_logprobs_and_other_roundings_of_the_gradients(
+    ran: Callable[[str], Ran], mixed: MicroBatch
+) -> None:
+    """What is computed between the products is fused another way."""
+    kept, everything = ran("dots"), ran("none")
+    for slot, adapter in ADAPTERS.items():
+        places = tokens_of(mixed, slot)
+        for got, want in zip(kept.outs[0], everything.outs[0], strict=True):
+            np.testing.assert_array_equal(got[places], want[places])
+        wanted = gradient(everything.scratch, slot, adapter)
+        for name, found in gradient(kept.scratch, slot, adapter).items():
+            assert_close(found, wanted[name], name, 1e-6)
+
+
+@pytest.mark.acceptance("C1")
+def test_one_layer_is_enough(batch_of: BatchOf, requests: dict[int, list[Row]]) -> None:
+    config = replace(TINY, layers=1)
+    decoder, adapter = model(config), adapter_of(4, config)
+    batch = batch_of((0, *requests[0]))
+    got = run(decoder, {0: adapter}, batch)
+    logprobs, _, wanted = reference(decoder, adapter, requests[0])
+    assert_close(got.outs[0].logprobs[tokens_of(batch, 0), 0], np.concatenate(logprobs), "logprobs")
+    for name, found in gradient(got.scratch, 0, adapter).items():
+        assert_close(found, wanted[name], name)
+
+
+def evaluating() -> Decoder:
+    decoder = model_of()
+    decoder.eval()
+    return decoder
+
+
+@pytest.mark.acceptance("C1")
+def test_scoring_gives_the_logprobs_and_losses_of_training(
+    ran: Callable[[str], Ran], mixed: MicroBatch
+) -> None:
+    scored = flat(score(evaluating(), bank_of(ADAPTERS), DeviceMicroBatch.of(mixed, LATTICE.block)))
+    trained = ran("dots").outs[0]
+    for slot in ADAPTERS:
+        places = tokens_of(mixed, slot)
+        for got, want in zip(scored, trained, strict=True):
+            assert_close(got[places], want[places], f"slot {slot}")
+
+
+@pytest.mark.acceptance("C1")
+def test_rows_and_decoding_give_the_logprobs_of_training(
+    ran: Callable[[str], Ran], mixed: MicroBatch, requests: dict[int, list[Row]]
+) -> None:
+    (row,), places, before = requests[1], tokens_of(mixed, 1), 11
+    decoder, bank = evaluating(), bank_of(ADAPTERS)
+    lora = LoraRows(
+        {name: x[0] if name == UNEMBED else x for name, x in bank.a.items()},
+        {name: x[0] if name == UNEMBED else x for name, x in bank.b.items()},
+        bank.scale,
+        jnp.asarray([1], jnp.int32),
+    )
+    tokens = jnp.asarray([row.tokens], jnp.int32)
+
+    def target_logprobs(hidden: Any, targets: Any) -> np.ndarray:
+        logits = decoder.logits(hidden, lora)
+        found = jax.nn.log_softmax(logits, axis=-1)
+        return np.asarray(found)[0, np.arange(len(targets)), targets]
+
+    want = ran("dots").outs[0].logprobs[places, 0]
+    whole = jax.jit(lambda model: model(tokens, lora))(decoder)
+    assert_close(target_logprobs(whole, row.targets), want, "at once")
+    paged = PagedRows(decoder, 1, 40, lora)
+    read = paged.read(np.asarray(tokens)[:, :before])
+    found = [target_logprobs(read, row.targets[:before])]
+    for at in range(before, len(row.tokens)):
+        hidden = paged.write(np.asarray(tokens)[:, at], np.array([at]))
+        found.append(target_logprobs(hidden[:, None], row.targets[at : at + 1]))
+    assert_close(np.concatenate(found), want, "token by token")
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.acceptance("W4")
+def test_neighbours_place_and_slot_change_no_bit_of_a_request(
+    batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
+) -> None:
+    rows, mine, other = requests[0], ADAPTERS[0], ADAPTERS[1]
+    lone = batch_of((0, *rows))
+    want = bits(run(model(), {0: mine}, lone), [lone], 0, mine)
+    behind = batch_of((1, datum(7, 9)), (0, *rows), (1, datum(8, 2)))
+    further = batch_of((1, datum(8, 24)), (3, datum(7, 30)), (0, *rows))
+    for batch in (behind, further):
+        got = run(model(), {0: mine, 1: other, 3: other}, batch)
+        assert bits(got, [batch], 0, mine) == want
+    slot = batch_of((0, datum(7, 9)), (3, *rows))
+    assert bits(run(model(), {0: other, 3: mine}, slot), [slot], 3, mine) == want
+
+
+def test_the_streams_that_pieces_are_spread_over_change_no_bit(
+    batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
+) -> None:
+    first, second, third = requests[0]
+    mine, other = ADAPTERS[0], ADAPTERS[1]
+    together = [batch_of((0, first, second), (0, third))]
+    want = bits(run(model(), {0: mine}, *together), together, 0, mine)
+    apart = [
+        batch_of((1, datum(7, 41)), (0, first, second)),
+        batch_of((0, third), (1, datum(8, 9))),
+    ]
+    assert bits(run(model(), {0: mine, 1: other}, *apart), apart, 0, mine) == want
+
+
+def test_a_neighbour_of_nan_changes_no_bit(ran: Callable[[str], Ran], mixed: MicroBatch) -> None:
+    poisoned = ADAPTERS | {1: adapter_of(5, unembed=False, poison=np.nan)}
+    got = run(model(), poisoned, mixed)
+    assert np.isnan(got.outs[0].logprobs[tokens_of(mixed, 1)]).all()
+    for slot in (0, 2):
+        want = bits(ran("dots"), [mixed], slot, ADAPTERS[slot])
+        assert bits(got, [mixed], slot, ADAPTERS[slot]) == want
+
+
+@pytest.mark.acceptance("S5")
+@pytest.mark.parametrize("remat", REMATS)
+def test_what_earlier_units_left_in_the_buffers_changes_no_bit(
+    remat: str, ran: Callable[[str], Ran], batch_of: BatchOf, datum: Datum, mixed: MicroBatch
+) -> None:
+    """``ran`` began with NaN everywhere."""
+    clean = run(model(TINY, remat), ADAPTERS, mixed, stale=0.0)
+    longer = batch_of((2, datum(20, 40)), (0, datum(21, 50)), (1, datum(22, 30)))
+    unit = run(model(TINY, remat), ADAPTERS, longer)
+    second = run(model(TINY, remat), ADAPTERS, mixed, after=unit)
+    for slot, adapter in ADAPTERS.items():
+        want = bits(ran(remat), [mixed], slot, adapter)
+        assert bits(clean, [mixed], slot, adapter) == want
+        assert bits(second, [mixed], slot, adapter) == want
+
+
+def test_only_slots_in_use_get_a_gradient(ran: Callable[[str], Ran]) -> None:
+    for side in ran("dots").scratch:
+        for name, buffer in side.items():
+            assert np.isnan(buffer[:, 3]).all(), name
+
+
+# --- units and steps ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    return Trainer(ProgramRegistry(), model_of(), LATTICE)
+
+
+def test_a_unit_adds_each_requests_gradient_to_its_adapter(
+    trainer: Trainer,
+    ran: Callable[[str], Ran],
+    batch_of: BatchOf,
+    unit_of: Callable[..., Any],
+    mixed: MicroBatch,
+) -> None:
+    a, b = adapter_of(4), adapter_of(5, unembed=False)
+    result = trainer.forward_backward(unit_of("aba", [mixed]), [a, b, a])
+    assert result.finite == (True, True, True) and a.accumulated and b.accumulated
+    for number, field in enumerate(("logprobs", "loss")):
+        want = ran("dots").outs[0][number]
+        for slot in ADAPTERS:
+            places = tokens_of(mixed, slot)
+            np.testing.assert_array_equal(getattr(result.outputs[0], field)[places], want[places])
+    parts = [gradient(ran("dots").scratch, slot, ADAPTERS[slot]) for slot in range(3)]
+    for name, array in accumulated(a).items():
+        np.testing.assert_array_equal(array, parts[0][name] + parts[2][name], err_msg=name)
+    for name, array in accumulated(b).items():
+        np.testing.assert_array_equal(array, parts[1][name], err_msg=name)
+
+
+def accumulated(adapter: TrainingAdapter) -> dict[str, np.ndarray]:
+    rank = adapter.config.rank
+    a, b = adapter.accumulator
+    return {f"{name}.A": np.asarray(a[name])[..., :rank] for name in adapter.config.targets} | {
+        f"{name}.B": np.asarray(b[name])[..., :rank, :] for name in adapter.config.targets
+    }
+
+
+def test_a_neighbour_of_nan_is_left_out_alone(
+    trainer: Trainer, unit_of: Callable[..., Any], mixed: MicroBatch
+) -> None:
+    def gradients(second: TrainingAdapter) -> tuple[tuple[bool, ...], list[bytes]]:
+        first, third = adapter_of(4), adapter_of(4)
+        result = trainer.forward_backward(unit_of("abc", [mixed]), [first, second, third])
+        found = [accumulated(adapter) for adapter in (first, third)]
+        return result.finite, [x.tobytes() for each in found for x in each.values()]
+
+    healthy = gradients(adapter_of(5, unembed=False))
+    sick = adapter_of(5, unembed=False, poison=np.nan)
+    assert gradients(sick) == ((True, False, True), healthy[1])
+    assert not sick.accumulated
+    assert not any(x.any() for x in accumulated(sick).values())
+    assert gradients(adapter_of(5, unembed=False)) == healthy
+
+
+@pytest.mark.acceptance("W5")
+def test_a_second_window_of_requests_equals_the_first_one(
+    trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
+) -> None:
+    """The step between them counts, and moves no weight."""
+    mine, other = adapter_of(4), adapter_of(5, unembed=False)
+
+    def window() -> list[bytes]:
+        for number in range(2):
+            batch = batch_of((0, datum(20 + number, 19)), (1, datum(30 + number, 5)))
+            trainer.forward_backward(unit_of("ab", [batch]), [mine, other])
+        found = [x.tobytes() for each in (mine, other) for x in accumulated(each).values()]
+        for each in (mine, other):
+            trainer.start_step(each, AdamwParams(learning_rate=0.0)).block_until_ready()
+        return found
+
+    first = window()
+    assert any(np.frombuffer(x).any() for x in first)
+    assert window() == first
+    assert (mine.step, other.step) == (2, 2)
+
+
+@pytest.mark.acceptance("S7")
+def test_a_step_leaves_the_bits_of_bank_scratch_and_others(
+    trainer: Trainer, unit_of: Callable[..., Any], mixed: MicroBatch
+) -> None:
+    adapters = [adapter_of(4), adapter_of(5, unembed=False), adapter_of(7)]
+    trainer.forward_backward(unit_of("abc", [mixed]), adapters)
+    slots = trainer._slots[RANK_CLASS]
+
+    def others() -> list[bytes]:
+        rest = (slots.bank, slots.scratch, arrays_of(adapters[0]), arrays_of(adapters[2]))
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves(rest)]
+
+    before, mine = others(), [x.tobytes() for x in accumulated(adapters[1]).values()]
+    trainer.start_step(adapters[1], AdamwParams(learning_rate=0.1, weight_decay=0.1))
+    assert others() == before
+    assert [x.tobytes() for x in accumulated(adapters[1]).values()] != mine
+
+
+@pytest.mark.acceptance("S1", "S2")
+def test_a_hundred_units_and_ten_steps_allocate_nothing(
+    trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
+) -> None:
+    adapters = [adapter_of(4), adapter_of(5, unembed=False)]
+
+    def places() -> list[int]:
+        slots = trainer._slots[RANK_CLASS]
+        return pointers(trainer._space, slots.bank, slots.scratch, *adapters)
+
+    def unit(number: int) -> None:
+        pieces = [(i, datum(10 * number + i, 5 + 3 * (number % 19))) for i in range(2)]
+        trainer.forward_backward(unit_of("ab", [batch_of(*pieces)]), adapters)
+        if number % 10 == 9:
+            for adapter in adapters:
+                trainer.start_step(adapter, AdamwParams()).block_until_ready()
+
+    for number in range(10):
+        unit(number)
+    before, arrays = places(), settled()
+    for number in range(10, 10 + 100):
+        unit(number)
+        assert places() == before
+        assert live() == arrays
+    assert [adapter.step for adapter in adapters] == [1 + 10, 1 + 10]

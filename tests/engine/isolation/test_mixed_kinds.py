@@ -1,0 +1,126 @@
+"""Tenants of different kinds share units, snapshots and samples, as those of one kind do."""
+
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+
+LORA = AdapterConfig(rank=8, alpha=32, seed=1)
+RSLORA = AdapterConfig(rank=4, alpha=32, seed=2, kind="rslora", train_unembed=False)
+STEP = AdamwParams(learning_rate=0.02, weight_decay=0.01, grad_clip_norm=5.0)
+fresh_ids = count()
+
+
+def osft(form: str = "factors", **options: str) -> AdapterConfig:
+    options = options or {"unfreeze_ratio": "0.3"}
+    options = {"form": form, **options}
+    return AdapterConfig(5, 0.0, 0, train_unembed=False, kind="osft", options=options)
+
+
+KINDS = (LORA, RSLORA, osft(), osft("short_fixed"), osft("core"))
+
+
+@pytest.fixture
+def created(backend: JaxBackend) -> Callable[[AdapterConfig], str]:
+    def created(config: AdapterConfig) -> str:
+        adapter_id = f"kind-{next(fresh_ids)}"
+        backend.create_adapter(adapter_id, config)
+        return adapter_id
+
+    return created
+
+
+@pytest.fixture
+def logprobs(backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any) -> Callable[..., Any]:
+    """Of the same datum under each of the adapters, all in one unit."""
+
+    def logprobs(*adapter_ids: str, seed: int = 7) -> list[Any]:
+        rows = [(i, datum(seed, 11)) for i in range(len(adapter_ids))]
+        batch = batch_of(*rows)
+        unit = unit_of(adapter_ids, [batch], forward_only=True)
+        (out,) = backend.forward_backward(unit).outputs
+        return [out.logprobs[batch.datum == i] for i in range(len(adapter_ids))]
+
+    return logprobs
+
+
+@pytest.fixture
+def train(backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any) -> Callable[..., None]:
+    """So many steps of all adapters, each unit with a datum of each."""
+
+    def train(adapter_ids: list[str], steps: int = 3) -> None:
+        for step in range(steps):
+            rows = [(i, datum(100 * i + step, 11)) for i in range(len(adapter_ids))]
+            result = backend.forward_backward(unit_of(adapter_ids, [batch_of(*rows)]))
+            assert result.finite == (True,) * len(adapter_ids)
+            for metrics in backend.optim_steps([(name, STEP) for name in adapter_ids]):
+                assert not isinstance(metrics, Exception), metrics
+                assert 0 < metrics["grad_norm"] < np.inf
+
+    return train
+
+
+def assert_same_state(a: AdapterState, b: AdapterState) -> None:
+    assert (a.config, a.step) == (b.config, b.step)
+    for part in ("weights", "first_moment", "second_moment"):
+        mine, theirs = getattr(a, part), getattr(b, part)
+        assert mine.keys() == theirs.keys() and mine
+        for name, x in mine.items():
+            assert x.tobytes() == theirs[name].tobytes(), (part, name)
+
+
+@pytest.mark.acceptance("O1")
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_a_new_adapter_of_any_kind_has_the_base_models_bits(config, created, logprobs):
+    base = created(AdapterConfig(rank=1, alpha=1.0, seed=0))
+    new, blank = logprobs(created(config), base)
+    assert new.tobytes() == blank.tobytes()
+
+
+def test_tenants_of_all_kinds_have_the_bits_that_they_have_alone(created, train, backend):
+    together = [created(config) for config in KINDS]
+    train(together)
+    for index, config in enumerate(KINDS):
+        blanks = [created(AdapterConfig(1, 1.0, 0)) for _ in range(index)]
+        alone = created(config)
+        train([*blanks, alone])
+        assert_same_state(
+            backend.adapter_state(together[index], optimizer=True),
+            backend.adapter_state(alone, optimizer=True),
+        )
+
+
+@pytest.mark.parametrize("config", KINDS, ids=str)
+def test_a_saved_adapter_goes_on_with_the_same_bits(config, created, train, backend):
+    name = created(config)
+    train([name], 2)
+    saved = backend.adapter_state(name, optimizer=True, accumulator=True)
+    train([name], 2)
+    other = f"kind-{next(fresh_ids)}"
+    backend.load_adapter(other, saved)
+    train([other], 2)
+    assert_same_state(
+        backend.adapter_state(name, optimizer=True), backend.adapter_state(other, optimizer=True)
+    )
+
+
+@pytest.mark.acceptance("O12")
+@pytest.mark.parametrize("config", KINDS[1:], ids=str)
+def test_its_export_is_a_lora_with_the_same_logprobs(config, created, train, backend, logprobs):
+    name = created(config)
+    train([name])
+    exported = backend.exported(backend.adapter_state(name, optimizer=False))
+    assert exported.config.kind == "lora"
+    assert all(name[-2:] in (".A", ".B") for name in exported.weights)
+    lora = f"kind-{next(fresh_ids)}"
+    backend.load_adapter(lora, exported)
+    live, served = logprobs(name, lora)
+    np.testing.assert_allclose(served, live, rtol=0, atol=1e-5)
+    base = logprobs(created(AdapterConfig(1, 1.0, 0)))[0]
+    assert np.abs(live - base).max() > 0.01  # it has learnt something

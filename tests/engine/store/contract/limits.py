@@ -1,0 +1,436 @@
+"""Limits: what is refused, at which number exactly, and what never is."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.store.contract.bench import (
+    START_S,
+    Bench,
+    Contract,
+    create,
+    job,
+    model,
+    point,
+    sample,
+    sampler,
+    scenario,
+    session,
+    staged,
+    tenant,
+)
+from tuneserve_engine.core.jobs import Job, JobKind, Outcome, Rejection
+from tuneserve_engine.core.policies import StorePolicy, SweepPolicy
+from tuneserve_engine.core.records import (
+    ModelRecord,
+    ModelStatus,
+    SamplerRecord,
+    SessionRecord,
+    Update,
+)
+from tuneserve_engine.store.base import Submitted
+from tuneserve_engine.store.errors import KeyReused, LimitReached
+
+
+async def is_refused(bench: Bench, refused: Job, *words: str) -> bool:
+    """Whether the store has no room for the job. A refusal says all these words."""
+    try:
+        submitted = await bench.store.submit(refused)
+    except LimitReached as error:
+        assert 1 <= error.retry_after_s <= 30
+        for word in words:
+            assert word in str(error)
+        return True
+    assert not submitted.duplicate
+    return False
+
+
+def of(size: int, seq: int, model_id: str = "s:train:0", tenant: str = "alice") -> Job:
+    """A request with that many bytes of payload."""
+    return job(seq, model_id, payload=bytes(size), tenant=tenant)
+
+
+def _creation(key: str, tenant: str = "alice") -> Job:
+    """The request that creates a model, as a server places it: the first of the model's log."""
+    return replace(create(key, tenant), position=0)
+
+
+async def _created(
+    bench: Bench, number: int, session_id: str = "s", tenant: str = "alice"
+) -> Submitted:
+    key = f"{session_id}:train:{number}"
+    created = model(key, tenant=tenant, status=ModelStatus.CREATING)
+    return await bench.store.submit(_creation(key, tenant), created)
+
+
+async def _waiting(bench: Bench, *submitted: Submitted) -> list[str | None]:
+    """How far these requests are."""
+    found = [await bench.store.request(each.request_id) for each in submitted]
+    return [None if each is None else each.state for each in found]
+
+
+class LimitsContract(Contract):
+    # --- per model --------------------------------------------------------------------------------
+
+    @staged(StorePolicy(model_jobs=3))
+    async def test_a_model_may_have_so_many_requests(self, bench: Bench) -> None:
+        await bench.submit(1, 2, 5)
+        assert await is_refused(bench, job(6), "model s:train:0 has 3 unfinished requests", "limit")
+        assert await is_refused(bench, job(3))
+        await bench.submit(1, model_id="s:train:1")
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        await bench.submit(3, 4)
+        assert await is_refused(bench, job(6))
+        assert await bench.released() == [3, 4, 5]
+
+    @staged(StorePolicy(model_bytes=100))
+    async def test_a_model_may_have_so_many_bytes(self, bench: Bench) -> None:
+        assert not await is_refused(bench, of(60, 1))
+        words = ("model s:train:0 has 60 bytes", "the 41 of this one", "limit of 100")
+        assert await is_refused(bench, of(41, 2), *words)
+        assert not await is_refused(bench, of(40, 2))
+        assert not await is_refused(bench, of(0, 3))
+        assert await is_refused(bench, of(1, 4))
+        assert not await is_refused(bench, of(1, 1, "s:train:1"))
+
+    @staged(StorePolicy(model_bytes=100, tenant_bytes=100, server_bytes=100))
+    async def test_a_request_larger_than_a_limit_is_taken_alone(self, bench: Bench) -> None:
+        assert not await is_refused(bench, of(1000, 1))
+        assert await is_refused(bench, of(0, 2))
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        assert not await is_refused(bench, of(1, 2))
+        assert await is_refused(bench, of(100, 3))
+        assert not await is_refused(bench, of(99, 3))
+
+    # --- per tenant and server --------------------------------------------------------------------
+
+    @staged(StorePolicy(tenant_jobs=3))
+    async def test_a_tenant_may_have_so_many_requests(self, bench: Bench) -> None:
+        await bench.submit(1, 3)
+        first = (await bench.store.submit(sample(1))).request_id
+        assert await is_refused(bench, sample(2), "your key has 3 unfinished requests")
+        assert await is_refused(bench, job(1, "s:train:1"))
+        assert not await is_refused(bench, sample(1, tenant="bob"))
+        await bench.finish(Outcome(first))
+        assert not await is_refused(bench, job(1, "s:train:1"))
+        assert await is_refused(bench, sample(2))
+
+    @staged(StorePolicy(tenant_bytes=100))
+    async def test_a_tenant_may_have_so_many_bytes(self, bench: Bench) -> None:
+        assert not await is_refused(bench, of(60, 1))
+        assert await is_refused(bench, of(41, 1, "s:train:1"), "60 bytes", "limit of 100")
+        assert not await is_refused(bench, of(40, 1, "s:train:1"))
+        assert not await is_refused(bench, of(100, 1, "t:train:0", tenant="bob"))
+
+    @staged(StorePolicy(server_jobs=3))
+    async def test_the_server_may_have_so_many_requests(self, bench: Bench) -> None:
+        for name in ("alice", "bob", "carol"):
+            assert not await is_refused(bench, sample(1, tenant=name))
+        assert await is_refused(bench, sample(1, tenant="dave"), "the server has 3 unfinished")
+        taken = await bench.take()
+        await bench.finish(Outcome(taken[0].request_id))
+        assert not await is_refused(bench, sample(1, tenant="dave"))
+
+    @staged(StorePolicy(server_bytes=100))
+    async def test_the_server_may_have_so_many_bytes(self, bench: Bench) -> None:
+        assert not await is_refused(bench, of(60, 1))
+        bobs = "t:train:0"
+        assert await is_refused(bench, of(41, 1, bobs, "bob"), "the server", "limit of 100")
+        assert not await is_refused(bench, of(40, 1, bobs, "bob"))
+
+    @staged(StorePolicy(tenant_jobs=5))
+    async def test_calls_that_come_together_cannot_pass_a_limit(self, bench: Bench) -> None:
+        refused = await asyncio.gather(*(is_refused(bench, sample(seq)) for seq in range(20)))
+        assert refused.count(False) == 5
+
+    # --- what is never refused --------------------------------------------------------------------
+
+    @staged(StorePolicy(model_jobs=2, tenant_jobs=2, model_bytes=40, tenant_bytes=40))
+    async def test_what_a_model_waits_for_is_let_in(self, bench: Bench) -> None:
+        """Without it, what is held behind the gap would never end."""
+        await bench.submit(3, 4)
+        assert await is_refused(bench, job(2))  # something else must come first
+        assert await is_refused(bench, job(5))
+        assert not await is_refused(bench, of(1000, 1))
+        assert await is_refused(bench, job(2))  # 1 can run, so nothing is stuck
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        assert not await is_refused(bench, job(2))
+        assert await bench.released() == [2, 3, 4]
+
+    @staged(StorePolicy(server_jobs=2, model_jobs=2))
+    async def test_the_servers_limit_holds_for_what_a_model_waits_for(self, bench: Bench) -> None:
+        await bench.submit(2, 3)
+        assert await is_refused(bench, job(1), "the server")
+
+    @staged(StorePolicy(server_bytes=40))
+    async def test_so_does_its_limit_of_bytes(self, bench: Bench) -> None:
+        assert not await is_refused(bench, of(30, 2))
+        assert await is_refused(bench, of(11, 1), "the server")
+        assert not await is_refused(bench, of(10, 1))
+
+    @staged(StorePolicy(server_jobs=1, tenant_models=1, waiting_models=0))
+    async def test_a_resend_is_never_refused(self, bench: Bench) -> None:
+        first = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
+        again = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
+        assert again == replace(first, duplicate=True)
+        with pytest.raises(KeyReused):
+            await bench.store.submit(replace(create(), kind=JobKind.LOAD_WEIGHTS))
+
+    @staged(StorePolicy(model_jobs=1, tenant_jobs=2, server_jobs=2))
+    async def test_a_rejected_request_needs_no_room(self, bench: Bench) -> None:
+        await bench.store.put(model("s:train:1", status=ModelStatus.ENDED))
+        await bench.submit(1)
+        await bench.store.submit(sample(1))
+        await bench.submit(2, rejection=Rejection("bad"))
+        await bench.submit(1, model_id="s:train:1")
+        assert "has ended" in (await bench.rejection(bench.ids[1])).message
+        taken = await bench.take()
+        await bench.finish(Outcome(taken[1].request_id))
+        assert not await is_refused(bench, sample(2))
+        assert await is_refused(bench, sample(3), "2 unfinished")
+
+    @staged(StorePolicy(model_jobs=1, tenant_jobs=1, server_jobs=1))
+    async def test_no_limit_keeps_a_model_from_being_unloaded(self, bench: Bench) -> None:
+        await bench.store.put(session())
+        await bench.store.put(model())
+        await bench.submit(1)
+        await bench.store.end_session("s", "success")
+        assert len(await bench.take()) == 2
+
+    # --- what a refusal leaves, and what makes room -----------------------------------------------
+
+    @staged(StorePolicy(tenant_jobs=1))
+    async def test_a_refused_request_leaves_nothing(self, bench: Bench) -> None:
+        first = (await bench.store.submit(sample(1))).request_id
+        with pytest.raises(LimitReached):
+            await bench.store.submit(create(), model(status=ModelStatus.CREATING))
+        assert await bench.store.get(ModelRecord, "s:train:0") is None
+        await bench.finish(Outcome(first))
+        assert not (await bench.store.submit(create(), model())).duplicate
+        assert [each.kind for each in await bench.take()] == [JobKind.CREATE_MODEL]
+
+    @staged(StorePolicy(tenant_jobs=2, tenant_bytes=600))
+    async def test_whatever_ends_a_request_makes_room(self, bench: Bench) -> None:
+        async def is_full() -> bool:
+            return await is_refused(bench, sample(99))
+
+        await bench.store.put(model())
+        await bench.store.put(session())
+        await bench.store.put(sampler())
+        await bench.submit(2, 3)
+        assert await is_full()
+        await bench.store.sweep(START_S + 601, SweepPolicy(sample_ttl_s=10**9))  # a gap
+        await bench.store.submit(sample(1))
+        await bench.store.submit(sample(2))
+        assert await is_full()
+        await bench.store.sweep(START_S + 601, SweepPolicy())  # a silent session
+        await bench.submit(4, 5)
+        assert await is_full()
+        for _ in range(3):  # deaths
+            await bench.queue.begin(bench.epoch, [bench.ids[4]])
+            await bench.lease(f"{bench.epoch + 1}th process")
+        await bench.submit(7)
+        assert await is_full()
+        await bench.store.end_session("s", "success")  # the gap again; there is an unload instead
+        assert await is_full()
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        await bench.submit(1, 3, model_id="s:train:1")
+        assert await is_full()
+        failed = Update("model", "s:train:1", {"status": ModelStatus.FAILED})
+        await bench.store.put(model("s:train:1"))
+        no = Rejection("no")
+        await bench.finish(Outcome(bench.ids[1], rejection=no, updates=(failed,)))
+        await bench.store.submit(sample(3))
+        await bench.store.submit(sample(4))
+        assert await is_full()
+
+    @staged(StorePolicy(tenant_bytes=40))
+    async def test_a_payload_kept_for_the_log_takes_no_room(self, bench: Bench) -> None:
+        await bench.submit(1, payload=bytes(40))
+        await bench.finish_changed(1)
+        assert not await is_refused(bench, of(40, 2))
+
+    # --- models -----------------------------------------------------------------------------------
+
+    @staged(StorePolicy(tenant_models=2, waiting_models=0))
+    async def test_a_tenant_may_have_so_many_models(self, bench: Bench) -> None:
+        for n in (0, 1):
+            key = f"s:train:{n}"
+            await bench.store.submit(create(key), model(key, status=ModelStatus.CREATING))
+        third = model("s:train:2", status=ModelStatus.CREATING)
+        with pytest.raises(LimitReached, match="2 models in use, which is the limit") as refused:
+            await bench.store.submit(create("s:train:2"), third)
+        assert 1 <= refused.value.retry_after_s <= 30
+        assert await bench.store.get(ModelRecord, "s:train:2") is None
+        bobs = model("t:train:0", tenant="bob", status=ModelStatus.CREATING)
+        await bench.store.submit(create("t:train:0", tenant="bob"), bobs)
+        await bench.store.put_new(session())
+        await bench.store.submit(sample(1), sampler("s:sample:1"))
+        assert await bench.store.get(SamplerRecord, "s:sample:1") is not None
+
+    # --- of one tenant ----------------------------------------------------------------------------
+
+    @staged(StorePolicy(tenant_jobs=2, tenant_models=1, waiting_models=0))
+    async def test_a_tenants_own_limits_go_before_those_of_all(self, bench: Bench) -> None:
+        await bench.store.put(tenant(max_jobs=3, max_models=2))
+        await bench.store.put(tenant("bob", max_jobs=0, max_checkpoints=7))
+        for n in (0, 1):
+            key = f"s:train:{n}"
+            await bench.store.submit(create(key), model(key))
+        with pytest.raises(LimitReached, match="2 models in use, which is the limit"):
+            await bench.store.submit(create("s:train:2"), model("s:train:2"))
+        assert not await is_refused(bench, sample(1))
+        assert await is_refused(bench, sample(2), "your key has 3 unfinished requests")
+        assert await is_refused(bench, sample(1, tenant="bob"), "your key has 0 unfinished")
+        for seq in (1, 2):
+            assert not await is_refused(bench, sample(seq, tenant="carol"))
+        assert await is_refused(bench, sample(3, tenant="carol"), "your key has 2 unfinished")
+
+    @staged(StorePolicy(tenant_jobs=2, tenant_models=1, waiting_models=0))
+    async def test_a_limit_that_a_tenant_does_not_have_is_that_of_all(self, bench: Bench) -> None:
+        await bench.store.put(tenant(weight=2.0))
+        await bench.store.submit(create(), model())
+        with pytest.raises(LimitReached, match="1 models in use"):
+            await bench.store.submit(create("s:train:1"), model("s:train:1"))
+        assert not await is_refused(bench, sample(1))
+        assert await is_refused(bench, sample(2), "your key has 2 unfinished requests")
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=0))
+    async def test_a_parked_model_leaves_room_for_another(self, bench: Bench) -> None:
+        await bench.store.submit(create(), model())
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.store.submit(create("s:train:1"), model("s:train:1"))
+        with pytest.raises(LimitReached):  # nothing of it has ended
+            await bench.store.submit(create("s:train:2"), model("s:train:2"))
+        await bench.submit(1)  # an old model comes back whatever there is
+        assert await bench.released() == [1, 1]
+
+    @staged(StorePolicy(tenant_models=2, waiting_models=0))
+    async def test_the_idlest_model_is_parked_for_one_more(self, bench: Bench) -> None:
+        """A third model used to wait until one had rested for ``park_s``, a quarter of an hour."""
+        for n in (0, 1):
+            key = f"s:train:{n}"
+            await bench.store.submit(create(key), model(key))
+            await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+            bench.clock.now_s += 1
+        await bench.submit(1)  # the older one is asked for again, and has more to do
+        await bench.store.submit(create("s:train:2"), model("s:train:2"))
+        assert (await bench.queue.renew(bench.epoch)).leaving == ["s:train:1"]
+        with pytest.raises(LimitReached, match=r"2 models in use, .* too few of them are idle"):
+            await bench.store.submit(create("s:train:3"), model("s:train:3"))
+        await bench.submit(1, model_id="s:train:1")  # asked for before it was parked: it stays
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+
+    @staged(StorePolicy(tenant_models=3))
+    async def test_where_the_limit_was_lowered_as_many_are_parked_as_it_takes(
+        self, bench: Bench
+    ) -> None:
+        for n in range(3):
+            key = f"s:train:{n}"
+            await bench.store.submit(create(key), model(key))
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        await bench.store.put(tenant(max_models=2))
+        await bench.store.submit(create("s:train:3"), model("s:train:3"))
+        assert len((await bench.queue.renew(bench.epoch)).leaving) == 2
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=0))
+    async def test_a_dead_model_leaves_room_for_another(self, bench: Bench) -> None:
+        statuses = (ModelStatus.FAILED, ModelStatus.LOST)
+        for n, status in enumerate(statuses):
+            key = f"s:train:{n}"
+            created = await bench.store.submit(create(key), model(key))
+            with pytest.raises(LimitReached):
+                await bench.store.submit(create("s:train:9"), model("s:train:9"))
+            update = Update("model", key, {"status": status})
+            no = Rejection("no")
+            await bench.finish(Outcome(created.request_id, rejection=no, updates=(update,)))
+        await bench.store.put(session("t"))
+        await bench.store.submit(create("t:train:0"), model("t:train:0"))
+        with pytest.raises(LimitReached):
+            await bench.store.submit(create("s:train:9"), model("s:train:9"))
+        await bench.store.end_session("t", "success")  # its unload is still to come
+        await bench.store.submit(create("s:train:9"), model("s:train:9"))
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=0), leased=False)
+    async def test_a_model_that_waits_for_a_worker_is_in_use(self, bench: Bench) -> None:
+        await bench.store.submit(create(), model())
+        with pytest.raises(LimitReached):
+            await bench.store.submit(create("s:train:1"), model("s:train:1"))
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=2))
+    async def test_a_new_model_waits_until_another_is_idle(self, bench: Bench) -> None:
+        first = await _created(bench, 0)
+        second = await _created(bench, 1)
+        third = await _created(bench, 2)
+        assert [each.waits for each in (first, second, third)] == [False, True, True]
+        with pytest.raises(
+            LimitReached, match=r"1 models in use, .* and 2 more wait to be created"
+        ):
+            await _created(bench, 3)
+        assert not (await _created(bench, 0, "bobs", tenant="bob")).waits
+        again = await bench.store.submit(_creation("s:train:1"), model("s:train:1"))
+        assert again.duplicate and again.request_id == second.request_id
+        await bench.store.submit(job(2, "s:train:1"))  # goes behind its model's creation
+        assert await _waiting(bench, second, third) == ["held", "held"]
+        bench.clock.now_s += 10 * SweepPolicy.gap_ttl_s  # no gap: nothing is missing
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())
+        assert await _waiting(bench, second, third) == ["held", "held"]
+        assert {each.model_id for each in await bench.take()} == {"s:train:0", "bobs:train:0"}
+
+        await bench.finish(Outcome(first.request_id))
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())
+        assert (await bench.queue.renew(bench.epoch)).leaving == ["s:train:0"]
+        assert await _waiting(bench, second, third) == ["ready", "held"]
+        assert [each.position for each in await bench.take() if each.model_id == "s:train:1"] == [
+            0,
+            1,
+        ]
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())  # that one has work now
+        assert await _waiting(bench, third) == ["held"]
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=1))
+    async def test_a_new_model_does_not_overtake_one_that_waits(self, bench: Bench) -> None:
+        first = await _created(bench, 0)
+        second = await _created(bench, 1)
+        await bench.finish(Outcome(first.request_id))
+        with pytest.raises(LimitReached):  # there is room now, for the one that waits
+            await _created(bench, 2)
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())
+        assert await _waiting(bench, second) == ["ready"]
+        assert (await _created(bench, 2)).waits
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=1))
+    async def test_a_session_that_ends_ends_the_wait_of_its_models(self, bench: Bench) -> None:
+        for key in ("s", "t", "u"):
+            await bench.store.put(session(key))
+        await _created(bench, 0)
+        second = await _created(bench, 0, "t")
+        await bench.store.end_session("t", "success")
+        outcome = await bench.store.wait(second.request_id, 0)
+        assert outcome is not None and outcome.rejection is not None
+        assert "session t ended (success)" in outcome.rejection.message
+        assert "for room for its model" in outcome.rejection.message
+        third = await _created(bench, 0, "u")  # its place is free
+        assert third.waits
+        await bench.store.end_session("s", "success")  # the only one in use
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())
+        assert await _waiting(bench, third) == ["ready"]
+
+    @staged(StorePolicy(tenant_models=1, waiting_models=2))
+    async def test_a_higher_limit_lets_models_in_that_wait(self, bench: Bench) -> None:
+        submitted = [await _created(bench, n) for n in range(3)]
+        await bench.store.put(tenant(max_models=2))
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())
+        assert await _waiting(bench, *submitted) == ["ready", "ready", "held"]
+
+    @scenario
+    async def test_the_policy_defaults_leave_room(self, bench: Bench) -> None:
+        await bench.submit(*range(1, 257))
+        assert await is_refused(bench, job(257), "256")
+        for seq in range(1024 - 256):
+            await bench.store.submit(sample(seq))
+        assert await is_refused(bench, sample(10_000), "1024")
+        await bench.queue.save_point(bench.epoch, point(0, "unknown"))
+        assert await bench.store.get(SessionRecord, "s") is None

@@ -1,0 +1,363 @@
+"""Placement: which worker gets what, and which models it is asked to give up."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.store.contract.bench import (
+    INFO,
+    START_S,
+    Bench,
+    Contract,
+    create,
+    job,
+    keys,
+    model,
+    sample,
+    scenario,
+    staged,
+)
+from tuneserve_engine.core.jobs import JobKind, Outcome
+from tuneserve_engine.core.policies import SweepPolicy
+from tuneserve_engine.store.base import ServedModel
+from tuneserve_engine.store.errors import Fenced, StoreUnusable
+
+OTHER = replace(INFO, name="other", vocab_size=7)
+MODELS = [f"s:train:{n}" for n in range(6)]
+
+
+class PlacementContract(Contract):
+    # --- where jobs go --------------------------------------------------------------------------
+
+    @scenario
+    async def test_two_workers_share_the_models_of_their_base_model(self, bench: Bench) -> None:
+        second = await bench.join("second")
+        for key in MODELS:
+            await bench.store.submit(create(key), model(key))
+            await bench.submit(1, 2, model_id=key)
+        shares = [{each.model_id for each in await bench.take(e)} for e in (bench.epoch, second)]
+        assert [len(each) for each in shares] == [3, 3]
+        assert shares[0] | shares[1] == set(MODELS)
+
+    @scenario
+    async def test_a_model_stays_with_its_worker(self, bench: Bench) -> None:
+        await bench.submit(1)
+        second = await bench.join("second")
+        await bench.submit(2, 3)
+        assert [each.seq for each in await bench.take()] == [1, 2, 3]
+        await bench.finish(*(Outcome(each) for each in bench.ids.values()))
+        await bench.submit(4)
+        assert [each.seq for each in await bench.take()] == [4]
+        assert await bench.has_nothing(second)
+
+    @scenario
+    async def test_a_sample_goes_to_the_worker_with_the_fewest(self, bench: Bench) -> None:
+        epochs = [bench.epoch, await bench.join("second"), await bench.join("third")]
+        for seq in range(9):
+            await bench.store.submit(sample(seq))
+        taken = [await bench.take(epoch) for epoch in epochs]
+        assert [len(each) for each in taken] == [3, 3, 3]
+        done = [Outcome(each.request_id, b"x") for each in taken[1]]
+        await bench.finish(*done, epoch=epochs[1])
+        for seq in range(10, 13):
+            await bench.store.submit(sample(seq))
+        assert [each.seq for each in await bench.take(epochs[1])] == [10, 11, 12]
+
+    @scenario
+    async def test_models_and_samples_do_not_count_for_each_other(self, bench: Bench) -> None:
+        second = await bench.join("second")
+        await bench.submit(1)
+        assert keys(await bench.take()) == [("s:train:0", 1)]
+        await bench.store.submit(sample(1))
+        assert keys(await bench.take()) == [("s:train:0", 1), ("s:sample:0", 1)]
+        assert await bench.has_nothing(second)
+
+    @scenario
+    async def test_jobs_of_another_base_model_are_not_seen(self, bench: Bench) -> None:
+        other = await bench.join("other", OTHER)
+        await bench.submit(1)
+        await bench.submit(1, model_id="s:train:1", base_model="other")
+        await bench.store.submit(sample(1))
+        await bench.store.submit(sample(2, base_model="other"))
+        assert keys(await bench.take()) == [("s:train:0", 1), ("s:sample:0", 1)]
+        assert keys(await bench.take(other)) == [("s:train:1", 1), ("s:sample:0", 2)]
+
+    @scenario
+    async def test_a_job_needs_the_base_model_of_its_model(self, bench: Bench) -> None:
+        other = await bench.join("other", OTHER)
+        await bench.store.put(model(base_model="other"))
+        await bench.submit(1, base_model="")
+        (taken,) = await bench.take(other)
+        assert (taken.seq, taken.base_model) == (1, "other")
+
+    @staged(leased=False)
+    async def test_what_no_worker_serves_waits_for_one_that_does(self, bench: Bench) -> None:
+        await bench.submit(2, 1, 4, base_model="other")
+        await bench.store.submit(sample(7, base_model="other"))
+        await bench.submit(1, model_id="s:train:1", base_model="other")
+        await bench.lease()
+        assert await bench.released() == []
+        other = await bench.join("other", OTHER)
+        assert [each.seq for each in await bench.take(other)] == [1, 2, 7, 1]
+        await bench.submit(3, base_model="other")
+        assert [each.seq for each in await bench.take(other)] == [1, 2, 7, 1, 3, 4]
+
+    @scenario
+    async def test_a_parked_take_returns_when_jobs_are_placed_anew(self, bench: Bench) -> None:
+        await bench.submit(1, 2)
+        second = await bench.join("second")
+        taking = asyncio.create_task(bench.take(second))
+        await asyncio.sleep(0.05)
+        assert not taking.done()
+        await bench.queue.resign(bench.epoch)
+        assert [each.seq for each in await asyncio.wait_for(taking, 5)] == [1, 2]
+
+    @scenario
+    async def test_a_cursor_sees_what_moves_here_in_the_order_of_each_model(
+        self, bench: Bench
+    ) -> None:
+        await bench.submit(1, 2)  # the first worker's
+        second = await bench.join("second")
+        await bench.store.submit(sample(1))  # the first worker's
+        await bench.submit(1, model_id="s:train:1")  # the second worker's
+        await bench.submit(3, 4)
+        (mine,) = await bench.take(second)
+        assert mine.model_id == "s:train:1"
+        await bench.queue.resign(bench.epoch)
+        moved = await bench.take(second, after=mine.release)
+        assert keys(moved) == [
+            ("s:train:0", 1),
+            ("s:train:0", 2),
+            ("s:sample:0", 1),
+            ("s:train:0", 3),
+            ("s:train:0", 4),
+        ]
+        releases = [each.release for each in moved]
+        assert releases == sorted(set(releases)) and releases[0] > mine.release
+        await bench.submit(5)
+        (last,) = await bench.take(second, after=releases[-1])
+        assert last.seq == 5
+
+    @scenario
+    async def test_results_of_a_job_placed_with_another_worker_are_refused(
+        self, bench: Bench
+    ) -> None:
+        await bench.submit(1)
+        second = await bench.join("second")
+        await bench.submit(1, model_id="s:train:1")
+        mine, others = (await bench.take()) + (await bench.take(second))
+        batch = [Outcome(mine.request_id, b"x"), Outcome(others.request_id, b"x")]
+        with pytest.raises(Fenced, match=others.request_id):
+            await bench.finish(*batch)
+        assert await bench.ended(mine.request_id) is None
+        assert await bench.ended(others.request_id) is None
+        await bench.finish(batch[1], epoch=second)
+        await bench.finish(*batch)  # that job has ended, so its second outcome is ignored
+        assert await bench.ended(mine.request_id) == batch[0]
+
+    # --- giving up ------------------------------------------------------------------------------
+
+    @scenario
+    async def test_a_released_model_is_placed_anew_with_its_jobs(self, bench: Bench) -> None:
+        await bench.submit(1, 2, 4)
+        seen = await bench.take()
+        second = await bench.join("second")
+        await bench.queue.release(bench.epoch, "s:train:0")
+        # Both have no model now; a tie goes to the worker that has been here longer.
+        again = await bench.take(after=seen[-1].release)
+        assert [each.seq for each in again] == [1, 2]
+        await bench.submit(1, model_id="s:train:1")  # the second worker's
+        await bench.submit(1, model_id="s:train:2")  # the first worker's
+        await bench.queue.release(bench.epoch, "s:train:2")
+        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.submit(3)
+        mine, others = await bench.take(), await bench.take(second)
+        assert sorted(keys(mine + others)) == [
+            ("s:train:0", 1),
+            ("s:train:0", 2),
+            ("s:train:0", 3),
+            ("s:train:0", 4),
+            ("s:train:1", 1),
+            ("s:train:2", 1),
+        ]
+        for jobs in (mine, others):
+            own = [each.seq for each in jobs if each.model_id == "s:train:0"]
+            assert own in ([], [1, 2, 3, 4])
+
+    @scenario
+    async def test_a_model_released_without_jobs_is_placed_by_its_next(self, bench: Bench) -> None:
+        await bench.submit(1)
+        await bench.submit(1, model_id="s:train:1")
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        await bench.queue.release(bench.epoch, "s:train:0")
+        second = await bench.join("second")
+        await bench.submit(2)
+        assert keys(await bench.take(second)) == [("s:train:0", 2)]
+
+    @scenario
+    async def test_releasing_what_is_not_here_changes_nothing(self, bench: Bench) -> None:
+        await bench.submit(1)
+        second = await bench.join("second")
+        before = await bench.take()
+        await bench.queue.release(second, "s:train:0")
+        await bench.queue.release(second, "unknown")
+        assert await bench.take() == before
+
+    @scenario
+    async def test_a_worker_gives_half_of_what_it_has_more_to_a_new_one(self, bench: Bench) -> None:
+        for key in MODELS[:5]:
+            await bench.submit(1, model_id=key)
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+        await bench.join("other", OTHER)
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+        second = await bench.join("second")
+        idle = [each for each in await bench.take() if each.model_id == MODELS[3]]
+        await bench.finish(*(Outcome(each.request_id) for each in idle))
+        orders = [MODELS[3], MODELS[0]]  # the idle one first, then by name
+        assert (await bench.queue.renew(bench.epoch)).leaving == orders
+        assert (await bench.queue.renew(second)).leaving == []
+        for key in orders:
+            await bench.queue.release(bench.epoch, key)
+        assert keys(await bench.take(second)) == [(MODELS[0], 1)]
+        await bench.submit(2, model_id=MODELS[3])
+        assert keys(await bench.take(second)) == [(MODELS[0], 1), (MODELS[3], 2)]
+        assert (await bench.queue.renew(bench.epoch)).leaving == []  # 3 and 2
+        assert (await bench.queue.renew(second)).leaving == []
+
+    @scenario
+    async def test_one_model_more_is_no_reason_to_move_it(self, bench: Bench) -> None:
+        await bench.submit(1)
+        await bench.join("second")
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+
+    @scenario
+    async def test_an_idle_model_is_to_be_parked_until_its_next_request(self, bench: Bench) -> None:
+        policy = SweepPolicy(park_s=900)
+        for key in MODELS[:3]:
+            await bench.submit(1, model_id=key)
+        jobs = {each.model_id: each.request_id for each in await bench.take()}
+        await bench.finish(Outcome(jobs[MODELS[0]]), Outcome(jobs[MODELS[2]]))
+        bench.clock.now_s += 1
+        await bench.submit(2, model_id=MODELS[2])
+        (*_, again) = await bench.take()
+        await bench.finish(Outcome(again.request_id))
+        await bench.store.sweep(START_S + 900, policy)
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+        await bench.store.sweep(START_S + 900.5, policy)  # model 1 is busy, model 2 younger
+        assert (await bench.queue.renew(bench.epoch)).leaving == [MODELS[0]]
+        await bench.submit(2, model_id=MODELS[0])
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+
+    @scenario
+    async def test_a_parked_model_comes_back_with_its_next_request(self, bench: Bench) -> None:
+        await bench.store.put(model())
+        await bench.submit(1)
+        await bench.finish(Outcome(bench.ids[1]))
+        await bench.store.sweep(START_S + 1000, SweepPolicy())
+        assert (await bench.queue.renew(bench.epoch)).leaving == ["s:train:0"]
+        await bench.queue.release(bench.epoch, "s:train:0")
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+        await bench.submit(2)
+        assert [each.seq for each in await bench.take()] == [2]
+        assert (await bench.queue.renew(bench.epoch)).leaving == []
+
+    # --- who serves what ------------------------------------------------------------------------
+
+    @scenario
+    async def test_a_base_model_has_one_revision_by_its_name(self, bench: Bench) -> None:
+        """What was trained on one would go on with the weights of another, and nobody would see."""
+        first, second = (replace(INFO, revision=letter * 40) for letter in "ab")
+        await bench.join("pinned", first)
+        known, other = first.revision, second.revision
+        refusal = (
+            f"has revision {other} of base model 'tiny', .* by revision {known}, .*"
+            f"--base-model-revision {known}, .*"
+        )
+        with pytest.raises(StoreUnusable, match=refusal):
+            await bench.join("moved", second)
+        await bench.join("directory")
+        with pytest.raises(StoreUnusable, match=refusal):
+            await bench.join("moved", second)
+        await bench.join("as pinned", first)
+        await bench.join("apart", replace(second, name="tiny-b"))
+        found = {
+            each.info.name: (each.info.revision, each.workers)
+            for each in await bench.store.served()
+        }
+        assert found == {"tiny": ("a" * 40, 4), "tiny-b": ("b" * 40, 1)}
+
+    @scenario
+    async def test_served_names_every_base_model_and_who_is_alive(self, bench: Bench) -> None:
+        assert await bench.store.served() == [ServedModel(INFO, 1, START_S)]
+        other = await bench.join("other", OTHER)
+        bench.clock.now_s += 3
+        await bench.join("second")
+        assert await bench.store.served() == [
+            ServedModel(OTHER, 1, START_S),
+            ServedModel(INFO, 2, START_S + 3),
+        ]
+        await bench.queue.resign(other)
+        bench.clock.now_s += 3
+        newer = replace(INFO, context_length=2048)
+        await bench.join("third", newer)
+        bench.clock.now_s += 1  # the first was silent for 7 s, the time to live is 6
+        assert await bench.store.served() == [
+            ServedModel(OTHER, 0, START_S),
+            ServedModel(newer, 2, START_S + 6),
+        ]
+
+    @scenario
+    async def test_workers_tell_figures_until_they_are_gone(self, bench: Bench) -> None:
+        second = await bench.join("second")
+        other = await bench.join("other", OTHER)
+        assert [each.figures for each in await bench.store.served()] == [{}, {}]
+        await bench.queue.renew(bench.epoch, {"units_total": 1.0, "adapters": 2.0})
+        await bench.queue.renew(bench.epoch, {"units_total": 3.5e9})  # in place of those before
+        await bench.queue.renew(second, {})
+        await bench.queue.renew(other, {"ready": 0.0})
+        await bench.queue.renew(other)  # nothing new
+        told = {each.info.name: each.figures for each in await bench.store.served()}
+        assert told == {
+            INFO.name: {"worker": {"units_total": 3.5e9}, "second": {}},
+            OTHER.name: {"other": {"ready": 0.0}},
+        }
+        await bench.queue.resign(other)
+        await bench.pass_time(7, second)  # the first was silent for longer than the time to live
+        left = {each.info.name: each.figures for each in await bench.store.served()}
+        assert left == {INFO.name: {"second": {}}, OTHER.name: {}}
+
+    @scenario
+    async def test_figures_of_a_worker_that_is_silent_are_old(self, bench: Bench) -> None:
+        await bench.queue.renew(bench.epoch, {"ready": 1.0})
+        bench.clock.now_s += 7
+        (served,) = await bench.store.served()
+        assert (served.workers, served.figures) == (0, {})
+
+    @scenario
+    async def test_a_successor_does_not_tell_what_the_worker_before_told(
+        self, bench: Bench
+    ) -> None:
+        await bench.queue.renew(bench.epoch, {"units_total": 7.0})
+        await bench.lease("another")
+        (served,) = await bench.store.served()
+        assert served.figures == {}
+
+    @staged(leased=False)
+    async def test_nothing_is_served_before_the_first_worker(self, bench: Bench) -> None:
+        assert await bench.store.served() == []
+
+    @scenario
+    async def test_a_failed_or_ended_model_leaves_its_place_to_others(self, bench: Bench) -> None:
+        """Its worker would seem to have more than it has."""
+        await bench.join("second")
+        for n in range(3):
+            await bench.store.put(model(f"s:train:{n}"))
+        await bench.submit(1)
+        unload = job(2, kind=JobKind.UNLOAD_MODEL)
+        await bench.store.submit(unload)
+        await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
+        for n in (1, 2):
+            await bench.submit(1, model_id=f"s:train:{n}")
+        assert Counter(each.model_id for each in await bench.take()) == {"s:train:1": 1}

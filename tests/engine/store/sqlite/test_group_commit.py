@@ -1,0 +1,116 @@
+"""Commits that fail, and processes that die beside one."""
+
+import asyncio
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneserve_engine.store.sqlite.group_commit import CommitEvents, GroupCommit, Transaction
+from tuneserve_engine.store.sqlite.store import SqliteStore
+
+
+def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("CREATE TABLE a (id INTEGER PRIMARY KEY)")
+        deferred = "REFERENCES a (id) DEFERRABLE INITIALLY DEFERRED"
+        connection.execute(f"CREATE TABLE b (a INTEGER {deferred})")
+        return connection
+
+    def insert(tx: Transaction) -> int:
+        tx.news.take = True
+        return tx.run("INSERT INTO a VALUES (NULL)")
+
+    async def main() -> None:
+        news: list[CommitEvents] = []
+        commit = GroupCommit(time.time, news.append)
+        await commit.start(connect)
+        calls = [commit.call(insert), commit.call(lambda tx: tx.run("INSERT INTO b VALUES (99)"))]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in results] == [sqlite3.IntegrityError] * 2
+        assert not any(each.take for each in news)
+        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
+        assert await commit.call(insert) == 1
+        assert news[-1].take
+        await commit.stop()
+
+    asyncio.run(main())
+
+
+def test_a_rollback_that_fails_stops_nobody() -> None:
+    """The thread must live: without it every later call would wait for ever."""
+
+    class Broken(sqlite3.Connection):
+        refuses: frozenset[str] = frozenset()
+
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql in self.refuses:
+                raise sqlite3.OperationalError("disk I/O error")
+            return super().execute(sql, *values)
+
+    async def main() -> None:
+        commit = GroupCommit(time.time, lambda news: None)
+        await commit.start(
+            lambda: sqlite3.connect(":memory:", isolation_level=None, factory=Broken)
+        )
+        await commit.call(lambda tx: tx.run("CREATE TABLE a (id)"))
+        Broken.refuses = frozenset({"COMMIT", "ROLLBACK"})
+        for _ in range(2):
+            with pytest.raises(sqlite3.OperationalError, match="I/O"):
+                await commit.call(lambda tx: tx.run("INSERT INTO a VALUES (1)"))
+        Broken.refuses = frozenset()
+        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
+        await commit.stop()
+
+    async def limited() -> None:
+        async with asyncio.timeout(10):
+            await main()
+
+    asyncio.run(limited())
+
+
+CHILD_AT_A_KILL_POINT = """
+import asyncio, sys
+from tuneserve_engine.core.jobs import Job, JobKind
+from tuneserve_engine.process import failpoints
+from tuneserve_engine.store.sqlite.store import SqliteStore
+
+async def main():
+    store = await SqliteStore.open(sys.argv[1])
+    failpoints.arm(sys.argv[2], nth=3)
+    for n in range(1, 10):
+        job = Job("alice", JobKind.SAMPLE, "scope", n, b"payload")
+        request_id = (await store.submit(job)).request_id
+        await store.wait(request_id, 0)  # what writes nothing passes no kill point
+        print(request_id, flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "stored"), [("store-before-commit", 2), ("store-after-commit", 3)]
+)
+def test_kill_points_are_on_both_sides_of_the_commit(
+    tmp_path: Path, point: str, stored: int
+) -> None:
+    path = tmp_path / "store.db"
+    command = [sys.executable, "-c", CHILD_AT_A_KILL_POINT, str(path), point]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    assert child.returncode == -signal.SIGKILL
+    assert len(child.stdout.splitlines()) == 2
+
+    async def main() -> None:
+        store = await SqliteStore.open(path)
+        rows = await store._call(lambda tx: tx.all("SELECT seq FROM jobs"))
+        assert len(rows) == stored
+        await store.close()
+
+    asyncio.run(main())

@@ -1,0 +1,177 @@
+"""How the store's file is opened, and when it is refused."""
+
+import asyncio
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tuneserve_engine.core.usage import CurvePoint
+from tuneserve_engine.store.errors import StoreUnusable
+from tuneserve_engine.store.sqlite import usage
+from tuneserve_engine.store.sqlite.group_commit import Transaction
+from tuneserve_engine.store.sqlite.schema import network_file_system
+from tuneserve_engine.store.sqlite.store import SqliteStore
+
+
+def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneserve_engine.store.sqlite.schema.BUSY_S", 0.1)
+
+    async def main() -> None:
+        first = await SqliteStore.open(tmp_path / "store.db")
+        with pytest.raises(StoreUnusable, match="in use by another process"):
+            await SqliteStore.open(tmp_path / "store.db")
+        await first.close()
+        await (await SqliteStore.open(tmp_path / "store.db")).close()
+
+    asyncio.run(main())
+
+
+def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    async def open_and_close(path: Path) -> None:
+        await (await SqliteStore.open(path)).close()
+
+    path = tmp_path / "store.db"
+    asyncio.run(open_and_close(path))
+    for version in (1, 7):  # from 2 on the store is made one of this: see test_golden_store
+        with contextlib.closing(sqlite3.connect(path)) as other, other:
+            other.execute("UPDATE meta SET value = ? WHERE name = 'version'", (version,))
+        with pytest.raises(StoreUnusable, match=f"version {version}, this release reads version 4"):
+            asyncio.run(open_and_close(path))
+    garbage = tmp_path / "garbage.db"
+    garbage.write_bytes(b"not a database" * 1000)
+    with pytest.raises(StoreUnusable, match="restore a backup"):
+        asyncio.run(open_and_close(garbage))
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreUnusable, match="check the path"):
+        asyncio.run(open_and_close(tmp_path / "file" / "store.db"))
+
+
+def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await SqliteStore.open(tmp_path / "data" / "store.db")
+        pragmas = [
+            await store._call(lambda tx, name=name: tx.one(f"PRAGMA {name}"))
+            for name in ("journal_mode", "synchronous")
+        ]
+        assert pragmas == [("wal",), (2,)]  # 2 = FULL
+        for file in (tmp_path / "data").iterdir():
+            assert file.stat().st_mode & 0o077 == 0
+        await store.close()
+
+    asyncio.run(main())
+
+
+MOUNTS = r"""
+sysfs /sys sysfs rw,relatime 0 0
+/dev/sda1 / ext4 rw,relatime 0 0
+nas:/home /home nfs4 rw,relatime,vers=4.2 0 0
+//nas/share /mnt/two\040words cifs rw 0 0
+/dev/sdb1 /home/alice xfs rw 0 0
+me@host: /data fuse.sshfs rw 0 0
+/dev/sdc1 /data ext4 rw 0 0
+/dev/sdd1 /srv ext4 rw 0 0
+nas:/srv /srv nfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib/tuneserve/store.db", None),
+        ("/home/bob/store.db", "nfs4"),
+        ("/homes/store.db", None),
+        ("/home/alice/store.db", None),
+        ("/mnt/two words/store.db", "cifs"),
+        ("/data/store.db", None),  # a local disk was mounted over it
+        ("/srv/data/store.db", "nfs"),
+    ],
+)
+def test_a_network_file_system_is_known_by_its_mount(path: str, kind: str | None) -> None:
+    assert network_file_system(Path(path), MOUNTS) == kind
+
+
+def test_a_store_on_a_network_file_system_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    monkeypatch.setattr("tuneserve_engine.store.sqlite.schema._MOUNTS", mounts)
+    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nnas:/x {tmp_path} nfs rw 0 0\n")
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "new folder" / "store.db", tmp_path / "link" / "store.db"):
+        with pytest.raises(StoreUnusable, match=r"network file system \(nfs\).*local disk"):
+            asyncio.run(SqliteStore.open(path))
+        assert not path.exists()
+    mounts.unlink()  # as where there is no /proc
+
+    async def open_and_close() -> None:
+        await (await SqliteStore.open(tmp_path / "store.db")).close()
+
+    asyncio.run(open_and_close())
+
+
+def test_reading_a_curve_on_costs_what_is_new_in_it_in_older_stores_too(tmp_path: Path) -> None:
+    """2,000 points are known: finding the next takes far fewer of SQLite's steps."""
+    path = tmp_path / "store.db"
+
+    async def steps_of_reading(after: int) -> int:
+        store = await SqliteStore.open(path)
+        counted = 0
+
+        def read(tx: Transaction) -> int:
+            nonlocal counted
+
+            def count() -> int:
+                nonlocal counted
+                counted += 1
+                return 0
+
+            tx._connection.set_progress_handler(count, 1)
+            found = len(usage.curve(tx, "a", after))
+            tx._connection.set_progress_handler(None, 1)
+            return found
+
+        assert await store._call(read) == 1999 - after
+        await store.close()
+        return counted
+
+    async def fill() -> None:
+        store = await SqliteStore.open(path)
+
+        def draw(tx: Transaction) -> None:
+            for position in range(2000):
+                usage.draw(tx, "a", CurvePoint("optim_step", position))
+
+        await store._call(draw)
+        await store.close()
+
+    asyncio.run(fill())
+    assert asyncio.run(steps_of_reading(after=1998)) < 100
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("DROP INDEX curve_points_in_order")  # as a release before left it
+    assert asyncio.run(steps_of_reading(after=1998)) < 100
+
+
+def test_a_store_from_before_traces_gets_their_column_and_goes_on_without_it(
+    tmp_path: Path,
+) -> None:
+    async def open_and_close() -> None:
+        await (await SqliteStore.open(tmp_path / "store.db")).close()
+
+    def columns(statement: str = "") -> list[str]:
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as other, other:
+            other.execute(statement)
+            return [name for _, name, *_ in other.execute("PRAGMA table_info(jobs)")]
+
+    asyncio.run(open_and_close())
+    assert "trace" in columns()
+    assert "trace" not in columns("ALTER TABLE jobs DROP COLUMN trace")
+    for _ in range(2):
+        asyncio.run(open_and_close())
+        assert columns().count("trace") == 1
+    before = (
+        "INSERT INTO jobs (request_id, tenant, kind, scope, seq, base_model, state, release, "
+        "attempts, size, created_s) VALUES ('r', 't', 'sample', 's', 1, 'm', 'held', 0, 0, 0, 0)"
+    )
+    assert columns(before)  # as a release writes that knows nothing of it

@@ -1,0 +1,160 @@
+"""The directory of files: refused at the start if it takes no files, or is not everybody's."""
+
+import asyncio
+import errno
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.redis_server import RedisServer
+from tuneserve_engine.settings.common import CommonSettings
+from tuneserve_engine.store import remote
+from tuneserve_engine.store.errors import StoreUnusable
+from tuneserve_engine.store.files import LocalFs
+from tuneserve_engine.store.files_mount import check_shared, open_files
+from tuneserve_engine.store.open import check_store, open_queue, open_store
+from tuneserve_engine.store.sqlite.store import SqliteStore
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def names(directory: Path) -> list[str]:
+    return [each.name for each in directory.iterdir()]
+
+
+async def start(settings: CommonSettings) -> None:
+    """What every process does that opens the store."""
+    await (await open_store(settings)).close()
+
+
+# --- one that can be written to ------------------------------------------------------------------
+
+
+def test_the_proof_leaves_nothing(tmp_path: Path) -> None:
+    open_files(tmp_path / "new" / "files")
+    assert names(tmp_path / "new" / "files") == []
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_takes_no_files_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(self: LocalFs, path: Path) -> None:
+        raise OSError(number, "the file system says no")
+
+    monkeypatch.setattr(LocalFs, "mkdir", refuse)
+    with pytest.raises(OSError, match=r"cannot use .*: the file system says no;.*--files-dir"):
+        open_files(tmp_path)
+
+
+def test_a_file_in_its_place_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "files").touch()
+    with pytest.raises(OSError, match=r"cannot use .*Not a directory.*--files-dir"):
+        open_files(tmp_path / "files")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_does_not_keep_those_out_who_would_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(self: LocalFs, path: Path) -> None:
+        raise OSError(number, "full")
+
+    monkeypatch.setattr(LocalFs, "mkdir", full)
+    open_files(tmp_path)
+    assert names(tmp_path) == []
+
+
+# --- one that all have ---------------------------------------------------------------------------
+
+
+async def test_the_first_process_decides_and_the_same_directory_starts_again(
+    tmp_path: Path,
+) -> None:
+    settings = CommonSettings(data_dir=tmp_path)
+    await start(settings)
+    await start(settings)
+    assert len(names(tmp_path / "files")) == 1
+
+
+async def test_another_directory_is_refused_until_it_is_the_right_one(tmp_path: Path) -> None:
+    await start(CommonSettings(data_dir=tmp_path))
+    other = CommonSettings(data_dir=tmp_path, files_dir=tmp_path / "other")
+    with pytest.raises(StoreUnusable, match="--files-dir") as refused:
+        await start(other)
+    shutil.copytree(tmp_path / "files", tmp_path / "other", dirs_exist_ok=True)
+    await start(other)
+    # Restored without what begins with a dot: the operator's word, as the message says.
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(StoreUnusable):
+        await start(other)
+    found = re.search(r"\.of-[0-9a-f]{32}", str(refused.value))
+    assert found
+    (tmp_path / "other" / found[0]).mkdir()
+    await start(other)
+
+
+async def test_of_many_that_start_at_once_one_decides(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path / "store.db")
+    files = tmp_path / "files"
+    await asyncio.gather(*(check_shared(files, store) for _ in range(8)))
+    assert len(names(files)) == 1
+    with pytest.raises(StoreUnusable):
+        await check_shared(tmp_path / "other", store)
+    await store.close()
+
+
+async def test_a_worker_beside_the_api_process_must_have_its_files(tmp_path: Path) -> None:
+    settings = CommonSettings(data_dir=tmp_path)
+    other = CommonSettings(data_dir=tmp_path, files_dir=tmp_path / "other")
+    store = await open_store(settings)
+    async with remote.serve(store, settings.store_socket):
+        async with open_queue(other) as connect:
+            with pytest.raises(StoreUnusable, match=r"that the API process has.*--files-dir"):
+                await connect()
+        async with open_queue(settings) as connect:
+            await connect()
+    await store.close()
+
+
+async def test_hosts_with_directories_of_their_own_are_refused(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        one, other = (CommonSettings(data_dir=tmp_path / each, store=server.url) for each in "ab")
+        await start(one)
+        for check in (start, check_store):
+            with pytest.raises(StoreUnusable, match=r"b/files is not the directory"):
+                await check(other)
+        await start(
+            CommonSettings(data_dir=tmp_path / "b", files_dir=one.files_dir, store=one.store)
+        )
+
+
+# --- a store that cannot be used is known before a model is loaded -------------------------------
+
+
+async def test_a_store_that_would_lose_requests_is_known_early(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", appendfsync="everysec") as server:
+        settings = CommonSettings(data_dir=tmp_path, store=server.url)
+        with pytest.raises(StoreUnusable, match="set in its configuration: appendfsync always"):
+            await check_store(settings)
+    await check_store(settings)  # not there any more: it may come back
+
+
+async def test_an_address_of_no_database_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis") as server:
+        address = server.url.removesuffix("/0") + "/99"
+        with pytest.raises(StoreUnusable, match="out of range; see the store's address"):
+            await start(CommonSettings(data_dir=tmp_path, store=address))
+
+
+async def test_without_the_password_the_refusal_says_where_it_goes(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", requirepass="secret") as server:
+        with pytest.raises(StoreUnusable, match="password in the store's address"):
+            await start(CommonSettings(data_dir=tmp_path, store=server.url))

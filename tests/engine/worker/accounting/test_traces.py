@@ -1,0 +1,163 @@
+"""Spans of a worker's requests, and that there is nothing where nobody traces."""
+
+import subprocess
+import sys
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tuneserve_engine.core.jobs import Job, JobKind, Outcome, Rejection
+from tuneserve_engine.core.usage import Usage
+from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.telemetry import tracing
+from tuneserve_engine.telemetry.tracing import Tracer, open_tracer
+from tuneserve_engine.worker.accounting.traces import WorkerTraces
+from tuneserve_engine.worker.execution.outcomes import BatchResult
+
+ONE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TWO = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+UNSAMPLED = "00-1bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
+
+
+class Bench:
+    """A worker's traces with a clock that is set, and the spans that come of them."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.traces = WorkerTraces(Tracer(provider), lambda: self.now_s)
+
+    def spans(self) -> list[tuple[str, str, float]]:
+        """Request, name and seconds of each, in the order in which they ended."""
+        return [
+            (
+                str(dict(span.attributes or {})["tuneserve.request_id"]),
+                span.name,
+                round(((span.end_time or 0) - (span.start_time or 0)) / 1e9, 3),
+            )
+            for span in self._exporter.get_finished_spans()
+        ]
+
+    def finished(self, name: str) -> list[object]:
+        return [each for each in self._exporter.get_finished_spans() if each.name == name]
+
+
+def job(request_id: str, trace: str, kind: JobKind = JobKind.FORWARD_BACKWARD) -> Job:
+    return Job("alice", kind, "m", 1, b"body", "m", request_id=request_id, trace=trace)
+
+
+def test_a_request_is_queued_packed_on_the_device_and_written() -> None:
+    bench = Bench()
+    one = job("r", ONE)
+    bench.traces.arrived([one])
+    bench.now_s = 101.0
+    bench.traces.began(["r"])
+    bench.now_s = 101.75
+    bench.traces.ran(BatchResult([one], [], 0.5, began_s=101.25))
+    bench.traces.ended([one], "1-7")
+    bench.now_s = 102.0
+    bench.traces.written([Outcome("r", usage=Usage(device_s=0.5, trained_tokens=4))])
+    assert bench.spans() == [
+        ("r", "queued", 1.0),
+        ("r", "packed", 0.25),
+        ("r", "device batch", 0.5),
+        ("r", "result written", 0.25),
+    ]
+    (written,) = bench.finished("result written")
+    assert written.attributes["tuneserve.device_ms"] == 500.0
+    assert not any("body" in str(value) for value in written.attributes.values())
+
+
+def test_a_device_batch_hangs_below_each_of_its_requests_and_links_the_others() -> None:
+    bench = Bench()
+    jobs = [job("r", ONE), job("s", TWO), job("nobody traces this", "")]
+    bench.traces.arrived(jobs)
+    bench.traces.began([each.request_id for each in jobs])
+    bench.traces.ran(BatchResult(jobs, [], 0.5, began_s=100.0))
+    bench.traces.ended(jobs, "1-1")
+    ids = {
+        f"{span.context.trace_id:032x}": [f"{link.context.trace_id:032x}" for link in span.links]
+        for span in bench.finished("device batch")
+    }
+    one, two = ONE.split("-")[1], TWO.split("-")[1]
+    assert ids == {one: [two], two: [one]}
+    assert [f"{s.parent.span_id:016x}" for s in bench.finished("queued")] == [
+        ONE.split("-")[2],
+        TWO.split("-")[2],
+    ]
+
+
+def test_a_sample_is_one_batch_from_its_first_slice_to_its_last() -> None:
+    bench = Bench()
+    sample = job("r", ONE, JobKind.SAMPLE)
+    bench.traces.arrived([sample])
+    bench.traces.began(["r"])
+    bench.traces.ran(BatchResult([], [], 0.1, {"r": 1}, began_s=100.5))
+    bench.now_s = 103.0
+    bench.traces.ran(BatchResult([sample], [], 0.1, began_s=102.9))
+    bench.traces.ended([sample], "1-2")
+    (batch,) = bench.finished("device batch")
+    assert batch.attributes["tuneserve.units"] == 2
+    assert bench.spans()[-1] == ("r", "device batch", 2.5)
+
+
+def test_what_failed_before_it_ran_is_written_and_what_went_elsewhere_is_not() -> None:
+    bench = Bench()
+    bench.traces.arrived([job("r", ONE), job("s", TWO), job("t", UNSAMPLED)])
+    bench.traces.dropped(["s"])
+    bench.traces.written([Outcome(each, rejection=Rejection("no")) for each in ("r", "s", "t")])
+    assert [name for _, name, _ in bench.spans()] == ["result written"]
+    (written,) = bench.finished("result written")
+    assert written.attributes["tuneserve.failed"] is True
+
+
+@pytest.mark.parametrize("given", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_traceparent_that_is_none_names_no_span(given: str) -> None:
+    tracer = Tracer(TracerProvider(shutdown_on_exit=False))
+    assert tracer.traceparent(tracer.context(given)) == ""
+
+
+def test_without_a_collector_there_are_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert open_tracer("worker", WorkerSettings()) is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    assert WorkerSettings().otel == "http://collector:4318"
+
+
+def test_an_address_that_is_none_is_refused_with_one_that_is() -> None:
+    with pytest.raises(ValueError, match="http://host:4318"):
+        WorkerSettings(otel="collector:4318")
+
+
+def test_a_collector_without_the_extra_is_warned_of_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tracing, "find_spec", lambda name: None)
+    assert open_tracer("worker", WorkerSettings(otel="http://collector:4318")) is None
+    assert "pip install '.[otel]'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        ("tuneserve_client.sync", ("opentelemetry",)),
+        # Others that they load may look for OpenTelemetry's interface: redis does.
+        (
+            "tuneserve_engine.worker.__main__, tuneserve_server.serve",
+            ("opentelemetry.sdk", "opentelemetry.exporter"),
+        ),
+    ],
+)
+def test_nothing_of_opentelemetry_is_loaded_where_nobody_traces(
+    modules: str, unwanted: tuple[str, ...]
+) -> None:
+    script = (
+        f"import sys, {modules}\n"
+        f"print([name for name in sys.modules if name.startswith({unwanted})])"
+    )
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "[]"

@@ -1,0 +1,145 @@
+"""What is made ready before its turn: which jobs, in which order, and how much of it."""
+
+from concurrent.futures import Executor, Future
+from itertools import count
+from typing import Any
+
+import pytest
+
+from tuneserve_engine.core.jobs import Job, JobKind
+from tuneserve_engine.worker.execution.decode_ahead import PayloadPrefetcher
+from tuneserve_engine.worker.scheduling.scheduler import MAX_BYTES, Scheduler
+
+GRADIENT, STEP = JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP
+numbers = count()
+
+
+def job(tenant: str, kind: JobKind = GRADIENT, size: int = 1) -> Job:
+    number = next(numbers)
+    return Job(
+        tenant, kind, tenant, number, bytes(size), tenant, 0, request_id=f"r{number}",
+        release=number,
+    )  # fmt: skip
+
+
+class ByHand(Executor):
+    """Runs calls when told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Future[Any], Job]] = []
+
+    def submit(self, call: Any, /, *given: Any, **_: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self.calls.append((future, given[0]))
+        return future
+
+    def run(self) -> None:
+        """Those that have not been cancelled."""
+        for future, each in self.calls:
+            if future.set_running_or_notify_cancel():
+                future.set_result(each.request_id)
+        self.calls.clear()
+
+    @property
+    def waiting(self) -> list[str]:
+        return [each.request_id for future, each in self.calls if not future.cancelled()]
+
+
+@pytest.fixture
+def host() -> ByHand:
+    return ByHand()
+
+
+@pytest.fixture
+def ahead(host: ByHand) -> PayloadPrefetcher[str]:
+    return PayloadPrefetcher(lambda each: each.request_id, host)
+
+
+def ids(jobs: list[Job]) -> list[str]:
+    return [each.request_id for each in jobs]
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
+def test_what_is_expected_is_begun_once_and_taken_once(
+    ahead: PayloadPrefetcher[str], host: ByHand
+) -> None:
+    jobs = [job("a"), job("b"), job("c")]
+    ahead.expect(jobs[:2])
+    ahead.expect(jobs)
+    assert host.waiting == ids(jobs)
+    host.run()
+    taken = ahead.take(jobs[:2])
+    assert {name: future.result() for name, future in taken.items()} == dict(
+        zip(ids(jobs[:2]), ids(jobs[:2]), strict=True)
+    )
+    assert ahead.take(jobs[:2]) == {}
+
+
+def test_what_is_not_expected_any_more_is_forgotten(
+    ahead: PayloadPrefetcher[str], host: ByHand
+) -> None:
+    gone, stays = job("a"), job("b")
+    ahead.expect([gone, stays])
+    ahead.expect([stays])
+    assert host.waiting == ids([stays])
+    assert [*ahead.take([gone, stays])] == ids([stays])
+
+
+def test_no_more_is_begun_than_two_units_take(ahead: PayloadPrefetcher[str], host: ByHand) -> None:
+    jobs = [job(name, size=MAX_BYTES // 2) for name in "abcdef"]
+    ahead.expect(jobs)
+    assert host.waiting == ids(jobs[:4])
+    host.run()
+    ahead.take(jobs[:2])
+    ahead.expect(jobs[2:])
+    assert host.waiting == ids(jobs[4:])
+
+
+def test_a_request_larger_than_that_is_begun_alone(
+    ahead: PayloadPrefetcher[str], host: ByHand
+) -> None:
+    jobs = [job("a", size=3 * MAX_BYTES), job("b")]
+    ahead.expect(jobs)
+    assert host.waiting == ids(jobs[:1])
+
+
+# --- what comes next ------------------------------------------------------------------------------
+
+
+def scheduler(used: dict[str, float]) -> Scheduler:
+    """One under which a gradient takes a second; its tenants used the device for so many."""
+    device = Scheduler(unit_s=1.0)
+    for tenant, seconds in used.items():
+        device.charge([job(tenant, JobKind.SAVE_WEIGHTS)], seconds)
+    device.charge([job("z", size=0)], 1.0)
+    return device
+
+
+def test_tenants_take_turns_from_the_one_that_used_the_least() -> None:
+    jobs = [job(name) for name in "aaabbc"]
+    upcoming = scheduler({"a": 0.5, "b": 0.0, "c": 0.7}).upcoming(jobs, [job("z")], 64)
+    assert [each.tenant for each in upcoming] == ["b", "a", "c", "b", "a", "a"]
+    assert {each.tenant for each in upcoming[:3]} == {*"abc"}
+    by_tenant = {name: [each for each in upcoming if each.tenant == name] for name in "abc"}
+    assert all(mine == sorted(mine, key=lambda j: j.release) for mine in by_tenant.values())
+
+
+def test_the_tenants_of_the_running_unit_come_after_those_who_wait() -> None:
+    """Else their adapters, which are there, would keep away those of whoever is next."""
+    jobs = [job("a", STEP), job("b"), job("c")]
+    upcoming = scheduler({}).upcoming(jobs, [job("a")], 64)
+    assert [each.tenant for each in upcoming] == ["b", "c", "a"]
+
+
+def test_no_more_upcoming_jobs_are_named_than_asked_for() -> None:
+    jobs = [job("a") for _ in range(10)]
+    assert scheduler({}).upcoming(jobs, [job("a")], 3) == jobs[:3]
+
+
+def test_looking_ahead_changes_no_turn() -> None:
+    jobs = [job(name) for name in "abab"]
+    asked, silent = scheduler({"a": 0.1}), scheduler({"a": 0.1})
+    asked.upcoming(jobs, [job("a")], 64)
+    assert asked.next_unit(jobs) == silent.next_unit(jobs)

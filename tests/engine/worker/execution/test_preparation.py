@@ -1,0 +1,157 @@
+"""What adapters of a kind share is made before the first of them, while others are served."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from tests.support.worker_bench import CONFIG, TIMEOUT_S, Bench, Counting, run, until
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.errors import ServerError
+from tuneserve_engine.core.jobs import CreateModel, JobKind, encode
+
+
+class Slow(Counting):
+    """Its adapters share something that takes as long to make as the test likes, or fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end, self.begun, self.is_made = threading.Event(), threading.Event(), False
+        self.times, self.fails = 0, False
+
+    def is_prepared(self, config: AdapterConfig) -> bool:
+        return self.is_made or config.seed == CONFIG.seed
+
+    def prepare(self, config: AdapterConfig) -> None:
+        self.times += 1
+        self.begun.set()
+        assert self.may_end.wait(TIMEOUT_S)
+        if self.fails:
+            raise ServerError("the disk is full; make room, and ask again")
+        self.is_made = True
+
+    def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
+        if not self.is_prepared(config):
+            raise ServerError("the disk is full; make room, and ask again")
+        super().create_adapter(adapter_id, config)
+
+
+OTHER = replace(CONFIG, seed=CONFIG.seed + 1, kind="osft", options={"form": "factors"})
+
+
+async def create(bench: Bench, model: str) -> str:
+    """Asks for an adapter of the kind that shares something."""
+    payload = encode(CreateModel("tuneserve/fake", OTHER))
+    return await bench.submit(JobKind.CREATE_MODEL, payload, model)
+
+
+async def begun(bench: Bench) -> Slow:
+    """The worker, once it has begun to prepare."""
+    backend = bench.backend
+    assert isinstance(backend, Slow)
+    await until(backend.begun.is_set)
+    return backend
+
+
+async def with_slow(bench: Bench) -> None:
+    await bench.kill()
+    bench.start(Slow(), name="another")
+
+
+async def trained(bench: Bench) -> None:
+    """A model "a" of the kind, with a gradient."""
+    await with_slow(bench)
+    request = await create(bench, "a")
+    (await begun(bench)).may_end.set()
+    await bench.ok(request)
+    await bench.ok(await bench.gradient("a"))
+
+
+def test_others_are_served_while_the_first_of_a_kind_waits(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await with_slow(bench)
+        waiting = [await create(bench, "a"), await create(bench, "b")]
+        behind = await bench.gradient("a")
+        backend = await begun(bench)
+        await bench.ok(await bench.create("c"))
+        await bench.ok(await bench.gradient("c"))
+        assert all([await bench.store.wait(each, 0) is None for each in (*waiting, behind)])
+        backend.may_end.set()
+        for each in (*waiting, behind):
+            await bench.ok(each)
+
+    run(tmp_path, scenario)
+
+
+def test_a_preparation_that_fails_ends_the_request_with_the_reason(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await with_slow(bench)
+        request = await create(bench, "a")
+        backend = await begun(bench)
+        backend.fails = True
+        backend.may_end.set()
+        outcome = await bench.outcome(request)
+        assert outcome.rejection is not None
+        assert "the disk is full; make room" in outcome.rejection.message
+        backend.fails = False
+        await bench.ok(await create(bench, "b"))
+        assert backend.times == 2
+
+    run(tmp_path, scenario)
+
+
+def test_a_worker_that_dies_while_it_prepares_leaves_the_request_to_the_next(
+    tmp_path: Path,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        await with_slow(bench)
+        request = await create(bench, "a")
+        (await begun(bench)).may_end.set()
+        await bench.kill()
+        bench.start(Slow(), name="another")
+        (await begun(bench)).may_end.set()
+        await bench.ok(request)
+        await bench.ok(await bench.gradient("a"))
+
+    run(tmp_path, scenario)
+
+
+def test_a_model_of_the_kind_is_brought_back_when_what_it_shares_is_there(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await trained(bench)
+        bench.worker.stop()
+        await bench.task
+        bench.start(Slow(), name="another")
+        step = await bench.step("a")
+        await bench.ok(await bench.create("c"))
+        assert await bench.store.wait(step, 0) is None
+        (await begun(bench)).may_end.set()
+        await bench.ok(step)
+
+    run(tmp_path, scenario)
+
+
+def test_a_model_without_a_point_is_created_again_when_what_it_shares_is_there(
+    tmp_path: Path,
+) -> None:
+    async def scenario(bench: Bench) -> None:
+        await trained(bench)
+        await bench.kill()
+        bench.start(Slow(), name="another")
+        step = await bench.step("a")
+        backend = await begun(bench)
+        await bench.ok(await bench.create("c"))
+        assert await bench.store.wait(step, 0) is None
+        backend.may_end.set()
+        await bench.ok(step)
+        assert backend.times == 1
+
+    run(tmp_path, scenario)
+
+
+def test_what_cannot_be_decoded_needs_no_preparation(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        request = await bench.submit(JobKind.CREATE_MODEL, b"no command", "a")
+        assert (await bench.outcome(request)).rejection is not None
+        await bench.ok(await bench.create("b"))
+
+    run(tmp_path, scenario)

@@ -1,0 +1,250 @@
+"""Models that are hard to bring back: the worker goes on, and so does everybody else."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.worker.models.test_recovery import (
+    NEVER,
+    OFTEN,
+    assert_lost,
+    finish_round,
+    pointed,
+    train,
+    undisturbed,
+)
+from tests.support.fake_backend import FAKE_INFO
+from tests.support.worker_bench import Bench, Counting, run, until
+from tuneserve_engine.adapters.state import AdapterState
+from tuneserve_engine.backend.base import OutOfMemory, TrainBatch, TrainResult
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.errors import ServerError
+from tuneserve_engine.core.jobs import JobKind
+from tuneserve_engine.core.records import ModelRecord, ModelStatus, SessionRecord
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.worker.worker import WorkerPolicy
+
+
+def test_a_model_that_cannot_be_created_again_is_lost_with_a_message(tmp_path: Path) -> None:
+    """Though its log has more, which waits for the device by then."""
+
+    class Refusing(Counting):
+        def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
+            if adapter_id == "a":
+                raise RuntimeError("out of order")
+            super().create_adapter(adapter_id, config)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await train(bench, "a", 1)
+        await bench.kill()
+        bench.start(Refusing())
+        await assert_lost(bench)
+
+    run(tmp_path, scenario, NEVER)
+
+
+def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
+    """Else the requests whose logs share its units would be suspects as well, and end with it."""
+    units: list[set[str]] = []
+
+    class Recording(Counting):
+        def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+            units.append(set(unit.adapter_ids))
+            return super().forward_backward(unit, *between)
+
+    async def scenario(bench: Bench) -> None:
+        for model in "abc":
+            await bench.ok(await bench.create(model))
+            for token in range(3):
+                await bench.ok(await bench.gradient(model, token))
+        await bench.kill()
+        suspect, *others = [await bench.step(model) for model in "abc"]
+        await bench.store.begin(1, [suspect])
+        await bench.store.lease("worker", "one that takes over", FAKE_INFO)
+        bench.start(Recording())
+        for request in (suspect, *others):
+            await bench.ok(request)
+        assert {"b", "c"} in units  # others share
+        assert all(unit == {"a"} for unit in units if "a" in unit)
+
+    run(tmp_path, scenario, NEVER)
+
+
+def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) -> None:
+    """Requests that change nothing are not done again, but count for a point's position."""
+
+    class Slow(Counting):
+        def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+            if unit.adapter_ids[0] == "b":
+                time.sleep(0.6)  # a point of "a" comes before the step that waits
+            return super().forward_backward(unit, *between)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await pointed(bench)
+        bench.backend.gate.clear()
+        gradient = await bench.gradient("a", 1)
+        broken = await bench.submit(JobKind.FORWARD_BACKWARD, b"no request", "a")
+        await until(lambda: bench.line.calls.count("take") >= 4)
+        bench.backend.gate.set()
+        await bench.ok(gradient)
+        assert (await bench.outcome(broken)).rejection is not None
+        await pointed(bench, count=2)
+        newest, _ = await bench.store.points(1, "a")
+        assert newest.position == 3
+        await bench.kill()
+        member = tmp_path / "files" / newest.file_id / "adapter.safetensors"
+        member.write_bytes(member.read_bytes()[:-1])
+        bench.start(Slow())
+        await bench.ok(await bench.create("b"))
+        await until(lambda: "save_point" in bench.line.calls)
+        saved = bench.line.calls.count("save_point")
+        bench.backend.gate.clear()
+        step = await bench.step("a")
+        await until(lambda: "log" in bench.line.calls)
+        gradient = await bench.gradient("b")
+        bench.backend.gate.set()
+        await bench.ok(step)
+        await bench.ok(gradient)
+        await until(lambda: bench.task.done() or bench.line.calls.count("save_point") > saved)
+        await bench.ok(await bench.step("a"))
+        assert not bench.task.done()
+
+    run(tmp_path, scenario, OFTEN)
+
+
+class Full(Counting):
+    """Has no room for ``what`` of model "a", until it ``has_room``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.has_room = False
+
+    def _check(self, what: str, adapter_id: str) -> None:
+        if what == self.what and adapter_id == "a" and not self.has_room:
+            raise OutOfMemory("the device has no room")
+
+    def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
+        self._check("creating", adapter_id)
+        super().create_adapter(adapter_id, config)
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        self._check("loading", adapter_id)
+        super().load_adapter(adapter_id, state)
+
+    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+        for adapter_id in unit.adapter_ids:
+            self._check("a gradient", adapter_id)
+        return super().forward_backward(unit, *between)
+
+
+@pytest.mark.parametrize("what", ["creating", "loading", "a gradient"])
+def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what: str) -> None:
+    """Neither it nor the worker is lost for that; only what waited ends with an error."""
+    policy = OFTEN if what == "loading" else NEVER
+    wanted = undisturbed(tmp_path / "undisturbed", 1)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await train(bench, "a", 1)
+        if what == "loading":
+            await pointed(bench)
+        await bench.kill()
+        full = Full(what)
+        bench.start(full)
+        requests = [await bench.gradient("a", 9), await bench.gradient("a", 9)]
+        for request in requests:
+            rejection = (await bench.outcome(request)).rejection
+            assert rejection is not None and rejection.category == "server"
+            assert "no room to bring model a back" in rejection.message
+        await bench.ok(await bench.create("b"))
+        full.has_room = True
+        assert await finish_round(bench, "a") == wanted
+        model = await bench.store.get(ModelRecord, "a")
+        assert model is not None and model.status is ModelStatus.READY
+
+    run(tmp_path / "full", scenario, policy)
+
+
+class LowRanks(Counting):
+    """A worker whose memory was planned for no rank above 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lattice = StaticShapes(64, block=8, chunk=16, tokens=256, rank_classes=(2,))
+
+
+class Refusing(Counting):
+    """A worker that cannot take what it has read."""
+
+    def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
+        raise ServerError("no")
+
+
+@pytest.mark.parametrize(
+    ("unfit", "policy"),
+    [(LowRanks, NEVER), (LowRanks, OFTEN), (Refusing, OFTEN)],
+    ids=["ranks, from the log", "ranks, from points", "anything, from points"],
+)
+def test_a_model_that_this_worker_cannot_take_is_kept_for_another(
+    tmp_path: Path, unfit: type[Counting], policy: WorkerPolicy
+) -> None:
+    """CONFIG has rank 4. Older points would not help, and must not be what goes on from here."""
+    wanted = undisturbed(tmp_path / "undisturbed", 1)
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        if policy is OFTEN:
+            await pointed(bench)
+        await train(bench, "a", 1)
+        if policy is OFTEN:
+            await pointed(bench, count=2)
+        await bench.kill()
+        bench.start(unfit())
+        rejection = (await bench.outcome(await bench.gradient("a", 9))).rejection
+        assert rejection is not None and rejection.category == "server"
+        assert "no room to bring model a back" in rejection.message
+        model = await bench.store.get(ModelRecord, "a")
+        assert model is not None and model.status is ModelStatus.READY
+        await bench.kill()
+        bench.start()
+        assert await finish_round(bench, "a") == wanted
+
+    run(tmp_path / "moved", scenario, policy)
+
+
+def test_a_session_can_end_while_there_is_no_room_for_its_model(tmp_path: Path) -> None:
+    async def scenario(bench: Bench) -> None:
+        await bench.store.put(SessionRecord("s", "a", 0.0, 0.0))
+        await bench.ok(await bench.create("a"))
+        await bench.kill()
+        bench.start(Full("creating"))
+        lanes = await bench.gradient("a")
+        await bench.store.end_session("s", "success")
+        assert (await bench.outcome(lanes)).rejection is not None
+        await until(lambda: bench.line.calls.count("finish") >= 2)
+        assert not bench.task.done()
+
+    run(tmp_path, scenario, NEVER)
+
+
+def test_the_pause_after_a_point_is_for_the_disk_alone(tmp_path: Path) -> None:
+    """A store that was away does not keep the next points away for three times as long."""
+
+    async def scenario(bench: Bench) -> None:
+        await bench.ok(await bench.create("a"))
+        await pointed(bench)
+        bench.line.breaks = {"save_point": ["before"] * 40}  # about two seconds
+        await bench.ok(await bench.gradient("a"))
+        await until(lambda: not bench.line.breaks["save_point"])
+        await pointed(bench, count=2)
+        await bench.ok(await bench.gradient("a"))
+        async with asyncio.timeout(2):
+            await pointed(bench, count=2)
+
+    run(tmp_path, scenario, OFTEN)

@@ -1,0 +1,209 @@
+"""How long a light tenant waits beside one that sends long requests, on a simulated device that
+runs them in slices and asks the scheduler between any two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.worker.execution.test_packing import BLOCK, LATTICE, pack_requests, runs
+from tests.engine.worker.scheduling.test_fairness import GRADIENT, SAVE, STEP, Sizes
+from tuneserve_engine.core.jobs import Job
+from tuneserve_engine.worker.execution.packing import pack
+from tuneserve_engine.worker.scheduling.pace import Pace
+from tuneserve_engine.worker.scheduling.runnable import Running
+from tuneserve_engine.worker.scheduling.scheduler import Scheduler
+
+SLICE_S, TOKEN_S = 0.1, 0.0002
+ids = count()
+
+
+@dataclass
+class Device:
+    """A request of ``seq`` tokens takes as many times ``TOKEN_S``, in slices."""
+
+    scheduler: Scheduler = field(default_factory=lambda: Scheduler(slice_s=SLICE_S, costs=Sizes()))
+    now: float = 0.0
+    pending: list[Job] = field(default_factory=list)
+    coming: list[tuple[float, list[Job]]] = field(default_factory=list)
+    done: dict[str, float] = field(default_factory=dict)
+    stack: list[tuple[list[Job], list[float], float]] = field(default_factory=list)
+    deepest: int = 0
+
+    def at(self, now: float, *jobs: Job) -> None:
+        self.coming.append((now, list(jobs)))
+
+    def run_until(self, end: float) -> None:
+        while self.now < end:
+            self._arrive()
+            unit = self.scheduler.next_unit(self.pending)
+            if unit:
+                self._run(unit)
+            else:
+                self.now = min([end, *(at for at, _ in self.coming)])
+
+    def _arrive(self) -> None:
+        due = [each for each in self.coming if each[0] <= self.now]
+        self.coming = [each for each in self.coming if each[0] > self.now]
+        self.pending += [job for _, jobs in due for job in jobs]
+
+    def _run(self, unit: Sequence[Job]) -> None:
+        names = {job.request_id for job in unit}
+        self.pending = [job for job in self.pending if job.request_id not in names]
+        left, used, began = sum(job.seq for job in unit) * TOKEN_S, [0.0], self.now
+        self.stack.append((list(unit), used, began))
+        self.deepest = max(self.deepest, len(self.stack))
+        while left > 0:
+            seconds = min(left, SLICE_S)
+            left -= seconds
+            used[0] += seconds
+            self.now += seconds
+            self._arrive()
+            while left > 0 and (between := self._between()):
+                self._run(between)
+        self.stack.pop()
+        self.scheduler.charge(unit, used[0])
+        self.done |= dict.fromkeys(names, self.now)
+
+    def _between(self) -> list[Job]:
+        running = [
+            Running(unit, used[0], self.now - began - used[0]) for unit, used, began in self.stack
+        ]
+        return self.scheduler.between(running, self.pending, [])
+
+
+def job(tenant: str, tokens: int, model: str | None = None, kind: object = GRADIENT) -> Job:
+    number = next(ids)
+    return Job(
+        tenant, kind, "scope", seq=tokens, payload=b"x", model_id=model,  # type: ignore[arg-type]
+        request_id=f"{tenant}-{number}", release=number,
+    )  # fmt: skip
+
+
+def warm() -> Device:
+    """It knows how long gradients and steps take."""
+    device = Device()
+    device.at(0.0, job("before", 100), job("before", 1, kind=STEP))
+    device.run_until(1.0)
+    return device
+
+
+def waits(device: Device, steps: int, every_s: float) -> list[float]:
+    """How long each step of a light tenant took: a gradient of 0.06 s, and the optimizer's."""
+    asked = []
+    for number in range(steps):
+        mine = [job("light", 300, f"m{number}"), job("light", 1, f"m{number}", STEP)]
+        began = device.now + 0.31 + number * every_s
+        device.at(began, *mine)
+        asked.append((began, mine[1].request_id))
+    device.run_until(device.now + steps * every_s + 1)
+    return sorted(device.done[name] - began for began, name in asked)
+
+
+IDLE_S = 301 * TOKEN_S
+
+
+@pytest.mark.parametrize("tokens", [5_000, 500_000])
+def test_a_small_step_waits_for_a_slice_of_anothers_requests(tokens: int) -> None:
+    device = warm()
+    device.at(1.0, *(job("heavy", tokens) for _ in range(500_000 // tokens)))
+    waited = waits(device, 60, 1.57)
+    assert device.deepest == 2
+    assert waited[-1] <= 3 * IDLE_S + SLICE_S
+    assert waited[len(waited) // 2] <= IDLE_S + SLICE_S
+
+
+def test_two_giants_and_a_light_tenant_all_go_on() -> None:
+    """The second giant waits for the first, of which less is left; the light tenant for neither."""
+    device = warm()
+    first, second = job("a", 500_000), job("b", 500_000)
+    device.at(1.0, first)
+    device.at(11.0, second)
+    waited = waits(device, 150, 1.57)
+    assert waited[-1] <= 3 * IDLE_S + SLICE_S
+    assert device.deepest == 2
+    assert device.done[first.request_id] < 120 < device.done[second.request_id] < 220
+
+
+def test_a_giant_does_not_come_in_between_a_request_that_is_nearly_done() -> None:
+    """It would hold that one up for all its time, and then the light tenant for what is owed."""
+    device = warm()
+    flood = [job("flood", 5_000) for _ in range(40)]
+    giant = job("heavy", 500_000)
+    device.at(1.0, *flood)
+    device.at(1.5, giant)
+    waited = waits(device, 110, 1.57)
+    assert waited[-1] <= 3 * IDLE_S + SLICE_S
+    assert device.done[flood[0].request_id] < 2.5
+    assert device.done[flood[-1].request_id] < 90 < device.done[giant.request_id] < 160
+
+
+def test_a_tenant_that_had_as_much_as_the_giant_waits() -> None:
+    """What comes in between gets no more of the device than its share."""
+    device = warm()
+    giant = job("heavy", 100_000)
+    device.at(1.0, giant)
+    device.at(2.0, *(job("flood", 1_000) for _ in range(400)))
+    device.run_until(45.0)
+    assert device.done[giant.request_id] <= 1.0 + 2 * 20.0 + 1.0
+
+
+@pytest.mark.parametrize("seconds", [0.06, 0.1])
+def test_short_requests_get_their_weights_share_beside_long_ones(seconds: float) -> None:
+    """With weights of 9 and 1 a tenth, and one request more: it was a fifth each time."""
+    device = Device(Scheduler({"heavy": 9.0}, slice_s=SLICE_S, costs=Sizes()))
+    short = round(seconds / TOKEN_S)
+    device.at(0.0, job("before", 100))
+    device.at(1.0, *(job("heavy", 20_000) for _ in range(60)))
+    asked = [job("short", short) for _ in range(1000)]
+    device.at(1.0, *asked)
+    device.run_until(201.0)
+    used = sum(seconds for each in asked if each.request_id in device.done)
+    assert 200 / 10 - 1 <= used <= 200 / 10 + 4 + 1
+
+
+def test_a_tenants_own_work_never_comes_in_between() -> None:
+    device = warm()
+    device.at(1.0, job("heavy", 50_000, "m"))
+    device.at(2.0, job("heavy", 1, "m", STEP), job("heavy", 1, "other", SAVE))
+    device.run_until(15.0)
+    assert device.deepest == 1
+
+
+@given(st.lists(pack_requests(), min_size=1, max_size=6), st.integers(1, 100))
+@settings(deadline=None, max_examples=40)
+def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -> None:  # type: ignore[no-untyped-def]
+    """So that a request's gradient is the same sum: its blocks follow one another as before."""
+
+    def blocks(most: int | None) -> list[list[bytes]]:
+        found: list[list[bytes]] = [[] for _ in requests]
+        for unit in pack(requests, LATTICE, 0, lambda _: most):
+            for batch in unit.unit.batches:
+                if most is not None:
+                    owners = set(batch.block_request[: batch.blocks].tolist())
+                    whole = -(-most // LATTICE.chunk) * LATTICE.chunk  # a part costs as much
+                    assert batch.blocks * BLOCK <= whole or len(owners) == 1
+                for block in range(batch.blocks):
+                    part = slice(block * BLOCK, (block + 1) * BLOCK)
+                    inside = (batch.tokens, batch.targets, batch.positions, batch.weights)
+                    member = unit.members[batch.block_request[block]]
+                    found[member].append(b"".join(each[part].tobytes() for each in inside))
+        return found
+
+    assert blocks(tokens) == blocks(None)
+    assert len(runs(pack(requests, LATTICE, 0, lambda _: tokens))) == sum(
+        len(each.data.data) for each in requests
+    )
+
+
+def test_the_pace_is_learned_and_forgets_what_had_to_compile() -> None:
+    pace = Pace(0.1)
+    assert pace.tokens(False) is None
+    pace.learn(False, 1000, 60.0)
+    for _ in range(2):
+        pace.learn(False, 1000, 0.2)
+    assert pace.tokens(False) == 500
+    assert pace.tokens(True) is None

@@ -1,0 +1,105 @@
+"""A worker's figures on their way to the store."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.support.fake_backend import FAKE_INFO
+from tests.support.memory_store import MemoryStore
+from tuneserve_engine.store.base import Queue, Store
+from tuneserve_engine.store.files import FileStore
+from tuneserve_engine.store.remote import RemoteQueue, serve
+from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.worker.execution.executor import JobExecutor
+from tuneserve_engine.worker.lease import StoreSession
+from tuneserve_engine.worker.worker import Worker, WorkerPolicy
+
+if TYPE_CHECKING:
+    from tuneserve_engine.backend.jax.backend import JaxBackend
+
+
+@dataclass
+class Counting:
+    """Figures that change with every look."""
+
+    looks: list[float] = field(default_factory=list)
+
+    def __call__(self) -> dict[str, float]:
+        self.looks.append(len(self.looks) + 1.0)
+        return {"units_total": self.looks[-1], "ready": 0}  # an int is a number too
+
+
+async def told(store: Store) -> dict[str, float]:
+    (served,) = await store.served()
+    return dict(served.figures.get("worker", {}))
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not happened():
+            await asyncio.sleep(0.002)
+
+
+async def renew_thrice(store: Store, queue: Queue) -> None:
+    figures = Counting()
+
+    async def connect() -> Queue:
+        return queue
+
+    link = StoreSession(connect, "worker", FAKE_INFO, lambda _: None, 0.01, figures)
+    keeping = asyncio.create_task(link.keep())
+    await until(lambda: len(figures.looks) >= 3)
+    await until(lambda: link.is_up)
+    keeping.cancel()
+    with suppress(asyncio.CancelledError):
+        await keeping
+    found = await told(store)
+    assert found["ready"] == 0.0
+    assert figures.looks[-1] - 1 <= found["units_total"] <= figures.looks[-1]
+
+
+def test_every_renewal_tells_the_store_the_figures_of_the_moment() -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        await renew_thrice(store, store)
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_figures_pass_the_socket(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = MemoryStore()
+        queue = RemoteQueue(tmp_path / "socket")
+        async with serve(store, tmp_path / "socket"):
+            await queue.connect()
+            await renew_thrice(store, queue)
+            await queue.close()
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_tells_every_figure_and_no_other(tmp_path: Path, backend: "JaxBackend") -> None:
+    async def connect() -> Queue:
+        return MemoryStore()
+
+    worker = Worker(
+        connect,
+        JobExecutor(backend, FileStore(tmp_path)),
+        backend.info,
+        name="worker",
+        policy=WorkerPolicy(figures=lambda: backend.figures),
+    )
+    compiling_ahead = {"ready"}
+    from_the_first_osft_on = {"weights_to_decompose", "weights_decomposed"}
+    told = worker._figures().keys()
+    assert told | compiling_ahead | from_the_first_osft_on == FIGURES.keys()
+
+
+def test_every_name_can_be_a_metric() -> None:
+    assert all(re.fullmatch(r"[a-z][a-z_]*[a-z]", name) for name in FIGURES)

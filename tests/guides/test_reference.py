@@ -1,0 +1,53 @@
+"""docs/reference.md is what the routes say of themselves, and its examples are what they read."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuneserve_client.wire import types
+from tuneserve_server.openai import types as openai_types
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/reference.md").read_text()
+
+
+def test_the_page_is_what_the_script_writes_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import api_reference  # type: ignore[import-not-found]
+
+    assert api_reference.page() == PAGE, "the API has changed: run make reference"
+
+
+def test_every_route_of_the_overview_is_in_the_reference() -> None:
+    overview = (ROOT / "docs/api.md").read_text()
+    routes = re.findall(r"^\| `(\w+ /\S+)` \|", overview, re.M)
+    named = {each.replace(":path}", "}") for each in routes}
+    assert set(re.findall(r"^### `(\w+ /\S+)`$", PAGE, re.M)) == named
+    assert len(routes) == len(named) > 40
+
+
+def examples() -> Iterator[tuple[str, Any]]:
+    """Name of the body's type, and the JSON body of the example request."""
+    for section in PAGE.split("\n### ")[1:]:
+        named = re.search(r"^Body: `(\w+)`\.$", section, re.M)
+        sent = re.search(r"^```http\n.*?\n\n(.*?)\n```$", section, re.M | re.S)
+        if named and sent:
+            yield named[1], json.loads(sent[1])
+
+
+@pytest.mark.parametrize(("name", "body"), list(examples()))
+def test_every_example_is_a_body_that_its_route_reads(name: str, body: Any) -> None:
+    known = {**vars(types), **vars(openai_types)}[name]
+    assert known.model_validate(body).model_fields_set == body.keys()
+
+
+def test_every_link_on_the_page_leads_to_a_heading() -> None:
+    headings = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", PAGE, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings

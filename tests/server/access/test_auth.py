@@ -1,0 +1,391 @@
+"""Keys at the door: what they are made of, who is let in, for how long, and who has to wait."""
+
+import asyncio
+import hashlib
+import hmac
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.support.memory_store import MemoryStore
+from tuneserve_engine.core.records import KeyRecord, Scope, Update
+from tuneserve_engine.store.base import R
+from tuneserve_engine.store.errors import StoreFailed
+from tuneserve_server.access import auth
+from tuneserve_server.access.auth import (
+    LOGINS_PER_S,
+    LOOKUPS_PER_S,
+    Authenticator,
+    Identity,
+    RateLimit,
+    digest,
+    open_tenant,
+)
+from tuneserve_server.errors import ApiError, KeyRefused, TooManyLogins
+
+pytestmark = pytest.mark.anyio
+
+PEPPER = b"pepper"
+SECRET = "5" * 64
+HERE = "192.0.2.1"
+NOW_S = 1_000_000.0
+
+
+class Clock:
+    now_s = NOW_S
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Store(MemoryStore):
+    """Counts what it is asked for, and can be away, or not answer."""
+
+    asked = 0
+    is_away = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def _ask(self) -> None:
+        self.asked += 1
+        await self.answers.wait()
+        if self.is_away:
+            raise StoreFailed("away")
+
+    async def get(self, record_type: type[R], key: str) -> R | None:
+        await self._ask()
+        return await super().get(record_type, key)
+
+    async def page(self, *args: Any, **options: Any) -> Any:
+        await self._ask()
+        return await super().page(*args, **options)
+
+    async def make(self, key_id: str = "a", secret: str = SECRET, **fields: Any) -> str:
+        values = {"tenant": "alice", "parent": "alice", "created_s": NOW_S, **fields}
+        values.setdefault("scopes", [Scope.TRAIN, Scope.SAMPLE])
+        await self.put(KeyRecord(key_id, digest=digest(PEPPER, key_id, secret), **values))
+        return f"tml-{key_id}-{secret}"
+
+
+@pytest.fixture
+async def store(anyio_backend: str) -> AsyncIterator[Store]:
+    opened = Store()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def door(store: Store, clock: Clock) -> Authenticator:
+    return Authenticator(store, PEPPER, require_keys=True, clock=clock, wall_clock=clock)
+
+
+async def said_to(door: Authenticator, key: str | None, address: str = HERE) -> ApiError:
+    with pytest.raises((KeyRefused, TooManyLogins)) as refusal:
+        await door.enter(key, address)
+    error: ApiError = refusal.value
+    return error
+
+
+async def is_let_in(door: Authenticator, key: str, address: str = HERE) -> bool:
+    try:
+        await door.enter(key, address)
+    except KeyRefused:
+        return False
+    return True
+
+
+# --- keys ----------------------------------------------------------------------------------------
+
+
+def test_a_secret_has_256_random_bits_and_neither_part_a_dash() -> None:
+    secrets, ids = {auth.new_secret() for _ in range(100)}, {auth.new_id() for _ in range(100)}
+    assert len(secrets) == len(ids) == 100
+    assert all(re.fullmatch("[0-9a-f]{64}", each) for each in secrets)
+    assert all(re.fullmatch("[0-9a-f]{12}", each) for each in ids)
+
+
+def test_what_is_kept_is_an_hmac_that_holds_for_one_key_of_one_store() -> None:
+    message = b"api-key|a|" + SECRET.encode()
+    assert digest(PEPPER, "a", SECRET) == hmac.new(PEPPER, message, hashlib.sha256).hexdigest()
+    assert len({digest(p, i, SECRET) for p in (b"1", b"2") for i in "ab"}) == 4
+
+
+async def test_a_right_key_is_its_tenant_with_its_scopes(store: Store, door: Authenticator) -> None:
+    both = await store.make("a")
+    one = await store.make("b", tenant="bob", scopes=[Scope.SAMPLE])
+    another = await store.make("c", "7" * 64)
+    assert await door.enter(both, HERE) == Identity("alice", frozenset({Scope.TRAIN, Scope.SAMPLE}))
+    assert await door.enter(one, HERE) == Identity("bob", frozenset({Scope.SAMPLE}))
+    assert (await door.enter(another, HERE)).tenant == "alice"
+
+
+async def test_whatever_is_wrong_with_a_key_is_answered_alike(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    right = await store.make("a")
+    await store.make("b", expires_s=NOW_S)
+    await store.make("c", revoked_s=NOW_S - 1)
+    await store.make("d", "7" * 64)
+    wrong = [
+        *(None, "", "tml-local", "eyJhbGciOiJIUzI1NiJ9.e30.x", right[4:], right.upper()),
+        *(f"{right}0", right[:-1], f" {right}", f"{right}\n", f"tml-a-{SECRET[:-1]}6"),
+        *(f"tml-{key_id}-{SECRET}" for key_id in ("b", "c", "d", "nobody", "", "a" * 33, "\u0661")),
+        *(f"tml-a-{digest(PEPPER, 'a', SECRET)}", "tml-a-", "tml--", "x" * 10_000),
+    ]
+    answers = set()
+    for key in wrong:
+        clock.now_s += 1  # else these would be too many
+        refused = await said_to(door, key)
+        answers.add((refused.status, refused.code, str(refused)))
+    assert len(answers) == 1
+    ((status, code, message),) = answers
+    assert (status, code) == (401, "unauthorized")
+    assert "tuneserve keys create" in message
+    assert await is_let_in(door, right)
+
+
+async def test_a_key_is_good_until_it_expires(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    key = await store.make("a", expires_s=NOW_S + 10)
+    for at_s, good in ((0, True), (9.9, True), (10, False), (10.1, False)):
+        clock.now_s = NOW_S + at_s
+        assert await is_let_in(door, key) == good
+
+
+# --- what is known of them ------------------------------------------------------------------------
+
+
+async def test_a_revoked_key_is_refused_within_five_seconds_by_every_process(
+    store: Store, clock: Clock
+) -> None:
+    doors = [
+        Authenticator(store, PEPPER, require_keys=False, clock=clock, wall_clock=clock)
+        for _ in "ab"
+    ]
+    key = await store.make("a")
+    for door in doors:
+        assert await is_let_in(door, key)
+        clock.now_s += 0.7  # they do not look at the same moments
+    for _ in range(100):  # busy all the time
+        clock.now_s += 0.1
+        assert [await is_let_in(door, key) for door in doors] == [True, True]
+    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    revoked_s = clock.now_s
+    refused: set[Authenticator] = set()
+    while len(refused) < 2:
+        clock.now_s += 0.1
+        assert clock.now_s < revoked_s + 3.05, "a second is left for a slow store"
+        refused |= {door for door in doors if not await is_let_in(door, key)}
+    for door in doors:
+        assert not await is_let_in(door, key)
+
+
+async def test_a_key_that_was_idle_is_looked_up_before_it_is_used_again(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    key = await store.make("a")
+    assert await is_let_in(door, key)
+    await store.update(Update("key", "a", {"revoked_s": NOW_S}))
+    clock.now_s += 3600
+    assert not await is_let_in(door, key)
+
+
+async def test_keys_and_what_is_no_key_are_looked_up_every_other_second_only(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    right, wrong = await store.make("a"), f"tml-b-{SECRET}"
+    for _ in range(5):
+        assert await is_let_in(door, right)
+        assert not await is_let_in(door, wrong)
+    assert store.asked == 2
+    clock.now_s += 2.0
+    assert await is_let_in(door, right)
+    assert store.asked == 3
+
+
+async def test_no_more_keys_are_remembered_than_there_is_room_for(
+    store: Store, door: Authenticator, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "MOST_KNOWN", 100)
+    for n in range(300):
+        clock.now_s += 0.1
+        await is_let_in(door, f"tml-{n}-{SECRET}", address=f"192.0.2.{n}")
+    assert len(door._keys._known) == len(door._failures._left) == 100
+
+
+async def test_while_the_store_is_away_a_key_that_is_known_is_good(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    known, other = await store.make("a", expires_s=NOW_S + 800), await store.make("b")
+    assert await is_let_in(door, known)
+    store.is_away = True
+    while clock.now_s < NOW_S + 800:  # in use all the time
+        assert await is_let_in(door, known)
+        with pytest.raises(StoreFailed):
+            await door.enter(other, HERE)
+        clock.now_s += 40
+    assert not await is_let_in(door, known), "it has expired"
+    store.is_away = False
+    assert await is_let_in(door, other)
+
+
+async def test_a_key_that_was_not_read_for_long_is_not_trusted_though_it_is_in_use(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    """It may have been revoked, and the store be away for it alone."""
+    key = await store.make("a")
+    assert await is_let_in(door, key)
+    store.is_away = True
+    while clock.now_s < NOW_S + 900:
+        assert await is_let_in(door, key)
+        clock.now_s += 30
+    with pytest.raises(StoreFailed):
+        await door.enter(key, HERE)
+
+
+async def test_while_the_store_is_away_a_key_that_was_idle_is_not_trusted(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    """It may have been revoked long ago."""
+    key = await store.make("a")
+    assert await is_let_in(door, key)
+    store.is_away = True
+    clock.now_s += 61
+    with pytest.raises(StoreFailed):
+        await door.enter(key, HERE)
+
+
+async def test_a_store_that_does_not_answer_holds_up_nobody_who_is_known(
+    store: Store, door: Authenticator, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "PATIENCE_S", 0.05)
+    key = await store.make("a")
+    assert await is_let_in(door, key)
+    store.answers.clear()
+    clock.now_s += 2
+    assert await is_let_in(door, key)
+    clock.now_s += 100
+    waiting = asyncio.create_task(is_let_in(door, key))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "nobody knows whether it was revoked since"
+    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    store.answers.set()
+    assert not await asyncio.wait_for(waiting, 5)
+
+
+# --- without keys --------------------------------------------------------------------------------
+
+
+def test_without_keys_a_text_that_begins_like_one_names_a_tenant() -> None:
+    assert open_tenant("tml-you") == "t-1b6f0b79fed9cad6"  # the first 64 bits of its SHA-256
+    assert open_tenant("eyJ.x") != open_tenant("eyJ.y")
+    for wrong in (None, "", "tm", "sk-1", " tml-a"):
+        with pytest.raises(KeyRefused, match="TINKER_API_KEY=tml-local"):
+            open_tenant(wrong)
+
+
+async def test_the_first_key_closes_the_door_for_all_others(store: Store, clock: Clock) -> None:
+    door = Authenticator(store, PEPPER, require_keys=False, clock=clock, wall_clock=clock)
+    assert not await door.wants_keys()
+    assert await door.enter("tml-you", HERE) == Identity(open_tenant("tml-you"), frozenset(Scope))
+    key = await store.make("a")
+    clock.now_s += 2.0
+    assert not await is_let_in(door, "tml-you")
+    assert await is_let_in(door, key)
+    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    clock.now_s += 60
+    for shut in (door, Authenticator(store, PEPPER, require_keys=False, clock=clock)):
+        assert await shut.wants_keys()
+        assert not await is_let_in(shut, "tml-you")
+
+
+async def test_an_open_door_looks_for_keys_every_other_second_only(
+    store: Store, clock: Clock
+) -> None:
+    door = Authenticator(store, PEPPER, require_keys=False, clock=clock)
+    for _ in range(10):
+        await door.enter("tml-you", HERE)
+    assert store.asked == 1
+    store.is_away = True
+    for _ in range(10):
+        clock.now_s += 40
+        await door.enter("tml-you", HERE)  # it was open, and there is nothing to be had
+    clock.now_s += 61
+    with pytest.raises(StoreFailed):
+        await door.enter("tml-you", HERE)
+
+
+async def test_nobody_is_let_in_before_the_store_was_asked_for_keys(store: Store) -> None:
+    store.is_away = True
+    with pytest.raises(StoreFailed):
+        await Authenticator(store, PEPPER, require_keys=False).enter("tml-you", HERE)
+
+
+# --- failed logins --------------------------------------------------------------------------------
+
+
+async def test_ten_failed_logins_a_second_are_answered_and_more_are_put_off(
+    door: Authenticator, clock: Clock
+) -> None:
+    for wanted in ([401] * 10 + [429] * 5, [401, 429]):
+        answers = [await said_to(door, f"tml-b-{SECRET}") for _ in wanted]
+        assert [each.status for each in answers] == wanted
+        assert answers[-1].headers == {"Retry-After": "1"}
+        clock.now_s += 0.15  # room for one more
+    assert (await said_to(door, None)).status == 401  # it tries no key
+
+
+async def test_one_address_does_not_lock_out_others(door: Authenticator) -> None:
+    for n in range(20):
+        await said_to(door, f"tml-{n}-{SECRET}", "2001:db8::1")
+    assert (await said_to(door, "tml-b-0", "2001:db8:0:0:ffff::2")).status == 429  # the same /64
+    assert (await said_to(door, "tml-b-0", "2001:db8:0:1::1")).status == 401
+    assert (await said_to(door, "tml-b-0", HERE)).status == 401
+
+
+async def test_a_flood_of_wrong_keys_asks_the_store_so_often_and_locks_out_nobody_who_is_known(
+    store: Store, door: Authenticator, clock: Clock
+) -> None:
+    known, new, late = await store.make("a"), await store.make("b"), await store.make("c")
+    assert await is_let_in(door, known)
+    for n in range(10):
+        await said_to(door, f"tml-{n}-{SECRET}")
+    before = store.asked
+    for n in range(100, 190):
+        assert (await said_to(door, f"tml-{n}-{SECRET}")).status == 429
+    assert await is_let_in(door, new)  # whoever else is behind this address
+    for n in range(200, 300):
+        assert (await said_to(door, f"tml-{n}-{SECRET}")).status == 429
+    assert store.asked == before + LOOKUPS_PER_S
+    assert (await said_to(door, f"tml-a-{'6' * 64}")).status == 429  # another's id does not help
+    assert (await said_to(door, late)).status == 429  # so many look-ups are enough for a second
+    assert store.asked == before + LOOKUPS_PER_S
+    assert await is_let_in(door, known)
+    clock.now_s += 1.0
+    assert await is_let_in(door, late)
+
+
+def test_failures_are_forgotten_by_and_by() -> None:
+    clock = Clock()
+    failures = RateLimit(LOGINS_PER_S, clock)
+    for _ in range(50):
+        failures.note(HERE)
+    assert failures.is_over(HERE)
+    clock.now_s += 0.15
+    assert not failures.is_over(HERE)
+    clock.now_s += 3600
+    for _ in range(10):
+        assert not failures.is_over(HERE)
+        failures.note(HERE)
+    assert failures.is_over(HERE)

@@ -1,0 +1,456 @@
+"""What those who look are told: everything, or what is theirs; once a second, however many look."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.server.access.test_keys import Operator, at_once, operator
+from tests.server.routes.test_usage import trained
+from tuneserve_engine.core.records import Scope
+from tuneserve_engine.store.errors import StoreFailed
+from tuneserve_server.access.auth import open_tenant
+from tuneserve_server.dashboard import views as living
+from tuneserve_server.dashboard.views import Dashboard
+from tuneserve_server.dependencies import Caller
+from tuneserve_server.routes import dashboard_events as live_routes
+from tuneserve_server.routes.dashboard_events import _Viewer
+from tuneserve_server.ttl_cache import CachedQuery
+
+pytestmark = pytest.mark.anyio
+
+__all__ = ["at_once", "operator"]  # fixtures
+
+
+async def looks(api: Any, key: str = "tml-a", since: float = 0.0) -> list[tuple[float, Any]]:
+    """Ids and contents of the events of one stream, which the settings here keep short."""
+    answer = await api.call("GET", f"/live?since={since}", key=key)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for event in answer.text.split("\n\n")[:-1]:
+        name, id_, data = event.split("\n")
+        assert name == "event: look"
+        found.append((float(id_.removeprefix("id: ")), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+async def first(api: Any, **options: Any) -> Any:
+    return (await looks(api, **options))[0][1]
+
+
+@pytest.fixture
+async def watched(service: Any) -> Any:
+    """Nobody has looked before, and what was true a moment ago is too old."""
+    services = service.services
+    now_s = iter(range(10**9))
+    live = Dashboard(services.store, services.served, clock=lambda: float(next(now_s) * 10))
+    service.app.state.services = replace(services, live=live)
+    return service
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+async def test_without_keys_everybody_sees_everything(watched: Any) -> None:
+    models = {key: (await trained(watched, key))[0] for key in ("tml-a", "tml-b")}
+    seen = await first(watched, key="tml-c")
+    assert seen["tenant"] == open_tenant("tml-c")
+    assert {each["model_id"]: each["tenant"] for each in seen["runs"]} == {
+        model: open_tenant(key) for key, model in models.items()
+    }
+    tenants = {each["name"]: each for each in seen["tenants"]}
+    assert tenants.keys() == {open_tenant("tml-a"), open_tenant("tml-b")}
+    for each in tenants.values():
+        assert (each["trained_tokens"], each["sampled_tokens"], each["unfinished"]) == (6, 6, 0)
+        assert each["device_s"] > 0
+    assert seen["store"] == {
+        "kind": "sqlite",
+        "durability": "always",
+        "disk": "ok",
+        "unfinished": 0,
+        "logged": 8,
+        "recovery_points": 0,
+    }
+    (worker,) = seen["workers"]
+    assert (worker["base_model"], worker["name"]) == ("tuneserve/fake", "worker")
+
+
+async def test_a_curve_has_the_mean_loss_and_the_learning_rate_of_each_step(watched: Any) -> None:
+    model, _ = await trained(watched)
+    ((x, _, loss, learning_rate, grad_norm),) = (await first(watched))["curves"][model]
+    # Two gradients of three tokens, whose fake losses are 4, 6 and 8 eighths.
+    assert (x, loss, learning_rate) == (1, 6 / 8, 0.5)
+    assert grad_norm > 0
+
+
+async def test_rows_that_a_viewer_has_are_not_sent_again(watched: Any) -> None:
+    model, _ = await trained(watched)
+    events = await looks(watched)
+    assert len(events) >= 2
+    assert [model in told["curves"] for _, told in events] == [True] + [False] * (len(events) - 1)
+    newest_s = events[-1][0]
+    assert newest_s == pytest.approx(events[0][1]["curves"][model][0][1], abs=0.001)
+    later = await first(watched, since=newest_s + 60)
+    assert later["curves"] == {}
+    near = await first(watched, since=newest_s + 1)  # may have been read in another order
+    assert model in near["curves"]
+    step = {"model_id": model, "seq_id": 4, "adam_params": {}}
+    await watched.poll((await watched.post("/optim_step", step))["request_id"])
+    again = await first(watched, since=newest_s + 60)
+    assert again["curves"] == {}  # it ended before that
+    assert [row[0] for row in (await first(watched))["curves"][model]] == [1, 2]
+
+
+async def test_a_run_that_comes_among_those_shown_is_told_from_its_beginning(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page forgets a run that is not shown any more."""
+
+    async def stepped(model: str, seq: int) -> None:
+        step = {"model_id": model, "seq_id": seq, "adam_params": {}}
+        await watched.poll((await watched.post("/optim_step", step))["request_id"])
+
+    def places(told: Any) -> dict[str, list[int]]:
+        return {model: [row[0] for row in rows] for model, rows in told["curves"].items()}
+
+    monkeypatch.setattr(living, "MOST_RUNS", 1)
+    session = await watched.session()
+    models = [await watched.model(session, number) for number in range(2)]
+    caller = Caller(
+        **vars(watched.app.state.services), tenant=open_tenant("tml-a"), scopes=frozenset(Scope)
+    )
+    viewer = _Viewer(caller, 0.0)
+    told = []
+    for model, seq in [(models[0], 1), (models[0], 2), (models[1], 1), (models[0], 3)]:
+        await stepped(model, seq)
+        event = await viewer.event()
+        told.append(places(json.loads(event.split("data: ")[1])))
+    assert told == [
+        {models[0]: [1]},
+        {models[0]: [2]},
+        {models[1]: [1]},
+        {models[0]: [1, 2, 3]},
+    ]
+
+
+async def test_a_run_that_came_between_two_streams_is_told_from_its_beginning(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(living, "MOST_RUNS", 1)
+    old, _ = await trained(watched)
+    monkeypatch.setattr(live_routes, "_OVERLAP_S", 0.0)
+    shown, _ = await trained(watched)
+    newest_s, told = (await looks(watched))[-1]
+    assert [each["model_id"] for each in told["runs"]] == [shown]
+    step = {"model_id": old, "seq_id": 4, "adam_params": {}}
+    await watched.poll((await watched.post("/optim_step", step))["request_id"])
+    later = await first(watched, since=newest_s)
+    assert [row[0] for row in later["curves"][old]] == [1, 2]
+
+
+async def test_runs_are_called_what_their_clients_call_them(watched: Any) -> None:
+    named = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "<b>mine</b>"}
+    session = (await watched.post("/create_session", named))["session_id"]
+    await watched.model(session)
+    other = await watched.session()
+    body = {"session_id": other, "model_seq_id": 0, "base_model": "tuneserve/fake"}
+    body |= {"user_metadata": {"name": "run 7"}}
+    await watched.result(await watched.post("/create_model", body))
+    assert [each["name"] for each in (await first(watched))["runs"]] == ["run 7", "<b>mine</b>"]
+
+
+async def test_long_names_do_not_make_every_event_long(watched: Any) -> None:
+    named = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "s" * 1024}
+    session = (await watched.post("/create_session", named))["session_id"]
+    await watched.model(session)
+    body = {"session_id": session, "model_seq_id": 1, "base_model": "tuneserve/fake"}
+    body |= {"user_metadata": {"name": "n" * 60_000}}
+    await watched.result(await watched.post("/create_model", body))
+    names = [each["name"] for each in (await first(watched))["runs"]]
+    assert names == ["n" * 79 + "…", "s" * 79 + "…"]
+
+
+async def test_errors_are_told_with_their_text_and_counted(watched: Any) -> None:
+    session = await watched.session()
+    model = await watched.model(session)
+    text = await watched.error(await watched.forward_backward(model, 1, (1, 999)))
+    for _ in range(2):
+        refused = await watched.call("POST", "/get_info", json={"model_id": "nothing"})
+    errors = (await first(watched))["errors"]
+    assert [(each["code"], each["count"], each["where"]) for each in errors] == [
+        ("not_found", 2, "/get_info"),
+        ("user", 1, "result"),
+    ]
+    assert [each["text"] for each in errors] == [refused.json()["detail"], text]
+    await watched.http.get("/api/v1/sessions")  # who asked without a key is nobody
+    await watched.call("GET", "/training_runs/nothing")  # an answer like others
+    assert len((await first(watched))["errors"]) == 2
+
+
+# --- who sees what --------------------------------------------------------------------------------
+
+
+async def test_a_key_sees_its_tenant_and_one_for_looking_sees_all(
+    watched: Any, operator: Operator, at_once: None
+) -> None:
+    alice, bob = await operator.key("alice"), await operator.key("bob")
+    looking = await operator.key("carol", scopes=["admin"])
+    models = {key: (await trained(watched, key))[0] for key in (alice, bob)}
+    await watched.call("POST", "/get_info", json={"model_id": "x"}, key=bob)
+    own = await first(watched, key=alice)
+    assert (own["tenant"], own["scopes"]) == ("alice", ["sample", "train"])
+    assert [each["model_id"] for each in own["runs"]] == list(own["curves"]) == [models[alice]]
+    assert [each["name"] for each in own["tenants"]] == ["alice"]
+    assert own["errors"] == []
+    assert not own.keys() & {"workers", "store"}
+    for text in (models[bob], "bob"):
+        assert text not in json.dumps(own)
+    everything = await first(watched, key=looking)
+    assert {each["model_id"] for each in everything["runs"]} == set(models.values())
+    assert [each["tenant"] for each in everything["errors"]] == ["bob"]
+    assert everything["workers"] and everything["store"]
+
+
+async def test_a_key_for_looking_can_do_nothing_else(
+    watched: Any, operator: Operator, at_once: None
+) -> None:
+    looking = await operator.key(scopes=["admin"])
+    paths = ["/training_runs", "/checkpoints", "/usage", "/sessions", "/training_runs/x/curve"]
+    for path in paths:
+        answer = await watched.call("GET", path, key=looking)
+        assert (answer.status_code, answer.json()["code"]) == (403, "scope_missing"), path
+    assert (await watched.call("GET", "/live", key=None)).status_code == 401
+
+
+# --- the store is read once -----------------------------------------------------------------------
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store: Any) -> None:
+        self.asked: Counter[str] = Counter()
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked[name] += 1
+        return getattr(self._store, name)
+
+
+async def test_ten_viewers_cost_one_read(service: Any) -> None:
+    await trained(service)
+    store, services = Counted(service.services.store), service.services
+    now_s = 0.0
+    live = Dashboard(store, services.served, clock=lambda: now_s)
+    found = await asyncio.gather(*(live.look(None) for _ in range(10)))
+    assert all(each is found[0] for each in found)
+    once = {"figures": 1, "usage": 1, "page": 1, "get": 1, "curve": 1}
+    assert store.asked == once
+    now_s = living.TICK_S
+    await asyncio.gather(*(live.look(None) for _ in range(10)))
+    # What is dear is older, names are known, and the run's curve may have grown since it was read.
+    assert store.asked == once | {"page": 2, "curve": 2}
+
+
+async def test_runs_that_do_nothing_are_not_read_again(service: Any) -> None:
+    await trained(service)
+    await service.model(await service.session())  # one without a curve
+    store, now_s = Counted(service.services.store), 0.0
+    live = Dashboard(store, service.services.served, clock=lambda: now_s)
+    for _ in range(100):
+        assert sorted(len(curve.rows) for curve in (await live.look(None)).curves.values()) == [
+            0,
+            1,
+        ]
+        now_s += 1
+    # Each until the store was asked anew whether there is anything left to do, after 2 s.
+    assert store.asked["curve"] == 2 * 3
+
+
+async def test_a_curve_is_read_to_the_end_of_a_request_that_takes_long(api: Any) -> None:
+    """Seldom while nothing comes, and not again once it has come."""
+    await api.start_worker()
+    model = await api.model(await api.session())
+    await api.stop_worker()
+    store, now_s = Counted(api.services.store), 0.0
+    live = Dashboard(store, api.services.served, clock=lambda: now_s)
+    assert (await live.look(None)).curves[model].rows == []
+    step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+    answer = await api.post("/optim_step", step)
+    for _ in range(400):
+        now_s += 1
+        assert (await live.look(None)).curves[model].rows == []
+    assert 10 <= store.asked["curve"] <= 60
+    await api.start_worker("other")
+    await api.poll(answer["request_id"])
+    asked = store.asked["curve"]
+    for _ in range(400):
+        now_s += 1
+        rows = (await live.look(None)).curves[model].rows
+    assert len(rows) == 1
+    assert store.asked["curve"] - asked <= 4
+
+
+async def test_a_tenants_idle_runs_are_seldom_read_while_it_is_busy(api: Any) -> None:
+    await api.start_worker()
+    session = await api.session()
+    models = [await api.model(session, number) for number in range(4)]
+    await api.stop_worker()
+    await api.post("/optim_step", {"model_id": models[0], "seq_id": 1, "adam_params": {}})
+    store, now_s = Counted(api.services.store), 0.0
+    live = Dashboard(store, api.services.served, clock=lambda: now_s)
+    for _ in range(600):
+        await live.look(None)
+        now_s += 1
+    assert store.asked["curve"] < 4 * 60  # it was 4 * 600
+
+
+async def test_points_are_seen_that_come_while_nobody_looks(api: Any) -> None:
+    await api.start_worker()
+    model = await api.model(await api.session())
+    await api.stop_worker()
+    now_s = 0.0
+    live = Dashboard(api.services.store, api.services.served, clock=lambda: now_s)
+    await live.figures.get()  # that there is nothing left to do, which is true no longer
+    answer = await api.post("/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    now_s = 1.0
+    assert (await live.look(None)).curves[model].rows == []
+    await api.start_worker("other")
+    await api.poll(answer["request_id"])
+    now_s = 1000.0
+    assert len((await live.look(None)).curves[model].rows) == 1
+
+
+async def test_a_store_that_is_away_is_asked_once_by_all_who_wait() -> None:
+    async def ask() -> None:
+        asked.append(1)
+        await asyncio.sleep(0.01)
+        raise StoreFailed("away")
+
+    asked: list[int] = []
+    fresh = CachedQuery(ask, 1.0, clock=lambda: 0.0)
+    for times in (1, 2):  # who comes later asks again
+        answers = await asyncio.gather(*(fresh.get() for _ in range(10)), return_exceptions=True)
+        assert [type(each) for each in answers] == [StoreFailed] * 10
+        assert len(asked) == times
+
+
+async def test_others_have_their_answer_when_who_asked_first_leaves() -> None:
+    async def ask() -> int:
+        await may_tell.wait()
+        return 7
+
+    may_tell = asyncio.Event()
+    fresh = CachedQuery(ask, 1.0, clock=lambda: 0.0)
+    first_one, other = (asyncio.create_task(fresh.get()) for _ in range(2))
+    await asyncio.sleep(0)
+    first_one.cancel()
+    may_tell.set()
+    assert await other == 7
+    assert first_one.cancelled()
+
+
+async def test_too_many_pages_are_put_off(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(living, "MOST_VIEWERS_OF_TENANT", 2)
+    live = watched.app.state.services.live
+    with live.viewed(open_tenant("tml-a")), live.viewed(open_tenant("tml-a")):
+        refused = await watched.call("GET", "/live")
+        assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
+        assert refused.headers["Retry-After"] == "15"
+        assert "2 pages open" in refused.json()["detail"]
+        assert (await watched.call("GET", "/live", key="tml-b")).status_code == 200
+    await looks(watched)
+    assert not live._viewers
+
+
+async def test_who_comes_while_others_wait_for_their_first_look_is_counted_with_them(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(living, "MOST_VIEWERS_OF_TENANT", 3)
+    monkeypatch.setattr(living, "MOST_VIEWERS", 4)
+    found, may_tell = watched.services.store.page, asyncio.Event()
+
+    async def slow(*asked: Any, **how: Any) -> Any:
+        await may_tell.wait()
+        return await found(*asked, **how)
+
+    monkeypatch.setattr(watched.services.store, "page", slow)
+    keys = ["tml-a"] * 10 + ["tml-b"] * 10
+    asking = [asyncio.create_task(watched.call("GET", "/live", key=key)) for key in keys]
+    async with asyncio.timeout(5):
+        while sum(each.done() for each in asking) < 16:
+            await asyncio.sleep(0.01)
+    may_tell.set()
+    codes = [answer.status_code for answer in await asyncio.gather(*asking)]
+    assert Counter(codes[:10]) == {200: 3, 429: 7}
+    assert Counter(codes[10:]) == {200: 1, 429: 9}
+    assert not watched.app.state.services.live._viewers
+
+
+@pytest.mark.parametrize("goes", ["disconnect", "cancelled", "broken"])
+async def test_who_goes_before_the_first_byte_is_not_counted_any_longer(
+    watched: Any, goes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, may_tell = watched.app.state.services.live, asyncio.Event()
+    found = watched.services.store.page
+
+    async def slow(*asked: Any, **how: Any) -> Any:
+        await may_tell.wait()
+        if goes == "broken":
+            raise RuntimeError("a fault of ours")
+        return await found(*asked, **how)
+
+    async def send(_: Any) -> None:
+        raise OSError("the connection is closed")
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    monkeypatch.setattr(watched.services.store, "page", slow)
+    asked: dict[str, Any] = {"type": "http", "method": "GET", "http_version": "1.1"}
+    asked |= {"path": "/api/v1/live", "raw_path": b"/api/v1/live", "root_path": ""}
+    asked |= {
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"x-api-key", b"tml-a")],
+        "client": ("::1", 1),
+        "server": ("::1", 2),
+    }
+    asked |= {"scheme": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}}
+    viewer = asyncio.create_task(watched.app(asked, receive, send))
+    async with asyncio.timeout(5):
+        while not live._viewers:
+            await asyncio.sleep(0.01)
+    if goes == "cancelled":
+        viewer.cancel()
+    may_tell.set()
+    await asyncio.wait([viewer])
+    assert viewer.cancelled() or viewer.exception() or goes == "disconnect"
+    assert not live._viewers
+
+
+async def test_a_stream_ends_when_the_store_is_away_and_the_next_one_is_refused(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: Any, **__: Any) -> Any:
+        if next(calls):
+            raise StoreFailed("away")
+        return await found(*_, **__)
+
+    calls: Iterator[int] = iter([0, 1, 1])
+    store = watched.services.store
+    found = store.page
+    monkeypatch.setattr(store, "page", away)
+    assert len(await looks(watched)) == 1
+    refused = await watched.call("GET", "/live")
+    assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+    assert not watched.app.state.services.live._viewers
+
+
+async def test_a_stream_ends_when_the_process_stops(watched: Any) -> None:
+    watched.services.polls.release()
+    assert len(await looks(watched)) == 1

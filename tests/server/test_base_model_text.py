@@ -1,0 +1,70 @@
+"""Text to tokens and back, against the reference implementation of chat templates."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tuneserve_engine.settings.common import TINY_MODEL
+from tuneserve_server.base_model_text import BaseText
+from tuneserve_server.errors import InvalidField
+from tuneserve_server.openai.responses import cut_at, offsets
+
+
+@pytest.fixture(scope="module")
+def text() -> BaseText:
+    return BaseText("tuneserve/tiny", TINY_MODEL)
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hi <b> & 'you'"}],
+    [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "naïve 🎉?"},
+        {"role": "assistant", "content": "yes", "reasoning_content": " why \n"},
+        {"role": "user", "content": ""},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+def test_a_conversation_has_the_tokens_that_transformers_gives(
+    text: BaseText, messages: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    reference = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
+    expected = reference.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **options
+    )
+    assert text.chat(messages, options) == expected
+
+
+def test_a_template_of_its_own_file_goes_before_the_configs(tmp_path: Path) -> None:
+    for path in TINY_MODEL.glob("tokenizer*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ {'a': '<é>'} | tojson }}{{ eos_token }}")
+    own = BaseText("own", tmp_path)
+    (end,) = own.encode("<|im_end|>")
+    assert own.chat([], {}) == [*own.encode('{"a": "<é>"}'), end]
+
+
+def test_a_template_can_neither_change_nor_reach_what_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((TINY_MODEL / "tokenizer.json").read_bytes())
+    for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for %}"):
+        (tmp_path / "chat_template.jinja").write_text(source)
+        with pytest.raises(InvalidField, match="cannot render"):
+            BaseText("own", tmp_path).chat([], {})
+
+
+@pytest.mark.parametrize("said", ["plain words", "naïve 🎉🎉 ok", "日本語", "🎉", ""])
+def test_a_token_begins_after_the_whole_characters_before_it(text: BaseText, said: str) -> None:
+    tokens = text.encode(said)
+    expected = [len(text.decode(tokens[:i]).rstrip("\ufffd")) for i in range(len(tokens))]
+    assert offsets(tokens, text) == expected
+    assert text.decode(tokens) == said
+
+
+def test_the_first_stop_in_the_text_counts() -> None:
+    assert cut_at("a--b==c", ["==", "--"]) == "a"
+    assert cut_at("abc", ["x"]) == "abc"

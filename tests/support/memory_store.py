@@ -1,0 +1,59 @@
+"""A store in memory, for tests and simulations: same rules, no file, no thread, nothing durable."""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tuneserve_engine.core.policies import StorePolicy
+from tuneserve_engine.store.sqlite.group_commit import Call, CommitEvents, Operation, commit, settle
+from tuneserve_engine.store.sqlite.schema import create_tables
+from tuneserve_engine.store.sqlite.store import DEFAULT_POLICY, SqlStore
+
+T = TypeVar("T")
+_SECRET = bytes(32)  # known to all: the same requests get the same ids in every run
+
+
+class InlineCommit:
+    """Runs each operation when it is called, on the event loop, in a transaction of its own."""
+
+    def __init__(
+        self, clock: Callable[[], float], announce: Callable[[CommitEvents], None]
+    ) -> None:
+        self._clock = clock
+        self._announce = announce
+        self._connection = sqlite3.connect(":memory:", isolation_level=None)
+        create_tables(self._connection, _SECRET)
+        self._closed = False
+
+    def call(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
+        """The result of ``operation``, or what it raised; there already."""
+        if self._closed:
+            raise ConnectionError("the store is closed")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        (result,), news = commit(self._connection, [Call(operation, future)], self._clock())
+        self._announce(news)
+        settle(future, result)
+        return future
+
+    async def stop(self) -> None:
+        self._closed = True
+        self._connection.close()
+
+
+class MemoryStore(SqlStore):
+    """The store of a process that keeps nothing. What happens depends on the calls and the clock
+    alone."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.time,
+        policy: StorePolicy = DEFAULT_POLICY,
+    ) -> None:
+        super().__init__(policy)
+        self._commit = InlineCommit(clock, self._announce)
+
+    async def seat(self) -> str:
+        return "memory"

@@ -1,0 +1,46 @@
+"""Hears what backends draw, and compares it with what they give in the end."""
+
+from typing import Any
+
+from tuneserve_engine.backend.base import SampledSequence, SampleProgress, SampleResult, TokenDelta
+
+
+class Listener:
+    """What was drawn of each sequence of each request, place by place, as bits."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[str, int], list[Any]] = {}
+        self.repeated = 0
+
+    def hear(self, given: SampleProgress) -> None:
+        assert given.drawn.keys() <= given.left.keys()
+        for name, parts in given.drawn.items():
+            for part in parts:
+                self._hear(self.places.setdefault((name, part.sequence), []), part)
+
+    def _hear(self, known: list[Any], part: TokenDelta) -> None:
+        assert part.start <= len(known)  # nothing is left out
+        told = places(part)
+        assert told
+        again = known[part.start : part.start + len(told)]
+        assert told[: len(again)] == again
+        self.repeated += len(again)
+        known += told[len(again) :]
+
+    def assert_heard(self, name: str, result: SampleResult) -> None:
+        """All that was told of the request is in its result."""
+        for number, sequence in enumerate(result.sequences):
+            told = self.places.get((name, number), [])
+            assert told == places(sequence)[: len(told)]
+
+
+def places(drawn: TokenDelta | SampledSequence) -> list[Any]:
+    top = drawn.topk
+    return [
+        (
+            int(token),
+            drawn.logprobs[place].tobytes(),
+            top and (top.token_ids[place].tobytes(), top.logprobs[place].tobytes()),
+        )
+        for place, token in enumerate(drawn.tokens)
+    ]
