@@ -106,8 +106,8 @@ BUGS = (
     Bug(
         "the renamed directory's parent is not synced",
         f"{ENGINE}/store/files.py",
-        "came to this.\n        self._sync_directory(self._root)",
-        "came to this.",
+        "killed before this sync.\n        self._sync_directory(self._root)",
+        "killed before this sync.",
         ("tests/faults/test_crash_states.py",),
     ),
     Bug(

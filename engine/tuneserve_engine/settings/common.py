@@ -156,9 +156,9 @@ class CommonSettings(BaseSettings):
         if self.base_model_tokenizer or not Path(folder).is_absolute():
             return None
         return (
-            f"clients on other machines are told to load the tokenizer of {self.served_name} from "
-            f"{folder}, which they do not have: set base_model_tokenizer to a hub id, or give them "
-            "the files of /api/v1/tokenizer (docs/api.md#tokenizers)"
+            f"clients on other machines look for the tokenizer of {self.served_name} in {folder}, "
+            "which they do not have: set base_model_tokenizer to a hub id, or give them the files "
+            "of /api/v1/tokenizer (docs/api.md#tokenizers)"
         )
 
     @property

@@ -43,7 +43,7 @@ class FinishedBatch(NamedTuple):
     seconds: float
 
 
-class Host(Protocol):
+class DeviceLoopHost(Protocol):
     """The worker, as the device loop sees it."""
 
     backlog: PendingJobs
@@ -82,7 +82,7 @@ class DeviceLoop:
         self,
         operations: JobExecutor,
         scheduler: Scheduler,
-        host: Host,
+        host: DeviceLoopHost,
         *,
         device: Executor,
         decoder: Executor,

@@ -24,7 +24,7 @@ class _Gap(NamedTuple):
 
 
 class AwakeTime:
-    """The time awake, learnt from calls of ``tick`` and ``absent``.
+    """The time awake, computed from calls of ``tick`` and ``absent``.
 
     Call ``tick`` after each sleep of ``interval_s``, and with ``worked`` before each sleep. Excess
     time adds up, and counts once it is longer than an interval and than ``_LEAST_S``.

@@ -58,7 +58,7 @@ class _HostedModel:
     updates: tuple[Update, ...] = ()  # record updates to send with its next outcome
 
 
-class Host(Protocol):
+class ModelHost(Protocol):
     """The worker, as the model manager sees it."""
 
     link: StoreSession
@@ -86,7 +86,7 @@ class Host(Protocol):
 class ModelManager:
     """The manager of this worker's models. Call it on the event loop."""
 
-    def __init__(self, operations: JobExecutor, policy: PointPolicy, host: Host) -> None:
+    def __init__(self, operations: JobExecutor, policy: PointPolicy, host: ModelHost) -> None:
         self._operations = operations
         self._policy = policy
         self._host = host
