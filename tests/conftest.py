@@ -1,6 +1,7 @@
 """Every test runs JAX in its strict modes, on four CPU devices."""
 
 import os
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -22,3 +23,12 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     """One server for all tests that do not kill it: each takes a key prefix of its own."""
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sdk_clients_are_closed() -> Iterator[None]:
+    yield
+    if "tinker" in sys.modules:
+        from tests.sdk import close_clients
+
+        close_clients()

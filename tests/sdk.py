@@ -1,12 +1,15 @@
 """The official SDK, as tests with real clients use it."""
 
+import gc
 import json
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tinker
+from tinker.lib.internal_client_holder import InternalClientHolder
 
 _CLOSE_S = 30
 
@@ -44,3 +47,16 @@ def _check_ended(url: str, api_key: str, session_id: str) -> None:
         assert error.code == 410, error
     else:
         raise AssertionError(f"session {session_id} was not finished by close()")
+
+
+def close_clients() -> None:
+    """Close every client that tests have left open, unpickled ones and ``RestClient``s too.
+
+    Each would go on calling its server, which is gone or another test's by then, and its sockets
+    would be collected in the middle of some later test, which fails for that.
+    """
+    for each in gc.get_objects():
+        if type(each) is InternalClientHolder:
+            each.run_coroutine_threadsafe(each.aclose()).result(timeout=_CLOSE_S)
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()

@@ -4,7 +4,6 @@ What the numbers must be is known from the fake backend: the logprob of token y 
 ``-(1 + (x + y) % 8) / 8``, and a sample under seed 7 counts upwards from 7.
 """
 
-import gc
 import json
 import os
 import pickle  # noqa: S403 - the SDK's own way to copy a client
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from tinker.cli.__main__ import main_cli
 from tinker.lib import queue_state_logger
 
 from tests.faults.processes import SEES_TESTS, WORKER
-from tests.sdk import service_client
+from tests.sdk import close_clients, service_client
 
 pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
@@ -104,9 +102,7 @@ def running_server(data_dir: Path) -> Iterator[Server]:
 def service(server: Server) -> Iterator[tinker.ServiceClient]:
     with service_client(server.url, server.key) as client:
         yield client
-    del client
-    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
-        gc.collect()
+    close_clients()  # while the server is there: they send what they have for its telemetry
 
 
 @pytest.fixture
