@@ -6,7 +6,6 @@ files. Simulated: time, who runs when, lost and repeated messages, crashes.
 
 import asyncio
 import random
-import selectors
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
@@ -17,6 +16,7 @@ from typing import Any
 from tests.faults.workload import Client, Tenant, state_bits
 from tests.support.fake_backend import FAKE_INFO, FakeBackend
 from tests.support.memory_store import MemoryStore
+from tests.support.virtual_time import VirtualLoop
 from tuneserve_engine.core.policies import StorePolicy, SweepPolicy
 from tuneserve_engine.core.records import ModelRecord
 from tuneserve_engine.store.base import Queue, Submitted
@@ -28,28 +28,6 @@ from tuneserve_engine.worker.worker import Worker, WorkerPolicy
 
 QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
 START_S = 1_000_000.0
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still while there is something to do, and then jumps to the next timer."""
-
-    def __init__(self) -> None:
-        self._virtual = _VirtualSelector()
-        super().__init__(self._virtual)
-
-    def time(self) -> float:
-        return self._virtual.now_s
-
-
-class _VirtualSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        events = super().select(0)
-        if not events:
-            assert timeout is not None, "everybody waits for somebody else"
-            self.now_s += max(timeout, 0.0)
-        return events
 
 
 class Inline(Executor):
