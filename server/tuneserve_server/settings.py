@@ -28,248 +28,274 @@ class ApiSettings(CommonSettings):
 
     host: str = Field(
         default="127.0.0.1",
-        description="Address to listen on; loopback only, unless API keys are required or "
-        "`trusted_network` is set.",
+        description="Address to listen on. It must be a loopback address unless API keys are "
+        "required or `trusted_network` is set.",
     )
     port: Port = Field(default=8410, description="Port to listen on.")
     trusted_network: bool = Field(
         default=False,
-        description="The operator vouches that nobody reaches `host` who may not use every "
-        "tenant's models, because a firewall, a container's network or an authenticating proxy is "
-        "in between: as long as there are no API keys, any is accepted.",
+        description="Confirm that only people who may use every tenant's models can reach `host`, "
+        "because a firewall, a container network or an authenticating proxy protects it. The "
+        "server then accepts any key on this address until the first API key is created.",
     )
     require_keys: bool = Field(
         default=False,
-        description="Let in only the keys that `tuneserve keys create` has made. So it is anyway "
-        "once there is one.",
+        description="Accept only keys that `tuneserve keys create` made. Once such a key exists, "
+        "this is always so.",
     )
     public_url: str | None = Field(
         default=None,
-        description="Address clients use, for download links; default: the one they called.",
+        description="Address of the server in download links. Default: the address that the client "
+        "called.",
     )
 
     allowed_hosts: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
-        description="Names, beside localhost, IP addresses, `host` and that of `public_url`, under "
-        "which this server is called, separated by commas: box.lan, or *.example.org for all below "
-        "it, or * for any. Without keys, requests to other names are refused, so that no other "
-        "site's page can reach this server from a browser; with keys, only those for what needs "
-        "none: the live page, `/metrics` and `/api/v1/healthz`.",
+        description="Names under which clients call this server, separated by commas: box.lan, or "
+        "*.example.org for all names below it, or * for any name. localhost, IP addresses, `host` "
+        "and the name in `public_url` are always allowed. Without keys, requests to other names "
+        "are refused, so a page of another site cannot reach this server from a browser. With "
+        "keys, other names are refused only on the paths that need no key: the dashboard, "
+        "`/metrics` and `/api/v1/healthz`.",
     )
     trusted_proxies: Annotated[list[str], NoDecode] = Field(
         default_factory=list,
-        description="Addresses or networks (10.0.0.0/8) of reverse proxies whose `X-Forwarded-For` "
-        "and `X-Forwarded-Proto` are believed, separated by commas. Without it, the address of a "
-        "client is that of its connection.",
+        description="Addresses or networks (10.0.0.0/8) of reverse proxies, separated by commas. "
+        "The server believes `X-Forwarded-For` and `X-Forwarded-Proto` only from them. Without "
+        "this setting, the address of a client is the address of its connection.",
     )
 
     poll_s: Annotated[float, Field(gt=0, le=40)] = Field(
-        default=25.0, description="How long a poll for a result is held; clients give up at 45 s."
+        default=25.0,
+        description="Time in seconds for which a poll for a result is held. Clients give up after "
+        "45 s.",
     )
     retrieve_futures: bool = Field(
         default=False,
-        description="Has clients wait for all their samples with one poll, in place of one each. "
-        "Good for thousands at once; one alone takes some 10 ms longer.",
+        description="Let clients wait for all their samples with one poll, instead of one poll per "
+        "sample. This helps with thousands of samples at once. A single sample takes about 10 ms "
+        "longer.",
     )
     max_body_bytes: PositiveInt = Field(
-        default=16 * MIB, description="Largest request body as sent."
+        default=16 * MIB, description="Largest request body in bytes, as sent."
     )
     max_decompressed_bytes: PositiveInt = Field(
-        default=64 * MIB, description="Largest request body after decompression."
+        default=64 * MIB, description="Largest request body in bytes, after decompression."
     )
     body_memory_bytes: PositiveInt = Field(
         default=512 * MIB,
-        description="Memory of one API process for request bodies on their way in, by what they "
-        "are decompressed or parsed to: a quarter for those that arrive, the rest for those that "
-        "have. Those up to 4 KiB do not count.",
+        description="Memory in bytes of one API process for request bodies: a quarter for bodies "
+        "that are arriving, the rest for bodies that have arrived, by their decompressed or parsed "
+        "size. Bodies of up to 4 KiB do not count.",
     )
     tenant_body_memory_bytes: PositiveInt = Field(
-        default=256 * MIB, description="What one tenant may take of it."
+        default=256 * MIB, description="Part of `body_memory_bytes` that one tenant may take."
     )
     text_memory_bytes: PositiveInt = Field(
         default=256 * MIB,
-        description="Memory of one API process for making tokens of text, half of it for one "
-        "tenant; a character of the longest text counts as 200 bytes.",
+        description="Memory in bytes of one API process for tokenizing texts, half of it for any "
+        "one tenant. A request counts 200 bytes per character of its longest text.",
     )
     max_import_bytes: PositiveInt = Field(
         default=4 * GIB,
-        description="Largest PEFT adapter that is taken in, as sent; nothing else is as large.",
+        description="Largest PEFT adapter in bytes that can be imported, as sent. No other request "
+        "body may be as large.",
     )
     header_timeout_s: PositiveFloat = Field(
-        default=10.0, description="Time within which the headers of a request must arrive."
+        default=10.0,
+        description="Time in seconds within which the headers of a request must arrive.",
     )
     body_timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="Time that may go by without any more of a request body, or that it may fall "
-        "behind 16 KiB a second.",
+        description="Time in seconds for which a request body may pause, or by which it may fall "
+        "behind a rate of 16 KiB per second.",
     )
     keep_alive_s: Annotated[int, Field(ge=75)] = Field(
-        default=120, description="How long an idle connection stays open."
+        default=120, description="Time in seconds for which an idle connection stays open."
     )
 
     max_polls_per_tenant: PositiveInt = Field(
         default=4096,
-        description="Polls of one tenant that one API process holds; those beyond are ended after "
-        "a second.",
+        description="Number of polls that one API process holds for one tenant. Further polls end "
+        "after a second.",
     )
 
     max_model_jobs: PositiveInt = Field(
-        default=StorePolicy.model_jobs, description="Requests of one model that have not ended."
+        default=StorePolicy.model_jobs,
+        description="Largest number of unfinished requests of one model.",
     )
     max_model_bytes: PositiveInt = Field(
-        default=StorePolicy.model_bytes, description="Bytes of them."
+        default=StorePolicy.model_bytes,
+        description="Largest total size in bytes of the unfinished requests of one model.",
     )
     max_tenant_jobs: PositiveInt = Field(
-        default=StorePolicy.tenant_jobs, description="Requests of one tenant that have not ended."
+        default=StorePolicy.tenant_jobs,
+        description="Largest number of unfinished requests of one tenant.",
     )
     max_tenant_bytes: PositiveInt = Field(
-        default=StorePolicy.tenant_bytes, description="Bytes of them."
+        default=StorePolicy.tenant_bytes,
+        description="Largest total size in bytes of the unfinished requests of one tenant.",
     )
     max_tenant_models: PositiveInt = Field(
         default=StorePolicy.tenant_models,
-        description="Models of one tenant in use: neither ended nor parked. For one more, the "
-        "idlest is parked; if too few are idle, new ones wait for room.",
+        description="Number of models that one tenant may have in use: models that are neither "
+        "ended nor parked. For one more, the model that has been idle longest is parked. If too "
+        "few models are idle, the new model waits for room.",
     )
     max_waiting_models: PositiveInt = Field(
         default=StorePolicy.waiting_models,
-        description="New models of one tenant that wait for room; 429 beyond.",
+        description="Number of new models of one tenant that may wait for room. Further models are "
+        "refused with 429.",
     )
     max_server_jobs: PositiveInt = Field(
-        default=StorePolicy.server_jobs, description="Requests of all tenants that have not ended."
+        default=StorePolicy.server_jobs,
+        description="Largest number of unfinished requests of all tenants.",
     )
     max_server_bytes: PositiveInt = Field(
         default=StorePolicy.server_bytes,
-        description="Bytes of them; with SQLite at most a quarter of the disk space free at start, "
-        "or a sixteenth of the disk if that is more.",
+        description="Largest total size in bytes of the unfinished requests of all tenants. With "
+        "SQLite, up to a quarter of the disk space that is free at the start, or a sixteenth of "
+        "the disk if that is more.",
     )
     max_tenant_refusals: PositiveInt = Field(
         default=StorePolicy.tenant_refusals,
-        description="Requests of one tenant that may fail at once within an hour, because they are "
-        "wrong. Those beyond get 429 and are not kept.",
+        description="Number of faulty requests of one tenant that may be refused within an hour "
+        "and stored with the reason. Further faulty requests get 429 and are not stored.",
     )
     max_tenant_sessions: PositiveInt = Field(
         default=StorePolicy.tenant_sessions,
-        description="Sessions of one tenant that have not ended.",
+        description="Largest number of open sessions of one tenant.",
     )
     max_server_sessions: PositiveInt = Field(
         default=StorePolicy.server_sessions,
-        description="Sessions of all tenants that have not ended.",
+        description="Largest number of open sessions of all tenants.",
     )
     max_tenant_sessions_a_minute: PositiveInt = Field(
         default=StorePolicy.tenant_sessions_a_minute,
-        description="Sessions that one tenant may create within a minute.",
+        description="Number of sessions that one tenant may create per minute.",
     )
     max_tenant_samplers_a_minute: PositiveInt = Field(
         default=StorePolicy.tenant_samplers_a_minute,
-        description="Sampling sessions that one tenant may create within a minute.",
+        description="Number of sampling sessions that one tenant may create per minute.",
     )
     max_session_samplers: PositiveInt = Field(
         default=StorePolicy.session_samplers,
-        description="Sampling sessions of one session, unnamed saves included.",
+        description="Largest number of sampling sessions of one session, including unnamed saves.",
     )
     max_tenant_samplers: PositiveInt = Field(
         default=StorePolicy.tenant_samplers,
-        description="Sampling sessions of one tenant in sessions that have not ended.",
+        description="Largest number of sampling sessions in all open sessions of one tenant.",
     )
     max_session_metadata_bytes: PositiveInt = Field(
         default=16 * 1024,
-        description="Bytes of a session's metadata: its tags, its names and `user_metadata`.",
+        description="Largest size in bytes of a session's metadata: its tags, its names and "
+        "`user_metadata`.",
     )
     max_checkpoints: PositiveInt = Field(
         default=StorePolicy.tenant_checkpoints,
-        description="Checkpoints that one tenant may keep, unnamed sampler saves included.",
+        description="Number of checkpoints that one tenant may keep, including unnamed sampler "
+        "saves.",
     )
     max_checkpoint_bytes: PositiveInt = Field(
         default=StorePolicy.tenant_checkpoint_bytes,
-        description="Bytes of them at which a tenant can save no more.",
+        description="Total size in bytes of a tenant's checkpoints from which the tenant can save "
+        "no more.",
     )
     unnamed_saves: PositiveInt = Field(
         default=4,
-        description="Unnamed sampler saves of a model, the newest, that stay where a tenant has "
-        "reached its limit of checkpoints.",
+        description="Number of unnamed sampler saves of each model, the newest ones, that stay "
+        "even when the tenant reaches its limit of checkpoints.",
     )
     unnamed_save_s: Annotated[float, Field(ge=60)] = Field(
         default=60.0,
-        description="Others make room at that limit if no client that uses them was heard of for "
-        "this long, those used longest ago first. Below the limit all stay until their session "
-        "ends.",
+        description="Time in seconds without a sign of life from its clients after which any other "
+        "unnamed sampler save may be deleted at that limit. The saves that were used longest ago "
+        "go first. Below the limit, all of them stay until their session ends.",
     )
     tenant_budgets: Annotated[dict[str, NonNegativeFloat], NoDecode] = Field(
         default_factory=dict,
         description="Device seconds that tenants may use in a day (UTC), as a JSON object of "
-        "names as in `tenant_weights`; then training and sampling are put off with a 402. Who is "
-        "not named has no such limit.",
+        "tenant names as in `tenant_weights`. After that, training and sampling are refused with "
+        "402 until the next day. Tenants without an entry have no budget.",
     )
     tenant_metrics: bool = Field(
         default=False,
-        description="`/metrics`, which needs no key, shows the device seconds and the queue of "
-        "each tenant, by its name.",
+        description="Show the device seconds and the queue of each tenant by name in `/metrics`, "
+        "which needs no key.",
     )
     access_log: bool = Field(
         default=False,
-        description="A log line for each HTTP request: method, route, status, time, and whose it "
-        "was. Clients poll, so there are many.",
+        description="Log a line for each HTTP request: method, route, status, time and tenant. "
+        "Clients poll, so there are many lines.",
     )
 
     lora_alpha: PositiveFloat = Field(
-        default=32.0, description="LoRA alpha of new models; scale = alpha / rank."
+        default=32.0, description="LoRA alpha of new models. The scale is alpha / rank."
     )
 
     sweep_s: PositiveFloat = Field(
-        default=5.0, description="Time between clean-ups of the store and the files."
+        default=5.0, description="Time in seconds between clean-ups of the store and the files."
     )
     quarantine_s: NonNegativeFloat = Field(
         default=UnusedPolicy.quarantine_s,
-        description="How long files that nothing names, and that nothing is known to have let go "
-        "of, lie in `quarantine/` of the files before they are deleted; and how long a store that "
-        "was copied or moved spares the files that it finds.",
+        description="Time in seconds for which unused files of unknown origin stay in "
+        "`quarantine/` of the files directory before they are deleted. A store that was copied or "
+        "moved spares the files that it finds for the same time.",
     )
     max_unused_share: Annotated[float, Field(ge=0, le=1)] = Field(
         default=UnusedPolicy.max_share,
-        description="Share of the files that may be in quarantine; what would make more, and more "
-        "than 16 files, stays until the operator runs `tuneserve files clean`.",
+        description="Largest share of the files that may be in quarantine. If a clean-up would "
+        "exceed both this share and 16 files, it moves nothing until the operator runs `tuneserve "
+        "files clean`.",
     )
     park_s: PositiveFloat = Field(
         default=SweepPolicy.park_s,
-        description="A model without requests for this long leaves the worker's memory; its next "
-        "request brings it back.",
+        description="Time in seconds without requests after which a model leaves the worker's "
+        "memory. Its next request restores it.",
     )
     sample_ttl_s: Annotated[float, Field(ge=60)] = Field(
         default=SweepPolicy.sample_ttl_s,
-        description="Queued samples of a session without heartbeat or poll for this long fail.",
+        description="Time in seconds without a heartbeat or poll after which the queued samples of "
+        "a session fail.",
     )
     session_ttl_s: Annotated[float, Field(ge=120)] = Field(
         default=SweepPolicy.session_ttl_s,
-        description="A session without heartbeat or poll for this long ends, and its models.",
+        description="Time in seconds without a heartbeat or poll after which a session ends, with "
+        "its models.",
     )
     ended_session_ttl_s: Annotated[float, Field(ge=3600)] = Field(
         default=SweepPolicy.ended_session_ttl_s,
-        description="How long a session that ended stays listed after its last sign of life, with "
-        "its models and their curves; a model that has checkpoints stays as long as these.",
+        description="Time in seconds for which an ended session stays listed after its last sign "
+        "of life, with its models and their curves. A model that has checkpoints stays listed as "
+        "long as they exist.",
     )
     gap_ttl_s: Annotated[float, Field(ge=300)] = Field(
         default=SweepPolicy.gap_ttl_s,
-        description="Requests that wait this long for an earlier one fail.",
+        description="Time in seconds that a request waits for an earlier one before it fails.",
     )
     result_ttl_s: Annotated[float, Field(ge=600)] = Field(
-        default=SweepPolicy.result_ttl_s, description="How long results stay readable."
+        default=SweepPolicy.result_ttl_s,
+        description="Time in seconds for which results stay readable.",
     )
     stable_reinforce: bool = Field(
         default=True,
-        description="Offers the loss `stable_reinforce`, by a formula of our own (the vendor's is "
-        "not public), and records for it what is sampled with `record_stability_info`.",
+        description="Offer the loss `stable_reinforce`, and record the data that it needs from "
+        "samples with `record_stability_info`. The formula is our own, because the vendor's is not "
+        "public.",
     )
     recording_ttl_s: Annotated[float, Field(ge=600)] = Field(
         default=SweepPolicy.recording_ttl_s,
-        description="How long what was recorded of samples is kept after training used it last.",
+        description="Time in seconds for which the recorded data of samples is kept after training "
+        "last used it.",
     )
     max_recording_bytes: PositiveInt = Field(
         default=SweepPolicy.recording_bytes,
-        description="Bytes that are recorded of one tenant's samples, 8 a token and 512 a sample; "
-        "then those used longest ago are dropped. With Redis they are in its memory.",
+        description="Largest total size in bytes of the recorded data of one tenant's samples: 8 "
+        "bytes per token and 512 per sample. Beyond it, the recordings that were used longest ago "
+        "are dropped. With Redis, they take its memory.",
     )
     download_ttl_s: NonNegativeInt = Field(
-        default=900, description="How long a signed download link works."
+        default=900, description="Time in seconds for which a signed download link works."
     )
 
     @field_validator("tenant_budgets", mode="before")
@@ -290,7 +316,7 @@ class ApiSettings(CommonSettings):
         for name in names:
             if not re.fullmatch(r"\*|(\*\.)?[A-Za-z0-9._-]+", name):
                 raise ValueError(
-                    f"{name!r} is no host name: give it without scheme, port and path, as in "
+                    f"{name!r} is not a host name: give it without scheme, port and path, as in "
                     "box.lan or *.example.org"
                 )
         return names
@@ -308,9 +334,9 @@ class ApiSettings(CommonSettings):
         needed = max(8 * self.max_body_bytes, 8 * self.max_decompressed_bytes // 3)
         if own < needed:
             raise ValueError(
-                f"of tenant_body_memory_bytes, a tenant has {own} bytes; a body of the largest "
-                f"size (max_body_bytes, max_decompressed_bytes) needs {needed}; raise it, and "
-                "body_memory_bytes to at least as much"
+                f"for request bodies, a tenant has {own} bytes; a body of the largest size "
+                f"(max_body_bytes, max_decompressed_bytes) needs {needed}; raise "
+                "tenant_body_memory_bytes to that, and body_memory_bytes to no less"
             )
         return self
 

@@ -42,87 +42,94 @@ class CommonSettings(BaseSettings):
     )
 
     data_dir: Path = Field(
-        default=Path("data"), description="Holds the store, checkpoints and the compile cache."
+        default=Path("data"),
+        description="Directory that holds the store, checkpoints and compiled programs.",
     )
     files_dir: Path = Field(
         default_factory=lambda known: known["data_dir"] / "files",
-        description="Holds checkpoints and recovery points; with several hosts, a directory that "
-        "all of them share. Default: files/ in the data directory.",
+        description="Directory that holds checkpoints and recovery points. With several hosts, it "
+        "must be a directory that all of them share. Default: files/ in the data directory.",
     )
     group_access: bool = Field(
         default=False,
-        description="Checkpoints, recovery points and decompositions are for the group of their "
-        "directory too (0660, 2770), and not for their owner alone (0600, 0700): where API "
-        "processes and workers of different users share them.",
+        description="Share checkpoints, recovery points and decompositions with the group of their "
+        "directory (modes 0660 and 2770). Otherwise only their owner has access (0600 and 0700). "
+        "Set it where API processes and workers run as different users.",
     )
     store: str = Field(
         default="",
         repr=False,
         description="Address of the Redis server that is the store (redis://, rediss:// or "
-        "unix://); empty: SQLite in the data directory.",
+        "unix://). Empty: SQLite in the data directory.",
     )
     store_check_s: NonNegativeFloat = Field(
         default=120.0,
-        description="How long the check of the SQLite store's file may take, which runs beside "
-        "everything else after a start of the API process; 0: there is none.",
+        description="Time limit in seconds for the check of the SQLite store's file. The check "
+        "runs in the background after each start of the API process. 0 turns it off.",
     )
     store_durability_asserted: bool = Field(
         default=False,
-        description="The operator vouches that Redis writes to disk before it answers; needed "
-        "where it does not let its settings be read.",
+        description="Confirm that Redis writes to disk before it answers. Needed only if Redis "
+        "does not allow its settings to be read.",
     )
     store_reserve_bytes: NonNegativeInt = Field(
         default=RESERVE_BYTES,
-        description="Disk space that a store in SQLite sets aside in store.reserve: on a full disk "
-        "requests end in it, checkpoints are deleted and the service starts. 0: none.",
+        description="Disk space in bytes that a SQLite store sets aside in store.reserve. On a "
+        "full disk, the service uses it to finish requests, to delete checkpoints and to start. 0 "
+        "sets nothing aside.",
     )
     min_free_bytes: NonNegativeInt = Field(
         default=2**30,
-        description="Free disk space below which requests are put off with a 503, and checkpoints, "
-        "adapters that are paged out, decompositions and compiled programs not written.",
+        description="Free disk space in bytes below which the API answers requests with 503 for "
+        "the time being. Below it, no checkpoints, evicted adapters, decompositions or compiled "
+        "programs are written.",
     )
     lease_ttl_s: Annotated[float, Field(ge=1)] = Field(
         default=StorePolicy.lease_ttl_s,
-        description="A worker silent for this long loses its models to the others.",
+        description="Time in seconds after which a silent worker loses its models to other "
+        "workers.",
     )
     job_attempts: PositiveInt = Field(
         default=StorePolicy.job_attempts,
-        description="Workers that may die with a request before it fails.",
+        description="Number of workers that may die while they run a request before the request "
+        "fails.",
     )
     base_model: str = Field(
         default=str(TINY_MODEL),
-        description="Directory in Hugging Face layout, or hub id, of the base model.",
+        description="Base model: a directory in Hugging Face layout, or a hub id.",
     )
     base_model_revision: str | None = Field(
         default=None,
-        description="Branch, tag or commit of a base model in the hub, best a commit; default: its "
-        "main branch. The store keeps the commit that a name was first served with, and refuses "
-        "workers that have another.",
+        description="Branch, tag or commit of a base model from the hub; a commit is best. The "
+        "store remembers the commit that a name was first served with, and refuses workers with "
+        "any other. Default: the main branch.",
     )
     base_model_name: str | None = Field(
         default=None,
-        description="Name the base model is served under; default: the hub id, or for a directory "
-        "its name.",
+        description="Name under which the base model is served. Default: the hub id, or the name "
+        "of the directory.",
     )
     base_model_tokenizer: str | None = Field(
         default=None,
-        description="Where clients load the tokenizer from: a hub id, or a path on their machines. "
-        "Default: the base model's hub id, also for a directory in the hub's cache; for another "
-        "directory its path here, which other machines do not have.",
+        description="Place from which clients load the tokenizer: a hub id, or a path on their "
+        "machines. Default: the base model's hub id, also for a directory in the hub's cache. For "
+        "any other directory, the default is its path on this machine, which other machines do not "
+        "have.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least severe log lines shown."
+        default="info", description="Lowest severity of the log lines to print."
     )
     log_format: Literal["text", "json"] = Field(
         default="text",
-        description="How log lines look: text for people, or one JSON object each for machines.",
+        description="Format of log lines: text for people, or one JSON object per line for "
+        "programs.",
     )
 
     otel: str = Field(
         default_factory=lambda: os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
         description="Address of an OpenTelemetry collector (OTLP over HTTP, http://host:4318) that "
-        "gets a trace of each request; needs `tuneserve[otel]`. Default: what "
-        "`OTEL_EXPORTER_OTLP_ENDPOINT` says, else there are none.",
+        "receives a trace of each request. Needs `tuneserve[otel]`. Default: the value of "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`. Without either, no traces are sent.",
     )
 
     @property
@@ -150,7 +157,7 @@ class CommonSettings(BaseSettings):
     def local_tokenizer(self) -> str | None:
         """A warning for the operator if clients on other machines cannot load the tokenizer.
 
-        None if they can load it from ``client_tokenizer_id``, or if the operator chose that.
+        None if they can load it from ``client_tokenizer_id``, or if the operator chose the latter.
         """
         folder = self.client_tokenizer_id
         if self.base_model_tokenizer or not Path(folder).is_absolute():
@@ -172,7 +179,7 @@ class CommonSettings(BaseSettings):
 
     @property
     def store_file(self) -> Path:
-        """The file in which SQLite keeps the store."""
+        """The file of the SQLite store."""
         return self.data_dir / "store.db"
 
     @property
@@ -235,7 +242,7 @@ def from_json(given: object) -> object:
     try:
         return json.loads(given or "{}")
     except ValueError as error:
-        raise ValueError(f"it is no JSON object: {error}") from None
+        raise ValueError(f"it is not a JSON object: {error}") from None
 
 
 def without_password(address: str) -> str:

@@ -29,112 +29,120 @@ class WorkerSettings(CommonSettings):
     """Settings of ``tuneserve worker``."""
 
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Type of the base weights and activations."
+        default="float32", description="Type of the base model's weights and of the activations."
     )
     max_context_tokens: PositiveInt = Field(
         default=4096,
-        description="Longest sequence, samples included, if the base model allows as much; memory "
-        "grows with it.",
+        description="Longest sequence in tokens, samples included, if the base model allows as "
+        "much. Memory use grows with it.",
     )
     batch_tokens: PositiveInt | None = Field(
         default=None,
-        description="Tokens of one training micro-batch, at least one sequence of the longest; "
-        "default: what fits the memory.",
+        description="Tokens of one training micro-batch, never less than the longest sequence. "
+        "Default: chosen to fit the memory.",
     )
     chunk_tokens: ChunkTokens | None = Field(
         default=None,
-        description="Tokens of one matrix product, a multiple of 64; default: 256 on a CPU, 1024 "
+        description="Tokens of one matrix product, a multiple of 64. Default: 256 on a CPU, 1024 "
         "elsewhere.",
     )
     remat: Literal["auto", "none", "dots", "attention", "full"] = Field(
         default="auto",
-        description="What training keeps of each layer for its backward pass, beside the layer's "
-        "input: all (none is computed again), the results of matrix products and of attention "
-        "(dots), of attention, or nothing (full: all is computed again); auto: the fastest of "
-        "dots, attention and full that fits.",
+        description="Activations that training keeps of each layer for its backward pass, beside "
+        "the layer's input. none: all of them, so nothing is recomputed. dots: the results of "
+        "matrix products and of attention. attention: the results of attention. full: nothing, so "
+        "everything is recomputed. auto: the fastest of dots, attention and full that fits.",
     )
     max_rank: PositiveInt | None = Field(
         default=None,
-        description="Largest rank of an adapter; each class of ranks (to 8, to 32, to 128) costs "
-        "memory and programs. Default: 128, or less where the memory lacks.",
+        description="Largest rank of an adapter. Each rank bucket (up to 8, 32 and 128) costs "
+        "memory and programs. Default: 128, or less if memory is short.",
     )
     request_slots: RequestSlots | None = Field(
         default=None,
-        description="Training requests of the lowest ranks that run together, each with a gradient "
-        "of its own; of higher ranks fewer. At most 32, which is also the default, or less where "
-        "the memory lacks.",
+        description="Number of training requests in the lowest rank bucket that run together, each "
+        "with its own gradient. Higher buckets take fewer. The maximum is 32. Default: 32, or less "
+        "if memory is short.",
     )
-    sample_rows: PositiveInt = Field(default=8, description="Sequences decoded together.")
+    sample_rows: PositiveInt = Field(
+        default=8,
+        description="Number of sequences that are decoded together.",
+    )
     rescore_samples: bool = Field(
         default=False,
-        description="Samples at temperature 1 or 0 carry the logprobs that `forward` and "
-        "`forward_backward` give for them, bit for bit in `float32` and `bfloat16`, instead of "
-        "those that they were drawn with. Costs a forward pass each.",
+        description="Return samples at temperature 1 or 0 with the logprobs that `forward` and "
+        "`forward_backward` compute for them, bit for bit in `float32` and `bfloat16`, instead of "
+        "the logprobs from decoding. Costs a forward pass per sample.",
     )
     device_memory_bytes: PositiveInt | None = Field(
         default=None,
-        description="Memory of the device to plan with; default: what the device reports, for a "
-        "CPU half of the machine's memory.",
+        description="Device memory in bytes to plan with. Default: the size that the device "
+        "reports; on a CPU, half of the machine's memory.",
     )
     device_peak_flops: PositiveFloat | None = Field(
         default=None,
-        description="Floating-point operations that the device can do in a second, in `dtype`, as "
-        "its maker says; only shown, as `tuneserve_device_peak_flops`, for those who divide by it.",
+        description="Floating-point operations per second that the device can do in `dtype`, "
+        "according to its vendor. Only reported, as `tuneserve_device_peak_flops`, to compute "
+        "utilisation.",
     )
     adapter_device_bytes: PositiveInt | None = Field(
         default=None,
-        description="Most of it for adapters: weights, moments and gradient. Default: what the "
-        "rest leaves.",
+        description="Largest part of the device memory, in bytes, for adapters: weights, moments "
+        "and gradient. Default: all that is left.",
     )
     adapter_host_bytes: NonNegativeInt | None = Field(
         default=None,
-        description="Memory of the host for adapters that the device has no room for, a quarter of "
-        "it for those that are sampled from; what it has no room for lies on disk. Default: half "
-        "of the machine's memory, for a CPU a quarter.",
+        description="Host memory in bytes for adapters that do not fit on the device, a quarter of "
+        "it for adapters that are sampled from. Further adapters are stored on disk. Default: half "
+        "of the machine's memory; on a CPU, a quarter.",
     )
     compile_ahead: bool = Field(
         default=True,
-        description="Compile every program before it is needed; requests are taken meanwhile.",
+        description="Compile every program before it is needed. The worker accepts requests "
+        "meanwhile.",
     )
     compile_cache: Path | None = Field(
         default=None,
-        description="Where compiled programs are kept; who can write there can run code in the "
-        "worker. Default: compiled/ in the data directory.",
+        description="Directory of the program cache. Anyone who can write there can run code in "
+        "the worker. Default: compiled/ in the data directory.",
     )
     decompositions: Path | None = Field(
         default=None,
-        description="Where the directions of the base model's weights are kept, for adapters of "
-        "kind osft: about twice the weights in float32. Workers on several hosts that serve the "
-        "same base model have to share the folder. Default: decompositions/ in the data directory.",
+        description="Directory of the decomposed weights of the base model, for adapters of kind "
+        "osft. They take about twice the size of the weights in float32. Workers on several hosts "
+        "that serve the same base model must share it. Default: decompositions/ in the data "
+        "directory.",
     )
 
     worker_name: str | None = Field(
         default=None,
-        description="What the store knows this worker by; a second worker under the name takes "
+        description="Name of this worker in the store. A second worker with the same name takes "
         "over from the first. Default: <host>-<process id>.",
     )
     alive_file: Path | None = Field(
         default=None,
-        description="Touched whenever the lease is renewed. For health checks, run "
-        "`python -m tuneserve_engine.worker.health` with the same settings.",
+        description="File that the worker touches whenever it renews its lease. For health checks, "
+        "run `python -m tuneserve_engine.worker.health` with the same settings.",
     )
     point_s: PositiveFloat = Field(
-        default=60.0, description="Time between recovery points of a model in use."
+        default=60.0, description="Time in seconds between recovery points of a model in use."
     )
     point_steps: PositiveInt = Field(
-        default=50, description="Optimizer steps between recovery points of a model."
+        default=50, description="Number of optimizer steps between recovery points of a model."
     )
 
     slice_s: PositiveFloat = Field(
         default=SLICE_S,
-        description="About how long one micro-batch of a long training request takes, at least one "
-        "sequence; other tenants' requests come in between two of them.",
+        description="Approximate time in seconds of one micro-batch of a long training request, "
+        "which holds one sequence or more. Requests of other tenants can run between two "
+        "micro-batches.",
     )
 
     tenant_weights: Annotated[dict[str, PositiveFloat], NoDecode] = Field(
         default_factory=dict,
-        description="Shares of device time of tenants that are busy at once, as a JSON object; the "
-        "names are those of `model_owner` in a training run, and who is not named has 1.",
+        description="Shares of device time for tenants that are busy at the same time, as a JSON "
+        "object of tenant names. The name of a tenant is the `model_owner` of its training runs. "
+        "Tenants without an entry have weight 1.",
     )
 
     @field_validator("tenant_weights", mode="before")
