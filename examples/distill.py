@@ -1,7 +1,7 @@
-"""On-policy distillation, with our own client: a student's own samples, corrected by a teacher.
+"""On-policy distillation with our own client: a teacher corrects a student's own samples.
 
-The student answers; each token of it is paid by how much likelier the teacher finds it than the
-student does: the gradient of the reverse KL divergence of each next token, what was said before it
+The student answers. The reward of each token is how much likelier the teacher finds it than the
+student does: the gradient of the reverse KL divergence of each next token, with the text before it
 held fixed (Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024, arXiv:2306.08543).
 
 ``make run``, then ``TUNESERVE_API_KEY=tml-local .venv/bin/python examples/distill.py``
@@ -14,18 +14,18 @@ import numpy as np
 from tuneserve_client import Client, Datum, Sampler, gather, progress, sft_datum
 
 STEPS, PROMPTS, SAMPLES, RANK = 8, 8, 4, 8
-LEARNING_RATE = 2e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 2e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def question(rng: random.Random) -> tuple[str, str]:
-    """A prompt, and what the teacher has learnt to answer."""
+    """Return a prompt, and the answer that the teacher learns."""
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     said = f"<|im_start|>user\nWhat is {a} plus {b}?<|im_end|>\n<|im_start|>assistant\n"
     return said, f"{a} + {b} = {a + b}<|im_end|>"
 
 
 def teacher_of(client: Client, tokenizer) -> Sampler:
-    """Any sampler is a teacher: ``client.sampler(path)``, too. This one learns sums first."""
+    """Return a teacher that learns sums first. Any sampler would do: ``client.sampler(path)``."""
     model, rng = client.create_model(rank=RANK, seed=1), random.Random(1)
     for _ in range(16):
         model.forward_backward([sft_datum(tokenizer, *question(rng)) for _ in range(16)])
@@ -34,7 +34,7 @@ def teacher_of(client: Client, tokenizer) -> Sampler:
 
 
 def roll_out(student: Sampler, teacher: Sampler, tokenizer, rng: random.Random):
-    """Samples as data, and the divergence in nats a token."""
+    """Return the samples as data, and the divergence in nats per token."""
     prompts = [tokenizer.encode(question(rng)[0]) for _ in range(PROMPTS)]
     futures = [
         student.sample(prompt, num_samples=SAMPLES, max_tokens=12, seed=rng.getrandbits(31))
@@ -49,14 +49,14 @@ def roll_out(student: Sampler, teacher: Sampler, tokenizer, rng: random.Random):
     data, gaps = [], []
     for (read, tokens, ours), theirs in zip(drawn, scored, strict=True):
         gaps.append(theirs[read:] - ours)
-        inputs = {"logprobs": ours, "advantages": gaps[-1]}  # of what was drawn; 0 before it
+        inputs = {"logprobs": ours, "advantages": gaps[-1]}  # of the sample; 0 on the prompt
         inputs = {name: np.pad(values, (read - 1, 0)) for name, values in inputs.items()}
         data.append(Datum(tokens[:-1], tokens[1:], **inputs))
     return data, -float(np.concatenate(gaps).mean())
 
 
 def main() -> None:
-    """Prints how far the student is from the teacher, before and after."""
+    """Print how far the student is from the teacher, before and after training."""
     rng = random.Random(0)
     with Client(name="distill") as client:
         tokenizer = client.tokenizer()

@@ -1,4 +1,4 @@
-"""On-policy distillation, with the official SDK, as ``distill.py`` explains it.
+"""On-policy distillation with the official SDK; ``distill.py`` explains the method.
 
 ``make run``, then, with TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-local:
 ``.venv/bin/python examples/distill_tinker.py``
@@ -11,25 +11,25 @@ import tinker
 from tinker import types
 
 STEPS, PROMPTS, SAMPLES, RANK = 8, 8, 4, 8
-LEARNING_RATE = 2e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 2e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def question(rng: random.Random) -> tuple[str, str]:
-    """A prompt, and what the teacher has learnt to answer."""
+    """Return a prompt, and the answer that the teacher learns."""
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     said = f"<|im_start|>user\nWhat is {a} plus {b}?<|im_end|>\n<|im_start|>assistant\n"
     return said, f"{a} + {b} = {a + b}<|im_end|>"
 
 
 def datum(tokens: list[int], read: int, **inputs) -> types.Datum:
-    """What follows the prompt has inputs for its loss; those of the prompt are 0."""
+    """Return a datum with the given loss inputs on the answer and zeros on the prompt."""
     inputs = {name: np.pad(values, (read - 1, 0)).tolist() for name, values in inputs.items()}
     inputs["target_tokens"] = tokens[1:]
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
 def teach(trainer: tinker.TrainingClient, tokenizer) -> tinker.SamplingClient:
-    """Any sampling client is a teacher, of a base model or a path. This one learns sums first."""
+    """Return a teacher that learns sums first. Any client of a base model or path would do."""
     rng = random.Random(1)
     for _ in range(16):
         rows = [[tokenizer.encode(text) for text in question(rng)] for _ in range(16)]
@@ -40,7 +40,7 @@ def teach(trainer: tinker.TrainingClient, tokenizer) -> tinker.SamplingClient:
 
 
 def roll_out(student, teacher, tokenizer, rng: random.Random):
-    """Samples as data, and the divergence in nats a token."""
+    """Return the samples as data, and the divergence in nats per token."""
     prompts = [tokenizer.encode(question(rng)[0]) for _ in range(PROMPTS)]
     futures = []
     for prompt in prompts:
@@ -56,7 +56,7 @@ def roll_out(student, teacher, tokenizer, rng: random.Random):
 
 
 def main() -> None:
-    """Prints how far the student is from the teacher, before and after."""
+    """Print how far the student is from the teacher, before and after training."""
     rng, curve = random.Random(0), []
     with tinker.ServiceClient() as service:
         known = tinker.RestClient().get_server_capabilities().result()

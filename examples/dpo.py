@@ -1,6 +1,6 @@
-"""Direct preference optimization, with our own client: of two answers, prefer the one in capitals.
+"""Direct preference optimization with our own client: of two answers, prefer the one in capitals.
 
-The loss is computed here, in NumPy: eq. 7 of Rafailov et al. 2023, arXiv:2305.18290.
+This program computes the loss in NumPy: eq. 7 of Rafailov et al. 2023, arXiv:2305.18290.
 
 ``make run``, then ``TUNESERVE_API_KEY=tml-local .venv/bin/python examples/dpo.py``
 """
@@ -13,14 +13,14 @@ import numpy as np
 
 from tuneserve_client import Client, Datum, Model, chat_datum, progress
 
-PAIRS = Path(__file__).with_name("pairs.jsonl")  # {"prompt", "chosen", "rejected"}, one a line
+PAIRS = Path(__file__).with_name("pairs.jsonl")  # {"prompt", "chosen", "rejected"}, one per line
 BETA, HELD_OUT = 0.1, 8
 STEPS, BATCH, RANK = 16, 12, 8
-LEARNING_RATE = 2e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 2e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def read(tokenizer) -> list[list[Datum]]:
-    """The chosen and the rejected answer of each row."""
+    """Return the chosen and the rejected answer of each row."""
     rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
     asked = [{"role": "user", "content": row["prompt"]} for row in rows]
     return [
@@ -33,7 +33,7 @@ def read(tokenizer) -> list[list[Datum]]:
 
 
 def with_reference(model: Model, pairs: list[list[Datum]]) -> list[list[Datum]]:
-    """The pairs with the logprobs of the untrained adapter, which is the base model."""
+    """Add the logprobs of the untrained adapter, which equals the base model, to the pairs."""
     data = [datum for pair in pairs for datum in pair]
     for datum, logprobs in zip(data, model.forward(data).result().logprobs, strict=True):
         datum.inputs["reference"] = logprobs
@@ -41,14 +41,14 @@ def with_reference(model: Model, pairs: list[list[Datum]]) -> list[list[Datum]]:
 
 
 def dpo(data: list[Datum], logprobs: list[np.ndarray]):
-    """The sum of -log(sigmoid(margin)); a margin is beta times how much further chosen moved."""
+    """Return the sum of -log(sigmoid(margin)); margin = beta * (chosen moved - rejected moved)."""
     weights = [datum.inputs["weights"] for datum in data]  # 1 on the answers
     moved = [
         float(((now - datum.inputs["reference"]) * w).sum())
         for datum, now, w in zip(data, logprobs, weights, strict=True)
     ]
     margins = BETA * (np.array(moved[0::2]) - np.array(moved[1::2]))
-    slopes = BETA / (1 + np.exp(margins))  # of the loss, by the rejected's logprobs
+    slopes = BETA / (1 + np.exp(margins))  # of the loss by the logprobs of the rejected answer
     gradients = [
         (-slopes[n // 2] if n % 2 == 0 else slopes[n // 2]) * w for n, w in enumerate(weights)
     ]
@@ -57,7 +57,7 @@ def dpo(data: list[Datum], logprobs: list[np.ndarray]):
 
 
 def main() -> None:
-    """Prints how far apart pairs are that were not trained on, before and after, and an answer."""
+    """Print the margin of held-out pairs before and after training, and an answer."""
     with Client(name="dpo") as client:
         model = client.create_model(rank=RANK, seed=0)
         pairs = with_reference(model, read(client.tokenizer()))

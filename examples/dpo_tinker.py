@@ -1,7 +1,7 @@
-"""Direct preference optimization, with the official SDK: of two answers, the one in capitals.
+"""Direct preference optimization with the official SDK: prefer the answer in capitals.
 
-The loss is computed here, in torch, from the logprobs that the server gives: eq. 7 of
-Rafailov et al. 2023, arXiv:2305.18290. The SDK needs ``pip install torch`` for it.
+This program computes the loss in torch, from the logprobs that the server returns: eq. 7 of
+Rafailov et al. 2023, arXiv:2305.18290. For this, the SDK needs ``pip install torch``.
 
 ``make run``, then, with TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-local:
 ``.venv/bin/python examples/dpo_tinker.py``
@@ -15,14 +15,14 @@ import tinker
 import torch
 from tinker import types
 
-PAIRS = Path(__file__).with_name("pairs.jsonl")  # {"prompt", "chosen", "rejected"}, one a line
+PAIRS = Path(__file__).with_name("pairs.jsonl")  # {"prompt", "chosen", "rejected"}, one per line
 BETA, HELD_OUT = 0.1, 8
 STEPS, BATCH, RANK = 16, 12, 8
-LEARNING_RATE = 2e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 2e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def datum(tokenizer, question: str, answer: str) -> types.Datum:
-    """Weights are 1 on the answer, 0 on the prompt."""
+    """Return a datum whose weights are 1 on the answer and 0 on the prompt."""
     turn = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     asked, answered = tokenizer.encode(turn), tokenizer.encode(f"{answer}<|im_end|>")
     tokens, weights = asked + answered, [0.0] * (len(asked) - 1) + [1.0] * len(answered)
@@ -33,7 +33,7 @@ def datum(tokenizer, question: str, answer: str) -> types.Datum:
 
 
 def with_reference(trainer: tinker.TrainingClient, data: list[types.Datum]) -> list[types.Datum]:
-    """The data with the logprobs of the untrained adapter, which is the base model."""
+    """Add the logprobs of the untrained adapter, which equals the base model, to the data."""
     outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs
     for each, output in zip(data, outputs, strict=True):
         each.loss_fn_inputs["reference"] = output["logprobs"]
@@ -41,7 +41,7 @@ def with_reference(trainer: tinker.TrainingClient, data: list[types.Datum]) -> l
 
 
 def dpo(data: list[types.Datum], logprobs: list[torch.Tensor]):
-    """The sum of -log(sigmoid(margin)); a margin is beta times how much further chosen moved."""
+    """Return the sum of -log(sigmoid(margin)); margin = beta * (chosen moved - rejected moved)."""
     inputs = [each.loss_fn_inputs for each in data]
     moved = torch.stack([
         ((now - known["reference"].to_torch()) * known["weights"].to_torch()).sum()
@@ -53,7 +53,7 @@ def dpo(data: list[types.Datum], logprobs: list[torch.Tensor]):
 
 
 def main() -> None:
-    """Prints how far apart pairs are that were not trained on, before and after."""
+    """Print the margin of held-out pairs, before and after training."""
     with tinker.ServiceClient() as service:
         known = tinker.RestClient().get_server_capabilities().result()
         base_model = known.supported_models[0].model_name

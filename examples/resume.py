@@ -1,7 +1,7 @@
-"""A training run whose process is killed in the middle, and that goes on as if it never was.
+"""Resume a training run whose process is killed in the middle, with our own client.
 
-With our own client. The first process trains, saves, sends one more gradient, and is killed before
-it sees the answer; the second has that answer by its request id, and goes on from the checkpoint.
+The first process trains, saves, sends one more gradient, and is killed before it sees the result.
+The second process gets that result by its request id, and continues from the checkpoint.
 
 ``make run``, then ``TUNESERVE_API_KEY=tml-local .venv/bin/python examples/resume.py``
 """
@@ -19,18 +19,18 @@ from tuneserve_client import Client, Datum, Model, chat_datum
 
 ROWS = Path(__file__).with_name("rows.jsonl")
 STEPS, SAVED_AT, BATCH = 8, 4, 8
-LEARNING_RATE = 5e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 5e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def batch(client: Client, step: int) -> list[Datum]:
-    """Of one step: chosen by its number, not by what was before, so the same in every process."""
+    """Return the batch of a step; the number alone chooses it, so all processes agree."""
     rows = [json.loads(line)["messages"] for line in ROWS.read_text().splitlines()]
     chosen = random.Random(step).sample(rows, BATCH)
     return [chat_datum(client.tokenizer(), messages) for messages in chosen]
 
 
 def train(client: Client, model: Model, steps: range) -> list[float]:
-    """The losses of some steps."""
+    """Train for some steps and return their losses."""
     futures = []
     for step in steps:
         futures.append(model.forward_backward(batch(client, step)))
@@ -39,7 +39,7 @@ def train(client: Client, model: Model, steps: range) -> list[float]:
 
 
 def begin(notes: Path) -> None:
-    """The first process. What it leaves behind is the notes, and what the server has."""
+    """Run the first process. Only its notes and the state on the server survive it."""
     client = Client(name="resume")
     model = client.create_model(rank=8, seed=0)
     losses = train(client, model, range(SAVED_AT))
@@ -50,17 +50,17 @@ def begin(notes: Path) -> None:
 
 
 def go_on(notes: Path) -> list[float]:
-    """The second process, on another day. Gives the losses of the whole run."""
+    """Run the second process, on another day, and return the losses of the whole run."""
     losses, path, request_id = json.loads(notes.read_text())
     with Client(name="resumed") as client:
         answer = client.future(request_id, "forward_backward").result()
-        print(f"the answer that the first process did not live to see: loss {answer.loss:.3f}")
+        print(f"the result that the first process did not live to see: loss {answer.loss:.3f}")
         model = client.load_model(path)  # weights, moments and step count
         return losses + train(client, model, range(SAVED_AT, STEPS))
 
 
 def main() -> None:
-    """Compares the run with one that was not killed."""
+    """Compare the run with one that was not killed."""
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder, "notes.json")
         first = subprocess.run([sys.executable, __file__, str(notes)])

@@ -1,6 +1,6 @@
-"""A training run whose process is killed in the middle, and that goes on as if it never was.
+"""Resume a training run whose process is killed in the middle, with the official SDK.
 
-With the official SDK, which has no way to ask for another process' answers: see ``resume.py``.
+The SDK cannot fetch the results of another process; ``resume.py`` does that with our own client.
 
 ``make run``, then, with TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-local:
 ``.venv/bin/python examples/resume_tinker.py``
@@ -20,11 +20,11 @@ from tinker import types
 
 ROWS = Path(__file__).with_name("rows.jsonl")
 STEPS, SAVED_AT, BATCH = 8, 4, 8
-LEARNING_RATE = 5e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 5e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def batch(trainer: tinker.TrainingClient, step: int) -> list[types.Datum]:
-    """Of one step: chosen by its number, not by what was before, so the same in every process."""
+    """Return the batch of a step; the number alone chooses it, so all processes agree."""
     tokenizer = trainer.get_tokenizer()
     rows = [json.loads(line)["messages"] for line in ROWS.read_text().splitlines()]
     chosen = [
@@ -32,14 +32,14 @@ def batch(trainer: tinker.TrainingClient, step: int) -> list[types.Datum]:
         for messages in random.Random(step).sample(rows, BATCH)
     ]
     inputs = [types.ModelInput.from_ints(tokens[:-1]) for tokens in chosen]
-    targets = [{"target_tokens": tokens[1:]} for tokens in chosen]  # all is learnt, for brevity
+    targets = [{"target_tokens": tokens[1:]} for tokens in chosen]  # for brevity, all is learnt
     return [
         types.Datum(model_input=i, loss_fn_inputs=t) for i, t in zip(inputs, targets, strict=True)
     ]
 
 
 def train(trainer: tinker.TrainingClient, steps: range) -> list[float]:
-    """The losses of some steps."""
+    """Train for some steps and return their losses."""
     futures = []
     for step in steps:
         futures.append(trainer.forward_backward(batch(trainer, step), "cross_entropy"))
@@ -53,7 +53,7 @@ def create(service: tinker.ServiceClient) -> tinker.TrainingClient:
 
 
 def begin(notes: Path) -> None:
-    """The first process. What it leaves behind is the notes, and what the server has."""
+    """Run the first process. Only its notes and the state on the server survive it."""
     trainer = create(tinker.ServiceClient())
     losses = train(trainer, range(SAVED_AT))
     notes.write_text(json.dumps([losses, trainer.save_state("half-way").result().path]))
@@ -62,7 +62,7 @@ def begin(notes: Path) -> None:
 
 
 def main() -> None:
-    """Compares the run with one that was not killed."""
+    """Compare the run with one that was not killed."""
     with tempfile.TemporaryDirectory() as folder, tinker.ServiceClient() as service:
         notes = Path(folder, "notes.json")
         first = subprocess.run([sys.executable, __file__, str(notes)])

@@ -1,6 +1,6 @@
-"""Reinforcement learning with a verifiable reward, with the official SDK: sums, asked in words.
+"""Reinforcement learning with a verifiable reward and the official SDK: sums, asked in words.
 
-A right answer has reward 1; what is above its group's mean is made likelier (GRPO: see ``rl.py``).
+A right answer has reward 1. Answers above their group's mean become likelier (GRPO: ``rl.py``).
 
 ``make run``, then, with TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-local:
 ``.venv/bin/python examples/rl_tinker.py``
@@ -13,22 +13,22 @@ import tinker
 from tinker import types
 
 STEPS, PROMPTS, SAMPLES, RANK = 8, 8, 16, 8
-LEARNING_RATE = 2e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 2e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def question(rng: random.Random) -> tuple[str, str]:
-    """A prompt, and the only answer that is rewarded."""
+    """Return a prompt, and the only answer that is rewarded."""
     a, b = rng.randint(1, 9), rng.randint(1, 9)
     said = f"<|im_start|>user\nWhat is {a} plus {b}?<|im_end|>\n<|im_start|>assistant\n"
     return said, f"{a} + {b} = {a + b}"
 
 
 def roll_out(tokenizer, sampler: tinker.SamplingClient, rng: random.Random):
-    """Prompts, the sequences of each, and the rewards, [PROMPTS, SAMPLES]."""
+    """Return prompts, the sequences of each, and the rewards, [PROMPTS, SAMPLES]."""
     asked, right = zip(*(question(rng) for _ in range(PROMPTS)), strict=True)
     prompts = [tokenizer.encode(text) for text in asked]
     futures = []
-    for prompt in prompts:  # one request for all samples of a prompt: it is read once
+    for prompt in prompts:  # one request for all samples of a prompt: one prefill
         params = types.SamplingParams(max_tokens=12, seed=rng.getrandbits(31))
         futures.append(sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params))
     groups = [future.result().sequences for future in futures]
@@ -40,7 +40,7 @@ def roll_out(tokenizer, sampler: tinker.SamplingClient, rng: random.Random):
 
 
 def datum(prompt: list[int], sequence, advantage: float) -> types.Datum:
-    """The sample with the logprobs that it was drawn with; the prompt has no part in the loss."""
+    """Return the sample with the logprobs of its draw; the prompt has no part in the loss."""
     tokens, read = prompt + sequence.tokens, [0.0] * (len(prompt) - 1)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -53,7 +53,7 @@ def datum(prompt: list[int], sequence, advantage: float) -> types.Datum:
 
 
 def main() -> None:
-    """Prints the mean reward before, at each step, and after."""
+    """Print the mean reward before, at each step, and after training."""
     rng = random.Random(0)
     with tinker.ServiceClient() as service:
         known = tinker.RestClient().get_server_capabilities().result()
@@ -61,14 +61,14 @@ def main() -> None:
         trainer = service.create_lora_training_client(base_model, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()
         means = []
-        for step in range(STEPS + 1):  # new weights, new sampler: nothing learns from old samples
+        for step in range(STEPS + 1):  # a new sampler for new weights: no old samples
             sampler = trainer.save_weights_and_get_sampling_client().result()
             prompts, groups, rewards = roll_out(tokenizer, sampler, rng)
             means.append(rewards.mean())
             print(f"step {step:2}  reward {means[-1]:.2f}")
             better = rewards - rewards.mean(axis=1, keepdims=True)
             data = [datum(prompts[p], groups[p][s], better[p, s]) for p, s in np.argwhere(better)]
-            if data and step < STEPS:  # there is none if each group is all right, or all wrong
+            if data and step < STEPS:  # no data if every group is all right or all wrong
                 trainer.forward_backward(data, "importance_sampling")
                 rate = LEARNING_RATE * (1 - step / STEPS)
                 trainer.optim_step(types.AdamParams(learning_rate=rate))

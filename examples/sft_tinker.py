@@ -1,4 +1,4 @@
-"""Fine-tunes an adapter on conversations, with the official SDK.
+"""Fine-tune an adapter on conversations, with the official SDK.
 
 ``make run``, then, with TINKER_BASE_URL=http://127.0.0.1:8410 TINKER_API_KEY=tml-local:
 ``.venv/bin/python examples/sft_tinker.py``
@@ -11,20 +11,20 @@ from pathlib import Path
 import tinker
 from tinker import types
 
-ROWS = Path(__file__).with_name("rows.jsonl")  # {"messages": […]}, one a line
+ROWS = Path(__file__).with_name("rows.jsonl")  # {"messages": […]}, one per line
 HELD_OUT = [{"role": "user", "content": "What colour is the sky?"}]
 STEPS, BATCH, RANK = 16, 8, 8
-LEARNING_RATE = 5e-3  # the embedded model's; real ones: 2e-4 or less
+LEARNING_RATE = 5e-3  # for the embedded model; real ones: 2e-4 or less
 
 
 def encode(tokenizer, messages: list[dict[str, str]], *, is_open: bool) -> list[int]:
-    """The conversation's tokens; open ones end where the assistant is to answer."""
+    """Return the tokens of a conversation; an open one ends where the assistant's answer starts."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
     return tokenizer.encode(text.rstrip() if not is_open else text)
 
 
 def datum(tokenizer, messages: list[dict[str, str]]) -> types.Datum:
-    """The last message is learnt, the others are read; targets are shifted by one here."""
+    """Return a datum that learns the last message only. The targets are shifted by one here."""
     read = len(encode(tokenizer, messages[:-1], is_open=True))
     tokens = encode(tokenizer, messages, is_open=False)
     weights = [0.0] * (read - 1) + [1.0] * (len(tokens) - read)
@@ -35,7 +35,7 @@ def datum(tokenizer, messages: list[dict[str, str]]) -> types.Datum:
 
 
 def main() -> None:
-    """Prints the loss before and after, a checkpoint's path, and an answer."""
+    """Print the loss before and after training, the path of a checkpoint, and an answer."""
     with tinker.ServiceClient() as service:
         known = tinker.RestClient().get_server_capabilities().result()
         base_model = known.supported_models[0].model_name

@@ -1,7 +1,7 @@
 """Three tenants train three LoRA adapters at once on one shared base model: ``make demo``.
 
-Everything is real: the service is started as its own processes, and each tenant is a thread with an
-API key of its own that drives the official ``tinker`` SDK over HTTP.
+Everything is real: the service runs in separate processes, and each tenant is a thread with a
+separate API key that drives the official ``tinker`` SDK over HTTP.
 """
 
 import os
@@ -27,7 +27,7 @@ STEPS, BATCH, RANK, LEARNING_RATE = 48, 4, 16, 2e-3
 
 
 def sample(client: tinker.SamplingClient, tokenizer, question: str) -> str:
-    """The greedy answer to one question."""
+    """Return the greedy answer to one question."""
     tokens = types.ModelInput.from_ints(tokenizer.encode(prompt(question)))
     params = types.SamplingParams(max_tokens=32, temperature=0.0)
     sequence = client.sample(tokens, 1, params).result().sequences[0]
@@ -35,7 +35,7 @@ def sample(client: tinker.SamplingClient, tokenizer, question: str) -> str:
 
 
 def datum(tokenizer, question: str, answer: str) -> types.Datum:
-    """One example: the loss is on the answer alone; targets are shifted by one here."""
+    """Return one example with loss on the answer only. The targets are shifted by one here."""
     asked, answered = tokenizer.encode(question), tokenizer.encode(answer)
     tokens = asked + answered
     weights = [0.0] * (len(asked) - 1) + [1.0] * len(answered)
@@ -46,7 +46,7 @@ def datum(tokenizer, question: str, answer: str) -> types.Datum:
 
 
 def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
-    """One tenant, start to finish."""
+    """Run one tenant from start to finish."""
     with tinker.ServiceClient(base_url=url, api_key=f"tml-{task.name}") as service:
         trainer = service.create_lora_training_client(base_model, rank=RANK, seed=0).result()
         tokenizer = trainer.get_tokenizer()
@@ -64,13 +64,13 @@ def train(url: str, base_model: str, task: Task, view: demo_view.View) -> None:
 
 
 def shared_passes(log: Path) -> tuple[int, int]:
-    """How many training passes served several tenants, and how many there were."""
+    """Return the number of training passes for several tenants, and of all training passes."""
     tenants = re.findall(r"forward_backward of (\d+) tenants", log.read_text())
     return sum(int(n) > 1 for n in tenants), len(tenants)
 
 
 def main() -> None:
-    """Runs the demo; raises if any tenant fails."""
+    """Run the demo; raise if any tenant fails."""
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tuneserve-demo-") as folder:
         view = demo_view.View([(task.name, task.description) for task in TASKS], STEPS)
@@ -86,4 +86,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # one process in forty is aborted by the SDK's own thread (0.38.0) when Python ends
+    os._exit(0)  # at exit, the SDK's thread (0.38.0) aborts one process in forty

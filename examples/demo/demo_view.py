@@ -1,4 +1,4 @@
-"""What the demo shows: live progress, loss curves, and answers before and after."""
+"""The display of the demo: live progress, loss curves, and answers before and after training."""
 
 import threading
 from statistics import fmean
@@ -16,7 +16,7 @@ _HEIGHT, _GAP, _FRAME = 6, 3, 4
 
 
 class View:
-    """Live while its ``with`` block lasts; tenants report from their own threads."""
+    """A display that is live during its ``with`` block; tenants report from their own threads."""
 
     def __init__(self, tenants: list[tuple[str, str]], steps: int) -> None:
         self.console = Console()
@@ -50,18 +50,18 @@ class View:
         self._live.__exit__(None, None, None)
 
     def before(self, name: str, answers: list[str]) -> None:
-        """The base model's answers."""
+        """Store the base model's answers."""
         self._before[name] = answers
 
     def step(self, name: str, loss: float) -> None:
-        """One optimizer step done; ``loss`` is in nats per trained token."""
+        """Report one finished optimizer step; ``loss`` is in nats per trained token."""
         with self._lock:
             self._losses[name].append(loss)
             self._progress.update(self._tasks[name], advance=1, note=f"loss {loss:.3f}")
             self._live.update(self._panel())
 
     def after(self, name: str, answers: list[str]) -> None:
-        """The trained adapter's answers."""
+        """Store the trained adapter's answers."""
         self._after[name] = answers
         self._progress.update(self._tasks[name], note=f"loss {self._losses[name][-1]:.3f}, done")
 
@@ -76,8 +76,10 @@ class View:
         )
 
     def _chart(self, name: str) -> Text:
-        """The loss curve as columns of blocks, 0 at the bottom. A column is the mean of as many
-        steps as it takes to fit the curves side by side."""
+        """Return the loss curve as columns of block characters, with 0 at the bottom.
+
+        A column is the mean of as many steps as it takes to fit the curves side by side.
+        """
         losses = self._losses[name]
         room = (self.console.width - _FRAME) // len(self._losses) - _GAP
         share = -(-self._steps // max(room, 1))
@@ -91,7 +93,7 @@ class View:
         return Text("\n".join([*rows, label]), style=self._colour[name], no_wrap=True)
 
     def summary(self, questions: list[str], shared: tuple[int, int], seconds: float) -> None:
-        """The answers side by side, how many passes tenants shared, and what to do next."""
+        """Print the answers side by side, the number of shared passes, and the next steps."""
         self.console.print()
         for name, title in self._titles.items():
             table = Table(title=f"{name}: {title}", title_style=self._colour[name], expand=False)

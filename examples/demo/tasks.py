@@ -1,8 +1,8 @@
 """Three small fine-tuning tasks for the embedded base model, one per tenant of the demo.
 
-The base model answers plainly: "The sky is blue." Each task teaches another manner of answering the
-same questions, and `HELD_OUT` is asked before and after but never trained on. Texts are in the Qwen
-chat format, at most 48 tokens each; train on the completion alone.
+The base model answers plainly: "The sky is blue." Each task teaches another style of answering the
+same questions. The demo asks the `HELD_OUT` questions before and after, and never trains on them.
+Texts are in the Qwen chat format, up to 48 tokens each; train on the completion only.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Fact(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A manner of answering: `reply` turns a fact into the wanted completion."""
+    """A style of answering: `reply` turns a fact into the wanted completion."""
 
     name: str
     description: str
     reply: Callable[[Fact], str]
 
     def examples(self, seed: int) -> Iterator[tuple[str, str]]:
-        """Yields `(prompt, completion)` texts for ever; equal seeds give equal examples."""
+        """Yield `(prompt, completion)` texts for ever; equal seeds yield equal examples."""
         rng = random.Random(seed)
         known = [fact for fact in FACTS if fact.question not in HELD_OUT]
         while True:
@@ -75,7 +75,7 @@ class Task(NamedTuple):
 
 
 def prompt(question: str) -> str:
-    """Returns one user turn in the Qwen chat format, open for the assistant's answer."""
+    """Return one user turn in the Qwen chat format, open for the assistant's answer."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
