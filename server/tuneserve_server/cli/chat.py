@@ -17,18 +17,23 @@ def chat(  # noqa: PLR0913 - options
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[PATH|BASE_MODEL]", help="Default: the only base model.", show_default=False
+            metavar="[PATH|BASE_MODEL]",
+            help="Checkpoint or base model. Default: the only base model.",
+            show_default=False,
         ),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Say this, print the answer, and end.", metavar="TEXT")
+        str | None,
+        typer.Option(help="Send this prompt, print the answer and exit.", metavar="TEXT"),
     ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="What the system says first.", metavar="TEXT")
+    system: Annotated[str | None, typer.Option(help="System message.", metavar="TEXT")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 gives the likeliest answer.")
+    ] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 512,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the samples, for reproducible answers.")
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is the likeliest answer.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
-    seed: Annotated[int | None, typer.Option(help="The same answers again.")] = None,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -39,7 +44,8 @@ def chat(  # noqa: PLR0913 - options
         options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
         talk = _Talk(client.sampler(what), options, system)
         if is_live:
-            typer.echo(f"{talk.name}: Ctrl-C ends an answer, Ctrl-D the conversation", err=True)
+            keys = "Ctrl-C stops an answer, Ctrl-D ends the conversation"
+            typer.echo(f"{talk.name}: {keys}", err=True)
         for said in [prompt] if prompt is not None else _lines(is_live):
             if as_json:
                 print_json_line({"prompt": said, "answer": "".join(talk.answer(said))})
@@ -63,8 +69,8 @@ class _Talk:
     def answer(self, text: str) -> Iterator[str]:
         """Yield the pieces of the answer.
 
-        An interrupted answer is remembered as far as it came; a failed answer and its question are
-        not remembered.
+        The conversation keeps the received part of an interrupted answer. It drops a failed answer
+        together with its question.
         """
         asked: Message = {"role": "user", "content": text}
         pieces: list[str] = []
@@ -81,7 +87,7 @@ class _Talk:
 
 
 def _lines(is_live: bool) -> Iterator[str]:
-    """Yield the lines that are typed or read, without empty lines."""
+    """Yield the lines that are typed or read, except empty ones."""
     if not is_live:
         yield from (line.strip() for line in sys.stdin if line.strip())
         return

@@ -1,4 +1,4 @@
-"""``tuneserve checkpoints``: list, delete, keep, export, import and merge checkpoints."""
+"""``tuneserve checkpoints``: list, delete, expire, export, import and merge checkpoints."""
 
 import json
 import subprocess
@@ -22,9 +22,9 @@ from tuneserve_server.cli.output import (
     size,
 )
 
-app = typer.Typer(cls=ListFirst, help="Checkpoints: list, delete, ttl, export, import, merge.")
+app = typer.Typer(cls=ListFirst, help="Manage checkpoints: list, delete, export, import, merge.")
 
-CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="tinker://…")]
+CheckpointPath = Annotated[str, typer.Argument(metavar="PATH", help="Checkpoint, tinker://…")]
 
 _NEVER = "none"
 
@@ -32,13 +32,13 @@ _NEVER = "none"
 @app.command("list")
 def list_checkpoints(
     run: Annotated[
-        str | None, typer.Option(help="Only those of one training run.", metavar="ID")
+        str | None, typer.Option(help="List only checkpoints of this training run.", metavar="ID")
     ] = None,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """List your checkpoints, the newest first."""
+    """List your checkpoints, newest first."""
     with connected(url, api_key) as client:
         found = client.checkpoints(run)
     if as_json:
@@ -61,7 +61,7 @@ def list_checkpoints(
 def delete_checkpoint(
     path: CheckpointPath, url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False
 ) -> None:
-    """Delete a checkpoint; sampling sessions that use it go on."""
+    """Delete a checkpoint. Sampling sessions that use it continue."""
     with connected(url, api_key) as client:
         client.delete_checkpoint(path)
     if as_json:
@@ -74,33 +74,36 @@ def delete_checkpoint(
 def set_ttl(
     path: CheckpointPath,
     seconds: Annotated[
-        str, typer.Argument(metavar="SECONDS", help="From now, an hour at least; none: for good.")
+        str,
+        typer.Argument(metavar="SECONDS", help="Seconds from now, 3600 or more; none: no expiry."),
     ],
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set the time after which a checkpoint is deleted, or keep it for good."""
+    """Set the time after which a checkpoint is deleted, or remove its expiry."""
     if seconds != _NEVER and not seconds.isdecimal():
-        end(f"SECONDS is {seconds!r}; it must be a whole number, or none to keep it", REFUSED)
+        end(f"SECONDS is {seconds!r}; it must be a whole number, or none for no expiry", REFUSED)
     ttl_s = None if seconds == _NEVER else int(seconds)
     with connected(url, api_key) as client:
         client.set_ttl(path, ttl_s)
     if as_json:
         print_json({"path": path, "ttl_seconds": ttl_s})
     else:
-        typer.echo(f"{path} is kept" + (" for good" if ttl_s is None else f" for {ttl_s} s"))
+        typer.echo(f"{path} " + ("never expires" if ttl_s is None else f"expires in {ttl_s} s"))
 
 
 @app.command("export")
 def export_checkpoint(
     path: CheckpointPath,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Output directory; empty, or created.")
+    ],
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint's adapter into a directory that PEFT loads."""
+    """Write a checkpoint's adapter into a directory that PEFT can load."""
     check_export(folder)
     with connected(url, api_key, deadline_s=PATIENT_S) as client:
         client.download(path, folder)
@@ -114,20 +117,21 @@ def export_checkpoint(
 @app.command("import")
 def import_checkpoint(  # noqa: PLR0913 - options
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote.")
+        Path, typer.Argument(metavar="DIR", help="Directory written by PEFT's save_pretrained.")
     ],
-    name: Annotated[str, typer.Option(help="Of the checkpoint.")] = "imported",
+    name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "imported",
     base_model: Annotated[
         str | None,
         typer.Option(
-            help="The server's name of the base model. Default: the adapter's.", metavar="NAME"
+            help="Name of the base model on the server. Default: the name in the adapter.",
+            metavar="NAME",
         ),
     ] = None,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import an adapter that PEFT saved, as a checkpoint to train from."""
+    """Import an adapter that PEFT saved, as a checkpoint that you can train from."""
     with connected(url, api_key, deadline_s=PATIENT_S) as client:
         path = client.import_peft(folder, name=name, base_model=base_model)
         found = client.checkpoint_info(path)
@@ -136,17 +140,20 @@ def import_checkpoint(  # noqa: PLR0913 - options
         print_json({"folder": str(folder), "path": path, **rank})
     else:
         typer.echo(f"{path} has rank {found.lora_rank} on {found.base_model}")
-        typer.echo(f"go on with: tuneserve train ROWS.jsonl --resume {path}", err=True)
+        typer.echo(f"continue with: tuneserve train ROWS.jsonl --resume {path}", err=True)
 
 
 @app.command("merge")
 def merge_checkpoint(  # noqa: PLR0913 - options
     path: CheckpointPath,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Output directory; empty, or created.")
+    ],
     base: Annotated[
         str | None,
         typer.Option(
-            help="Directory or hub id of the base model. Default: where its worker has it.",
+            help="Directory or hub id of the base model. Default: the base model of this "
+            "machine's settings if it has the checkpoint's name, else that name.",
             metavar="BASE",
         ),
     ] = None,
@@ -154,7 +161,7 @@ def merge_checkpoint(  # noqa: PLR0913 - options
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a plain model: a base model on this machine with a checkpoint's adapter merged in."""
+    """Merge a checkpoint's adapter into its base model, on this machine, and write the model."""
     if find_spec("jax") is None:
         end("merging needs the engine: pip install '.[engine]' in a clone", FAILED)
     check_export(folder)
@@ -173,7 +180,7 @@ def merge_checkpoint(  # noqa: PLR0913 - options
         ]
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if ran.returncode != 0:
-        reason = (ran.stderr.strip().splitlines() or ["it was killed; see the memory"])[-1]
+        reason = (ran.stderr.strip().splitlines() or ["it was killed; check the memory"])[-1]
         end(f"{reason} (--base is {base})", FAILED)
     if as_json:
         print_json({"path": path, "base": base, "folder": str(folder)})
@@ -189,10 +196,10 @@ def check_export(folder: Path) -> None:
     except OSError as error:
         end(f"cannot write an adapter into {folder}: {error.strerror}", REFUSED)
     if not is_empty:
-        end(f"{folder} is not empty; name a directory that is, or a new one", REFUSED)
+        end(f"{folder} is not empty; name an empty or a new directory", REFUSED)
 
 
 def _where_it_is(base_model: str) -> str:
-    """Return where a worker with this machine's settings has the base model of this name."""
+    """Return the place of the named base model by this machine's settings, else the name."""
     settings = settings_here()
     return settings.base_model if base_model == settings.served_name else base_model

@@ -1,6 +1,6 @@
 """``tuneserve doctor``: checks whether a service with these settings would run here.
 
-If not, it says what to do. It changes nothing.
+If not, the command says what to do. It changes nothing.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; its text says what to do if something has to be done."""
+    """The result of one check; its text names the remedy if one is needed."""
 
     name: str
     level: Level
@@ -96,7 +96,7 @@ def _ask_engine(settings: ApiSettings, environment: Environment) -> tuple[Findin
     elif model.level == "FAIL":
         memory = _unplanned("the model is in order")
     else:
-        memory = _unplanned("its config.json is here; tuneserve plan downloads that, and no more")
+        memory = _unplanned("its config.json is here; tuneserve plan downloads only that file")
     return device, model, memory
 
 
@@ -119,14 +119,14 @@ def _engine() -> Finding:
         return Finding(
             "engine",
             "FAIL",
-            f"{', '.join(missing)} not installed, which a worker needs (an API process does not): "
+            f"not installed: {', '.join(missing)}; a worker needs them (an API process does not): "
             "pip install 'tuneserve[engine]', or 'tuneserve[cuda]' for an NVIDIA GPU",
         )
     return Finding("engine", "OK", f"installed, jax {importlib.metadata.version('jax')}")
 
 
 _UNTOLD = tuple(
-    Finding(name, "FAIL", "it cannot be looked at without the engine; install that first")
+    Finding(name, "FAIL", "not checked, because that needs the engine; install the engine first")
     for name in ("device", "model", "memory")
 )
 
@@ -141,20 +141,20 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
         return Finding(
             "device",
             "FAIL",
-            f"JAX did not find a device within {limit_s:.0f} s; see whether the driver answers "
+            f"JAX did not find a device within {limit_s:.0f} s; check whether the driver answers "
             "(nvidia-smi) and whether another process holds the device",
         )
     if ran.returncode != 0:
         return Finding(
             "device",
             "FAIL",
-            f"JAX finds no device: {_last_line(ran)}; see the driver (nvidia-smi), or compute on "
-            "the CPU with JAX_PLATFORMS=cpu",
+            f"JAX finds no device: {_last_line(ran)}; check the driver (nvidia-smi), or run on the "
+            "CPU with JAX_PLATFORMS=cpu",
         )
     found = json.loads(ran.stdout.splitlines()[-1])
     text = f"{found['count']} x {found['kind']} ({found['platform']}), {size(found['bytes'])}"
     if found["platform"] == "cpu" and _NVIDIA.exists():
-        way_out = "there is an NVIDIA GPU that JAX does not see: pip install 'tuneserve[cuda]'"
+        way_out = "JAX does not see this machine's NVIDIA GPU: pip install 'tuneserve[cuda]'"
         return Finding("device", "WARN", f"{text}; {way_out}")
     return Finding("device", "OK", text)
 
@@ -172,7 +172,7 @@ def _run(arguments: list[str], environment: Environment, limit_s: float) -> Ran:
 
 
 def _last_line(ran: Ran) -> str:
-    return (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    return (ran.stderr.strip().splitlines() or ["it printed no error"])[-1]
 
 
 def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
@@ -185,14 +185,14 @@ def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
         return Finding(
             name,
             "FAIL",
-            f"{folder} cannot be written: {error.strerror}; see who owns {place}, or choose "
-            f"another with {option}",
+            f"{folder} cannot be written: {error.strerror}; check who owns {place}, or choose "
+            f"another directory with {option}",
         )
     kind = network_file_system(place.resolve(), _mounts())
     mode = permissions.open_to(folder) if folder == settings.files_dir else ""
     if mode and not settings.group_access:
-        text = f"others than its owner can enter {folder.absolute()} (permissions {mode}): chmod "
-        text += "700 it, or set group_access if its processes have several users"
+        text = f"users other than its owner can enter {folder.absolute()} (permissions {mode}): "
+        text += "chmod it to 700, or set group_access if the service runs as several users"
         return Finding(name, "WARN", text)
     if kind is None:
         return Finding(name, "OK", f"{folder.absolute()}, writable, on a local file system")
@@ -200,8 +200,8 @@ def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
         return Finding(
             name,
             "FAIL",
-            f"{folder} is on a network file system ({kind}), where SQLite cannot be relied on; "
-            f"choose a local disk with {option}, or keep the store in Redis (--store)",
+            f"{folder} is on a network file system ({kind}), on which SQLite is not reliable; "
+            f"choose a local disk with {option}, or use Redis as the store (--store)",
         )
     return Finding(name, "OK", f"{folder.absolute()}, writable, on {kind}")
 
@@ -230,7 +230,7 @@ def _mounts() -> str:
 def _disk(settings: ApiSettings) -> Finding:
     free = shutil.disk_usage(_existing(settings.data_dir)).free
     least = settings.min_free_bytes
-    text = f"{size(free)} free; below {size(least)} requests are put off"
+    text = f"{size(free)} free; below {size(least)}, requests are answered with 503"
     if free < least:
         return Finding("disk", "FAIL", f"{text}: make room, or lower --min-free-bytes")
     if free < 2 * least:
@@ -240,18 +240,18 @@ def _disk(settings: ApiSettings) -> Finding:
 
 def _port(settings: ApiSettings, health: dict[str, Any]) -> Finding:
     if health:
-        text = f"{settings.url} is a tuneserve that answers; its worker is {health['worker']}"
+        text = f"a tuneserve service answers at {settings.url}; its worker is {health['worker']}"
         if health["worker"] == "ready":
             return Finding("port", "OK", text)
-        return Finding("port", "WARN", f"{text}: it may be loading; see its log")
+        return Finding("port", "WARN", f"{text}: it may still be loading; see its log")
     try:
         serve.listen(settings).close()
     except serve.CannotStart as error:
         return Finding("port", "FAIL", str(error))
     if not settings.require_keys and not settings.may_be_open:
-        text = f"{settings.url} is free, but others can reach it: unless a key was ever made in its"
-        way_out = "set require_keys (--require-keys true), or listen on 127.0.0.1"
-        return Finding("port", "WARN", f"{text} store, the start is refused; {way_out}")
+        text = f"{settings.url} is free, but others can reach it: unless its store ever had an API"
+        way_out = "set require_keys (--require-keys), or listen on 127.0.0.1"
+        return Finding("port", "WARN", f"{text} key, the start is refused; {way_out}")
     return Finding("port", "OK", f"{settings.url} is free")
 
 
@@ -272,10 +272,10 @@ def _store(settings: ApiSettings, health: dict[str, Any]) -> Finding:
 
 def _durable(store: str, durability: str) -> Finding:
     if durability == "asserted":
-        way_out = "let it be read (CONFIG GET), or be sure of it"
-        text = f"{store}, on disk only by the operator's word: {way_out}"
+        way_out = "allow CONFIG GET, or make sure of its settings yourself"
+        text = f"{store}, on disk only according to store_durability_asserted: {way_out}"
         return Finding("store", "WARN", text)
-    return Finding("store", "OK", f"{store}, what is accepted is on disk: {durability}")
+    return Finding("store", "OK", f"{store}, on disk before requests are accepted: {durability}")
 
 
 def _sqlite(settings: ApiSettings) -> Finding:
@@ -305,7 +305,7 @@ def _look_at_model(base_model: str, environment: Environment, revision: str | No
     except subprocess.TimeoutExpired:
         return {
             "folder": None,
-            "problem": f"its files were not read within {_MODEL_S:.0f} s; see their disk",
+            "problem": f"its files were not read within {_MODEL_S:.0f} s; check their disk",
         }
     if ran.returncode != 0:
         return {
@@ -327,8 +327,8 @@ def _model(settings: ApiSettings, found: Look) -> Finding:
         return Finding(
             "model",
             "WARN",
-            f"{text}; its tokenizer cannot be read ({' '.join(reason.split())}), which is needed "
-            "for all that is sent as text: put the model's tokenizer.json there",
+            f"{text}; its tokenizer cannot be read ({' '.join(reason.split())}), and requests that "
+            "send text need it: put the model's tokenizer.json there",
         )
     if not settings.is_loopback and (notice := settings.local_tokenizer):
         return Finding("model", "WARN", f"{text}; {notice}")
@@ -338,11 +338,11 @@ def _model(settings: ApiSettings, found: Look) -> Finding:
 def _download(name: str, found: Look) -> Finding:
     when = "will be downloaded from the hub at the first start, which needs the network"
     if found["folder"] is None:
-        return Finding("model", "WARN", f"{name} is no directory here: it {when}")
+        return Finding("model", "WARN", f"{name} is not a directory here: it {when}")
     missing, free = found["to_download_bytes"], found["free_bytes"]
     if missing is None:
-        return Finding("model", "WARN", f"{name} is here in part: the rest {when}")
-    text = f"{name} is here in part: the rest, about {size(missing)}, {when}"
+        return Finding("model", "WARN", f"{name} is only partly here: the rest {when}")
+    text = f"{name} is only partly here: the rest, about {size(missing)}, {when}"
     if missing > free:
         way_out = "make room, or set HF_HOME to a directory on another disk"
         return Finding("model", "FAIL", f"{text}; its disk has {size(free)} free: {way_out}")
@@ -350,7 +350,7 @@ def _download(name: str, found: Look) -> Finding:
 
 
 def _unplanned(before: str) -> Finding:
-    text = f"whether the model fits is not looked at before {before}"
+    text = f"whether the model fits cannot be checked before {before}"
     return Finding("memory", "WARN", text)
 
 
@@ -362,8 +362,8 @@ def _memory(folder: str, environment: Environment) -> Finding:
             ["-m", "tuneserve_engine.backend.jax.memory.report", "--json"], environment, _DEVICE_S
         )
     except subprocess.TimeoutExpired:
-        reason = f"there was no plan within {_DEVICE_S:.0f} s"
-        return Finding("memory", "FAIL", f"{reason}; see whether tuneserve plan ends")
+        reason = f"planning took longer than {_DEVICE_S:.0f} s"
+        return Finding("memory", "FAIL", f"{reason}; check whether tuneserve plan finishes")
     if ran.returncode != 0:
         return Finding("memory", "FAIL", _refusal(ran))
     found = json.loads(ran.stdout[ran.stdout.index("{\n") :])  # skips other output before it
@@ -373,10 +373,10 @@ def _memory(folder: str, environment: Environment) -> Finding:
 
 
 def _refusal(ran: Ran) -> str:
-    """Return the planner's refusal in one line, without the table in its middle."""
+    """Return the planner's refusal in one line, without the table in the middle."""
     _, found, text = ran.stderr.partition(_PLAN_REFUSES)
     if not found:
-        return f"there is no plan: {_last_line(ran)}; see tuneserve plan"
+        return f"planning failed: {_last_line(ran)}; see tuneserve plan"
     first, *others = text.strip().splitlines()
     if not others:
         return first

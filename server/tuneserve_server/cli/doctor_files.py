@@ -1,4 +1,4 @@
-"""The check of ``tuneserve doctor`` that the directory of files belongs to the store."""
+"""The check of ``tuneserve doctor`` that the files directory belongs to the store."""
 
 import asyncio
 from typing import Any, Literal
@@ -25,37 +25,37 @@ _STORE_S = 10.0
 
 
 class _New(Exception):
-    """The store does not exist yet, or has no directory of files."""
+    """The store does not exist yet, or has no files directory."""
 
 
 def look_at_owner(
     settings: ApiSettings, health: dict[str, Any]
 ) -> tuple[Literal["OK", "WARN", "FAIL"], str]:
-    """Return whether the store may clean up its directory of files. Changes nothing."""
+    """Return whether the store may clean up its files directory. Changes nothing."""
     if health:
         kept = health.get("files_kept")
-        return ("WARN", kept) if kept else ("OK", "the directory of files is the store's own")
+        return ("WARN", kept) if kept else ("OK", "the files directory belongs to the store")
     try:
         if not settings.files_dir.is_dir():
-            return "OK", "the first start makes the directory of files"
+            return "OK", "the first start creates the files directory"
         problem = asyncio.run(_problem(settings))
     except _New:
         try:
             check_unused(settings.files_dir, settings.store_shown)
         except (StoreUnusable, OSError) as error:
             return "FAIL", str(error)
-        return "OK", "no store has files there yet"
+        return "OK", "no store uses the files directory yet"
     except (StoreUnusable, StoreFailed, OSError):
-        return "WARN", "whose it is cannot be seen before the store is in order"
+        return "WARN", "the owner of the files cannot be checked before the store is in order"
     if problem is None:
         groups = FileStore(settings.files_dir).set_aside_groups()
         count = sum(map(len, groups.values()))
-        return "OK", f"the directory of files is the store's own, {count} of them in quarantine"
+        return "OK", f"the files directory belongs to the store; {count} files are in quarantine"
     return "FAIL" if problem.kind == "unmarked" else "WARN", problem.text
 
 
 async def _problem(settings: ApiSettings) -> Problem | None:
-    """Return the first problem with the directory's ownership that a start would report, or None.
+    """Return the first ownership problem that a start would report, or None.
 
     Raises ``_New``, and the errors of opening the store.
     """

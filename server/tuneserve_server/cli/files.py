@@ -1,4 +1,4 @@
-"""``tuneserve files``: the owner of the directory of files, and the files that nothing names."""
+"""``tuneserve files``: the owner of the files directory, and unused files."""
 
 import asyncio
 from pathlib import Path
@@ -13,19 +13,20 @@ from tuneserve_engine.store.open import adopt_files
 from tuneserve_server.cli import keys, output
 from tuneserve_server.cli.keys import AsJson, DataDir
 
-app = typer.Typer(no_args_is_help=True, help="The directory of files: its owner, unused files.")
+app = typer.Typer(no_args_is_help=True, help="Manage the files directory: owner, unused files.")
 
 FilesDir = Annotated[
-    Path | None, typer.Option(help="The directory of files, if it is not set.", metavar="DIR")
+    Path | None, typer.Option(help="Files directory. Default: from the settings.", metavar="DIR")
 ]
 StoreAddress = Annotated[
-    str | None, typer.Option("--store", help="Address of the Redis store, if it is not set.")
+    str | None,
+    typer.Option("--store", help="Address of the Redis store. Default: from the settings."),
 ]
 
 
 @app.command()
 def status(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Show how many files there are, what is in quarantine, and why unused files are kept."""
+    """Show the number of files, the quarantine, and why unused files are kept."""
     _show(keys.call("GET", "/files", data_dir), as_json)
 
 
@@ -42,10 +43,10 @@ def adopt(
     store: StoreAddress = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make this store the owner of the directory of files, after a store was replaced or restored.
+    """Make this store the owner of the files directory, after a store was replaced or restored.
 
-    Files that the store does not name are then unused, and go into quarantine. Refused while the
-    service of another store uses the directory."""
+    Files that the store does not name are unused from then on, and go into quarantine. The command
+    is refused while the service of another store uses the directory."""
     given: dict[str, Any] = {"data_dir": data_dir, "files_dir": files_dir, "store": store}
     settings = output.settings_here(**{name: value for name, value in given.items() if value})
     try:
@@ -58,8 +59,8 @@ def adopt(
     files, named = adopted["files"], adopted["named"]
     typer.echo(f"{settings.files_dir} belongs to the store {settings.store_shown} now")
     typer.echo(
-        f"it has {files} checkpoints and recovery points, of which the store names {named}; the "
-        f"other {files - named} are unused, and go into quarantine when the service runs"
+        f"it has {files} checkpoints and recovery points; the store names {named} of them. The "
+        f"other {files - named} are unused and go into quarantine while the service runs"
     )
 
 
@@ -77,4 +78,4 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
     quarantine = found["quarantine"]
     facts = {"files": str(found["files"]), "quarantine": str(sum(quarantine.values()))}
     facts |= {f"  {group}": str(count) for group, count in quarantine.items()}
-    output.print_facts(facts | {"unused files": found["kept"] or "are cleared away"})
+    output.print_facts(facts | {"unused files": found["kept"] or "are cleaned up"})

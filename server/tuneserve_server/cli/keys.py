@@ -1,6 +1,6 @@
-"""``tuneserve keys`` and ``tuneserve tenants``: the operator's commands to a running API process.
+"""``tuneserve keys`` and ``tuneserve tenants``: an operator's commands to a running API process.
 
-The commands use the socket in the process's data directory.
+The commands use the socket in the data directory of the process.
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from tuneserve_engine.core.records import Scope
 from tuneserve_server.cli import output
 from tuneserve_server.cli.output import day, print_json, print_table
 
-keys = typer.Typer(no_args_is_help=True, help="API keys: make, list, revoke.")
-tenants = typer.Typer(no_args_is_help=True, help="Tenants: their weights and limits.")
+keys = typer.Typer(no_args_is_help=True, help="Manage API keys: create, list, revoke.")
+tenants = typer.Typer(no_args_is_help=True, help="Manage tenants: their weights and limits.")
 
 _TIMEOUT_S = 30.0
 _AS_SET = "none"
 
 DataDir = Annotated[
-    Path | None, typer.Option(help="The data directory of the API process.", metavar="DIR")
+    Path | None, typer.Option(help="Data directory of the API process.", metavar="DIR")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 # --- keys ---------------------------------------------------------------------------------------
@@ -32,19 +32,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 @keys.command("create")
 def create_key(  # noqa: PLR0913 - options
-    tenant: Annotated[str, typer.Option(help="Whose key it is; a new name makes a new tenant.")],
-    name: Annotated[str, typer.Option(help="What it is for, for the list.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Tenant that owns the key. A new name creates a tenant.")
+    ],
+    name: Annotated[str, typer.Option(help="Label of the key in the list.")] = "",
     scope: Annotated[
         list[Scope] | None,
-        typer.Option(help="What it may do; may be given several times. Default: train and sample."),
+        typer.Option(
+            help="Scope of the key. Repeat the option for several. Default: train and sample."
+        ),
     ] = None,
     expires_days: Annotated[
-        int | None, typer.Option(help="Days until it is refused. Default: never.", metavar="N")
+        int | None, typer.Option(help="Days until the key expires. Default: never.", metavar="N")
     ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key and print it once: the server keeps only its HMAC."""
+    """Create a key and print it. It is shown only once: the server stores its HMAC alone."""
     new: dict[str, Any] = {"tenant": tenant, "name": name, "expires_days": expires_days}
     if scope:
         new["scopes"] = [each.value for each in scope]
@@ -55,15 +59,15 @@ def create_key(  # noqa: PLR0913 - options
     typer.echo(made["key"])
     scopes = " and ".join(made["scopes"])
     typer.echo(
-        f"key {made['id']} of tenant {made['tenant']}, to {scopes}, {_expiry(made)}; keep it now: "
-        "it cannot be shown again",
+        f"key {made['id']} of tenant {made['tenant']} for {scopes}, {_expiry(made)}; save it now, "
+        "because it cannot be shown again",
         err=True,
     )
 
 
 @keys.command("list")
 def list_keys(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List all keys, the newest first, without their secrets, which are not kept."""
+    """List all keys, newest first. Their secrets are not stored."""
     found = call("GET", "/keys", data_dir)
     if as_json:
         print_json(found)
@@ -89,9 +93,9 @@ def revoke_key(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Revoke a key; it is refused within 5 s. ID is the middle part of the key."""
+    """Revoke a key. It is refused within 5 s. ID is the middle part of the key."""
     if key_id.count("-") == 2:
-        _end("give the id alone, the middle part of the key: its secret belongs in no command line")
+        _end("give the id alone, the middle part of the key: never put a secret on a command line")
     revoked = call("POST", f"/keys/{_part(key_id)}/revoke", data_dir)
     if as_json:
         print_json(revoked)
@@ -109,7 +113,7 @@ _COLUMNS = [
 
 @tenants.command("list")
 def list_tenants(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List the tenants that have keys, or a weight or limits of their own."""
+    """List the tenants that have keys, or their own weight or limits."""
     found = call("GET", "/tenants", data_dir)
     if as_json:
         print_json(found)
@@ -121,21 +125,26 @@ def list_tenants(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 def set_tenant(  # noqa: PLR0913 - options
     name: str,
     weight: Annotated[
-        str | None, typer.Option(help="Share of device time beside others, who have 1.")
+        str | None, typer.Option(help="Share of device time; the default of a tenant is 1.")
     ] = None,
-    max_jobs: Annotated[str | None, typer.Option(help="Requests that have not ended.")] = None,
-    max_models: Annotated[str | None, typer.Option(help="Models in use.")] = None,
-    max_checkpoints: Annotated[str | None, typer.Option(help="Checkpoints it may keep.")] = None,
+    max_jobs: Annotated[
+        str | None, typer.Option(help="Largest number of unfinished requests.")
+    ] = None,
+    max_models: Annotated[str | None, typer.Option(help="Largest number of models in use.")] = None,
+    max_checkpoints: Annotated[
+        str | None, typer.Option(help="Largest number of checkpoints.")
+    ] = None,
     max_checkpoint_bytes: Annotated[
-        str | None, typer.Option(help="Bytes of checkpoints at which it can save no more.")
+        str | None,
+        typer.Option(help="Bytes of checkpoints from which the tenant can save no more."),
     ] = None,
     device_s_a_day: Annotated[
-        str | None, typer.Option(help="Its budget: seconds of the device in a day (UTC).")
+        str | None, typer.Option(help="Budget in device seconds per day (UTC).")
     ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Give a tenant a weight or limits of its own; "none" goes back to the settings' value."""
+    """Set the weight or limits of a tenant. The value "none" restores the one of the settings."""
     given = {
         "weight": weight,
         "max_jobs": max_jobs,
@@ -150,7 +159,7 @@ def set_tenant(  # noqa: PLR0913 - options
         if text is not None
     }
     if not change:
-        _end("nothing to set; name a weight or a limit: tuneserve tenants set --help")
+        _end("nothing to set; give a weight or a limit: tuneserve tenants set --help")
     changed = call("PATCH", f"/tenants/{_part(name)}", data_dir, change)
     if as_json:
         print_json(changed)
@@ -163,11 +172,11 @@ def _print_tenants(found: list[dict[str, Any]]) -> None:
     print_table(_COLUMNS, rows)
 
 
-# --- the way there ------------------------------------------------------------------------------
+# --- the connection -----------------------------------------------------------------------------
 
 
 def call(method: str, path: str, data_dir: Path | None, body: Any = None) -> Any:
-    """Return the API process's answer; without one, end the command with the reason."""
+    """Return the answer of the API process; without one, end the command with the reason."""
     socket = output.settings_here(data_dir).admin_socket
     try:
         return ask(socket, method, path, body)
@@ -189,8 +198,8 @@ def ask(socket: Path, method: str, path: str, body: Any = None) -> Any:
 
 def _nobody_at(socket: Path, reason: str) -> NoReturn:
     _end(
-        f"nobody answers at {socket.absolute()} ({reason}); start the API process (tuneserve up or "
-        "tuneserve api), name its data directory with --data-dir, and be the same user",
+        f"no API process answers at {socket.absolute()} ({reason}); start one (tuneserve up or "
+        "tuneserve api), name its data directory with --data-dir, and run as the same user",
         status=1,
     )
 
@@ -205,4 +214,4 @@ def _end(text: str, status: int = REFUSED) -> NoReturn:
 
 
 def _expiry(key: dict[str, Any]) -> str:
-    return "for good" if key["expires_s"] is None else f"until {day(key['expires_s'])} UTC"
+    return "no expiry" if key["expires_s"] is None else f"until {day(key['expires_s'])} UTC"

@@ -1,4 +1,4 @@
-"""The message to the store that a worker was killed from outside: only its supervisor knows."""
+"""The report to the store that a worker was killed from outside, which only its supervisor sees."""
 
 import asyncio
 import logging
@@ -22,4 +22,4 @@ async def tell_killed(settings: CommonSettings, worker_name: str) -> None:
             queue = await connect()
             await queue.killed(worker_name)
     except (ConnectionError, TimeoutError, OSError, StoreFailed, StoreUnusable) as error:
-        logger.warning("the store was not told that %s was killed: %s", worker_name, error)
+        logger.warning("cannot report to the store that %s was killed: %s", worker_name, error)

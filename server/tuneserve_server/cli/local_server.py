@@ -85,7 +85,7 @@ class LocalServer:
                 self.base_model = health["base_model"]
                 return
             time.sleep(0.1)
-        raise RuntimeError(f"the service did not get ready; its log ends:\n{self._log_tail()}")
+        raise RuntimeError(f"the service did not become ready; its log ends:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]

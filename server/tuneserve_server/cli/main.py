@@ -89,7 +89,7 @@ def _command(
 
 
 def _option(name: str, field: FieldInfo) -> Any:
-    value = None if field.default_factory else field.default  # the description tells it
+    value = None if field.default_factory else field.default  # the description names it
     shown = "the embedded model" if value == str(TINY_MODEL) else value
     default = "" if shown in (None, "") else f" Default: {shown}."
     text = f"{field.description}{default}"
@@ -145,7 +145,7 @@ def api(given: Given) -> None:
 
 @_command(WorkerSettings)
 def worker(given: Given) -> None:
-    """Start a worker alone, on the data directory of an API process."""
+    """Start a worker alone, for a running API process."""
     _settings(WorkerSettings, given)
     _check_engine()
     os.execve(
@@ -153,9 +153,9 @@ def worker(given: Given) -> None:
     )
 
 
-@_command(WorkerSettings, json="Print it as JSON.")
+@_command(WorkerSettings, json="Print JSON instead of text.")
 def plan(given: Given) -> None:
-    """Show what a worker would do with the device's memory, and why."""
+    """Show a worker's plan of the device's memory, line by line."""
     flags = ["--json"] if given.pop("json", None) is not None else []
     _settings(WorkerSettings, given)
     _check_engine()
@@ -163,9 +163,9 @@ def plan(given: Given) -> None:
     os.execve(sys.executable, command, _environment(given))
 
 
-@_command(ApiSettings, WorkerSettings, json="Print it as JSON.")
+@_command(ApiSettings, WorkerSettings, json="Print JSON instead of text.")
 def doctor(given: Given) -> None:
-    """Check whether a service with these settings would run here; exit status 1 if not."""
+    """Check whether a service with these settings would run here. Exits with status 1 if not."""
     as_json = given.pop("json", None) is not None
     settings = _settings(ApiSettings, given)
     _settings(WorkerSettings, given)
@@ -179,7 +179,7 @@ def doctor(given: Given) -> None:
 
 
 def _worker_name(settings: ApiSettings) -> str:
-    """Return a name that no other ``tuneserve up`` on the same store gives to its worker."""
+    """Return a worker name that no other ``tuneserve up`` on the same store uses."""
     if settings.store_kind == "sqlite":
         return "worker"
     return f"worker-{socket.gethostname()}-{settings.port}"
@@ -226,13 +226,13 @@ def _explain(problem: ErrorDetails, given: Given) -> str:
 
 
 _OF_CLIENTS = {"url", "api_key"}
-"""The variables (without the prefix) that clients read, maybe in the same shell."""
+"""The variables (without the prefix) of clients, which may run in the same shell."""
 
 
 def _check_names() -> None:
     """Refuse a settings file that cannot be read or holds anything but settings.
 
-    An unknown variable may belong to another program: it is only mentioned.
+    An unknown variable may belong to another program, so it only causes a warning.
     """
     known = {*ApiSettings.model_fields, *WorkerSettings.model_fields}
     try:
@@ -245,17 +245,17 @@ def _check_names() -> None:
     for name in os.environ:
         setting = name.lower().removeprefix("tuneserve_")
         if name.upper().startswith("TUNESERVE_") and setting not in known | _OF_CLIENTS:
-            say(f"{name} is no setting and is ignored{_like(setting, known, _variable)}")
+            say(f"{name} is not a setting and is ignored{_like(setting, known, _variable)}")
     unknown = [key for key in keys if key not in known]
     for key in unknown:
-        say(f"{SETTINGS_FILE} has {key!r}, which is no setting{_like(key, known)}")
+        say(f"{SETTINGS_FILE} has {key!r}, which is not a setting{_like(key, known)}")
     if unknown:
         raise typer.Exit(REFUSED)
 
 
 def _like(name: str, known: set[str], spelt: Callable[[str], str] = str) -> str:
     close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {spelt(close[0])}?" if close else "; docs/configuration.md lists all"
+    return f"; did you mean {spelt(close[0])}?" if close else "; see docs/configuration.md"
 
 
 def _check_engine() -> None:

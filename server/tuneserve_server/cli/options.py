@@ -22,19 +22,19 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar=["TUNESERVE_API_KEY", "TINKER_API_KEY"],
-        help="Your key; better in the environment, where nobody else sees it. Default: tml-local, "
-        "which a server without keys takes.",
+        help="API key. Set it in the environment, because other users of the machine can see "
+        "options. Default: tml-local, which a server without keys accepts.",
         metavar="KEY",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 HERE = DEFAULT_URL
 QUICK_S, PATIENT_S = 3.0, 300.0
 """The times for which a request is retried.
 
-``QUICK_S`` is for a command that a user waits for, ``PATIENT_S`` for a command that must not lose
-its work to a restart of the server.
+``QUICK_S`` is for a command that a user waits for. ``PATIENT_S`` is for a command that must not
+lose its work when the server restarts.
 """
 
 
@@ -42,7 +42,7 @@ its work to a restart of the server.
 def connected(
     url: str, api_key: str | None, *, deadline_s: float = QUICK_S, name: str = "tuneserve"
 ) -> Iterator[Client]:
-    """Yield a client; an error of the client ends the command with one line that says why."""
+    """Yield a client. An error of the client ends the command with a one-line reason."""
     if not url.startswith(("http://", "https://")):
         end(f"the address is {url!r}; it must begin with http:// or https://", REFUSED)
     try:
@@ -60,7 +60,7 @@ def connected(
         end(str(error), FAILED)
     except ValidationError as error:
         if error.title.endswith("Response"):
-            end(f"{url} answers, but not as a tuneserve server does; check the address", FAILED)
+            end(f"{url} answers, but is not a tuneserve server; check the address", FAILED)
         end("; ".join(f"{_place(each)}: {each['msg']}" for each in error.errors()), REFUSED)
     except (ValueError, httpx.InvalidURL) as error:
         end(str(error), REFUSED)

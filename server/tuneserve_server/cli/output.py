@@ -22,7 +22,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def this_command() -> str:
-    """Return how to call this program in the same shell: a path if ``tuneserve`` is not found."""
+    """Return the command that calls this program in the same shell: the name or a path."""
     called, found = Path(sys.argv[0]), shutil.which("tuneserve")
     if called.name != "tuneserve" or (found and called.samefile(found)):
         return "tuneserve"
@@ -49,7 +49,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """Print one of several values as a line of its own, and flush it."""
+    """Print one of several values on its own line, and flush it."""
     print(json.dumps(value), flush=True)
 
 
@@ -77,7 +77,7 @@ def minute(time: datetime | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Return a number of bytes as people write it."""
+    """Return a number of bytes in a readable unit."""
     if count is None:
         return "-"
     for unit in ("B", "KiB", "MiB"):
@@ -88,7 +88,7 @@ def size(count: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the curve in at most ``width`` characters; more values are averaged."""
+    """Return the curve in up to ``width`` characters; more values are averaged."""
     count = min(len(values), width)
     edges = [len(values) * each // count for each in range(count + 1)] if count else [0]
     means = [sum(values[first:end]) / (end - first) for first, end in pairwise(edges)]
@@ -98,6 +98,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def end(text: str, status: int) -> NoReturn:
-    """End the command with one line that says why."""
+    """End the command with a one-line reason."""
     print(f"tuneserve: {' '.join(text.split())}", file=sys.stderr)
     raise typer.Exit(status)

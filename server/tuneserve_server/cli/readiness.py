@@ -13,7 +13,7 @@ _PAUSE_S = 0.1
 
 
 async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> None:
-    """Report what is being loaded, wait for a worker of these settings' base model, report its use.
+    """Report the loading, wait for a worker of the settings' base model, report how to connect.
 
     Workers of other base models do not count.
     """
@@ -25,11 +25,11 @@ async def report_progress(settings: ApiSettings, say: Callable[[str], None]) -> 
     while (own := _own(health, settings.served_name)) is None:
         await asyncio.sleep(_PAUSE_S)
         health = await asyncio.to_thread(health_of, settings.url)
-    key = "a key of: tuneserve keys create" if health.get("keys_required") else "tml-local"
+    key = "<from tuneserve keys create>" if health.get("keys_required") else "tml-local"
     say(f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY={key}")
     say(f"base model {own['name']}, context {own.get('context_length')} tokens")
     if "warming" in own:
-        say(f"warming up: {own['warming']}; a request that needs another one waits for it")
+        say(f"warming up: {own['warming']}; requests that need the others wait for them")
     if "store_damage" in health:
         say(f"attention: {health['store_damage']}")
     if "failing" in own:

@@ -1,4 +1,4 @@
-"""``tuneserve runs``: the tenant's models, their losses and their cost."""
+"""``tuneserve runs``: the models of a tenant, their losses and their cost."""
 
 from typing import Annotated, Any
 
@@ -8,7 +8,7 @@ from tuneserve_client.wire import types
 from tuneserve_server.cli.options import HERE, ApiKey, AsJson, ListFirst, Url, connected
 from tuneserve_server.cli.output import minute, print_facts, print_json, print_table, sparkline
 
-app = typer.Typer(cls=ListFirst, help="Training runs: list, show.")
+app = typer.Typer(cls=ListFirst, help="List and show training runs.")
 
 _HEAD = ["id", "base model", "adapter", "rank", "status", "created", "last request"]
 _WIDTH = 48
@@ -16,7 +16,7 @@ _WIDTH = 48
 
 @app.command("list")
 def list_runs(url: Url = HERE, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """List your training runs, the newest first."""
+    """List your training runs, newest first."""
     with connected(url, api_key) as client:
         runs = client.runs()
     if as_json:
@@ -46,7 +46,7 @@ def show_run(
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one run: its losses, its steps, and what it cost."""
+    """Show one run: its losses, its steps and its cost."""
     with connected(url, api_key) as client:
         run = client.run(run_id)
         curve = client.curve(run_id)
@@ -90,7 +90,7 @@ def _texts(
         texts["last loss"] = f"{losses[-1]:.4f}  {sparkline(losses, _WIDTH)}"
     if used is not None:
         texts["cost"] = (
-            f"{used.device_ms / 1000:.2f} s of the device, {used.trained_tokens} tokens trained, "
+            f"{used.device_ms / 1000:.2f} device seconds, {used.trained_tokens} tokens trained, "
             f"{used.padded_tokens} padded, {used.flops:.3g} FLOPs"
         )
     for number, path in enumerate(facts["checkpoints"]):
@@ -103,5 +103,5 @@ def _status(run: types.TrainingRunResponse) -> str:
 
 
 def _loss(point: types.CurvePointResponse) -> float:
-    """Return the mean loss as the dashboard shows it: by the tokens' weights, else by tokens."""
+    """Return the mean loss, as on the dashboard: over the tokens' weights, else over tokens."""
     return (point.loss_sum or 0.0) / (point.weight or point.tokens or 1.0)

@@ -1,7 +1,8 @@
 """``tuneserve up``: starts the API process and the worker, and keeps both running.
 
-A child that dies is started again, after a longer wait each time it dies young; a child that cannot
-start ends the whole service. Children end with the supervisor, however the supervisor ends.
+The supervisor restarts a child that dies. Each early death makes the wait before the restart
+longer. A child that cannot start ends the whole service. Children end with the supervisor, however
+the supervisor ends.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ async def _ignore(name: str, status: int) -> None:
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """A process to keep running."""
+    """A process that the supervisor keeps running."""
 
     name: str
     command: Sequence[str]
@@ -64,11 +65,12 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """The keeper of its children, until a signal or until a child is given up.
+    """Keeps its children running until a signal arrives or a child is given up.
 
     Only a child that cannot start is given up. Once everything was ready, children are restarted
-    forever: they may die of requests, and such requests come to an end. ``ended`` is called with
-    the name and the exit status of a child before each restart; it must not raise.
+    forever: a request may kill its worker, but only a few times before the request fails.
+    ``ended`` is called with the name and the exit status of a child before each restart; it must
+    not raise.
     """
 
     def __init__(

@@ -25,17 +25,17 @@ Worker = tuple[str, str]
 
 _WIDTH = 160  # without a terminal
 _WINDOW_S = 20.0
-"""The window over which rates are means: workers report their figures every two seconds or so."""
+"""The window over which rates are means: workers report metrics about every two seconds."""
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print it once, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between updates.")] = 2.0,
     url: Url = HERE,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the workers: how busy they are, tokens a second, adapters, the queue."""
+    """Show the load of the workers: device use, tokens per second, adapters, the queue."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     with connected(url, api_key, name="top") as client:
         watch = TopWindow()
@@ -75,7 +75,7 @@ def look(client: Client) -> TopSample:
 
 
 class TopWindow:
-    """The samples of the last seconds, and the rates over them."""
+    """The measurements of the last seconds, and the rates over them."""
 
     def __init__(self) -> None:
         self._looks: deque[TopSample] = deque()
@@ -106,7 +106,7 @@ class TopWindow:
         }
 
     def _rate(self, worker: Worker, name: str) -> float | None:
-        """Return a counter's rate per second; None with one sample only, or for a new worker."""
+        """Return a counter's rate per second; None with one measurement, or for a new worker."""
         first, last = self._looks[0], self._looks[-1]
         before, now = (each.workers.get(worker, {}).get(name) for each in (first, last))
         if first is last or before is None or now is None or now < before:
@@ -115,9 +115,9 @@ class TopWindow:
 
 
 def _every(client: Client, watch: TopWindow, interval_s: float) -> Iterator[tuple[Any, str | None]]:
-    """Yield the facts at every interval, forever, each with the problem of a failed look or None.
+    """Yield the facts at every interval, forever, each with the error of a failed request or None.
 
-    A failed look does not end the loop, so that a server may be away for a while.
+    A failed request does not end the loop: a server may be away for a while.
     """
     problem = None
     while True:

@@ -36,9 +36,9 @@ from tuneserve_server.commands.common import check_name
 
 _RANK = 16
 _AHEAD = 2
-"""The steps that are sent before the result of an earlier step is read.
+"""The number of steps that are sent before the result of an earlier step is read.
 
-So the server keeps working while results are on their way.
+The server works on them while results travel.
 """
 _RATE_STEPS = 10
 _SAVED_AS = "final"
@@ -50,45 +50,58 @@ _INTERRUPTED = 130  # a shell's status of a command that Ctrl-C ended
 def train(  # noqa: PLR0913 - options
     data: Annotated[Path, typer.Argument(metavar="DATA.jsonl", exists=True, dir_okay=False)],
     base_model: Annotated[
-        str | None, typer.Option(help="Default: the only one of the server.", metavar="NAME")
+        str | None,
+        typer.Option(help="Base model. Default: the only one of the server.", metavar="NAME"),
     ] = None,
     rank: Annotated[
-        int | None, typer.Option(min=1, help=f"Of the adapter. Default: {_RANK}.")
+        int | None, typer.Option(min=1, help=f"Rank of the adapter. Default: {_RANK}.")
     ] = None,
     adapter: Annotated[
-        str | None, typer.Option(help="lora, rslora or osft. Default: lora.", metavar="KIND")
+        str | None,
+        typer.Option(help="Kind of adapter: lora, rslora or osft. Default: lora.", metavar="KIND"),
     ] = None,
     unfreeze_ratio: Annotated[
         float | None,
-        typer.Option(help="Of osft, instead of a rank: the share of directions that is trained."),
+        typer.Option(help="Share of directions that an osft adapter trains, instead of a rank."),
     ] = None,
     form: Annotated[
         str | None,
         typer.Option(
-            help="Of osft: factors, short_fixed or core. Default: factors.", metavar="FORM"
+            help="Form of an osft adapter: factors, short_fixed or core. Default: factors.",
+            metavar="FORM",
         ),
     ] = None,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="At the first step; it falls to 0 in a straight line. Default: 2e-4."),
+        typer.Option(
+            help="Learning rate of the first step. It falls linearly to 0. Default: 2e-4."
+        ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Times that all rows are learnt. Default: 1.")
+        int | None, typer.Option(min=1, help="Number of passes over the data. Default: 1.")
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows a step. Default: 8.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of rows per step. Default: 8.")
+    ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Longer rows are cut. Default: the context; longer are refused."),
+        typer.Option(
+            min=2,
+            help="Length in tokens at which longer rows are cut. Default: no cut; rows longer than "
+            "the context are refused.",
+        ),
     ] = None,
     save: Annotated[str, typer.Option(help="Name of the checkpoint.", metavar="NAME")] = _SAVED_AS,
     export: Annotated[
-        Path | None, typer.Option(help="Write the adapter there, for PEFT.", metavar="DIR")
+        Path | None,
+        typer.Option(help="Directory to write the adapter to, for PEFT.", metavar="DIR"),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on from a checkpoint.", metavar="PATH")
+        str | None, typer.Option(help="Checkpoint to continue from.", metavar="PATH")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the adapter and the order of rows. Default: 0.")
+        int | None,
+        typer.Option(help="Seed of the adapter and of the order of the rows. Default: 0."),
     ] = None,
     url: Url = HERE,
     api_key: ApiKey = None,
@@ -98,8 +111,8 @@ def train(  # noqa: PLR0913 - options
     kind = _adapter(adapter, rank, unfreeze_ratio, form)
     if resume and (base_model or rank or kind):
         end(
-            "--base-model, --rank, --adapter and its options are the checkpoint's; leave them out "
-            "with --resume",
+            "--base-model, --rank, --adapter and its options come from the checkpoint; leave them "
+            "out with --resume",
             REFUSED,
         )
     _check_save(save)
@@ -123,7 +136,7 @@ def train(  # noqa: PLR0913 - options
                 base_model = base_model or _only_base_model(client)
             datums = _encoded(client, rows, base_model, recipe.max_tokens)
             if first >= recipe.steps(len(datums)):
-                end(f"{resume} is at the end of this run already; give more --epochs", REFUSED)
+                end(f"{resume} is at the end of this run already; raise --epochs", REFUSED)
             if resume:
                 model = client.load_model(resume)
             else:
@@ -159,7 +172,7 @@ class _Wishes:
 
     @property
     def server(self) -> list[str]:
-        """The options with which another command asks the same server; never the key."""
+        """The options with which another command reaches the same server, without the key."""
         return [] if self.url == HERE else ["--url", self.url]
 
 
@@ -229,10 +242,10 @@ class _TrainingRun:
 def _remembered(
     client: Client, path: str, fresh: Recipe, given: dict[str, int | float | None]
 ) -> tuple[Recipe, int, str]:
-    """Return how a checkpoint's run continues: its recipe, its next step and its base model.
+    """Return the recipe, the next step and the base model with which a checkpoint's run continues.
 
-    Options that were given replace the recipe's. Other data, or another order of the rows, begin
-    from the first step.
+    Options that were given replace those of the recipe. With other data, or another order of the
+    rows, training starts from the first step.
     """
     model_id, _, _ = split_path(path)
     base_model = client.checkpoint_info(path).base_model
@@ -243,14 +256,14 @@ def _remembered(
     recipe = known[0].changed({**given, "data": fresh.data})
     if recipe.has_order_of(known[0]):
         return recipe, known[1], base_model
-    typer.echo("other data or another order than the checkpoint's: from the first row", err=True)
+    typer.echo("the data or their order differ from the checkpoint's: starting at row 1", err=True)
     return recipe, 0, base_model
 
 
 def _only_base_model(client: Client) -> str:
     names = [each.model_name for each in client.base_models()]
     if len(names) != 1:
-        raise ValueError(f"this server has {', '.join(names)}; name one with --base-model")
+        raise ValueError(f"this server has {', '.join(names)}; choose one with --base-model")
     return names[0]
 
 
@@ -293,15 +306,15 @@ def _carry_out(client: Client, run: _TrainingRun, wishes: _Wishes) -> None:
     more += ["--export", str(wishes.export)] if wishes.export else []
     more += wishes.server
     again = shlex.join([this_command(), "train", str(wishes.data), "--resume", path, *more])
-    typer.echo(f"stopped after step {run.next} of {run.steps}; go on with: {again}", err=True)
+    typer.echo(f"stopped after step {run.next} of {run.steps}; continue with: {again}", err=True)
     raise typer.Exit(_INTERRUPTED)
 
 
 def _saved(run: _TrainingRun, name: str) -> str:
     """Save the run as a checkpoint and return its path.
 
-    A save that is refused, because the tenant has no room for it, is tried again until it succeeds:
-    otherwise the run would be lost.
+    If the tenant has no room for a checkpoint, the save is tried again until it succeeds. Otherwise
+    the run would be lost.
     """
     while True:
         try:
@@ -310,8 +323,8 @@ def _saved(run: _TrainingRun, name: str) -> str:
             if error.category != "user":
                 raise
             typer.echo(
-                f"it cannot be saved yet: {error}; trying again every {_SAVE_AGAIN_S:g} s; Ctrl-C "
-                "twice gives the run up",
+                f"cannot save yet: {error}; trying again every {_SAVE_AGAIN_S:g} s; press Ctrl-C "
+                "twice to quit without saving",
                 err=True,
             )
             time.sleep(_SAVE_AGAIN_S)
@@ -321,7 +334,7 @@ def _check_save(name: str) -> None:
     """End the command now if ``name`` is unfit for the checkpoint of a full or interrupted run."""
     try:
         check_name("--save", name)
-        check_name("--save, with the steps that an interrupted run adds,", name + _LONGEST_SUFFIX)
+        check_name("--save plus the suffix of an interrupted run", name + _LONGEST_SUFFIX)
     except UserError as error:
         end(str(error), REFUSED)
 
@@ -334,7 +347,7 @@ def _until_interrupted() -> Iterator[threading.Event]:
     def ask(*_: object) -> None:
         asked.set()
         signal.signal(signal.SIGINT, before)
-        typer.echo("stopping and saving; Ctrl-C again gives up", err=True)
+        typer.echo("stopping and saving; press Ctrl-C again to quit without saving", err=True)
 
     before = signal.signal(signal.SIGINT, ask)
     try:

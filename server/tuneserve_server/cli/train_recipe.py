@@ -14,8 +14,8 @@ _MARK = "tuneserve_train_"
 class Recipe:
     """The options that determine every step of a training run.
 
-    The seed decides the order of every epoch; the learning rate falls linearly, to zero after the
-    last step.
+    The seed determines the order of every epoch. The learning rate falls linearly and reaches zero
+    after the last step.
     """
 
     data: str
@@ -51,7 +51,7 @@ class Recipe:
     # --- in a checkpoint --------------------------------------------------------------------------
 
     def metadata(self, step: int) -> dict[str, str]:
-        """Return the metadata that a checkpoint keeps of the recipe and its next step."""
+        """Return the metadata of a checkpoint for the recipe and its next step."""
         known = {**asdict(self), "step": step}
         return {f"{_MARK}{name}": str(value) for name, value in known.items() if value is not None}
 

@@ -20,7 +20,7 @@ _SHAPES = 'an object with "messages", or with "prompt" and "completion"'
 
 
 class BadRows(Exception):
-    """Rows that cannot be trained on: the first one, the reason, and how many more there are."""
+    """Rows that cannot be trained on: the first one, the reason, and the number of others."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ def read_rows(path: Path) -> Rows:
 
 
 def encode(rows: Rows, tokenizer: Encoder, *, limit: int, cut: bool) -> list[Datum]:
-    """Return the rows as training data of at most ``limit`` tokens.
+    """Return the rows as datums of up to ``limit`` tokens.
 
-    Longer rows are cut at their end if ``cut``, else they are bad. A conversation may become
-    several datums. Raises ``BadRows``.
+    With ``cut``, longer rows are cut at their end; otherwise they are bad. A conversation may
+    become several datums. Raises ``BadRows``.
     """
 
     def datums(row: Row) -> list[Datum]:
         found = [_within(each, limit, cut=cut) for each in _datums(row, tokenizer)]
         if not any(each.inputs["weights"].any() for each in found):
-            raise ValueError("there is nothing to learn: the answer is empty, or behind the limit")
+            raise ValueError("there is nothing to learn: the answer is empty or beyond the limit")
         return found
 
     encoded = _each(rows.path, rows.rows, lambda row: row.line, datums)
@@ -99,22 +99,22 @@ def _row(line: int, text: bytes) -> Row:
     texts = {name: value.get(name) for name in ("prompt", "completion")}
     for name, each in texts.items():
         if not isinstance(each, str):
-            problem = f'"{name}" is no text' if name in value else f'there is no "{name}"'
+            problem = f'"{name}" is not a string' if name in value else f'there is no "{name}"'
             raise ValueError(f"{problem}; it must be {_SHAPES}")
     return Row(line, prompt=str(texts["prompt"]), completion=str(texts["completion"]))
 
 
 def _messages(value: Any) -> list[Message]:
     if not isinstance(value, list):
-        raise ValueError('"messages" is no list')
+        raise ValueError('"messages" is not a list')
     for number, message in enumerate(value, 1):
         is_said = isinstance(message, dict) and all(
             isinstance(message.get(name), str) for name in ("role", "content")
         )
         if not is_said:
-            raise ValueError(f'message {number} needs a text as "role" and one as "content"')
+            raise ValueError(f'message {number} needs a string as "role" and one as "content"')
     if not any(message["role"] == "assistant" for message in value):
-        raise ValueError('there is no message with the role "assistant" to learn')
+        raise ValueError('there is no message with the role "assistant" to train on')
     return value
 
 
@@ -125,7 +125,7 @@ def _datums(row: Row, tokenizer: Encoder) -> list[Datum]:
         return [chat_datum(tokenizer, row.messages, learn="all")]
     except ValueError:
         # Templates that leave out past reasoning render an answer differently once other messages
-        # follow it, so each answer becomes a datum of its own.
+        # follow it, so each answer becomes a separate datum.
         turns = [n for n, message in enumerate(row.messages, 1) if message["role"] == "assistant"]
         return [chat_datum(tokenizer, row.messages[:turn]) for turn in turns]
 
@@ -135,7 +135,7 @@ def _within(datum: Datum, limit: int, *, cut: bool) -> Datum:
         return datum
     if not cut:
         raise ValueError(
-            f"it has {len(datum)} tokens, and at most {limit} fit; split it, or have longer rows "
-            "cut with --max-tokens"
+            f"it has {len(datum)} tokens, and at most {limit} fit; split it, or cut longer rows "
+            "with --max-tokens"
         )
     return Datum(datum.tokens[:limit], datum.targets[:limit], datum.inputs["weights"][:limit])

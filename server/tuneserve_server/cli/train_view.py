@@ -1,4 +1,4 @@
-"""The display of the steps of ``tuneserve train``: a live bar and curve, plain lines, or JSON."""
+"""The display of the steps of ``tuneserve train``: a progress bar and curve, lines, or JSON."""
 
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -75,7 +75,7 @@ class Lines:
 
 
 class Bar:
-    """A bar with the last figures beside it, and the curve of all losses below."""
+    """A progress bar with the last step beside it, and the curve of all losses below."""
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
         self._progress = Progress(

@@ -65,9 +65,9 @@ def said(*texts: str) -> dict[str, Any]:
         ("[" * 200_000, "it is nested too deeply"),
         ({"prompt": "a"}, 'there is no "completion"'),
         ({"completion": "a"}, 'there is no "prompt"'),
-        ({"prompt": 7, "completion": "a"}, '"prompt" is no text'),
-        ({"messages": "hello"}, '"messages" is no list'),
-        ({"messages": [{"role": "user"}]}, "message 1 needs a text"),
+        ({"prompt": 7, "completion": "a"}, '"prompt" is not a string'),
+        ({"messages": "hello"}, '"messages" is not a list'),
+        ({"messages": [{"role": "user"}]}, "message 1 needs a string"),
         (said("hello"), 'no message with the role "assistant"'),
     ],
 )

@@ -91,14 +91,14 @@ def test_a_directory_that_cannot_be_written_fails(place: ApiSettings, tmp_path: 
     (tmp_path / "file").touch()
     settings = changed(place, data_dir=tmp_path / "file" / "data")
     found = doctor._directory("data dir", settings.data_dir, settings)
-    assert found.level == "FAIL" and "choose another with --data-dir" in found.text
+    assert found.level == "FAIL" and "choose another directory with --data-dir" in found.text
 
 
 def test_a_directory_of_files_that_others_can_enter_is_told(place: ApiSettings) -> None:
     place.files_dir.mkdir(parents=True)
     place.files_dir.chmod(0o755)
     found = doctor._directory("files dir", place.files_dir, place)
-    assert found.level == "WARN" and "permissions 0755): chmod 700 it" in found.text
+    assert found.level == "WARN" and "permissions 0755): chmod it to 700" in found.text
     shared = changed(place, group_access=True)
     assert doctor._directory("files dir", shared.files_dir, shared).level == "OK"
     place.files_dir.chmod(0o700)
@@ -168,7 +168,7 @@ def test_a_redis_that_is_not_there_fails(place: ApiSettings) -> None:
     [
         ("import time; time.sleep(60)", "within 0 s"),
         ("raise SystemExit('no driver')", "no driver"),
-        ("import os; os.kill(os.getpid(), 9)", "it said nothing"),
+        ("import os; os.kill(os.getpid(), 9)", "it printed no error"),
     ],
 )
 def test_a_device_that_hangs_or_fails_is_told(program: str, words: str) -> None:
@@ -237,7 +237,7 @@ def test_a_redis_that_keeps_what_it_is_given_is_fine_and_left_empty(
     with RedisServer(tmp_path / "redis") as server:
         found = doctor._store(changed(place, store=server.url), {})
         assert said(server, "DBSIZE") == b":0\r\n"
-    told = f"{server.url}, what is accepted is on disk: always"
+    told = f"{server.url}, on disk before requests are accepted: always"
     assert found == doctor.Finding("store", "OK", told)
 
 
@@ -256,7 +256,7 @@ def test_a_redis_that_is_vouched_for_is_a_warning(place: ApiSettings, tmp_path: 
         refused = doctor._store(settings, {})
         vouched = doctor._store(changed(settings, store_durability_asserted=True), {})
     assert refused.level == "FAIL" and "store_durability_asserted = true" in refused.text
-    assert vouched.level == "WARN" and "by the operator's word" in vouched.text
+    assert vouched.level == "WARN" and "according to store_durability_asserted" in vouched.text
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_a_model_whose_config_alone_is_in_the_hubs_cache_is_a_warning(tmp_path: 
     found = doctor._look_at_model("someone/model", online(HF_HOME=str(tmp_path)))
     told = doctor._model(settings, found)
     assert told.level == "WARN"
-    assert told.text.startswith("someone/model is here in part: the rest, about ")
+    assert told.text.startswith("someone/model is only partly here: the rest, about ")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,11 @@ def test_a_model_whose_config_alone_is_in_the_hubs_cache_is_a_warning(tmp_path: 
         ({"problem": "one\n  two"}, "FAIL", "one two"),
         ({"tokenizer_problem": "garbage"}, "WARN", "tokenizer cannot be read (garbage)"),
         ({"is_to_download": True}, "WARN", "the rest will be downloaded"),
-        ({"is_to_download": True, "folder": None}, "WARN", "someone/it is no directory here: it"),
+        (
+            {"is_to_download": True, "folder": None},
+            "WARN",
+            "someone/it is not a directory here: it",
+        ),
         (
             {"is_to_download": True, "to_download_bytes": 2**31, "free_bytes": 2**32},
             "WARN",
@@ -364,7 +368,7 @@ def test_a_model_that_does_not_fit_fails_with_the_arithmetic(tmp_path: Path) -> 
     [
         ("FAIL", {}, "before the device is in order"),
         ("OK", {"folder": None, "problem": "gemma3"}, "before the model is in order"),
-        ("OK", {"folder": None, "is_to_download": True}, "tuneserve plan downloads that"),
+        ("OK", {"folder": None, "is_to_download": True}, "tuneserve plan downloads only that"),
     ],
 )
 def test_without_device_or_model_the_memory_is_not_looked_at(
@@ -389,7 +393,7 @@ def test_what_is_not_installed_is_told_with_how_to_install_it(
     monkeypatch.setattr(doctor, "_ENGINE", ("jax", "no_such_package"))
     found = doctor._engine()
     assert found.level == "FAIL"
-    assert "no_such_package not installed" in found.text and "tuneserve[engine]" in found.text
+    assert "not installed: no_such_package" in found.text and "tuneserve[engine]" in found.text
 
 
 def test_the_doctors_exit_status_is_1_if_something_fails(

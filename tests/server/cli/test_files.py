@@ -68,7 +68,7 @@ async def test_many_unused_files_are_shown_and_let_go_by_a_command(
     assert look_at_owner(settings, health) == ("WARN", health["files_kept"])
     assert "tuneserve_unused_files_kept 1.0" in (await api.http.get("/metrics")).text
     shown = await tuneserve(settings.data_dir, "files", "status")
-    assert shown.exit_code == 0 and "17 of 17 files are named by nothing" in shown.output
+    assert shown.exit_code == 0 and "the store names 17 of 17 files" in shown.output
     for path in settings.files_dir.glob("0*"):
         os.utime(path, (0, 0))
     cleaned = await tuneserve(settings.data_dir, "files", "clean", "--json")
@@ -76,7 +76,7 @@ async def test_many_unused_files_are_shown_and_let_go_by_a_command(
     assert (found["files"], sum(found["quarantine"].values()), found["kept"]) == (0, 17, None)
     assert (await api.get("/healthz"))["files"] == "ok"
     shown = await tuneserve(settings.data_dir, "files", "status")
-    assert "are cleared away" in shown.output and "-allowed" in shown.output
+    assert "are cleaned up" in shown.output and "-allowed" in shown.output
 
 
 # --- another owner --------------------------------------------------------------------------------
@@ -108,12 +108,12 @@ async def test_a_new_store_is_given_old_files_before_its_service_starts(tmp_path
     assert level == "FAIL" and "is new or empty" in text and "tuneserve files adopt" in text
     silence(settings.files_dir)
     adopted = await tuneserve(settings.data_dir, "files", "adopt")
-    assert adopted.exit_code == 0 and "of which the store names 0; the other 2" in adopted.output
+    assert adopted.exit_code == 0 and "the store names 0 of them. The other 2" in adopted.output
     async with running(settings) as unused:
         assert unused.problem is None
     assert await looked_at(settings) == (
         "OK",
-        "the directory of files is the store's own, 0 of them in quarantine",
+        "the files directory belongs to the store; 0 files are in quarantine",
     )
 
 
@@ -171,4 +171,7 @@ async def test_a_store_that_cannot_be_asked_is_no_verdict_on_the_files(tmp_path:
         pass
     settings.store_file.write_bytes(b"not a database" * 1000)
     found: Any = await looked_at(settings)
-    assert found == ("WARN", "whose it is cannot be seen before the store is in order")
+    assert found == (
+        "WARN",
+        "the owner of the files cannot be checked before the store is in order",
+    )

@@ -285,7 +285,7 @@ def test_up_gives_its_workers_one_name_that_no_other_up_gives(
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ("t-1=2", "it is no JSON object"),
+        ("t-1=2", "it is not a JSON object"),
         ("[1]", "input should be a valid dictionary"),
         ('{"t-1": 0}', "input should be greater than 0"),
         ('{"t-1": "much"}', "input should be a valid number"),
@@ -374,7 +374,7 @@ def test_a_misspelt_setting_in_the_file_is_refused_with_the_right_name(
     Path("tuneserve.toml").write_text("batch_token = 512")
     result = tuneserve(command)
     assert result.returncode == 2
-    assert "'batch_token', which is no setting; did you mean batch_tokens?" in result.stderr
+    assert "'batch_token', which is not a setting; did you mean batch_tokens?" in result.stderr
 
 
 def test_a_settings_file_with_a_syntax_error_is_refused_with_the_line(
@@ -395,7 +395,8 @@ def test_a_misspelt_variable_is_mentioned_and_the_clients_are_not(tmp_path: Path
     result = tuneserve("api", "--host", "0.0.0.0", *place, TUNESERVE_PROT="8411", **clients)
     assert "TUNESERVE_URL" not in result.stderr and "TUNESERVE_API_KEY" not in result.stderr
     assert (
-        "TUNESERVE_PROT is no setting and is ignored; did you mean TUNESERVE_PORT?" in result.stderr
+        "TUNESERVE_PROT is not a setting and is ignored; did you mean TUNESERVE_PORT?"
+        in result.stderr
     )
 
 

@@ -169,7 +169,7 @@ async def test_up_says_that_it_is_ready_and_what_is_still_compiled(
     assert not answers
     assert said[2:] == [
         f"base model {settings.served_name}, context 77 tokens",
-        "warming up: 1 of 3 programs compiled; a request that needs another one waits for it",
+        "warming up: 1 of 3 programs compiled; requests that need the others wait for them",
         "attention: 1 of 3 programs cannot be compiled",
     ]
 
@@ -182,4 +182,4 @@ async def test_up_says_where_keys_come_from_if_only_keys_are_let_in(
     monkeypatch.setattr("tuneserve_server.cli.readiness.health_of", lambda _: health)
     said: list[str] = []
     await report_progress(settings, said.append)
-    assert said[1].endswith("TINKER_API_KEY=a key of: tuneserve keys create")
+    assert said[1].endswith("TINKER_API_KEY=<from tuneserve keys create>")
