@@ -48,7 +48,7 @@ def create_key(  # noqa: PLR0913 - options
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a key and print it. It is shown only once: the server stores its HMAC alone."""
+    """Create a key and show it once: the server stores only its HMAC."""
     new: dict[str, Any] = {"tenant": tenant, "name": name, "expires_days": expires_days}
     if scope:
         new["scopes"] = [each.value for each in scope]
