@@ -1,4 +1,4 @@
-# The API process: HTTP in, jobs out. Nothing in it needs JAX, and none is installed.
+# The API process: HTTP in, jobs out. It does not need JAX, so JAX is not installed.
 #   docker build --file docker/api.Dockerfile --tag tuneserve-api .
 ARG PYTHON=3.11.14-slim-bookworm
 
@@ -9,7 +9,8 @@ COPY requirements requirements
 COPY clients/tuneserve_client clients/tuneserve_client
 COPY engine/tuneserve_engine engine/tuneserve_engine
 COPY server/tuneserve_server server/tuneserve_server
-# Every file from a registry has the hash that is kept here; ours is built without asking for more.
+# pip checks every package from a registry against the hashes in requirements/. Building our own
+# wheel downloads nothing more.
 RUN python -m venv /opt/build \
     && /opt/build/bin/pip install --no-cache-dir --require-hashes --no-deps --requirement requirements/build.txt \
     && /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /opt/build/dist .
@@ -18,7 +19,7 @@ RUN python -m venv /opt/tuneserve \
     && /opt/tuneserve/bin/pip install --no-cache-dir --no-index --no-deps /opt/build/dist/*.whl
 
 FROM python:${PYTHON}
-# The same number as the worker's: both write to one volume.
+# The same user id as the worker's, because both write to one volume.
 RUN groupadd --gid 10001 tuneserve \
     && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home tuneserve \
     && install --directory --owner 10001 --group 10001 /data

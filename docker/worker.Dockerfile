@@ -1,10 +1,10 @@
-# A worker: jobs in, results out, over the store. It listens on no port.
+# A worker: it takes jobs from the store and writes results to the store. It listens on no port.
 #   docker build --file docker/worker.Dockerfile --tag tuneserve-worker .
 #   docker build --file docker/worker.Dockerfile --tag tuneserve-worker:cuda --build-arg EXTRA=cuda .
 ARG PYTHON=3.11.14-slim-bookworm
 
 FROM python:${PYTHON} AS build
-# engine: JAX for the CPU. cuda: with CUDA's libraries; the driver is the host's.
+# engine: JAX for the CPU. cuda: JAX with the libraries of CUDA; the host provides the driver.
 ARG EXTRA=engine
 WORKDIR /src
 COPY LICENSE pyproject.toml README.md ./
@@ -12,7 +12,8 @@ COPY requirements requirements
 COPY clients/tuneserve_client clients/tuneserve_client
 COPY engine/tuneserve_engine engine/tuneserve_engine
 COPY server/tuneserve_server server/tuneserve_server
-# Every file from a registry has the hash that is kept here; ours is built without asking for more.
+# pip checks every package from a registry against the hashes in requirements/. Building our own
+# wheel downloads nothing more.
 RUN python -m venv /opt/build \
     && /opt/build/bin/pip install --no-cache-dir --require-hashes --no-deps --requirement requirements/build.txt \
     && /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /opt/build/dist .
@@ -21,7 +22,7 @@ RUN python -m venv /opt/tuneserve \
     && /opt/tuneserve/bin/pip install --no-cache-dir --no-index --no-deps /opt/build/dist/*.whl
 
 FROM python:${PYTHON}
-# The same number as the API's: both write to one volume.
+# The same user id as the API's, because both write to one volume.
 RUN groupadd --gid 10001 tuneserve \
     && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home tuneserve \
     && install --directory --owner 10001 --group 10001 /data
@@ -33,7 +34,7 @@ ENV PATH=/opt/tuneserve/bin:${PATH} \
 USER 10001:10001
 WORKDIR /data
 VOLUME /data
-# A base model may have to be downloaded, loaded and compiled before there is a lease to renew.
+# The worker may have to download, load and compile a base model before it has a lease to renew.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=2 \
     CMD ["python", "-m", "tuneserve_engine.worker.health"]
 CMD ["python", "-m", "tuneserve_engine.worker"]
