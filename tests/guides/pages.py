@@ -47,7 +47,7 @@ ELSEWHERE = {
         "tuneserve up --": "tests/guides/test_started.py",
         "tuneserve keys create": "tests/server/cli/test_keys.py",
     },
-    "docs/page.md": {"": "tests/server/cli/test_keys.py"},
+    "docs/dashboard.md": {"": "tests/server/cli/test_keys.py"},
     "docs/sdk.md": {"": "tests/client/test_docs.py"},
 }
 """What needs more than a service: page, what its blocks contain (the first that fits counts), and

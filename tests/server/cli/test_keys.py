@@ -81,7 +81,7 @@ async def test_a_key_is_made_listed_and_revoked_by_commands(
 
 
 async def test_the_commands_of_the_documentation_run(socket: Path, tmp_path: Path) -> None:
-    names = ("docs/keys.md", "docs/configuration.md", "docs/page.md", "README.md")
+    names = ("docs/keys.md", "docs/configuration.md", "docs/dashboard.md", "README.md")
     pages = [ROOT / name for name in names]
     text = "".join(page.read_text() for page in pages)
     blocks = "".join(re.findall("^```sh\n(.*?)^```", text, re.M | re.S))
