@@ -1,4 +1,4 @@
-"""The operator's API for keys, tenants and files, on a Unix socket of its own.
+"""The operator's API for keys, tenants and files, on a separate Unix socket.
 
 The public application has none of these routes, so no key gives access to them: a user who may open
 the socket's file may call all of them.
@@ -59,11 +59,11 @@ class KeyShown(_Body):
 
 
 class KeyMade(KeyShown):
-    key: str = Field(description="Shown this once: the store has only its HMAC.")
+    key: str = Field(description="The key, shown only here: the store has only its HMAC.")
 
 
 class TenantChange(_Body):
-    """A change of the named fields; None goes back to the settings' value."""
+    """A change of the fields that are sent; None restores the value from the settings."""
 
     weight: float | None = Field(default=None, ge=0.001, le=1000)
     max_jobs: Limit | None = None
@@ -79,7 +79,7 @@ class TenantShown(TenantChange):
 
 class FilesAdopted(_Body):
     files: int
-    named: int = Field(description="How many of them the store names.")
+    named: int = Field(description="The number of these files that the store names.")
 
 
 def create_admin_app(store: Store, pepper: bytes, unused: UnusedFiles) -> FastAPI:
@@ -145,8 +145,8 @@ async def revoke_key(key_id: str, store: StoreDep) -> KeyShown:
     key = await store.get(KeyRecord, key_id)
     if key is None:
         raise errors.UnknownResource(
-            "there is no key with this id; it is the middle part of tml-<id>-<secret>, and "
-            "tuneserve keys list shows it"
+            "no key has this id; the id is the middle part of tml-<id>-<secret>, and tuneserve "
+            "keys list shows it"
         )
     if key.revoked_s is None:
         await store.update(Update("key", key_id, {"revoked_s": time.time()}))
@@ -173,8 +173,8 @@ async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
     tenant = await store.get(TenantRecord, name)
     if tenant is None:
         raise errors.UnknownResource(
-            "no tenant of this name has a key or limits of its own; tuneserve tenants list shows "
-            "those that have"
+            "no tenant of this name has a key, a weight or limits; tuneserve tenants list shows "
+            "the tenants that have"
         )
     return _tenant_shown(tenant)
 
@@ -191,8 +191,10 @@ async def change_tenant(name: TenantName, change: TenantChange, store: StoreDep)
 
 class FilesShown(_Body):
     files: int
-    quarantine: dict[str, int] = Field(description="Files in it, by the time they came there.")
-    kept: str | None = Field(description="Why unused files stay where they are, if they do.")
+    quarantine: dict[str, int] = Field(
+        description="The number of quarantined files, by the time they were moved there."
+    )
+    kept: str | None = Field(description="The reason why unused files are kept, if they are.")
 
 
 @router.get("/files")
@@ -203,7 +205,7 @@ async def get_files(request: Request) -> FilesShown:
 
 @router.post("/files/clean")
 async def clean_files(request: Request) -> FilesShown:
-    """Clean up once now, however many files that sets aside."""
+    """Clean up now, even if more files than usual must be set aside."""
     unused: UnusedFiles = request.app.state.unused
     await unused.clean(allowed=True)
     return await get_files(request)
@@ -222,7 +224,7 @@ async def adopt_files(request: Request) -> FilesAdopted:
 
 
 class _AdminServer(uvicorn.Server):
-    """A server that leaves the signals to the server beside it."""
+    """A server that leaves the signals to the main server of this process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

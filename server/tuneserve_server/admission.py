@@ -108,7 +108,7 @@ async def _submit(
     logs.note(request_id=submitted.request_id)
     if submitted.waits:
         logger.warning(
-            "model %s waits for room: tenant %s has as many models in use as it may "
+            "model %s waits for room: tenant %s is at its limit of models in use "
             "(max_tenant_models), and too few of them are idle",
             *(job.model_id, job.tenant),
         )

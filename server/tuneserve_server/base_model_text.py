@@ -20,11 +20,11 @@ from tuneserve_server.http.shares import Limit, Shares
 logger = logging.getLogger(__name__)
 
 CHARACTER_BYTES = 200
-"""The memory that encoding takes for each character of a text; 150 were measured."""
+"""The memory in bytes that encoding takes per character of a text; 150 was measured."""
 
 _MOST_SHOWN = 300
 _THREADS = 4
-_FREE_BYTES = 2**20  # a text that takes no more never waits for memory
+_FREE_BYTES = 2**20  # a text that takes up to this much never waits for memory
 
 
 class BaseText:
@@ -59,8 +59,8 @@ class BaseText:
         """
         if taken := options.keys() & SET_HERE:
             raise InvalidField(
-                f"chat_template_kwargs sets {', '.join(sorted(taken))}, which the server sets "
-                "itself; leave it out",
+                f"chat_template_kwargs sets {', '.join(sorted(taken))}, which only the server may "
+                "set; leave it out",
                 "chat_template_kwargs",
             )
         try:
@@ -79,8 +79,8 @@ class BaseText:
             ) from None
         if most is not None and len(text) > most:
             raise InvalidField(
-                f"messages have {len(text)} characters in the chat template; {most} are more than "
-                "the context takes; leave some out",
+                f"messages have {len(text)} characters in the chat template; the context holds no "
+                f"more than {most}; leave some out",
                 "messages",
             )
         return self._encoded("messages", partial(self._tokenizer.encode, special=False), text)
@@ -97,13 +97,13 @@ class BaseText:
 class Texts:
     """The tokenizers of base models, each loaded on first use, and the encoding of texts.
 
-    Encoding runs in a thread pool of its own, within ``memory_bytes``; a tenant may have half.
+    Encoding runs in a separate thread pool, within ``memory_bytes``; a tenant may have half.
     """
 
     def __init__(self, memory_bytes: int) -> None:
         self._loading: dict[str, asyncio.Task[BaseText]] = {}
         total, half = (Limit(n, "text_memory_bytes") for n in (memory_bytes, memory_bytes // 2))
-        self.memory = Shares("making tokens of text", total=total, of_tenant=half)
+        self.memory = Shares("tokenizing text", total=total, of_tenant=half)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokens")
 
     def stop(self) -> None:
@@ -111,7 +111,7 @@ class Texts:
 
     @property
     def most_characters(self) -> int:
-        """The most characters of one text, whatever the context."""
+        """The most characters of one text, for any context length."""
         return self.memory.most // CHARACTER_BYTES
 
     async def tokens(
@@ -146,8 +146,8 @@ def _load(info: BaseModelInfo) -> BaseText:
     except Exception as error:  # the hub, the disk, three formats of files
         logger.warning("the tokenizer of %s cannot be read from %s: %s", name, tokenizer_id, error)
         raise ModelUnavailable(
-            f"the tokenizer of {name!r} cannot be read in the API process, which the /v1 routes "
-            f"and /api/v1/tokenizer need; ask the operator to make {tokenizer_id} readable there "
+            f"the API process cannot read the tokenizer of {name!r}, which the /v1 routes and "
+            f"/api/v1/tokenizer need; ask the operator to make {tokenizer_id} readable there "
             "(tokenizer.json, tokenizer_config.json), or send tokens through an SDK"
         ) from None
 

@@ -9,7 +9,7 @@ from tuneserve_engine.store.base import ServedModel, Store
 from tuneserve_server.ttl_cache import CachedQuery
 
 RECENT_S = 900.0
-"""The time after its last worker was heard from in which a base model still takes requests.
+"""The time for which a base model still takes requests after its last worker was heard from.
 
 The requests wait for a worker.
 """
@@ -130,5 +130,5 @@ def is_same(name: str, other: str) -> bool:
 def _not_served(asked: str, accepted: list[str]) -> UserError:
     names = ", ".join(repr(each) for each in accepted)
     return UserError(
-        f"base model {asked[:256]!r} is not served here; this server has {names}; ask for that"
+        f"base model {asked[:256]!r} is not served here; this server has {names}; use one of these"
     )

@@ -55,7 +55,7 @@ B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
 _AWAY_S = 1.0  # the delay of a 503: a client whose poll gets one polls again at once
-_LONGEST_BODY_S = 86_400.0  # never reached: a body has its own, shorter deadline
+_LONGEST_BODY_S = 86_400.0  # never reached: the deadline of the body itself is shorter
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Caller(Services):
         session = await self.owned(SessionRecord, key)
         if session.ended:
             raise SessionClosed(
-                f"session {key} has ended ({session.ended}); create a new session, and go on from "
-                "your last checkpoint"
+                f"session {key} has ended ({session.ended}); create a new session and continue "
+                "from your last checkpoint"
             )
         return session
 
@@ -122,8 +122,8 @@ class Caller(Services):
                 await self.open_session(session.key)
                 raise UnknownResource(
                     f"this sampling session does not exist: {key[:256]}; if it was an unnamed "
-                    "save, newer ones of its model have taken its place while nothing was sampled "
-                    "from it; give weights a name that you want to keep"
+                    "save, newer saves of its model have replaced it while it was not in use; to "
+                    "keep weights, save them under a name"
                 ) from None
             raise
 
@@ -187,7 +187,9 @@ async def whole(caller: "Caller", reading: Awaitable[T]) -> T:
     """
     body = await caller.polls.hold(reading, _LONGEST_BODY_S)
     if body is None:
-        raise StoreUnavailable("the service is stopping; nothing was changed; send it again")
+        raise StoreUnavailable(
+            "the server is stopping; nothing was changed; send the request again"
+        )
     return body
 
 

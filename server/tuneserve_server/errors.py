@@ -1,4 +1,4 @@
-"""Errors that end an HTTP request, and the one handler that answers them.
+"""The errors that end an HTTP request, and the handlers that answer them.
 
 ApiError
 ├── KeyRefused          401  no usable key
@@ -10,7 +10,7 @@ ApiError
 ├── Malformed           422  the body cannot be read
 ├── UnknownResource     404  unknown here, or another tenant's: the answer is the same
 ├── SessionClosed       410  the session takes no more requests
-├── ResultGone          410  the result was kept for its retention and dropped
+├── ResultGone          410  the result was dropped at the end of its retention
 ├── BodyTooLarge        413
 ├── UnknownEncoding     415
 ├── BodyTooSlow         408  the client may send it again
@@ -23,7 +23,7 @@ ApiError
 ├── CheckpointDamaged   500  the file is not what was written
 ├── ModelUnavailable    503  the base model's tokenizer or shapes are not available now
 ├── StoreCorrupt        503  a backup has to be restored
-└── StoreUnavailable    503  nothing was accepted; send it again
+└── StoreUnavailable    503  nothing was accepted; the client may send it again
 
 Every body is ``{"detail", "code"}`` with a Content-Length: the SDK takes a 400 without one for a
 proxy's answer. Under ``/v1`` the body has OpenAI's shape, ``{"error": {"message", "type", "param",
@@ -104,7 +104,7 @@ class TooManyLogins(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            "too many requests with a wrong API key came from your address; correct the key, and "
+            "too many requests with a wrong API key came from your address; correct the key and "
             "try again after a second"
         )
 
@@ -221,7 +221,7 @@ class StoreCorrupt(ApiError):
     def __init__(self) -> None:
         super().__init__(
             "the server's store is damaged, so nothing new is accepted; nothing was changed; ask "
-            "the operator to restore a backup: healthz and the server's log say what was found"
+            "the operator to restore a backup: healthz and the server's log describe the damage"
         )
 
 
@@ -294,7 +294,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, KeyReused):
         return Malformed(str(error))
     if isinstance(error, ResultDropped):
-        return ResultGone("this result is no longer kept; submit the request again")
+        return ResultGone("this result is no longer stored; submit the request again")
     if isinstance(error, LimitReached):
         return TooManyRequests(str(error), error.retry_after_s)
     if isinstance(error, store_errors.StoreDamaged):
@@ -302,7 +302,9 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, StoreReplaced):  # its message says what the operator has to restore
         return StoreUnavailable(str(error))
     if isinstance(error, StoreFailed | ConnectionError):
-        return StoreUnavailable("the store refused; nothing was changed; send the request again")
+        return StoreUnavailable(
+            "the store is not available; nothing was changed; send the request again"
+        )
     return ApiError("internal error; the server's log has the details")
 
 
@@ -331,10 +333,10 @@ def _handle(request: Request, error: Exception) -> JSONResponse:
     read = as_api_error(error)
     _note(request, read.status, read.code, str(read))
     if read.status == 503:
-        _put_off.warn(type(error).__name__, f"put requests off: {error}")
+        _put_off.warn(type(error).__name__, f"requests are answered 503: {error}")
     elif isinstance(error, LimitReached):  # SDKs retry without telling their users
         tenant = getattr(request.state, "tenant", "")
-        _put_off.warn("LimitReached", f"put requests of tenant {tenant} off: {error}")
+        _put_off.warn("LimitReached", f"requests of tenant {tenant} are answered 429: {error}")
     elif read.status >= 500:
         logger.error("a request failed", exc_info=error)
     return answer(request, read)

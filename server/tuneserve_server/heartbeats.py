@@ -1,4 +1,4 @@
-"""Heartbeats by polls: a client that polls is alive, even if its own heartbeats are delayed."""
+"""Heartbeats by polls: a client that polls is alive, even if its heartbeats are delayed."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _MOST_NOTED = 10_000
 class Heartbeats:
     """The times at which polls were heard from sessions and from samplers of unnamed saves.
 
-    Each is written to the store at most every ``EVERY_S`` seconds.
+    Each is written to the store no more than once every ``EVERY_S`` seconds.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Heartbeats:
     ) -> None:
         self._store = store
         self._clock = clock
-        self._passing = passing  # monotonic: it goes on when the clock is set back
+        self._passing = passing  # monotonic: it advances even when the clock is set back
         self._noted_s: dict[str, float] = {}  # by session, the oldest first
 
     async def note_sampler(self, key: str) -> None:

@@ -60,7 +60,7 @@ def run(settings: ApiSettings) -> int:
 
 
 class CannotStart(Exception):
-    """A fault of the environment or the settings that has to be repaired before a start."""
+    """A fault of the environment or the settings that prevents the start."""
 
 
 async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
@@ -114,17 +114,17 @@ def _check_reach(settings: ApiSettings, is_keyed: bool) -> None:
     """Raise ``CannotStart`` if strangers could use this server as any tenant."""
     if not is_keyed and not settings.may_be_open:
         raise CannotStart(
-            f"host {settings.host!r} is not a loopback address, and as long as there are no API "
-            "keys this server accepts any, so it may only listen where nobody else can reach it: "
-            "set require_keys = true and make keys with tuneserve keys create; or use 127.0.0.1, "
-            "and an SSH tunnel for other machines. If something else keeps strangers away from "
-            "this address, say so with trusted_network = true"
+            f"host {settings.host!r} is not a loopback address, but without API keys this server "
+            "accepts any key, so other machines must not be able to reach it: set "
+            "require_keys = true and make keys with tuneserve keys create; or use 127.0.0.1, with "
+            "an SSH tunnel for other machines. If something else keeps strangers away from this "
+            "address, set trusted_network = true"
         )
 
 
 def _say_who_gets_in(settings: ApiSettings, is_keyed: bool) -> None:
     if is_keyed:
-        logger.info("only API keys of this server are let in: tuneserve keys list")
+        logger.info("only API keys of this server are accepted: tuneserve keys list")
     elif settings.trusted_network:
         logger.warning(
             "any API key is accepted: the operator vouches that strangers cannot reach %s "
@@ -147,7 +147,7 @@ async def _open_admin(settings: ApiSettings, services: Services, stack: AsyncExi
     except (OSError, ValueError) as error:
         if settings.store_kind == "sqlite":
             raise
-        logger.warning("tuneserve keys cannot reach this process: %s", error)
+        logger.warning("the command tuneserve keys cannot reach this process: %s", error)
 
 
 def listen(settings: ApiSettings) -> socket.socket:
@@ -160,8 +160,8 @@ def listen(settings: ApiSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         raise CannotStart(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; stop what "
-            "uses the port, or choose another with --port"
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; stop the "
+            "process that uses the port, or choose another with --port"
         ) from error
     return listener
 

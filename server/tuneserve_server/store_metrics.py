@@ -16,7 +16,7 @@ _FRESH_S = 5.0
 
 
 class StoreMetrics:
-    """The store's metrics, asked for at most every five seconds.
+    """The store's metrics, read no more than once every five seconds.
 
     A tenant with its own label keeps the label while this process lives, so that no counter falls.
     """

@@ -1,4 +1,4 @@
-"""A cache for one answer of the store that many callers ask for and that may be a little old."""
+"""A cache for an answer of the store that many callers need and that may be a little old."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -42,7 +42,7 @@ class CachedQuery(Generic[T]):
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._answer(self._clock()))
             self._asking.add_done_callback(_noted)
-        return await asyncio.shield(self._asking)  # goes on for others if this caller leaves
+        return await asyncio.shield(self._asking)  # continues for others if this caller leaves
 
     async def _answer(self, now_s: float) -> tuple[float, T]:
         return now_s, await self._ask()

@@ -193,9 +193,9 @@ async def test_a_tenant_keeps_so_many_checkpoints_and_may_replace_them(service: 
 
     for seq, name in enumerate(("a", "b"), 1):
         await service.result(await save(seq, name))
-    assert "you keep 2 checkpoints" in await service.error(await save(3, "c"))
+    assert "you have 2 checkpoints" in await service.error(await save(3, "c"))
     export = await save(4, "c", "/save_weights_external")
-    assert "you keep 2 checkpoints" in await service.error(export)
+    assert "you have 2 checkpoints" in await service.error(export)
     await service.result(await save(5, "a", overwrite=True))
     unnamed = {"model_id": model, "seq_id": 6, "sampling_session_seq_id": 0}
     await service.result(await service.post("/save_weights_for_sampler", unnamed))
@@ -216,7 +216,7 @@ async def test_while_the_disk_is_nearly_full_requests_are_put_off_and_deletions_
     detail = assert_put_off(
         await forward_backward(service, bodies, model, 2), code="disk_full", status=503
     )
-    assert "1073741823 bytes left, of which 1073741824 are kept" in detail
+    assert "1073741823 bytes left, of which 1073741824 are reserved" in detail
     await service.ok("DELETE", f"/training_runs/{model}/checkpoints/weights/a")
     assert (await service.get("/healthz"))["disk"] == "full"
     service.app.state.services = services

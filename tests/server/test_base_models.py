@@ -80,7 +80,7 @@ async def test_a_prompt_is_judged_by_the_base_model_of_its_sampler(two: Any, bod
     fits = await two.post("/asample", bodies.asample(f"{session}:sample:0", 0, prompt=prompt))
     assert (await two.poll(fits["request_id"])).headers["content-type"].endswith("protobuf")
     wrong = await two.post("/asample", bodies.asample(f"{session}:sample:1", 0, prompt=prompt))
-    assert "token 40; token ids here are 0 to 39" in await two.error(wrong)
+    assert "token 40; token ids are 0 to 39" in await two.error(wrong)
 
 
 async def test_a_base_model_that_nobody_serves_is_refused_with_those_there_are(

@@ -1,4 +1,4 @@
-"""The decisions that every store shares: ids, limits, and the messages that refuse a request."""
+"""The decisions that every store shares: ids, limits, and the messages of refused requests."""
 
 import base64
 import hashlib
@@ -23,24 +23,24 @@ from tuneserve_engine.store.base import CheckpointUsage
 from tuneserve_engine.store.errors import LimitReached
 
 ALIVE = (ModelStatus.CREATING, ModelStatus.READY)
-FORGOTTEN_AT_ONCE = 10_000  # most requests that one sweep forgets, to bound its pause
+FORGOTTEN_AT_ONCE = 10_000  # the most requests that one sweep forgets, to bound its pause
 MOST_DEATHS = 12
-"""The number of workers that may die with a request, killed from outside or not, before it ends.
+"""The number of workers that may die with a request, by any cause, before the request fails.
 
 Kills from outside count too: the kernel kills a worker that runs out of memory, and the request may
-be what takes the memory. Four times the default of ``job_attempts``.
+be the one that takes the memory. Four times the default of ``job_attempts``.
 """
-TAKE_BYTES = 64 * 2**20  # most payload bytes that one take returns, unless one job is larger
-RECORDINGS_BYTES = 16 * 2**20  # most bytes of recordings in one answer, unless one is larger
-RECORDING_BYTES = 512  # counted for each recording beside its body, for its row
-DROPPED_AT_ONCE = 1000  # most recordings that one step of the sweep drops
-DROPPED_BYTES = 32 * 2**20  # most bytes of recordings that one step drops
-RECORDS_AT_ONCE = 200  # most records of ended sessions that one step forgets
-ENDED_AT_ONCE = 4000  # most records of ended sessions that one sweep forgets
+TAKE_BYTES = 64 * 2**20  # the most payload bytes of one take, unless one job is larger
+RECORDINGS_BYTES = 16 * 2**20  # the most bytes of one answer, unless one recording is larger
+RECORDING_BYTES = 512  # added to the size of each recording, for its row
+DROPPED_AT_ONCE = 1000  # the most recordings that one step of the sweep drops
+DROPPED_BYTES = 32 * 2**20  # the most bytes of recordings that one step drops
+RECORDS_AT_ONCE = 200  # the most records of ended sessions that one step forgets
+ENDED_AT_ONCE = 4000  # the most records of ended sessions that one sweep forgets
 MINUTE_S, HOUR_S = 60.0, 3600.0
 _AHEAD_RETRY_S = 5
 _SESSIONS_RETRY_S = 30
-ACKNOWLEDGED_AT_ONCE = 1000  # most results that one step drops: other calls wait meanwhile
+ACKNOWLEDGED_AT_ONCE = 1000  # the most results that one step drops: other calls wait meanwhile
 
 
 def request_id(secret: bytes, job: Job) -> str:
@@ -57,8 +57,8 @@ def digest(body: bytes) -> bytes:
 
 def reused(job: Job, earlier: str) -> str:
     return (
-        f"seq_id {job.seq} of {job.scope} is already a {earlier}; this request is a {job.kind}; "
-        "send it with the next seq_id"
+        f"seq_id {job.seq} of {job.scope} was already used for {earlier}; this request is for "
+        f"{job.kind}; send it with the next seq_id"
     )
 
 
@@ -82,16 +82,16 @@ def lost(model_id: str) -> Rejection:
     return Rejection(
         f"model {model_id} cannot be restored: its recovery points and log could not be read; "
         "create a new model from your last checkpoint, and tell the operator: the worker's log "
-        "says which file it was",
+        "names the file",
         "server",
     )
 
 
 def no_room(model_id: str) -> Rejection:
     return Rejection(
-        f"there is no room to bring model {model_id} back at the moment; the model is as it was, "
-        "and this request was not carried out; send it again with a new seq_id when other models "
-        "have been parked, or tell the operator: the worker's log says what it lacks",
+        f"there is no room to restore model {model_id} at the moment; the model is unchanged, and "
+        "this request was not carried out; send it again with a new seq_id after other models "
+        "have been parked, or tell the operator: the worker's log gives the reason",
         "server",
     )
 
@@ -99,7 +99,7 @@ def no_room(model_id: str) -> Rejection:
 def fatal(workers: int | str) -> Rejection:
     return Rejection(
         f"{workers} workers stopped while they ran this request; it is not tried again, because "
-        "it may be what stops them; ask for less at once, and tell the operator: the worker's log "
+        "it may be the cause; make the request smaller, and tell the operator: the worker's log "
         "says why it stopped",
         "server",
     )
@@ -107,7 +107,8 @@ def fatal(workers: int | str) -> Rejection:
 
 def ended_session(session: SessionRecord) -> Rejection:
     return Rejection(
-        f"session {session.key} has ended ({session.ended}); create a new session and go on there"
+        f"session {session.key} has ended ({session.ended}); create a new session and continue "
+        "there"
     )
 
 
@@ -120,32 +121,32 @@ def gap_at_end(session_key: str, reason: str) -> Rejection:
 
 def silent(session_key: str, ttl_s: float) -> Rejection:
     return Rejection(
-        f"session {session_key} was not heard of for {ttl_s:g} s while this sample was waiting, so "
-        "it was dropped; keep the client running, which tells the server that somebody waits, and "
-        "submit the sample again with a new seq_id"
+        f"session {session_key} was silent for {ttl_s:g} s while this sample was waiting, so the "
+        "sample was dropped; keep the client running, because its heartbeats keep samples alive, "
+        "and submit the sample again with a new seq_id"
     )
 
 
 def cancelled() -> Rejection:
     return Rejection(
-        "this sample was cancelled before it was done, and nothing of it is kept; submit it again "
-        "with a new seq_id if it is wanted after all"
+        "this sample was cancelled before it ended, and nothing of it is stored; submit it again "
+        "with a new seq_id if you still need it"
     )
 
 
 def too_late(job: Job, next_seq: int) -> Rejection:
     """Return the rejection for a position that the model has passed.
 
-    Either the position was given up, or the request that had it is forgotten.
+    Either the wait for the position ended, or its request is forgotten.
     """
     if job.scope != job.model_id:
         return Rejection(
-            f"model {job.model_id} was created long ago, and the answer to it is forgotten; go on "
-            "with the model, or create another one"
+            f"model {job.model_id} was created long ago, and the answer is no longer stored; "
+            "continue with the model, or create another one"
         )
     return Rejection(
-        f"seq_id {job.seq} of {job.scope} came after the service had stopped waiting for it, or "
-        f"was answered long ago; the next is {next_seq}; send the request with a new seq_id"
+        f"seq_id {job.seq} of {job.scope} arrived after the server had stopped waiting for it, or "
+        f"was answered long ago; the next seq_id is {next_seq}; send the request with a new one"
     )
 
 
@@ -161,14 +162,14 @@ def gap(missing: Sequence[tuple[int, int]], waited_s: float) -> Rejection:
 
 
 def checkpoint_exists(key: str) -> Rejection:
-    return Rejection(f"checkpoint {key} exists; pass overwrite=true or choose another name")
+    return Rejection(f"checkpoint {key} already exists; pass overwrite=true or choose another name")
 
 
 # --- limits ---------------------------------------------------------------------------------------
 
 
 def most_kept(own: TenantRecord | None, policy: StorePolicy) -> CheckpointUsage:
-    """Return the number of checkpoints that a tenant may keep, and of their bytes."""
+    """Return the number and the total bytes of checkpoints that a tenant may keep."""
     count = own.max_checkpoints if own is not None else None
     size = own.max_checkpoint_bytes if own is not None else None
     return CheckpointUsage(
@@ -191,18 +192,18 @@ def keeps_too_much(
     coming = f", and {kept.coming} more are being saved" if kept.coming else ""
     if kept.count >= most.count:
         return Rejection(
-            f"you keep {kept.count - kept.coming} checkpoints{coming}; this server keeps at most "
+            f"you have {kept.count - kept.coming} checkpoints{coming}; this server keeps up to "
             f"{most.count} of yours; {way_out}"
         )
     if kept.size_bytes >= most.size_bytes:
         return Rejection(
-            f"your checkpoints have {kept.size_bytes} bytes{coming}; this server takes no more of "
-            f"yours from {most.size_bytes} bytes on; {way_out}"
+            f"your checkpoints have {kept.size_bytes} bytes{coming}; the limit is "
+            f"{most.size_bytes} bytes; {way_out}"
         )
     if kept.size_bytes + needed_bytes > most.size_bytes:
         return Rejection(
             f"your checkpoints have {kept.size_bytes} bytes and this one would have {needed_bytes}"
-            f"{coming}; this server keeps at most {most.size_bytes} of yours; {way_out}"
+            f"{coming}; this server keeps up to {most.size_bytes} bytes of yours; {way_out}"
         )
     return None
 
@@ -219,17 +220,17 @@ def too_many_bytes(
     whose: str, size: int, held: int, limit: int, retry_after_s: int
 ) -> LimitReached:
     return LimitReached(
-        f"{whose} has {held} bytes of unfinished requests; with the {size} of this one it would "
-        f"pass the limit of {limit}; nothing was accepted; wait until some have ended and send it "
-        "again",
+        f"{whose} has {held} bytes of unfinished requests; with the {size} bytes of this one it "
+        f"would exceed the limit of {limit}; nothing was accepted; wait until some have ended and "
+        "send it again",
         retry_after_s,
     )
 
 
 def too_many_models(limit: int, waiting: int) -> LimitReached:
     return LimitReached(
-        f"you have {limit} models in use, which is the limit, too few of them are idle to be "
-        f"parked, and {waiting} more wait to be created, which is the limit too; nothing was "
+        f"you have {limit} models in use, which is the limit, and too few of them are idle to be "
+        f"parked; {waiting} more wait to be created, which is the limit too; nothing was "
         "accepted; wait until a model's requests have ended, or end a session that you no longer "
         "need, and send this again",
         5,
@@ -240,8 +241,8 @@ def waits_for_room(limit: int) -> str:
     """Return the reason why a new model is not created yet."""
     return (
         f"{limit} models are in use, which is the limit of your key, and too few of them are idle "
-        "to be parked; this one is created as soon as a model's requests have ended, or its "
-        "session has"
+        "to be parked; the new model is created as soon as the requests or the session of one of "
+        "them have ended"
     )
 
 
@@ -253,7 +254,7 @@ def check_window(job: Job, following: int, policy: StorePolicy) -> None:
     raise LimitReached(
         f"seq_id {job.seq} of {job.scope} is {job.seq - missing} ahead of {missing}, which has not "
         f"arrived, and the limit is {policy.model_window - 1}; nothing was accepted; send the "
-        "earlier ones first, and this one again",
+        "earlier requests first, then this one again",
         _AHEAD_RETRY_S,
     )
 
@@ -273,14 +274,14 @@ def too_many_refusals(why: Rejection, limit: int, wait_s: float) -> LimitReached
     retry_after_s = max(1, math.ceil(wait_s))
     return LimitReached(
         f"{limit} of your requests were refused within an hour, which is the limit; this one is "
-        f"refused too and was not kept, so that its seq_id is missing: {why.message[:500]}; put it "
-        f"right and send it again in {retry_after_s} s",
+        f"refused too and was not stored, so its seq_id is still missing: {why.message[:500]}; "
+        f"correct it and send it again in {retry_after_s} s",
         retry_after_s,
     )
 
 
 def check_sessions(of_all: int, of_tenant: int, policy: StorePolicy) -> None:
-    """Raise ``LimitReached`` if the server or the tenant has its most open sessions."""
+    """Raise ``LimitReached`` if the server or the tenant is at its limit of open sessions."""
     for whose, count, limit in (
         ("the server", of_all, policy.server_sessions),
         ("your key", of_tenant, policy.tenant_sessions),
@@ -295,15 +296,15 @@ def check_sessions(of_all: int, of_tenant: int, policy: StorePolicy) -> None:
 
 
 def check_samplers(session: str, of_session: int, of_tenant: int, policy: StorePolicy) -> None:
-    """Raise ``LimitReached`` if the session or the tenant has its most sampling sessions."""
+    """Raise ``LimitReached`` if the session or the tenant is at its limit of samplers."""
     for whose, count, limit, way_out in (
         (
             *(f"session {session}", of_session, policy.session_samplers),
-            "sample with one that there is, or go on in a new session",
+            "sample with an existing one, or continue in a new session",
         ),
         (
             *("your key", of_tenant, policy.tenant_samplers),
-            "sample with one that there is, or end sessions that you no longer need",
+            "sample with an existing one, or end sessions that you no longer need",
         ),
     ):
         if count >= limit:
@@ -340,8 +341,8 @@ def check_rate(new: Record, policy: StorePolicy, passed_s: float) -> None:
 def other_revision(base_model: str, known: str, revision: str) -> str:
     """Return why a worker with this revision of the base model gets no lease."""
     return (
-        f"this worker has revision {revision} of base model {base_model!r}, and this store knows "
-        f"the name by revision {known}, with which its models and checkpoints were trained; start "
-        f"the worker with --base-model-revision {known}, or serve {revision} under a "
-        "base_model_name of its own"
+        f"this worker has revision {revision} of base model {base_model!r}, but this store knows "
+        f"that name by revision {known}, which its models and checkpoints were trained with; start "
+        f"the worker with --base-model-revision {known}, or serve {revision} under another "
+        "base_model_name"
     )

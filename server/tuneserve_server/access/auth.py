@@ -1,8 +1,8 @@
 """Authentication: API keys, their lookup, and the limits on failed logins.
 
-A key is ``tml-<id>-<secret>``. The store has the HMAC of the secret, never the secret. As long as
-the store never had a key, and the settings do not ask for keys, any text that begins like a key
-names a tenant of its own (open mode).
+A key is ``tml-<id>-<secret>``. The store has the HMAC of the secret, never the secret. Until
+the store has had a key, and unless the settings require keys, any text that begins like a key
+names a tenant (open mode).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tuneserve_server.errors import KeyRefused, TooManyLogins
 FRESH_S = 2.0  # with PATIENCE_S, a revoked key is refused within 5 s
 PATIENCE_S = 2.0  # for a store that does not answer about a cached key
 GRACE_S = 60.0  # without an answer, a key used this recently stays valid; polls take 40 s
-LONGEST_GRACE_S = 900.0  # but at most this long after its last read: it may have been revoked
+LONGEST_GRACE_S = 900.0  # but only this long after its last read: it may have been revoked
 LOGINS_PER_S = 10
 LOOKUPS_PER_S = 100  # of keys new to this process, per address with too many failed logins
 MOST_KNOWN = 10_000  # cached keys, and remembered addresses
@@ -59,7 +59,7 @@ def new_id() -> str:
 
 
 def digest(pepper: bytes, key_id: str, secret: str) -> str:
-    """Return the HMAC of a key that the store keeps; ``pepper`` is the store's secret."""
+    """Return the HMAC of a key, which the store holds; ``pepper`` is the store's secret."""
     return hmac.new(pepper, f"api-key|{key_id}|{secret}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -70,9 +70,9 @@ def open_tenant(api_key: str | None) -> str:
     """
     if api_key is None or not api_key.startswith(PREFIXES):
         raise KeyRefused(
-            "no usable API key in X-API-Key; send any key that starts with tml- (the same key is "
-            "the same tenant), for example with TINKER_API_KEY=tml-local; to /v1, OpenAI clients "
-            "send it as Authorization: Bearer tml-..."
+            "no usable API key in X-API-Key; send any key that starts with tml- (each key is a "
+            "tenant), for example with TINKER_API_KEY=tml-local; to /v1, OpenAI clients send it as "
+            "Authorization: Bearer tml-..."
         )
     return "t-" + hashlib.sha256(api_key.encode()).hexdigest()[:16]
 
@@ -81,7 +81,7 @@ def _refused() -> KeyRefused:
     """Return the one answer to all faults of a key: a stranger learns nothing from it."""
     return KeyRefused(
         "this server does not accept this API key: it is missing, wrong, expired or revoked; send "
-        "a key of this server in X-API-Key (with TINKER_API_KEY=tml-...), to /v1 as "
+        "a key of this server in X-API-Key (set TINKER_API_KEY=tml-...), or to /v1 as "
         "Authorization: Bearer tml-...; the operator makes one with: tuneserve keys create"
     )
 
@@ -106,10 +106,9 @@ async def _read(reading: Awaitable[T], known: T | None) -> T:
 
 
 class KeyCache:
-    """The store's keys, as they were at most ``FRESH_S`` ago.
+    """The store's keys, as they were no longer than ``FRESH_S`` ago.
 
-    While the store cannot be read, keys in use stay as last read: clients must not see their polls
-    fail.
+    While the store cannot be read, keys in use stay as last read, so polls do not fail.
     """
 
     def __init__(self, store: Store, clock: Callable[[], float]) -> None:
@@ -163,7 +162,7 @@ class RateLimit:
 
 
 def _network(address: str) -> str:
-    """Return the address or, for IPv6, its /64 network, which one client has for itself."""
+    """Return the address or, for IPv6, its /64 network, which belongs to one client."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:
@@ -193,7 +192,7 @@ class Authenticator:
         self._keyed = require_keys
         self._clock = clock
         self._wall_clock = wall_clock
-        self._looked_s = -math.inf  # the last look for keys, which found none
+        self._looked_s = -math.inf  # the time of the last look for keys, which found none
         self._keys = KeyCache(store, clock)
         self._failures = RateLimit(LOGINS_PER_S, clock)
         self._lookups = RateLimit(LOOKUPS_PER_S, clock)

@@ -32,8 +32,8 @@ class _Budget:
 class Budgets:
     """The budgets of tenants, in device seconds a day.
 
-    A tenant's own budget, which the operator can change at any time, goes before the settings'.
-    Accepted requests still run when the budget is used up, so a tenant may exceed it by them.
+    A tenant's budget in the store, which the operator can change at any time, overrides the
+    settings. Accepted requests still run when the budget is used up, so a tenant may exceed it.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class Budgets:
     async def check(self, tenant: str, kind: JobKind) -> None:
         """Raise ``BudgetUsedUp`` if the tenant has used its budget up.
 
-        Asks the store at most once a second.
+        Asks the store no more than once a second.
         """
         if kind not in SPENDING:
             return
         budget = await self._budget(tenant)
         if budget.limit_s is not None and budget.used_s >= budget.limit_s:
             raise BudgetUsedUp(
-                f"you have used {budget.used_s:.1f} device seconds today, of {budget.limit_s:g} "
-                f"that you have a day; nothing was accepted; the next day begins at "
+                f"you have used {budget.used_s:.1f} device seconds today, and your budget is "
+                f"{budget.limit_s:g} a day; nothing was accepted; the next day begins at "
                 f"{self._resets():%H:%M} UTC: send this again then, or ask the operator for more "
                 "(tuneserve tenants set NAME --device-s-a-day)"
             )

@@ -67,8 +67,8 @@ class CheckHost:
     """A middleware that refuses requests with a wrong ``Host``.
 
     A request must have exactly one ``Host``. A request to another name than this server's is
-    refused on every path while the server asks for no keys, else only on paths that need no key
-    (``open_paths``, and paths that begin with ``page``). All other paths need a key or a signed
+    refused on every path while the server requires no keys, otherwise only on paths that need no
+    key (``open_paths``, and paths that begin with ``page``). All other paths need a key or a signed
     download link, and another site's page has neither.
     """
 
@@ -108,7 +108,7 @@ class CheckHost:
         return HostNotAllowed(
             f"this server does not answer to the name {host[:_SHOWN]!r}: it answers to localhost, "
             "to IP addresses, and to the names in its setting allowed_hosts; call it by one of "
-            "these, or have the operator add the name there"
+            "these, or ask the operator to add the name there"
         )
 
     async def _is_safe(self, scope: Scope) -> bool:

@@ -1,4 +1,4 @@
-"""The limits outside the queue: free disk space, and the checkpoints a tenant keeps."""
+"""The limits outside the queue: free disk space, and the checkpoints of a tenant."""
 
 import shutil
 import time
@@ -22,8 +22,8 @@ def _free_bytes(folder: Path) -> int:
 class DiskGuard:
     """A guard that refuses requests while one of the disks is nearly full.
 
-    Accepted requests and the store's own housekeeping must still fit. Large files go to the first
-    of the folders.
+    Accepted requests and the store's clean-up must still fit. Large files go to the first of the
+    folders.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class DiskGuard:
         self._clock = clock
         self._looked_s = -float("inf")
         self._refusal: str | None = None
-        self._left_bytes = 0  # of the disk with the least, at the last look
-        self._admitted_bytes = 0  # since then
+        self._left_bytes = 0  # free bytes of the fullest disk at the last look
+        self._admitted_bytes = 0  # since the last look
 
     def check(self, needed_bytes: int = 0) -> None:
         """Raise ``DiskFull`` if there is too little space, also after ``needed_bytes`` of files."""
@@ -63,7 +63,7 @@ class DiskGuard:
                 raise DiskFull(self._words(self._left_bytes, f"; {size} more do not fit"))
 
     def refusal(self) -> str | None:
-        """Return the refusal that requests get now, or None. Looks at most once a second."""
+        """Return the refusal that requests get now, or None. Looks no more than once a second."""
         if self._clock() - self._looked_s >= _FRESH_S:
             self._look()
         return self._refusal
@@ -89,7 +89,7 @@ class DiskGuard:
     def _words(self, free_bytes: int, more: str) -> str:
         return (
             f"the server's disk has {free_bytes} bytes left, of which {self._min_free_bytes} are "
-            f"kept for what was accepted (min_free_bytes){more}; nothing was changed; delete "
+            f"reserved for accepted requests (min_free_bytes){more}; nothing was changed; delete "
             "checkpoints, or ask the operator for space, and send the request again"
         )
 
@@ -108,5 +108,5 @@ async def check_room(
 
 
 async def most_kept(store: Store, policy: StorePolicy, tenant: str) -> CheckpointUsage:
-    """Return the number and the bytes of checkpoints that the tenant may keep."""
+    """Return the number and the total bytes of checkpoints that the tenant may keep."""
     return refusals.most_kept(await store.get(TenantRecord, tenant), policy)

@@ -1,4 +1,4 @@
-"""The scopes of each route that asks for a key: a key needs any one of them.
+"""The scopes of each route that needs a key: a key needs any one of them.
 
 Reading, and routes that both training and sampling need (sessions, results), are open to either
 scope. A key that may only sample can change no model and no checkpoint.
@@ -74,5 +74,5 @@ def need(wanted: frozenset[Scope], scopes: frozenset[Scope]) -> None:
     if scopes.isdisjoint(wanted):
         raise ScopeMissing(
             f"this needs a key with the scope {' or '.join(sorted(wanted))}; yours has "
-            f"{' and '.join(sorted(scopes)) or 'none'}; ask the operator for another key"
+            f"{' and '.join(sorted(scopes)) or 'no scope'}; ask the operator for another key"
         )

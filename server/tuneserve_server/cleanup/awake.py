@@ -1,8 +1,8 @@
 """The time that this process was awake, for limits on the silence of clients.
 
-A silence longer than a limit by the wall clock may be shorter by the time in which the client could
-be heard: the process may have been stopped meanwhile (SIGSTOP, a paused virtual machine), or the
-wall clock was set.
+A silence that is longer than a limit by the wall clock may be shorter by the time in which the
+client could be heard: the process may have been stopped meanwhile (SIGSTOP, a paused virtual
+machine), or the wall clock was set.
 """
 
 import time
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _LEAST_S = 2.0
-"""The shortest gap that is reported: a busy process may be late by less."""
+"""The shortest gap that is reported: a process that is only busy may be this late."""
 _REMEMBERED = 10_000
-"""The absences and clock jumps that are remembered: those of a week, at one a minute."""
+"""The number of absences and clock jumps remembered: enough for a week, at one a minute."""
 
 
 class _Gap(NamedTuple):

@@ -1,7 +1,7 @@
 """The other API processes on the same store.
 
-A stopped process hears none of its clients, and no other process knows which clients those are. So
-no silence counts until the process is back, or has been away long enough to be dead.
+A stopped process hears none of its clients, and no other process knows which clients these are. So
+no silence counts until the process is back, or has been away long enough to count as dead.
 """
 
 import time
@@ -21,7 +21,7 @@ DEAD_S = 600.0
 
 
 class Absence(NamedTuple):
-    """The absences: whether a process is silent now, and how long one that is back was silent."""
+    """The absences: whether a process is silent now, and the longest silence that just ended."""
 
     lasts: bool
     over_s: float
@@ -86,6 +86,6 @@ class Siblings:
             await self._store.put(ProcessRecord(self._key, seen_s))
 
     async def leave(self) -> None:
-        """Delete the record of this process, which will not be back."""
+        """Delete the record of this process, which ends for good."""
         with suppress(StoreFailed, ConnectionError):
             await self._store.delete(ProcessRecord, self._key)

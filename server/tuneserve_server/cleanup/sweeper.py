@@ -1,4 +1,4 @@
-"""The clean-up that follows time alone: expired sessions, results and checkpoints, unused files."""
+"""The clean-up by time: expired sessions, results and checkpoints, and unused files."""
 
 import asyncio
 import logging
@@ -48,13 +48,13 @@ async def sweep_forever(  # noqa: PLR0913 - the last ones by name
         await asyncio.sleep(interval_s)
         try:
             if not await sweeper.sweep():
-                faults.warn("damaged", "nothing is cleaned up: the store is damaged")
+                faults.warn("damaged", "the clean-up is suspended: the store is damaged")
         except (StoreFailed, ConnectionError) as error:
             sweeper.falter()
-            faults.warn("away", f"the clean-up waits for the store: {error}")
+            faults.warn("away", f"the clean-up is waiting for the store: {error}")
         except Exception:
             sweeper.falter()
-            logger.exception("the clean-up failed; it is tried again in %g s", interval_s)
+            logger.exception("the clean-up failed; the next attempt is in %g s", interval_s)
 
 
 class _Sweeper:
@@ -75,7 +75,7 @@ class _Sweeper:
         self._awake = awake
         self._siblings = siblings
         self._first = first
-        self._back_s: float | None = 0.0  # how far the clock was set back; None: nothing to date
+        self._back_s: float | None = 0.0  # how far the clock was set back; None: no records to date
         self._was_away = False  # since the last look at the siblings
         self._steady_s = awake.clock()  # the start, or the last failed sweep
         self._gap_s = awake.clock()  # the start, or the last absence or clock jump
@@ -137,18 +137,18 @@ class _Sweeper:
 
 def _tell_gap(excess_s: float) -> None:
     logger.warning(
-        "the clock went %g s %s than this process was awake: the process was stopped, or the clock "
-        "set; nothing ends because of it",
+        "the clock advanced %g s %s than this process was awake: the process was stopped, or the "
+        "clock was set; no session or result expires because of it",
         abs(excess_s),
-        "further" if excess_s > 0 else "less far",
+        "more" if excess_s > 0 else "less",
     )
 
 
 def in_time_awake(policy: SweepPolicy, awake: AwakeTime) -> SweepPolicy:
     """Return the policy with the limits of silence and retention stretched by absences.
 
-    For these limits, only the time counts in which this process could hear its clients: those of
-    silence, and those for which results and recordings are kept.
+    These limits are for silence and for the retention of results and recordings. Only the time in
+    which this process could hear its clients counts for them.
     """
     return replace(
         policy,

@@ -34,7 +34,7 @@ async def make_room(store: Store, settings: ApiSettings, new: SamplerRecord) -> 
     now_s = time.time()
     for each in sorted(_older([*saves, new], settings.unnamed_saves), key=lambda it: it.used_s):
         if 0 <= now_s - each.used_s < settings.unnamed_save_s:
-            continue  # in use; a time in the future was noted before the clock was set back
+            continue  # in use; a time in the future was stored before the clock was set back
         await store.delete(SamplerRecord, each.key)
         kept = CheckpointUsage(kept.count - 1, kept.size_bytes - each.size_bytes)
         if refusals.keeps_too_much(kept, most) is None:
@@ -42,9 +42,9 @@ async def make_room(store: Store, settings: ApiSettings, new: SamplerRecord) -> 
 
 
 async def adopt(store: Store, files: FileStore) -> None:
-    """Give an earlier release's saves the sizes of their files, and now as their time of use.
+    """Set the file size and the time of use (now) of saves that an earlier release made.
 
-    An earlier release noted neither.
+    Earlier releases stored neither value.
     """
     offset, total = 0, 1
     while offset < total:

@@ -1,7 +1,7 @@
-"""The clean-up of files that nothing names any more.
+"""The clean-up of files that nothing in the store names any more.
 
-A file is deleted if the store has let go of it, set aside in quarantine if the reason is not known,
-and kept if it is not certain that this store owns the directory.
+A file is deleted if the store has released it, moved into quarantine if it is not known why nothing
+names it, and kept if it is not certain that this store owns the directory.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 UNNAMED_S = 900.0
 """The age below which an unnamed file is left alone.
 
-A recovery point's file exists before the store knows it, and a backup of a running store lists the
-files some minutes before and after the store.
+A recovery point's file exists before the store names it, and a backup of a running store lists the
+files some minutes before or after it copies the store.
 """
 FEW = 16
-"""The number of files that may be set aside, however few files there are.
+"""The number of files that may be set aside even if there are few files in all.
 
-A process that was killed while it wrote leaves one.
+A process that was killed while it wrote leaves one file behind.
 """
 _STAMP = "%Y%m%dT%H%M%SZ"
 _ALLOWED = "-allowed"
 _OF_CLEANING = ("share", "moved")
-"""The kinds of problems that only a clean-up finds, or finds gone."""
+"""The kinds of problems that only a clean-up can find or resolve."""
 
 
 DEFAULT_POLICY = UnusedPolicy()
@@ -60,7 +60,7 @@ class UnusedFiles:
     async def prove(self) -> bool:
         """Return whether the store owns the directory, and renew the lease if it does.
 
-        A change is logged. Owner or not, files in quarantine that the store names come back.
+        A change is logged. In either case, quarantined files that the store names are restored.
         """
         try:
             present = await asyncio.to_thread(self._files.ids)
@@ -86,12 +86,12 @@ class UnusedFiles:
         """Remove unused files older than ``older_than_s``, and the partial files of killed writers.
 
         A file is unused if no checkpoint, sampler, recovery point or request that may run again
-        names it. On a full disk, files that the store let go of are removed at any age. Ages are as
-        of ``now_s``: a pause since then makes no file older. With ``allowed``, files are set aside
-        even if they exceed ``max_share``.
+        names it. On a full disk, files that the store has released are removed at any age. Ages are
+        as of ``now_s``: a pause since then makes no file older. With ``allowed``, files are set
+        aside even if they exceed ``max_share``.
 
-        Files are listed before the store is asked: a file that appears in between belongs to a job
-        that is not known here.
+        Files are listed before the store is asked, so a file that appears in between is left
+        alone: it belongs to a job that is not known here.
         """
         async with self._cleaning:
             if not await self.prove():
@@ -139,7 +139,7 @@ class UnusedFiles:
             for file_id in in_use.intersection(file_ids):
                 await asyncio.to_thread(self._files.bring_back, file_id, group)
                 logger.warning(
-                    "file %s came back from %s/%s: the store names it", file_id, QUARANTINE, group
+                    "restored file %s from %s/%s: the store names it", file_id, QUARANTINE, group
                 )
 
     async def _delete(self, file_ids: Collection[str]) -> set[str]:
@@ -150,10 +150,10 @@ class UnusedFiles:
                 await asyncio.to_thread(self._files.delete, file_id)
             except OSError as error:  # one failure does not stop the others
                 logger.warning(
-                    "file %s was not deleted, the next clean-up tries: %s", file_id, error
+                    "file %s was not deleted; the next clean-up tries again: %s", file_id, error
                 )
             else:
-                logger.info("deleted file %s: nothing uses it any more", file_id)
+                logger.info("deleted file %s: it is no longer in use", file_id)
                 gone.add(file_id)
         return gone
 
@@ -172,11 +172,13 @@ class UnusedFiles:
             try:
                 await asyncio.to_thread(self._files.set_aside, file_id, group)
             except OSError as error:
-                logger.warning("file %s was not moved, the next clean-up tries: %s", file_id, error)
+                logger.warning(
+                    "file %s was not moved; the next clean-up tries again: %s", file_id, error
+                )
             else:
                 logger.warning(
-                    "moved file %s to %s/%s: nothing in the store names it, and nothing is known "
-                    "to have let go of it; it is deleted after %.0f s (quarantine_s)",
+                    "moved file %s to %s/%s: nothing in the store names it, and there is no record "
+                    "of its release; it is deleted after %.0f s (quarantine_s)",
                     *(file_id, QUARANTINE, group, self._policy.quarantine_s),
                 )
         return None
@@ -184,11 +186,10 @@ class UnusedFiles:
     def _too_many(self, found: int, before: int, present: int, most: int) -> Problem:
         return Problem(
             "share",
-            f"{found} of {present} files are named by nothing in the store, and nothing is known "
-            f"to have let go of them; with {before} in quarantine they are more than the {most} "
-            "that a clean-up may set aside (max_unused_share), and stay where they are. See "
-            "whether the store has lost something. If they are superfluous, run: tuneserve files "
-            "clean",
+            f"nothing in the store names {found} of {present} files, and there is no record of "
+            f"their release; with {before} in quarantine they are more than the {most} that a "
+            "clean-up may set aside (max_unused_share), so they are kept. Check whether the store "
+            "has lost data. If the files are superfluous, run: tuneserve files clean",
         )
 
     def _end_quarantines(self) -> None:
@@ -197,7 +198,7 @@ class UnusedFiles:
             if served_s(self._files, f"{QUARANTINE}-{group}") >= self._policy.quarantine_s:
                 self._files.delete_group(group)
                 logger.info(
-                    "deleted %d files of %s/%s: their time is over",
+                    "deleted %d files of %s/%s: their time in quarantine is over",
                     *(len(groups.pop(group)), QUARANTINE, group),
                 )
         forget(self._files, f"{QUARANTINE}-", but={f"{QUARANTINE}-{each}" for each in groups})
@@ -207,7 +208,7 @@ class UnusedFiles:
         if problem is not None and (before is None or before.kind != problem.kind):
             logger.warning("unused files are kept: %s", problem.text)
         if problem is None and before is not None:
-            logger.info("unused files are cleared away again")
+            logger.info("unused files are cleaned up again")
 
 
 def _is_ours(group: str) -> bool:

@@ -1,4 +1,4 @@
-"""The conversion of wire types into the commands of jobs: names resolved, numbers checked.
+"""The conversion of wire types into the commands of jobs: it resolves names and checks numbers.
 
 A ``UserError`` names the field, its value, the limit and what to do.
 """
@@ -58,7 +58,7 @@ def metadata(given: dict[str, str] | None) -> dict[str, str]:
     size = _bytes_of(given)
     if size > _MAX_METADATA_BYTES:
         raise UserError(
-            f"user_metadata has {size} bytes; at most {_MAX_METADATA_BYTES} are kept; shorten it"
+            f"user_metadata has {size} bytes; the limit is {_MAX_METADATA_BYTES}; shorten it"
         )
     return given or {}
 
@@ -70,8 +70,8 @@ def check_session_metadata(request: types.CreateSessionRequest, limit: int) -> N
     size += sum(len((text or "").encode()) for text in (*request.tags, *names))
     if size > limit:
         raise UserError(
-            f"the tags, the names and the user_metadata of this session have {size} bytes; at most "
-            f"{limit} are kept (max_session_metadata_bytes); shorten them"
+            f"the tags, the names and the user_metadata of this session have {size} bytes; the "
+            f"limit is {limit} (max_session_metadata_bytes); shorten them"
         )
 
 
@@ -83,8 +83,8 @@ def check_optimizer(config: types.OptimizerConfig | None) -> None:
     """Raise ``UserError`` for any optimizer but adamw; an absent config means adamw."""
     if config is not None and config.type != "adamw":
         raise UserError(
-            "optimizer_config.type is not an optimizer of this server; it has 'adamw' only: leave "
-            "optimizer_config out"
+            "optimizer_config.type is not an optimizer of this server, which has only 'adamw'; "
+            "leave optimizer_config out"
         )
 
 
@@ -100,7 +100,7 @@ async def adapter_config(
     asked = _asked_adapter(request)
     kind = kinds.kind_named(asked.kind)
     info = await caller.served.info(base_model)
-    max_rank = info.max_rank if info else MAX_INT32  # else the first worker refuses a rank too high
+    max_rank = info.max_rank if info else MAX_INT32  # then the first worker refuses a rank too high
     rank = lora.rank if asked.rank is None else asked.rank
     # Kinds with a decomposition take more memory than others of the same rank: ``kinds.validated``
     # refuses them, with the arithmetic in its message.
@@ -123,9 +123,9 @@ async def adapter_config(
     shapes = dict(info.target_shapes) if info else {}
     if kind.needs_decomposition and not shapes:
         raise ModelUnavailable(
-            f"no worker of this release has served {base_model!r} yet, so that nobody can tell how "
-            f"many directions its weights have, which {kind.name} needs to know; send it again "
-            "when one is ready"
+            f"no worker of this release has served {base_model!r} yet, so it is not known how many "
+            f"directions its weights have, which {kind.name} depends on; send the request again "
+            "when a worker is ready"
         )
     return kinds.validated(config, shapes, max_rank)
 
@@ -153,8 +153,8 @@ def _asked_adapter(request: types.CreateModelRequest) -> _AdapterChoice:
         if "rank" in user_metadata:
             raise UserError(
                 f"user_metadata asks for an adapter of kind {kind[:64]!r} and has an entry rank, "
-                f"{user_metadata['rank'][:64]!r}; the rank is lora_config.rank: send it there, and "
-                "leave it out here"
+                f"{user_metadata['rank'][:64]!r}; send the rank as lora_config.rank, and leave it "
+                "out here"
             )
         return _AdapterChoice(kind, _options_among(user_metadata, kind))
     if _ADAPTER in user_metadata:
@@ -187,7 +187,7 @@ def _plain(value: str) -> str:
 
 
 def check_adapter(checkpoint: CheckpointRecord, user_metadata: dict[str, str]) -> None:
-    """Raise ``UserError`` if the metadata ask for another adapter than the checkpoint's.
+    """Raise ``UserError`` if the metadata asks for another adapter than the checkpoint's.
 
     A model made from a checkpoint keeps the kind and the options of the checkpoint's adapter.
     """
@@ -201,7 +201,8 @@ def check_adapter(checkpoint: CheckpointRecord, user_metadata: dict[str, str]) -
         if value != kept.get(name):
             raise UserError(
                 f"user_metadata asks for {name} {value[:64]!r}; {checkpoint.key} has "
-                f"{kept.get(name, 'none')!r}, which a model made from it keeps; leave {name} out"
+                f"{kept.get(name, 'none')!r}, and so does every model made from it; leave {name} "
+                "out"
             )
 
 
@@ -209,8 +210,8 @@ def adam_params(request: types.OptimStepRequest) -> AdamwParams:
     """Return the hyper-parameters of one step. Raises ``UserError`` for one out of range."""
     if request.adam_params is None:
         raise UserError(
-            "adam_params is missing; the optimizer of this model is adamw and steps of other "
-            "optimizers cannot be applied to it"
+            "adam_params is missing; the optimizer of this model is adamw: send its parameters in "
+            "adam_params"
         )
     params = request.adam_params
     for name in ("learning_rate", "eps", "weight_decay"):
@@ -252,7 +253,7 @@ def new_checkpoint(
     """Return the record that a save will make visible."""
     name = request.path
     if name is None:
-        raise UserError("path is missing; send the checkpoint's name in it")
+        raise UserError("path is missing; send the checkpoint's name as path")
     check_name("path", name)
     now_s = time.time()
     return CheckpointRecord(
@@ -274,7 +275,7 @@ def check_name(field: str, name: str) -> None:
     """Raise ``UserError`` unless ``name`` can be the last part of a checkpoint's path."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise UserError(
-            f"{field} is not a checkpoint name: 1 to 128 letters, digits, '.', '_' and '-', "
+            f"{field} is not a checkpoint name: use 1 to 128 letters, digits, '.', '_' and '-', "
             "starting with a letter or digit, without '..'"
         )
 
@@ -293,8 +294,8 @@ def save_for_sampler(
         return SaveWeights(checkpoint.kind, checkpoint.file_id, checkpoint)
     if request.sampling_session_seq_id is None:
         raise UserError(
-            "path and sampling_session_seq_id are both missing; send a name to keep the weights, "
-            "or a sampling session number to sample from them"
+            "path and sampling_session_seq_id are both missing; send path to save the weights "
+            "under a name, or sampling_session_seq_id to sample from them"
         )
     sampler = SamplerRecord(
         key=sampler_key(model.parent, request.sampling_session_seq_id),
@@ -314,7 +315,7 @@ def save_external(model: ModelRecord, request: types.SaveWeightsExternalRequest)
     recipients = tuple(request.age_encryption_recipients or ())
     if len(recipients) > _MAX_RECIPIENTS:
         raise UserError(
-            f"age_encryption_recipients has {len(recipients)} keys; at most {_MAX_RECIPIENTS}"
+            f"age_encryption_recipients has {len(recipients)} keys; the limit is {_MAX_RECIPIENTS}"
         )
     for index, recipient in enumerate(recipients):
         if not recipient.startswith("age1") or len(recipient) > 128:
@@ -363,8 +364,8 @@ async def training_checkpoint(caller: Caller, path: str) -> CheckpointRecord:
         raise UserError(str(error)) from None
     if checkpoint.kind is not CheckpointKind.TRAINING:
         raise UserError(
-            f"{path} holds {checkpoint.kind.value}; training goes on from tinker://.../weights/... "
-            "paths, which save_state gives"
+            f"{path} holds {checkpoint.kind.value}; to continue training, load a "
+            "tinker://.../weights/... path, as save_state returns"
         )
     return checkpoint
 

@@ -20,7 +20,7 @@ from tuneserve_server.http.incoming import finished
 LOSS = provenance.LOSS
 
 _AT_ONCE = 256  # recordings that one call asks the store for
-_MOST_BYTES = 64 * 2**20  # of sequences that a request names: 4x the bytes of its own tokens
+_MOST_BYTES = 64 * 2**20  # of the sequences that a request names: 4x its own tokens' bytes
 
 _Wanted = dict[SampleKey, list[tuple[str, int]]]
 """The id and the index of each wanted sequence, by sample."""
@@ -55,7 +55,7 @@ async def _look_up(caller: Caller, asked: Provenance) -> None:
         if size > _MOST_BYTES:
             raise UserError(
                 f"the sequences that the request names have more than {_MOST_BYTES} bytes "
-                "together; split it"
+                "together; split the request"
             )
 
 
@@ -106,19 +106,20 @@ async def _why(caller: Caller, key: SampleKey, gone: Gone) -> str:
     if gone is Gone.NO_ROOM:
         limit = caller.settings.max_recording_bytes
         return (
-            "which was dropped to make room: what was recorded for you may have "
-            f"{limit} bytes, and those used longest ago go first; {again}, or ask the operator for "
-            "a larger max_recording_bytes"
+            "which was dropped to make room: your recordings may have "
+            f"{limit} bytes, and the least recently used are dropped first; {again}, or ask the "
+            "operator for a larger max_recording_bytes"
         )
     job = Job(caller.tenant, JobKind.SAMPLE, key.scope, key.seq)
     state = await caller.store.request(refusals.request_id(caller.secret, job))
     if state is None:
-        return f"of which nothing is known here (any more); {again}"
+        return f"which this server does not know (any more); {again}"
     if state.state in ("held", "ready"):
         return "which is still being sampled; wait for its result first"
     if state.failed:
         return "but its sample failed; leave it out"
     return (
-        "which was sampled without record_stability_info, or by a sampler that was gone before the "
-        "sample ended; get the sampling client with record_stability_info=True, and sample again"
+        "which was sampled without record_stability_info, or by a sampler that was deleted before "
+        "the sample ended; create the sampling client with record_stability_info=True, and sample "
+        "again"
     )

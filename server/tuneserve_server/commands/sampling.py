@@ -13,7 +13,7 @@ from tuneserve_engine.core.recordings import sequence_id
 from tuneserve_server.commands.common import checked_seed, shown
 
 _MAX_STOPS = 256
-_MAX_STOP_CHARS = 256  # each decoded token is matched with this much text, while the device waits
+_MAX_STOP_CHARS = 256  # each token is matched against this much text while the device waits
 
 
 def sample_command(
@@ -68,8 +68,8 @@ def _tokens(chunks: list[Chunk]) -> list[int]:
     for index, chunk in enumerate(chunks):
         if chunk.type != "encoded_text":
             raise UserError(
-                f"prompt.chunks[{index}] is not text; the base model of this server reads text "
-                "only: send encoded_text chunks"
+                f"prompt.chunks[{index}] is not text; the base model of this server reads only "
+                "text: send encoded_text chunks"
             )
         if chunk.tokens is None:
             raise UserError(f"prompt.chunks[{index}].tokens is missing; send the token ids")
@@ -96,14 +96,16 @@ def checked_prompt(prompt: list[int], info: BaseModelInfo | None, *, room: int =
     worst = next((t for t in (min(prompt), max(prompt)) if not 0 <= t <= limit), None)
     if worst is not None:
         raise UserError(
-            f"the prompt has token {shown(worst)}; token ids "
-            f"here are 0 to {limit}; check that the tokenizer is the base model's"
+            f"the prompt has token {shown(worst)}; token ids are 0 to {limit}; check that you use "
+            "the base model's tokenizer"
         )
     if info and len(prompt) + room > info.context_length:
-        told = "of which one must be left to sample" if room > 0 else "and a token more is scored"
+        told = (
+            "and one token must be left to sample" if room > 0 else "and one more token is scored"
+        )
         raise UserError(
             f"the prompt has {len(prompt)} tokens; {info.name} has a context of "
-            f"{info.context_length}, {told}; send at most {info.context_length - room}"
+            f"{info.context_length}, {told}; send up to {info.context_length - room}"
         )
     return prompt
 
@@ -111,20 +113,20 @@ def checked_prompt(prompt: list[int], info: BaseModelInfo | None, *, room: int =
 def checked_stops(
     name: str, stop: str | list[str] | list[int] | None
 ) -> tuple[list[int] | None, list[str] | None]:
-    """Return the stop tokens and the stop strings; an empty list means to never stop."""
+    """Return the stop tokens and the stop strings; an empty list means never to stop."""
     if stop is None:
         return None, None
     if isinstance(stop, str):
         stop = [stop]
     if len(stop) > _MAX_STOPS:
-        raise UserError(f"{name} has {len(stop)} entries; at most {_MAX_STOPS}")
+        raise UserError(f"{name} has {len(stop)} entries; the limit is {_MAX_STOPS}")
     strings = [s for s in stop if isinstance(s, str)]
     tokens = [t for t in stop if isinstance(t, int)]
     if strings:
         if not all(0 < len(s) <= _MAX_STOP_CHARS for s in strings):
             raise UserError(
-                f"{name} has an empty string or one of more than "
-                f"{_MAX_STOP_CHARS} characters; leave it out"
+                f"{name} has an empty string or one of more than {_MAX_STOP_CHARS} characters; "
+                "leave that string out"
             )
         return None, strings
     return _ids(name, tokens), None
@@ -143,7 +145,8 @@ def _last_n(request: SampleRequest, length: int) -> int | None:
         return None
     if not (request.prompt_logprobs or request.topk_prompt_logprobs):
         raise UserError(
-            "prompt_logprobs_last_n asks for part of prompt_logprobs, which is not set; set it"
+            "prompt_logprobs_last_n asks for part of prompt_logprobs, which is not set; set "
+            "prompt_logprobs"
         )
     return bounded("prompt_logprobs_last_n", n, 1, length - 1)
 

@@ -10,7 +10,7 @@ from tuneserve_engine.core.usage import CurvePoint
 from tuneserve_engine.store.base import Store
 
 MOST_ROWS = 512
-"""The rows that are kept of a curve; a screen cannot show more."""
+"""The number of rows kept of a curve; a screen cannot show more."""
 _LATE, _LATEST_S = 0.1, 30.0
 """The delay of a point: this share of the time without a new point before it, and its maximum."""
 
@@ -36,7 +36,7 @@ class Curve:
         self.rows: list[CurveRow] = []
         self.position = -1  # of the newest point
         self._stride = 1
-        self._steps = 0  # steps seen; every ``_stride``-th is a row
+        self._steps = 0  # steps seen; every ``_stride``-th step is a row
         self._loss_sum = self._count = 0.0  # of gradients since the last step
 
     @classmethod

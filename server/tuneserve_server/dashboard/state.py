@@ -13,7 +13,7 @@ T = TypeVar("T")
 Counters = Mapping[str, Mapping[str, float]]
 """The values of counters, by owner and by name."""
 
-_WINDOW_S = 20.0  # workers report their figures every other second
+_WINDOW_S = 20.0  # workers report their metrics every other second
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WorkerShown:
     name: str
     base_model: str
     figures: Mapping[str, float]
-    rates: Mapping[str, float]  # per second, of the counters among the figures
+    rates: Mapping[str, float]  # per second, of the counters among the metrics
 
 
 @dataclass(frozen=True)

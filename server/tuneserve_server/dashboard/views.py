@@ -1,6 +1,6 @@
-"""The views of the dashboard, read from the store once a second, however many viewers there are.
+"""The views of the dashboard, read from the store once a second for any number of viewers.
 
-Viewers that may see all tenants share one view; each other tenant has a view of its own.
+Viewers that may see all tenants share one view; each other tenant has a separate view.
 """
 
 import math
@@ -28,7 +28,7 @@ MOST_VIEWERS, MOST_VIEWERS_OF_TENANT = 256, 16
 TICK_S = 1.0
 _FIGURES_S = 2.0
 _USAGE_S = 3.0  # for all tenants, it is a sum over the day's models
-_LISTED = 100  # models read; the last used are shown
+_LISTED = 100  # models read; the most recently used are shown
 _KEPT = 1024  # views, curves and names; a long curve takes 100 KB
 _LONGEST_NAME = 80  # tenants choose the names, and each event holds them
 _DEVICE_S = "device_s"
@@ -55,11 +55,13 @@ class Dashboard:
         """Count a viewer during the block. Raises ``TooManyRequests`` if there are too many."""
         if self._viewers.total() >= MOST_VIEWERS:
             raise TooManyRequests(
-                f"{MOST_VIEWERS} pages are open on this server; try again later", 15
+                f"{MOST_VIEWERS} dashboards of this server are open, which is the limit; try again "
+                "later",
+                15,
             )
         if self._viewers[tenant] >= MOST_VIEWERS_OF_TENANT:
             raise TooManyRequests(
-                f"you have {MOST_VIEWERS_OF_TENANT} pages open, the most of one tenant; close one",
+                f"you have {MOST_VIEWERS_OF_TENANT} dashboards open, which is the limit; close one",
                 retry_after_s=15,
             )
         self._viewers[tenant] += 1
@@ -70,7 +72,7 @@ class Dashboard:
             self._viewers += Counter()  # drops tenants without a viewer
 
     async def look(self, tenant: str | None) -> DashboardState:
-        """Return the state of the tenant, for None of all tenants; it is at most ``TICK_S`` old."""
+        """Return the state of the tenant, or of all tenants for None, up to ``TICK_S`` old."""
         view = _kept(self._views, tenant, lambda: self._view(tenant))
         return await view.get()
 
@@ -136,7 +138,7 @@ class Dashboard:
 
 
 def _counters(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures that only grow."""
+    """Return the metrics that only grow."""
     return {name: value for name, value in figures.items() if name.endswith("_total")}
 
 

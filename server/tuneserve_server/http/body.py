@@ -20,11 +20,11 @@ B = TypeVar("B", bound=Request)
 K = TypeVar("K", bound=Request)
 
 SLOWEST_BYTES_S = 16 * 1024
-PRESSED_BYTES_S = 256 * 1024  # the least, while another tenant waits for the body's memory
+PRESSED_BYTES_S = 256 * 1024  # the minimum while another tenant waits for the body's memory
 _MAX_DEPTH = 32
-_MAX_MARKS = 2**20  # no request has nearly as many; bounds the time and memory of parsing
+_MAX_MARKS = 2**20  # far more than any request needs; bounds the time and memory of parsing
 _MARKS = b'[]{},"'
-_MAX_PARTS = 2**14  # lists and objects; an object may become a pydantic model, the costliest
+_MAX_PARTS = 2**14  # lists and objects; an object may become a pydantic model, the most costly
 _MAX_FIELDS = 2**16
 _CHARACTER_BYTES = 6  # 1 as sent, 1 as read, 4 in a str with one character outside the BMP
 _MARK_BYTES = 48  # {"": 0} takes the most, 40
@@ -68,8 +68,8 @@ class BodyDeadline:
         except TimeoutError:
             raise BodyTooSlow(
                 f"{self._size} bytes of the request body arrived, and then fewer than "
-                f"{SLOWEST_BYTES_S} in a second for {self._grace_s:g} s, or fewer than "
-                f"{PRESSED_BYTES_S} in a second while others waited for the memory; send it again"
+                f"{SLOWEST_BYTES_S} a second for {self._grace_s:g} s, or fewer than "
+                f"{PRESSED_BYTES_S} a second while others waited for the memory; send it again"
             ) from None
 
     def came(self, size: int) -> None:
@@ -146,7 +146,7 @@ def read_json(body_type: type[B], raw: bytes, *, finite: bool = True) -> B:
     except ValidationError as error:
         raise Malformed(describe(error)) from None
     except ValueError as error:
-        problem = f"the body is no JSON: {error}; all its numbers must be finite"
+        problem = f"the body is not JSON: {error}; all its numbers must be finite"
         raise Malformed(problem) from None
 
 
@@ -159,15 +159,16 @@ def _check_structure(raw: bytes) -> None:
     parts, fields = structure.count(b"[") + structure.count(b"{"), structure.count(b":")
     if parts > _MAX_PARTS or fields > _MAX_FIELDS:
         raise Malformed(
-            f"the body has {parts} lists and objects with {fields} fields; a request takes up to "
-            f"{_MAX_PARTS} with {_MAX_FIELDS}; send less at once"
+            f"the body has {parts} lists and objects with {fields} fields; the limits are "
+            f"{_MAX_PARTS} and {_MAX_FIELDS}; send less at once"
         )
     brackets = structure.translate(_ALIKE, b":")
     for _ in range(_MAX_DEPTH):  # each round removes the innermost pairs
         brackets = brackets.replace(b"[]", b"")
     if brackets:
         raise Malformed(
-            f"the body nests deeper than {_MAX_DEPTH} levels, or its brackets do not match"
+            f"the body nests deeper than {_MAX_DEPTH} levels, or its brackets do not match; send "
+            "flatter, well-formed JSON"
         )
 
 
@@ -216,8 +217,8 @@ def _marks(piece: bytes) -> int:
 def _check_marks(marks: int) -> None:
     if marks > _MAX_MARKS:
         raise Malformed(
-            f"the body has {marks} brackets, commas and quotes; a request takes up to "
-            f"{_MAX_MARKS}; send less at once"
+            f"the body has {marks} brackets, commas and quotes; the limit is {_MAX_MARKS}; send "
+            "less at once"
         )
 
 
@@ -252,4 +253,4 @@ def _notice_unknown(body: Request) -> None:
         label = f"{type(body).__name__}.{name}"[:128]
         if label not in _noticed and len(_noticed) < _MOST_NOTICED:
             _noticed.add(label)
-            logger.info("ignoring %r, a field this server does not know", label)
+            logger.info("ignoring %r, a field that this server does not know", label)

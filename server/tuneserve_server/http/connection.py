@@ -15,9 +15,9 @@ from tuneserve_client.wire.types import Failure
 from tuneserve_server.errors import ApiError, BadRequest, HeadersTooLarge, HeadersTooSlow
 
 MAX_HEAD_BYTES = 32 * 1024
-"""The limit of one request's address and headers; a signed link's address is the longest part."""
+"""The limit on the size of a request's address and headers; signed links are the longest."""
 
-_STALLED_S = 30.0  # a client that reads nothing of its answer for so long is gone
+_STALLED_S = 30.0  # a client that reads nothing of its answer for this long is gone
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -27,7 +27,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     header_timeout_s: float
-    linger_s: float  # for the rest of a body that was answered before its end
+    linger_s: float  # for the rest of a body that was answered early
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -122,14 +122,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(
                 HeadersTooSlow(
                     "the headers of the request did not arrive within "
-                    f"{self.header_timeout_s:g} s; send it again"
+                    f"{self.header_timeout_s:g} s; send the request again"
                 )
             )
 
     # --- answers below the application ----------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._problem or BadRequest("this is no HTTP/1.1 request"))
+        self._refuse(
+            self._problem
+            or BadRequest("this is not an HTTP/1.1 request, and the server speaks nothing else")
+        )
 
     @property
     def _is_answering(self) -> bool:
@@ -194,8 +197,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def _too_large() -> HeadersTooLarge:
     return HeadersTooLarge(
-        f"address and headers of the request are larger than {MAX_HEAD_BYTES} bytes, the limit of "
-        "this server; send less"
+        f"the address and headers of the request are larger than {MAX_HEAD_BYTES} bytes, the limit "
+        "of this server; send less"
     )
 
 

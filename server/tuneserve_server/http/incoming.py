@@ -1,8 +1,8 @@
 """The reading of request bodies within a limit of memory.
 
-A body counts against one part of the memory while it arrives, and against another once it has
-arrived, by its decompressed or parsed size. Only a body that has arrived waits for the second part,
-and a body with a share of the second part never waits, so that one body can always proceed.
+A body counts against one part of the memory while it arrives. Once it has arrived, it counts
+against another part, by its decompressed or parsed size. Only a body that has arrived waits for the
+second part, and a body with a share of the second part never waits, so one body can always proceed.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ FREE_BYTES = 4096
 """The size up to which a body, such as a poll's, is not counted and never waits."""
 
 FREE_TO_ARRIVE_BYTES = 64 * 1024
-"""The bytes that uvicorn may hold of a connection anyway."""
+"""The bytes of a connection that uvicorn may buffer in any case."""
 
 MAX_RATIO = 1000
 FREE_OF_RATIO_BYTES = 8 * 2**20
@@ -49,11 +49,11 @@ _ONE_SHOT_WINDOW = 2**26
 _STREAM_WINDOW = 2**23  # the largest that RFC 9659 lets clients use
 _PIECE_BYTES = 2**18
 _COUNTED_BYTES = 2**20
-_THREADS = 2  # for decompression; each also takes a window for a frame without a size
+_THREADS = 2  # for decompression; each thread also takes a window for a frame without a size
 _NICE = 10
 _LARGE_BYTES = 16 * 1024
 _PARSED_BYTES_S = 128 * 2**20  # an eighth of the parsing speed
-_START_BYTES = 4096  # kept of a body that is too large: enough to read its key
+_START_BYTES = 4096  # kept of a body that is too large: enough to read the request's key
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class BodyMemory:
     """The threads that decompress bodies that are not small.
 
     Where threads have priorities, these have a low one, in favour of a worker on the same machine.
-    They hold the interpreter's lock for moments only, because other threads would wait for them.
+    They hold the interpreter's lock only briefly, because other threads wait for it.
     """
 
     def stop(self) -> None:
@@ -94,7 +94,7 @@ class BodyMemory:
             own = Limit(int(settings.tenant_body_memory_bytes * share), "tenant_body_memory_bytes")
             return Shares(what, total=total, of_tenant=own)
 
-        arriving, held = part("bodies that arrive", 1 / 4), part("bodies that are read", 3 / 4)
+        arriving, held = part("arriving bodies", 1 / 4), part("parsed bodies", 3 / 4)
         threads = ThreadPoolExecutor(_THREADS, "bodies", initializer=_yield_processor)
         return cls(arriving, held, Turns(), Turns(), threads)
 
@@ -143,7 +143,7 @@ class Incoming:
     stack: AsyncExitStack
 
     async def json(self, most: int | None = None) -> SentJson:
-        """Return the JSON body of at most ``most`` bytes, with the memory for its parsed form.
+        """Return the JSON body of up to ``most`` bytes, with the memory for its parsed form.
 
         Raises ``BodyTruncated``, ``TooManyRequests``, ``BodyTooSlow``.
         """
@@ -164,7 +164,10 @@ class Incoming:
         async with self._arrived() as pieces:
             encoding = self.request.headers.get("content-encoding", "identity")
             if encoding not in {"zstd", "identity"}:
-                raise UnknownEncoding("the only Content-Encoding understood here is zstd")
+                raise UnknownEncoding(
+                    "the only Content-Encoding of this server is zstd; compress the body with "
+                    "zstd, or send it uncompressed"
+                )
             if encoding == "identity":
                 await self._hold(_size(pieces))
             is_small = _size(pieces) <= _LARGE_BYTES
@@ -245,7 +248,7 @@ def _size(pieces: Sequence[bytes]) -> int:
 
 def _yield_processor() -> None:
     if sys.platform == "linux":  # elsewhere this sets the priority of the whole process
-        with suppress(OSError):  # if it is forbidden, the threads keep their priority
+        with suppress(OSError):  # if this is forbidden, the threads keep their priority
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
 
 
@@ -264,7 +267,7 @@ async def finished(work: Awaitable[T]) -> T:
 
 # --- zstd ----------------------------------------------------------------------------------------
 
-_BROKEN = "the request body is not one complete zstd frame"
+_BROKEN = "the request body is not one complete zstd frame; send a single frame"
 
 
 def _declared(raw: bytes) -> int | None:
@@ -303,9 +306,9 @@ def _refusal(raw: bytes, size: int, limit: int) -> str | None:
         )
     if size > max(FREE_OF_RATIO_BYTES, MAX_RATIO * len(raw)):
         return (
-            f"the request body has {len(raw)} bytes and {size} after decompression, or more; above "
-            f"{FREE_OF_RATIO_BYTES} bytes this server takes up to {MAX_RATIO} for each byte sent; "
-            "send less at once"
+            f"the request body has {len(raw)} bytes and {size} or more after decompression; above "
+            f"{FREE_OF_RATIO_BYTES} bytes the limit is {MAX_RATIO} times the size sent; send less "
+            "at once"
         )
     return None
 

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LongPolls:
-    """The waiting polls: each waits for at most its time, and ``release`` ends all at once."""
+    """The waiting polls: each waits up to its limit, and ``release`` ends all at once."""
 
     def __init__(self) -> None:
         self._parked: set[asyncio.Timeout] = set()

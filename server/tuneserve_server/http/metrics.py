@@ -42,8 +42,8 @@ class HttpMetrics:
 class CountRequests:
     """A middleware that counts requests by route.
 
-    A route is named by its path template, so there are as many names as routes, whatever clients
-    ask for. FastAPI leaves out the ``prefix`` under which routers are included; it is added here.
+    A route is named by its path template, so clients cannot create new names. FastAPI leaves out
+    the ``prefix`` under which routers are included; it is added here.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ def named(scope: Scope, prefix: str) -> tuple[str, str]:
 
 
 def _tell(method: str, route: str, status: int, seconds: float) -> None:
-    """Log one line without the client's own text: a path may hold a link's signature."""
+    """Log one line without text from the client: a path may hold a link's signature."""
     duration_ms = round(1000 * seconds, 3)
     about = {"method": method, "route": route, "status": status, "duration_ms": duration_ms}
     logger.info("%s %s %d in %.1f ms", method, route, status, duration_ms, extra=about)

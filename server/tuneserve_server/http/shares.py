@@ -16,7 +16,7 @@ WAIT_S = 15.0
 """The longest wait for a share; clients give up after a minute, so a retry is better."""
 
 _RETRY_S = 2
-_LOOK_S = 1.0  # between searches for a slow body, while a request waits
+_LOOK_S = 1.0  # the pause between searches for a slow body while a request waits
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Shares:
 
     @property
     def most(self) -> int:
-        """The bytes of the largest share."""
+        """The size of the largest possible share, in bytes."""
         return self._most_of_tenant.size
 
     @asynccontextmanager
@@ -172,7 +172,7 @@ class Shares:
             held = f"requests hold {self.held} of {self._total.size} bytes"
             setting = self._total.setting
         return TooManyRequests(
-            f"the memory for {self._what} is taken: {held} ({setting}), and this one needs {size} "
-            "more; nothing was accepted; send it again when others have been taken in",
+            f"the memory for {self._what} is in use: {held} ({setting}), and this request needs "
+            f"{size} more; nothing was accepted; send it again when other requests have been read",
             _RETRY_S,
         )

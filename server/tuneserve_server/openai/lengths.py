@@ -20,7 +20,7 @@ def checked_length(
     """Return the characters of the longest text of the request.
 
     Raises ``InvalidField`` for more than the base model's context can hold, or more than
-    ``most_here``, the most that there is memory for.
+    ``most_here``, the number that fits in memory.
     """
     context = info.context_length
     if isinstance(request, CompletionRequest):
@@ -38,13 +38,13 @@ def checked_length(
     if characters > most:
         raise InvalidField(
             f"{field} has {characters} characters; {info.name} has a context of {context} tokens, "
-            f"which hold {most} characters at the very most; shorten it",
+            f"which cannot hold more than {most} characters; shorten it",
             field,
         )
     if characters > most_here:
         raise InvalidField(
-            f"{field} has {characters} characters; this server makes tokens of at most {most_here} "
-            "at once (text_memory_bytes); shorten it, or send tokens",
+            f"{field} has {characters} characters; this server tokenizes up to {most_here} at once "
+            "(text_memory_bytes); shorten it, or send tokens",
             field,
         )
     return characters

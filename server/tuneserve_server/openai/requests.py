@@ -31,7 +31,7 @@ G = TypeVar("G", bound=GenerationRequest)
 MAX_PROMPTS = 128
 MAX_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
-_DEFAULT_TOKENS = 16  # of a completion, as with OpenAI
+_DEFAULT_TOKENS = 16  # of a completion, as at OpenAI
 
 _HARMLESS = frozenset(
     {
@@ -49,7 +49,7 @@ _HARMLESS = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "best_of": (1,),
-    "echo": (False,),  # of a chat; completions understand it
+    "echo": (False,),  # in chats; completions support it
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -91,7 +91,7 @@ class Echo(Enum):
 
     NONE = "none"
     BEFORE = "before"  # the sampled text follows the prompt
-    ALONE = "alone"  # nothing follows: only the prompt's logprobs are asked for
+    ALONE = "alone"  # nothing follows: the request asks only for the prompt's logprobs
 
 
 def parse(body_type: type[G], raw: bytes) -> G:
@@ -122,13 +122,13 @@ def _check_rest(part: Request, where: str, **neutral: Any) -> None:
             continue
         if name in _NEUTRAL:
             raise InvalidField(
-                f"{where}{name} is not supported by this server, and the answer would be another "
-                f"one with it; leave it out, or send {_NEUTRAL[name][0]!r}",
+                f"{where}{name} is not supported by this server, and it would change the answer; "
+                f"leave it out, or send {_NEUTRAL[name][0]!r}",
                 name,
             )
         raise InvalidField(
-            f"{where}{name[:64]} is not a field that this server knows, and the answer may be "
-            "another one with it; leave it out",
+            f"{where}{name[:64]} is not a field that this server knows, and it might change the "
+            "answer; leave it out",
             name[:64],
         )
 
@@ -186,18 +186,18 @@ def scoring(request: GenerationRequest) -> Scoring:
     top = request.top_logprobs or 0
     if top and not request.logprobs:
         raise InvalidField(
-            f"top_logprobs is {top} without logprobs; send logprobs: true too", "top_logprobs"
+            f"top_logprobs is {top} without logprobs; also send logprobs: true", "top_logprobs"
         )
     return Scoring(bool(request.logprobs), _limited(request, "top_logprobs", top, MAX_TOP_LOGPROBS))
 
 
 def echo(request: GenerationRequest) -> Echo:
-    """Return whether the answer begins with the prompt, and whether it ends with it."""
+    """Return which part of the answer is the prompt."""
     if not (isinstance(request, CompletionRequest) and request.echo):
         return Echo.NONE
     if request.stream:
         raise InvalidField(
-            "echo is true in a stream, which has only what is sampled; leave out stream or echo",
+            "echo is true in a stream, which has only sampled text; leave out stream or echo",
             "echo",
         )
     return Echo.ALONE if request.max_tokens == 0 else Echo.BEFORE
@@ -240,7 +240,7 @@ def _samples(
     top_p = 1.0 if request.top_p is None else request.top_p
     if not 0 < top_p <= 1:
         raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1")
-    top_k = bounded("top_k", request.top_k or -1, -1)  # 0 is "all tokens" too, as for vLLM
+    top_k = bounded("top_k", request.top_k or -1, -1)  # 0 also means all tokens, as in vLLM
     # Here an empty list means no additional stops; in asample it means to never stop.
     _, strings = checked_stops("stop", request.stop or None)
     count = bounded("n", 1 if request.n is None else request.n, 1, MAX_SAMPLES)
@@ -250,7 +250,7 @@ def _samples(
     return [
         SampleCommand(
             prompt=checked_prompt(prompt, info, room=_room(request)),
-            seed=checked_seed(request.seed),  # without one, each prompt has its own
+            seed=checked_seed(request.seed),  # without a seed, each prompt gets a new one
             file_id=file_id,
             num_samples=count,
             max_tokens=most,
@@ -277,7 +277,7 @@ def _max_tokens(request: GenerationRequest) -> int | None:
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         name, asked = "max_completion_tokens", request.max_completion_tokens
     if echo(request) is Echo.ALONE:
-        return 0 if scoring(request).wanted else 1  # one is sampled, and left out of the answer
+        return 0 if scoring(request).wanted else 1  # that one token is not in the answer
     if asked is None:
         return _DEFAULT_TOKENS if isinstance(request, CompletionRequest) else None
     return bounded(name, asked, 1)

@@ -186,7 +186,7 @@ class IncrementalText:
     ``offsets`` says where each token begins in the text; a token inside a character begins where
     the character does.
 
-    Only the tokens after the last whole character but one are decoded again, so that decoding takes
+    Only the tokens after the last whole character but one are decoded again, so decoding takes
     linear time. One more is kept for decoders that write no space before the first token.
     """
 

@@ -197,7 +197,7 @@ async def _asked(
 ) -> _ReadRequest:
     """Read the body and return what it asks for.
 
-    The body's memory and text are released on return, because answers take long.
+    The body's memory and text are released on return, because answers take a long time.
     """
     async with incoming(http, caller) as body:
         sent = await whole(caller, body.json())
@@ -253,11 +253,11 @@ async def _target(caller: Caller, asked: str) -> _Target:
         else:
             name = await caller.served.resolve(asked)
     except (UnknownResource, UserError) as error:
-        raise ModelNotFound(f"{error} (GET /v1/models lists what there is)") from None
+        raise ModelNotFound(f"{error} (GET /v1/models lists the models)") from None
     info = await caller.served.info(name)
     if info is None:
         raise ModelUnavailable(
-            f"no worker has served {name!r} yet; send the request again when one is ready"
+            f"no worker has served {name!r} yet; send the request again when a worker is ready"
         )
     return _Target(info, await caller.texts.of(info), file_id)
 
@@ -271,8 +271,8 @@ async def _checkpoint(caller: Caller, asked: str) -> CheckpointRecord:
     checkpoint = await commands.sampled_checkpoint(caller, path)
     if base and not is_same(base, checkpoint.base_model):
         raise UserError(
-            f"{path} is a checkpoint of {checkpoint.base_model!r}, not of {base[:256]!r}; put that "
-            "base model before the semicolon, or send the path alone"
+            f"{path} is a checkpoint of {checkpoint.base_model!r}, not of {base[:256]!r}; put the "
+            "checkpoint's base model before the semicolon, or send the path alone"
         )
     return checkpoint
 
@@ -381,12 +381,12 @@ async def get_model(model: str, caller: CallerDep) -> Response:
         else:
             entry = _base_entry(await caller.served.resolve(model))
     except (UnknownResource, UserError) as error:
-        raise ModelNotFound(f"{error} (GET /v1/models lists what there is)") from None
+        raise ModelNotFound(f"{error} (GET /v1/models lists the models)") from None
     return JSONResponse(entry.model_dump())
 
 
 def _base_entry(name: str) -> ModelEntry:
-    return ModelEntry(id=name, created=0)  # the time is not known
+    return ModelEntry(id=name, created=0)  # the time of creation is not known
 
 
 def _checkpoint_entry(checkpoint: CheckpointRecord) -> ModelEntry:

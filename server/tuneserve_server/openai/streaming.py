@@ -1,4 +1,4 @@
-"""The streaming of continuations while they are sampled, before their results are there."""
+"""The streaming of continuations while they are sampled, before their results exist."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,9 +19,9 @@ from tuneserve_server.openai.responses import (
 
 
 def certain(text: str, start: int, stops: Sequence[str]) -> int:
-    """Return how much of the text stays, whatever follows: no stop string may begin before there.
+    """Return the length of the text that is final: no stop string can begin in it.
 
-    The text up to ``start`` is known to stay.
+    The text up to ``start`` is known to be final.
     """
     ends = [len(text)]
     for stop in stops:
@@ -88,8 +88,8 @@ class StreamedChoice:
         ours = None if self._scored is None else self._scored[: self._said_tokens]
         if not whole.text.startswith(said) or ours != (scored and scored[: self._said_tokens]):
             raise ApiError(
-                "the answer began again on a worker of another kind, where it is another than "
-                "what you were sent; send the request again"
+                "the answer began again on a worker with other hardware, and its text differs from "
+                "the part that was already sent; send the request again"
             )
         return replace(
             whole, text=whole.text[self._said :], scored=scored and scored[self._said_tokens :]

@@ -1,4 +1,4 @@
-"""The bodies of the OpenAI-compatible routes, with the fields that are understood.
+"""The bodies of the OpenAI-compatible routes, with the fields that are supported.
 
 The other fields of a request are in ``model_extra``, and ``openai.requests`` decides about them.
 """
@@ -31,10 +31,16 @@ class GenerationRequest(Request):
 
 class CompletionRequest(GenerationRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | bool | None = Field(default=None, description="true is 1, and false none.")
-    echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
+    logprobs: int | bool | None = Field(
+        default=None,
+        description="The number of alternatives per token; `true` means 1, and `false` means no "
+        "logprobs.",
+    )
+    echo: bool | None = Field(
+        default=None, description="Whether the answer begins with the prompt."
+    )
     return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="Tokens of logprobs are named `token_id:<id>`."
+        default=None, description="Whether logprobs name each token as `token_id:<id>`."
     )
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _faults = ThrottledLog(logger)
 
 LONGEST_S = 3600.0
-"""The longest wait for a result; clients and their proxies give up long before."""
+"""The longest wait for a result; clients and proxies give up much earlier."""
 _AWAY_S = 1.0
 
 
@@ -27,8 +27,8 @@ def check_crowd(caller: Caller) -> None:
     with caller.polls.counted(caller.tenant) as held:
         if held > most:
             raise TooManyRequests(
-                f"your key has {held - 1} requests waiting here, and this server holds {most} of "
-                "one client; nothing was accepted; send it again when some have ended",
+                f"your key has {held - 1} requests waiting here, and the limit is {most}; nothing "
+                "was accepted; send this request again when some have ended",
                 1,
             )
 
@@ -56,8 +56,8 @@ async def results(
                     break
                 if time.monotonic() > until_s:
                     raise StoreUnavailable(
-                        f"no result within {LONGEST_S:g} s; the service is too busy, or has no "
-                        "worker; send it again when it is back"
+                        f"no result within {LONGEST_S:g} s; the server is too busy, or has no "
+                        "worker; send the request again later"
                     )
                 yield None
             if outcome.rejection is not None:
@@ -92,11 +92,13 @@ async def _outcome(caller: Caller, request_id: str) -> Outcome | None:
     try:
         held = await caller.polls.hold(waiting(), LONGEST_S)
     except (StoreFailed, ConnectionError) as error:
-        _faults.warn("away", f"the store did not answer who waits for a result: {error}")
+        _faults.warn(
+            "away", f"the store did not answer a request that waits for its result: {error}"
+        )
         await caller.polls.pause(_AWAY_S)
         return None
     if held is None:
-        raise StoreUnavailable("the service is stopping; send the request again")
+        raise StoreUnavailable("the server is stopping; send the request again")
     return held[0]
 
 

@@ -53,13 +53,13 @@ _FILES = {
     for path in sorted(FOLDER.rglob("*"))
     if path.suffix in _TYPES
 }
-"""The files by name; a lookup here cannot reach any other file."""
+"""The files by name; a lookup here can reach no other file."""
 
 
 @router.get("/", status_code=307, response_class=RedirectResponse)
 @router.get("/page", status_code=307, response_class=RedirectResponse)
 async def root() -> Response:
-    """Redirect to the dashboard page."""
+    """Redirect to the dashboard."""
     return RedirectResponse("page/", headers=HEADERS)
 
 
@@ -68,15 +68,15 @@ async def root() -> Response:
     response_class=Response,
     responses={
         200: {"content": {media_type: {} for media_type in _TYPES.values()}},
-        304: {"description": "the caller has it"},
+        304: {"description": "the caller has the current file"},
         **fails(UnknownResource),
     },
 )
 async def page(name: str, request: Request) -> Response:
-    """Return a file of the dashboard; without a name, the page itself."""
+    """Return a file of the dashboard; without a name, its HTML page."""
     found = _FILES.get(name or _INDEX)
     if found is None:
-        raise UnknownResource("the page has no such file; it is at /page/")
+        raise UnknownResource("the dashboard has no such file; open /page/")
     headers = {**HEADERS, "ETag": found.etag}
     if request.headers.get("If-None-Match") == found.etag:
         return Response(status_code=304, headers=headers)

@@ -1,4 +1,4 @@
-"""The dashboard's figures, as a stream of server-sent events.
+"""The dashboard's data, as a stream of server-sent events.
 
 Each event is the whole current state, but holds only the new rows of each curve. A stream lasts as
 long as a poll (``poll_s``); then the viewer reconnects with the id of its last event and its key.
@@ -32,14 +32,14 @@ _OVERLAP_S = 10.0
 Rows may have been read out of order; a viewer ignores rows that it has.
 """
 _MOST_ERRORS = 30
-_LATE_S = 60.0  # a process may be busy for a while
+_LATE_S = 60.0  # far above a tick, because the process may be busy
 
 Since = Annotated[
     float,
     Query(
         ge=0,
         le=2**40,
-        description="The id of the last event that the viewer has: curves go on from there.",
+        description="The id of the last event that the viewer has: curves continue from there.",
     ),
 ]
 
@@ -127,5 +127,5 @@ class _Viewer:
                 found[model_id] = list(rows)
                 self._newest_s = max(self._newest_s, rows[-1].time_s)
         self._sent = {key: each.rows[-1].x for key, each in look.curves.items() if each.rows}
-        self._since_s = 0.0  # it describes the viewer's rows from before this stream
+        self._since_s = 0.0  # it is only about the rows from before this stream
         return found

@@ -1,4 +1,4 @@
-"""The route of downloads by signed links, because clients fetch downloads without a key."""
+"""The route of downloads by signed links: clients download without a key."""
 
 import asyncio
 import hashlib
@@ -69,7 +69,7 @@ async def download(  # noqa: PLR0913 - the parts of the link
     """Return the file's bytes; any client with a valid signed link may fetch them."""
     expected = _signature(services.secret, file_id, member, expires, tenant)
     if not hmac.compare_digest(expected.encode(), signature.encode()) or expires < time.time():
-        raise LinkInvalid("this download link is not valid or has expired; ask for a new one")
+        raise LinkInvalid("this download link is not valid or has expired; request a new one")
     if member == peft_download.NAME:
         sending.enter_context(services.archives.counted(tenant))
         archive = await services.archives.opened(file_id, "of this link")

@@ -1,7 +1,7 @@
-"""The routes of results: clients long-poll until the outcome is there.
+"""The routes of results: clients long-poll until a request has ended.
 
-A client that samples need not poll for each request: ``retrieve_futures`` returns which of its
-samples have ended, and the client fetches those.
+A sampling client need not poll for each request: ``retrieve_futures`` returns which of its samples
+have ended, and the client fetches their results.
 """
 
 import logging
@@ -36,7 +36,7 @@ router = APIRouter()
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
-_CROWDED_S = 1.0  # a poll that ended at once would be repeated at once
+_CROWDED_S = 1.0  # not 0: a client repeats a poll at once
 _STATE_S = 3.0  # added to a poll of 40 s; the client's limit is 45 s
 _NO_REQUEST = "this request does not exist, or it is not yours"
 _MOST_COMPLETIONS = 1000  # of one answer: 100 KB
@@ -47,14 +47,14 @@ _MOST_COMPLETIONS = 1000  # of one answer: 100 KB
     openapi_extra=takes(types.FutureRetrieveRequest),
     responses={
         200: {"content": {PROTOBUF: BINARY}},
-        408: {"model": types.NotReadyResponse, "description": "not yet"},
+        408: {"model": types.NotReadyResponse, "description": "no result yet"},
         **fails(UnknownResource, ResultGone),
     },
 )
 async def retrieve_future(http: Request, caller: CallerDep) -> Response:
-    """Return the stored result, or 408 while there is none.
+    """Return the stored result, or 408 while there is no result.
 
-    Never a 5xx: clients would poll again at once.
+    Never a 5xx, after which clients would poll again at once.
     """
     request_id = (await short(http, caller, types.FutureRetrieveRequest)).request_id
     most = caller.settings.max_polls_per_tenant
@@ -63,8 +63,8 @@ async def retrieve_future(http: Request, caller: CallerDep) -> Response:
         answer = await _held(caller, request_id, hold_s)
     if held > most and answer.status_code == 408:
         reason = (
-            f"{held} polls at once; this server holds {most} of one client; results come more "
-            "slowly until there are fewer requests under way"
+            f"{held} polls at once; the limit of one client is {most}; results arrive more slowly "
+            "until fewer requests are running"
         )
         return _not_ready("paused_rate_limit", reason)
     return answer
@@ -90,7 +90,7 @@ async def _held(caller: Caller, request_id: str, hold_s: float) -> Response:
     except Exception:
         logger.exception("the store did not answer a poll")
         await caller.polls.pause(until_s - time.monotonic())
-        return _not_ready("paused_capacity", "the server cannot read its store; the log says why")
+        return _not_ready("paused_capacity", "the server cannot read its store; its log says why")
 
 
 async def _own_scope(caller: Caller, request_id: str) -> str:
@@ -183,7 +183,7 @@ def _not_ready(state: QueueState, reason: str | None) -> Response:
     responses=fails(UnknownResource),
 )
 async def retrieve_futures(http: Request, caller: CallerDep) -> Response:
-    """Return which samples of one client have ended since the cursor; waits while there is none.
+    """Return which samples of one client have ended since the cursor; wait until one has.
 
     Results that the client acknowledges are dropped.
     """
@@ -239,7 +239,7 @@ async def _acknowledge(caller: Caller, client: SamplerClient, request_ids: Seque
     try:
         await caller.store.acknowledge(client, request_ids)
     except (StoreFailed, ConnectionError) as error:
-        _faults.warn("acknowledge", f"results that clients have are kept: {error}")
+        _faults.warn("acknowledge", f"acknowledged results could not be dropped: {error}")
 
 
 def _as_future(completion: Completion) -> types.FinishedFuture | types.FailedFuture:
@@ -265,7 +265,7 @@ async def cancel_future(http: Request, caller: CallerDep) -> Response:
         raise UnknownResource(_NO_REQUEST) from None
     if not is_sample:
         raise BadRequest(
-            "only samples can be cancelled; a model's requests run in order, each on what the one "
-            "before has left: let it run"
+            "only samples can be cancelled; a model's requests run in order, and each depends on "
+            "the one before it: let this one run"
         )
     return JSONResponse({})

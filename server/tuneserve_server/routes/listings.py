@@ -132,7 +132,7 @@ async def get_training_run(model_id: str, caller: CallerDep) -> Response:
     responses=fails(UnknownResource),
 )
 async def list_model_checkpoints(request: Request, model_id: str, caller: CallerDep) -> Response:
-    """List a model's checkpoints, newest first; or the checkpoint of an import, without a model."""
+    """List a model's checkpoints, newest first, or the checkpoint of an import."""
     page = await caller.store.page(CheckpointRecord, tenant=caller.tenant, parent=model_id)
     if not page.items:
         await caller.owned(ModelRecord, model_id)
@@ -209,7 +209,7 @@ async def external_weights_urls(
     checkpoint = await _addressed(caller, model_id, kind, name)
     if checkpoint.kind is not CheckpointKind.EXTERNAL:
         raise UserError(
-            f"{checkpoint.key} is not an export; call save_weights_external and download that"
+            f"{checkpoint.key} is not an export; call save_weights_external and download its result"
         )
     sign, expires_s = _links(request, caller, checkpoint)
     urls = {member: sign(member) for member in caller.files.members(checkpoint.file_id)}
@@ -233,9 +233,9 @@ async def archive(
     made_of = checkpoint.config.kind
     if kinds.kind_of(checkpoint.config).needs_decomposition:
         raise ExportNeeded(
-            f"{checkpoint.key} is of kind {made_of}: the LoRA of the same effect is made of the "
-            "base model's weights, which only a worker has; load it into a model and download what "
-            "save_weights_external gives, or download a sampler checkpoint of the model"
+            f"{checkpoint.key} is of kind {made_of}: converting it to LoRA takes the base model's "
+            "weights, which only a worker has; load it into a model and download the result of "
+            "save_weights_external, or download a sampler checkpoint of the model"
         )
     with caller.archives.counted(caller.tenant):
         await caller.archives.opened(checkpoint.file_id, checkpoint.key)
@@ -269,7 +269,7 @@ async def get_session(
 ) -> Response:
     """Return a session's models and sampling sessions, each newest first.
 
-    At most 1,000 of each, from ``offset`` on.
+    Returns up to 1,000 of each, starting at ``offset``.
     """
     session = await caller.owned(SessionRecord, session_id)
     window = {"limit": min(limit, _MOST_LISTED), "offset": offset}

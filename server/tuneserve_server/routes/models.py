@@ -63,7 +63,7 @@ def new_model(
     ),
 )
 async def create_model(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """Create a model: a new adapter on a base model, LoRA unless another kind is asked for."""
+    """Create a model: a new adapter on a base model, LoRA unless another kind is requested."""
     keys, parsed = await sent.keyed(types.SessionKey, types.CreateModelRequest)
     session = await caller.open_session(keys.session_id)
     # Outside the try: an unknown base model, most often a typing error, is refused at once.
@@ -92,7 +92,7 @@ async def create_model(caller: CallerDep, sent: SentJsonDep) -> Response:
     responses=fails(UnknownResource),
 )
 async def get_info(caller: CallerDep, sent: SentJsonDep) -> Response:
-    """Return what a training client must know about its model."""
+    """Return a model's base model, tokenizer, kind of adapter and rank."""
     request = await sent.parsed(types.GetInfoRequest)
     model = await caller.owned(ModelRecord, request.model_id)
     info = await caller.served.info(model.base_model)

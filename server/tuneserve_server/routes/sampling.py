@@ -43,7 +43,7 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
     if request.model_path is not None:
         checkpoint = await commands.sampled_checkpoint(caller, request.model_path)
     elif request.base_model is None:
-        raise UserError("base_model and model_path are both missing; name what to sample from")
+        raise UserError("base_model and model_path are both missing; send one of them")
     asked = request.base_model or (checkpoint.base_model if checkpoint else "")
     served_name = await caller.served.resolve(asked)
     if checkpoint is not None:
@@ -84,7 +84,7 @@ async def join_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respons
     number = await caller.store.join(sampler.key)
     if number is None:
         raise UnknownResource(
-            "this sampling session ended just now; create another in a new session"
+            "this sampling session has just ended; create another in a new session"
         )
     return reply(types.JoinSamplingSessionResponse(client_counter=number))
 

@@ -93,7 +93,7 @@ def _session_id(caller: Caller, idempotency_key: str | None) -> str:
     responses=fails(UnknownResource, SessionClosed),
 )
 async def session_heartbeat(http: Request, caller: CallerDep) -> Response:
-    """Keep the session alive; 410 once it has ended, at which clients stop for good."""
+    """Keep the session alive. Answers 410 once the session has ended, and clients stop then."""
     request = await short(http, caller, types.SessionHeartbeatRequest)
     session = await caller.open_session(request.session_id)
     await caller.store.update(Update("session", session.key, {"last_seen_s": time.time()}))
@@ -106,7 +106,7 @@ async def session_heartbeat(http: Request, caller: CallerDep) -> Response:
     responses=fails(UnknownResource),
 )
 async def finish_session(session_id: str, caller: CallerDep, sent: SentJsonDep) -> Response:
-    """End the session. A repeated call changes nothing: the first reason is kept."""
+    """End the session. Repeated calls change nothing: the first reason is kept."""
     request = await sent.parsed(types.FinishSessionRequest)
     session = await caller.owned(SessionRecord, session_id)
     if Scope.TRAIN not in caller.scopes:

@@ -20,7 +20,7 @@ File = Literal["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
     response_class=FileResponse,
     responses={
         200: {"content": {_BYTES: BINARY}},
-        304: {"description": "the file is the one whose ETag was sent"},
+        304: {"description": "the file has the ETag that was sent"},
         **fails(BadRequest, UnknownResource, ModelUnavailable),
     },
 )
@@ -32,14 +32,14 @@ async def tokenizer(
 ) -> Response:
     """Return a file of the base model's tokenizer.
 
-    A model may lack ``tokenizer_config.json`` and ``chat_template.jinja``; the chat template is in
-    either.
+    A tokenizer may lack ``tokenizer_config.json`` or ``chat_template.jinja``; the chat template can
+    be in either.
     """
     name = await caller.served.resolve(base_model)
     info = await caller.served.info(name)
     if info is None:
         raise ModelUnavailable(
-            f"no worker has served {name!r} yet; send the request again when one is ready"
+            f"no worker has served {name!r} yet; send the request again when a worker is ready"
         )
     path = (await caller.texts.of(info)).folder / file
     if not path.is_file():

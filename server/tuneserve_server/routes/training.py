@@ -52,7 +52,7 @@ async def _admit(caller: Caller, message: bytes) -> tuple[str, str]:
         return model.key, await _admit_recorded(caller, place, model, message)
     if head.whole:
         return model.key, await admit(caller, place, message)
-    problem = UserError("the body is not a whole ForwardBackwardRequest message; send it again")
+    problem = UserError("the body is not a whole ForwardBackwardRequest message; send all of it")
     return model.key, await reject(caller, place, problem)
 
 
@@ -70,8 +70,8 @@ async def _addressed(caller: Caller, head: RequestHead) -> tuple[ModelRecord, in
     """Return the model and the sequence number that the message names."""
     if not head.model_id or head.seq_id is None or not 1 <= head.seq_id <= MAX_INT32:
         raise Malformed(
-            "the body must be a ForwardBackwardRequest message with a model_id and a seq_id from 1 "
-            "on; SDKs before 0.25, which send JSON, are not supported"
+            "the body must be a ForwardBackwardRequest message with a model_id and a seq_id of 1 "
+            "or more; SDKs before 0.25, which send JSON, are not supported"
         )
     return await caller.owned(ModelRecord, head.model_id[:256]), head.seq_id
 
@@ -79,7 +79,7 @@ async def _addressed(caller: Caller, head: RequestHead) -> tuple[ModelRecord, in
 async def _spend(caller: Caller, head: RequestHead, error: UserError) -> None:
     """Use up the sequence number of a message that was too large, if its start holds the number.
 
-    The client goes on with the next sequence number.
+    The client continues with the next sequence number.
     """
     try:
         model, seq_id = await _addressed(caller, head)

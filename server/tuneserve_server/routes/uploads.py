@@ -95,7 +95,7 @@ def _origin(caller: Caller, idempotency_key: str | None) -> str:
 
 
 async def _base_model(caller: Caller, asked: str | None, trained_on: str) -> BaseModelInfo:
-    """Return the facts about the base model asked for, or else the one the adapter names.
+    """Return the facts about the requested base model, or else the one that the adapter names.
 
     Raises ``UserError``, and ``ModelUnavailable`` while no worker has reported its shapes.
     """
@@ -105,14 +105,14 @@ async def _base_model(caller: Caller, asked: str | None, trained_on: str) -> Bas
         if asked:
             raise
         raise UserError(
-            f"by its base_model_name_or_path the adapter is not for a model of this server: "
-            f"{error}; if one of these is the same model, say so with base_model"
+            f"the adapter's base_model_name_or_path is not a base model of this server: {error}; "
+            "if one of these is the same model, name it in base_model"
         ) from None
     info = await caller.served.info(name)
     if info is None or not info.target_shapes:
         raise ModelUnavailable(
-            f"no worker of this release has served {name!r} yet, so that nobody can tell whether "
-            "the adapter fits; send it again when one is ready"
+            f"no worker of this release has served {name!r} yet, so the adapter cannot be checked; "
+            "send it again when a worker is ready"
         )
     return info
 

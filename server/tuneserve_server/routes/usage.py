@@ -16,8 +16,12 @@ from tuneserve_server.http.openapi import fails
 
 router = APIRouter()
 
-Since = Annotated[int, Query(ge=0, le=2**40, description="Unix seconds; the whole day counts.")]
-After = Annotated[int, Query(ge=0, le=MAX_INT64, description="Only what came after this seq_id.")]
+Since = Annotated[
+    int, Query(ge=0, le=2**40, description="Unix seconds; the whole day (UTC) counts.")
+]
+After = Annotated[
+    int, Query(ge=0, le=MAX_INT64, description="Return only points after this seq_id.")
+]
 
 
 @router.get("/usage", response_model=types.UsageResponse)

@@ -39,10 +39,10 @@ COMPLETE = "checkpoint_complete"
 CONTENT_TYPE = "application/x-tar"
 OF_TENANT = 4
 MOST = 64
-"""The most downloads at once (``OF_TENANT``: of one tenant); each has a piece or two in memory."""
+"""The most downloads at once (``OF_TENANT``: of one tenant); each holds one or two pieces."""
 
 _THREADS = 2
-_PIECE_S = 60.0  # for a piece of 1 MiB: slower clients would keep others out
+_PIECE_S = 60.0  # for a piece of 1 MiB: slower clients would block others
 _RETRY_S = 5
 _GONE = "the file is gone: its checkpoint was deleted or has expired"
 
@@ -72,7 +72,7 @@ class Archives:
     def __init__(self, files: FileStore) -> None:
         self._files = files
         self._of_tenant: Counter[str] = Counter()
-        # A pool of its own: other work in threads takes milliseconds, and must not wait for
+        # A separate pool: other work in threads takes milliseconds, and must not wait for
         # gigabytes.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="archives")
         self._stopping = threading.Event()
@@ -87,9 +87,9 @@ class Archives:
         """Count a download during the block. Raises ``TooManyRequests`` if there are too many."""
         own, all_of_them = self._of_tenant[tenant], self._of_tenant.total()
         if own >= OF_TENANT or all_of_them >= MOST:
-            limit = f"{own} of yours, of {OF_TENANT}, and {all_of_them} in all, of {MOST}"
+            limit = f"{own} of yours (limit {OF_TENANT}) and {all_of_them} in all (limit {MOST})"
             raise TooManyRequests(
-                f"too many checkpoints are being downloaded: {limit}; ask again when one has ended",
+                f"too many checkpoints are being downloaded: {limit}; try again when one has ended",
                 _RETRY_S,
             )
         self._of_tenant[tenant] += 1
@@ -144,7 +144,7 @@ class Archives:
 
     def _check_running(self) -> None:
         if self._stopping.is_set():
-            raise StoreUnavailable("the service is stopping; ask again")
+            raise StoreUnavailable("the server is stopping; send the request again")
 
 
 class ArchiveResponse(StreamingResponse):
@@ -160,7 +160,7 @@ class ArchiveResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, in_time)
         except TimeoutError:
-            logger.info("a download was cut: its client took %d s for a piece", _PIECE_S)
+            logger.info("a download was cut: its client took more than %d s for a piece", _PIECE_S)
 
 
 def _archive(files: list[_ArchiveFile]) -> Archive:

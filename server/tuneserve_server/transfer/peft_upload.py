@@ -42,7 +42,7 @@ LONGEST_S = ABANDONED_S - 600  # after ABANDONED_S, a folder is taken for a dead
 _SIGN_OF_LIFE_S = ABANDONED_S / 6
 
 T = TypeVar("T")
-_STOPPING = "the service is stopping; nothing was changed; send it again"
+_STOPPING = "the server is stopping; nothing was changed; send the request again"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PeftUploads:
         self._of_tenant: Counter[str] = Counter()
         self._writing = asyncio.Semaphore(_WRITING)
         self._being_written = 0
-        # A pool of its own: other work in threads takes milliseconds, and must not wait for
+        # A separate pool: other work in threads takes milliseconds, and must not wait for
         # gigabytes.
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="imports")
         self._stopping = threading.Event()
@@ -94,7 +94,7 @@ class PeftUploads:
         body (``TooManyRequests``, ``BodyTooLarge``, ``BodyTooSlow``, ``DiskFull`` and others).
         """
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise UnknownEncoding("an adapter is taken as it is, without a Content-Encoding")
+            raise UnknownEncoding("the adapter must be sent as it is, without a Content-Encoding")
         with self._counted(tenant), ExitStack() as folders:
             with _told():
                 folder = folders.enter_context(self._files.staging())
@@ -136,7 +136,7 @@ class PeftUploads:
         file_id = new_file_id()
         with self._files.staging() as staged:
             adapter.write(staged / MEMBER, self._check_running)
-            os.utime(staged)  # its age counts from now: a record names it next
+            os.utime(staged)  # the age counts from now: a record names the file next
             return StoredAdapter(file_id, self._files.publish(staged, file_id), adapter.config)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
@@ -151,8 +151,8 @@ class PeftUploads:
     def _counted(self, tenant: str) -> Iterator[None]:
         if self._of_tenant[tenant] >= _OF_TENANT:
             raise TooManyRequests(
-                f"{_OF_TENANT} adapters of yours are on their way here, which is the limit; send "
-                "this one again when one of them has ended",
+                f"{_OF_TENANT} adapters of yours are being imported, which is the limit; send this "
+                "one again when one of them has ended",
                 5,
             )
         self._of_tenant[tenant] += 1
@@ -202,9 +202,8 @@ class PeftUploads:
     def _check_size(self, size: int) -> None:
         if size > self._limit_bytes:
             raise BodyTooLarge(
-                f"the adapter has {size} bytes or more; this server takes at most "
-                f"{self._limit_bytes} (max_import_bytes); save it in half precision, or ask the "
-                "operator"
+                f"the adapter has {size} bytes or more; the limit is {self._limit_bytes} "
+                "(max_import_bytes); save it in half precision, or ask the operator"
             )
 
 
@@ -222,8 +221,8 @@ async def _in_time(receiving: Awaitable[None]) -> None:
             await receiving
     except TimeoutError:
         raise BodyTooSlow(
-            f"the adapter did not arrive within {LONGEST_S:g} s; send it over a faster line, or in "
-            "half precision"
+            f"the adapter did not arrive within {LONGEST_S:g} s; send it over a faster connection, "
+            "or in half precision"
         ) from None
 
 
@@ -232,8 +231,8 @@ def _opened(archive: Path) -> Upload:
     config, weights = found[tar.CONFIG], found[tar.WEIGHTS]
     if config.size > MAX_CONFIG_BYTES:
         raise UserError(
-            f"{tar.CONFIG} has {config.size} bytes; at most {MAX_CONFIG_BYTES} are read; send "
-            "the one that save_pretrained writes"
+            f"{tar.CONFIG} has {config.size} bytes; the limit is {MAX_CONFIG_BYTES}; send the file "
+            "that save_pretrained writes"
         )
     with archive.open("rb") as file:
         file.seek(config.start)
@@ -250,6 +249,6 @@ def _told() -> Iterator[None]:
         if error.errno not in FULL:
             raise
         raise DiskFull(
-            "the server's disk took no more of the adapter; nothing was changed; delete "
+            "the server's disk has no room for the adapter; nothing was changed; delete "
             "checkpoints, or ask the operator for space, and send it again"
         ) from error

@@ -1,6 +1,6 @@
 """The reading in place of a tar archive with the two files of a PEFT adapter.
 
-Nothing is unpacked, so that a name in the archive cannot lead to another path.
+Nothing is unpacked, so a name in the archive cannot lead to another path.
 """
 
 import tarfile
@@ -47,8 +47,8 @@ def members(archive: Path) -> dict[str, Member]:
                 found[_plain(info.name)] = Member(start, info.size)
             elif info.size > _MOST_EXTENDED_BYTES:
                 raise Malformed(
-                    f"an extended header of the archive has {info.size} bytes; at most "
-                    f"{_MOST_EXTENDED_BYTES} are read over; {_HOW}"
+                    f"an extended header of the archive has {info.size} bytes; the limit is "
+                    f"{_MOST_EXTENDED_BYTES}; {_HOW}"
                 )
             file.seek(start + -(-info.size // _BLOCK) * _BLOCK)
         else:
@@ -66,18 +66,20 @@ def _header(file: BinaryIO) -> tarfile.TarInfo | None:
     try:
         return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError as error:
-        raise Malformed(f"the body is no tar archive ({error}); {_HOW}") from None
+        raise Malformed(f"the body is not a tar archive ({error}); {_HOW}") from None
 
 
 def _check(info: tarfile.TarInfo, found: dict[str, Member]) -> None:
     name = _plain(info.name)
     if name not in (CONFIG, WEIGHTS) or name in found:
         raise Malformed(
-            f"the archive has {name[:100]!r}; no other files are taken, and each once; pickled "
-            f"weights (.bin, .pt) never are: {_HOW}"
+            f"the archive has {name[:100]!r}; it may hold only two files, each once, and no "
+            f"pickled weights (.bin, .pt): {_HOW}"
         )
     if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-        raise Malformed(f"{name} in the archive is a link or something else, no file; {_HOW}")
+        raise Malformed(
+            f"{name} in the archive is a link or another special file, not a regular one; {_HOW}"
+        )
 
 
 def _plain(name: str) -> str:

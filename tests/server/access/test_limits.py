@@ -48,7 +48,7 @@ def test_requests_are_put_off_below_the_free_space_that_is_kept() -> None:
     keeper.check()  # not a second later
     clock.now_s += 1.0
     for _ in range(3):
-        with pytest.raises(DiskFull, match="999 bytes left, of which 1000 are kept") as error:
+        with pytest.raises(DiskFull, match="999 bytes left, of which 1000 are reserved") as error:
             keeper.check()
     assert "delete checkpoints" in str(error.value)
     disk.free = 1000
@@ -126,7 +126,7 @@ async def room(
 async def test_a_tenant_keeps_so_many_checkpoints_and_no_more() -> None:
     kept = [checkpoint("a"), checkpoint("b")]
     await room(checkpoint("c"), *kept, max_checkpoints=3)
-    with pytest.raises(UserError, match=r"you keep 2 checkpoints; .* at most 2") as error:
+    with pytest.raises(UserError, match=r"you have 2 checkpoints; .* up to 2") as error:
         await room(checkpoint("c"), *kept, max_checkpoints=2)
     assert "delete some" in str(error.value)
 
@@ -134,7 +134,7 @@ async def test_a_tenant_keeps_so_many_checkpoints_and_no_more() -> None:
 async def test_a_tenant_keeps_so_many_bytes_and_no_more() -> None:
     kept = [checkpoint("a", 60), checkpoint("b", 39)]
     await room(checkpoint("c"), *kept, max_checkpoint_bytes=100)
-    with pytest.raises(UserError, match=r"have 99 bytes; .* from 99 bytes"):
+    with pytest.raises(UserError, match=r"have 99 bytes; the limit is 99 bytes"):
         await room(checkpoint("c"), *kept, max_checkpoint_bytes=99)
 
 
@@ -143,12 +143,12 @@ async def test_a_tenants_own_limits_go_before_those_of_all() -> None:
     limits = {"max_checkpoints": 2, "max_checkpoint_bytes": 99}
     own = TenantRecord("t", "t", 0.0, max_checkpoints=3, max_checkpoint_bytes=100)
     await room(checkpoint("c"), *kept, own=own, **limits)
-    with pytest.raises(UserError, match=r"you keep 2 checkpoints; .* at most 0 of yours"):
+    with pytest.raises(UserError, match=r"you have 2 checkpoints; .* up to 0 of yours"):
         await room(checkpoint("c"), *kept, own=replace(own, max_checkpoints=0))
-    with pytest.raises(UserError, match=r"have 99 bytes; .* from 0 bytes"):
+    with pytest.raises(UserError, match=r"have 99 bytes; the limit is 0 bytes"):
         await room(checkpoint("c"), *kept, own=replace(own, max_checkpoint_bytes=0))
     for others in (TenantRecord("t", "t", 0.0, weight=2.0), replace(own, key="u")):
-        with pytest.raises(UserError, match="at most 2 of yours"):
+        with pytest.raises(UserError, match="up to 2 of yours"):
             await room(checkpoint("c"), *kept, own=others, **limits)
 
 

@@ -71,7 +71,7 @@ async def test_nothing_is_held_against_anybody_after_a_start_and_after_a_failure
     # Two minutes from the start, again from the failures at the end of minutes 2 and 7.
     assert store.seen[:7] == [(True, 3)] * 5 + [(False, 3), (False, 0)]
     assert store.seen[7:11] == [(True, 0)] * 3 + [(False, 0)]
-    assert "the clean-up waits for the store: no room" in caplog.text
+    assert "the clean-up is waiting for the store: no room" in caplog.text
     assert "Traceback" not in caplog.text
 
 

@@ -100,7 +100,7 @@ async def test_at_the_limit_those_used_longest_ago_make_room_and_their_files_go(
     assert len(files.ids()) == 6
     refused = await saves.service.call("POST", "/asample", json=bodies.asample(older, 0))
     assert refused.status_code == 404
-    assert "give weights a name that you want to keep" in refused.json()["detail"]
+    assert "to keep weights, save them under a name" in refused.json()["detail"]
 
 
 async def test_saves_that_are_queued_count(saves: Saves) -> None:
@@ -116,7 +116,7 @@ async def test_saves_that_are_queued_count(saves: Saves) -> None:
             answers.append(await saves.service.post(f"/{kind}", request))
     await saves.service.start_worker()
     told = await saves.service.error(answers.pop())
-    assert "you keep 0 checkpoints, and 6 more are being saved; this server keeps at most 6" in told
+    assert "you have 0 checkpoints, and 6 more are being saved; this server keeps up to 6" in told
     for answer in answers:
         await saves.service.poll(answer["request_id"])
     assert len(await saves.kept()) == 3
@@ -167,10 +167,10 @@ async def test_a_sample_that_waits_has_its_weights_whatever_becomes_of_the_save(
 
 async def test_saves_count_under_the_limits_of_checkpoints(saves: Saves) -> None:
     keys = [await saves.save() for _ in range(6)]
-    assert "you keep 6 checkpoints; this server keeps at most 6" in await saves.service.error(
+    assert "you have 6 checkpoints; this server keeps up to 6" in await saves.service.error(
         await saves.ask(sampling_session_seq_id=7)
     )
-    assert "you keep 6 checkpoints" in await saves.service.error(await saves.ask(path="named"))
+    assert "you have 6 checkpoints" in await saves.service.error(await saves.ask(path="named"))
     assert await saves.kept() == keys
 
 

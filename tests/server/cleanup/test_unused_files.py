@@ -113,7 +113,7 @@ async def test_what_the_store_names_comes_back_from_quarantine(
     with caplog.at_level(logging.WARNING):
         await unused(store, files).prove()
     assert (files.ids(), files.set_aside_groups()) == ({A}, {GROUP: [B, C]})
-    assert f"{A} came back from quarantine/{GROUP}" in caplog.text
+    assert f"restored file {A} from quarantine/{GROUP}" in caplog.text
     assert (files.path(A) / "adapter.safetensors").read_bytes() == A.encode()
     files.write(B, {"a": b"y"})  # as an operator may put it back, too
     store.file_ids = {A, B}
@@ -215,7 +215,7 @@ async def test_more_than_their_share_stay_until_the_operator_says_so(
             await cleaner.clean()
     assert len(files.ids()) == 273 and A not in files.ids()
     assert cleaner.problem and cleaner.problem.kind == "share"
-    assert caplog.text.count("2 of 273 files are named by nothing in the store") == 1
+    assert caplog.text.count("nothing in the store names 2 of 273 files") == 1
     assert "tuneserve files clean" in caplog.text
     await cleaner.clean(allowed=True)
     assert cleaner.problem is None and len(files.ids()) == 271
@@ -278,4 +278,4 @@ async def test_a_directory_that_is_away_is_said_and_not_taken_for_an_empty_one(
         (tmp_path / "files").rmdir()
         shutil.move(tmp_path / "away", tmp_path / "files")
         await cleaner.clean()
-    assert cleaner.problem is None and "cleared away again" in caplog.text
+    assert cleaner.problem is None and "cleaned up again" in caplog.text

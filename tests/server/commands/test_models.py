@@ -98,7 +98,7 @@ async def test_metadata_that_ask_for_a_kind_are_kept_like_others(service: Any, b
         ({"user_metadata": {"adapter": ""}}, "adapter '' is no kind of adapter"),
         (
             {"user_metadata": {"adapter": "osft", "rank": "64"}},
-            "has an entry rank, '64'; the rank is lora_config.rank: send it there",
+            "has an entry rank, '64'; send the rank as lora_config.rank",
         ),
         ({"adapter": {}}, "adapter.kind: Field required"),
         (
@@ -212,7 +212,10 @@ async def test_a_model_made_from_a_checkpoint_is_of_its_kind(
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"adapter": "lora"}, "asks for adapter 'lora'; {path} has 'osft', which a model made"),
+        (
+            {"adapter": "lora"},
+            "asks for adapter 'lora'; {path} has 'osft', and so does every model",
+        ),
         ({"adapter": "nothing"}, "asks for adapter 'nothing'; {path} has 'osft'"),
         ({"adapter": "osft", "form": "core"}, "asks for form 'core'; {path} has 'factors'"),
         ({"adapter": "osft", "unfreeze_ratio": "0.5"}, "unfreeze_ratio '0.5'; {path} has '0.25'"),

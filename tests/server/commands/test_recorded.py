@@ -165,7 +165,7 @@ async def test_a_sample_that_failed_is_to_be_left_out(rollout: Rollout) -> None:
 
 async def test_of_an_unknown_sample_nothing_is_known(rollout: Rollout) -> None:
     drawn = {f"{rollout.sampler}:99:0": [9, 10]}
-    assert "nothing is known here (any more); sample again" in await refused(rollout, drawn)
+    assert "this server does not know (any more); sample again" in await refused(rollout, drawn)
 
 
 async def test_a_sequence_that_the_sample_does_not_have_is_refused(rollout: Rollout) -> None:
@@ -201,7 +201,7 @@ async def test_recordings_of_another_session_or_tenant_are_not_found(
     await other.begin()
     assert "the model is of session" in await refused(other, drawn)
     mine = {each.replace(rollout.session, other.session): t for each, t in drawn.items()}
-    assert "nothing is known here" in await refused(other, mine, 2)
+    assert "which this server does not know" in await refused(other, mine, 2)
     found = await rollout.service.services.store.recordings(
         "b", [SampleKey(f"{rollout.sampler}", 1)]
     )
@@ -253,7 +253,7 @@ async def test_a_request_that_names_too_much_is_to_be_split(
 ) -> None:
     drawn = await rollout.sample()
     monkeypatch.setattr(recorded, "_MOST_BYTES", 47)  # two sequences of three tokens have 48
-    assert "more than 47 bytes together; split it" in await refused(rollout, drawn)
+    assert "more than 47 bytes together; split the request" in await refused(rollout, drawn)
 
 
 async def test_many_samples_are_read_in_several_steps(

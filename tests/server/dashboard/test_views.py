@@ -362,7 +362,7 @@ async def test_too_many_pages_are_put_off(watched: Any, monkeypatch: pytest.Monk
         refused = await watched.call("GET", "/live")
         assert (refused.status_code, refused.json()["code"]) == (429, "overloaded")
         assert refused.headers["Retry-After"] == "15"
-        assert "2 pages open" in refused.json()["detail"]
+        assert "2 dashboards open" in refused.json()["detail"]
         assert (await watched.call("GET", "/live", key="tml-b")).status_code == 200
     await looks(watched)
     assert not live._viewers

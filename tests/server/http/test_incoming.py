@@ -108,7 +108,7 @@ async def test_a_bomb_is_413_by_its_ratio(
         response = await send(service, bomb, **ZSTD)
         assert response.status_code == (200 if seq == 1 else 413), response.text
     assert f"has {len(bomb)} bytes and" in response.json()["detail"]
-    assert "up to 1000 for each byte sent" in response.json()["detail"]
+    assert "the limit is 1000 times the size sent" in response.json()["detail"]
     assert held(service) == 0
 
 

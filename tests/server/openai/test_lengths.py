@@ -41,7 +41,9 @@ async def test_a_prompt_longer_than_the_context_can_hold_is_never_read(speaking:
         body = {"model": "tuneserve/fake", "prompt": prompt}
         response = await ask(speaking, "/completions", body)
         error = assert_error(response, 400, "invalid_request", "prompt")
-        assert f"{LONGEST + 1} characters" in error and f"hold {LONGEST} characters" in error
+        assert (
+            f"{LONGEST + 1} characters" in error and f"hold more than {LONGEST} characters" in error
+        )
 
 
 @pytest.mark.usefixtures("no_tokens")
@@ -128,7 +130,7 @@ async def test_a_text_for_which_there_is_no_memory_is_refused(speaking: Any) -> 
     error = assert_error(
         await ask(speaking, "/completions", body), 400, "invalid_request", "prompt"
     )
-    assert f"at most {most} at once (text_memory_bytes)" in error
+    assert f"up to {most} at once (text_memory_bytes)" in error
 
 
 async def test_other_requests_go_on_while_tokens_are_made() -> None:

@@ -171,7 +171,7 @@ async def test_an_echo_of_no_tokens_takes_what_the_trainer_takes(
 
 async def test_a_longer_echo_is_refused(speaking: Any) -> None:
     response = await ask(speaking, "/completions", {**ASK, "prompt": [1] * 66, **SCORED})
-    assert "send at most 65" in assert_error(response, 400, "invalid_request", None)
+    assert "send up to 65" in assert_error(response, 400, "invalid_request", None)
 
 
 async def test_a_stop_string_in_the_prompt_does_not_end_an_echo(speaking: Any) -> None:

@@ -133,7 +133,7 @@ async def test_logprobs_are_computed_of_as_many_tokens_as_a_training_text_has(
         ({"prompt": {"chunks": [{"type": "image", "data": "AA==", "format": "png"}]}}, "chunks[0]"),
         ({"prompt": {"chunks": [{"type": "dmel", "dmel": "AA=="}]}}, "encoded_text"),
         ({"prompt": {"chunks": [{"type": "encoded_text"}]}}, "chunks[0].tokens is missing"),
-        ({"prompt": {"chunks": [{"tokens": [64]}]}}, "has token 64; token ids here are 0 to 63"),
+        ({"prompt": {"chunks": [{"tokens": [64]}]}}, "has token 64; token ids are 0 to 63"),
         ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "has token -1"),
         ({"prompt": {"chunks": [{"tokens": [10**40]}]}}, "a number of 133 bits"),
         ({"prompt": {"chunks": [{"tokens": [1] * 64}]}}, "64 tokens; tuneserve/fake has a context"),

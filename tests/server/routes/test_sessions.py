@@ -85,7 +85,7 @@ async def test_a_session_sent_again_is_the_same_at_the_limit_too(api: Any) -> No
 async def test_the_texts_of_a_session_have_so_many_bytes(api: Any, fields: dict[str, Any]) -> None:
     refused = await create(api, **fields)
     assert (refused.status_code, refused.json()["code"]) == (400, "invalid_request")
-    assert "at most 1000 are kept (max_session_metadata_bytes)" in refused.json()["detail"]
+    assert "the limit is 1000 (max_session_metadata_bytes)" in refused.json()["detail"]
     assert (await create(api, user_metadata={"about": "x" * 980})).status_code == 200
 
 

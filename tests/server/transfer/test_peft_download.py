@@ -110,7 +110,7 @@ async def test_of_an_osft_adapter_what_is_lora_already_is_made_an_archive(api: A
     )
     response = await api.call("GET", route(model))
     assert (response.status_code, response.json()["code"]) == (400, "export_needed")
-    assert "download what save_weights_external gives" in response.json()["detail"]
+    assert "download the result of save_weights_external" in response.json()["detail"]
     for kind in ("sampler_weights", "external_weights"):
         found = await downloaded(api, await link(api, model, kind))
         assert json.loads(found["adapter_config.json"])["peft_type"] == "LORA"

@@ -162,7 +162,7 @@ async def test_the_base_model_may_go_by_another_name(service: Any) -> None:
     }
     said = assert_refused(await send(service, archive(elsewhere)), 400)
     assert "'/a' is not served here; this server has 'tuneserve/fake'" in said
-    assert said.endswith("say so with base_model")
+    assert said.endswith("name it in base_model")
     await path_of(service, archive(elsewhere), query="?base_model=tuneserve/fake")
 
 
@@ -201,7 +201,7 @@ async def test_an_adapter_over_the_limit_is_refused_before_it_has_come(
             yield bytes(1000)
 
     said = assert_refused(await send(service, endless()), 413)
-    assert sent <= 5000 and "has 4000 bytes or more; this server takes at most 3000" in said
+    assert sent <= 5000 and "has 4000 bytes or more; the limit is 3000" in said
     said = assert_refused(await send(service, bytes(9000)), 413)  # by its Content-Length
     assert "has 9000 bytes or more" in said
     assert left(service) == set()
@@ -227,7 +227,7 @@ async def test_a_tenant_sends_two_at_once_and_no_more(service: Any) -> None:
     while sum(1 for name in left(service) if "partial" in name) < 2:
         await asyncio.sleep(0.01)
     third = await send(service)
-    assert "2 adapters of yours are on their way" in assert_refused(third, 429)
+    assert "2 adapters of yours are being imported" in assert_refused(third, 429)
     assert third.headers["Retry-After"] == "5"
     assert (await send(service, key="tml-b")).status_code == 200
     go_on.set()
@@ -275,7 +275,7 @@ async def test_a_full_disk_is_told_and_nothing_is_left(
     with monkeypatch.context() as patched:
         patched.setattr(service.services.files, "publish", full)
         said = assert_refused(await send(service), 503, below=504)
-        assert "took no more of the adapter; nothing was changed" in said
+        assert "has no room for the adapter; nothing was changed" in said
     monkeypatch.setattr(service.services.disk, "_free_bytes", lambda _: 0)
     monkeypatch.setattr(service.services.disk, "_looked_s", -1e9)
     answer = await send(service)
@@ -465,7 +465,7 @@ async def test_what_is_being_written_ends_when_the_service_stops(
 
     monkeypatch.setattr(PeftAdapter, "_numbers", stopping)
     said = assert_refused(await send(service), 503, below=504)
-    assert said.startswith("the service is stopping; nothing was changed")
+    assert said.startswith("the server is stopping; nothing was changed")
     assert len(read) == 1 and left(service) == set()
     assert "is stopping" in assert_refused(await send(service), 503, below=504)
 
@@ -491,42 +491,45 @@ def folder_first() -> bytes:
 HOW = "send exactly these two: tar -cf - -C FOLDER adapter_config.json adapter_model.safetensors"
 ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "the archive has no adapter_config.json"),
-    "no tar": (lambda: b"x" * 3000, "the body is no tar archive"),
-    "a pickle": (lambda: b"\x80\x04\x95\x0b" + bytes(2000), "the body is no tar archive"),
-    "gzipped": (lambda: b"\x1f\x8b\x08" + bytes(2000), "the body is no tar archive"),
+    "no tar": (lambda: b"x" * 3000, "the body is not a tar archive"),
+    "a pickle": (lambda: b"\x80\x04\x95\x0b" + bytes(2000), "the body is not a tar archive"),
+    "gzipped": (lambda: b"\x1f\x8b\x08" + bytes(2000), "the body is not a tar archive"),
     "the weights alone": (lambda: archive({WEIGHTS: FILES[WEIGHTS]}), f"no {CONFIG}; {HOW}"),
     "no weights": (lambda: archive({CONFIG: b"{}"}), f"the archive has no {WEIGHTS}"),
     "pickled weights": (
         lambda: archive({CONFIG: FILES[CONFIG], "adapter_model.bin": b"\x80"}),
-        "has 'adapter_model.bin'; no other files are taken",
+        "has 'adapter_model.bin'; it may hold only two files",
     ),
-    "one more": (lambda: archive({**FILES, "README.md": b"x"}), "has 'README.md'; no other"),
+    "one more": (
+        lambda: archive({**FILES, "README.md": b"x"}),
+        "has 'README.md'; it may hold only two",
+    ),
     "in a folder": (lambda: archive({f"a/{CONFIG}": b"{}"}), f"has 'a/{CONFIG}'"),
     "outside": (lambda: archive({f"../../{CONFIG}": b"{}"}), f"has '../../{CONFIG}'"),
     "at the root": (lambda: archive({f"/{CONFIG}": b"{}"}), f"has '/{CONFIG}'"),
-    "a folder": (folder_first, "the archive has '.'; no other files"),
+    "a folder": (folder_first, "the archive has '.'; it may hold only"),
     "twice": (
         lambda: archive({CONFIG: b"{}"})[:1024] + archive(),
-        f"has '{CONFIG}'; no other files are taken, and each once",
+        f"has '{CONFIG}'; it may hold only two files, each once",
     ),
     "a link": (
         lambda: archive({CONFIG: b"", WEIGHTS: b""}, type=tarfile.SYMTYPE, linkname="/etc/passwd"),
-        "is a link or something else",
+        "is a link or another special file",
     ),
     "a hard link": (
         lambda: archive({CONFIG: b"", WEIGHTS: b""}, type=tarfile.LNKTYPE, linkname="x"),
-        "is a link or something else",
+        "is a link or another special file",
     ),
-    "a device": (lambda: archive({CONFIG: b""}, type=tarfile.CHRTYPE), "is a link or something"),
+    "a device": (lambda: archive({CONFIG: b""}, type=tarfile.CHRTYPE), "is a link or another"),
     "cut in the weights": (lambda: archive()[:1600], "it was cut; send all of it"),
-    "cut in a header": (lambda: archive()[:1100], "no tar archive (truncated header)"),
+    "cut in a header": (lambda: archive()[:1100], "not a tar archive (truncated header)"),
     "headers without end": (
         lambda: archive(mtime=1.5, kind=tarfile.PAX_FORMAT)[:1024] * 40,
         "more than 16 headers",
     ),
     "a huge extended header": (
         lambda: archive({CONFIG: bytes(70_000)}, type=tarfile.XHDTYPE),
-        "an extended header of the archive has 70000 bytes; at most 65536",
+        "an extended header of the archive has 70000 bytes; the limit is 65536",
     ),
 }
 
@@ -561,7 +564,7 @@ async def test_what_is_wrong_with_the_adapter_is_told_and_nothing_is_left(servic
         ({**FILES, WEIGHTS: save(nan)}, "is nan at [0, 0]"),
         ({**FILES, WEIGHTS: save(wide)}, "is [9, 2]; with rank 2 'tuneserve/fake' has [4, 2]"),
         ({**FILES, WEIGHTS: FILES[WEIGHTS][:-1]}, "it was cut"),
-        (long, "at most 262144 are read"),
+        (long, "the limit is 262144"),
     ):
         assert words in assert_refused(await send(service, archive(files)), 400)
     assert left(service) == set()
@@ -576,7 +579,7 @@ async def test_who_keeps_enough_checkpoints_can_import_no_more(
     few = settings.model_copy(update={"max_checkpoints": 1})
     service.app.state.services = replace(services, settings=few)
     await path_of(service)
-    assert "you keep 1 checkpoints" in assert_refused(await send(service), 400)
+    assert "you have 1 checkpoints" in assert_refused(await send(service), 400)
     await path_of(service, key="tml-b")
 
 

@@ -79,7 +79,7 @@ class ForgettingContract(Contract):
         for times in (1, 2):  # what is left of a resend is forgotten in its turn
             again = await bench.store.submit(job(1))
             assert again == Submitted(bench.ids[1], duplicate=False), times
-            assert "the next is 3" in (await bench.rejection(again.request_id)).message
+            assert "the next seq_id is 3" in (await bench.rejection(again.request_id)).message
             assert (await bench.store.submit(job(1))).duplicate
             assert await bench.store.get(ModelRecord, "s:train:0") == before
             assert await bench.released() == []
@@ -176,7 +176,7 @@ class ForgettingContract(Contract):
         await bench.store.sweep(bench.clock.now_s, POLICY)
         assert await is_known(bench, 3, 4, 5) == [False, False, True]
         await bench.submit(3)
-        assert "the next is 6" in (await bench.rejection(bench.ids[3])).message
+        assert "the next seq_id is 6" in (await bench.rejection(bench.ids[3])).message
 
     @scenario
     async def test_positions_of_a_gap_that_was_given_up_are_passed(self, bench: Bench) -> None:

@@ -116,7 +116,9 @@ class JobsContract(Contract):
     @scenario
     async def test_a_key_used_again_for_another_kind_is_refused(self, bench: Bench) -> None:
         await bench.submit(1)
-        with pytest.raises(KeyReused, match=r"seq_id 1 of s:train:0 is already a optim_step"):
+        with pytest.raises(
+            KeyReused, match=r"seq_id 1 of s:train:0 was already used for optim_step"
+        ):
             await bench.submit(1, kind=JobKind.FORWARD_BACKWARD)
         assert await bench.released() == [1]
 
@@ -355,7 +357,8 @@ class JobsContract(Contract):
         )
         rejection = await bench.rejection(bench.ids[2])
         assert rejection == Rejection(
-            f"checkpoint {old.key} exists; pass overwrite=true or choose another name", "user"
+            f"checkpoint {old.key} already exists; pass overwrite=true or choose another name",
+            "user",
         )
         assert await bench.store.get(CheckpointRecord, old.key) == old
         assert await bench.store.get(SamplerRecord, sampler().key) is None

@@ -54,8 +54,8 @@ class KeepingContract(Contract):
         ids = [(await bench.store.submit(save(seq))).request_id for seq in (1, 2, 3)]
         assert await bench.store.kept("alice") == CheckpointUsage(3, 21, 2)
         told = (await bench.rejection(ids[2])).message
-        assert "you keep 1 checkpoints, and 2 more are being saved" in told
-        assert "keeps at most 3 of yours; delete some" in told
+        assert "you have 1 checkpoints, and 2 more are being saved" in told
+        assert "keeps up to 3 of yours; delete some" in told
         assert (await bench.store.submit(save(1))).duplicate
         kept = checkpoint("two", size_bytes=7)
         await bench.finish(
@@ -75,17 +75,17 @@ class KeepingContract(Contract):
         ids = [(await bench.store.submit(save(seq, size=11))).request_id for seq in (1, 2, 3)]
         assert await bench.ended(ids[1]) is None
         told = (await bench.rejection(ids[2])).message
-        assert "have 22 bytes, and 2 more are being saved" in told and "from 20 bytes on" in told
+        assert "have 22 bytes, and 2 more are being saved; the limit is 20 bytes" in told
 
     @staged(StorePolicy(tenant_checkpoints=1, tenant_checkpoint_bytes=20))
     async def test_a_tenants_own_limits_of_checkpoints_go_before(self, bench: Bench) -> None:
         await bench.store.put(tenant(max_checkpoints=2, max_checkpoint_bytes=0))
         first = (await bench.store.submit(save(1))).request_id
-        assert "from 0 bytes on" in (await bench.rejection(first)).message
+        assert "the limit is 0 bytes" in (await bench.rejection(first)).message
         await bench.store.put(tenant(max_checkpoints=2))
         ids = [(await bench.store.submit(save(seq, size=1))).request_id for seq in (2, 3, 4)]
         assert await bench.ended(ids[1]) is None
-        assert "at most 2 of yours" in (await bench.rejection(ids[2])).message
+        assert "up to 2 of yours" in (await bench.rejection(ids[2])).message
 
     @staged(StorePolicy(session_samplers=2, tenant_samplers=3))
     async def test_a_session_and_a_tenant_may_have_so_many_samplers(self, bench: Bench) -> None:
@@ -97,7 +97,7 @@ class KeepingContract(Contract):
         told = await refused(bench, sampler("s:sample:2"))
         assert told is not None
         assert "session s has 2 sampling sessions, and the limit is 2" in told[0]
-        assert "go on in a new session" in told[0]
+        assert "continue in a new session" in told[0]
         assert await refused(bench, sampler("t:sample:0")) is None
         told = await refused(bench, sampler("t:sample:1"))
         assert told is not None

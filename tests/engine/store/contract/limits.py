@@ -87,7 +87,7 @@ class LimitsContract(Contract):
     @staged(StorePolicy(model_bytes=100))
     async def test_a_model_may_have_so_many_bytes(self, bench: Bench) -> None:
         assert not await is_refused(bench, of(60, 1))
-        words = ("model s:train:0 has 60 bytes", "the 41 of this one", "limit of 100")
+        words = ("model s:train:0 has 60 bytes", "the 41 bytes of this one", "limit of 100")
         assert await is_refused(bench, of(41, 2), *words)
         assert not await is_refused(bench, of(40, 2))
         assert not await is_refused(bench, of(0, 3))
@@ -365,9 +365,7 @@ class LimitsContract(Contract):
         second = await _created(bench, 1)
         third = await _created(bench, 2)
         assert [each.waits for each in (first, second, third)] == [False, True, True]
-        with pytest.raises(
-            LimitReached, match=r"1 models in use, .* and 2 more wait to be created"
-        ):
+        with pytest.raises(LimitReached, match=r"1 models in use, .* 2 more wait to be created"):
             await _created(bench, 3)
         assert not (await _created(bench, 0, "bobs", tenant="bob")).waits
         again = await bench.store.submit(_creation("s:train:1"), model("s:train:1"))

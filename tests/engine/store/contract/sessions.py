@@ -102,7 +102,7 @@ class SessionsContract(Contract):
             assert rejection.message.startswith("seq_id 2, 4, 6-7 did not arrive within 600 s")
         assert await bench.released() == [1]
         await bench.submit(2, 9)
-        assert "the next is 9" in (await bench.rejection(bench.ids[2])).message
+        assert "the next seq_id is 9" in (await bench.rejection(bench.ids[2])).message
         assert await bench.released() == [1, 9]
 
     @scenario
@@ -175,7 +175,7 @@ class SessionsContract(Contract):
         for request_id in (gone, unplaced):
             rejection = await bench.rejection(request_id)
             assert rejection.category == "user"
-            assert "session s was not heard of for 120 s" in rejection.message
+            assert "session s was silent for 120 s" in rejection.message
             assert "submit the sample again" in rejection.message
         for request_id in (foreign, kept, nobodys, bench.ids[1]):
             assert await bench.ended(request_id) is None
@@ -205,7 +205,7 @@ class SessionsContract(Contract):
         request_id = (await bench.store.submit(sample(1))).request_id
         await bench.store.sweep(START_S + 1000, SweepPolicy(sample_ttl_s=120))
         await bench.finish(Outcome(request_id, b"too late"))
-        assert "was not heard of" in (await bench.rejection(request_id)).message
+        assert "was silent for" in (await bench.rejection(request_id)).message
 
     @scenario
     async def test_a_silent_session_stays_for_its_time_and_keeps_its_models(
@@ -232,7 +232,7 @@ class SessionsContract(Contract):
         with patch.object(refusals, "RECORDS_AT_ONCE", 3):
             await bench.store.sweep(START_S + 121, SweepPolicy(sample_ttl_s=120))
             for request_id in ids:
-                assert "was not heard of" in (await bench.rejection(request_id)).message
+                assert "was silent for" in (await bench.rejection(request_id)).message
             assert (await bench.store.page(CheckpointRecord)).total == 0
             assert (await bench.store.page(SamplerRecord)).total == 49
             await bench.store.sweep(START_S + 901, SweepPolicy(session_ttl_s=900))
