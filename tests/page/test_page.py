@@ -97,7 +97,7 @@ def test_who_may_see_all_is_shown_the_device_the_store_and_every_tenant(
     sizes = texts(page, ".size")
     assert len(sizes) == 5 and all(re.fullmatch(r"[\d.]+ [KMG]iB", size) for size in sizes)
     facts = dict(zip(texts(page, "#store dt"), texts(page, "#store .value"), strict=True))
-    assert (facts["Kept in"], facts["Durability"], facts["Disk"]) == ("SQLite", "always", "ok")
+    assert (facts["Kind"], facts["Durability"], facts["Disk"]) == ("SQLite", "always", "ok")
     assert int(facts["Log"].replace(",", "")) > 0
 
 

@@ -12,7 +12,7 @@ const axis = (size, values) => ({
   values,
 });
 
-// Lines: [{ id, name, colour (a variable's name), dash, points: [[x, y], …] }].
+// Lines: [{ id, name, colour (the name of a CSS variable), dash, points: [[x, y], …] }].
 export class Chart {
   constructor(element, { format, onHover }) {
     this.element = element;
@@ -96,7 +96,7 @@ export class Chart {
     this.plot = new uPlot(options, this.data(), this.element);
   }
 
-  // What each line is at the cursor, or just before it.
+  // Passes on the value of each line at the cursor, or just before it.
   hover(plot) {
     const place = plot.cursor.idx;
     if (place === null || place === undefined) {

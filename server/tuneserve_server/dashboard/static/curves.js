@@ -1,4 +1,4 @@
-// What is known of each run's curve: rows [x, time, loss, learning rate, gradient norm].
+// The known rows of each run's curve: [x, time, loss, learning rate, gradient norm].
 
 const MOST_ROWS = 2048;
 
@@ -8,7 +8,7 @@ export function forgetCurves() {
   curves.clear();
 }
 
-// Adds what is new; rows that are known already take the place of themselves.
+// Adds new rows and ignores known ones.
 export function addRows(told) {
   for (const [id, rows] of Object.entries(told)) {
     const known = curves.get(id) ?? [];
@@ -31,6 +31,6 @@ export function keepOnly(ids) {
 
 export const rowsOf = (id) => curves.get(id) ?? [];
 
-// The points of one column that has a value.
+// The points of one column; rows without a value are left out.
 export const pointsOf = (id, column) =>
   rowsOf(id).filter((row) => row[column] !== null).map((row) => [row[0], row[column]]);

@@ -1,8 +1,8 @@
-// The device of each worker: how busy it is, what it computes, what its memory is for.
+// The device of each worker: its load, its throughput and its memory plan.
 import { byId, keyed, make, part, say } from "./dom.js";
 import { bytes, count, percent, short } from "./format.js";
 
-const KEPT = 120; // looks, one a second
+const KEPT = 120; // looks, one per second
 const MEMORY = [
   ["memory_base_model_bytes", "base model", "--fill-1"],
   ["memory_training_bytes", "training", "--fill-2"],
@@ -18,7 +18,7 @@ const FACTS = [
   ["programs", "Programs"],
   ["late", "Recompiled"],
   ["adapters", "Adapters"],
-  ["overhead", "For nobody"],
+  ["overhead", "Overhead"],
 ];
 
 const histories = new Map();
@@ -37,7 +37,7 @@ function padding(worker) {
   return of.tokens_computed_total ? 1 - of.tokens_trained_total / of.tokens_computed_total : null;
 }
 
-// What the device did of what it can, if the operator has said how much that is.
+// The utilisation of the device, if the operator has set its peak; else the rate.
 function flops(worker) {
   const rate = worker.rates.model_flops_total;
   const peak = worker.figures.device_peak_flops;
@@ -87,7 +87,7 @@ function makeWorker() {
     make(
       "div",
       { class: "memory" },
-      make("h4", {}, "Memory, as planned ", make("span", { class: "memory-total quiet" })),
+      make("h4", {}, "Memory plan ", make("span", { class: "memory-total quiet" })),
       make("div", { class: "stack", "aria-hidden": "true" }, ...parts),
       make("ul", { class: "keys" }, ...keys),
     ),
@@ -100,7 +100,7 @@ function drawSpark(element, history, title) {
   const line = history.map((busy, index) => `${index ? "L" : "M"}${start + index} ${29 - 28 * busy}`).join("");
   part(svg, "spark-line").setAttribute("d", line);
   part(svg, "spark-area").setAttribute("d", line && `${line}L${KEPT - 1} 30L${start} 30Z`);
-  svg.setAttribute("aria-label", `How busy it was in the last ${KEPT} s; now ${title}`);
+  svg.setAttribute("aria-label", `Device use in the last ${KEPT} s; now ${title}`);
 }
 
 function updateMemory(element, figures) {
@@ -134,15 +134,15 @@ function update(element, worker) {
     say(part(element, name), text);
     say(part(element, `${name}-note`), note);
   };
-  put("trained", short(rates.tokens_trained_total, "tok/s"), `${short(of("tokens_trained_total"))} in all`);
-  put("sampled", short(rates.tokens_sampled_total, "tok/s"), `${short(of("tokens_sampled_total"))} in all`);
+  put("trained", short(rates.tokens_trained_total, "tok/s"), `${short(of("tokens_trained_total"))} in total`);
+  put("sampled", short(rates.tokens_sampled_total, "tok/s"), `${short(of("tokens_sampled_total"))} in total`);
   put("padding", percent(padding(worker)), "of the tokens computed");
   put("flops", ...flops(worker));
   put("programs", `${count(of("programs_compiled"))} of ${count(of("programs"))}`, of("programs_failed") ? `${count(of("programs_failed"))} cannot be compiled` : "compiled");
-  put("late", count(of("compilations_after_ready_total")), "programs after ready; none is expected");
+  put("late", count(of("compilations_after_ready_total")), "programs after ready; 0 expected");
   put("adapters", `${count(of("adapters_on_device"))} of ${count(of("adapters"))}`, "on the device");
   const seconds = of("device_seconds_total");
-  put("overhead", percent(seconds ? of("device_seconds_overhead_total") / seconds : 0), "of its time: replay, failed passes");
+  put("overhead", percent(seconds ? of("device_seconds_overhead_total") / seconds : 0), "of device time: replay, failed passes");
   element.querySelector(".late").dataset.tone = of("compilations_after_ready_total") ? "warn" : "";
   updateMemory(element, figures);
 }

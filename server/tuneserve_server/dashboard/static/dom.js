@@ -1,4 +1,4 @@
-// Making and changing elements. Text comes from tenants: it is only ever set as text.
+// Creates and changes elements. Tenants choose some of the text, so it is never set as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -14,14 +14,14 @@ export function make(tag, attributes = {}, ...children) {
   return found;
 }
 
-// Sets the text if it is another: what has not changed is not read out again.
+// Sets the text only if it differs, so screen readers do not announce it again.
 export function say(element, text) {
   if (element.textContent !== text) {
     element.textContent = text;
   }
 }
 
-// Makes the children of `parent` those of `items`, in their order, keeping elements whose item stays.
+// Makes the children of `parent` match `items`, in order, and reuses the elements of known items.
 export function keyed(parent, items, keyOf, create, update) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let place = parent.firstElementChild;

@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers for people.
 
 const PREFIXES = ["", "k", "M", "G", "T", "P", "E"];
 
@@ -6,7 +6,7 @@ export function count(value) {
   return Math.round(value).toLocaleString("en");
 }
 
-// Three digits and a prefix: 12.3 k
+// Three digits and a prefix, such as 12.3 k.
 export function short(value, unit = "") {
   if (value === undefined || value === null || Number.isNaN(value)) {
     return "–";

@@ -1,4 +1,4 @@
-// The page: who looks, what goes on, and the parts that show it.
+// The page: the viewer, the event stream, and the panels that show it.
 import { forgetCurves } from "./curves.js";
 import { forgetDevices, showWorkers } from "./device.js";
 import { byId, say } from "./dom.js";
@@ -15,7 +15,7 @@ const STATES = {
   paused: "paused",
   refused: "no access",
 };
-const LIST_EVERY = 10; // looks
+const LIST_EVERY = 10; // looks, one per second
 
 let looks = 0;
 
@@ -36,7 +36,7 @@ function showWho(look) {
   const isAll = look.workers !== undefined;
   document.body.dataset.sees = isAll ? "all" : "own";
   say(byId("who"), needsKeys() ? look.tenant : key());
-  byId("who").setAttribute("aria-label", needsKeys() ? `Tenant ${look.tenant}; use another key` : `You are ${key()}; be another tenant`);
+  byId("who").setAttribute("aria-label", needsKeys() ? `Tenant ${look.tenant}; change the key` : `Tenant ${key()}; change the tenant`);
   const bases = isAll ? [...new Set(look.workers.map((each) => each.base_model))] : [];
   say(byId("base"), bases.join(", "));
   const mayingSample = look.scopes.includes("sample");
@@ -65,7 +65,7 @@ function restart() {
   say(
     byId("how"),
     `export TINKER_BASE_URL=${location.origin} TINKER_API_KEY=${shownKey()}
-# a line for each row: {"messages": […]} or {"prompt": "…", "completion": "…"}
+# one row per line: {"messages": […]} or {"prompt": "…", "completion": "…"}
 tuneserve train my-rows.jsonl`,
   );
   looks = 0;
@@ -79,7 +79,7 @@ tuneserve train my-rows.jsonl`,
 async function open() {
   install(restart);
   installPlayground();
-  // Nobody looks at a page in the background: its stream is for others.
+  // A page in the background leaves its stream to other viewers.
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) {
       watch.stop();

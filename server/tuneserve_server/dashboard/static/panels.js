@@ -1,12 +1,12 @@
-// Tenants, the store, recent errors, and the figures at the top.
+// Tenants, the store, recent errors, and the tiles at the top.
 import { busyOf } from "./device.js";
 import { byId, keyed, make, part, say } from "./dom.js";
 import { ago, count, percent, seconds, short } from "./format.js";
 import { hueOf } from "./runs.js";
 
 const DURABLE = {
-  always: "on disk before it is accepted",
-  asserted: "as the operator vouches",
+  always: "on disk before a request is accepted",
+  asserted: "by the operator's word",
 };
 
 // --- tenants --------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ function updateTenant(element, tenant, of, isAll) {
   say(part(element, "tenant-name"), tenant.name);
   say(part(element, "tenant-share"), isAll && !of ? "–" : percent(share));
   const parts = [
-    `${seconds(tenant.device_s)} of the device today`,
+    `${seconds(tenant.device_s)} of device time today`,
     `${short(tenant.trained_tokens)} trained`,
     `${short(tenant.sampled_tokens)} sampled`,
     tenant.unfinished ? `${count(tenant.unfinished)} in the queue` : "queue empty",
@@ -39,10 +39,10 @@ function updateTenant(element, tenant, of, isAll) {
 }
 
 function showTenants(look, isAll) {
-  // Of what all use together; who sees only itself is told its part of the time that goes by.
+  // With all tenants in view: shares of their total use. With one tenant: its share of elapsed time.
   const used = look.tenants.reduce((sum, each) => sum + (each.device_rate ?? 0), 0);
-  say(byId("tenants-title"), isAll ? "Tenants" : "Your use");
-  say(byId("tenants-note"), isAll ? "share of device time, last 20 s" : "part of the device's time, last 20 s");
+  say(byId("tenants-title"), isAll ? "Tenants" : "Your usage");
+  say(byId("tenants-note"), isAll ? "share of the device time used, last 20 s" : "share of the device's time, last 20 s");
   keyed(byId("tenants"), look.tenants, (each) => each.name, makeTenant, (element, each) =>
     updateTenant(element, each, isAll ? used : 1, isAll),
   );
@@ -52,11 +52,11 @@ function showTenants(look, isAll) {
 
 function showStore(store) {
   const facts = [
-    ["Kept in", store.kind === "sqlite" ? "SQLite" : "Redis", ""],
+    ["Kind", store.kind === "sqlite" ? "SQLite" : "Redis", ""],
     ["Durability", store.durability, DURABLE[store.durability] ?? ""],
-    ["Log", count(store.logged), "requests kept, to be done again if a worker dies"],
-    ["Recovery points", count(store.recovery_points), "states on file, from which replay begins"],
-    ["Queue", count(store.unfinished), "requests that have not ended"],
+    ["Log", count(store.logged), "requests kept for replay if a worker dies"],
+    ["Recovery points", count(store.recovery_points), "saved states from which replay starts"],
+    ["Queue", count(store.unfinished), "unfinished requests"],
     ["Disk", store.disk === "ok" ? "ok" : "full", store.disk === "ok" ? "" : store.disk],
   ];
   const create = ([title]) =>
@@ -111,13 +111,13 @@ function showTiles(look, isAll, training) {
     const workers = look.workers.length;
     tiles.push(
       ["Device busy", percent(mean), workers === 1 ? "1 worker" : `${workers} workers`],
-      ["Trained", short(total("tokens_trained_total")), "tokens a second"],
-      ["Sampled", short(total("tokens_sampled_total")), "tokens a second"],
+      ["Trained", short(total("tokens_trained_total")), "tokens per second"],
+      ["Sampled", short(total("tokens_sampled_total")), "tokens per second"],
       ["Tenants", count(look.tenants.length), "today"],
     );
   } else if (own) {
     tiles.push(
-      ["Device time", seconds(own.device_s), "today, in UTC"],
+      ["Device time", seconds(own.device_s), "today (UTC)"],
       ["Trained", short(own.trained_tokens), "tokens today"],
       ["Sampled", short(own.sampled_tokens), "tokens today"],
     );

@@ -1,4 +1,4 @@
-// Samples from a base model or a checkpoint of the caller's, as it is drawn.
+// Samples from a base model or one of the caller's checkpoints, and shows tokens as they arrive.
 import { byId, make, say } from "./dom.js";
 import { Refused, ask } from "./session.js";
 import { events } from "./stream.js";
@@ -11,7 +11,7 @@ const shortPath = (path) => {
   return name ? `${name} (${session}…/${run})` : path;
 };
 
-// Fills the list of models anew; what was chosen stays chosen.
+// Refills the list of models and keeps the selection.
 export async function listModels() {
   let models;
   try {

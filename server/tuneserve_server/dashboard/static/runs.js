@@ -1,4 +1,4 @@
-// The runs: their curves, and a table with what each is at.
+// The runs: their curves, and a table with the latest values of each.
 import { Chart } from "./chart.js";
 import { addRows, keepOnly, pointsOf, rowsOf } from "./curves.js";
 import { byId, keyed, make, part, say } from "./dom.js";
@@ -9,14 +9,14 @@ const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
 const AT_WORK_S = 20;
 
 const hidden = new Set(); // runs whose lines are not drawn
-const looks = new Map(); // how a run's line looks, as long as the page is open
+const looks = new Map(); // the line style of each run, for as long as the page is open
 const tenantHues = new Map();
 let charts = null;
 
 const shortId = (id) => id.replace(/^s-([0-9a-f]{6})[0-9a-f]*:train:/, "$1…/");
 export const nameOf = (run) => run.name || shortId(run.model_id);
 
-// A hue for each tenant and a dash for each of its runs; where all are one tenant's, a hue for each.
+// A hue for each tenant and a dash for each of its runs. With one tenant, a hue for each run.
 function lookOf(run, isOneTenant) {
   const known = looks.get(run.model_id);
   if (known?.isOneTenant === isOneTenant) {
@@ -134,7 +134,7 @@ function updateRow(row, run, look, state) {
   badge.dataset.tone = tone;
 }
 
-// Shows a look's runs; how many of them are training.
+// Shows the runs of a look and returns how many of them are training.
 export function showRuns(look) {
   addRows(look.curves);
   keepOnly(new Set(look.runs.map((run) => run.model_id)));
@@ -144,7 +144,7 @@ export function showRuns(look) {
   byId("charts").hidden = byId("run-table").hidden = !hasRuns;
   const isOneTenant = new Set(look.runs.map((run) => run.tenant)).size < 2;
   const unfinished = new Map(look.tenants.map((each) => [each.name, each.unfinished]));
-  // The first to come has the first hue, wherever it stands in the list.
+  // The oldest run has the first hue, whatever its place in the list.
   const oldest = [...look.runs].sort((a, b) => a.created_s - b.created_s);
   const how = new Map(oldest.map((run) => [run.model_id, lookOf(run, isOneTenant)]));
   const states = new Map(

@@ -1,4 +1,4 @@
-// Who is looking: the key, kept for this tab only, and requests made with it.
+// The viewer: the key, kept for this tab only, and requests that carry it.
 import { byId, say } from "./dom.js";
 
 const STORED = "tuneserve-key";
@@ -19,12 +19,12 @@ export function key() {
   return sessionStorage.getItem(STORED) ?? (wantsKeys ? null : ANYBODY);
 }
 
-// The key as it may be shown: a secret one only by how it begins.
+// The key for display: of a secret key, only the prefix.
 export function shownKey() {
   return wantsKeys ? "tml-…" : key();
 }
 
-// Asks the API; raises `Refused` with what it says. Paths are relative, for servers behind a prefix.
+// Sends a request to the API; throws `Refused` with its text. Relative paths work behind a prefix.
 export async function ask(path, options = {}) {
   const headers = { ...options.headers, "X-API-Key": key() ?? "" };
   const answer = await fetch(`../${path}`, { ...options, headers, cache: "no-store" });
@@ -36,7 +36,7 @@ export async function ask(path, options = {}) {
   return answer;
 }
 
-// Whether there is a key to begin with; learns whether this server wants one.
+// Asks whether this server wants a key, and returns whether this tab has one.
 export async function begin() {
   const health = await (await fetch("../api/v1/healthz", { cache: "no-store" })).json();
   wantsKeys = Boolean(health.keys_required);
@@ -49,8 +49,8 @@ export function openDialog(problem = "") {
   say(
     byId("keys-text"),
     wantsKeys
-      ? "This server lets in its own keys only. The key stays in this tab and is forgotten with it. The operator makes one with: tuneserve keys create"
-      : "Without keys, any text that begins with tml- names a tenant. The page shows all of them; the playground samples as this one.",
+      ? "This server accepts only keys that its operator created with: tuneserve keys create. Your key stays in this tab until you close it."
+      : "Without keys, any text that starts with tml- names a tenant. The dashboard shows all tenants; the playground samples as this one.",
   );
   say(byId("key-label"), wantsKeys ? "Key, tml-…" : "Name, tml-…");
   say(byId("key-problem"), problem);
@@ -62,27 +62,27 @@ export function openDialog(problem = "") {
   }
 }
 
-// The server does not take the key: from now on it wants one of its own.
+// Drops a key that the server refused: from now on, the server wants one of its own keys.
 export function forget() {
   sessionStorage.removeItem(STORED);
   wantsKeys = true;
 }
 
-// `onChange` is called when there is another key.
+// Installs the dialog; `onChange` is called when the key changes.
 export function install(onChange) {
   changed = onChange;
   byId("who").addEventListener("click", () => openDialog());
   byId("key-cancel").addEventListener("click", () => byId("keys").close());
   byId("keys").addEventListener("cancel", (event) => {
     if (key() === null) {
-      event.preventDefault(); // there is nothing to see without one
+      event.preventDefault(); // without a key, there is nothing to show
     }
   });
   byId("key-form").addEventListener("submit", (event) => {
     event.preventDefault();
     const given = byId("key").value.trim();
     if (!given.startsWith("tml-")) {
-      say(byId("key-problem"), "Keys of this server begin with tml-.");
+      say(byId("key-problem"), "Keys of this server start with tml-.");
       return;
     }
     sessionStorage.setItem(STORED, given);

@@ -5,7 +5,7 @@ const FIRST_WAIT_S = 0.5;
 const LONGEST_WAIT_S = 8;
 const SILENT_S = 15;
 
-// Events of a body, one after the other: { name, id, data }.
+// Yields the events of a body: { name, id, data }.
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -38,8 +38,8 @@ export async function* events(body) {
   }
 }
 
-// The stream of what goes on. `onLook` is called with each, `onState` with connecting, live,
-// reconnecting, paused and refused (and what the server said).
+// The stream of looks. Calls `onLook` with each look, and `onState` with connecting, live,
+// reconnecting, paused or refused, and with the text of the server.
 export class Watch {
   constructor(onLook, onState) {
     this.onLook = onLook;
@@ -48,7 +48,7 @@ export class Watch {
     this.aborter = null;
   }
 
-  // Begins anew, with nothing known.
+  // Starts again, without any known rows.
   restart() {
     this.since = "0";
     this.stop();
@@ -76,7 +76,7 @@ export class Watch {
         await this.read(aborter, () => {
           failures = 0;
         });
-        failures += 1; // until the next one has said something
+        failures += 1; // reset by the first event of the next stream
         waitS = failures > 1 ? FIRST_WAIT_S : 0;
       } catch (error) {
         if (aborter.signal.aborted) {
@@ -96,7 +96,7 @@ export class Watch {
     }
   }
 
-  // One stream, to its end. One that says nothing for long is given up.
+  // Reads one stream to its end. Ends a stream that is silent for too long.
   async read(aborter, onEvent) {
     const own = new AbortController();
     const stop = () => own.abort();

@@ -1,5 +1,5 @@
-// Light or dark: as the system has it, until the button says otherwise. Not a module, so that it has
-// run before anything is painted.
+// Light or dark: the theme of the system until the user chooses one. Not a module, because it has to
+// run before the first paint.
 (() => {
   const stored = "tuneserve-theme";
   const system = matchMedia("(prefers-color-scheme: dark)");
