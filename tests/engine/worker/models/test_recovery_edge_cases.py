@@ -161,7 +161,7 @@ def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what
         for request in requests:
             rejection = (await bench.outcome(request)).rejection
             assert rejection is not None and rejection.category == "server"
-            assert "no room to bring model a back" in rejection.message
+            assert "no room to restore model a" in rejection.message
         await bench.ok(await bench.create("b"))
         full.has_room = True
         assert await finish_round(bench, "a") == wanted
@@ -208,7 +208,7 @@ def test_a_model_that_this_worker_cannot_take_is_kept_for_another(
         bench.start(unfit())
         rejection = (await bench.outcome(await bench.gradient("a", 9))).rejection
         assert rejection is not None and rejection.category == "server"
-        assert "no room to bring model a back" in rejection.message
+        assert "no room to restore model a" in rejection.message
         model = await bench.store.get(ModelRecord, "a")
         assert model is not None and model.status is ModelStatus.READY
         await bench.kill()
