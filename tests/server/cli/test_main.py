@@ -422,15 +422,15 @@ def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
 def test_the_plan_shows_what_becomes_of_the_memory() -> None:
     result = tuneserve("plan", "--device-memory-bytes", str(2**30), "--max-rank", "32")
     assert result.returncode == 0, result.stderr
-    memory, kinds = result.stdout.split("\n\nan adapter on the device: ")
+    memory, kinds = result.stdout.split("\n\nsize of an adapter on the device: ")
     first, *_, last = memory.splitlines()
     assert first == "tuneserve/tiny, float32, on cpu"
-    assert last.split() == ["all", "1.00", "GiB"]
+    assert last.split() == ["total", "1.00", "GiB"]
     assert re.search(r"^lora +1\.33 MiB of rank 8, 5\.31 MiB of rank 32$", kinds, re.M)
     assert re.search(r"^osft core +[\d.]+ KiB of rank 8, ", kinds, re.M)
     assert re.search(r"^all adapters of kind osft share .* on the device, .* on disk", kinds, re.M)
     assert "base weights" in result.stdout and "918,912 parameters * 4 bytes" in result.stdout
-    assert "requests in one pass: 32 to rank 8, 8 to rank 32\n" in result.stdout
+    assert "requests in one batch: 32 up to rank 8, 8 up to rank 32\n" in result.stdout
 
 
 def test_the_plan_says_which_kinds_have_no_room_beside_what_they_share() -> None:
@@ -459,7 +459,7 @@ def test_a_plan_that_there_is_none_of_is_refused_with_the_arithmetic() -> None:
     result = tuneserve("plan", "--device-memory-bytes", "1000000")
     assert result.returncode == 2
     assert result.stdout == "" and "Traceback" not in result.stderr
-    assert "and there are 976.56 KiB to use" in result.stderr
+    assert "memory, and 976.56 KiB is available" in result.stderr
     assert "  base weights: 3.51 MiB\n" in result.stderr
 
 

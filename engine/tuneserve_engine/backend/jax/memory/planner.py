@@ -1,9 +1,9 @@
 """The plan of a worker's device memory, made once from the model's shape before anything is loaded.
 
-Plain arithmetic. Everything that the device will ever hold is a line with its formula, so that a
-refusal can give the reason. Sizes follow from the device's kind and its whole memory, never from
-what is free just now. So the same machine with the same settings always gets the same plan, which
-matters because bits depend on some of it.
+Plain arithmetic. Everything that the device will ever hold is a line with its formula, so a refusal
+can show its reason. Sizes follow from the device's kind and its whole memory, never from the memory
+that is free at the moment. So the same machine with the same settings always gets the same plan,
+which matters because bits depend on parts of it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,17 +21,17 @@ _CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 1024, StaticShapes.chunk
 _STREAM_TOKENS, _CPU_STREAM_TOKENS = 8192, StaticShapes.tokens
 _LEAST_SLOTS = 4
 _PIECE_CHUNKS = 4
-"""The least length of a stream, in chunks: a whole ``StaticShapes.piece``.
+"""The shortest micro-batch, in chunks: a whole ``StaticShapes.piece``.
 
-Bits depend on the way that a piece is packed.
+Bits depend on the packing of a bin.
 """
 _FASTEST_FIRST: tuple[Remat, ...] = ("dots", "attention", "full")
 _KEPT_FREE = 16
-"""One part in this many stays free, for fragmentation and what programs need beside arrays."""
+"""One part in this many stays free, for fragmentation and for needs of programs beside arrays."""
 
 
 class DoesNotFit(ValueError):
-    """Not even the smallest plan fits; the message is the arithmetic, and what to lower."""
+    """Not even the smallest plan fits; the message has the arithmetic and the settings to lower."""
 
 
 class PlanSettings(Protocol):
@@ -63,7 +63,7 @@ class PlanSettings(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device, and how much a worker may take of its memory and of the host's."""
+    """A kind of device, and the parts of its memory and of the host's that a worker may take."""
 
     kind: str  # JAX's name of the platform
     memory_bytes: int
@@ -89,7 +89,7 @@ class Plan:
     lattice: StaticShapes
     remat: Remat
     sample_rows: int
-    snapshot_bytes: int  # most bytes of snapshots, which are sampled from
+    snapshot_bytes: int  # limit of the snapshots on the device
     device: Device
     device_bytes: int
     adapter_device_bytes: int
@@ -100,11 +100,11 @@ class Plan:
 
 
 def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
-    """Return the first possible plan that fits, best first. Raises ``DoesNotFit``.
+    """Return the best plan that fits. Raises ``DoesNotFit``.
 
-    If memory is short, room for many snapshots is given up first: snapshots are read again from
-    their files. Next to go are long streams, then the fastest way to keep activations, then many
-    slots, and high ranks last.
+    If memory is short, the planner first gives up room for snapshots, which can be read again from
+    their files. Then it gives up long micro-batches, then the fastest ``remat``, then slots, and
+    high ranks last.
     """
     device_bytes = settings.device_memory_bytes or device.memory_bytes
     host_bytes = settings.adapter_host_bytes
@@ -130,7 +130,7 @@ def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
             lines=(
                 *footprint.lines,
                 Line("adapters", footprint.adapters_held(adapters), adapters),
-                Line("kept free", "what programs need besides, and fragmentation", free),
+                Line("kept free", "fragmentation, and further needs of programs", free),
             ),
             memory=_by_use(footprint, adapters, free),
         )
@@ -169,10 +169,10 @@ def _shapes(config: ModelConfig, device: Device, settings: PlanSettings) -> Iter
 
 
 def _rank_classes(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:
-    """Return choices of rank classes, each with the fewest slots that it may be combined with.
+    """Return choices of rank buckets, each with the fewest slots that it may be combined with.
 
-    If a rank was set, it is the highest class. Otherwise all classes come first, then fewer,
-    without the highest: fewer classes are better than fewer slots.
+    If a rank was set, it is the highest bucket. Otherwise all buckets come first, then fewer,
+    without the highest: fewer buckets are better than fewer slots.
     """
     if max_rank is not None:
         return [((*(rank for rank in _RANK_CLASSES if rank < max_rank), max_rank), 1)]
@@ -197,22 +197,22 @@ def _refusal(
     unit = footprint.unit_adapter_bytes
     if (asked := settings.adapter_device_bytes) is not None and asked < unit:
         return (
-            f"adapter_device_bytes is {asked}; the adapters of one unit take {unit} bytes; raise "
+            f"adapter_device_bytes is {asked}; the adapters of one batch take {unit} bytes; raise "
             "it, or lower request_slots or max_rank"
         )
     lines = (
         *footprint.lines,
-        Line("adapters of one unit", "", unit),
+        Line("adapters of one batch", "", unit),
         Line("kept free", "", device_bytes // _KEPT_FREE),
     )
     needed = sum(line.bytes for line in lines)
     parts = "\n".join(f"  {line.name}: {gib(line.bytes)}" for line in lines)
     return (
-        f"the base model needs {gib(needed)} of the {device.kind}'s memory at least, and there are "
-        f"{gib(device_bytes)} to use:\n{parts}\nChoose a smaller base model or dtype bfloat16; "
-        f"lower max_context_tokens ({settings.max_context_tokens}), sample_rows "
-        f"({settings.sample_rows}) or what you have set of batch_tokens, request_slots and "
-        "max_rank; or raise device_memory_bytes if there is more"
+        f"the base model needs at least {gib(needed)} of the {device.kind}'s memory, and "
+        f"{gib(device_bytes)} is available:\n{parts}\nChoose a smaller base model or dtype "
+        f"bfloat16; lower max_context_tokens ({settings.max_context_tokens}) or sample_rows "
+        f"({settings.sample_rows}), or any batch_tokens, request_slots and max_rank that you have "
+        "set; or raise device_memory_bytes if the device has more"
     )
 
 

@@ -1,4 +1,4 @@
-"""A plan of the device's memory for a worker with the current settings; the plan is printed.
+"""Prints the plan of the device's memory for a worker with the current settings.
 
     python -m tuneserve_engine.backend.jax.memory.report [--json]
 
@@ -25,8 +25,8 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 def main() -> int:
-    """Print the plan and return exit status 0, or 2 if there cannot be one."""
-    # A worker may be using the device, and the plan only needs its size.
+    """Print the plan and return exit status 0, or 2 if no plan is possible."""
+    # A worker may be using the device, and the plan needs only the size of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from tuneserve_engine.backend.jax.memory.device import default_device
 
@@ -67,8 +67,9 @@ def _read_config(base_model: str, revision: str | None) -> ModelConfig:
 def _kinds(config: ModelConfig, found: Plan) -> dict[str, Any]:
     """Return facts about each kind of adapter on this device.
 
-    They are an adapter's size by rank, the size of what adapters of the kind share on the device
-    and on disk, and the refused ranks, for which one pass has no room beside what is shared.
+    The facts are the size of an adapter by rank, the size of the data that adapters of the kind
+    share on the device and on disk, and the refused ranks. A rank is refused if the adapters of one
+    batch do not fit beside the shared data.
     """
     from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 
@@ -119,22 +120,28 @@ def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
 
 def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
     lattice = found.lattice
-    slots = ", ".join(f"{lattice.slots(rank)} to rank {rank}" for rank in lattice.rank_classes)
+    slots = ", ".join(f"{lattice.slots(rank)} up to rank {rank}" for rank in lattice.rank_classes)
     yield f"{settings.served_name}, {settings.dtype}, on {found.device.kind}"
-    yield f"training: remat {found.remat}, {lattice.stream} tokens at once, {lattice.chunk} a chunk"
-    yield f"requests in one pass: {slots}"
-    yield f"context {lattice.context_length} tokens, {found.sample_rows} sequences sampled at once"
+    yield (
+        f"training: remat {found.remat}, micro-batches of {lattice.stream} tokens, chunks of "
+        f"{lattice.chunk} tokens"
+    )
+    yield f"requests in one batch: {slots}"
+    yield (
+        f"context of {lattice.context_length} tokens, {found.sample_rows} sequences decoded "
+        "together"
+    )
     yield f"adapters in the host's memory: {gib(found.adapter_host_bytes)}"
     yield ""
     widths = max(len(line.name) for line in found.lines)
     for line in found.lines:
         yield f"{line.name:<{widths}}  {gib(line.bytes):>12}  {line.how}"
-    yield f"{'all':<{widths}}  {gib(found.device_bytes):>12}"
+    yield f"{'total':<{widths}}  {gib(found.device_bytes):>12}"
 
 
 def _table_of_kinds(kinds: dict[str, Any]) -> Iterator[str]:
     yield ""
-    yield "an adapter on the device: weights, two moments and gradient, 4 bytes each"
+    yield "size of an adapter on the device: weights, two moments and gradient, 4 bytes each"
     width = max(map(len, kinds))
     for name, facts in kinds.items():
         sizes = ", ".join(f"{gib(size)} of rank {r}" for r, size in facts["bytes_by_rank"].items())
@@ -144,9 +151,9 @@ def _table_of_kinds(kinds: dict[str, Any]) -> Iterator[str]:
         if "shared_device_bytes" in facts:
             shared = gib(facts["shared_device_bytes"])
             yield (
-                f"all adapters of kind {name.split()[0]} share {shared} on the device, while one "
-                f"is there, and {gib(facts['shared_disk_bytes'])} on disk; their rank is "
-                f"unfreeze_ratio * {facts['directions']:,} of the largest weight's directions"
+                f"all adapters of kind {name.split()[0]} share {shared} on the device, while it "
+                f"holds one, and {gib(facts['shared_disk_bytes'])} on disk; their rank is "
+                f"unfreeze_ratio * {facts['directions']:,}, the directions of the largest weight"
             )
             return
 

@@ -179,14 +179,14 @@ def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(DoesNotFit) as refused:
         planned(GIB // 8)
     said = str(refused.value)
-    assert "of the cpu's memory at least, and there are 128.00 MiB to use" in said
+    assert "of the cpu's memory, and 128.00 MiB is available" in said
     assert "base weights: 112.04 MiB" in said  # 29,369,856 parameters
     for setting in ("max_context_tokens (4096)", "sample_rows (8)", "device_memory_bytes"):
         assert setting in said
 
 
 def test_too_little_for_the_adapters_of_a_unit_is_refused_with_what_they_take() -> None:
-    with pytest.raises(DoesNotFit, match="adapter_device_bytes is 1000; the adapters of one unit"):
+    with pytest.raises(DoesNotFit, match="adapter_device_bytes is 1000; the adapters of one batch"):
         planned(adapter_device_bytes=1000)
 
 
