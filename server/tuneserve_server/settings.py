@@ -208,9 +208,10 @@ class ApiSettings(CommonSettings):
     )
     unnamed_save_s: Annotated[float, Field(ge=60)] = Field(
         default=60.0,
-        description="Time in seconds without a sign of life from its clients after which any other "
-        "unnamed sampler save may be deleted at that limit. The saves that were used longest ago "
-        "go first. Below the limit, all of them stay until their session ends.",
+        description="Time in seconds without a sign of life from its clients after which an older "
+        "unnamed sampler save may be deleted, if the tenant has reached its limit of checkpoints. "
+        "The saves that were used longest ago go first. Below the limit, all of them stay until "
+        "their session ends.",
     )
     tenant_budgets: Annotated[dict[str, NonNegativeFloat], NoDecode] = Field(
         default_factory=dict,
