@@ -116,7 +116,7 @@ class Catalog:
         return await self.transport.ask(types.SessionResponse, "GET", path)
 
     async def sampler_info(self, sampler_id: str) -> types.SamplerResponse:
-        """Return the weights from which a sampler samples."""
+        """Return the base model and the checkpoint of a sampler."""
         path = f"/samplers/{quote(sampler_id, safe='')}"
         return await self.transport.ask(types.SamplerResponse, "GET", path)
 
@@ -141,13 +141,13 @@ class Catalog:
     async def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint; samplers that use it still work.
 
-        If a first try of this call has deleted the checkpoint already, a retry is not an error.
+        If a first attempt of this call has already deleted the checkpoint, the retry succeeds.
         """
         await self.transport.call("DELETE", _route(path))
 
     async def set_ttl(self, path: str, ttl_s: int | None) -> None:
-        """Have a checkpoint deleted after ``ttl_s`` seconds (an hour at least); None: never."""
-        body = json.dumps({"ttl_seconds": ttl_s}).encode()  # a null, which other bodies leave out
+        """Have a checkpoint deleted after ``ttl_s`` seconds, an hour or more; with None, never."""
+        body = json.dumps({"ttl_seconds": ttl_s}).encode()  # other bodies leave out a null
         await self.transport.call("PUT", f"{_route(path)}/ttl", body=body, headers=_JSON)
 
     async def publish(self, path: str, *, public: bool = True) -> None:
@@ -195,7 +195,7 @@ class Catalog:
     # --- tokenizers -------------------------------------------------------------------------------
 
     async def tokenizer(self, base_model: str | None = None) -> "Tokenizer":
-        """Return the base model's tokenizer, from the server: no hub is needed.
+        """Return the base model's tokenizer, downloaded from the server without a hub.
 
         It is cached in memory, and on disk for as long as the server has the same files. Needs the
         extra ``tokenizer``.
@@ -212,8 +212,8 @@ class Catalog:
             from tuneserve_client.wire.tokenizer import FILES, Tokenizer
         except ImportError as error:
             raise ImportError(
-                f"{error.name} is missing, which reads tokenizers: pip install '.[tokenizer]' in a "
-                "clone of tuneserve's repository, or send token ids"
+                f"{error.name}, which reads tokenizers, is not installed; run pip install "
+                "'.[tokenizer]' in a clone of tuneserve's repository, or send token ids"
             ) from error
         first, *others = FILES
         tokenizer = await self._tokenizer_file(base_model, first)
@@ -300,8 +300,8 @@ def split_path(path: str) -> tuple[str, str, str]:
     parts = path.removeprefix(PATH_PREFIX).split("/")
     if not path.startswith(PATH_PREFIX) or len(parts) != 3 or not all(parts):
         raise ValueError(
-            f"{path!r} is no checkpoint's path; it must be tinker://<model>/<kind>/<name>, as "
-            "saving gives it"
+            f"{path!r} is not a checkpoint's path; it must be tinker://<model>/<kind>/<name>, as "
+            "saving returns it"
         )
     return parts[0], parts[1], parts[2]
 

@@ -68,7 +68,7 @@ class Options(TypedDict, total=False):
     """The display name of the session."""
     user_metadata: Mapping[str, str]
     deadline_s: float
-    """Seconds for which a request without an answer, or refused for now, is retried: 300."""
+    """Seconds for which an unanswered or temporarily refused request is retried. Default: 300."""
     heartbeat_s: float
     """Seconds between heartbeats. Default: 10."""
     cache_dir: Path
@@ -84,8 +84,8 @@ class AsyncClient(Catalog):
     sent before still run, and checkpoints stay.
 
     ``base_url`` and ``api_key`` default to TUNESERVE_URL and TUNESERVE_API_KEY, or else to
-    TINKER_BASE_URL and TINKER_API_KEY. Without either, the key is ``tml-local``, as for the command
-    line and the page. Raises ``TypeError`` for an unknown option.
+    TINKER_BASE_URL and TINKER_API_KEY. Without either, the key is ``tml-local``, as on the command
+    line and in the dashboard. Raises ``TypeError`` for an unknown option.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class AsyncClient(Catalog):
     ) -> AsyncModel:
         """Create a model: a new adapter on a base model.
 
-        The adapter is LoRA, unless ``adapter`` names another kind, which may have a rank of its
-        own. ``base_model`` may be left out if the server has only one.
+        The adapter is LoRA, unless ``adapter`` names another kind; ``adapter`` may also set the
+        rank. You may leave out ``base_model`` if the server has only one.
         """
         base_model = base_model or await self.only_base_model()
         lora = types.LoraConfig(
@@ -201,9 +201,9 @@ class AsyncClient(Catalog):
     async def sampler(self, what: str | None = None) -> AsyncSampler:
         """Open a sampler of a base model, by its name, or of a checkpoint, by its path.
 
-        The name may be left out if the server has only one base model. The ``id`` of a sampler of
-        another process opens a sampler of the same weights, unnamed ones included, for as long as
-        that sampler's session lives.
+        You may leave out the name if the server has only one base model. The ``id`` of another
+        process's sampler opens a sampler of the same weights, also of unnamed ones. It works for as
+        long as that sampler's session lives.
         """
         what = what or await self.only_base_model()
         if _SAMPLER_ID.fullmatch(what):
@@ -215,9 +215,9 @@ class AsyncClient(Catalog):
     async def download(self, path: str, folder: str | Path) -> Path:
         """Write an adapter in PEFT's layout into the folder, and return the folder.
 
-        The folder is created if it is missing. A download creates no training run, except for a
-        training checkpoint of kind ``osft``: only a worker can convert it, so a model is loaded
-        from it, exported, and the export deleted again.
+        The folder is created if it is missing. A download creates no training run, with one
+        exception: only a worker can convert a training checkpoint of kind ``osft``. This method
+        then loads a model from it, exports the model, and deletes the export again.
         """
         folder = Path(folder)
         try:
@@ -236,7 +236,7 @@ class AsyncClient(Catalog):
     def future(self, request_id: str, kind: Kind) -> AsyncFuture[Any]:
         """Return the future of an earlier request, of this process or another.
 
-        Results are kept for a day, or as the server's ``result_ttl_s`` says; after that the future
+        Results are stored for a day, or for the server's ``result_ttl_s``. After that, the future
         raises ``ResultExpired``. It raises ``ValueError`` if the request is of another kind.
         """
         if kind not in _READERS:
@@ -251,7 +251,7 @@ class AsyncClient(Catalog):
             except TuneserveError:
                 raise
             except Exception as error:
-                raise ValueError(f"{request_id} is no request of kind {kind!r}") from error
+                raise ValueError(f"{request_id} is not a request of kind {kind!r}") from error
 
         return self._session.submit(sent(), read)
 

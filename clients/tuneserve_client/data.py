@@ -40,8 +40,8 @@ class Datum:
     """One training sequence: the tokens that the model reads, and the loss inputs per position.
 
     Position i of ``tokens`` predicts ``targets[i]``: targets are shifted already. ``inputs`` are
-    per position too: ``weights`` for cross_entropy (ones if left out), ``logprobs`` and
-    ``advantages`` for policy losses. Targets and weights may be [N, K], for K targets a position.
+    per position, too: ``weights`` for cross_entropy (ones if left out), ``logprobs`` and
+    ``advantages`` for policy losses. For K targets per position, targets and weights are [N, K].
     """
 
     tokens: IntArray
@@ -89,9 +89,7 @@ def _integers(name: str, values: npt.ArrayLike, dtype: type[np.integer[Any]]) ->
         raise TypeError(f"{name} are {array.dtype}; they must be token ids, which are integers")
     most = np.iinfo(dtype).max
     if array.size and not (0 <= array.min() and array.max() <= most):
-        raise ValueError(
-            f"{name} are {array.min()} to {array.max()}; token ids are 0 to {most} at most"
-        )
+        raise ValueError(f"{name} are {array.min()} to {array.max()}; token ids are 0 to {most}")
     return array.astype(dtype)
 
 
@@ -103,7 +101,9 @@ def next_token_datum(tokens: Tokens, weights: npt.ArrayLike | None = None) -> Da
     ids = as_tokens(tokens)
     given = np.ones(len(ids), np.float32) if weights is None else np.asarray(weights, np.float32)
     if given.shape != ids.shape:
-        raise ValueError(f"weights have shape {given.shape} for {len(ids)} tokens; one for each")
+        raise ValueError(
+            f"weights have shape {given.shape} for {len(ids)} tokens; give one weight per token"
+        )
     return Datum(ids[:-1], ids[1:], given[1:])
 
 
@@ -130,9 +130,9 @@ def chat_datum(
     """Return a datum that learns the assistant's last message, or all of its messages.
 
     The rest of the conversation is only read. The base model's chat template, which gets
-    ``options``, renders the conversation. Raises ``ValueError`` if the template renders a message
-    differently once others follow, as templates do that leave out past reasoning: then learn the
-    last message of each conversation.
+    ``options``, renders the conversation. Some templates render a message differently once others
+    follow, for example because they leave out past reasoning. This function then raises
+    ``ValueError``: learn only the last message of each conversation instead.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or (learn == "last" and turns[-1] != len(messages) - 1):
@@ -144,8 +144,8 @@ def chat_datum(
         upto = tokenizer.render(messages[: turn + 1], add_generation_prompt=False, **options)
         if not (upto.startswith(before) and text.startswith(upto)):
             raise ValueError(
-                f"the chat template writes message {turn} otherwise when others follow it; pass "
-                "learn='last' and a datum for each answer"
+                f"the chat template renders message {turn} differently when others follow it; "
+                "use learn='last' and one datum per answer"
             )
         spans.append((len(before), len(upto.rstrip())))
     tokens, offsets = tokenizer.encode_with_offsets(text)

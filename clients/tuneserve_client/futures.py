@@ -44,8 +44,8 @@ class AsyncFuture(Generic[T]):
     async def accepted(self) -> str:
         """Return the ``request_id``, once the server has accepted the request.
 
-        From then on the request will run, even if this process ends. Raises the error of sending
-        it, if there was one.
+        From then on the request will run, even if this process ends. If the request could not be
+        sent, raises the reason.
         """
         return _JOINT.join(await asyncio.shield(self.sending))
 
@@ -88,8 +88,8 @@ class AsyncFuture(Generic[T]):
 async def of_all_parts(parts: Iterable[Awaitable[P]]) -> list[P]:
     """Return the results of all parts of one call, once the last part has ended.
 
-    Raises the first error, with the number of failed parts in its message. The effects of the other
-    parts stand.
+    Raises the first error, with the number of failed parts in its message. The other parts keep
+    their effect.
     """
     ended = await asyncio.gather(*parts, return_exceptions=True)
     errors = [each for each in ended if isinstance(each, BaseException)]
@@ -98,13 +98,13 @@ async def of_all_parts(parts: Iterable[Awaitable[P]]) -> list[P]:
     if len(errors) < len(ended) and isinstance(errors[0], TuneserveError):
         errors[0].args = (
             f"{errors[0]}; this call was sent in {len(ended)} parts, of which {len(errors)} failed "
-            "and the others stand: if it was to add gradients, the next step applies theirs",
+            "while the others took effect; the next step applies any gradients that they added",
         )
     raise errors[0]
 
 
 def _is_worth_another(polling: "asyncio.Task[Any]") -> bool:
-    """Return whether polling ended because the server was away: the result may be there."""
+    """Return whether polling ended because the server was away: the result may exist."""
     if not polling.done() or polling.cancelled():
         return False
     return isinstance(polling.exception(), (Unreachable, ServerFault, Overloaded))

@@ -1,4 +1,4 @@
-"""A PEFT adapter's folder as a tar archive, read while it is sent and written as it arrives."""
+"""A PEFT adapter's folder as a tar archive, read during the upload and written as it arrives."""
 
 import asyncio
 import io
@@ -23,8 +23,8 @@ _COMPLETE = "checkpoint_complete"
 class AdapterArchive(httpx.AsyncByteStream):
     """An archive of the two files that ``save_pretrained`` writes.
 
-    It can be read several times, for a request that is sent again. Raises ``ValueError`` for a
-    folder without the files.
+    It can be read several times, so a request can be retried. Raises ``ValueError`` for a folder
+    without the files.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -32,8 +32,8 @@ class AdapterArchive(httpx.AsyncByteStream):
         for path in self._paths:
             if not path.is_file():
                 raise ValueError(
-                    f"{folder} has no {path.name}; name the folder that PEFT's save_pretrained "
-                    "wrote (with safe_serialization, its default: pickled weights are not taken)"
+                    f"{folder} has no {path.name}; give the folder that PEFT's save_pretrained "
+                    "wrote (with safe_serialization, its default: pickled weights are refused)"
                 )
         self._sizes = [path.stat().st_size for path in self._paths]
         blocks = 2 + sum(1 + -(-size // tarfile.BLOCKSIZE) for size in self._sizes)
@@ -67,7 +67,7 @@ async def unpack(pieces: AsyncIterator[bytes], folder: Path) -> None:
                 await reader.exactly(tarfile.BLOCKSIZE), "utf-8", "strict"
             )
             if not info.isfile() or not _PLAIN.fullmatch(info.name):
-                raise ValueError(f"the archive has {info.name!r}, which is no plain file")
+                raise ValueError(f"the archive has {info.name!r}, which is not a plain file")
             if info.name == _COMPLETE:
                 break  # blocks of zeros follow
             path = folder / f".{info.name}.part"
@@ -78,7 +78,9 @@ async def unpack(pieces: AsyncIterator[bytes], folder: Path) -> None:
         for path, final in partial.items():
             path.replace(final)
     except tarfile.HeaderError as error:
-        raise ValueError(f"what came is no whole archive: {error}; download it again") from error
+        raise ValueError(
+            f"the archive is incomplete or damaged: {error}; download it again"
+        ) from error
     finally:
         for path in partial:
             path.unlink(missing_ok=True)

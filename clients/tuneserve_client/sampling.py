@@ -30,7 +30,7 @@ class AsyncSampler:
     """A sampler of weights that never change; ``path`` is that of their checkpoint, if any.
 
     A prompt is a text, token ids, or the messages of a conversation. Texts and messages need the
-    extra ``tokenizer``, except in ``stream`` and ``chat``, where the server reads them.
+    extra ``tokenizer``, except in ``stream`` and ``chat``, where the server tokenizes them.
     """
 
     def __init__(
@@ -70,10 +70,11 @@ class AsyncSampler:
     ) -> AsyncFuture[SampleOutput]:
         """Draw ``num_samples`` continuations of the prompt.
 
-        Each has up to ``max_tokens`` tokens; by default, as many as the context has left.
-        ``temperature`` 0 takes the likeliest token. ``stop`` takes texts or token ids, besides the
-        end of sequence; with ``[]`` nothing stops a continuation early. ``target_logprobs`` are ids
-        [N - 1, K] to score at the prompt's positions after the first, -1 for none.
+        Each has up to ``max_tokens`` tokens. By default, it has as many as the context has left.
+        ``temperature`` 0 takes the likeliest token. ``stop`` takes texts or token ids, in addition
+        to the end of sequence; with ``[]``, nothing stops a continuation early.
+        ``target_logprobs`` are ids [N - 1, K] to score at the prompt's positions after the first,
+        with -1 for no id.
         """
         params = types.SamplingParams(
             max_tokens=max_tokens,
@@ -96,7 +97,7 @@ class AsyncSampler:
         )
 
     def logprobs(self, prompt: Prompt) -> AsyncFuture[Array]:
-        """Return the logprob of each prompt token, given those before it; NaN for the first."""
+        """Return the logprob of each prompt token given the tokens before it; NaN for the first."""
         params = types.SamplingParams(max_tokens=1)
         fields = {"num_samples": 1, "sampling_params": params, "prompt_logprobs": True}
         sending, _ = self._sending(prompt, fields)
@@ -117,12 +118,12 @@ class AsyncSampler:
     ) -> AsyncIterator[str]:
         """Yield pieces of one continuation's text as they are drawn; leaving the loop ends it.
 
-        ``max_tokens`` defaults to 16 for a text or tokens, and to what the context has left for a
+        ``max_tokens`` defaults to 16 for a text or tokens, and to the rest of the context for a
         conversation. ``template`` has options of the chat template, for example
         ``enable_thinking=False``.
         """
         if template and (isinstance(prompt, str) or not _is_conversation(prompt)):
-            raise TypeError(f"{next(iter(template))} is no option of a text or of tokens")
+            raise TypeError(f"{next(iter(template))} is not an option for text or tokens")
         body: dict[str, Any] = {
             "model": self.id,  # the id stays valid when the checkpoint at the path is deleted
             "stream": True,
@@ -149,7 +150,7 @@ class AsyncSampler:
                 if line.startswith(_DATA):
                     for piece in _pieces(json.loads(line.removeprefix(_DATA))):
                         yield piece
-        raise Unreachable("the stream ended before it was done; ask again")
+        raise Unreachable("the stream ended before it was done; try again")
 
     async def chat(self, /, messages: Sequence[Message], **options: Any) -> str:
         """Return the assistant's next message; ``options`` are those of ``stream``."""
@@ -230,7 +231,7 @@ def read_samples(answers: Sequence[Answer]) -> SampleOutput:
 def read_logprobs(answers: Sequence[Answer]) -> Array:
     found = read_samples(answers).prompt_logprobs
     if found is None:
-        raise ValueError("it has no logprobs of a prompt")
+        raise ValueError("the result has no prompt logprobs")
     return found
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 S = TypeVar("S", bound="_Sync[Any]")
 
-_CLOSED = "this client is closed; make another"
+_CLOSED = "this client is closed; create another"
 
 
 class LoopThread:
@@ -46,7 +46,7 @@ class LoopThread:
                 raise RuntimeError(_CLOSED)
             if not self._thread.is_alive():
                 work.close()
-                raise RuntimeError("this client was made in another process; make one in this one")
+                raise RuntimeError("this client was created in another process; create one here")
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -105,7 +105,7 @@ class Future(_Sync[AsyncFuture[T]]):
     """A request under way, sent before all later requests."""
 
     def result(self, timeout: float | None = None) -> T:
-        """Return the result; it can be called as often as you like.
+        """Return the result. You may call this as often as you like.
 
         Raises ``RequestFailed`` if the request ended in an error, and ``TimeoutError`` after
         ``timeout`` seconds: the request still runs then.
@@ -232,8 +232,8 @@ class Sampler(_Sync[AsyncSampler]):
 class Model(_Sync[AsyncModel]):
     """One adapter on a base model.
 
-    Its methods send a request at once and return a future. The server runs the requests in that
-    order, so a step can be sent before the result of the gradient.
+    Its methods send a request at once and return a future. The server runs the requests in this
+    order, so you can send a step before you have the gradient's result.
 
     >>> model = client.create_model(rank=4, seed=1)
     >>> data = [next_token_datum([5, 6, 7, 8])]

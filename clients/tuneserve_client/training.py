@@ -27,7 +27,7 @@ from tuneserve_client.wire import types
 
 _ADAM = types.AdamParams()
 _AT_ONCE = 8
-"""The most requests of one model that are being sent at once: the server puts them in order, so the
+"""The most requests of one model that are sent at once. The server puts them in order, so the
 client need not wait for a round trip each time."""
 
 _KEEPS_ITS_PLACE = "body_too_large"
@@ -36,11 +36,11 @@ CustomLoss = Callable[
     [Sequence[Datum], list[Array]],
     tuple[float, Sequence[npt.ArrayLike]] | tuple[float, Sequence[npt.ArrayLike], dict[str, float]],
 ]
-"""A function from the data and the logprobs of each datum to the loss, its derivative by each of
-these logprobs, and optional metrics."""
+"""A function from the data and the logprobs of each datum to the loss, its derivative with respect
+to each of these logprobs, and optional metrics."""
 
 _IN_LOSS_OF: ContextVar[frozenset["AsyncModel"]] = ContextVar("_IN_LOSS_OF", default=frozenset())
-"""The models whose custom losses are being computed, each inside another's."""
+"""The models whose custom losses are being computed. One model's loss may call another model."""
 
 Post = Callable[[int], Awaitable[str]]
 """A function that sends one request under a sequence number, and returns the request's id."""
@@ -49,8 +49,8 @@ Post = Callable[[int], Awaitable[str]]
 class AsyncModel:
     """One adapter on a base model.
 
-    Its methods send a request at once and return a future. The server runs the requests in that
-    order, so a step can be sent before the result of the gradient.
+    Its methods send a request at once and return a future. The server runs the requests in this
+    order, so you can send a step before you have the gradient's result.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class AsyncModel:
     ) -> AsyncFuture[TrainOutput]:
         """Add the gradient of a loss that is computed in this process.
 
-        One pass gets the logprobs of the targets; another sends back the loss's derivative by each
-        of them. ``loss`` runs in a thread, and later calls of this model wait for it. The result
-        has the metrics of ``loss``, ``loss:sum``, and the ``surrogate_loss:sum`` that the server
-        computed.
+        A first pass fetches the logprobs of the targets. A second pass sends the derivative of the
+        loss with respect to each of them. ``loss`` runs in a thread, and later calls of this model
+        wait for it. The result has the metrics of ``loss``, ``loss:sum``, and the
+        ``surrogate_loss:sum`` that the server computed.
         """
         asked = [Datum(each.tokens, each.targets) for each in data]
         metrics: dict[str, float] = {}
@@ -158,7 +158,7 @@ class AsyncModel:
     ) -> AsyncFuture[str]:
         """Save a checkpoint to continue from, with the optimizer's state; the result is its path.
 
-        The checkpoint is deleted after ``ttl_s`` seconds, if given: at least an hour.
+        With ``ttl_s``, the checkpoint is deleted after that many seconds, an hour or more.
         """
         return self._send(
             "save_weights",
@@ -175,7 +175,7 @@ class AsyncModel:
     ) -> AsyncFuture[str]:
         """Save the adapter in PEFT's layout; the result is its path, for ``client.download``.
 
-        ``encrypt_for`` takes age public keys: if given, the adapter is encrypted for them.
+        ``encrypt_for`` takes age public keys. If you give any, the adapter is encrypted for them.
         """
         return self._send(
             "save_weights_external",
@@ -199,8 +199,8 @@ class AsyncModel:
     ) -> AsyncSampler:
         """Open a sampler of the present weights.
 
-        With a ``name`` the weights are a checkpoint, to be found again by the sampler's ``path``.
-        Without one they last for as long as the client is open.
+        With a ``name``, the weights are stored as a checkpoint under the sampler's ``path``.
+        Without a name, they last for as long as the client is open.
         """
         request = types.SaveWeightsForSamplerRequest
         if name is not None:
@@ -285,7 +285,7 @@ class AsyncModel:
         if self in _IN_LOSS_OF.get():
             raise RuntimeError(
                 f"a custom loss called its own model {self.id}, whose requests wait until the loss "
-                "is computed: ask for what it needs before, or of another model"
+                "is computed; make the call before the loss, or use another model"
             )
 
     async def _start(self, post: Post) -> "asyncio.Task[str]":
@@ -294,8 +294,8 @@ class AsyncModel:
         if self._missing is not None:
             self._window.release()
             raise ModelInterrupted(
-                f"a request of {self.id} could not be sent ({self._missing}), and those after it "
-                "would wait for it; load a checkpoint into a new model"
+                f"a request of {self.id} could not be sent ({self._missing}), so its later "
+                "requests cannot run; load a checkpoint into a new model"
             ) from self._missing
         self._seq += 1
         return asyncio.create_task(self._post(post, self._seq))
@@ -334,8 +334,8 @@ class AsyncModel:
             _IN_LOSS_OF.reset(token)
         if shapes[0] != shapes[1]:
             raise LossFailed(
-                f"the custom loss gave gradients of shapes {shapes[0]} for logprobs of shapes "
-                f"{shapes[1]}; give one of the same shape for each datum"
+                f"the custom loss returned gradients of shapes {shapes[0]} for logprobs of shapes "
+                f"{shapes[1]}; return one gradient per datum, in the shape of its logprobs"
             )
         return [
             Datum(each.tokens, each.targets, given)

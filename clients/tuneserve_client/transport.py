@@ -1,9 +1,9 @@
 """The transport, the only module that speaks HTTP: it sends, retries and raises errors.
 
-A request is retried after a connection error, 402, 408, 429 or 5xx, with the same key and sequence
-number, by which the server recognizes it: the request has one effect however often it is sent. The
-retries end ``deadline_s`` after the first attempt. A 402 (the day's budget is spent) is retried
-without a deadline.
+A request is retried after a connection error, 402, 408, 429 or 5xx. Every attempt has the same key
+and sequence number, so the server recognises it, and the request takes effect once. The retries end
+``deadline_s`` after the first attempt. A 402 (the day's budget is spent) is retried without a
+deadline.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
-_POLL_S = 45.0  # the server holds a poll for 25 s, 40 at most
+_POLL_S = 45.0  # the server holds a poll for 25 s, or up to 40
 _LONG_ANSWER_S = 600.0
 _SHORTEST_POLL_S = 0.5  # the shortest time between polls, for a server that does not hold them
 _REMINDER_S = 60.0
-_TELL_AFTER_S = 5.0  # a user who waits should know why, but not about each lost packet
+_TELL_AFTER_S = 5.0  # a waiting user should learn the reason, but not of each lost packet
 MOST_POLLS = 1024
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 
@@ -97,15 +97,15 @@ class Transport:
         # httpx quotes a header that it refuses, so the key would end up in logs.
         if not api_key.isascii() or not api_key.isprintable() or " " in api_key:
             raise ValueError(
-                "the API key has a blank, a line's end or another character that no key has; look "
-                "at where it comes from, a file with Windows line ends for instance"
+                "the API key has a space, a line break or another character that keys never have; "
+                "check its source, for example a file with Windows line endings"
             )
         self._deadline_s = deadline_s
         self._clock = clock
         self._sleep = sleep
         # A proxy in the environment must not catch loopback traffic.
         trust_env = urlsplit(base_url).hostname not in _LOOPBACK
-        # Polls have connections of their own: hundreds of held polls would block all other calls.
+        # Polls have separate connections: hundreds of held polls would block all other calls.
         self._calls, self._polls = (
             httpx.AsyncClient(
                 base_url=base_url.rstrip("/"),
@@ -135,8 +135,8 @@ class Transport:
     ) -> httpx.Response:
         """Send a request and return the 2xx answer (or 304). Raises ``TuneserveError``.
 
-        With ``once`` the request is not retried. ``patient`` allows a long time to answer, for
-        requests in which the server reads a whole adapter first.
+        With ``once`` the request is not retried. ``patient`` allows the server a long time to
+        answer, for requests in which it first reads a whole adapter.
         """
         request = self._calls.build_request(
             method, path, content=_content(body), params=params, headers=_headers(body, headers)
@@ -179,8 +179,7 @@ class Transport:
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
         """Open an answer that is read as it comes.
 
-        The request is retried until the answer begins, but not after that: each retry would be a
-        request of its own.
+        The request is retried until the answer begins. After that, a retry would be a new request.
         """
         timeout = httpx.Timeout(_POLL_S, connect=10.0, pool=None)  # a comment comes every 25 s
         request = self._polls.build_request("POST", path, json=body, timeout=timeout)
@@ -188,7 +187,7 @@ class Transport:
         try:
             yield response
         except httpx.TransportError as error:
-            raise Unreachable(f"the stream broke off: {_said(error)}; ask again") from error
+            raise Unreachable(f"the stream broke off: {_said(error)}; try again") from error
         finally:
             await response.aclose()
 
@@ -202,7 +201,7 @@ class Transport:
         try:
             yield response.aiter_bytes()
         except httpx.TransportError as error:
-            raise Unreachable(f"the download broke off: {_said(error)}; ask again") from error
+            raise Unreachable(f"the download broke off: {_said(error)}; try again") from error
         finally:
             await response.aclose()
 
@@ -215,7 +214,7 @@ class Transport:
         polls: bool = False,
         stream: bool = False,
     ) -> httpx.Response:
-        """Send the request until there is an answer that a retry would not change."""
+        """Send the request until it gets an answer that a retry would not change."""
         started_s = self._clock()
         until_s = started_s + (0.0 if once else self._deadline_s)
         attempt, tell_at_s = 0, started_s + _TELL_AFTER_S
@@ -245,7 +244,7 @@ class Transport:
             level = logging.INFO
             if (until := self._clock() + wait_s) >= tell_at_s:
                 level, tell_at_s = logging.WARNING, until + _REMINDER_S
-            logger.log(level, "sending again, now in %.1f s: %s", wait_s, problem)
+            logger.log(level, "retrying in %.1f s: %s", wait_s, problem)
             await self._sleep(wait_s)
 
 

@@ -189,7 +189,7 @@ def test_results_are_picked_up_by_another_process_when_the_client_is_gone(
 def test_a_result_of_another_kind_is_told_as_such(client: Client, kind: Any) -> None:
     step = client.create_model(rank=4).optim_step(LR)
     step.result()
-    with pytest.raises(ValueError, match=f"is no request of kind '{kind}'"):
+    with pytest.raises(ValueError, match=f"is not a request of kind '{kind}'"):
         client.future(step.request_id, kind).result()
 
 
@@ -283,7 +283,7 @@ def test_a_stream_comes_in_pieces_that_are_the_whole_text(trained: Model) -> Non
     assert "".join(kept.stream(messages, **options)) == sampled
     with pytest.raises(errors.InvalidRequest, match="temperature"):
         list(kept.stream("a", temperature=-1))
-    with pytest.raises(TypeError, match="temprature is no option"):
+    with pytest.raises(TypeError, match="temprature is not an option"):
         list(kept.stream("a", temprature=1))
 
 
@@ -447,7 +447,7 @@ def test_a_stream_that_is_left_ends_and_a_closed_client_says_so(server: LocalSer
     client.close()
     del left
     client.close()
-    with pytest.raises(RuntimeError, match="closed; make another"):
+    with pytest.raises(RuntimeError, match="closed; create another"):
         client.runs()
 
 

@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_earlier_answers_is_told_from_one_that_does_not
         "{% for m in messages %}[{{ m.role }}]{% if loop.last %}!{% endif %}{{ m.content }}\n"
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    with pytest.raises(ValueError, match="message 1 otherwise"):
+    with pytest.raises(ValueError, match="message 1 differently"):
         chat_datum(own, TURNS, learn="all")
 
 

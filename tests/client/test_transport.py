@@ -112,7 +112,7 @@ async def test_the_deadline_ends_it_with_the_last_answer(connect: Connect) -> No
 
 @pytest.mark.parametrize("key", ["tml-secret\r", " tml-secret", "tml-sécret", "tml-\nsecret"])
 async def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(key: str) -> None:
-    with pytest.raises(ValueError, match="the API key has a blank") as refused:
+    with pytest.raises(ValueError, match="the API key has a space") as refused:
         Transport("http://server", key, deadline_s=1.0)
     assert "cret" not in str(refused.value)
 
@@ -134,7 +134,7 @@ async def test_who_waits_long_is_told_why_at_once_and_every_minute(
     _, transport = connect(*[spent] * 6, ACCEPTED)
     await step(transport)
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert told == ["sending again, now in 30.0 s: why"] * 3  # of waits until 30, 90 and 150 s
+    assert told == ["retrying in 30.0 s: why"] * 3  # of waits until 30, 90 and 150 s
     caplog.clear()
     _, transport = connect(refused(503), ACCEPTED)
     await step(transport)

@@ -135,7 +135,7 @@ class Tokenizer:
     @cached_property
     def _template(self) -> Template:
         if self._source is None:
-            raise NoTemplate(f"base model {self.name!r} has no chat template; give it a text")
+            raise NoTemplate(f"base model {self.name!r} has no chat template; send text")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -152,8 +152,8 @@ def _encoded(call: Callable[..., Any], text: str, special: bool) -> Any:
         if not isinstance(text, str):
             raise
         raise ValueError(
-            "the text has half of a surrogate pair (\\ud800 to \\udfff), which no tokenizer "
-            "takes; correct it, or leave it out"
+            "the text has half of a surrogate pair (\\ud800 to \\udfff), which tokenizers do not "
+            "accept; correct or remove it"
         ) from None
     except BaseException as error:
         # A panic inside the library is not an Exception, and its class cannot be imported.
@@ -161,7 +161,7 @@ def _encoded(call: Callable[..., Any], text: str, special: bool) -> Any:
             raise
         raise ValueError(
             f"the tokenizer gave up on this text of {len(text)} characters ({str(error)[:100]}); "
-            "long runs of one character do that, of spaces for example; shorten them"
+            "long runs of one character, for example of spaces, cause this; shorten them"
         ) from None
 
 
