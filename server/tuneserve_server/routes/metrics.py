@@ -44,7 +44,9 @@ class _Told(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self._of_store
         workers = GaugeMetricFamily(
-            f"{PREFIX}workers", "Workers that serve the base model.", labels=["base_model"]
+            f"{PREFIX}workers",
+            "The number of workers that serve the base model.",
+            labels=["base_model"],
         )
         for model in self._served:
             workers.add_metric([model.info.name], model.workers)
