@@ -71,16 +71,19 @@ class ServerCapabilitiesResponse(Response):
 class ServedBaseModel(Response):
     name: str
     revision: str | None = Field(
-        default=None, description="Its commit, if it is from the hub: a name has one in a store."
+        default=None,
+        description="The commit of a base model from the hub. A store has one commit per name.",
     )
-    workers: int = Field(description="Workers that serve it now.")
+    workers: int = Field(description="The number of workers that serve the base model now.")
     warming: str | None = Field(
         default=None,
-        description="What they still compile ahead, if any: requests are taken meanwhile.",
+        description="The progress of compiling ahead, until it is done. Requests are accepted "
+        "meanwhile.",
     )
     failing: str | None = Field(
         default=None,
-        description="What they cannot compile, if anything: requests that need it fail.",
+        description="The number of programs that cannot be compiled, if any. Requests that need "
+        "one fail.",
     )
     architecture: str
     context_length: int
@@ -90,7 +93,7 @@ class ServedBaseModel(Response):
 class HealthResponse(Response):
     status: Literal["ok"] = "ok"
     worker: Literal["ready", "absent"] = Field(
-        description="Whether a worker has a base model loaded and takes jobs."
+        description="`ready` if a worker has loaded a base model and takes jobs, else `absent`."
     )
     base_model: str
     warming: str | None = None
@@ -101,23 +104,27 @@ class HealthResponse(Response):
     base_models: list[ServedBaseModel]
     store: Literal["sqlite", "redis"]
     durability: Literal["always", "asserted"] = Field(
-        description="What was accepted is on disk, as was found (always) or the operator says."
+        description="`always`: the store was found to write every accepted request to disk. "
+        "`asserted`: the operator says so."
     )
     store_check: Literal["unchecked", "checking", "sound", "damaged"] = Field(
         default="unchecked",
-        description="What is known of the SQLite store's file. Damaged: nothing new is accepted.",
+        description="The result of checking the SQLite store's file. While it is `damaged`, "
+        "nothing new is accepted.",
     )
     store_damage: str | None = Field(
-        default=None, description="What is damaged, and what the operator has to do."
+        default=None, description="The damage, and how the operator can repair it."
     )
     disk: Literal["ok", "full"] = Field(
-        description="Full: less than `min_free_bytes` is free, so new requests are put off."
+        description="`full` while less than `min_free_bytes` is free: new requests get a 503."
     )
     files: Literal["ok", "kept"] = Field(
         default="ok",
-        description="Kept: unused files stay where they are until the operator has decided.",
+        description="`kept` while unused files are kept until the operator decides.",
     )
-    files_kept: str | None = Field(default=None, description="Why, and what to do.")
+    files_kept: str | None = Field(
+        default=None, description="The reason why unused files are kept, and what to do."
+    )
     keys_required: bool = False
 
 
@@ -138,16 +145,18 @@ class Adapter(Request):
     """The adapter to train. Options that its kind does not have are refused."""
 
     kind: str = Field(max_length=64, description="`lora`, `rslora` or `osft`.")
-    rank: int | None = Field(default=None, description="Without it, `lora_config.rank` counts.")
+    rank: int | None = Field(
+        default=None, description="Without this field, `lora_config.rank` applies."
+    )
     unfreeze_ratio: float | None = Field(
         default=None,
-        description="`osft`, instead of a rank: the share of every weight's singular directions "
-        "that is trained, above 0 and below 1.",
+        description="For `osft`, in place of a rank: the share of each weight's singular "
+        "directions that is trained, above 0 and below 1.",
     )
     form: str | None = Field(
         default=None,
-        description="`osft`: which arrays are trained, `factors` (the default), `short_fixed` or "
-        "`core`.",
+        description="For `osft`: the arrays that are trained, `factors` (the default), "
+        "`short_fixed` or `core`.",
     )
 
     def unknown_fields(self) -> list[str]:
@@ -170,11 +179,15 @@ class CreateModelRequest(SessionKey):
     base_model: str
     user_metadata: Metadata | None = Field(
         default=None,
-        description="Kept as it is. An entry `adapter` names the kind of adapter, as the field of "
-        "that name does, and entries named like options of that kind are its options.",
+        description="Stored unchanged. An entry `adapter` names the kind of adapter, like the "
+        "field `adapter`. Entries named like options of that kind set these options.",
     )
     lora_config: LoraConfig | None = None
-    adapter: Adapter | None = Field(default=None, description="Without it, `lora`.")
+    adapter: Adapter | None = Field(
+        default=None,
+        description="The adapter to train: `lora`, unless this field or `user_metadata` names "
+        "another kind.",
+    )
     optimizer_config: OptimizerConfig | None = None
 
 
@@ -197,11 +210,11 @@ class GetInfoResponse(Response):
     model_id: str
     model_data: ModelData
     model_name: str
-    is_lora: bool = Field(default=True, description="Of every kind: A and B of low rank.")
+    is_lora: bool = Field(default=True, description="True for adapters of every kind.")
     lora_rank: int
     adapter: str = Field(default="lora", description=_KIND)
     base_model_revision: str | None = Field(
-        default=None, description="Commit of a base model from the hub."
+        default=None, description="The commit of a base model from the hub."
     )
     optimizer_config: AdamwConfig = AdamwConfig()
 
@@ -230,7 +243,8 @@ class AdamParams(Request):
 class OptimStepRequest(ModelKey):
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = Field(
-        default=None, description="Sent instead of adam_params by other optimizer families."
+        default=None,
+        description="Sent in place of `adam_params` for other optimizers, which are not supported.",
     )
 
 
@@ -259,7 +273,7 @@ class FuturesRetrieveRequest(Request):
     prev_cursor: Seq = 0
     timeout: Annotated[float, Field(ge=0)] | None = None
     retrieved_request_ids: list[Id] = Field(
-        default=[], description="Requests whose results are no longer needed."
+        default=[], description="Requests whose results the client has: the server drops them."
     )
 
 
@@ -488,14 +502,15 @@ class TrainingRunResponse(Response):
     corrupted: bool = False
     diverged: bool = Field(
         default=False,
-        description="Rebuilt after a failure, with other results than those delivered before.",
+        description="True if the model was restored with results that differ from those "
+        "delivered before.",
     )
     lora_rank: int | None = None
     adapter: str = Field(default="lora", description=_KIND)
     status: str = Field(
         default="ready",
-        description="creating, ready, failed (its creation did), lost (only its checkpoints "
-        "remain), or ended (its session has)",
+        description="`creating`, `ready`, `failed` (the creation failed), `lost` (only the "
+        "checkpoints remain) or `ended` (the session has ended).",
     )
     created: datetime | None = None
     last_request_time: datetime
@@ -525,14 +540,14 @@ class TtlRequest(Request):
 
 
 class ExternalWeightsUrlsResponse(Response):
-    urls: dict[str, str] = Field(description="Signed download address of each file.")
+    urls: dict[str, str] = Field(description="A signed download link for each file.")
     expires: datetime
 
 
 class ArchiveUrlResponse(Response):
     url: str = Field(
-        description="Signed download address of a tar archive: the adapter's two files in PEFT's "
-        "layout, and `checkpoint_complete`, which is empty and the last."
+        description="A signed download link for a tar archive: the adapter's two files in PEFT's "
+        "layout, then the empty file `checkpoint_complete`."
     )
     expires: datetime
 
@@ -544,26 +559,26 @@ class Failure(Response):
     code: str
 
 
-# --- what was used --------------------------------------------------------------------------------
+# --- usage ---------------------------------------------------------------------------------------
 
 
 class UsageTotals(Response):
-    requests: int = Field(description="That ran, and have ended.")
+    requests: int = Field(description="The number of requests that ran and have ended.")
     device_ms: float
     trained_tokens: int
     prompt_tokens: int
     sampled_tokens: int
-    padded_tokens: int = Field(description="Computed beside them.")
-    flops: float = Field(description="Model FLOPs; 0 where the base model's size is not known.")
+    padded_tokens: int = Field(description="The number of padding tokens computed in addition.")
+    flops: float = Field(description="Model FLOPs; 0 if the size of the base model is not known.")
 
 
 class ModelUsage(UsageTotals):
-    name: str = Field(description="A model's id, or a base model that was sampled from.")
+    name: str = Field(description="The id of a model, or the name of a sampled base model.")
 
 
 class BudgetResponse(Response):
-    limit_device_ms: float = Field(description="Of a day, in UTC.")
-    used_device_ms: float = Field(description="Since its beginning.")
+    limit_device_ms: float = Field(description="The device time that the tenant has per day (UTC).")
+    used_device_ms: float = Field(description="The device time used since the day began.")
     resets: datetime
 
 
@@ -580,8 +595,8 @@ class CurvePointResponse(Response):
     time: datetime
     loss_sum: float | None = None
     tokens: int | None = None
-    weight: float | None = Field(default=None, description="Sum of the tokens' weights.")
-    step: int | None = Field(default=None, description="Of the optimizer, from 1 on.")
+    weight: float | None = Field(default=None, description="The sum of the tokens' weights.")
+    step: int | None = Field(default=None, description="The optimizer step, counted from 1.")
     learning_rate: float | None = None
     grad_norm: float | None = None
 
@@ -591,18 +606,22 @@ class CurveResponse(Response):
 
 
 class RequestTimings(Response):
-    total_ms: float = Field(description="From acceptance to the stored result: the next three.")
+    total_ms: float = Field(
+        description="From acceptance to the stored result: the sum of `held_ms`, `queue_ms` and "
+        "`run_ms`."
+    )
     held_ms: float = Field(
-        description="Waited for an earlier request or a worker, or was being stored."
+        description="The wait for an earlier request or a worker, and the time to store the result."
     )
-    queue_ms: float = Field(description="At its worker, before it began.")
-    run_ms: float = Field(description="From its beginning to its result.")
+    queue_ms: float = Field(description="The wait at the worker before the request began.")
+    run_ms: float = Field(description="From the beginning of the request to its result.")
     pack_ms: float = Field(
-        default=0.0, description="Of that, before its first unit had the device."
+        default=0.0, description="The part of `run_ms` before the first batch had the device."
     )
-    device_ms: float = Field(description="Its part of the device meanwhile.")
+    device_ms: float = Field(description="The request's share of the device time during `run_ms`.")
     transfer_ms: float = Field(
-        default=0.0, description="Of run_ms, after its last unit: from the device into a result."
+        default=0.0,
+        description="The part of `run_ms` after the last batch, in which the result is made.",
     )
 
 
@@ -612,9 +631,11 @@ class RequestCost(Response):
     sampled_tokens: int
     padded_tokens: int
     flops: float
-    behind: int = Field(default=0, description="Requests that began while it was queued.")
-    behind_own: int = Field(default=0, description="Those of them that were the tenant's own.")
-    others: int = Field(description="Requests that shared its first unit.")
+    behind: int = Field(
+        default=0, description="The number of requests that began while this one was queued."
+    )
+    behind_own: int = Field(default=0, description="The tenant's own requests among `behind`.")
+    others: int = Field(description="The number of other requests in the first batch.")
 
 
 class RequestResponse(Response):
