@@ -1,10 +1,10 @@
-"""Writes the model that benchmarks run: Qwen3-shaped, random weights, any size.
+"""Write the model that benchmarks run: Qwen3-shaped, random weights, any size.
 
     python benchmarks/bench_model.py FOLDER                        # the bench model
     python benchmarks/bench_model.py FOLDER --layers 28 --hidden 1024 --intermediate 3072 \
         --heads 16 --kv-heads 8 --head-dim 128 --vocab 151936      # the shape of Qwen3-0.6B
 
-Equal arguments give equal bytes. The tokenizer takes any text; its tokens mean nothing.
+Equal arguments produce equal bytes. The tokenizer accepts any text; its tokens have no meaning.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _END = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Shape:
-    """The bench model by default."""
+    """The shape of a model; by default, that of the bench model."""
 
     layers: int = 8
     hidden: int = 512
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, shape: Shape | None = None, *, seed: int = 0) -> int:
-    """Writes config, float32 weights and tokenizer; returns how many weights."""
+    """Write config, float32 weights and tokenizer, and return the number of weights."""
     shape = shape or Shape()
     if shape.vocab <= 256:
         raise ValueError(f"vocab is {shape.vocab}; the bytes alone are 256, so use 257 or more")
@@ -73,7 +73,7 @@ def write_model(folder: Path, shape: Shape | None = None, *, seed: int = 0) -> i
 
 
 def hf_config(shape: Shape) -> dict[str, object]:
-    """``config.json`` as the Qwen3 files on the hub hold it."""
+    """Return ``config.json`` as in the Qwen3 files on the hub."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -105,11 +105,13 @@ def hf_config(shape: Shape) -> dict[str, object]:
 
 
 def save_tokenizer(folder: Path, shape: Shape) -> None:
-    """A byte-level BPE with exactly ``shape.vocab`` ids: the bytes, longer and longer strings of
-    them, and the end of text."""
+    """Save a byte-level BPE with exactly ``shape.vocab`` ids.
+
+    The ids are the bytes, longer and longer strings of them, and the end of text.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = list(alphabet), []
-    for token in tokens:  # it grows on the way
+    for token in tokens:  # the list grows in the loop
         room = shape.vocab - 1 - len(tokens)
         merges += [(token, byte) for byte in alphabet[:room]]
         tokens += [token + byte for byte in alphabet[:room]]

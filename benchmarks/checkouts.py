@@ -1,10 +1,10 @@
-"""The server of this checkout and that of another one, by turns: training and sampling.
+"""Compare the servers of this checkout and of another one, by turns: training and sampling.
 
     git worktree add ../before COMMIT && make -C ../before setup
     python benchmarks/checkouts.py ../before
 
-Both are driven by one client, through the SDK, with equal data. The ratio is this checkout's pace
-over the other's, the median over rounds.
+One client drives both through the SDK with equal data. The ratio is this checkout's pace over the
+other's, the median over rounds.
 """
 
 import argparse
@@ -31,7 +31,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Checkout(LocalServer):
-    """The service of another checkout, with that one's virtual environment."""
+    """The service of another checkout, run with its own virtual environment."""
 
     def __init__(self, folder: Path, checkout: Path, **settings: str) -> None:
         super().__init__(folder, **settings)
@@ -41,7 +41,7 @@ class Checkout(LocalServer):
 
 
 def training(tenant: Tenant, case: Case, losses: list[float]) -> Callable[[], int]:
-    """Returns a turn of ``case.steps`` steps, which appends their losses."""
+    """Return a turn of ``case.steps`` steps, which appends their losses to ``losses``."""
     data = tenant.data(random_tokens(case.lengths, Shape().vocab, seed=1))
 
     def run() -> int:
@@ -80,7 +80,7 @@ def compare(
 
 
 def measure(other: Path, rounds: int, dtype: str) -> list[dict[str, Any]]:
-    """Rows of one dtype."""
+    """Return the rows of one dtype."""
     with tempfile.TemporaryDirectory(prefix="tuneserve-bench-", dir=Path.cwd()) as name:
         folder = Path(name)
         model = folder / "bench"
@@ -102,7 +102,7 @@ def measure(other: Path, rounds: int, dtype: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("other", type=Path, help="folder of the other checkout, set up")
+    parser.add_argument("other", type=Path, help="directory of the other checkout, set up")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=DTYPES, help="default: both, one after the other")
     parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")

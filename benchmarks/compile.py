@@ -1,5 +1,7 @@
-"""Time from the start of the service until every program is compiled, cold and again with the
-compile cache, by turns; and what is compiled after that, over requests of all kinds.
+"""Measure cold and warm starts by turns, until every program is compiled.
+
+A warm start finds the programs in the cache. The script also counts the programs that are compiled
+after the start, over requests of all kinds.
 """
 
 import argparse
@@ -24,7 +26,7 @@ POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
 
 
 def started_s(server: LocalServer) -> float:
-    """Starts the service; how long it took until everything was compiled."""
+    """Start the service, and return the time until everything was compiled."""
     began_s = time.perf_counter()
     server.start()
     wait_until_compiled(server)
@@ -32,7 +34,7 @@ def started_s(server: LocalServer) -> float:
 
 
 def cold_and_warm(folder: Path, model: Path, rounds: int) -> dict[str, list[float]]:
-    """A service whose data directory is new, stopped and started again."""
+    """Start a service with a new data directory, stop it, and start it again."""
     times: dict[str, list[float]] = {"cold": [], "warm": []}
     for number in range(rounds):
         home = folder / f"round-{number}"
@@ -47,7 +49,7 @@ def cold_and_warm(folder: Path, model: Path, rounds: int) -> dict[str, list[floa
 
 
 def after_ready(folder: Path, model: Path, requests: int) -> int:
-    """Compilations after ready, over a varied run."""
+    """Return the number of compilations after ready, over a varied run."""
     with LocalServer(folder, base_model=str(model), **PROMPT_FIGURES) as server:
         wait_until_compiled(server)
         varied_run(server, requests)
@@ -55,8 +57,10 @@ def after_ready(folder: Path, model: Path, requests: int) -> int:
 
 
 def varied_run(server: LocalServer, requests: int) -> None:
-    """Lengths, numbers of datums, ranks, losses, hyper-parameters, sampling parameters, and
-    adapters that come."""
+    """Vary lengths, numbers of datums, ranks, losses, hyper-parameters and sampling parameters.
+
+    Each request also creates a new adapter.
+    """
     random = np.random.default_rng(3)
     with tinker.ServiceClient(base_url=server.url, api_key="tml-bench") as service:
         for number, rank in enumerate(
@@ -96,7 +100,7 @@ def policy_datum(tokens: Any) -> types.Datum:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=20, help="models of the varied run")
+    parser.add_argument("--requests", type=int, default=20, help="models in the varied run")
     parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
     arguments = parser.parse_args()
     threads = limit_threads(None)

@@ -1,9 +1,10 @@
-"""What OSFT's projections take beside one with a whole matrix (Gram): operations, memory, time.
+"""Compare OSFT's projections with one by a whole matrix (Gram): operations, memory, time.
 
-Ids are those of the limits that the engine was designed to. One thread; the contenders take turns.
-A weight has 1,024 directions, of which a quarter is trained: a square one, and one whose inputs are
-twice as many. ``complement`` (shorter side) and ``masked`` (longer side) are the engine's own
-formulas; ``factored`` is the second without the mask that lets one program serve every rank.
+Ids are those of the acceptance figures in docs/performance.md. The contenders take turns on one
+thread. A weight has 1,024 directions, of which a quarter is trained. One weight is square, the
+other has twice as many inputs. ``complement`` (shorter side) and ``masked`` (longer side) are the
+engine's own formulas. ``factored`` is ``masked`` without the mask that lets one program serve every
+rank.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def factored(x: jax.Array, strong: jax.Array) -> jax.Array:
 
 
 def case(inputs: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[Any, ...]]]:
-    """By name, the projections of V [L, r, M] of a weight with so many inputs M."""
+    """Return the projections of V [L, r, M] by name, for a weight with ``inputs`` inputs M."""
     random = np.random.default_rng(0)
     drawn = random.standard_normal((inputs, DIRECTIONS))
     basis = np.linalg.qr(drawn)[0].T.astype(np.float32)
@@ -53,7 +54,7 @@ def case(inputs: int) -> dict[str, tuple[Callable[..., jax.Array], tuple[Any, ..
 
 
 def figures(inputs: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Operations, temporary bytes and work per second of processor time, by contender."""
+    """Return the operations, temporary bytes and CPU time of each contender."""
     programs, turns = {}, {}
     for name, (project, given) in case(inputs).items():
         programs[name] = jax.jit(project).lower(*given).compile()
@@ -63,7 +64,7 @@ def figures(inputs: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def run(program: Any, given: tuple[Any, ...]) -> int:
-    """Long enough for the clock of the processor time, which ticks a hundred times a second."""
+    """Run long enough for the clock of processor time, which ticks a hundred times a second."""
     times = 4
     for _ in range(times):
         jax.block_until_ready(program(*given))
@@ -79,7 +80,7 @@ def figures_of(program: Any, pace: Pace) -> dict[str, float]:
 
 
 def rows_of(shape: str, found: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Every contender over the whole matrix."""
+    """Return the rows of every contender, relative to the whole matrix."""
     rows = []
     for name in list(found)[1:]:
         limits = {

@@ -20,8 +20,8 @@ _NO_TARGET = -100
 class Peer:
     """A PEFT model that starts from the weights of one of our adapters.
 
-    As fast as its libraries allow without writing code for them: fused AdamW, scaled-dot-product
-    attention without a mask, which causal models need not have for padding on the right.
+    It is as fast as its libraries allow without extra code: fused AdamW, and scaled-dot-product
+    attention without a mask, which causal models do not need for padding on the right.
     """
 
     def __init__(self, folder: Path, start: AdapterState, *, learning_rate: float) -> None:
@@ -39,8 +39,10 @@ class Peer:
         )
 
     def step(self, sequences: Sequence[Tokens], *, rows: int | None = None) -> float:
-        """One optimizer step on the sum of -logprob, which it returns; in micro-batches of ``rows``
-        sequences, the longest last, when given."""
+        """Take one optimizer step on the sum of -logprob, and return the sum.
+
+        With ``rows``, the step runs in micro-batches of so many sequences, the longest last.
+        """
         total = 0.0
         for batch in micro_batches(sequences, rows or len(sequences)):
             tokens, targets = _padded(batch)
@@ -56,14 +58,14 @@ class Peer:
 
 
 def micro_batches(sequences: Sequence[Tokens], rows: int) -> Iterator[Sequence[Tokens]]:
-    """The sequences by length, ``rows`` at a time: nothing simpler pads less."""
+    """Yield the sequences by length, ``rows`` at a time: no simpler way pads less."""
     ordered = sorted(sequences, key=len)
     for start in range(0, len(ordered), rows):
         yield ordered[start : start + rows]
 
 
 def padded_tokens(sequences: Sequence[Tokens], rows: int) -> int:
-    """Positions that such micro-batches compute."""
+    """Return the number of positions that such micro-batches compute."""
     return sum(len(b) * (len(b[-1]) - 1) for b in micro_batches(sequences, rows))
 
 
@@ -83,7 +85,7 @@ def _with_lora(model: Any, start: AdapterState) -> Any:
     lora = peft.LoraConfig(
         r=config.rank, lora_alpha=int(config.alpha), target_modules=[*PROJECTIONS, *head]
     )
-    with warnings.catch_warnings(action="ignore"):  # of tied weights, and among its libraries
+    with warnings.catch_warnings(action="ignore"):  # about tied weights, and from its libraries
         wrapped = peft.get_peft_model(model, lora)
     with torch.no_grad():
         for target, layer, module in _lora_modules(wrapped, head=config.train_unembed):
@@ -95,7 +97,7 @@ def _with_lora(model: Any, start: AdapterState) -> Any:
 
 
 def _lora_modules(model: Any, *, head: bool) -> Iterator[tuple[str, int | None, Any]]:
-    """(our target, layer, PEFT's module) of every adapted linear layer."""
+    """Yield (our target, layer, PEFT's module) of every adapted linear layer."""
     decoder = model.base_model.model
     for layer, block in enumerate(decoder.model.layers):
         for target in PROJECTIONS:

@@ -1,8 +1,8 @@
-"""The queue alone: submit → take → finish → the waiter has it, at 100 KB per request.
+"""Measure the queue alone, from submit over take and finish to the waiting client.
 
-Two processes, as in the service: the one with the store submits and waits, the other takes and
-finishes over the worker's socket (SQLite) or over Redis. Beside it, the disk's own pace: the same
-bytes appended and fsynced. ``make bench``.
+A request has 100 KB. There are two processes, as in the service. The process with the store submits
+and waits. The other one takes and finishes, over the worker's socket (SQLite) or over Redis. For
+comparison, the same bytes are appended to a file and fsynced.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Figures:
 
 
 def echo(settings: CommonSettings) -> None:
-    """A worker that answers at once."""
+    """Run a worker that answers at once."""
 
     async def work() -> None:
         async with open_queue(settings) as connect:
@@ -104,8 +104,11 @@ async def measure(settings: CommonSettings, requests: int) -> Figures:
 
 
 def disk(folder: Path, requests: int) -> Figures:
-    """The same bytes, appended and fsynced twice per request: what no durable store can beat with
-    one request in flight, and what sharing an fsync gains."""
+    """Append the same bytes and fsync them, twice per request.
+
+    With one request in flight, no durable store can be faster. With many, a store gains by sharing
+    an fsync.
+    """
     times = []
     with (folder / "disk").open("ab", buffering=0) as file:
         for _ in range(requests // 4):
@@ -120,7 +123,7 @@ def disk(folder: Path, requests: int) -> Figures:
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
-    """The address of a durable Redis of our own."""
+    """Start a durable Redis server, and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -138,7 +141,7 @@ def redis_server(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def slow_disk() -> Iterator[None]:
-    """Makes each commit that changes something, which is one fsync, take 4 ms more."""
+    """Make each commit that changes something, which is one fsync, take 4 ms longer."""
     fast = group_commit.commit
 
     def slow(connection, calls, now_s):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Where the benchmarks write what they measured."""
+"""The tables of results.md, to which the benchmarks append their figures."""
 
 import json
 import os
@@ -14,14 +14,14 @@ RESULTS = Path(__file__).with_name("results.md")
 
 
 def commit_name() -> str:
-    """The day and the commit that a table belongs to."""
+    """Return the day and the commit of a table."""
     git = ["git", "describe", "--always", "--dirty"]
     shown = subprocess.run(git, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
     return f"{datetime.now(UTC):%Y-%m-%d}, commit {shown.stdout.strip()}"
 
 
 def machine(*libraries: str, threads: int) -> str:
-    """What a table's figures belong to, beside the commit."""
+    """Return the machine and the library versions behind a table's figures."""
     named = ", ".join(f"{name} {version(name)}" for name in libraries)
     return f"{threads} threads on {os.cpu_count()} cores ({_processor()}), {named}"
 
@@ -33,7 +33,7 @@ def _processor() -> str:
 
 
 def table(title: str, about: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A section of results.md. Fractions are shown with two digits, larger numbers with none."""
+    """Return a section of results.md. Numbers below 100 have two decimals, larger ones none."""
     lines = [f"## {title}, {commit_name()}", "", about, ""]
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(map(_shown, row))} |" for row in rows]
@@ -49,13 +49,13 @@ def _shown(value: Any) -> str:
 
 
 def publish(figures: dict[str, Any], tables: str, *, dry_run: bool) -> None:
-    """Prints the figures as JSON; then the tables, which it keeps unless this is a dry run."""
+    """Print the figures as JSON, then the tables, and store the tables unless ``dry_run``."""
     print(json.dumps(figures))
     append(tables, dry_run=dry_run)
 
 
 def append(table: str, *, dry_run: bool) -> None:
-    """Prints the table, and keeps it unless this is a dry run."""
+    """Print the table, and store it unless ``dry_run``."""
     print(table)
     if not dry_run:
         RESULTS.write_text(RESULTS.read_text() + table)

@@ -1,5 +1,6 @@
-"""Sampling from an adapter through the server and in the bare engine, by turns, beside Hugging
-Face's ``generate`` on torch.
+"""Sample from an adapter through the server, in the bare engine and with Hugging Face, by turns.
+
+Hugging Face's ``generate`` runs on torch.
 """
 
 import argparse
@@ -28,7 +29,7 @@ SEEDS = count(1)
 
 
 def served(sampler: SamplingClient, prompts: list[Tokens]) -> Callable[[], int]:
-    """One request per prompt, all at once."""
+    """Return a turn that sends one request per prompt, all at once."""
     inputs = [types.ModelInput.from_ints(prompt.tolist()) for prompt in prompts]
 
     def run() -> int:
@@ -105,7 +106,7 @@ def measure(folder: Path, rounds: int, threads: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of each contender; default: all cores")
+    parser.add_argument("--threads", type=int, help="threads of each contender; default: all cores")
     parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
     arguments = parser.parse_args()
     threads = limit_threads(arguments.threads)

@@ -1,4 +1,4 @@
-"""Contenders that take turns, so that whatever else the machine does slows all of them alike."""
+"""Contenders that take turns, so other work on the machine slows all of them alike."""
 
 import os
 import statistics
@@ -15,12 +15,12 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Pace:
-    """Work per second of one contender, round by round."""
+    """The work per second of one contender, round by round."""
 
     per_s: list[float] = field(default_factory=list)
     per_cpu_s: list[float] = field(default_factory=list)
-    """The same over the processor time of all processes involved: what another load on the machine
-    changes least."""
+    """The work per second of processor time, of all processes involved. Other load on the machine
+    changes this pace least."""
 
     @property
     def median(self) -> float:
@@ -34,10 +34,10 @@ def take_turns(
     pids: tuple[int, ...] = (),
     prepare: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Pace]:
-    """A, B, A, B, ... ``rounds`` times, after one round that does not count.
+    """Run A, B, A, B, ... ``rounds`` times, after one round that does not count.
 
-    Each call returns how much work it did; what ``prepare`` does before it takes no time. ``pids``
-    are processes whose children work for some contender.
+    Each call returns the amount of work that it did. The time of ``prepare``, which runs before a
+    call, does not count. ``pids`` are processes whose children work for some contender.
     """
     paces = {name: Pace() for name in contenders}
     for counts in (False, *[True] * rounds):
@@ -53,12 +53,12 @@ def take_turns(
 
 
 def ratio(of: Pace, to: Pace) -> float:
-    """The median over rounds of one contender's pace over that of another, in the same round."""
+    """Return the median over rounds of one contender's pace over another's in the same round."""
     return statistics.median(a / b for a, b in zip(of.per_s, to.per_s, strict=True))
 
 
 def compared(what: str, paces: dict[str, Pace], least: float) -> dict[str, Any]:
-    """A row about two contenders: the one in question, and what it is compared with."""
+    """Return a row about two contenders: the one in question, and its reference."""
     (of, pace), (to, reference) = paces.items()
     found = ratio(pace, reference)
     names = {"this": of, "its pace": pace.median, "that": to, "that one's": reference.median}
@@ -68,12 +68,12 @@ def compared(what: str, paces: dict[str, Pace], least: float) -> dict[str, Any]:
 
 
 def cpu_ratio(of: Pace, to: Pace) -> float:
-    """``ratio`` of work per second of processor time."""
+    """Return ``ratio`` for the work per second of processor time."""
     return statistics.median(a / b for a, b in zip(of.per_cpu_s, to.per_cpu_s, strict=True))
 
 
 def _cpu_s(pids: tuple[int, ...]) -> float:
-    """Processor time that this process, the given ones and their children have used so far."""
+    """Return the processor time used so far by this process, the given ones and their children."""
     times = os.times()
     others = sum(_ticks(pid) for root in pids for pid in _tree(root))
     return times.user + times.system + others / _TICKS_PER_S
@@ -93,8 +93,10 @@ def _ticks(pid: int) -> int:
 
 
 def limit_threads(threads: int | None) -> int:
-    """Keeps this process, and those that it starts, to so many cores and threads; returns how many
-    those are. To be called before any other library starts threads of its own."""
+    """Limit this process and its children to so many cores and threads; return the number.
+
+    Call it before another library starts threads.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if threads is None:
         return len(cores)
