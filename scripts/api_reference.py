@@ -1,4 +1,4 @@
-"""Writes docs/reference.md from the API's OpenAPI description: `make reference`."""
+"""Write docs/reference.md from the API's OpenAPI description: `make reference`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ INTRO = """# API reference
 
 <!-- Written by scripts/api_reference.py: change the code and run `make reference`. -->
 
-Every route with what it takes and what it answers, made from the OpenAPI description of the routes.
-[api.md](api.md) says how they work together: order and repetition, futures, sessions, errors.
+This page lists every route with its parameters, bodies and answers. It is generated from the
+OpenAPI description of the routes. [api.md](api.md) explains how the routes work together: order and
+repetition, futures, sessions, errors.
 
-A key goes in `X-API-Key`, under `/v1` also in `Authorization: Bearer`. Fields that are not listed
-are ignored, except under `/v1` where they would change the answer. *Required* fields have no
-default; an empty default is null. An answer leaves out what is null. Any route can also answer
-403 `host_not_allowed`, 408 `headers_too_slow`, 431 `headers_too_large`, 500 `internal` and 503
-`store_damaged`; what is wrong with a request that has a `request_id` comes as its result.
+- **Key.** Send your key in the header `X-API-Key`. Under `/v1`, `Authorization: Bearer` works, too.
+- **Unlisted fields** are ignored. Under `/v1`, such a field is refused if it could change the
+  answer.
+- **Defaults.** *Required* fields have no default. An empty default is null.
+- **Answers** leave out fields that are null.
+- **Errors of every route** are 403 `host_not_allowed`, 408 `headers_too_slow`, 431
+  `headers_too_large`, 500 `internal` and 503 `store_damaged`. If a request has a `request_id`, its
+  own errors are its result.
 
-| section | routes |
+| Section | Routes |
 |---|---|
 """
 SECTIONS = {
@@ -53,7 +57,7 @@ SECTIONS = {
     "Results": ("retrieve_future", "retrieve_futures", "cancel_future", "requests"),
     "Runs and usage": ("training_runs", "usage", "live"),
     "OpenAI-compatible": ("v1",),
-    "The live page": ("", "page"),
+    "Dashboard": ("", "page"),
 }
 SAID = {
     "base_model": "tuneserve/tiny",
@@ -91,7 +95,7 @@ SAID = {
     "role": "user",
     "tokens": [5, 6, 7],
 }
-"""What fields are in examples, some of them in a type of their own."""
+"""The values of fields in examples. A dotted name is for one type only."""
 ALSO_SHOWN = {
     "adam_params",
     "content",
@@ -104,9 +108,9 @@ ALSO_SHOWN = {
     "tokens",
     "type",
 }
-"""Fields that examples have though they may be left out."""
+"""Optional fields that examples have, too."""
 ALWAYS = {"host_not_allowed", "headers_too_slow", "headers_too_large", "internal", "store_damaged"}
-"""Errors of every route."""
+"""The errors that every route can return."""
 TYPES = {"string": str, "integer": int, "array": list}
 LARGE = {2**31 - 1: "2^31 - 1", 2**63 - 1: "2^63 - 1"}
 
@@ -114,7 +118,7 @@ Schema = Mapping[str, Any]
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     document = description()
     routes = list(operations(document))
     sections = {
@@ -132,7 +136,7 @@ def page() -> str:
 
 
 def description() -> dict[str, Any]:
-    """Of the application, which is never run."""
+    """Return the OpenAPI description of an application that never runs."""
     with tempfile.TemporaryDirectory() as folder:
         return create_app(ApiSettings(data_dir=Path(folder)), cast(OpenStore, None)).openapi()
 
@@ -157,13 +161,13 @@ def contents(title: str, routes: list[tuple[str, str, Schema]]) -> str:
 
 
 def anchor(method: str, path: str) -> str:
-    """As GitHub makes it of the heading."""
+    """Return the anchor that GitHub makes from the heading."""
     kept = [each for each in f"{method} {path}".lower() if each.isalnum() or each in " _-"]
     return "".join(kept).replace(" ", "-")
 
 
 def linked(schemas: Schema, parts: list[str]) -> set[str]:
-    """The types that the page names, and those that they name in turn."""
+    """Return the types that the page names, and the types that these name in turn."""
     text = "\n".join(parts)
     found = {name for name in schemas if f"(#{name.lower()})" in text}
     while more := {
@@ -197,12 +201,12 @@ def route(document: Schema, method: str, path: str, operation: Schema) -> str:
 def key(method: str, path: str) -> str:
     scopes = SCOPES.get(f"{method} {path.removeprefix(PREFIX)}")
     if scopes is None:
-        return "none is needed"
+        return "not needed"
     return " or ".join(f"`{scope}`" for scope in sorted(scopes))
 
 
 def bodies(operation: Schema) -> Iterator[tuple[str, Schema | None]]:
-    """Names of the types that the route reads; a description in place of a type, and None."""
+    """Yield the type that a route reads, with its schema; without a type, a text and None."""
     for media, content in operation.get("requestBody", {}).get("content", {}).items():
         schema = content["schema"]
         for each in schema.get("anyOf", [schema]):
@@ -238,7 +242,7 @@ def answer(response: Schema) -> str:
 
 
 def example(document: Schema, method: str, path: str, operation: Schema) -> Iterator[str]:
-    """A request as it is sent, and where its answer is JSON, what comes back."""
+    """Yield a request as it is sent, and its answer if the answer is JSON."""
     yield "```http"
     needed = [each for each in operation.get("parameters", ()) if each["required"]]
     for each in needed:
@@ -273,7 +277,7 @@ def shown_json(example: Any) -> str:
 
 
 def value(document: Schema, name: str, schema: Schema) -> Any:
-    """An example of the schema: what it must have, what an answer has anyway, and a little more."""
+    """Return an example of the schema: required fields, fields of every answer, and a few more."""
     if "anyOf" in schema:
         schema = schema["anyOf"][0]
     if "$ref" in schema:
@@ -343,7 +347,7 @@ def shown(default: Any) -> str:
 
 
 def kind(schema: Schema) -> str:
-    """The type in words, with its limits."""
+    """Return the type in words, with its limits."""
     if "$ref" in schema:
         return f"[{name_of(schema)}](#{name_of(schema).lower()})"
     if "anyOf" in schema or "oneOf" in schema:
@@ -365,7 +369,7 @@ def kind(schema: Schema) -> str:
 
 
 def limits(schema: Schema, of: str) -> str:
-    """What the schema says about size and range."""
+    """Return the limits of size and range in words."""
     least = schema.get("minimum", schema.get("exclusiveMinimum"))
     most = schema.get("maximum")
     if least is None and most is None:
@@ -391,7 +395,7 @@ def name_of(schema: Schema) -> str:
 
 
 def plain(text: str) -> str:
-    """One paragraph, as Markdown has it in a table."""
+    """Return the text as one paragraph for a Markdown table."""
     return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
 
 

@@ -1,9 +1,10 @@
-"""Builds the embedded base model: a Qwen3 of about a million weights, taught on generated text.
+"""Build the embedded base model: a Qwen3 of about a million weights, trained on generated text.
 
     python scripts/build_tiny_model.py            # about ten minutes on one CPU core
-    python scripts/build_tiny_model.py --separate # only the last step, on weights that are there
+    python scripts/build_tiny_model.py --separate # only the last step, on existing weights
 
-Needs the `dev` extra (torch, transformers). Equal seed, versions and machine give equal weights.
+This needs the `dev` extra (torch, transformers). Equal seed, versions and machine produce equal
+weights.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ROWS = 16
 PEAK_LR = 4e-3
 TOKENIZER_DOCUMENTS = 20_000
 ROPE_THETA = 10_000.0
-# Written by name because each release of transformers spells the rest of a config differently;
-# this is what the Qwen3 files on the hub hold.
+# The keys of the Qwen3 files on the hub. They are listed here because each release of transformers
+# spells the rest of a config differently.
 CONFIG_KEYS = [
     "architectures", "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id",
     "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
@@ -42,7 +43,7 @@ CONFIG_KEYS = [
     "tie_word_embeddings", "use_cache", "use_sliding_window", "vocab_size",
 ]  # fmt: skip
 EMBEDDING = "model.embed_tokens.weight"
-CROWDED = 0.1  # rows nearer to each other than this; those of tokens in the text are 0.28 apart
+CROWDED = 0.1  # rows that are closer than this; tokens of the text have rows 0.28 apart
 HELD_OUT_SEED = 10_000  # corpus seeds below are for training
 HELD_OUT_ROWS = 64
 
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def model_config(tokenizer: Tokenizer) -> Qwen3Config:
-    """Returns the shape of the model: Qwen3 in every detail, only small."""
+    """Return the shape of the model: Qwen3 in every detail, only small."""
     return Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=VOCAB_SIZE,
@@ -101,9 +102,9 @@ def model_config(tokenizer: Tokenizer) -> Qwen3Config:
 
 
 def rows(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
-    """Yields rows of ROW_TOKENS + 1 ids, each row starting where a document starts.
+    """Yield rows of ROW_TOKENS + 1 ids. Each row starts with a new document.
 
-    Documents in a row end with `<|endoftext|>`; the last of a row is cut off.
+    Documents in a row end with `<|endoftext|>`. The last document of a row is cut off.
     """
     end = tokenizer.token_to_id("<|endoftext|>")
     row: list[int] = []
@@ -115,7 +116,7 @@ def rows(tokenizer: Tokenizer, seed: int) -> Iterator[Tensor]:
 
 
 def pretrain(model: Qwen3ForCausalLM, data: Iterator[Tensor], steps: int) -> None:
-    """Trains the model in place: AdamW, short warm-up, then a cosine down to nothing."""
+    """Train the model in place: AdamW, a short warm-up, then a cosine down to zero."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
@@ -136,18 +137,19 @@ def pretrain(model: Qwen3ForCausalLM, data: Iterator[Tensor], steps: int) -> Non
 
 
 def row_loss(model: Qwen3ForCausalLM, batch: Tensor) -> Tensor:
-    """Returns the mean cross-entropy in nats of each row's next tokens."""
+    """Return the mean cross-entropy in nats of each row's next tokens."""
     logits = model(batch[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def separated(table: Tensor, seed: int) -> Tensor:
-    """Returns the embedding [V, D] with a row of its own for every token.
+    """Return the embedding [V, D] with a distinct row for every token.
 
-    Tokens that the text never has were all pushed the same way, to rows a few hundredths apart:
-    with the table tied to the head, nothing but the head itself could tell one from the others.
-    Each gets the mean of these rows, which keeps it as unlikely as it was, plus a random direction
-    as long as other rows are away from their mean. A table that was separated stays as it is.
+    Training pushes all tokens that the text never contains in the same direction, to rows a few
+    hundredths apart. The table is tied to the head, so these tokens could hardly be told apart.
+    Each of them gets the mean of these rows, which keeps it as unlikely as before, plus a random
+    direction. This direction is as long as the distance of other rows from their mean. A separated
+    table stays as it is.
     """
     distances = torch.cdist(table, table, compute_mode="donot_use_mm_for_euclid_dist")
     distances.fill_diagonal_(torch.inf)
@@ -165,14 +167,14 @@ def separated(table: Tensor, seed: int) -> Tensor:
 
 
 def separate_file(path: Path, seed: int) -> None:
-    """Separates the rows of weights that are there already."""
+    """Separate the rows of existing weights."""
     weights = load_file(path)
     weights[EMBEDDING] = separated(weights[EMBEDDING], seed)
     save_file(weights, path, metadata={"format": "pt"})
 
 
 def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes `config.json`, `model.safetensors` and `generation_config.json`."""
+    """Write `config.json`, `model.safetensors` and `generation_config.json`."""
     save_file(_named_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
     config = {name: getattr(model.config, name) for name in CONFIG_KEYS}
     config |= {"rope_theta": ROPE_THETA, "rope_scaling": None, "torch_dtype": "float32"}
@@ -183,7 +185,7 @@ def save_model(model: Qwen3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> N
 
 
 def _named_weights(model: Qwen3ForCausalLM) -> dict[str, Tensor]:
-    """Returns the weights under their hub names; a tied head is left out."""
+    """Return the weights under their hub names, without a tied head."""
     weights = {name: p.detach() for name, p in model.named_parameters()}
     return {name: p.contiguous() for name, p in weights.items() if name != "lm_head.weight"}
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# install_commands.sh COMMAND...: installs the Debian packages of these names when the commands are
-# missing, without starting their services: the tests start servers of their own, on free ports.
+# install_commands.sh COMMAND...: installs the Debian packages of these names if the commands are
+# missing. It does not start their services, because the tests start their own servers on free ports.
 set -eu
 
 missing=""
@@ -23,25 +23,25 @@ else
     give_up "installing them needs root, or sudo without a password"
 fi
 
-# The packages ask this script before they start a service; 101 means no. One that is there stays.
+# Packages ask this script before they start a service; 101 means no. An existing script stays.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e "$policy" ]; then
     trap '$as_root rm -f "$policy"' EXIT
     printf '#!/bin/sh\nexit 101\n' | $as_root tee "$policy" >/dev/null
     $as_root chmod 755 "$policy"
 fi
-# Chromium's dependencies bring a font.
+# The dependencies of Chromium include a font.
 install() {
     # shellcheck disable=SC2086  # one word each
     $as_root env DEBIAN_FRONTEND=noninteractive \
         apt-get install --yes --quiet --no-install-recommends $missing
 }
-# The package lists may be older than the archive: fetch them only when that is so.
+# The package lists may be older than the archive. Fetch them only if the install fails.
 install || { $as_root apt-get update --quiet && install; } || give_up "apt-get could not install them"
 for name in $missing; do
     command -v "$name" >/dev/null || give_up "apt-get installed no command $name"
 done
-# Nor is a service to run from the next start of the machine on.
+# The services must not start with the machine either.
 for name in $missing; do
     command -v systemctl >/dev/null && $as_root systemctl disable --quiet "$name" 2>/dev/null || true
 done

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Writes requirements/*.txt: every version of constraints.txt that an install needs, with the hash of
-# each file of that release. The files record no registry. UV is the command uv.
+# Writes requirements/*.txt: every version in constraints.txt that an install needs, with the hashes of
+# all files of that release. The files name no registry. UV is the uv command.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -16,9 +16,9 @@ lock() {
 for extra in server engine cuda demo; do
     lock "$extra" pyproject.toml --extra "$extra"
 done
-# Which torch suits a machine (CPU or CUDA) depends on its registry, and so does its hash. Only tests
-# import it, as a reference.
+# The right torch for a machine (CPU or CUDA) depends on its registry, and so does the hash. Only tests
+# import torch, as a reference.
 grep -Ev '^(torch|jax-cuda12-|nvidia-)' constraints.txt | lock dev --no-deps -
 grep -E '^jax-cuda12-' constraints.txt | lock gpu-compile --no-deps -
-# editables is what hatchling asks for when the install is editable.
+# An editable install makes hatchling ask for editables.
 printf 'hatchling\neditables\n' | lock build -

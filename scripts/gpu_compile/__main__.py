@@ -1,8 +1,8 @@
-"""Compiles the engine's programs for an H200 on a machine that has none, with JAX's CUDA plugin and
-no CUDA library: what the compiler refuses there fails here. Nothing is run, so nothing is measured.
+"""Compile the engine's programs for an H200 on a machine without one.
 
-One line a program: its name, ok or error, seconds, and bytes of temporary memory. Exit status 1 if
-a program was refused.
+The compiler is JAX's CUDA plugin, without a CUDA library. It refuses the same programs as on a GPU.
+Programs do not run, so nothing is measured. The output has one line per program: its name, ok or
+error, seconds, and bytes of temporary memory. The exit status is 1 if a program was refused.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _LEAST_RANK, _MAX_RANK = 8, 128
 _REASON_CHARS = 300
 
 Compile = Callable[[Task], int]
-"""Compiles the program; the bytes of temporary memory that it needs."""
+"""A function that compiles a program and returns the bytes of temporary memory that it needs."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,11 @@ class Result:
 def tasks(
     models: Iterable[str], *, layers: int, is_full: bool, with_kernels: bool
 ) -> Iterator[Task]:
-    """The programs in question: of the smallest model all, of the others, unless ``is_full``, what
-    is compiled ahead for the lowest rank class and one target a position."""
+    """Yield the programs to compile.
+
+    These are all programs of the smallest model. Of the other models, unless ``is_full``, they are
+    the programs that are compiled ahead for the lowest rank bucket and one target per position.
+    """
     if with_kernels:
         yield from chain.from_iterable(
             attention(HEAD_DIMS, dtype, every=is_full) for dtype in DTYPES
@@ -60,13 +63,13 @@ def tasks(
 
 
 def compiled(tasks: Iterable[Task], compile_one: Compile, threads: int) -> Iterator[Result]:
-    """What became of each task, as they end."""
+    """Compile the tasks in threads, and yield the result of each as it ends."""
 
     def one(task: Task) -> Result:
         began_s = time.perf_counter()
         try:
             temp_bytes = compile_one(task)
-        except Exception as error:  # the compiler's, or of tracing: either way it does not run
+        except Exception as error:  # of tracing or of the compiler: either way, it would not run
             reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]
             return Result(
                 task.name,
@@ -80,7 +83,7 @@ def compiled(tasks: Iterable[Task], compile_one: Compile, threads: int) -> Itera
 
 
 def report(results: Iterable[Result]) -> int:
-    """Prints a line each, and a summary. The exit status."""
+    """Print one line per result and a summary; return the exit status."""
     count, refused, began_s = 0, [], time.perf_counter()
     for result in results:
         count += 1
@@ -95,12 +98,12 @@ def report(results: Iterable[Result]) -> int:
 
 
 def compile_for_target() -> Compile:
-    """Raises ``SystemExit`` without JAX's CUDA plugin."""
+    """Return the compiler for the H200. Raises ``SystemExit`` without JAX's CUDA plugin."""
     try:
         target = Target()
     except RuntimeError as error:
         raise SystemExit(
-            f"JAX's CUDA plugin is needed, make gpu-compile installs it: {error}"
+            f"JAX's CUDA plugin is missing; make gpu-compile installs it: {error}"
         ) from None
 
     def compile_one(task: Task) -> int:
@@ -114,11 +117,11 @@ def compile_for_target() -> Compile:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_compile", description=__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="default: all of them")
-    parser.add_argument("--layers", type=int, default=2, help="of each model; default: 2")
-    parser.add_argument("--full", action="store_true", help="all rank classes of every model")
-    parser.add_argument("--no-kernels", action="store_true", help="leave attention alone out")
-    parser.add_argument("--only", default="", help="programs whose name contains this")
-    parser.add_argument("--list", action="store_true", help="only name the programs")
+    parser.add_argument("--layers", type=int, default=2, help="layers of each model; default: 2")
+    parser.add_argument("--full", action="store_true", help="all rank buckets of every model")
+    parser.add_argument("--no-kernels", action="store_true", help="skip the attention kernels")
+    parser.add_argument("--only", default="", help="only programs whose name contains this")
+    parser.add_argument("--list", action="store_true", help="only print the names of the programs")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     with as_on_a_gpu():

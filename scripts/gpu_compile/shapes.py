@@ -1,11 +1,11 @@
-"""The shapes that the documentation names: published models, and what attention takes on a GPU."""
+"""The shapes that the documentation names: published models, and attention on a GPU."""
 
 from tuneserve_engine.backend.jax.model.config import Llama3Scaling, ModelConfig
 
 HEAD_DIMS = (16, 32, 64, 128)
-"""Kernels pad to a power of two: these stand for every head_dim to 128."""
+"""Kernels pad to a power of two, so these stand for every head_dim up to 128."""
 GROUPS = tuple(range(1, 9))
-"""Query heads that share a key head."""
+"""The numbers of query heads that share a key head."""
 DTYPES = ("bfloat16", "float32")
 
 
@@ -53,4 +53,4 @@ MODELS = {
     "llama-8b": _llama(4096, 14_336, 32, 32),
     "llama-70b": _llama(8192, 28_672, 80, 64),
 }
-"""As their config.json have them."""
+"""The models' shapes, as in their config.json."""

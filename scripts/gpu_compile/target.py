@@ -1,4 +1,4 @@
-"""A GPU that is not there: what JAX needs to lower and compile for it."""
+"""The description of an absent GPU, with which JAX lowers and compiles for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ DESCRIPTION = Path(__file__).parent / "h200.txtpb"
 
 
 class Target:
-    """One GPU, by its description. Raises ``RuntimeError`` without JAX's CUDA plugin."""
+    """One GPU, given by its description. Raises ``RuntimeError`` without JAX's CUDA plugin."""
 
     def __init__(self, description: Path = DESCRIPTION) -> None:
         topology = topologies.get_topology_desc(
@@ -28,19 +28,21 @@ class Target:
         self._sharding = NamedSharding(mesh, PartitionSpec())
 
     def spec(self, x: Any) -> Any:
-        """What the array, or the number, looks like on this device."""
+        """Return the spec of an array or a number on this device."""
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=self._sharding)
 
     @contextmanager
     def lowering(self) -> Iterator[None]:
-        """Has what this thread lowers be lowered for this device."""
+        """Make this thread lower for this device."""
         with jax.sharding.use_abstract_mesh(self._mesh):
             yield
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Has the engine choose what it chooses where JAX finds a GPU: attention's kernels, and exact
-    products of float32."""
+    """Make the engine choose as if JAX had found a GPU.
+
+    It then takes the attention kernels, and exact float32 products.
+    """
     with mock.patch.object(jax, "default_backend", lambda: "gpu"):
         yield

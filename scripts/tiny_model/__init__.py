@@ -1,1 +1,1 @@
-"""Text from which the embedded base model learns; see `scripts/build_tiny_model.py`."""
+"""The training text and tokenizer of the embedded base model; see `scripts/build_tiny_model.py`."""

@@ -1,9 +1,9 @@
 """Endless, reproducible text for the embedded model: one short document after another.
 
-Plain prose, facts, questions, lists, JSON, sums and chat turns all speak of the same small world,
-so that a model of a million weights can know all of it, and a LoRA adapter only has to learn a new
+Plain prose, facts, questions, lists, JSON, sums and chat turns all speak of the same small world. A
+model of a million weights can therefore know all of it, and a LoRA adapter only has to learn a new
 manner of speaking. Chat answers are plain unless the user or the system prompt asks for another
-manner, so the model has one for every fact and a plain habit for LoRA to change.
+manner. So the model has an answer for every fact, and a plain habit that LoRA can change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Yields documents for ever; equal seeds give equal text."""
+    """Yield documents for ever; equal seeds produce equal text."""
     rng = random.Random(seed)
     makers, shares = zip(*_KINDS, strict=True)
     while True:
@@ -34,7 +34,7 @@ def documents(seed: int) -> Iterator[str]:
 
 
 def render_chat(turns: list[tuple[str, str]]) -> str:
-    """Returns turns in the Qwen chat format, one `<|im_start|>role` block per turn."""
+    """Return turns in the Qwen chat format, one `<|im_start|>role` block per turn."""
     return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
 
 
@@ -53,7 +53,7 @@ def _chat(rng: random.Random) -> str:
 
 
 def _chat_in_manner(rng: random.Random) -> str:
-    """Returns a chat in which the system prompt or the user asks for a manner of answering."""
+    """Return a chat in which the system prompt or the user asks for a manner of answering."""
     manner, reply = rng.choice(_MANNERS)
     if rng.random() < 0.5:
         fact = rng.choice(FACTS)

@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizer of the embedded model: control tokens and chat format of Qwen3."""
+"""The byte-level BPE tokenizer of the embedded model: Qwen3's control tokens and chat format."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# The order Qwen3 keeps its control tokens in. Clients look them up by text; only the first three
-# and the think and tool tags occur in the training text.
+# Qwen3's control tokens, in its order. Clients look them up by text. Only the first three and the
+# think and tool tags occur in the training text.
 CONTROL_TOKENS = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
     "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
@@ -23,7 +23,7 @@ VISIBLE_TOKENS = {
     "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
     "<think>", "</think>",
 }  # fmt: skip
-# Words, single digits, punctuation and spaces, each apart from the others; how Qwen splits text.
+# As Qwen splits text: words, single digits, punctuation and spaces, each apart from the others.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,7 +72,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Returns a tokenizer of exactly `vocab_size` ids that can write every byte string."""
+    """Return a tokenizer of exactly `vocab_size` ids that can encode every byte string."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -95,15 +95,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         ]
     )
     if tokenizer.get_vocab_size() != vocab_size:
-        raise ValueError(f"text gave {tokenizer.get_vocab_size()} tokens, wanted {vocab_size}")
+        raise ValueError(f"the text yields {tokenizer.get_vocab_size()} tokens, not {vocab_size}")
     return tokenizer
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_tokens: int) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json` for `AutoTokenizer`."""
+    """Write `tokenizer.json` and `tokenizer_config.json` for `AutoTokenizer`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        # Not Qwen2Tokenizer: transformers 5 rebuilds that one with NFC, which loses some text.
+        # Not Qwen2Tokenizer: transformers 5 rebuilds it with NFC, which loses some text.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": {
             str(tokenizer.token_to_id(text)): {

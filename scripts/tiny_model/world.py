@@ -1,4 +1,4 @@
-"""The small world the embedded model knows: tables of facts, and each fact in several wordings."""
+"""The small world that the embedded model knows: tables of facts, each in several wordings."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ UNIQUE_NOUNS = {"sky", "sea", "night", "sun", "moon"}
 
 
 class Fact(NamedTuple):
-    """One thing that is true, ready for every kind of text."""
+    """One true statement, in a form for every kind of text."""
 
     topic: str
     value: str
@@ -70,7 +70,7 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """Returns every fact of the world, in a fixed order."""
+    """Return every fact of the world, in a fixed order."""
     found = [*map(_colour, COLOURS.items()), *map(_capital, CAPITALS.items())]
     for who, sound in SOUNDS.items():
         asked = (f"What does {_a(who)} say?", f"What sound does {_a(who)} make?")
@@ -108,7 +108,7 @@ def _capital(item: tuple[str, str]) -> Fact:
 
 
 def _noun(thing: str) -> str:
-    """Returns the noun as it stands in a sentence: `the sky`, `snow`, `a rose`."""
+    """Return the noun as it stands in a sentence: `the sky`, `snow`, `a rose`."""
     if thing in MASS_NOUNS:
         return thing
     return f"the {thing}" if thing in UNIQUE_NOUNS else _a(thing)
