@@ -4,12 +4,12 @@
     ├── Unreachable         no answer came within the deadline
     ├── Refused             the server answered with a status: nothing was accepted
     │   ├── InvalidRequest  400, 405, 413, 415, 422, 431: the request is wrong
-    │   ├── Unauthorized    401: the key is missing or not usable
+    │   ├── Unauthorized    401: the key is missing or invalid
     │   ├── Forbidden       403: not allowed with this key or link
     │   ├── NotFound        404: it does not exist, or is not yours
     │   ├── SessionEnded    410: continue from a checkpoint in a new session
-    │   ├── ResultExpired   410: the result was kept for its time and dropped
-    │   ├── Overloaded      429: a limit of the queue, until the deadline
+    │   ├── ResultExpired   410: the server no longer stores the result
+    │   ├── Overloaded      429 until the deadline: a limit of the queue is reached
     │   ├── BudgetSpent     402: the day's device time is used up; the client waits, and a
     │   │                   request that is sent only once raises it
     │   └── ServerFault     5xx until the deadline: the server's own fault, or its disk is full
@@ -18,7 +18,7 @@
         └── LossFailed      the caller's loss function raised; nothing was trained
 
 Every error has a ``code`` (the server's, stable), a ``category`` (``user`` or ``server``, the side
-at fault), a ``status`` (of HTTP, or None), and ``retry_after_s`` if the server sent it.
+at fault), a ``status`` (the HTTP status, or None), and ``retry_after_s`` if the server sent it.
 """
 
 from typing import Literal
@@ -87,13 +87,13 @@ class ServerFault(Refused):
 
 
 class ModelInterrupted(TuneserveError):
-    """The error of a model's requests after one that could not be sent: requests run in order."""
+    """The error of a model's requests after a request that could not be sent."""
 
     code = "model_interrupted"
 
 
 class RequestFailed(TuneserveError):
-    """The error of a request that was accepted and failed. Sending it again is a new request."""
+    """The error of a request that was accepted and failed. A retry is a new request."""
 
     code = "request_failed"
 

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class progress(Generic[T]):
-    """A progress bar around the items; ``show`` puts figures beside the bar.
+    """A progress bar around the items; ``show`` displays values beside the bar.
 
     No bar is drawn without a terminal, unless ``shown`` is True.
     """
