@@ -1,11 +1,11 @@
-"""Blockwise attention beside dense masked attention of the same packed stream, as JSON.
+"""Compare blockwise with dense masked attention of the same micro-batch; prints JSON.
 
     python benchmarks/attention.py
 
-Forward and backward. ``of_dense`` is the processor time relative to dense attention, the median
-over rounds in which both take turns; ``of_products`` is how much of its own time the matrix
-products of the block pairs would take alone, at the pace of one large product. Temporary memory is
-what the compiled programs ask for.
+Both run forward and backward. ``of_dense`` is the processor time relative to dense attention, the
+median over rounds in which both take turns. ``of_products`` is the share of its time that the
+matrix products of the block pairs would take alone, at the pace of one large product. Temporary
+memory is the memory that the compiled programs ask for.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tuneserve_engine.backend.jax.attention.packed import attend_blocks, attend_
 
 BLOCK, HEADS, KEY_HEADS, HEAD_DIM = 64, 8, 4, 64
 PRODUCTS = 7  # of a pair of blocks: two forward, five backward
-LEAST_TURN = 0.4  # seconds: the clock of processor time ticks every 0.01
+LEAST_TURN = 0.4  # seconds; the clock of processor time ticks every 0.01
 
 
 class Case(NamedTuple):
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def case(tokens: int, mean: int) -> Case:
-    """Datums of half to one and a half times the mean, behind one another."""
+    """Return packed datums of half to one and a half times the mean length."""
     random = np.random.default_rng(mean)
     ends = np.minimum(np.cumsum(random.integers(mean // 2, mean * 3 // 2, tokens)), tokens)
     ends = np.unique(ends) if mean < tokens else np.array([tokens])
@@ -83,7 +83,7 @@ def blockwise(at: Case) -> tuple[Attended, AttentionGradient]:
 
 
 def dense(at: Case) -> tuple[Array, tuple[Array, Array, Array]]:
-    """One matrix of scores per head."""
+    """Attend with one matrix of scores per head."""
     datum, position = at.seen.datum.reshape(-1), at.seen.position.reshape(-1)
     sees = (datum[:, None] == datum) & (position[:, None] >= position)
 
@@ -130,7 +130,7 @@ def measured(at: Case, rounds: int) -> dict[str, Any]:
 
 
 def repeated(run: Callable[..., Any], *inputs: Any) -> Callable[[], int]:
-    """Calls per turn, so many that a turn is long beside the tick of the clock."""
+    """Return a turn of so many calls that it is long compared with the tick of the clock."""
     jax.block_until_ready(run(*inputs))
     started_s = time.perf_counter()
     jax.block_until_ready(run(*inputs))

@@ -1,5 +1,6 @@
-"""Who trains in these benchmarks beside each other: the service, through the official SDK, and the
-bare engine, in this process. Both take the same datums.
+"""The contenders of the benchmarks: the service, through the official SDK, and the bare engine.
+
+The bare engine runs in this process. Both take the same datums.
 """
 
 import os
@@ -25,28 +26,28 @@ from tuneserve_engine.worker.execution.packing import PackedBatch, PackingReques
 from tuneserve_server.cli.local_server import LocalServer
 
 IN_FLIGHT = 2
-"""Steps that are submitted before the first of them is waited for, as the SDK's guide advises: the
-next request is at the server when the device gets free."""
+"""The steps that are submitted before the first is awaited, as the SDK's guide advises: the next
+request is at the server when the device becomes free."""
 
 OWNERS = 8
-"""API keys, each with a session of its own."""
+"""The number of API keys, each with its own session."""
 
 Tokens = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 LONGEST_START_S = 1800
 PROMPT_FIGURES = {"lease_ttl_s": "2"}
-"""Settings with which a worker tells its figures three times in two seconds."""
+"""Settings with which a worker reports its metrics three times in two seconds."""
 
 
 def metric(server: LocalServer, name: str) -> float:
-    """What the worker of the service says of itself, once it has had the time to say it."""
+    """Return a metric of the service's worker, once the worker has had the time to report it."""
     time.sleep(float(PROMPT_FIGURES["lease_ttl_s"]))
     return _told(server, name)
 
 
 def wait_until_compiled(server: LocalServer) -> None:
-    """What is compiled ahead would slow everything else."""
+    """Wait until the worker has compiled its programs, which would slow everything else."""
     deadline_s = time.monotonic() + LONGEST_START_S
     while not _told(server, "ready"):
         if time.monotonic() > deadline_s:
@@ -61,13 +62,13 @@ def _told(server: LocalServer, name: str) -> float:
 
 
 def random_tokens(lengths: Sequence[int], vocab: int, *, seed: int) -> list[Tokens]:
-    """One sequence per length, each a token longer, so that every position has a target."""
+    """Return one sequence per length, one token longer, so every position has a target."""
     random = np.random.default_rng(seed)
     return [random.integers(0, vocab, length + 1, dtype=np.int32) for length in lengths]
 
 
 class Tenant:
-    """A model of its own on a running service, trained through the SDK."""
+    """One model on a running service, trained through the SDK."""
 
     def __init__(self, trainer: tinker.TrainingClient, learning_rate: float) -> None:
         self._trainer = trainer
@@ -87,34 +88,34 @@ class Tenant:
         ]
 
     def submit(self, data: list[types.Datum], *, steps: bool) -> "Pending":
-        """Asks for a gradient and, with ``steps``, an optimizer step on it. Waits for nothing."""
+        """Submit a gradient and, with ``steps``, an optimizer step on it, without waiting."""
         gradient = self._trainer.forward_backward(data, "cross_entropy")
         return Pending(gradient, self._trainer.optim_step(self._adam) if steps else None)
 
     def sampler(self) -> tinker.SamplingClient:
-        """The model as it is now."""
+        """Return a sampler of the model as it is now."""
         return self._trainer.save_weights_and_get_sampling_client().result()
 
 
 class Pending:
-    """What a tenant waits for."""
+    """The submitted requests of a tenant."""
 
     def __init__(self, gradient: object, step: object) -> None:
         self._gradient, self._step = gradient, step
 
     def loss(self) -> float:
-        """The sum of -logprob over all targets, when all is done."""
+        """Return the sum of -logprob over all targets, once everything is done."""
         if self._step is not None:
             self._step.result()
         return self._gradient.result().metrics["loss:sum"]
 
 
 Work = Sequence[tuple[Tenant, list[types.Datum]]]
-"""Tenants that ask at once, each for a gradient of its datums."""
+"""Tenants that submit at once, each a gradient of its datums."""
 
 
 def train(rounds: Iterable[Work], *, steps: bool = True) -> list[list[float]]:
-    """One piece of work after the other, ``IN_FLIGHT`` of them under way; losses of each."""
+    """Run the rounds one after the other, ``IN_FLIGHT`` at a time; return the losses of each."""
     waiting: deque[list[Pending]] = deque()
     losses = []
     for work in rounds:
@@ -127,7 +128,7 @@ def train(rounds: Iterable[Work], *, steps: bool = True) -> list[list[float]]:
 def tenants(
     server: LocalServer, count: int, config: AdapterConfig, learning_rate: float
 ) -> list[Tenant]:
-    """Models that start alike. Neighbours in the list have different owners; there are eight."""
+    """Create models that start alike. Neighbours in the list have different owners, of eight."""
     services = [
         tinker.ServiceClient(base_url=server.url, api_key=f"tml-{owner}")
         for owner in range(min(count, OWNERS))
@@ -158,7 +159,7 @@ class Bare:
 
     @classmethod
     def beside(cls, folder: Path, model: Path, cache: Path, learning_rate: float = 0.0) -> "Bare":
-        """With a service's own settings and programs, which it finds in the service's cache."""
+        """Return an engine with a service's settings and the programs of the service's cache."""
         settings = WorkerSettings(
             data_dir=folder, base_model=str(model), compile_cache=cache, compile_ahead=False
         )
@@ -181,7 +182,7 @@ class Bare:
         return pack(asked, self.backend.lattice)
 
     def gradients(self, work: Sequence[tuple[str, TrainingData]]) -> list[float]:
-        """One ``forward_backward`` per adapter, in one pass; their losses."""
+        """Run one ``forward_backward`` per adapter in one pass, and return their losses."""
         losses = [0.0] * len(work)
         for packed in self.packed(work):
             result = self.backend.forward_backward(packed.unit)
@@ -202,7 +203,7 @@ class Bare:
         return losses
 
     def computed_tokens(self, units: Sequence[TrainBatch]) -> int:
-        """Tokens of the chunks that the units' programs work through, padding included."""
+        """Return the tokens of all chunks that the batches compute, padding included."""
         lattice = self.backend.lattice
         blocks_per_chunk = lattice.chunk // lattice.block
         chunks = sum(-(-b.blocks // blocks_per_chunk) for unit in units for b in unit.batches)

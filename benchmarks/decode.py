@@ -1,5 +1,6 @@
-"""What continuous batching, and reading a prompt once, gain in the bare engine; and how near
-decoding comes to the time of its products and of the memory that they read, alone.
+"""Measure decoding in the bare engine: the gain from continuous batching and from shared prefill.
+
+Decoding is also compared with its matrix products and the memory that they read, alone.
 """
 
 import argparse
@@ -29,7 +30,7 @@ CONTEXT = 1024
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 REQUESTS, MIXED_LANES = 64, 16
 PROMPTS, NEW = (16, 512), (8, 256)
-"""Shortest and longest of the mixed requests: prompts and new tokens, log-uniform."""
+"""The shortest and longest prompts and numbers of new tokens of the mixed requests, log-uniform."""
 LONG_PROMPT, SAMPLES, FEW = 512, 16, 16
 WRITTEN, LIMIT_PROMPT = 64, 257
 SEEDS = count(1)
@@ -37,7 +38,7 @@ CALLS = count()
 
 
 def engine(model: Path, lanes: int) -> JaxBackend:
-    """The bare engine with a snapshot, all that it needs compiled."""
+    """Return the bare engine with a snapshot and all programs that it needs."""
     lattice = StaticShapes(CONTEXT, rank_classes=(CONFIG.rank,))
     backend = JaxBackend(
         str(model),
@@ -53,13 +54,13 @@ def engine(model: Path, lanes: int) -> JaxBackend:
 
 
 def written(backend: JaxBackend, requests: Sequence[SamplingRequest]) -> int:
-    """New tokens of the requests, which are sampled together."""
+    """Sample the requests together, and return the number of new tokens."""
     results = backend.sample(requests)
     return sum(len(sequence.tokens) for result in results for sequence in result.sequences)
 
 
 def request(prompt: Any, new: int, owner: str, samples: int = 1) -> SamplingRequest:
-    """Nobody but its owner may have read its prompt before."""
+    """Return a request that shares prefilled prompts only with requests of its owner."""
     return SamplingRequest(prompt, "bench", next(SEEDS), samples, new, owner=owner)
 
 
@@ -70,8 +71,12 @@ def log_uniform(shortest: int, longest: int, seed: int) -> list[int]:
 
 
 def mixed(model: Path, rounds: int) -> dict[str, Any]:
-    """All at once, so that a lane that gets free is taken by the next; against batches of as many
-    as there are lanes, whose prompts are padded to the longest, and who wait for the longest."""
+    """Compare continuous with static batching.
+
+    Continuous: all requests at once, so the next one takes each free decode slot. Static: batches
+    of as many requests as decode slots. A batch pads its prompts to the longest, and waits for its
+    longest sequence.
+    """
     backend = engine(model, MIXED_LANES)
     lengths = [max(length - 1, 1) for length in log_uniform(*PROMPTS, seed=1)]
     prompts = random_tokens(lengths, Shape().vocab, seed=2)
@@ -94,12 +99,12 @@ def mixed(model: Path, rounds: int) -> dict[str, Any]:
         return written(backend, asked(prompts, limits))
 
     paces = take_turns({"continuous": continuous, "static": static}, rounds=rounds)
-    what = f"{REQUESTS} mixed requests, {MIXED_LANES} lanes, new tokens/s"
+    what = f"{REQUESTS} mixed requests, {MIXED_LANES} decode slots, new tokens/s"
     return compared(what, paces, 2.5)
 
 
 def one_prefill(model: Path, rounds: int) -> dict[str, Any]:
-    """Samples of one request, against as many requests of owners who share nothing."""
+    """Compare the samples of one request with as many requests of owners that share nothing."""
     backend = engine(model, SAMPLES)
     (prompt,) = random_tokens([LONG_PROMPT - 1], Shape().vocab, seed=4)
 
@@ -116,8 +121,11 @@ def one_prefill(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def beside_the_limit(model: Path, lanes: int, rounds: int) -> dict[str, Any]:
-    """Decoding alone: the prompts have been read. The limit does every product of a step, with an
-    adapter for each lane, and reads the keys and values; nothing else."""
+    """Compare decoding alone, after prefill, with its limit.
+
+    The limit computes every product of a step, with an adapter for each decode slot, and reads the
+    keys and values. It does nothing else.
+    """
     backend = engine(model, lanes)
     prompts = random_tokens([LIMIT_PROMPT - 1] * lanes, Shape().vocab, seed=5)
 
@@ -126,12 +134,12 @@ def beside_the_limit(model: Path, lanes: int, rounds: int) -> dict[str, Any]:
 
     contenders = {"decoding": decode, "its products": products(model, lanes)}
     paces = take_turns(contenders, rounds=rounds)
-    what = f"{lanes} lanes behind prompts of {LIMIT_PROMPT} tokens, new tokens/s"
+    what = f"{lanes} decode slots behind prompts of {LIMIT_PROMPT} tokens, new tokens/s"
     return compared(what, paces, 0.6)
 
 
 def products(model: Path, lanes: int) -> Callable[[], int]:
-    """As many steps as ``decode`` takes, for as many lanes."""
+    """Return a turn with the products of as many steps as ``decode`` takes, for as many slots."""
     config = read_config(model)
     heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
     random = np.random.default_rng(6)

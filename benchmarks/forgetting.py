@@ -1,12 +1,14 @@
-"""What is forgotten of two old tasks when a third is learnt: OSFT and LoRA beside full training.
+"""Measure the loss on two old tasks after a third: OSFT and LoRA beside full training.
 
-A small Qwen3 learns to copy and to reverse (torch), and is then adapted to a third task until its
-loss on a fresh batch is 0.05: all weights by torch's AdamW, adapters by the real engine, on the
-same batches in the same order, with the same betas and clip norm and no decay. Each contender is
-run at every learning rate of its grid. The limit is for OSFT and full training at the same rate.
-Beside it stand ``fastest``, each at the rate that needs the fewest steps, and ``kindest``, each at
-the rate that forgets least, which say something else: full training at a low rate forgets little.
-Rates that do not reach 0.05 within the limit of steps do not count.
+A small Qwen3 learns to copy and to reverse (torch). It is then adapted to a third task until its
+loss on a fresh batch is 0.05. Torch's AdamW trains all weights, and the real engine trains
+adapters, on the same batches in the same order, with the same betas and clip norm and no decay.
+Each contender runs at every learning rate of its grid.
+
+The limit is for OSFT and full training at the same rate. Two more comparisons say something else,
+because full training at a low rate forgets little: ``fastest`` takes each contender at the rate
+that needs the fewest steps, and ``kindest`` at the rate that forgets least. Rates that do not reach
+0.05 within the limit of steps do not count.
 """
 
 import argparse
@@ -56,7 +58,7 @@ class Run(NamedTuple):
 
 
 def drawn(task: str, count: int, *seed: int) -> np.ndarray:
-    """Sequences: which task it is, symbols, and what the task makes of them."""
+    """Return sequences: the number of the task, symbols, and the task's answer to them."""
     number = list(TASKS).index(task)
     x = np.random.default_rng((number, *seed)).integers(0, SYMBOLS, (count, LENGTH))
     first = np.full((count, 1), SYMBOLS + number)
@@ -68,14 +70,14 @@ def held_out(seed: int) -> np.ndarray:
 
 
 def torch_loss(model: Any, sequences: np.ndarray) -> torch.Tensor:
-    """The mean over what the task makes."""
+    """Return the mean loss over the answers."""
     tokens = torch.from_numpy(sequences)
     logits = model(tokens[:, :-1]).logits[:, LENGTH:]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, -LENGTH:].flatten())
 
 
 class Full:
-    """All weights of the model are trained, by torch."""
+    """A trainer of all weights of the model, with torch."""
 
     def __init__(self, model: Any, rate: float) -> None:
         self.model = copy.deepcopy(model)
@@ -98,7 +100,7 @@ class Full:
 
 
 class Ours:
-    """An adapter of the engine is trained."""
+    """A trainer of an adapter, with the engine."""
 
     def __init__(self, backend: JaxBackend, name: str, config: AdapterConfig, rate: float) -> None:
         self.backend, self.name, self.rank = backend, name, config.rank
@@ -128,7 +130,7 @@ class Ours:
 
 
 def adapted(trainer: Full | Ours, task: str, seed: int, rate: float, most: int) -> Run | None:
-    """Every batch is fresh: its loss is one on data that nobody has seen."""
+    """Train until the loss is reached. Every batch is fresh, so its loss is on unseen data."""
     for step in range(most):
         if trainer.gradients(drawn(task, 32, seed, 1, step)) <= LEARNT:
             return Run(rate, step, trainer.loss(held_out(seed)))
@@ -137,7 +139,7 @@ def adapted(trainer: Full | Ours, task: str, seed: int, rate: float, most: int) 
 
 
 def pretrained(seed: int, hidden: int) -> Any:
-    """A model that has learnt the old tasks."""
+    """Return a model that has learnt the old tasks."""
     torch.manual_seed(seed)
     config = transformers.Qwen3Config(
         vocab_size=SYMBOLS + len(TASKS),
@@ -161,7 +163,7 @@ def pretrained(seed: int, hidden: int) -> Any:
 
 
 def found(seed: int, hidden: int, task: str, most: int) -> dict[str, list[Run]]:
-    """By contender, the runs that reached the loss."""
+    """Return the runs that reached the loss, by contender."""
     model = pretrained(seed, hidden)
     print(f"seed {seed}: before, {torch_loss(model, held_out(seed)).item():.4f} on the old tasks")
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +204,7 @@ JUDGED = {("osft", "both at 0.001"), ("osft", "both at 0.003")}
 
 
 def rows_of(task: str, seeds: dict[int, dict[str, list[Run]]]) -> list[dict[str, Any]]:
-    """Every kind of adapter over full training."""
+    """Return the rows of every kind of adapter, relative to full training."""
     rows = []
     for how, choose in CHOICES.items():
         for name in ("osft", "lora"):

@@ -1,11 +1,12 @@
-"""CPU time and memory of the chunked head beside its two alternatives.
+"""Compare the CPU time and memory of the chunked LM head with its two alternatives.
 
     python benchmarks/head.py
     python benchmarks/head.py --tokens 1024 --hidden 1024 --vocabulary 32768
 
-All three give logprobs, a clipped-ratio loss and its gradient by the hidden states. ``checkpoint``
-is ``lax.map`` over the same chunks, each computed again in the backward pass. CPU seconds of one
-thread on one core, the least of three. H3 is the id of the limit that the engine was designed to.
+All three compute logprobs, a clipped-ratio loss and its gradient with respect to the hidden
+states. ``checkpoint`` is ``lax.map`` over the same chunks, each recomputed in the backward pass.
+The CPU seconds are those of one thread on one core, the least of three. H3 is the id of the
+acceptance figure in docs/performance.md.
 """
 
 import argparse
@@ -100,7 +101,7 @@ def _case(tokens: int, hidden: int, vocabulary: int) -> dict[str, Array]:
 
 
 def _chunked(case: dict[str, Array]) -> Any:
-    """``train_lm_head`` of one request."""
+    """Run ``train_lm_head`` for one request."""
     tokens, hidden = case["x"].shape
     shape = (tokens // BLOCK, BLOCK)
     n = shape[0]
@@ -141,7 +142,7 @@ def _by_autodiff(case: dict[str, Array], *, chunk: int) -> Any:
 
 
 def _loss(case: dict[str, Array], chunk: int, x: Array) -> tuple[Array, Array]:
-    """The loss and, beside it, the logprobs; more than one chunk is recomputed."""
+    """Return the loss and the logprobs; if there is more than one chunk, they are recomputed."""
 
     def score(part: tuple[Array, Array]) -> Array:
         hidden, targets = part

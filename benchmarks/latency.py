@@ -1,8 +1,9 @@
-"""Round trip of a one-datum ``forward_backward`` on an idle server: ``make bench``.
+"""Measure the round trip of a one-datum ``forward_backward`` on an idle server.
 
-Drives the real processes through the official SDK and, for the server's own share, bare HTTP.
-Beside it: the same body against the bare engine in this process, so that the ratio shows what the
-service adds. The store is durable throughout (SQLite, synchronous=FULL); its fsync is timed too.
+The script drives the real processes through the official SDK and, to see the server's own share,
+through bare HTTP. It also runs the same body in the bare engine in this process, so the ratio shows
+the cost of the service. The store is durable throughout (SQLite, synchronous=FULL), and its fsync
+is timed, too.
 """
 
 import argparse
@@ -35,7 +36,7 @@ TOKENS, RANK, WARM_UP = 32, 8, 20
 
 
 def milliseconds(run: Callable[[], Any], rounds: int) -> list[float]:
-    """Wall time of each round after the warm-up."""
+    """Return the wall time of each round after the warm-up."""
     for _ in range(WARM_UP):
         run()
     times = []
@@ -47,7 +48,7 @@ def milliseconds(run: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def fsync(folder: Path) -> Callable[[], None]:
-    """Appends 4 KiB and waits for the disk."""
+    """Return a function that appends 4 KiB and waits for the disk."""
     file = (folder / "probe").open("ab", buffering=0)
 
     def run() -> None:
@@ -68,7 +69,7 @@ def sdk_round_trip(server: LocalServer) -> Callable[[], Any]:
 
 
 def body(model_id: str, seq_id: int) -> bytes:
-    """One datum of ``TOKENS`` tokens."""
+    """Return a request with one datum of ``TOKENS`` tokens."""
     tokens = np.arange(TOKENS, dtype="<i4")
     targets = wire.Tensor(
         dense=(tokens + 1).astype("<i8").tobytes(), dtype=wire.DTYPE_INT64, shape=[TOKENS]
@@ -142,7 +143,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 @contextmanager
 def slow_disk() -> Iterator[None]:
-    """Servers started inside have a disk whose fsync takes 4 ms more."""
+    """Give servers that are started inside a disk whose fsync takes 4 ms longer."""
     os.environ |= {"PYTHONPATH": str(Path(__file__).parent / "slow_disk"), "SLOW_FSYNC_S": "0.004"}
     try:
         yield
@@ -151,7 +152,7 @@ def slow_disk() -> Iterator[None]:
 
 
 def record(figures: dict[str, list[float]], rounds: int) -> str:
-    """The table that goes into results.md."""
+    """Return the table for results.md."""
     engine = statistics.median(figures["bare engine"])
     lines = [
         f"## Round trip of one datum, {commit_name()}",

@@ -1,5 +1,7 @@
-"""Memory of the engine's own programs, as compiled: nothing runs. Ids are those of the limits that
-the engine was designed to. Controls are what one would write without a thought for memory.
+"""Measure the memory of the engine's compiled programs; nothing runs.
+
+Ids are those of the acceptance figures in docs/performance.md. Controls are programs as one would
+write them without a thought for memory.
 """
 
 import argparse
@@ -44,7 +46,7 @@ LAYERS = (8, 32)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler says of a program."""
+    """The compiler's figures of a program."""
 
     temp: int
     alias: int
@@ -59,7 +61,7 @@ def compiled(lower: Callable[[], jax.stages.Lowered]) -> Compiled:
 
 
 def nbytes(tree: Any) -> int:
-    """Of arrays, or of the shapes of some."""
+    """Return the bytes of arrays, or of shapes of arrays."""
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -75,13 +77,13 @@ def config_of(layers: int) -> ModelConfig:
 
 
 def decoder(layers: int) -> Decoder:
-    """Of shapes only."""
+    """Return a decoder that consists of shapes only."""
     config = config_of(layers)
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
 def shapes_of(layers: int) -> tuple[banks.AdapterSlots, LoraWeights]:
-    """A bank and a scratch."""
+    """Return the shapes of adapter slots and gradient slots."""
     shapes = target_shapes(config_of(layers))
     return jax.eval_shape(
         lambda: (
@@ -92,7 +94,7 @@ def shapes_of(layers: int) -> tuple[banks.AdapterSlots, LoraWeights]:
 
 
 def stream() -> DeviceMicroBatch:
-    """A micro-batch of ``TOKENS`` tokens."""
+    """Return the shapes of a micro-batch of ``TOKENS`` tokens."""
     per_token = {
         name: spec(BLOCKS, BLOCK, dtype=dtype)
         for name, dtype in (("valid", jnp.bool_), ("datum", jnp.int32), ("loss_id", jnp.int32))
@@ -141,8 +143,10 @@ def training(layers: int, remat: str) -> Training:
 
 
 def per_layer(remat: str) -> float:
-    """Bytes per layer of what the training program needs beside weights, bank and scratch, over the
-    bytes of one layer's input."""
+    """Return the bytes per layer that the training program needs, over those of a layer's input.
+
+    Weights, adapter slots and gradient slots do not count.
+    """
     low, high = (training(layers, remat) for layers in LAYERS)
     grown = high.program.temp + high.workspace - low.program.temp - low.workspace
     return grown / (LAYERS[1] - LAYERS[0]) / INPUT_BYTES
@@ -150,8 +154,10 @@ def per_layer(remat: str) -> float:
 
 @cache
 def ordinary(layers: int) -> Compiled:
-    """The control: ``jax.grad`` over a scan with checkpoints, and the sum added to accumulators.
-    Attention stays within blocks."""
+    """Compile the control: ``jax.grad`` over a scan with checkpoints, added to accumulators.
+
+    Attention stays within blocks.
+    """
     config = config_of(layers)
     weights = {name: spec(*x.shape) for name, x in decoder(layers).layers.items()}
     bank, scratch = shapes_of(layers)
@@ -179,7 +185,7 @@ def ordinary(layers: int) -> Compiled:
 
 
 def head() -> float:
-    """Temporary bytes of the head in eight chunks, over those of the head with all logits."""
+    """Return the temporary bytes of the head in eight chunks, over those with all logits."""
     batch, config = stream(), config_of(1)
     bank, scratch = shapes_of(1)
     x = spec(BLOCKS, BLOCK, config.hidden)
@@ -218,7 +224,7 @@ def exactly(name: str, what: str, seen: float, expected: float) -> dict[str, Any
 
 
 def adapters() -> list[dict[str, Any]]:
-    """One adapter's state, and the two programs that change it."""
+    """Return the rows about one adapter's state and the two programs that change it."""
     shapes = target_shapes(config_of(8))
     adapter = new_adapter(AdapterConfig(rank=RANK, alpha=32, seed=0), shapes, RANK)
     weights = nbytes(adapter.weights)
@@ -238,7 +244,7 @@ def adapters() -> list[dict[str, Any]]:
 
 
 def layers() -> list[dict[str, Any]]:
-    """What training needs for each further layer."""
+    """Return the rows about the memory that training needs for each further layer."""
     slopes = {remat: per_layer(remat) for remat in ("full", "attention", "dots", "none")}
     low, high = (ordinary(count).temp for count in LAYERS)
     control = (high - low) / (LAYERS[1] - LAYERS[0]) / INPUT_BYTES / slopes["full"]

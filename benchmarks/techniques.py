@@ -1,5 +1,7 @@
-"""What single techniques of the engine gain: what is kept for the backward pass (``remat``), and
-adapters that come back to the device before their turn.
+"""Measure the gain from single techniques of the engine.
+
+The techniques are the activations kept for the backward pass (``remat``), and adapters that are
+loaded onto the device before their turn.
 """
 
 import argparse
@@ -26,7 +28,7 @@ CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 POLICIES: tuple[Remat, ...] = ("dots", "none", "attention", "full")
 DATUMS, TOKENS = 8, 512
 ACTIVE, REGISTERED, ROOM = 4, 16, 8
-"""Adapters of a unit, in all, and as many as the device has room for."""
+"""The adapters of a batch, all adapters, and the adapters that the device has room for."""
 
 
 def engine(model: Path, remat: Remat = "dots", room: AdapterRoom | None = None) -> Bare:
@@ -38,7 +40,7 @@ def engine(model: Path, remat: Remat = "dots", room: AdapterRoom | None = None) 
 
 
 def policies(model: Path, rounds: int) -> list[dict[str, Any]]:
-    """Gradients of 8 datums under each policy."""
+    """Compare the gradients of 8 datums under each policy."""
     sequences = random_tokens([TOKENS] * DATUMS, Shape().vocab, seed=1)
 
     def contender(remat: Remat) -> Callable[[], int]:
@@ -63,7 +65,7 @@ def policies(model: Path, rounds: int) -> list[dict[str, Any]]:
 
 
 def look_ahead(model: Path, rounds: int) -> dict[str, Any]:
-    """Steps of 16 adapters, 4 at a time, on a device with room for 8."""
+    """Compare steps of 16 adapters, 4 at a time, on a device with room for 8."""
     size = ROOM * adapter_bytes(target_shapes(read_config(model)), CONFIG.rank)
     bare = engine(model, room=AdapterRoom(device_bytes=size))
     sequences = random_tokens([128] * ACTIVE, Shape().vocab, seed=1)
@@ -89,7 +91,7 @@ def look_ahead(model: Path, rounds: int) -> dict[str, Any]:
     paces = take_turns({"told": contender(True), "not told": contender(False)}, rounds=rounds)
     told, silent = paces["told"], paces["not told"]
     return row(
-        "paging, told what is next", told.median, "not told", ratio(told, silent), silent.median
+        "adapters loaded ahead", told.median, "not ahead", ratio(told, silent), silent.median
     ) | {"ratio, CPU time": cpu_ratio(told, silent)}
 
 

@@ -1,8 +1,8 @@
-"""Many tenants on one base model: what each further one costs.
+"""Measure the cost of further tenants on one base model.
 
-Eight tenants with a datum each against one tenant with eight; more registered adapters than active
-ones; the optimizer step of one adapter beside others; far more adapters than the device holds; a
-batch of adapters of different kinds against one of LoRAs that train as many parameters.
+The comparisons: eight tenants with one datum each against one tenant with eight; more registered
+adapters than active ones; the optimizer step of one adapter beside others; far more adapters than
+the device holds; a batch of adapters of different kinds against LoRAs with as many parameters.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tuneserve_server.cli.local_server import LocalServer
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
 LEARNING_RATE = 1e-3
 ACTIVE, TOKENS = 8, 128
-STEPS = 8  # of one contender before it is the next one's turn
+STEPS = 8  # of one contender in one turn
 OPTIMIZER_STEPS = 5
 SEQUENCES = random_tokens([TOKENS] * ACTIVE, Shape().vocab, seed=1)
 DATA = Tenant.data(SEQUENCES)
@@ -41,18 +41,18 @@ DATA = Tenant.data(SEQUENCES)
 RANK_OF_KINDS = 32
 LORA = replace(CONFIG, rank=RANK_OF_KINDS)
 OSFT = replace(LORA, kind="osft", options={"form": "factors"})
-"""A weight [N, M] has rank * (N + M) trained numbers in a LoRA, and rank more in this."""
+"""For a weight [N, M], a LoRA trains rank * (N + M) numbers, and this kind rank more."""
 MIXED = "2 LoRA + 2 OSFT"
 BATCHES = {MIXED: [LORA, LORA, OSFT, OSFT], "4 LoRA": [LORA] * 4}
 LEAST_OF_KINDS = 1 / 1.25
-"""At most 1.25 times the time."""
+"""The lowest accepted pace: up to 1.25 times the time."""
 DATUMS_OF_KINDS = (1, 4)
-"""Of each tenant, between two steps: the projections of a step cost the same for any number."""
+"""Datums of each tenant between two steps. A step's projections cost the same for any number."""
 
 
 @dataclass
 class Place:
-    """Where the model and the compiled programs are."""
+    """The directory of the model and the compiled programs."""
 
     folder: Path
 
@@ -63,7 +63,7 @@ class Place:
 
     @contextmanager
     def server(self, registered: int, **settings: str) -> Iterator[LocalServer]:
-        """A service of its own."""
+        """Start a new service."""
         with tempfile.TemporaryDirectory(dir=self.folder) as home:
             limit = {"max_tenant_models": str(registered)}
             with LocalServer(Path(home), **self.settings, **limit, **settings) as server:
@@ -72,7 +72,7 @@ class Place:
 
     @contextmanager
     def service(self, registered: int, **settings: str) -> Iterator[list[Tenant]]:
-        """The tenants of a service of its own."""
+        """Start a new service, and create its tenants."""
         with self.server(registered, **settings) as server:
             yield tenants(server, registered, CONFIG, LEARNING_RATE)
 
@@ -82,12 +82,12 @@ class Place:
 
     @property
     def decomposed(self) -> dict[str, str]:
-        """Settings of a service that has the bare engine's decomposition."""
+        """The settings of a service that uses the bare engine's decomposition."""
         return {"decompositions": str(self.folder / "bare" / "decompositions")}
 
     @property
     def eight_slots(self) -> dict[str, str]:
-        """Settings of a device with memory for eight adapters, all of the lowest ranks."""
+        """The settings of a device with memory for eight adapters of the lowest rank bucket."""
         shapes = target_shapes(read_config(self.folder / "bench"))
         size = ACTIVE * adapter_bytes(shapes, CONFIG.rank)
         slots = str(ACTIVE)
@@ -95,12 +95,12 @@ class Place:
 
 
 def each_one(active: Sequence[Tenant]) -> Work:
-    """A datum for each tenant."""
+    """Return one datum for each tenant."""
     return [(tenant, [datum]) for tenant, datum in zip(active, DATA, strict=True)]
 
 
 def one_or_eight_served(served: list[Tenant], rounds: int) -> Iterator[dict[str, Any]]:
-    """Eight tenants with a datum each against one with eight, through the server."""
+    """Compare eight tenants with one datum each with one tenant with eight, through the server."""
     for what, steps in (("gradients", False), ("steps", True)):
 
         def turn(work: Work, steps: bool = steps) -> int:
@@ -115,7 +115,7 @@ def one_or_eight_served(served: list[Tenant], rounds: int) -> Iterator[dict[str,
 
 
 def one_or_eight_bare(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
-    """The same in the bare engine."""
+    """Compare the same in the bare engine."""
     names = [f"t{i}" for i in range(ACTIVE)]
     for name in names:
         bare.create(name, CONFIG)
@@ -138,7 +138,7 @@ def one_or_eight_bare(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def optimizer(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
-    """Steps of one adapter, beside so many others in all."""
+    """Compare the steps of one adapter beside 2, 16 and 64 registered ones."""
     registered: list[str] = []
 
     def register(contender: str) -> None:
@@ -163,7 +163,7 @@ def optimizer(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def more_registered(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, Any]:
-    """Eight of many tenants against the only eight."""
+    """Compare eight of many tenants with eight that have the server alone."""
 
     def turn(active: list[Tenant]) -> int:
         train([each_one(active)] * STEPS)
@@ -178,7 +178,7 @@ def more_registered(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[
 
 
 def by_turns(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, Any]:
-    """All of many tenants, eight at a time, against always the same eight."""
+    """Compare all of many tenants, eight at a time, with always the same eight."""
     groups = cycle([many[i : i + ACTIVE] for i in range(0, len(many), ACTIVE)])
     count = max(len(many) // ACTIVE // rounds, STEPS)
 
@@ -195,7 +195,7 @@ def by_turns(few: list[Tenant], many: list[Tenant], rounds: int) -> dict[str, An
 
 
 def kinds_served(server: LocalServer, rounds: int) -> list[dict[str, Any]]:
-    """Two LoRAs with two adapters of another kind against four LoRAs, through the server."""
+    """Compare two LoRAs and two adapters of another kind with four LoRAs, through the server."""
     members = {
         name: [tenants(server, 1, config, LEARNING_RATE)[0] for config in configs]
         for name, configs in BATCHES.items()
@@ -214,7 +214,7 @@ def kinds_served(server: LocalServer, rounds: int) -> list[dict[str, Any]]:
 
 
 def kinds_bare(bare: Bare, rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The same in the bare engine; and what an adapter of either kind came to."""
+    """Compare the same in the bare engine; also return figures about each batch."""
     losses: dict[str, float] = {}
     for name, configs in BATCHES.items():
         for index, config in enumerate(configs):
@@ -262,7 +262,7 @@ def of_kinds(where: str, count: int, paces: dict[str, Pace]) -> list[dict[str, A
 
 
 def step_memory(bare: Bare, config: AdapterConfig) -> dict[str, float]:
-    """Of the compiled optimizer step, MiB."""
+    """Return the memory of the compiled optimizer step in MiB."""
     kind, shapes = kind_of(config), dict(bare.backend.info.target_shapes)
     specs = step_specs(kind, shapes, config.rank, bare.backend.lattice.max_rank)
     step = jax.jit(partial(kind_step, kind, shapes), donate_argnums=range(4), keep_unused=True)
@@ -299,9 +299,9 @@ def measure_kinds(place: Place, rounds: int) -> tuple[list[dict[str, Any]], list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--crowd", type=int, default=1000, help="adapters on a device for eight")
-    parser.add_argument("--only-kinds", action="store_true", help="leave all but the kinds out")
-    parser.add_argument("--folder", type=Path, help="keep model and programs for further runs")
+    parser.add_argument("--crowd", type=int, default=1000, help="adapters, with memory for eight")
+    parser.add_argument("--only-kinds", action="store_true", help="only compare the adapter kinds")
+    parser.add_argument("--folder", type=Path, help="keeps model and programs for later runs")
     parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
     arguments = parser.parse_args()
     threads = limit_threads(None)
@@ -313,7 +313,7 @@ def main() -> None:
     rows += rows_of_kinds
     about = (
         f"`benchmarks/tenants.py --rounds {arguments.rounds}`: bench model, rank {CONFIG.rank} "
-        f"where none is told, datums of {TOKENS} tokens; {machine('jax', threads=threads)}. "
+        f"unless stated, datums of {TOKENS} tokens; {machine('jax', threads=threads)}. "
         "Medians of rounds in turns."
     )
     of_kinds = "The same two batches in the bare engine, at the same rank and learning rate."

@@ -1,7 +1,7 @@
-"""Where the time of a unit goes: 8 datums of 512 tokens through the engine, phase by phase.
+"""Trace the time of a batch in the engine, phase by phase: 8 datums of 512 tokens.
 
 The phases are those of the worker, which decodes the next requests and encodes the last results
-while the device is busy. What is left of the host's work is what the device waits for.
+while the device is busy. The device waits for the rest of the host's work.
 """
 
 import argparse
@@ -32,17 +32,17 @@ DATUMS, TOKENS = 8, 512
 BESIDE = ("decode the request", "encode the results")
 CALL = "the backend's call"
 INSIDE = {
-    "arrange the stream": (trainer.DeviceMicroBatch, "of"),
+    "arrange the micro-batch": (trainer.DeviceMicroBatch, "of"),
     "dispatch": (trainer.Trainer, "_run"),
     "wait for the device": (trainer, "_fetched"),
-    "look for what is not finite": (trainer, "_finite"),
+    "check for non-finite values": (trainer, "_finite"),
     "add to the accumulator": (trainer.Trainer, "_commit"),
 }
 ON_DEVICE = ("dispatch", "wait for the device", "add to the accumulator")
 
 
 class Clock:
-    """Seconds by phase, of the unit that runs."""
+    """The seconds of the running batch, by phase."""
 
     def __init__(self) -> None:
         self.phases: defaultdict[str, float] = defaultdict(float)
@@ -64,7 +64,7 @@ class Clock:
 
 
 def body() -> bytes:
-    """A request as the SDK sends it."""
+    """Return a request as the SDK sends it."""
 
     def tensor(values: np.ndarray[Any, Any], kind: wire.DType) -> wire.Tensor:
         return wire.Tensor(dense=values.tobytes(), dtype=kind, shape=values.shape)
@@ -87,7 +87,7 @@ def body() -> bytes:
 
 
 def unit(bare: Bare, payload: bytes, clock: Clock) -> None:
-    """One request, from its body to the body of its result."""
+    """Run one request, from its body to the body of its result."""
     with clock.phase("decode the request"):
         data = training.decode_request(payload, bare.backend.info)
     with clock.phase("pack"):
@@ -113,7 +113,7 @@ def measure(folder: Path, units: int) -> list[dict[str, Any]]:
     found["the rest of the backend's call"] = found.pop(CALL) - sum(found[n] for n in INSIDE)
     device_s = sum(found[name] for name in ON_DEVICE)
     host = {name: seconds for name, seconds in found.items() if name not in ON_DEVICE}
-    found["what the device waits for"] = sum(s for n, s in host.items() if n not in BESIDE)
+    found["host work that delays the device"] = sum(s for n, s in host.items() if n not in BESIDE)
     found["all of the host's work"] = sum(host.values())
     return [
         {"phase": name, "ms": 1000 * s, "of device time": f"{s / device_s:.2%}"}
@@ -123,7 +123,7 @@ def measure(folder: Path, units: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def inside(clock: Clock) -> Iterator[None]:
-    """The trainer with its own phases timed."""
+    """Time the trainer's own phases."""
     with ExitStack() as stack:
         for name, (owner, function) in INSIDE.items():
             timed = clock.timed(name, getattr(owner, function))
@@ -143,7 +143,7 @@ def main() -> None:
         f"`benchmarks/trace.py --units {arguments.units}`: bench model, {DATUMS} datums of "
         f"{TOKENS} tokens, rank {CONFIG.rank}; {machine('jax', threads=threads)}. Medians."
     )
-    section = table("A unit's time", about, list(rows[0]), [list(row.values()) for row in rows])
+    section = table("Time of a batch", about, list(rows[0]), [list(row.values()) for row in rows])
     publish({"trace": rows}, section, dry_run=arguments.dry_run)
 
 

@@ -1,7 +1,7 @@
-"""Supervised training through the server, in the bare engine, and in HF + PEFT on torch, by turns.
+"""Train through the server, in the bare engine, and in HF + PEFT on torch, by turns.
 
 All three train the same adapter on the same batches of the bench model with the same number of
-threads, and must report the same losses. One step is a gradient and an AdamW step.
+threads, and must report the same losses. A step is a gradient and an AdamW step.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from tuneserve_server.cli.local_server import LocalServer
 RANK, LEARNING_RATE = 8, 2e-3
 PRODUCTS = ((1024, 512, 1536), (256, 512, 1536))
 MICRO_BATCH = 8
-"""Rows of the peer's micro-batches when lengths are mixed."""
+"""The rows of the peer's micro-batches for mixed lengths."""
 SECONDS = ("device_seconds_total", "host_seconds_total")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, and how many steps on it a contender takes before it is the next one's turn."""
+    """A batch, and the number of steps that a contender takes on it in one turn."""
 
     name: str
     lengths: tuple[int, ...]
@@ -59,7 +59,7 @@ class Case:
 
 
 def mixed_lengths(count: int, low: int, high: int) -> tuple[int, ...]:
-    """Log-uniform."""
+    """Return log-uniform lengths."""
     random = np.random.default_rng(0)
     lengths = np.exp(random.uniform(np.log(low), np.log(high), count)).round()
     return tuple(int(length) for length in lengths)
@@ -75,7 +75,7 @@ CASES = (
 
 @dataclass
 class Setup:
-    """The model and who trains it."""
+    """The model's directory, the server and the bare engine."""
 
     folder: Path
     server: LocalServer
@@ -83,7 +83,7 @@ class Setup:
 
 
 def measure(setup: Setup, case: Case, rounds: int) -> dict[str, Any]:
-    """Paces of the contenders at one batch, and what the losses were."""
+    """Return the paces of the contenders on one batch, and their losses."""
     sequences = random_tokens(case.lengths, Shape().vocab, seed=1)
     config = AdapterConfig(rank=RANK, alpha=32, seed=7, train_unembed=case.head)
     losses: dict[str, list[float]] = {"server": [], "bare engine": [], "HF + PEFT": []}
@@ -147,7 +147,7 @@ def _peer(
 
 
 def assert_same(losses: dict[str, list[float]]) -> None:
-    """Else the contenders did different things."""
+    """Check that the contenders did the same work: their losses are equal and fall."""
     reference = np.array(losses["HF + PEFT"])
     for name, of_contender in losses.items():
         np.testing.assert_allclose(of_contender, reference, rtol=1e-3, err_msg=name)
@@ -157,7 +157,7 @@ def assert_same(losses: dict[str, list[float]]) -> None:
 def paddings(
     bare: Bare, config: AdapterConfig, sequences: list[Tokens], case: Case
 ) -> dict[str, Any]:
-    """Tokens of the batch, and how many positions each side computes for them."""
+    """Return the tokens of the batch, and the positions that each side computes for them."""
     units = [packed.unit for packed in bare.packed([("train", bare.data(sequences))])]
     computed = bare.computed_tokens(units)
     tokens = sum(case.lengths)
@@ -181,7 +181,7 @@ def ratios(paces: dict[str, Pace]) -> dict[str, float]:
 
 
 def product_rates(rounds: int) -> list[dict[str, Any]]:
-    """What both libraries' matrix products reach alone, in GFLOP/s: the ceilings."""
+    """Return the speed of both libraries' matrix products alone in GFLOP/s: the ceilings."""
     return [_product_rate(*shape, rounds) for shape in PRODUCTS]
 
 
@@ -266,7 +266,7 @@ def tables(figures: dict[str, Any], rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of each contender; default: all cores")
+    parser.add_argument("--threads", type=int, help="threads of each contender; default: all cores")
     parser.add_argument("--dry-run", action="store_true", help="print only; leave results.md alone")
     arguments = parser.parse_args()
     threads = limit_threads(arguments.threads)

@@ -1,4 +1,4 @@
-"""The programs to compile, from shapes alone: no weight, and no array of a model, ever exists."""
+"""The programs to compile, from shapes alone: no weights or other arrays of a model exist."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,24 +22,24 @@ from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.settings.worker import WorkerSettings
 
 _ROOM_BYTES = 2**50
-"""More than any model needs: the planner chooses its largest shapes, for whatever model."""
+"""More memory than any model needs, so the planner chooses its largest shapes for every model."""
 _DTYPE = "bfloat16"
 _BLOCK, _BLOCKS, _KEY_HEADS = 64, 8, 2
 
 Place = Callable[[Any], Any]
-"""Gives what an argument looks like on the device that is compiled for."""
+"""A function that returns the spec of an argument on the target device."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A program, and how it is lowered for a device."""
+    """A program, and the function that lowers it for a device."""
 
     name: str
     lower: Callable[[Place], jax.stages.Lowered]
 
 
 class _Weight(jax.ShapeDtypeStruct):
-    """Stands for a weight where the engine reads it: whole, or (shapes only) by its layer."""
+    """A stand-in for a weight. The engine reads it as a whole, or (shapes only) by layer."""
 
     def __getitem__(self, index: Any) -> Any:
         return self if index is Ellipsis else jnp.zeros(self.shape[1:], self.dtype)
@@ -48,9 +48,11 @@ class _Weight(jax.ShapeDtypeStruct):
 def closed_set(
     model: str, config: ModelConfig, *, layers: int, max_rank: int, is_all: bool
 ) -> Iterator[Task]:
-    """What a worker on a GPU compiles ahead for the model in bfloat16, cut to so many ``layers``,
-    in that order; unless ``is_all``, without training on several targets a position. ``is_all``:
-    what adapters of other kinds than LoRA add, too."""
+    """Yield the programs that a worker on a GPU compiles ahead, in the worker's order.
+
+    The model is in bfloat16, cut to ``layers`` layers. Training on several targets per position,
+    and the programs of adapter kinds other than LoRA, are included only with ``is_all``.
+    """
     settings = WorkerSettings.model_construct(dtype=_DTYPE, max_rank=max_rank)  # no environment
     config = replace(config, layers=layers)
     found = plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), settings)
@@ -80,11 +82,11 @@ def _decoder(config: ModelConfig) -> Decoder:
 def attention(
     head_dims: Iterable[int], dtype: str, *, groups: Iterable[int] = GROUPS, every: bool
 ) -> Iterator[Task]:
-    """Attention's kernels for each head_dim and group.
+    """Yield the attention kernels for each head_dim and group.
 
-    Kernels of float32 take ten times as long to compile as those of bfloat16, and all but the one
-    for keys' gradients only address the group: unless ``every``, these are compiled for the first
-    and the last group.
+    Float32 kernels take ten times as long to compile as bfloat16 kernels. All of them except the
+    kernel for the gradients of keys only address the group. Unless ``every``, these are compiled
+    for the first and the last group only.
     """
     groups = tuple(groups)
     ends = groups if every or dtype == "bfloat16" else (groups[0], groups[-1])
@@ -99,7 +101,7 @@ def attention(
 
 @dataclass(frozen=True)
 class _Stream:
-    """What attention is given, as shapes; a tree of its own fields."""
+    """The arguments of attention, as shapes. It is a JAX tree of its fields."""
 
     q: Any
     k: Any
@@ -122,7 +124,7 @@ def _backward(at: _Stream) -> AttentionGradient:
 
 
 def _of_queries(at: _Stream) -> jax.Array:
-    """The other kernel's results are not used: the compiler drops it."""
+    """Return the gradient of the queries. The compiler drops the other kernel, which is unused."""
     return _backward(at).q
 
 
