@@ -84,7 +84,7 @@ def blockwise(at: Case) -> tuple[Attended, AttentionGradient]:
 
 def dense(at: Case) -> tuple[Array, tuple[Array, Array, Array]]:
     """Attend with one matrix of scores per head."""
-    datum, position = at.seen.datum.reshape(-1), at.seen.position.reshape(-1)
+    datum, position = at.seen.segment_ids.reshape(-1), at.seen.position.reshape(-1)
     sees = (datum[:, None] == datum) & (position[:, None] >= position)
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -59,7 +59,10 @@ def compare_training(servers: Sequence[LocalServer], case: Case, rounds: int) ->
         for server, kept in zip(servers, losses, strict=True)
     ]
     row = compare(f"steps of {case.name}{', head' if case.head else ''}", servers, turns, rounds)
-    np.testing.assert_allclose(*losses, rtol=1e-2, err_msg="the checkouts did different things")
+    # Later losses may part: training amplifies the last bits, above all those of bfloat16.
+    first = [kept[0] for kept in losses]
+    np.testing.assert_allclose(*first, rtol=1e-3, err_msg="the checkouts did different things")
+    np.testing.assert_allclose(*losses, rtol=0.1, err_msg="the checkouts did different things")
     return row
 
 

@@ -163,7 +163,7 @@ class Bare:
         settings = WorkerSettings(
             data_dir=folder, base_model=str(model), compile_cache=cache, compile_ahead=False
         )
-        return cls(JaxBackend.from_settings(settings), learning_rate)
+        return cls(JaxBackend.from_options(settings.backend_options), learning_rate)
 
     def create(self, name: str, config: AdapterConfig) -> None:
         self.backend.create_adapter(name, config)
@@ -179,13 +179,13 @@ class Bare:
 
     def packed(self, work: Sequence[tuple[str, TrainingData]]) -> list[PackedBatch]:
         asked = [PackingRequest(name, self._ranks[name], data) for name, data in work]
-        return pack(asked, self.backend.lattice)
+        return pack(asked, self.backend.static_shapes)
 
     def gradients(self, work: Sequence[tuple[str, TrainingData]]) -> list[float]:
         """Run one ``forward_backward`` per adapter in one pass, and return their losses."""
         losses = [0.0] * len(work)
         for packed in self.packed(work):
-            result = self.backend.forward_backward(packed.unit)
+            result = self.backend.forward_backward(packed.batch)
             assert all(result.finite)
             for index, member in enumerate(packed.members):
                 losses[member] = unpack(packed, result.outputs, index, work[member][1])[1]
@@ -202,9 +202,11 @@ class Bare:
         self.optim_steps([name for name, _ in work])
         return losses
 
-    def computed_tokens(self, units: Sequence[TrainBatch]) -> int:
+    def computed_tokens(self, batches: Sequence[TrainBatch]) -> int:
         """Return the tokens of all chunks that the batches compute, padding included."""
-        lattice = self.backend.lattice
-        blocks_per_chunk = lattice.chunk // lattice.block
-        chunks = sum(-(-b.blocks // blocks_per_chunk) for unit in units for b in unit.batches)
-        return chunks * lattice.chunk
+        static_shapes = self.backend.static_shapes
+        blocks_per_chunk = static_shapes.chunk // static_shapes.block
+        chunks = sum(
+            -(-b.blocks // blocks_per_chunk) for batch in batches for b in batch.micro_batches
+        )
+        return chunks * static_shapes.chunk

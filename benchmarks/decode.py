@@ -37,15 +37,15 @@ SEEDS = count(1)
 CALLS = count()
 
 
-def engine(model: Path, lanes: int) -> JaxBackend:
+def engine(model: Path, slots: int) -> JaxBackend:
     """Return the bare engine with a snapshot and all programs that it needs."""
-    lattice = StaticShapes(CONTEXT, rank_classes=(CONFIG.rank,))
+    static_shapes = StaticShapes(CONTEXT, rank_buckets=(CONFIG.rank,))
     backend = JaxBackend(
         str(model),
         name="bench",
         tokenizer_id="bench",
-        lattice=lattice,
-        sample_rows=lanes,
+        static_shapes=static_shapes,
+        sample_rows=slots,
         compile_cache_dir=model.parent / "compiled",
     )
     backend.create_adapter("bench", CONFIG)
@@ -120,25 +120,25 @@ def one_prefill(model: Path, rounds: int) -> dict[str, Any]:
     return compared(what, paces, 2.0)
 
 
-def beside_the_limit(model: Path, lanes: int, rounds: int) -> dict[str, Any]:
+def beside_the_limit(model: Path, slots: int, rounds: int) -> dict[str, Any]:
     """Compare decoding alone, after prefill, with its limit.
 
     The limit computes every product of a step, with an adapter for each decode slot, and reads the
     keys and values. It does nothing else.
     """
-    backend = engine(model, lanes)
-    prompts = random_tokens([LIMIT_PROMPT - 1] * lanes, Shape().vocab, seed=5)
+    backend = engine(model, slots)
+    prompts = random_tokens([LIMIT_PROMPT - 1] * slots, Shape().vocab, seed=5)
 
     def decode() -> int:
         return written(backend, [request(each, WRITTEN, "reader") for each in prompts])
 
-    contenders = {"decoding": decode, "its products": products(model, lanes)}
+    contenders = {"decoding": decode, "its products": products(model, slots)}
     paces = take_turns(contenders, rounds=rounds)
-    what = f"{lanes} decode slots behind prompts of {LIMIT_PROMPT} tokens, new tokens/s"
+    what = f"{slots} decode slots behind prompts of {LIMIT_PROMPT} tokens, new tokens/s"
     return compared(what, paces, 0.6)
 
 
-def products(model: Path, lanes: int) -> Callable[[], int]:
+def products(model: Path, slots: int) -> Callable[[], int]:
     """Return a turn with the products of as many steps as ``decode`` takes, for as many slots."""
     config = read_config(model)
     heads, kv_heads, width = config.heads, config.kv_heads, config.head_dim
@@ -152,9 +152,9 @@ def products(model: Path, lanes: int) -> Callable[[], int]:
     for _ in range(config.layers):
         shapes = {name: s[1:] for name, s in target_shapes(config).items() if len(s) == 3}
         weights = {name: array(*shape) for name, shape in shapes.items()}
-        a = {name: array(lanes, shape[0], CONFIG.rank) for name, shape in shapes.items()}
-        b = {name: array(lanes, CONFIG.rank, shape[1]) for name, shape in shapes.items()}
-        keys, values = (array(lanes, kv_heads, cached, width) for _ in range(2))
+        a = {name: array(slots, shape[0], CONFIG.rank) for name, shape in shapes.items()}
+        b = {name: array(slots, CONFIG.rank, shape[1]) for name, shape in shapes.items()}
+        keys, values = (array(slots, kv_heads, cached, width) for _ in range(2))
         layers.append((weights, a, b, keys, values))
     head = array(config.hidden, config.vocab_size)
 
@@ -164,9 +164,9 @@ def products(model: Path, lanes: int) -> Callable[[], int]:
         return x @ weights[name] + jnp.einsum("br,brf->bf", low, b[name])
 
     def attended(q: Any, layer: Any) -> Any:
-        grouped = q.reshape(lanes, kv_heads, heads // kv_heads, width)
+        grouped = q.reshape(slots, kv_heads, heads // kv_heads, width)
         scores = jnp.einsum("bkgh,bksh->bkgs", grouped, layer[3])
-        return jnp.einsum("bkgs,bksh->bkgh", scores, layer[4]).reshape(lanes, heads * width)
+        return jnp.einsum("bkgs,bksh->bkgh", scores, layer[4]).reshape(slots, heads * width)
 
     def step(x: Any, layers: Any, head: Any) -> Any:
         for layer in layers:
@@ -181,14 +181,14 @@ def products(model: Path, lanes: int) -> Callable[[], int]:
         steps = jnp.arange(STEPS_PER_DISPATCH)
         return jax.lax.scan(lambda x, _: (step(x, layers, head), None), x, steps)[0]
 
-    x = array(lanes, config.hidden)
+    x = array(slots, config.hidden)
 
     def run() -> int:
         done = x
         for _ in range(WRITTEN // STEPS_PER_DISPATCH):
             done = jax.block_until_ready(dispatch(x, layers, head))
         del done
-        return WRITTEN * lanes
+        return WRITTEN * slots
 
     return run
 
@@ -205,7 +205,7 @@ def main() -> None:
         rows = [
             mixed(model, arguments.rounds),
             one_prefill(model, arguments.rounds),
-            *(beside_the_limit(model, lanes, arguments.rounds) for lanes in (16, 64)),
+            *(beside_the_limit(model, slots, arguments.rounds) for slots in (16, 64)),
         ]
     about = (
         f"`benchmarks/decode.py --rounds {arguments.rounds}`: bench model with an adapter of rank "

@@ -124,8 +124,10 @@ class Ours:
         tokens = sequences.astype(np.int32)
         data = [DecodedDatum(row[:-1], row[1:, None], weights, flat=True) for row in tokens]
         request = TrainingData("cross_entropy", {}, forward_only, data)
-        (packed,) = pack([PackingRequest(self.name, self.rank, request)], self.backend.lattice)
-        result = self.backend.forward_backward(packed.unit)
+        (packed,) = pack(
+            [PackingRequest(self.name, self.rank, request)], self.backend.static_shapes
+        )
+        result = self.backend.forward_backward(packed.batch)
         return unpack(packed, result.outputs, 0, request)[1]
 
 
@@ -168,8 +170,8 @@ def found(seed: int, hidden: int, task: str, most: int) -> dict[str, list[Run]]:
     print(f"seed {seed}: before, {torch_loss(model, held_out(seed)).item():.4f} on the old tasks")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        lattice = StaticShapes(64, block=16, chunk=128, tokens=512)
-        backend = JaxBackend(folder, name="tiny", tokenizer_id="none", lattice=lattice)
+        static_shapes = StaticShapes(64, block=16, chunk=128, requested_tokens=512)
+        backend = JaxBackend(folder, name="tiny", tokenizer_id="none", static_shapes=static_shapes)
     rank = round(0.25 * hidden)
     configs = {
         "osft": AdapterConfig(

@@ -119,7 +119,7 @@ def _chunked(case: dict[str, Array]) -> Any:
         sequence_mask=blocks(0),
         beta=blocks(0),
         loss_id=blocks(LOSS_NAMES.index("ppo"), jnp.int32),
-        datum=blocks(0, jnp.int32),
+        segment_ids=blocks(0, jnp.int32),
     )
     owners = BlockOwners(jnp.zeros(n, jnp.int32), jnp.arange(n) == 0, jnp.ones(n, bool))
     a, b = case["a"], case["b"]

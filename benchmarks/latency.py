@@ -113,13 +113,13 @@ def http_round_trip(server: LocalServer) -> Callable[[], Any]:
 def bare_engine(folder: Path) -> Callable[[], Any]:
     cache = folder / "data" / "compiled"
     settings = WorkerSettings(data_dir=folder, compile_cache=cache, compile_ahead=False)
-    backend = JaxBackend.from_settings(settings)
+    backend = JaxBackend.from_options(settings.backend_options)
     backend.create_adapter("bench", AdapterConfig(rank=RANK, alpha=32, seed=0))
 
     def run() -> None:
         data = training.decode_request(body("bench", 1), backend.info)
-        (packed,) = pack([PackingRequest("bench", RANK, data)], backend.lattice)
-        backend.forward_backward(packed.unit)
+        (packed,) = pack([PackingRequest("bench", RANK, data)], backend.static_shapes)
+        backend.forward_backward(packed.batch)
 
     return run
 

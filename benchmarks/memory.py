@@ -26,7 +26,7 @@ from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens
 from tuneserve_engine.backend.jax.model.layers import rms_norm
 from tuneserve_engine.backend.jax.model.lora import LoraRows
-from tuneserve_engine.backend.jax.training import adapter_slots as banks
+from tuneserve_engine.backend.jax.training import adapter_slots as slot_programs
 from tuneserve_engine.backend.jax.training.adamw import adamw_step, step_scalars
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 from tuneserve_engine.backend.jax.training.lm_head import HeadAdapters, LmHead, train_lm_head
@@ -82,22 +82,26 @@ def decoder(layers: int) -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
 
 
-def shapes_of(layers: int) -> tuple[banks.AdapterSlots, LoraWeights]:
+def shapes_of(layers: int) -> tuple[slot_programs.AdapterSlots, LoraWeights]:
     """Return the shapes of adapter slots and gradient slots."""
     shapes = target_shapes(config_of(layers))
     return jax.eval_shape(
         lambda: (
-            banks.new_bank(shapes, RANK, SLOTS),
-            banks.new_scratch(shapes, RANK, SLOTS),
+            slot_programs.new_adapter_slots(shapes, RANK, SLOTS),
+            slot_programs.new_gradient_slots(shapes, RANK, SLOTS),
         )
     )
 
 
-def stream() -> DeviceMicroBatch:
+def micro_batch() -> DeviceMicroBatch:
     """Return the shapes of a micro-batch of ``TOKENS`` tokens."""
     per_token = {
         name: spec(BLOCKS, BLOCK, dtype=dtype)
-        for name, dtype in (("valid", jnp.bool_), ("datum", jnp.int32), ("loss_id", jnp.int32))
+        for name, dtype in (
+            ("valid", jnp.bool_),
+            ("segment_ids", jnp.int32),
+            ("loss_id", jnp.int32),
+        )
     }
     inputs = {name: per_token.get(name, spec(BLOCKS, BLOCK)) for name in LossInputs._fields}
     inputs["weights"] = spec(BLOCKS, BLOCK, 1)
@@ -126,7 +130,7 @@ def training(layers: int, remat: str) -> Training:
     model = decoder(layers)
     model.remat, model.block, model.chunk_blocks = remat, BLOCK, CHUNK_BLOCKS
     model.train()
-    bank, scratch = shapes_of(layers)
+    adapter_slots, gradient_slots = shapes_of(layers)
     graph, state = nnx.split(model)
     spaces: list[Any] = []
 
@@ -134,11 +138,14 @@ def training(layers: int, remat: str) -> Training:
         return train_micro_batch(nnx.merge(graph, state), *args)
 
     jax.eval_shape(
-        lambda state: spaces.append(space_shapes(nnx.merge(graph, state), bank, BLOCKS)), state
+        lambda state: spaces.append(space_shapes(nnx.merge(graph, state), adapter_slots, BLOCKS)),
+        state,
     )
     space = spaces[0]
     jitted = jax.jit(run, donate_argnums=(1, 2))
-    program = compiled(lambda: jitted.lower(state, space, scratch, bank, stream()))
+    program = compiled(
+        lambda: jitted.lower(state, space, gradient_slots, adapter_slots, micro_batch())
+    )
     return Training(program, nbytes(space))
 
 
@@ -160,8 +167,8 @@ def ordinary(layers: int) -> Compiled:
     """
     config = config_of(layers)
     weights = {name: spec(*x.shape) for name, x in decoder(layers).layers.items()}
-    bank, scratch = shapes_of(layers)
-    adapters = LoraRows(bank.a, bank.b, bank.scale).layers()
+    adapter_slots, gradient_slots = shapes_of(layers)
+    adapters = LoraRows(adapter_slots.a, adapter_slots.b, adapter_slots.scale).layers()
     rope = (spec(BLOCKS, BLOCK, 1, config.head_dim // 2),) * 2
 
     def loss(adapters: Any, weights: Any, x: Any, rows: tuple[Any, Any], rope: Any) -> Any:
@@ -179,25 +186,36 @@ def ordinary(layers: int) -> Compiled:
     def run(sums: Any, adapters: Any, *args: Any) -> Any:
         return jax.tree.map(jnp.add, sums, jax.grad(loss)(adapters, *args))
 
-    sums = LoraRows(scratch.a, scratch.b, bank.scale).layers()
+    sums = LoraRows(gradient_slots.a, gradient_slots.b, adapter_slots.scale).layers()
     x, slot = spec(BLOCKS, BLOCK, config.hidden), spec(BLOCKS, dtype=jnp.int32)
-    return compiled(lambda: run.lower(sums, adapters, weights, x, (bank.scale, slot), rope))
+    return compiled(
+        lambda: run.lower(sums, adapters, weights, x, (adapter_slots.scale, slot), rope)
+    )
 
 
 def head() -> float:
     """Return the temporary bytes of the head in eight chunks, over those with all logits."""
-    batch, config = stream(), config_of(1)
-    bank, scratch = shapes_of(1)
+    batch, config = micro_batch(), config_of(1)
+    adapter_slots, gradient_slots = shapes_of(1)
     x = spec(BLOCKS, BLOCK, config.hidden)
     table = LmHead(spec(config.vocab_size, config.hidden), spec(config.hidden))
 
     @partial(jax.jit, donate_argnums=3)
     def chunked(
-        table: LmHead, x: Any, bank: banks.AdapterSlots, scratch: Any, batch: DeviceMicroBatch
+        table: LmHead,
+        x: Any,
+        adapter_slots: slot_programs.AdapterSlots,
+        gradient_slots: Any,
+        batch: DeviceMicroBatch,
     ) -> Any:
-        adapters = HeadAdapters(bank.a[UNEMBED][0], bank.b[UNEMBED][0], bank.scale, bank.trained)
+        adapters = HeadAdapters(
+            adapter_slots.a[UNEMBED][0],
+            adapter_slots.b[UNEMBED][0],
+            adapter_slots.scale,
+            adapter_slots.trained,
+        )
         asked = (table, x, batch.targets, batch.inputs, adapters, batch.owners, batch.layers.blocks)
-        return train_lm_head(*asked, scratch, eps=config.rms_eps, chunk_blocks=CHUNK_BLOCKS)
+        return train_lm_head(*asked, gradient_slots, eps=config.rms_eps, chunk_blocks=CHUNK_BLOCKS)
 
     @jax.jit
     def full(table: LmHead, x: Any, targets: Any) -> Any:
@@ -207,8 +225,8 @@ def head() -> float:
 
         return jax.value_and_grad(loss)(x)
 
-    mine = {"a": scratch.a[UNEMBED], "b": scratch.b[UNEMBED]}
-    ours = compiled(lambda: chunked.lower(table, x, bank, mine, batch))
+    mine = {"a": gradient_slots.a[UNEMBED], "b": gradient_slots.b[UNEMBED]}
+    ours = compiled(lambda: chunked.lower(table, x, adapter_slots, mine, batch))
     return ours.temp / compiled(lambda: full.lower(table, x, batch.targets)).temp
 
 
@@ -228,9 +246,10 @@ def adapters() -> list[dict[str, Any]]:
     shapes = target_shapes(config_of(8))
     adapter = new_adapter(AdapterConfig(rank=RANK, alpha=32, seed=0), shapes, RANK)
     weights = nbytes(adapter.weights)
-    _, scratch = shapes_of(8)
+    _, gradient_slots = shapes_of(8)
     slot, flag = spec(dtype=jnp.int32), spec(dtype=jnp.bool_)
-    add = compiled(lambda: banks.add.lower(adapter.accumulator, scratch, slot, flag, flag))
+    given = (adapter.accumulator, gradient_slots, slot, flag, flag)
+    add = compiled(lambda: slot_programs.accumulate_slot.lower(*given))
     moments = (adapter.first_moment, adapter.second_moment)
     state = (adapter.weights, *moments, adapter.accumulator)
     step = compiled(lambda: adamw_step.lower(*state, step_scalars(AdamwParams(), 1)))

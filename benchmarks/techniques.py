@@ -19,9 +19,9 @@ from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 
 from tuneserve_engine.backend.jax.adapters.arrays import adapter_bytes, target_shapes
 from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
-from tuneserve_engine.backend.jax.model.layer_stack import Remat
 from tuneserve_engine.backend.jax.model.weights import read_config
 from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.backend_options import Remat
 from tuneserve_engine.core.shapes import StaticShapes
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=7, train_unembed=False)
@@ -32,9 +32,9 @@ ACTIVE, REGISTERED, ROOM = 4, 16, 8
 
 
 def engine(model: Path, remat: Remat = "dots", room: AdapterRoom | None = None) -> Bare:
-    lattice = StaticShapes(Shape().context, rank_classes=(8,))
+    static_shapes = StaticShapes(Shape().context, rank_buckets=(8,))
     backend = JaxBackend(
-        str(model), name="b", tokenizer_id="b", lattice=lattice, remat=remat, room=room
+        str(model), name="b", tokenizer_id="b", static_shapes=static_shapes, remat=remat, room=room
     )
     return Bare(backend, learning_rate=1e-3)
 
@@ -64,7 +64,7 @@ def policies(model: Path, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def look_ahead(model: Path, rounds: int) -> dict[str, Any]:
+def prefetch(model: Path, rounds: int) -> dict[str, Any]:
     """Compare steps of 16 adapters, 4 at a time, on a device with room for 8."""
     size = ROOM * adapter_bytes(target_shapes(read_config(model)), CONFIG.rank)
     bare = engine(model, room=AdapterRoom(device_bytes=size))
@@ -82,7 +82,7 @@ def look_ahead(model: Path, rounds: int) -> dict[str, Any]:
             for _ in groups:
                 group, following = next(turns)
                 if is_told:
-                    bare.backend.look_ahead([*group, *following])
+                    bare.backend.prefetch([*group, *following])
                 bare.step(list(zip(group, data, strict=True)))
             return REGISTERED * 128
 
@@ -110,7 +110,7 @@ def main() -> None:
         write_model(folder / "bench")
         rows = policies(folder / "bench", arguments.rounds)
         print(rows, file=sys.stderr)
-        rows.append(look_ahead(folder / "bench", arguments.rounds))
+        rows.append(prefetch(folder / "bench", arguments.rounds))
     about = (
         f"`benchmarks/techniques.py --rounds {arguments.rounds}`: bench model, bare engine, rank "
         f"{CONFIG.rank}; {machine('jax', threads=threads)}. Medians of rounds in turns."

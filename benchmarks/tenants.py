@@ -264,7 +264,7 @@ def of_kinds(where: str, count: int, paces: dict[str, Pace]) -> list[dict[str, A
 def step_memory(bare: Bare, config: AdapterConfig) -> dict[str, float]:
     """Return the memory of the compiled optimizer step in MiB."""
     kind, shapes = kind_of(config), dict(bare.backend.info.target_shapes)
-    specs = step_specs(kind, shapes, config.rank, bare.backend.lattice.max_rank)
+    specs = step_specs(kind, shapes, config.rank, bare.backend.static_shapes.max_rank)
     step = jax.jit(partial(kind_step, kind, shapes), donate_argnums=range(4), keep_unused=True)
     memory = step.lower(*specs).compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes

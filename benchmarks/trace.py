@@ -86,28 +86,28 @@ def body() -> bytes:
     return wire.ForwardBackwardRequest(data=data, loss_fn="cross_entropy").SerializeToString()
 
 
-def unit(bare: Bare, payload: bytes, clock: Clock) -> None:
+def batch(bare: Bare, payload: bytes, clock: Clock) -> None:
     """Run one request, from its body to the body of its result."""
     with clock.phase("decode the request"):
         data = training.decode_request(payload, bare.backend.info)
     with clock.phase("pack"):
-        (packed,) = pack([PackingRequest("t", CONFIG.rank, data)], bare.backend.lattice)
+        (packed,) = pack([PackingRequest("t", CONFIG.rank, data)], bare.backend.static_shapes)
     with clock.phase(CALL):
-        result = bare.backend.forward_backward(packed.unit)
+        result = bare.backend.forward_backward(packed.batch)
     assert all(result.finite)
     with clock.phase("encode the results"):
         training.encode_output(*unpack(packed, result.outputs, 0, data))
 
 
-def measure(folder: Path, units: int) -> list[dict[str, Any]]:
+def measure(folder: Path, batches: int) -> list[dict[str, Any]]:
     write_model(folder / "bench")
     bare = Bare.beside(folder, folder / "bench", folder / "compiled")
     bare.create("t", CONFIG)
     payload, clocks = body(), []
-    for _ in range(units + 1):
+    for _ in range(batches + 1):
         clock = Clock()
         with inside(clock):
-            unit(bare, payload, clock)
+            batch(bare, payload, clock)
         clocks.append(clock.phases)
     found = {name: statistics.median(c[name] for c in clocks[1:]) for name in clocks[-1]}
     found["the rest of the backend's call"] = found.pop(CALL) - sum(found[n] for n in INSIDE)

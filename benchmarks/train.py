@@ -158,8 +158,8 @@ def paddings(
     bare: Bare, config: AdapterConfig, sequences: list[Tokens], case: Case
 ) -> dict[str, Any]:
     """Return the tokens of the batch, and the positions that each side computes for them."""
-    units = [packed.unit for packed in bare.packed([("train", bare.data(sequences))])]
-    computed = bare.computed_tokens(units)
+    batches = [packed.batch for packed in bare.packed([("train", bare.data(sequences))])]
+    computed = bare.computed_tokens(batches)
     tokens = sum(case.lengths)
     padded = padded_tokens(sequences, case.rows)
     return {

@@ -1,5 +1,5 @@
-"""Who learns: OSFT of almost all directions and of a quarter of them, each beside LoRA that trains
-as many numbers.
+"""The learners: OSFT of almost all directions and of a quarter of them, each beside a LoRA that
+trains as many numbers.
 
 The learning rates, of the first of some steps, are such that all four know about as much of a task
 when they have just learnt it: with higher ones each of them learns more, and forgets more.

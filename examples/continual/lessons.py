@@ -26,7 +26,7 @@ _MAX_TOKENS = 128  # as in its training
 
 
 def lessons(task: str, tokenizer) -> list[Datum]:
-    """What is trained: questions about most facts, answered in the task's manner."""
+    """The training data: questions about most facts, answered in the task's manner."""
     return _told(task, tokenizer, _shuffled()[_HELD_OUT:])
 
 

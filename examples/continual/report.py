@@ -1,4 +1,4 @@
-"""What came out: a table, the numbers, and a chart of them."""
+"""The results as a table, as numbers and as a chart."""
 
 import json
 from pathlib import Path

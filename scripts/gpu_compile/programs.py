@@ -19,7 +19,7 @@ from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.backend.jax.training.trainer import Trainer
-from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.core.backend_options import PlanRequest
 
 _ROOM_BYTES = 2**50
 """More memory than any model needs, so the planner chooses its largest shapes for every model."""
@@ -53,20 +53,20 @@ def closed_set(
     The model is in bfloat16, cut to ``layers`` layers. Training on several targets per position,
     and the programs of adapter kinds other than LoRA, are included only with ``is_all``.
     """
-    settings = WorkerSettings.model_construct(dtype=_DTYPE, max_rank=max_rank)  # no environment
+    request = PlanRequest(dtype=_DTYPE, max_rank=max_rank)
     config = replace(config, layers=layers)
-    found = plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), settings)
+    found = plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), request)
     decoder = _decoder(config)
-    decoder.remat, decoder.block = found.remat, found.lattice.block
-    decoder.chunk_blocks = found.lattice.chunk // found.lattice.block
+    decoder.remat, decoder.block = found.remat, found.static_shapes.block
+    decoder.chunk_blocks = found.static_shapes.chunk // found.static_shapes.block
     programs = ProgramRegistry()
-    trainer = Trainer(programs, decoder, found.lattice)
-    pages = pages_of(found.lattice, found.sample_rows)
-    Programs(programs, decoder, found.lattice, lanes=found.sample_rows, pages=pages)
+    trainer = Trainer(programs, decoder, found.static_shapes)
+    pages = pages_of(found.static_shapes, found.sample_rows)
+    Programs(programs, decoder, found.static_shapes, slots=found.sample_rows, pages=pages)
     if is_all:
         for kind in (kind for forms in KINDS.values() for kind in forms.values()):
             trainer.prepare(kind)
-    several = f", {found.lattice.target_classes[-1]}, "
+    several = f", {found.static_shapes.target_buckets[-1]}, "
     for shape in sorted(programs.shapes(), key=lambda shape: shape.order):
         if is_all or several not in shape.name:
             yield Task(f"{model} {shape.name}", shape.lowered)
@@ -100,7 +100,7 @@ def attention(
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _AttentionArguments:
     """The arguments of attention, as shapes. It is a JAX tree of its fields."""
 
     q: Any
@@ -110,25 +110,25 @@ class _Stream:
     gradients: AttentionGradient
 
 
-jax.tree_util.register_dataclass(_Stream)
+jax.tree_util.register_dataclass(_AttentionArguments)
 _OPTIONS = {"base": 0, "attended_base": 0, "interpret": False}
 
 
-def _forward(at: _Stream) -> Attended:
+def _forward(at: _AttentionArguments) -> Attended:
     return packed_gpu.attend(at.q, at.k, at.k, at.seen, at.into, **_OPTIONS)  # type: ignore[arg-type]
 
 
-def _backward(at: _Stream) -> AttentionGradient:
+def _backward(at: _AttentionArguments) -> AttentionGradient:
     given = at.q, at.k, at.k, at.into, at.q, at.seen, at.gradients
     return packed_gpu.attend_backward(*given, **_OPTIONS)  # type: ignore[arg-type]
 
 
-def _of_queries(at: _Stream) -> jax.Array:
+def _of_queries(at: _AttentionArguments) -> jax.Array:
     """Return the gradient of the queries. The compiler drops the other kernel, which is unused."""
     return _backward(at).q
 
 
-def _of_keys(at: _Stream) -> tuple[jax.Array, jax.Array]:
+def _of_keys(at: _AttentionArguments) -> tuple[jax.Array, jax.Array]:
     gradients = _backward(at)
     return gradients.k, gradients.v
 
@@ -137,15 +137,15 @@ def _lowered(
     function: Callable[..., Any], head_dim: int, group: int, dtype: str
 ) -> Callable[[Place], jax.stages.Lowered]:
     def lower(place: Place) -> jax.stages.Lowered:
-        stream = jax.tree.map(place, _stream(head_dim, group, dtype))
+        arguments = jax.tree.map(place, _arguments(head_dim, group, dtype))
         precision = "highest" if dtype == "float32" else None
         with jax.default_matmul_precision(precision):
-            return jax.jit(function).lower(stream)
+            return jax.jit(function).lower(arguments)
 
     return lower
 
 
-def _stream(head_dim: int, group: int, dtype: str) -> _Stream:
+def _arguments(head_dim: int, group: int, dtype: str) -> _AttentionArguments:
     def floats(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((_BLOCKS, *shape), dtype)
 
@@ -156,4 +156,4 @@ def _stream(head_dim: int, group: int, dtype: str) -> _Stream:
     k = floats(_KEY_HEADS, _BLOCK, head_dim)
     seen = Visibility(ints(_BLOCKS, _BLOCK), ints(_BLOCKS, _BLOCK), ints(_BLOCKS), ints())
     sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    return _Stream(q, k, seen, Attended(q, sums), AttentionGradient(q, k, k))
+    return _AttentionArguments(q, k, seen, Attended(q, sums), AttentionGradient(q, k, k))

@@ -28,7 +28,7 @@ TINY = {
     "intermediate_size": 24,
     "max_position_embeddings": 24,
 }
-LATTICE = StaticShapes(24, block=8, chunk=16, tokens=128)
+STATIC_SHAPES = StaticShapes(24, block=8, chunk=16, requested_tokens=128)
 """Pieces have up to 64 tokens: several make a stream, and the longest datum is several blocks."""
 
 
@@ -65,7 +65,7 @@ def new_backend(base_model: Path) -> "Callable[[], JaxBackend]":
     from tuneserve_engine.backend.jax.backend import JaxBackend
 
     return lambda: JaxBackend(
-        str(base_model), name="tiny", tokenizer_id=str(base_model), lattice=LATTICE
+        str(base_model), name="tiny", tokenizer_id=str(base_model), static_shapes=STATIC_SHAPES
     )
 
 
@@ -89,22 +89,25 @@ def datum() -> Callable[..., Row]:
 
 
 @pytest.fixture(scope="session")
-def batch_of() -> Callable[..., MicroBatch]:
-    """``batch_of((0, row), (1, row, row))``: pieces, each a request and its datums, one behind the
-    other. Datums are numbered in this order, so ``batch.datum == 2`` are the tokens of the third.
+def micro_batch_of() -> Callable[..., MicroBatch]:
+    """``micro_batch_of((0, row), (1, row, row))``: pieces, each a request and its datums, one
+    behind the other. Datums are numbered in this order, so ``micro_batch.segment_ids == 2`` are the
+    tokens of the third.
     """
 
-    def make(*pieces: Any, lattice: StaticShapes = LATTICE) -> MicroBatch:
-        arrays = empty(lattice.stream, lattice.block)
+    def make(*pieces: Any, static_shapes: StaticShapes = STATIC_SHAPES) -> MicroBatch:
+        arrays = empty(static_shapes.micro_batch_tokens, static_shapes.block)
         first = number = 0
         for request, *rows in pieces:
             start = first
             for row in rows:
-                fill(arrays, number, first, row, lattice.block)
+                fill(arrays, number, first, row, static_shapes.block)
                 first, number = first + len(row.tokens), number + 1
-            first = multiple_from(first, lattice.block)
-            arrays["block_request"][start // lattice.block : first // lattice.block] = request
-        return MicroBatch(**arrays, blocks=first // lattice.block)
+            first = multiple_from(first, static_shapes.block)
+            arrays["block_request"][start // static_shapes.block : first // static_shapes.block] = (
+                request
+            )
+        return MicroBatch(**arrays, blocks=first // static_shapes.block)
 
     return make
 
@@ -112,15 +115,23 @@ def batch_of() -> Callable[..., MicroBatch]:
 def empty(n: int, block: int) -> dict[str, Any]:
     """The arrays of a stream without datums."""
     shapes = {"targets": (n, 1), "weights": (n, 1)}
-    shapes |= {"block_request": (n // block,), "block_start": (n // block,)}
-    whole = ("tokens", "targets", "positions", "datum", "loss_id", "block_request", "block_start")
+    shapes |= {"block_request": (n // block,), "first_visible_block": (n // block,)}
+    whole = (
+        "tokens",
+        "targets",
+        "positions",
+        "segment_ids",
+        "loss_id",
+        "block_request",
+        "first_visible_block",
+    )
     arrays: dict[str, Any] = {
         name: np.zeros(shapes.get(name, (n,)), np.int32 if name in whole else np.float32)
         for name in MicroBatch._fields
         if name != "blocks"
     }
-    arrays["datum"][:] = arrays["block_request"][:] = -1
-    arrays["block_start"][:] = np.arange(n // block)
+    arrays["segment_ids"][:] = arrays["block_request"][:] = -1
+    arrays["first_visible_block"][:] = np.arange(n // block)
     return arrays
 
 
@@ -130,24 +141,24 @@ def fill(arrays: dict[str, Any], number: int, first: int, row: Row, block: int) 
     arrays["tokens"][part] = row.tokens
     arrays["targets"][part, 0] = row.targets
     arrays["positions"][part] = range(length)
-    arrays["datum"][part] = number
+    arrays["segment_ids"][part] = number
     arrays["loss_id"][part] = LOSS_NAMES.index(row.loss)
     if row.loss == "cross_entropy":
         arrays["weights"][part, 0] = row.weights
     for name, values in row.inputs.items():
         arrays[name][part] = values
-    starts = arrays["block_start"]
+    starts = arrays["first_visible_block"]
     for each in range(first // block, (first + length - 1) // block + 1):
         starts[each] = min(starts[each], first // block)
 
 
 @pytest.fixture(scope="session")
-def unit_of() -> Callable[..., TrainBatch]:
-    """``unit_of(["a", "b"], batches)``: requests by adapter id."""
+def batch_of() -> Callable[..., TrainBatch]:
+    """``batch_of(["a", "b"], micro_batches)``: requests by adapter id."""
 
     def make(
-        adapters: Sequence[str], batches: Sequence[MicroBatch], *, forward_only: bool = False
+        adapters: Sequence[str], micro_batches: Sequence[MicroBatch], *, forward_only: bool = False
     ) -> TrainBatch:
-        return TrainBatch(tuple(adapters), forward_only, tuple(batches))
+        return TrainBatch(tuple(adapters), forward_only, tuple(micro_batches))
 
     return make

@@ -53,34 +53,34 @@ class DeadlyBackend(FakeBackend):
             self._die(signal.SIGABRT, [adapter_id])
         super().create_adapter(adapter_id, config)
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-        names = list(unit.adapter_ids)
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+        names = list(batch.adapter_ids)
         found: set[int] = set()
-        for batch in unit.batches:
-            block = len(batch.tokens) // len(batch.block_request)
-            for at, index in enumerate(batch.block_request.tolist()):
-                deadly = {*batch.tokens[at * block : (at + 1) * block].tolist()} & {*DEADLY}
+        for micro_batch in batch.micro_batches:
+            block = len(micro_batch.tokens) // len(micro_batch.block_request)
+            for at, index in enumerate(micro_batch.block_request.tolist()):
+                deadly = {*micro_batch.tokens[at * block : (at + 1) * block].tolist()} & {*DEADLY}
                 if index >= 0 and deadly:
-                    names[index] = deadly_gradient(unit.adapter_ids[index])
+                    names[index] = deadly_gradient(batch.adapter_ids[index])
                     found |= deadly
         self._check(found, names)
         if self._is_first:
             self._is_first = False
             time.sleep(0.1)
-        return super().forward_backward(unit, *between)
+        return super().forward_backward(batch, *between)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         tokens = {token for request in requests for token in request.prompt.tolist()}
         self._check(tokens, [f"{each.snapshot_id}/{each.seed}" for each in requests])
         return super().sample(requests)
 
-    def _check(self, tokens: set[int], unit: list[str]) -> None:
+    def _check(self, tokens: set[int], batch: list[str]) -> None:
         for token, number in DEADLY.items():
             if token in tokens:
-                self._die(number, unit)
+                self._die(number, batch)
 
-    def _die(self, number: signal.Signals, unit: list[str]) -> None:
+    def _die(self, number: signal.Signals, batch: list[str]) -> None:
         with self._deaths.open("a") as notes:
-            notes.write(json.dumps(unit) + "\n")
+            notes.write(json.dumps(batch) + "\n")
         os.kill(os.getpid(), number)
         signal.pause()  # another thread may be the one that it hits

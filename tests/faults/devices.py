@@ -54,13 +54,13 @@ def has_no_room_for(tokens: IntArray) -> bool:
 
 
 class CrampedBackend(FakeBackend):
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-        for batch in unit.batches:
-            if is_broken_by(batch.tokens):
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+        for micro_batch in batch.micro_batches:
+            if is_broken_by(micro_batch.tokens):
                 raise RuntimeError("the device is on fire")
-            if has_no_room_for(batch.tokens):
+            if has_no_room_for(micro_batch.tokens):
                 raise OutOfMemory("the device has no room")
-        return super().forward_backward(unit, *between)
+        return super().forward_backward(batch, *between)
 
 
 class FakeDevice:
@@ -70,7 +70,7 @@ class FakeDevice:
     async def working(
         self, settings: CommonSettings, store: Store, log: Path
     ) -> AsyncIterator[None]:
-        life = Life(settings, "worker", new_backend=CrampedBackend, log=log, unit_s=LONG_S)
+        life = Life(settings, "worker", new_backend=CrampedBackend, log=log, batch_s=LONG_S)
         process = life.start()
         try:
             yield
@@ -97,9 +97,9 @@ class JaxDevice:
         async def connect() -> Queue:
             return store
 
-        operations = JobExecutor(self._backend, FileStore(settings.files_dir))
-        scheduler = Scheduler(unit_s=LONG_S)
-        worker = Worker(connect, operations, self.info, name="worker", scheduler=scheduler)
+        executor = JobExecutor(self._backend, FileStore(settings.files_dir))
+        scheduler = Scheduler(batch_s=LONG_S)
+        worker = Worker(connect, executor, self.info, name="worker", scheduler=scheduler)
         handler = logging.FileHandler(log)
         logger = logging.getLogger("tuneserve_engine")
         logger.addHandler(handler)
@@ -116,9 +116,9 @@ class JaxDevice:
 
 
 def _in_little_memory(train: Callable[..., Any], key: Any, *arguments: Any) -> Any:
-    *_, stream = arguments
-    if is_broken_by(stream.tokens):
+    *_, micro_batch = arguments
+    if is_broken_by(micro_batch.tokens):
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: the program is on fire")
-    if has_no_room_for(stream.tokens):
+    if has_no_room_for(micro_batch.tokens):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     return train(key, *arguments)

@@ -24,8 +24,8 @@ from tuneserve_engine.store.open import open_queue
 from tuneserve_engine.worker import worker
 from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.lease import LeaseLost
-from tuneserve_engine.worker.models.manager import PointPolicy
-from tuneserve_engine.worker.scheduling.scheduler import UNIT_S, Scheduler
+from tuneserve_engine.worker.models.recovery_points import PointPolicy
+from tuneserve_engine.worker.scheduling.scheduler import BATCH_S, Scheduler
 
 KILL_POINTS = (
     "worker-took",
@@ -67,7 +67,7 @@ class Life:
     log: Path | None = None
     points: PointPolicy = OFTEN
     stop_s: float = worker.STOP_S
-    unit_s: float = UNIT_S
+    batch_s: float = BATCH_S
 
     def start(self) -> BaseProcess:
         process = _context.Process(target=_live, args=(self,), daemon=True)
@@ -94,15 +94,15 @@ def _live(life: Life) -> None:
 
 async def _work(life: Life) -> None:
     backend = life.new_backend()
-    operations = JobExecutor(backend, FileStore(Path(life.settings.files_dir)))
+    executor = JobExecutor(backend, FileStore(Path(life.settings.files_dir)))
     policy = worker.WorkerPolicy(points=life.points, renew_s=life.renew_s)
     async with open_queue(life.settings) as connect:
         running = worker.Worker(
             _watching(connect, life.diary),
-            operations,
+            executor,
             backend.info,
             name=life.name,
-            scheduler=Scheduler(unit_s=life.unit_s),
+            scheduler=Scheduler(batch_s=life.batch_s),
             policy=policy,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)

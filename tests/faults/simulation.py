@@ -23,7 +23,7 @@ from tuneserve_engine.store.base import Queue, Submitted
 from tuneserve_engine.store.errors import Fenced
 from tuneserve_engine.store.files import FileStore, LocalFs
 from tuneserve_engine.worker.execution.executor import JobExecutor
-from tuneserve_engine.worker.models.manager import PointPolicy
+from tuneserve_engine.worker.models.recovery_points import PointPolicy
 from tuneserve_engine.worker.worker import Worker, WorkerPolicy
 
 QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
@@ -103,7 +103,7 @@ class World:
     seed: int
     folder: Path
     faults: Faults
-    make_operations: Callable[[Path], JobExecutor]
+    make_executor: Callable[[Path], JobExecutor]
     trace: list[str] = field(default_factory=list)
     crashes: int = 0
 
@@ -182,7 +182,7 @@ class World:
         while True:
             worker = Worker(
                 self._connect,
-                self.make_operations(self.folder / "files"),
+                self.make_executor(self.folder / "files"),
                 FAKE_INFO,
                 name=name,
                 policy=policy,
@@ -247,7 +247,7 @@ class _Line:
         return bool(await self._call("cancel", request_id))
 
 
-def fake_operations(folder: Path) -> JobExecutor:
+def fake_executor(folder: Path) -> JobExecutor:
     return JobExecutor(FakeBackend(), FileStore(folder, UnsyncedFs()))
 
 
@@ -258,7 +258,7 @@ def play(
     *,
     rounds: int = 3,
     first: int = 0,
-    make_operations: Callable[[Path], JobExecutor] = fake_operations,
+    make_executor: Callable[[Path], JobExecutor] = fake_executor,
 ) -> tuple[dict[str, Any], World]:
     """What three tenants got under this seed's faults, and the world it happened in."""
     folder.mkdir(parents=True)
@@ -266,7 +266,7 @@ def play(
     worlds: list[World] = []
 
     async def main() -> dict[str, Any]:
-        worlds.append(World(seed, folder, faults, make_operations))
+        worlds.append(World(seed, folder, faults, make_executor))
         return await worlds[0].play(tenants)
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

@@ -27,9 +27,9 @@ class SlowBackend(FakeBackend):
         super().__init__()
         self._began = began
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-        slow = any((batch.tokens == SLOW).any() for batch in unit.batches)
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+        slow = any((micro_batch.tokens == SLOW).any() for micro_batch in batch.micro_batches)
         if slow and not self._began.exists():
             self._began.touch()
             time.sleep(3600)
-        return super().forward_backward(unit, *between)
+        return super().forward_backward(batch, *between)

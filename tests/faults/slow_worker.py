@@ -1,7 +1,7 @@
 """A worker whose device takes time: ``slow_worker.py <data directory>``.
 
 A micro-batch takes ``TOKEN_S`` per token of its chunks, padding included, and no processor
-meanwhile: as on a GPU. Units, whom they were charged to, and who waited, go to ``units.jsonl``.
+meanwhile: as on a GPU. Units, whom they were charged to, and who waited, go to ``batches.jsonl``.
 """
 
 import asyncio
@@ -36,43 +36,45 @@ UNITS = "units.jsonl"
 class SlowBackend(FakeBackend):
     def __init__(self) -> None:
         super().__init__()
-        self._lattice = replace(self._lattice, chunk=CHUNK, tokens=CHUNK)
+        self._static_shapes = replace(self._static_shapes, chunk=CHUNK, tokens=CHUNK)
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         started_s = time.monotonic()
-        result = super().forward_backward(unit, *between)
-        needed_s = TOKEN_S * sum(self._computed(batch) for batch in unit.batches)
+        result = super().forward_backward(batch, *between)
+        needed_s = TOKEN_S * sum(self._computed(micro_batch) for micro_batch in batch.micro_batches)
         time.sleep(max(0.0, started_s + needed_s - time.monotonic()))
         return result
 
-    def _computed(self, batch: MicroBatch) -> int:
-        return multiple_from(batch.blocks * self.lattice.block, self.lattice.chunk)
+    def _computed(self, micro_batch: MicroBatch) -> int:
+        return multiple_from(
+            micro_batch.blocks * self.static_shapes.block, self.static_shapes.chunk
+        )
 
 
 class Noting(Scheduler):
     """Writes a line per unit: its kind, each tenant's seconds, and the tenants with work then."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
-        super().__init__(weights, costs=CostModel(SlowBackend().lattice))
+        super().__init__(weights, costs=CostModel(SlowBackend().static_shapes))
         self._file = path.open("w")
         self._waiting: list[str] = []
 
-    def next_unit(
-        self, pending: Sequence[Job], under_way: Sequence[RunningSample] = ()
+    def next_batch(
+        self, pending: Sequence[Job], running_samples: Sequence[RunningSample] = ()
     ) -> list[Job]:
         self._waiting = sorted({job.tenant for job in pending})
-        return super().next_unit(pending, under_way)
+        return super().next_batch(pending, running_samples)
 
     def charge(
-        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+        self, batch: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
     ) -> None:
         shares: defaultdict[str, float] = defaultdict(float)
-        for job, share in zip(unit, self._estimates.shares(unit), strict=True):
+        for job, share in zip(batch, self._estimates.shares(batch), strict=True):
             shares[job.tenant] += share * seconds
-        line = {"kind": unit[0].kind, "seconds": shares, "jobs": len(unit)}
+        line = {"kind": batch[0].kind, "seconds": shares, "jobs": len(batch)}
         self._file.write(json.dumps(line | {"waiting": self._waiting}) + "\n")
         self._file.flush()
-        super().charge(unit, seconds, work)
+        super().charge(batch, seconds, work)
 
 
 async def main(data_dir: Path) -> None:
@@ -84,8 +86,8 @@ async def main(data_dir: Path) -> None:
         await queue.connect()
         return queue
 
-    operations = JobExecutor(backend, files)
-    worker = Worker(connect, operations, backend.info, name="worker", scheduler=scheduler)
+    executor = JobExecutor(backend, files)
+    worker = Worker(connect, executor, backend.info, name="worker", scheduler=scheduler)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
     await worker.run()
 

@@ -202,7 +202,7 @@ def test_a_stopped_worker_leaves_nothing_to_be_done_again(tmp_path: Path) -> Non
                 process.join()
 
     asyncio.run(main())
-    again = re.findall(r"is back: (\d+) requests done again", log.read_text())
+    again = re.findall(r"is restored: (\d+) requests replayed", log.read_text())
     print(f"workers stopped within {max(stops):.2f} s; {len(again)} times a model came back")
     assert len(again) > 8 and {*again} == {"0"}
     for number, group in enumerate(groups):
@@ -271,12 +271,12 @@ def test_an_idle_model_rests_and_its_next_request_brings_it_back(tmp_path: Path)
 
             async def rest() -> None:
                 number = next(parked)
-                while log.read_text().count("is saved and given up") < number:
+                while log.read_text().count("is saved and handed over") < number:
                     await asyncio.sleep(0.02)
 
             async with asyncio.timeout(20):
                 rested = await train(api, rest)
-                assert log.read_text().count("is back: 0 requests done again") == 3
+                assert log.read_text().count("is restored: 0 requests replayed") == 3
                 assert await train(api, no_pause) == rested
 
     asyncio.run(main())

@@ -159,7 +159,7 @@ def check_deaths(worker: Mourned, guilty: list[str]) -> None:
     assert len(worker.ends) == len(deaths)
     assert {*worker.ends} == {*DEADLY.values()}
     for name in guilty:
-        _, *later = [unit for unit in deaths if name in unit]
+        _, *later = [batch for batch in deaths if name in batch]
         assert later == [[name]] * (ATTEMPTS - 1)
-    companions = {name for unit in deaths for name in unit} - {*guilty}
+    companions = {name for batch in deaths for name in batch} - {*guilty}
     assert companions, "no healthy request shared a unit with a deadly one"

@@ -110,8 +110,8 @@ async def train(folder: Path, compiled: Path, *, calm: bool) -> tuple[dict[str, 
 
 def mixed_units(log: str) -> int:
     """Units of ``forward_backward`` in which the LoRA was not alone."""
-    units = [json.loads(line) for line in log.splitlines() if " forward_backward of " in line]
-    return sum(LORA.name in unit["tenants"] and len(unit["tenants"]) > 1 for unit in units)
+    batches = [json.loads(line) for line in log.splitlines() if " forward_backward of " in line]
+    return sum(LORA.name in batch["tenants"] and len(batch["tenants"]) > 1 for batch in batches)
 
 
 def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
@@ -125,7 +125,7 @@ def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
     # What was whole when it died is not made again, and the rest is.
     assert log.count("decomposed q_proj of layer 0:") == 1
     assert log.count("decomposed k_proj of layer 0:") == 2
-    again = [int(count) for count in re.findall(r"is back: (\d+) requests done again", log)]
+    again = [int(count) for count in re.findall(r"is restored: (\d+) requests replayed", log)]
     assert len(again) == 6, "three models, after two deaths"
     print(f"{mixed_units(calm + log)} mixed units; requests done again after the deaths: {again}")
 

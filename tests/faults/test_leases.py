@@ -343,7 +343,7 @@ def test_models_of_a_dead_worker_go_on_within_15_s(tmp_path: Path, compiled: Pat
                 for worker, process in zip(workers, processes, strict=True):
                     worker.kill()
                     await process.wait()
-        assert workers[0].log.count("is back") == 2, workers[0].log
+        assert workers[0].log.count("is restored:") == 2, workers[0].log
 
     asyncio.run(scenario())
 

@@ -192,10 +192,10 @@ def check_shares(path: Path) -> None:
     ahead_s: list[float] = []
     largest: defaultdict[str, float] = defaultdict(float)
     for line in path.read_text().splitlines():
-        unit = json.loads(line)
-        if unit["kind"] != "forward_backward" or not {gold, plain} <= set(unit["waiting"]):
+        batch = json.loads(line)
+        if batch["kind"] != "forward_backward" or not {gold, plain} <= set(batch["waiting"]):
             continue
-        for tenant, seconds in unit["seconds"].items():
+        for tenant, seconds in batch["seconds"].items():
             service[tenant] += seconds
             largest[tenant] = max(largest[tenant], seconds)
         ahead_s.append(service[gold] / WEIGHTS["tml-gold"] - service[plain] / WEIGHTS["tml-plain"])

@@ -47,14 +47,14 @@ class Diary:
     accepted: dict[str, dict[int, str]] = field(default_factory=lambda: {m: {} for m in MODELS})
     results: dict[str, bytes] = field(default_factory=dict)
     last_s: float = 0.0
-    is_over: bool = False
+    should_yield: bool = False
 
 
 async def submit_all(store: RedisStore, model: str, diary: Diary) -> None:
     """A client that sends its next request when the last was accepted, and the same again when it
     does not know."""
     position = 0
-    while not diary.is_over:
+    while not diary.should_yield:
         try:
             submitted = await store.submit(step(model, position))
         except AWAY:
@@ -79,7 +79,7 @@ async def result(store: RedisStore, request_id: str) -> bytes:
 
 async def read_all(store: RedisStore, model: str, diary: Diary) -> None:
     position = 0
-    while not diary.is_over or position < len(diary.accepted[model]):
+    while not diary.should_yield or position < len(diary.accepted[model]):
         if position in diary.accepted[model]:
             request_id = diary.accepted[model][position]
             diary.results[request_id] = await result(store, request_id)
@@ -143,7 +143,7 @@ def test_redis_killed_twelve_times_loses_nothing_that_it_acknowledged(
                 clients.create_task(submit_all(api, model, diary))
                 clients.create_task(read_all(api, model, diary))
             waits = await kill_again_and_again(server, diary)
-            diary.is_over = True
+            diary.should_yield = True
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
         await api.close()

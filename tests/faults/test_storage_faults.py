@@ -106,7 +106,7 @@ class Saver:
         self.fs = HookedFs(LocalFs())
         self.files = FileStore(root, self.fs)
         self.backend = FakeBackend()
-        self.operations = JobExecutor(self.backend, self.files)
+        self.executor = JobExecutor(self.backend, self.files)
         self.position = 0
         config = AdapterConfig(rank=2, alpha=1.0, seed=7)
         self.run(JobKind.CREATE_MODEL, encode(CreateModel("tuneserve/fake", config)))
@@ -119,7 +119,7 @@ class Saver:
         job = Job("t", kind, "m", self.position, payload, "m", self.position)
         job = replace(job, request_id=f"r{self.position}", release=self.position)
         self.position += 1
-        return self.operations.execute([job]).outcomes()[0]
+        return self.executor.execute_batch([job]).outcomes()[0]
 
     def train(self) -> None:
         for kind, payload in (

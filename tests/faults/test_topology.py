@@ -107,10 +107,10 @@ def script(url: str, key: str, disturb: Callable[[], None]) -> list[Any]:
             for number in range(MODELS)
         ]
         for turn in range(TURNS):
-            under_way = [train(trainer, number) for number, trainer in enumerate(trainers)]
+            running_samples = [train(trainer, number) for number, trainer in enumerate(trainers)]
             if turn == FATAL_TURN:
                 disturb()
-            told += [wait() for wait in under_way]
+            told += [wait() for wait in running_samples]
         told += [sample(trainer) for trainer in trainers]
         saved = trainers[0].save_state("kept").result().path
         resumed = client.create_training_client_from_state_with_optimizer(saved).result()
@@ -146,7 +146,7 @@ def test_two_apis_and_two_workers_of_which_one_dies_give_the_numbers_of_one_serv
         told = script(front.url, key, topology.workers[0].kill)
         assert told == expected
         assert not topology.workers[0].is_healthy()
-        assert " is back: " in topology.workers[1].log
+        assert " is restored: " in topology.workers[1].log
         for url in topology.urls:
             assert workers_at(url) == 1
         assert [each.stop() for each in (topology.workers[1], *topology.apis)] == [0, 0, 0]

@@ -149,7 +149,7 @@ def test_settings_in_the_examples_are_settings() -> None:
     assert set(given) <= known
     ApiSettings(**given)
     WorkerSettings(**given)
-    for section in ("## Size it", "## Tune the limits", "## What to do when …"):
+    for section in ("## Size it", "## Tune the limits", "## Troubleshooting"):
         text = PAGE.split(section)[1].split("\n## ")[0]
         named = set(re.findall(r"`([a-z]+_[a-z_]+?)(?: = [^`]*)?`", text))
         assert named - known <= {"disk_full", "body_too_large", "body_too_slow", "request_id"}, (

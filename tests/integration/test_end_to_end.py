@@ -321,7 +321,7 @@ def test_training_goes_on_bit_for_bit_when_the_worker_dies_and_when_all_stops(
         running.stop()
         running.start()
         assert [*before, during, *after, *losses(trainer, 2)] == undisturbed
-        assert running.log.read_text().count("is back: 0 requests done again") == 1
+        assert running.log.read_text().count("is restored: 0 requests replayed") == 1
         with urllib.request.urlopen(f"{running.url}/api/v1/healthz") as health:
             assert json.load(health)["store"] == store
         client.close("success")

@@ -150,8 +150,8 @@ def test_lines_are_objects_that_say_whose_and_a_request_is_one_trace_to_the_devi
 
 def check_logs(lines: list[dict[str, Any]], used: Used) -> None:
     assert {line["process"] for line in lines} == {"up", "api", "worker"}
-    unit = next(line for line in lines if used.good in line.get("request_ids", []))
-    (tenant,) = unit["tenants"]
+    batch = next(line for line in lines if used.good in line.get("request_ids", []))
+    (tenant,) = batch["tenants"]
     failed = [line for line in lines if line.get("request_id") == used.wrong and "batch_id" in line]
     assert [(line["tenant"], line["model_id"]) for line in failed] == [(tenant, used.model_id)]
     answered = [line for line in lines if line.get("route") == "/api/v1/forward_backward"]

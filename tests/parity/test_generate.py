@@ -47,10 +47,13 @@ class Pair:
     def __init__(self, hf: Any) -> None:
         self.theirs = peft_model(hf.model)
         model, config = load_base_model(str(hf.folder), dtype="float32")
-        lattice = StaticShapes(config.context_length, block=8, chunk=16)
-        model.block, model.chunk_blocks = lattice.block, lattice.chunk // lattice.block
+        static_shapes = StaticShapes(config.context_length, block=8, chunk=16)
+        model.block, model.chunk_blocks = (
+            static_shapes.block,
+            static_shapes.chunk // static_shapes.block,
+        )
         self.ours = JaxSampler(
-            ProgramRegistry(), model, lattice, None, lanes=4, snapshot_bytes=1 << 30
+            ProgramRegistry(), model, static_shapes, None, slots=4, snapshot_bytes=1 << 30
         )
         for name, adapter in ADAPTERS.items():
             self.ours.load_snapshot(name, adapter_state(self.theirs, name, adapter))

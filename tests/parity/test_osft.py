@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from tests.parity.test_sft import batch_of, our_loss, torch_loss, torch_step
+from tests.parity.test_sft import micro_batch_of, our_loss, torch_loss, torch_step
 from tuneserve_engine.adapters import checkpoint
 from tuneserve_engine.adapters.merge import merge
 from tuneserve_engine.backend.jax.backend import JaxBackend
@@ -109,13 +109,13 @@ def trained(source: Any) -> tuple[JaxBackend, Reference, list[tuple[float, float
         str(source.folder),
         name="tiny",
         tokenizer_id="none",
-        lattice=StaticShapes(64, block=8, chunk=16, tokens=64),
+        static_shapes=StaticShapes(64, block=8, chunk=16, requested_tokens=64),
     )
     backend.create_adapter("run", CONFIG)
     theirs = Reference(source.model, backend.adapter_state("run", optimizer=False).weights)
     losses = []
     for step in range(STEPS):
-        data = batch_of(step)
+        data = micro_batch_of(step)
         losses.append((our_loss(backend, data), theirs.step(data)))
         (metrics,) = backend.optim_steps([("run", PARAMS)])
         assert not isinstance(metrics, Exception)
@@ -144,13 +144,18 @@ def logprobs(model: Any, datum: DecodedDatum) -> np.ndarray:
 def live(backend: JaxBackend, adapter_ids: list[str], datum: DecodedDatum) -> list[np.ndarray]:
     """The same under each of these adapters, all in one unit."""
     request = TrainingData("cross_entropy", {}, True, [datum])
-    (packed,) = pack([PackingRequest(name, 8, request) for name in adapter_ids], backend.lattice)
-    result = backend.forward_backward(packed.unit)
+    (packed,) = pack(
+        [PackingRequest(name, 8, request) for name in adapter_ids], backend.static_shapes
+    )
+    result = backend.forward_backward(packed.batch)
     found: dict[int, np.ndarray] = {}
-    for batch, out in zip(packed.unit.batches, result.outputs, strict=True):
-        request_of = np.repeat(batch.block_request, len(batch.datum) // len(batch.block_request))
-        for i in set(batch.block_request.tolist()) - {-1}:
-            found[i] = out.logprobs[(request_of == i) & (batch.datum >= 0)]
+    for micro_batch, out in zip(packed.batch.micro_batches, result.outputs, strict=True):
+        request_of = np.repeat(
+            micro_batch.block_request,
+            len(micro_batch.segment_ids) // len(micro_batch.block_request),
+        )
+        for i in set(micro_batch.block_request.tolist()) - {-1}:
+            found[i] = out.logprobs[(request_of == i) & (micro_batch.segment_ids >= 0)]
     return [found[i] for i in range(len(adapter_ids))]
 
 
@@ -169,16 +174,16 @@ def test_a_batch_of_all_kinds_gives_each_tenant_its_dense_models_logprobs(traine
     for name, config in others.items():
         backend.create_adapter(name, config)
         for step in range(3 if name != "base" else 0):
-            request = TrainingData("cross_entropy", {}, False, batch_of(step))
-            (packed,) = pack([PackingRequest(name, config.rank, request)], backend.lattice)
-            assert backend.forward_backward(packed.unit).finite == (True,)
+            request = TrainingData("cross_entropy", {}, False, micro_batch_of(step))
+            (packed,) = pack([PackingRequest(name, config.rank, request)], backend.static_shapes)
+            assert backend.forward_backward(packed.batch).finite == (True,)
             backend.optim_steps([(name, PARAMS)])
         state = backend.adapter_state(name, optimizer=False)
         changes = low_rank_changes(state.weights, scales[name]) if name in scales else None
         if changes is None:
             changes = subspace_changes(source.model, state.weights)
         models[name] = dense(source.model, changes)
-    datum = batch_of(1)[3]
+    datum = micro_batch_of(1)[3]
     ours = live(backend, list(models), datum)
     base = ours[list(models).index("base")]
     for name, mine in zip(models, ours, strict=True):
@@ -235,7 +240,7 @@ def test_the_export_is_loaded_by_peft_and_gives_the_live_tenants_logprobs(
     backend, _, _ = trained
     exported(backend, tmp_path)
     model = peft.PeftModel.from_pretrained(copy.deepcopy(source.model), tmp_path).double()
-    datum = batch_of(2)[3]
+    datum = micro_batch_of(2)[3]
     (mine,) = live(backend, ["run"], datum)
     np.testing.assert_allclose(mine, logprobs(model, datum), rtol=0, atol=2.6e-6)
     ranks = {name: x.shape[0] for name, x in model.named_parameters() if "lora_A" in name}
@@ -269,7 +274,7 @@ def test_merged_and_loaded_as_a_plain_model_it_gives_the_live_tenants_logprobs(
     (tmp_path / "merged").mkdir()
     merge(tmp_path / "adapter", source.folder, tmp_path / "merged")
     plain = type(source.model).from_pretrained(tmp_path / "merged").double()
-    datum = batch_of(0)[3]
+    datum = micro_batch_of(0)[3]
     (mine,) = live(backend, ["run"], datum)
     np.testing.assert_allclose(mine, logprobs(plain, datum), rtol=0, atol=3.3e-6)
 

@@ -30,7 +30,7 @@ def params_of(step: int) -> AdamwParams:
     )
 
 
-def batch_of(step: int) -> list[DecodedDatum]:
+def micro_batch_of(step: int) -> list[DecodedDatum]:
     """Datums of different lengths with fractional, also negative and zero, weights."""
     random = np.random.default_rng(step % 4)
     data = []
@@ -101,9 +101,9 @@ def torch_step(optimizer: torch.optim.AdamW, params: AdamwParams) -> None:
 
 def our_loss(backend: JaxBackend, data: list[DecodedDatum]) -> float:
     request = TrainingData("cross_entropy", {}, False, data)
-    (packed,) = pack([PackingRequest("run", CONFIG.rank, request)], backend.lattice)
-    assert len(packed.unit.batches) == 2
-    result = backend.forward_backward(packed.unit)
+    (packed,) = pack([PackingRequest("run", CONFIG.rank, request)], backend.static_shapes)
+    assert len(packed.batch.micro_batches) == 2
+    result = backend.forward_backward(packed.batch)
     assert result.finite == (True,)
     return unpack(packed, result.outputs, 0, request)[1]
 
@@ -130,7 +130,7 @@ def test_twenty_steps_on_every_projection_and_the_head_give_the_same_losses(refe
         str(source.folder),
         name="tiny",
         tokenizer_id="none",
-        lattice=StaticShapes(64, block=8, chunk=16, tokens=64),
+        static_shapes=StaticShapes(64, block=8, chunk=16, requested_tokens=64),
     )
     start = start_of(backend)
     backend.load_adapter("run", start)
@@ -139,7 +139,7 @@ def test_twenty_steps_on_every_projection_and_the_head_give_the_same_losses(refe
     optimizer = torch.optim.AdamW(trained)
     losses = []
     for step in range(STEPS):
-        data, params = batch_of(step), params_of(step)
+        data, params = micro_batch_of(step), params_of(step)
         optimizer.zero_grad()
         loss = torch_loss(model, data)
         loss.backward()

@@ -53,11 +53,11 @@ class Api:
             return self.services.store
 
         self.backend = backend(info)
-        operations = JobExecutor(self.backend, self.services.files)
-        worker = Worker(connect, operations, info, name=name)
+        executor = JobExecutor(self.backend, self.services.files)
+        worker = Worker(connect, executor, info, name=name)
         running = asyncio.create_task(worker.run())
         self._workers[name] = worker, running
-        while not worker.link.is_up:
+        while not worker.session.is_up:
             assert not running.done(), running.exception()
             await asyncio.sleep(0.005)
 

@@ -16,7 +16,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     new_state,
     restored_adapter,
 )
-from tuneserve_engine.backend.jax.training.adapter_slots import add, finite_sum
+from tuneserve_engine.backend.jax.training.adapter_slots import accumulate_slot, is_sum_finite
 from tuneserve_engine.core.adapter import ATTENTION, UNEMBED, AdapterConfig
 
 SMALL = {
@@ -56,8 +56,8 @@ def random_state(
     )
 
 
-def on_device(state: AdapterState, rank_class: int = 8) -> TrainingAdapter:
-    return restored_adapter(state, SMALL, rank_class)
+def on_device(state: AdapterState, rank_bucket: int = 8) -> TrainingAdapter:
+    return restored_adapter(state, SMALL, rank_bucket)
 
 
 def bits(tree: object) -> list[bytes]:
@@ -103,12 +103,12 @@ def shapes_of(layers: int, hidden: int, wide: int, vocabulary: int) -> TargetSha
 
 
 def commit(
-    accumulator: LoraWeights, scratch: LoraWeights, slot: int, *, trained: bool = True
+    accumulator: LoraWeights, gradient_slots: LoraWeights, slot: int, *, trained: bool = True
 ) -> tuple[LoraWeights, bool]:
     """The accumulator, donated, with the slot's gradient, or as it was; which of the two."""
-    rest = (scratch, np.int32(slot), np.bool_(trained))
-    finite = finite_sum(accumulator, *rest)
-    return add(accumulator, *rest, finite), bool(finite)
+    rest = (gradient_slots, np.int32(slot), np.bool_(trained))
+    finite = is_sum_finite(accumulator, *rest)
+    return accumulate_slot(accumulator, *rest, finite), bool(finite)
 
 
 @contextmanager

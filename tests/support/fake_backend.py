@@ -83,8 +83,12 @@ class FakeBackend:
         memory_tokens: int | None = None,
     ) -> None:
         self._info = info
-        self._lattice = StaticShapes(
-            info.context_length, block=8, chunk=16, tokens=256, rank_classes=(8, info.max_rank)
+        self._static_shapes = StaticShapes(
+            info.context_length,
+            block=8,
+            chunk=16,
+            requested_tokens=256,
+            rank_buckets=(8, info.max_rank),
         )
         self._adapters: dict[str, _Adapter] = {}
         self._snapshots: dict[str, AdapterState] = {}
@@ -98,15 +102,15 @@ class FakeBackend:
         return self._info
 
     @property
-    def lattice(self) -> StaticShapes:
-        return self._lattice
+    def static_shapes(self) -> StaticShapes:
+        return self._static_shapes
 
     @property
     def numerics_id(self) -> str:
         return "fake-1"
 
     @property
-    def page_wait_s(self) -> float:
+    def load_wait_s(self) -> float:
         return 0.0
 
     @property
@@ -123,7 +127,7 @@ class FakeBackend:
         return replace(state, config=kinds.exported(state.config))
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
-        self._lattice.rank_class(config.rank)
+        self._static_shapes.rank_bucket(config.rank)
         weights: Tensors = {}
         for name, shape in _shapes(config).items():
             start = (1 + config.seed % 8) / 8 if name.endswith(".A") else 0
@@ -136,26 +140,28 @@ class FakeBackend:
 
     @np.errstate(all="ignore")  # like a device, which says NaN and goes on
     def forward_backward(
-        self, unit: TrainBatch, between: Callable[[], None] = nothing, /
+        self, batch: TrainBatch, between: Callable[[], None] = nothing, /
     ) -> TrainResult:
-        adapters = [self._adapter(adapter_id) for adapter_id in unit.adapter_ids]
-        self._check_room(unit)
+        adapters = [self._adapter(adapter_id) for adapter_id in batch.adapter_ids]
+        self._check_room(batch)
         slopes = [0.0] * len(adapters)  # d loss / d shift of each request
         finite = [True] * len(adapters)
         outputs = []
-        for index, batch in enumerate(unit.batches):
+        for index, micro_batch in enumerate(batch.micro_batches):
             if index:
                 between()
-            output = MicroBatchOutput(np.zeros_like(batch.weights), np.zeros_like(batch.beta))
-            block = len(batch.tokens) // len(batch.block_request)
-            for number in range(batch.datum.max() + 1):
-                first, last = np.flatnonzero(batch.datum == number)[[0, -1]].tolist()
-                index = int(batch.block_request[first // block])
+            output = MicroBatchOutput(
+                np.zeros_like(micro_batch.weights), np.zeros_like(micro_batch.beta)
+            )
+            block = len(micro_batch.tokens) // len(micro_batch.block_request)
+            for number in range(micro_batch.segment_ids.max() + 1):
+                first, last = np.flatnonzero(micro_batch.segment_ids == number)[[0, -1]].tolist()
+                index = int(micro_batch.block_request[first // block])
                 part = slice(first, last + 1)
-                slopes[index] += _run_datum(batch, part, adapters[index].state, output)
+                slopes[index] += _run_datum(micro_batch, part, adapters[index].state, output)
                 finite[index] &= bool(np.isfinite([*output.loss[part], slopes[index]]).all())
             outputs.append(output)
-        if not unit.forward_only:
+        if not batch.forward_only:
             for index, adapter in enumerate(adapters):
                 finite[index] = finite[index] and _accumulate(adapter, slopes[index])
         return TrainResult(tuple(outputs), tuple(finite))
@@ -194,7 +200,7 @@ class FakeBackend:
         )
         return {"grad_norm": float(norm)}
 
-    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+    def prefetch(self, adapter_ids: Sequence[str]) -> None:
         """Nothing to do: all adapters are here."""
 
     def adapter_state(
@@ -240,8 +246,8 @@ class FakeBackend:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         return [sampled(request, self._row_logprobs(request)) for request in requests]
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
         """A step is a whole request, or one token of every sequence of those with ``stream``."""
         ended: dict[str, SampleResult | EngineError] = {}
@@ -257,9 +263,9 @@ class FakeBackend:
                     streams[name] = result
                     continue
                 ended[name] = result
-            if is_ended := is_over():
+            if is_ended := should_yield():
                 break
-        drawn = {} if is_ended else self._drawn_on(streams, ended, is_over)
+        drawn = {} if is_ended else self._drawn_on(streams, ended, should_yield)
         left = {name: asked[name].num_samples for name in asked if name not in ended}
         work = {name: len(asked[name].prompt) + asked[name].max_tokens for name in ended}
         if not left:
@@ -271,9 +277,9 @@ class FakeBackend:
         self,
         streams: Mapping[str, SampleResult],
         ended: dict[str, SampleResult | EngineError],
-        is_over: Callable[[], bool],
+        should_yield: Callable[[], bool],
     ) -> dict[str, list[TokenDelta]]:
-        """What is drawn of these until ``is_over``; adds those that end to ``ended``."""
+        """What is drawn of these until ``should_yield``; adds those that end to ``ended``."""
         before = {name: self._places.get(name, 0) for name in streams}
         self._places, left = dict(before), dict(streams)
         while left:
@@ -282,7 +288,7 @@ class FakeBackend:
                 if self._places[name] >= max(len(each.tokens) for each in result.sequences):
                     ended[name] = left.pop(name)
                     del self._places[name]
-            if is_over():
+            if should_yield():
                 break
         return {
             name: drawn_between(result, before[name], self._places[name])
@@ -304,9 +310,9 @@ class FakeBackend:
             raise ServerError(f"adapter {adapter_id} does not exist here; create or load it first")
         return self._adapters[adapter_id]
 
-    def _check_room(self, unit: TrainBatch) -> None:
-        for batch in unit.batches:
-            tokens = len(batch.tokens)
+    def _check_room(self, batch: TrainBatch) -> None:
+        for micro_batch in batch.micro_batches:
+            tokens = len(micro_batch.tokens)
             if self._memory_tokens is not None and tokens > self._memory_tokens:
                 raise OutOfMemory(
                     f"the device has no room: a stream has {tokens} tokens, "
@@ -314,7 +320,7 @@ class FakeBackend:
                 )
 
     def _check_fits(self, state: AdapterState) -> None:
-        self._lattice.rank_class(state.config.rank)
+        self._static_shapes.rank_bucket(state.config.rank)
         expected = _shapes(state.config)
         groups = (state.weights, state.first_moment, state.second_moment, state.accumulator)
         for group in groups:
@@ -373,15 +379,15 @@ def _shift(state: AdapterState) -> float:
 
 
 def _run_datum(
-    batch: MicroBatch, part: slice, state: AdapterState, output: MicroBatchOutput
+    micro_batch: MicroBatch, part: slice, state: AdapterState, output: MicroBatchOutput
 ) -> float:
     """Fills the outputs of a datum; returns the derivative of its loss by the adapter's shift."""
-    tokens, targets = batch.tokens[part][:, None], batch.targets[part]
+    tokens, targets = micro_batch.tokens[part][:, None], micro_batch.targets[part]
     logprobs = _base_logprobs(tokens, targets) + np.float32(_shift(state))
-    if LOSS_NAMES[batch.loss_id[part][0]] == "cross_entropy":
-        weights = batch.weights[part]
+    if LOSS_NAMES[micro_batch.loss_id[part][0]] == "cross_entropy":
+        weights = micro_batch.weights[part]
     else:
-        weights = batch.advantages[part][:, None]
+        weights = micro_batch.advantages[part][:, None]
     output.logprobs[part] = logprobs
     output.loss[part] = -np.sum(weights * logprobs, axis=1)
     return -float(np.sum(weights))

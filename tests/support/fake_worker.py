@@ -27,12 +27,12 @@ class Noting(FakeBackend):
         super().__init__(info)
         self._begun = begun
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         if self._begun.exists():
             with self._begun.open("a") as file:
                 file.write("x")
             time.sleep(1)
-        return super().forward_backward(unit, *between)
+        return super().forward_backward(batch, *between)
 
 
 async def main(data_dir: Path, info: BaseModelInfo = FAKE_INFO) -> None:

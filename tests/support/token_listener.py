@@ -13,8 +13,8 @@ class Listener:
         self.repeated = 0
 
     def hear(self, given: SampleProgress) -> None:
-        assert given.drawn.keys() <= given.left.keys()
-        for name, parts in given.drawn.items():
+        assert given.new_tokens.keys() <= given.remaining.keys()
+        for name, parts in given.new_tokens.items():
             for part in parts:
                 self._hear(self.places.setdefault((name, part.sequence), []), part)
 

@@ -59,13 +59,13 @@ class Counting(FakeBackend):
         self.gate.set()
         self.reached = threading.Event()
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         self.reached.set()
         assert self.gate.wait(TIMEOUT_S)
-        if self.victim in unit.adapter_ids:
+        if self.victim in batch.adapter_ids:
             raise RuntimeError("the device is on fire")
-        result = super().forward_backward(unit, *between)
-        self.gradients += unit.adapter_ids
+        result = super().forward_backward(batch, *between)
+        self.gradients += batch.adapter_ids
         return result
 
     def optim_steps(self, steps: Sequence[tuple[str, AdamwParams]]) -> Any:
@@ -137,9 +137,9 @@ class Bench:
         """A worker with an empty memory; the one before must have ended."""
         self.line = Line(self.store)
         self.backend = backend or Counting()
-        operations = JobExecutor(self.backend, FileStore(self.root / "files"))
+        executor = JobExecutor(self.backend, FileStore(self.root / "files"))
         connect = self.line.connect
-        self.worker = Worker(connect, operations, FAKE_INFO, name=name, policy=self.policy)
+        self.worker = Worker(connect, executor, FAKE_INFO, name=name, policy=self.policy)
         self.task = asyncio.create_task(self.worker.run())
 
     async def kill(self) -> None:

@@ -2,7 +2,7 @@
 
 A backend does the arithmetic; it knows nothing of jobs or HTTP.
 
-Dimension key: N tokens of a stream, or of a prompt; K targets per position, V vocabulary,
+Dimension key: N tokens of a micro-batch, or of a prompt; K targets per position, V vocabulary,
 S generated tokens.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.shapes import StaticShapes
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
@@ -30,17 +31,17 @@ LOSS_NAMES = (
 
 
 class MicroBatch(NamedTuple):
-    """One micro-batch: a stream of datums from any tenants, in blocks that share an adapter.
+    """One micro-batch: packed datums from any tenants, in blocks that share an adapter.
 
-    N is the capacity of every stream. The datums of a request are contiguous; padding
-    (``datum == -1``) fills the last block of the request's part. Blocks from ``blocks`` on are
+    N is the capacity of every micro-batch. The datums of a request are contiguous; padding
+    (``segment_ids == -1``) fills the last block of each bin. Blocks from ``blocks`` on are
     unused.
     """
 
     tokens: IntArray  # [N]
     targets: IntArray  # [N, K]
     positions: IntArray  # [N] position of the token in its datum
-    datum: IntArray  # [N] number of the datum in this stream, -1 on padding
+    segment_ids: IntArray  # [N] number of the datum in this micro-batch, -1 on padding
     weights: FloatArray  # [N, K] cross_entropy only; 0 elsewhere
     old_logprobs: FloatArray  # [N] of the sampling policy
     advantages: FloatArray  # [N]
@@ -50,7 +51,7 @@ class MicroBatch(NamedTuple):
     beta: FloatArray  # [N] dro; stable_reinforce: kl_coeff
     loss_id: IntArray  # [N] index into LOSS_NAMES
     block_request: IntArray  # [N / block] index into the batch's requests, -1 on unused blocks
-    block_start: IntArray  # [N / block] the first block that this block's tokens attend to
+    first_visible_block: IntArray  # [N / block] the first block that this block's tokens attend to
     blocks: int  # number of used blocks
 
 
@@ -66,13 +67,13 @@ class TrainBatch:
     """A batch of requests that share a pass, and its micro-batches.
 
     The datums of a request keep their order. ``adapter_ids[i]`` is the adapter of request i.
-    Callers guarantee that all adapters have one rank class, that there are at most
-    ``Lattice.slots`` requests for that rank class, and that token ids are in the vocabulary.
+    Callers guarantee that all adapters have one rank bucket, that there are at most
+    ``StaticShapes.slots`` requests for that bucket, and that token ids are in the vocabulary.
     """
 
     adapter_ids: tuple[str, ...]
     forward_only: bool
-    batches: Sequence[MicroBatch]
+    micro_batches: Sequence[MicroBatch]
 
 
 @dataclass(frozen=True)
@@ -151,18 +152,19 @@ class SampleResult:
 class SampleProgress:
     """The result of one slice of sampling.
 
-    ``ended`` maps requests to their results, or to the reason why a request could not run. ``left``
-    is the number of unfinished sequences of every other request. ``work`` is the work done for each
-    request, in decoded tokens: ``PROMPT_TOKENS_PER_STEP`` prefilled tokens count as one.
+    ``finished`` maps requests to their results, or to the reason why a request could not run.
+    ``remaining`` is the number of unfinished sequences of every other request. ``work`` is the work
+    done for each request, in decoded tokens: ``PROMPT_TOKENS_PER_STEP`` prefilled tokens count as
+    one.
 
-    ``drawn`` holds what each unfinished request with ``stream`` has drawn since the previous
-    slice. If a sequence is restarted, its deltas restart too, with the same tokens.
+    ``new_tokens`` holds the tokens that each unfinished request with ``stream`` has drawn since the
+    previous slice. If a sequence is restarted, its deltas restart too, with the same tokens.
     """
 
-    ended: Mapping[str, SampleResult | Exception]
-    left: Mapping[str, int]
+    finished: Mapping[str, SampleResult | Exception]
+    remaining: Mapping[str, int]
     work: Mapping[str, float]
-    drawn: Mapping[str, Sequence[TokenDelta]] = field(default_factory=dict)
+    new_tokens: Mapping[str, Sequence[TokenDelta]] = field(default_factory=dict)
 
 
 class OutOfMemory(Exception):
@@ -174,48 +176,6 @@ class DeviceFailed(Exception):
 
     The user of the backend has to start again in another process.
     """
-
-
-class Lattice(Protocol):
-    """The closed set of shapes. Shapes that bits depend on are fixed or follow from the request."""
-
-    @property
-    def block(self) -> int:
-        """Tokens that share an adapter and attend together; a request starts at a multiple."""
-        ...
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of one matrix product: a multiple of ``block``.
-
-        Computing stops at the first multiple of ``chunk`` after the last used block.
-        """
-        ...
-
-    @property
-    def piece(self) -> int:
-        """The most tokens that short datums of a request are packed into: a multiple of ``block``.
-
-        A longer datum is a piece of its own.
-        """
-        ...
-
-    @property
-    def stream(self) -> int:
-        """Tokens N of a micro-batch: a multiple of ``chunk``. Results do not depend on it."""
-        ...
-
-    def slots(self, rank_class: int) -> int:
-        """Return the most requests of this rank class in one batch; each has its own gradient."""
-        ...
-
-    def rank_class(self, rank: int) -> int:
-        """Return the rank that adapters of ``rank`` are padded to."""
-        ...
-
-    def target_class(self, targets: int) -> int:
-        """Return the padded K for ``targets`` targets per position."""
-        ...
 
 
 def nothing() -> None:
@@ -234,7 +194,7 @@ class Backend(Protocol):
     def info(self) -> BaseModelInfo: ...
 
     @property
-    def lattice(self) -> Lattice: ...
+    def static_shapes(self) -> StaticShapes: ...
 
     @property
     def numerics_id(self) -> str:
@@ -246,7 +206,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def page_wait_s(self) -> float:
+    def load_wait_s(self) -> float:
         """Seconds that calls have waited for adapters to load, since the start."""
         ...
 
@@ -275,14 +235,14 @@ class Backend(Protocol):
     def delete_adapter(self, adapter_id: str) -> None: ...
 
     def forward_backward(
-        self, unit: TrainBatch, between: Callable[[], None] = nothing, /
+        self, batch: TrainBatch, on_micro_batch_done: Callable[[], None] = nothing, /
     ) -> TrainResult:
         """Run the batch and add each finite request's gradient to its adapter's accumulator.
 
-        Gradients are added in the order of ``unit.adapter_ids``. A ``forward_only`` batch touches
-        no accumulator. ``between`` is called after every micro-batch but the last; it may call
-        anything that touches none of the batch's adapters, another batch included. The results do
-        not depend on what ``between`` calls.
+        Gradients are added in the order of ``batch.adapter_ids``. A ``forward_only`` batch touches
+        no accumulator. ``on_micro_batch_done`` is called after every micro-batch but the last; it
+        may call anything that touches none of the batch's adapters, another batch included. The
+        results do not depend on what it calls.
         """
         ...
 
@@ -297,7 +257,7 @@ class Backend(Protocol):
         """
         ...
 
-    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+    def prefetch(self, adapter_ids: Sequence[str]) -> None:
         """Announce the adapters that the next calls will probably need, most urgent first.
 
         Returns at once. Thread-safe.
@@ -336,16 +296,16 @@ class Backend(Protocol):
         """Return one result per request, in order.
 
         Tokens depend only on (seed, sample index, position) and the request. Sequences that
-        ``sample_for`` left unfinished are dropped.
+        ``sample_until`` left unfinished are dropped.
         """
         ...
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
         """Continue the requests that the previous call left unfinished, and start the others.
 
-        Returns when all have ended or, after at least one step, when ``is_over()``. An unfinished
-        request that is missing from ``asked`` is dropped.
+        Returns when all have ended or, after at least one step, when ``should_yield()``. An
+        unfinished request that is missing from ``asked`` is dropped.
         """
         ...

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from tuneserve_engine.core.errors import UserError
 
-_TARGET_CLASSES = (1, 64)
-"""The padded targets per position: one token, or a distribution. Each further class would multiply
+_TARGET_BUCKETS = (1, 64)
+"""The padded targets per position: one token, or a distribution. Each further bucket would multiply
 the training programs, and would save little compared with the product with the vocabulary."""
 
 
@@ -22,20 +22,26 @@ def multiple_from(n: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class StaticShapes:
-    """The static shapes of training programs; implements ``backend.base.Lattice``.
+    """The closed set of shapes of training programs.
 
-    A training program has one length, ``stream``, and works through as many of its chunks as a
-    micro-batch uses. ``tokens`` is the wanted length of a stream; the stream is longer if one datum
-    of ``context_length`` needs it. ``request_slots`` is the number of requests in one batch at the
-    lowest rank class; a higher class has fewer, so that all classes need the same memory.
+    Shapes that bits depend on are fixed or follow from the request alone. ``block`` tokens share an
+    adapter and attend together; a request starts at a multiple of it. ``chunk``, a multiple of
+    ``block``, is the number of tokens of one matrix product: computing stops at the first multiple
+    of ``chunk`` after the last used block.
+
+    A training program has one length, ``micro_batch_tokens``, and works through as many of its
+    chunks as a micro-batch uses. ``requested_tokens`` is the wanted length; the micro-batch is
+    longer if one datum of ``context_length`` needs it. ``request_slots`` is the number of requests
+    in one batch at the lowest rank bucket; a higher bucket has fewer, so that all buckets need the
+    same memory.
     """
 
     context_length: int
     block: int = 64
     chunk: int = 256
-    tokens: int = 4096
+    requested_tokens: int = 4096
     request_slots: int = 32
-    rank_classes: tuple[int, ...] = (8, 32, 128)
+    rank_buckets: tuple[int, ...] = (8, 32, 128)
 
     def __post_init__(self) -> None:
         if self.context_length < 1:
@@ -44,45 +50,51 @@ class StaticShapes:
             raise ValueError(f"block is {self.block}; use a power of two")
         if self.chunk < 1 or self.chunk % self.block:
             raise ValueError(f"chunk is {self.chunk}; use a multiple of the block, {self.block}")
-        if self.tokens < 1 or self.request_slots < 1:
+        if self.requested_tokens < 1 or self.request_slots < 1:
             raise ValueError(
-                f"tokens is {self.tokens} and request_slots is {self.request_slots}; "
-                "both must be positive"
+                f"requested_tokens is {self.requested_tokens} and request_slots is "
+                f"{self.request_slots}; both must be positive"
             )
-        rising = all(low < high for low, high in pairwise((0, *self.rank_classes)))
-        if not self.rank_classes or not rising:
-            raise ValueError(f"rank_classes are {self.rank_classes}; use rising positive numbers")
+        rising = all(low < high for low, high in pairwise((0, *self.rank_buckets)))
+        if not self.rank_buckets or not rising:
+            raise ValueError(f"rank_buckets are {self.rank_buckets}; use rising positive numbers")
 
     @property
     def max_rank(self) -> int:
         """The largest rank an adapter can have."""
-        return self.rank_classes[-1]
+        return self.rank_buckets[-1]
 
     @property
-    def stream(self) -> int:
-        """The tokens N of a micro-batch."""
-        return multiple_from(max(self.tokens, self.context_length), self.chunk)
+    def micro_batch_tokens(self) -> int:
+        """The tokens N of a micro-batch, a multiple of ``chunk``. Results do not depend on it."""
+        return multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
 
     @property
-    def piece(self) -> int:
-        """The most tokens into which a request's short datums are packed."""
-        return min(4 * self.chunk, self.stream)
+    def bin_tokens(self) -> int:
+        """The most tokens into which a request's short datums are packed together.
+
+        It is a multiple of ``block``; a longer datum is alone in its bin.
+        """
+        return min(4 * self.chunk, self.micro_batch_tokens)
 
     @property
-    def target_classes(self) -> tuple[int, ...]:
+    def target_buckets(self) -> tuple[int, ...]:
         """Every padded K."""
-        return _TARGET_CLASSES
+        return _TARGET_BUCKETS
 
-    def slots(self, rank_class: int) -> int:
-        """Return the number of requests of this rank class that one batch takes."""
-        return max(self.request_slots * self.rank_classes[0] // rank_class, 1)
+    def slots(self, rank_bucket: int) -> int:
+        """Return the number of requests of this rank bucket that one batch takes.
 
-    def rank_class(self, rank: int) -> int:
+        Each has its own gradient.
+        """
+        return max(self.request_slots * self.rank_buckets[0] // rank_bucket, 1)
+
+    def rank_bucket(self, rank: int) -> int:
         """Return the rank to which adapters of ``rank`` are padded.
 
         Raises ``UserError`` for a rank that this worker does not take.
         """
-        for candidate in self.rank_classes:
+        for candidate in self.rank_buckets:
             if 1 <= rank <= candidate:
                 return candidate
         error = UserError(
@@ -91,15 +103,15 @@ class StaticShapes:
         error.no_room = True  # on this worker: another one may be planned for the rank
         raise error
 
-    def target_class(self, targets: int) -> int:
+    def target_bucket(self, targets: int) -> int:
         """Return the padded K for ``targets`` targets per position.
 
-        Raises ``UserError`` for more targets than any class has.
+        Raises ``UserError`` for more targets than any bucket has.
         """
-        for candidate in _TARGET_CLASSES:
+        for candidate in _TARGET_BUCKETS:
             if 1 <= targets <= candidate:
                 return candidate
         raise UserError(
             f"target_tokens has {targets} targets per position; this server takes 1 to "
-            f"{_TARGET_CLASSES[-1]}; send fewer"
+            f"{_TARGET_BUCKETS[-1]}; send fewer"
         )

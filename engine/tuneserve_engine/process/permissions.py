@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 FILE, FOLDER = 0o600, 0o700
 _GROUP_FILE, _GROUP_FOLDER = 0o660, 0o2770  # new files in such a folder get its group
-_OTHERS = 0o077
+_INTERRUPTION_SHARE = 0o077
 
 _is_shared = False
 
@@ -60,8 +60,8 @@ def narrow(folders: Iterable[Path]) -> None:
         try:
             found = folder.lstat()
             mode = stat.S_IMODE(found.st_mode)
-            if stat.S_ISDIR(found.st_mode) and mode & _OTHERS:
-                folder.chmod(mode & ~_OTHERS)
+            if stat.S_ISDIR(found.st_mode) and mode & _INTERRUPTION_SHARE:
+                folder.chmod(mode & ~_INTERRUPTION_SHARE)
                 narrowed.append(folder)
         except FileNotFoundError:
             continue
@@ -81,4 +81,4 @@ def open_to(folder: Path) -> str:
         mode = stat.S_IMODE(folder.stat().st_mode)
     except OSError:
         return ""
-    return f"{mode:04o}" if mode & _OTHERS else ""
+    return f"{mode:04o}" if mode & _INTERRUPTION_SHARE else ""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from pydantic_settings import (
     NoDecode,
 )
 
+from tuneserve_engine.core.backend_options import BackendOptions, DType, PlanRequest, Remat
 from tuneserve_engine.core.jobs import MAX_JOBS
 from tuneserve_engine.core.policies import SLICE_S
 from tuneserve_engine.core.shapes import StaticShapes
@@ -28,7 +30,7 @@ ChunkTokens = Annotated[int, Field(ge=StaticShapes.block, multiple_of=StaticShap
 class WorkerSettings(CommonSettings):
     """Settings of ``tuneserve worker``."""
 
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: DType = Field(
         default="float32", description="Type of the base model's weights and of the activations."
     )
     max_context_tokens: PositiveInt = Field(
@@ -46,7 +48,7 @@ class WorkerSettings(CommonSettings):
         description="Tokens of one matrix product, a multiple of 64. Default: 256 on a CPU, 1024 "
         "elsewhere.",
     )
-    remat: Literal["auto", "none", "dots", "attention", "full"] = Field(
+    remat: Literal["auto"] | Remat = Field(
         default="auto",
         description="Activations that training keeps of each layer for its backward pass, beside "
         "the layer's input. none: all of them, so nothing is recomputed. dots: the results of "
@@ -165,6 +167,28 @@ class WorkerSettings(CommonSettings):
         It takes the adapters for which neither the device nor the host has room.
         """
         return self.data_dir / "pages"
+
+    @property
+    def plan_request(self) -> PlanRequest:
+        """The choices that shape the plan of the device's memory."""
+        return PlanRequest(**{each.name: getattr(self, each.name) for each in fields(PlanRequest)})
+
+    @property
+    def backend_options(self) -> BackendOptions:
+        """The choices for the backend."""
+        return BackendOptions(
+            base_model=self.base_model,
+            base_model_revision=self.base_model_revision,
+            served_name=self.served_name,
+            tokenizer_id=self.tokenizer_id,
+            client_tokenizer_id=self.client_tokenizer_id,
+            compile_ahead=self.compile_ahead,
+            compile_cache_dir=self.compile_cache_dir,
+            pages_dir=self.pages_dir,
+            decompositions_dir=self.decompositions_dir,
+            min_free_bytes=self.min_free_bytes,
+            plan=self.plan_request,
+        )
 
     @property
     def lease_name(self) -> str:

@@ -21,11 +21,11 @@ from tuneserve_engine.store.files_mount import open_files
 from tuneserve_engine.store.open import check_store, open_queue, settle_permissions
 from tuneserve_engine.telemetry import logs
 from tuneserve_engine.telemetry.tracing import open_tracer
-from tuneserve_engine.worker.accounting.traces import NoTraces, WorkerTraces
+from tuneserve_engine.worker.accounting.traces import WorkerTraces
 from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.health import LivenessFile
 from tuneserve_engine.worker.lease import LeaseLost
-from tuneserve_engine.worker.models.manager import PointPolicy
+from tuneserve_engine.worker.models.recovery_points import PointPolicy
 from tuneserve_engine.worker.scheduling.cost_model import CostModel
 from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 from tuneserve_engine.worker.worker import Worker, WorkerPolicy
@@ -50,7 +50,7 @@ def main() -> int:
         pulse = LivenessFile(settings.alive_file)
         files = open_files(settings.files_dir, min_free_bytes=settings.min_free_bytes)
         asyncio.run(check_store(settings))
-        backend = JaxBackend.from_settings(settings)
+        backend = JaxBackend.from_options(settings.backend_options)
         files.discard_partial()
     except (ValueError, OSError, StoreUnusable) as error:
         return _refuse(error)
@@ -88,13 +88,13 @@ async def _work(
     settings: WorkerSettings, backend: JaxBackend, files: FileStore, pulse: LivenessFile
 ) -> None:
     costs = CostModel(
-        backend.lattice, context=backend.info.context_length, lanes=backend.sample_rows
+        backend.static_shapes, context=backend.info.context_length, decode_slots=backend.sample_rows
     )
     tracer = open_tracer("worker", settings)
     settling = pauses.Settling(lambda: backend.figures["programs_compiled"])
 
     def renewed() -> None:
-        pulse.beat()
+        pulse.touch()
         settling.look()
 
     async with AsyncExitStack() as stack:
@@ -118,7 +118,7 @@ async def _work(
                 renewed=renewed,
                 figures=lambda: backend.figures,
                 peak_flops=settings.device_peak_flops or 0.0,
-                traces=WorkerTraces(tracer) if tracer else NoTraces(),
+                observers=[WorkerTraces(tracer)] if tracer else [],
             ),
         )
         loop = asyncio.get_running_loop()

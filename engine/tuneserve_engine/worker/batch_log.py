@@ -14,7 +14,7 @@ EVERY_S = 1.0
 
 
 @dataclass(frozen=True)
-class Took:
+class BatchTimes:
     """Seconds of a batch: from its choice to its end, on the device, and for encoding afterwards.
 
     ``whole_s`` includes ``device_s``; ``encoding_s`` is the time for the results after the end.
@@ -27,20 +27,20 @@ class Took:
 
 @dataclass
 class _Sum:
-    units: int = 0
+    batches: int = 0
     jobs: Counter[str] = field(default_factory=Counter)
     tenants: set[str] = field(default_factory=set)
     failed: int = 0
     device_s: float = 0.0
 
 
-class UnitLog:
+class BatchLog:
     """A log that sums batches up, and logs the sum a second after the first of them ended."""
 
     def __init__(self) -> None:
         self._sum = _Sum()
 
-    def note(self, batch_id: str, jobs: Sequence[Job], failed: int, took: Took) -> None:
+    def record(self, batch_id: str, jobs: Sequence[Job], failed: int, times: BatchTimes) -> None:
         """Add a batch that has ended, in which ``failed`` of the jobs failed."""
         logger.debug(
             "unit %s: %d %s of %d tenants, %d failed, %.3f s; %.3f s of it on the device, then "
@@ -50,30 +50,30 @@ class UnitLog:
             jobs[0].kind,
             len({job.tenant for job in jobs}),
             failed,
-            took.whole_s,
-            took.device_s,
-            took.encoding_s,
+            times.whole_s,
+            times.device_s,
+            times.encoding_s,
             extra={
                 "batch_id": batch_id,
                 "request_ids": [job.request_id for job in jobs],
                 "tenants": sorted({job.tenant for job in jobs}),
             },
         )
-        if self._sum.units == 0:
-            asyncio.get_running_loop().call_later(EVERY_S, self.tell)
-        self._sum.units += 1
+        if self._sum.batches == 0:
+            asyncio.get_running_loop().call_later(EVERY_S, self.flush)
+        self._sum.batches += 1
         self._sum.jobs.update(str(job.kind) for job in jobs)
         self._sum.tenants |= {job.tenant for job in jobs}
         self._sum.failed += failed
-        self._sum.device_s += took.device_s
+        self._sum.device_s += times.device_s
 
-    def tell(self) -> None:
-        """Log the batches noted since the last line, if there are any."""
+    def flush(self) -> None:
+        """Log the batches recorded since the last line, if there are any."""
         total, self._sum = self._sum, _Sum()
-        if total.units:
+        if total.batches:
             logger.info(
                 "%d units: %s of %d tenants, %d failed, %.3f s on the device",
-                total.units,
+                total.batches,
                 ", ".join(f"{count} {kind}" for kind, count in sorted(total.jobs.items())),
                 len(total.tenants),
                 total.failed,

@@ -33,7 +33,7 @@ class LivenessFile:
                     "--alive-file"
                 ) from error
 
-    def beat(self) -> None:
+    def touch(self) -> None:
         """Touch the file. A worker that cannot touch it continues, but health checks will fail."""
         if self._file is not None:
             try:

@@ -1,4 +1,4 @@
-"""The worker's link to the store: a lease and calls that survive lost connections."""
+"""The worker's session with the store: a lease, and calls that survive lost connections."""
 
 import asyncio
 import logging
@@ -99,7 +99,7 @@ class StoreSession:
             self._renewed(await queue.renew(epoch, dict(self._figures())))
             await asyncio.sleep(self._renew_s)
 
-    async def ask(self, call: Call[T]) -> T:
+    async def call(self, call: Call[T]) -> T:
         """Return the result of ``call``, retried until the store has answered it."""
         while True:
             await self._connected.wait()
@@ -116,7 +116,7 @@ class StoreSession:
     def _failed(self, error: BaseException) -> None:
         self._faults.warn("failed", f"trying again, as the store refused: {error}")
 
-    async def tell(self, call: Call[None]) -> None:
+    async def notify(self, call: Call[None]) -> None:
         """Call once if the store is connected; a call that fails is lost."""
         if self._queue is not None and self._epoch is not None:
             try:

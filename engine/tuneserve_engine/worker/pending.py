@@ -9,7 +9,7 @@ from tuneserve_engine.store.base import LogEntry
 
 
 class PendingJobs:
-    """The waiting jobs, in ``release`` order.
+    """The waiting jobs, in the order of the store.
 
     Replayed jobs keep their old, lower release numbers, so that they run before the model's new
     jobs, in batches shared with other tenants.
@@ -17,7 +17,7 @@ class PendingJobs:
 
     def __init__(self) -> None:
         self._pending: dict[str, Job] = {}
-        self._again: dict[str, asyncio.Future[Outcome]] = {}
+        self._replays: dict[str, asyncio.Future[Outcome]] = {}
         self._samples = 0
         self.arrived = asyncio.Event()
 
@@ -27,7 +27,7 @@ class PendingJobs:
             self._pending[job.request_id] = job
         self.arrived.set()
 
-    def again(self, entries: Sequence[LogEntry], attempts: int) -> "asyncio.Future[list[Outcome]]":
+    def replay(self, entries: Sequence[LogEntry], attempts: int) -> "asyncio.Future[list[Outcome]]":
         """Add logged jobs for replay and return their future outcomes.
 
         ``attempts`` is that of the request that needs the replay: if workers died with that
@@ -35,7 +35,7 @@ class PendingJobs:
         """
         loop = asyncio.get_running_loop()
         futures = {entry.job.request_id: loop.create_future() for entry in entries}
-        self._again |= futures
+        self._replays |= futures
         self.add(
             replace(
                 entry.job,
@@ -46,8 +46,8 @@ class PendingJobs:
         )
         return asyncio.gather(*futures.values())
 
-    def is_again(self, job: Job) -> bool:
-        return job.request_id in self._again
+    def is_replay(self, job: Job) -> bool:
+        return job.request_id in self._replays
 
     @property
     def is_empty(self) -> bool:
@@ -77,7 +77,7 @@ class PendingJobs:
         """Remove the jobs of these requests, if they wait."""
         self.remove([self._pending[name] for name in request_ids if name in self._pending])
 
-    def done_again(self, job: Job, outcome: Outcome) -> None:
-        future = self._again.pop(job.request_id)
+    def finish_replay(self, job: Job, outcome: Outcome) -> None:
+        future = self._replays.pop(job.request_id)
         if not future.done():
             future.set_result(outcome)

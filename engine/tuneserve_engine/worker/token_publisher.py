@@ -9,7 +9,7 @@ from tuneserve_engine.core.jobs import EncodedTokenDelta
 from tuneserve_engine.store.base import Queue
 from tuneserve_engine.worker.lease import StoreSession
 
-_TELL_S = 0.05
+_PUBLISH_S = 0.05
 """Seconds between two messages: people read no faster, and each message costs the store time."""
 
 
@@ -20,28 +20,28 @@ class TokenPublisher:
     """
 
     def __init__(
-        self, link: StoreSession, spawn: Callable[[Coroutine[Any, Any, None]], None]
+        self, session: StoreSession, spawn: Callable[[Coroutine[Any, Any, None]], None]
     ) -> None:
-        self._link = link
+        self._session = session
         self._spawn = spawn
-        self._parts: dict[str, list[EncodedTokenDelta]] = {}
-        self._is_telling = False
+        self._new_tokens: dict[str, list[EncodedTokenDelta]] = {}
+        self._is_publishing = False
 
-    def tell(self, parts: Mapping[str, Sequence[EncodedTokenDelta]]) -> None:
+    def publish(self, new_tokens: Mapping[str, Sequence[EncodedTokenDelta]]) -> None:
         """Queue tokens for publication and return at once."""
-        for stream, more in parts.items():
-            self._parts.setdefault(stream, []).extend(more)
-        if self._parts and not self._is_telling:
-            self._is_telling = True
-            self._spawn(self._tell())
+        for stream, more in new_tokens.items():
+            self._new_tokens.setdefault(stream, []).extend(more)
+        if self._new_tokens and not self._is_publishing:
+            self._is_publishing = True
+            self._spawn(self._publish())
 
-    async def _tell(self) -> None:
-        while self._parts:
-            parts, self._parts = self._parts, {}
-            await self._link.tell(partial(_progress, parts))
-            await asyncio.sleep(_TELL_S)
-        self._is_telling = False
+    async def _publish(self) -> None:
+        while self._new_tokens:
+            new_tokens, self._new_tokens = self._new_tokens, {}
+            await self._session.notify(partial(_send, new_tokens))
+            await asyncio.sleep(_PUBLISH_S)
+        self._is_publishing = False
 
 
-async def _progress(parts: dict[str, list[EncodedTokenDelta]], queue: Queue, _: int) -> None:
-    await queue.progress(parts)
+async def _send(new_tokens: dict[str, list[EncodedTokenDelta]], queue: Queue, _: int) -> None:
+    await queue.progress(new_tokens)

@@ -1,9 +1,9 @@
 """The worker: take → schedule → run → finish, with the device on a thread of its own.
 
-Taking, running and finishing overlap: while a unit (a batch of jobs) runs, new jobs arrive and are
-decoded, and earlier results are encoded and stored. A lost connection to the store loses nothing:
-the worker reconnects as the same owner, continues from its cursor and offers unstored outcomes
-again. A worker's death loses nothing either: the worker that takes over its models restores them
+Taking, running and finishing overlap: while a batch of jobs runs, new jobs arrive and are decoded,
+and earlier results are encoded and stored. A lost connection to the store loses nothing: the worker
+reconnects as the same owner, continues from its cursor and offers unstored outcomes again. A
+worker's death loses nothing either: the worker that takes over its models restores them
 (``models.manager``).
 """
 
@@ -17,29 +17,31 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tuneserve_engine.core.adapter import BaseModelInfo
-from tuneserve_engine.core.jobs import EncodedTokenDelta, Job, JobKind, Outcome, Rejection
+from tuneserve_engine.core.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.process.failpoints import failpoint
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import Queue, Renewal
 from tuneserve_engine.store.errors import Fenced
 from tuneserve_engine.telemetry import logs
-from tuneserve_engine.worker.accounting.traces import NoTraces, Traces
 from tuneserve_engine.worker.accounting.usage_ledger import UsageLedger
-from tuneserve_engine.worker.batch_log import Took, UnitLog
+from tuneserve_engine.worker.batch_log import BatchLog, BatchTimes
 from tuneserve_engine.worker.device_loop import DeviceLoop, FinishedBatch
 from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.execution.outcomes import BatchResult
 from tuneserve_engine.worker.lease import StoreSession
-from tuneserve_engine.worker.models.manager import ModelManager, PointPolicy
+from tuneserve_engine.worker.models.manager import ModelManager
+from tuneserve_engine.worker.models.recovery_points import PointPolicy
+from tuneserve_engine.worker.observers import JobObserver
 from tuneserve_engine.worker.pending import PendingJobs
 from tuneserve_engine.worker.scheduling.scheduler import Scheduler
+from tuneserve_engine.worker.services import WorkerServices
 from tuneserve_engine.worker.token_publisher import TokenPublisher
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _TAKE_JOBS = 256
-_NOTE_S = 1.0
+_REPORT_S = 1.0
 """Seconds for which a sampling slice with the same requests as the last report is not reported."""
 _FINISH_BYTES = 64 * 2**20
 """The most body bytes that one ``finish`` carries, unless a single outcome is larger."""
@@ -62,8 +64,8 @@ class WorkerPolicy:
     ``device``, ``decoder``, ``host`` and ``disk`` make executors that run one call at a time each,
     so that encoding one client's result does not wait for decoding another client's long request.
     ``renewed`` is called after every renewal of the lease; each renewal reports ``figures`` to the
-    store. ``peak_flops`` is the device's peak in FLOP/s, 0 if unknown. ``traces`` records each
-    request.
+    store. ``peak_flops`` is the device's peak in FLOP/s, 0 if unknown. ``observers`` hear of every
+    job's events.
     """
 
     points: PointPolicy = field(default_factory=PointPolicy)
@@ -76,7 +78,7 @@ class WorkerPolicy:
     renewed: Callable[[], None] = _nothing
     figures: Callable[[], Mapping[str, float]] = dict
     peak_flops: float = 0.0
-    traces: Traces = field(default_factory=NoTraces)
+    observers: Sequence[JobObserver] = ()
 
 
 class Worker:
@@ -88,7 +90,7 @@ class Worker:
     def __init__(  # noqa: PLR0913
         self,
         connect: Callable[[], Awaitable[Queue]],
-        operations: JobExecutor,
+        executor: JobExecutor,
         info: BaseModelInfo,
         *,
         name: str,
@@ -96,30 +98,44 @@ class Worker:
         policy: WorkerPolicy | None = None,
     ) -> None:
         policy = policy or WorkerPolicy()
-        self.backlog = PendingJobs()
         self.clock = policy.clock
+        self.pending = PendingJobs()
+        self.session = StoreSession(
+            connect, name, info, self._renewed, policy.renew_s, self._metrics
+        )
         self._ledger = UsageLedger(policy.clock)
-        self._operations = operations
+        self._observers: list[JobObserver] = [self._ledger, *policy.observers]
         self._device = policy.device()
         self._decoder = policy.decoder()
         self._host = policy.host()
         self._disk = policy.disk()
         self._scheduler = scheduler or Scheduler()
-        self._units = DeviceLoop(
-            operations,
-            self._scheduler,
-            self,
-            device=self._device,
-            decoder=self._decoder,
+        self._publisher = TokenPublisher(self.session, self.spawn)
+        services = WorkerServices(
+            pending=self.pending,
+            session=self.session,
+            clock=policy.clock,
+            spawn=self.spawn,
+            on_device=self.on_device,
+            on_disk=self._on_disk,
+            offer=self._offer,
+            wait_until_stored=self._wait_until_stored,
+            without_takes=self._without_takes,
+            report_running=self._report_running,
+            start_jobs=self._start_jobs,
+            account=self._account,
+            abandon=self._abandon,
+            cancel_running=self._cancel_running,
+            publish=self._publisher.publish,
         )
-        self._noted: tuple[list[str], float] = ([], 0.0)  # the last report to the store, and when
-        self._residents = ModelManager(operations, policy.points, self)
+        self._device_loop = DeviceLoop(
+            executor, self._scheduler, services, device=self._device, decoder=self._decoder
+        )
+        self._models = ModelManager(executor, policy.points, services)
         self._on_renewed = policy.renewed
-        self._of_backend = policy.figures
+        self._backend_metrics = policy.figures
         self._peak_flops = policy.peak_flops
-        self._traces = policy.traces
-        self.link = StoreSession(connect, name, info, self._renewed, policy.renew_s, self._figures)
-        self._live = TokenPublisher(self.link, self.spawn)
+        self._reported: tuple[list[str], float] = ([], 0.0)  # running requests, and when
         self._cursor = 0
         self._taking = asyncio.Lock()
         self._pause = asyncio.Event()
@@ -131,13 +147,13 @@ class Worker:
         self._stopping = asyncio.Event()
         self._has_resigned = False
         self._tasks: asyncio.TaskGroup | None = None
-        self._units_total = 0
-        self._unit_log = UnitLog()
+        self._batches_total = 0
+        self._batch_log = BatchLog()
 
     def stop(self) -> None:
         """Make ``run`` return after the running batch, with everything saved."""
         self._stopping.set()
-        self._units.stop()
+        self._device_loop.stop()
 
     async def run(self) -> None:
         """Run jobs until ``stop``, then return.
@@ -147,30 +163,30 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                units = self._tasks.create_task(self._units.run())
+                device_loop = self._tasks.create_task(self._device_loop.run())
                 self._tasks.create_task(self._deliver())
-                self._tasks.create_task(self.link.keep(self._take, self._finish))
-                self._tasks.create_task(self._residents.keep_points())
-                self._tasks.create_task(self._stop_after(units))
+                self._tasks.create_task(self.session.keep(self._take_jobs, self._finish))
+                self._tasks.create_task(self._models.save_points_forever())
+                self._tasks.create_task(self._stop_after(device_loop))
         except BaseExceptionGroup as group:
             _, failures = group.split((_Stopped, Fenced) if self._has_resigned else _Stopped)
             if failures is not None:
                 raise _cause(failures) from None
         finally:
-            self._units.abandon()
+            self._device_loop.abandon()
             self._device.shutdown(wait=False, cancel_futures=True)
             self._decoder.shutdown(wait=False, cancel_futures=True)
             self._host.shutdown(wait=False, cancel_futures=True)
             self._disk.shutdown(wait=False, cancel_futures=True)
 
-    async def _stop_after(self, units: "asyncio.Task[None]") -> None:
+    async def _stop_after(self, device_loop: "asyncio.Task[None]") -> None:
         await self._stopping.wait()
         try:
             async with asyncio.timeout(STOP_S):
-                await units
-                if self.link.is_up:
-                    await self._residents.save_all()
-                    await self.stored(None, None)
+                await device_loop
+                if self.session.is_up:
+                    await self._models.save_all()
+                    await self._wait_until_stored(None, None)
                     await self._resign()
         except TimeoutError:
             logger.warning("not everything was saved within %g s; the log has it", STOP_S)
@@ -182,56 +198,60 @@ class Worker:
 
     async def _resign(self) -> None:
         self._has_resigned = True
-        await self.link.ask(lambda queue, epoch: queue.resign(epoch))
+        await self.session.call(lambda queue, epoch: queue.resign(epoch))
 
     # --- the store's side -----------------------------------------------------------------------
 
-    def _figures(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         return {
-            **self._of_backend(),
-            "units_total": self._units_total,
-            "device_seconds_total": self._units.device_s,
+            **self._backend_metrics(),
+            "units_total": self._batches_total,
+            "device_seconds_total": self._device_loop.device_s,
             "device_seconds_overhead_total": self._ledger.overhead_s,
-            "host_seconds_total": self._units.host_s,
+            "host_seconds_total": self._device_loop.host_s,
             "model_flops_total": self._ledger.flops,
-            "points_unreadable_total": self._residents.points_unreadable,
+            "points_unreadable_total": self._models.points_unreadable,
             "device_peak_flops": self._peak_flops,
         }
 
     def _renewed(self, renewal: Renewal) -> None:
         self._on_renewed()
-        self._scheduler.reweigh(renewal.weights)
-        self._residents.give_up(renewal.leaving)
-        self.cancelled(renewal.cancelled)
+        self._scheduler.set_weights(renewal.weights)
+        self._models.hand_over(renewal.leaving)
+        self._cancel(renewal.cancelled)
 
-    def cancelled(self, request_ids: Sequence[str]) -> None:
+    def _cancel(self, request_ids: Sequence[str]) -> None:
         """Forget these requests, which have ended.
 
         Waiting jobs are not run and running samples are given up. Jobs on the device run to their
         end, but nothing waits for their outcomes: the store takes only the cost from them.
         """
-        self.backlog.drop(request_ids)
-        self._units.cancel(request_ids)
-        self._traces.dropped(request_ids)
-        for request_id in request_ids:
-            self._unstored.pop(request_id, None)
+        self.pending.drop(request_ids)
+        self._device_loop.cancel(request_ids)
+        self._drop(request_ids)
         self._wake_stored()
 
-    async def _take(self, queue: Queue, epoch: int) -> None:
+    def _drop(self, request_ids: Sequence[str]) -> None:
+        for observer in self._observers:
+            observer.on_dropped(request_ids)
+        for request_id in request_ids:
+            self._unstored.pop(request_id, None)
+
+    async def _take_jobs(self, queue: Queue, epoch: int) -> None:
         while True:
             async with self._taking:
                 jobs = await self._unless_paused(
                     queue.take(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
                 )
-            self._ledger.arrived(jobs)
-            self._traces.arrived(jobs)
+            for observer in self._observers:
+                observer.on_arrived(jobs)
             for job in jobs:
                 self._cursor = job.release
                 if job.model_id is None:
-                    self.backlog.add([job])
+                    self.pending.add([job])
                 else:
-                    self._residents.admit(job)
-            self._units.look_ahead()
+                    self._models.route(job)
+            self._device_loop.prefetch()
             failpoint("worker-took")
 
     async def _unless_paused(self, take: Awaitable[list[Job]]) -> list[Job]:
@@ -244,7 +264,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(taking, pause, return_exceptions=True)
 
-    async def without_takes(self, call: Callable[[], Awaitable[None]]) -> None:
+    async def _without_takes(self, call: Callable[[], Awaitable[None]]) -> None:
         self._pausing += 1
         self._pause.set()
         try:
@@ -263,7 +283,8 @@ class Worker:
             await queue.finish(epoch, batch)
             failpoint("worker-finished")
             del self._outcomes[: len(batch)]
-            self._traces.written(batch)
+            for observer in self._observers:
+                observer.on_stored(batch)
             for outcome in batch:
                 self._unstored.pop(outcome.request_id, None)
             self._wake_stored()
@@ -274,7 +295,7 @@ class Worker:
         self._stored.set()
         self._stored = asyncio.Event()
 
-    async def stored(self, model_id: str | None, position: int | None) -> None:
+    async def _wait_until_stored(self, model_id: str | None, position: int | None) -> None:
         """Wait until all begun requests of the model before ``position`` have durable results.
 
         A ``model_id`` of None means every model, a ``position`` of None every request.
@@ -286,54 +307,49 @@ class Worker:
         ):
             await self._stored.wait()
 
-    def offer(self, outcomes: list[Outcome]) -> None:
-        self._outcomes.extend(self._ledger.closed(outcomes))
+    def _offer(self, outcomes: list[Outcome]) -> None:
+        self._outcomes.extend(self._ledger.with_usage(outcomes))
         self._offered.set()
 
     # --- the device's side ----------------------------------------------------------------------
 
-    def began(self, jobs: Sequence[Job], others: int) -> None:
-        new = {job.request_id: job for job in jobs if not self.backlog.is_again(job)}
-        self._unstored |= new
-        self._ledger.began(new.values(), others)
-        self._traces.began(new)
+    def _start_jobs(self, jobs: Sequence[Job], others: int) -> None:
+        new = [job for job in jobs if not self.pending.is_replay(job)]
+        self._unstored |= {job.request_id: job for job in new}
+        for observer in self._observers:
+            observer.on_started(new, others)
 
-    def ran(self, executed: BatchResult) -> None:
-        self._ledger.ran(executed)
-        self._traces.ran(executed)
+    def _account(self, result: BatchResult) -> None:
+        for observer in self._observers:
+            observer.on_ran(result)
 
-    def left_off(self, request_ids: Sequence[str]) -> None:
+    def _cancel_running(self, request_ids: Sequence[str]) -> None:
         """Report the cost of these cancelled samples; the store knows everything else already."""
         if request_ids:
-            self.offer([Outcome(each, rejection=refusals.cancelled()) for each in request_ids])
+            self._offer([Outcome(each, rejection=refusals.cancelled()) for each in request_ids])
 
-    def gave_up(self, request_ids: Sequence[str]) -> None:
-        self._ledger.given_up(request_ids)
-        self._traces.dropped(request_ids)
-        for request_id in request_ids:
-            self._unstored.pop(request_id, None)
+    def _abandon(self, request_ids: Sequence[str]) -> None:
+        self._ledger.move_to_overhead(request_ids)
+        self._drop(request_ids)
         if request_ids:  # clear the report, so that no request is blamed for a death from here on
-            self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, [])))
+            self.spawn(self.session.notify(lambda queue, epoch: queue.begin(epoch, [])))
 
-    def drew(self, parts: Mapping[str, Sequence[EncodedTokenDelta]]) -> None:
-        self._live.tell(parts)
-
-    async def note(self, unit: Sequence[Job]) -> None:
+    async def _report_running(self, batch: Sequence[Job]) -> None:
         """Report the running requests to the store, without waiting for its answer.
 
         A replayed job ended long ago, so it is reported as the request whose model is being
         restored.
         """
         ids = [
-            self._residents.waiting(job) if self.backlog.is_again(job) else job.request_id
-            for job in unit
+            self._models.restored_for(job) if self.pending.is_replay(job) else job.request_id
+            for job in batch
         ]
         now_s = self.clock()
-        is_slice = unit[0].kind == JobKind.SAMPLE
-        if is_slice and ids == self._noted[0] and now_s < self._noted[1] + _NOTE_S:
+        is_slice = batch[0].kind == JobKind.SAMPLE
+        if is_slice and ids == self._reported[0] and now_s < self._reported[1] + _REPORT_S:
             return
-        self._noted = ids, now_s
-        self.spawn(self.link.tell(lambda queue, epoch: queue.begin(epoch, ids)))
+        self._reported = ids, now_s
+        self.spawn(self.session.notify(lambda queue, epoch: queue.begin(epoch, ids)))
         await asyncio.sleep(0)  # so that the report is sent before the batch starts
 
     # --- results --------------------------------------------------------------------------------
@@ -341,41 +357,45 @@ class Worker:
     async def _deliver(self) -> None:
         """Make outcomes from the results of each batch in turn, while the device continues."""
         while True:
-            unit = await self._units.executed.get()
+            batch = await self._device_loop.finished.get()
             started_s = self.clock()
-            outcomes = unit.outcomes
+            outcomes = batch.outcomes
             if outcomes is None:
-                outcomes = await self._start(self._host, unit.executed.outcomes)
-            self._account(unit, outcomes, self.clock() - started_s)
-            self._units.executed.task_done()
+                outcomes = await self._start(self._host, batch.result.outcomes)
+            self._deliver_batch(batch, outcomes, self.clock() - started_s)
+            self._device_loop.finished.task_done()
 
-    def _account(self, unit: FinishedBatch, outcomes: list[Outcome], encoding_s: float) -> None:
-        self._units_total += 1
-        jobs = unit.executed.jobs
-        batch_id = f"{self.link.epoch}-{self._units_total}"
-        self._traces.ended(jobs, batch_id)
+    def _deliver_batch(
+        self, batch: FinishedBatch, outcomes: list[Outcome], encoding_s: float
+    ) -> None:
+        self._batches_total += 1
+        jobs = batch.result.jobs
+        batch_id = f"{self.session.epoch}-{self._batches_total}"
+        for observer in self._observers:
+            observer.on_finished(jobs, batch_id)
         for job, outcome in zip(jobs, outcomes, strict=True):
-            outcome = self._residents.done(job, outcome)
+            outcome = self._models.record_outcome(job, outcome)
             if outcome.rejection is not None:
-                _tell_failure(job, outcome.rejection, batch_id)
-            if self.backlog.is_again(job):
-                self.backlog.done_again(job, outcome)
+                _log_failure(job, outcome.rejection, batch_id)
+            if self.pending.is_replay(job):
+                self.pending.finish_replay(job, outcome)
             else:
-                self.offer([outcome])
+                self._offer([outcome])
         failed = sum(outcome.rejection is not None for outcome in outcomes)
-        took = Took(unit.seconds, unit.executed.device_s, encoding_s)
-        self._unit_log.note(batch_id, jobs, failed, took)
+        times = BatchTimes(batch.seconds, batch.result.device_s, encoding_s)
+        self._batch_log.record(batch_id, jobs, failed, times)
 
     # --- what the models need -------------------------------------------------------------------
 
     def spawn(self, task: Coroutine[Any, Any, None]) -> None:
+        """Run the task beside everything else; an exception that it raises ends the worker."""
         assert self._tasks is not None
         self._tasks.create_task(task)
 
     async def on_device(self, call: Callable[[], T]) -> T:
-        return await self._units.on_device(call)
+        return await self._device_loop.on_device(call)
 
-    async def on_disk(self, call: Callable[[], T]) -> T:
+    async def _on_disk(self, call: Callable[[], T]) -> T:
         return await self._start(self._disk, call)
 
     @staticmethod
@@ -383,7 +403,7 @@ class Worker:
         return asyncio.get_running_loop().run_in_executor(executor, call)
 
 
-def _tell_failure(job: Job, rejection: Rejection, batch_id: str) -> None:
+def _log_failure(job: Job, rejection: Rejection, batch_id: str) -> None:
     """Log that a job failed, without the message, which may quote the tenant's request."""
     message = "%s of %s failed: %s error, request %s"
     extra = {**logs.of(job), "batch_id": batch_id}

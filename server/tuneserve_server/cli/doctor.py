@@ -19,8 +19,8 @@ from typing import Any, Literal
 from tuneserve_engine.process import permissions
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
+from tuneserve_engine.store.sqlite.database import network_file_system
 from tuneserve_engine.store.sqlite.inspect import look_at_store
-from tuneserve_engine.store.sqlite.schema import network_file_system
 from tuneserve_server import serve
 from tuneserve_server.cli.doctor_files import look_at_owner
 from tuneserve_server.cli.output import size

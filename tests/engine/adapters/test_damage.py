@@ -216,7 +216,7 @@ async def undamaged_points(bench: Bench, damaged: set[str]) -> list[RecoveryPoin
     """The two that are kept, once both are of files that this test has not damaged."""
     while True:
         await pointed(bench, count=2)
-        points = await bench.store.points(bench.worker.link.epoch, "a")
+        points = await bench.store.points(bench.worker.session.epoch, "a")
         if damaged.isdisjoint(point.file_id for point in points):
             return points
         await asyncio.sleep(0.01)

@@ -88,8 +88,8 @@ def run(
     device: Backend, *requests: PackingRequest, halvings: int = 0
 ) -> tuple[PackedBatch, TrainResult]:
     """Requests that share a unit."""
-    (packed,) = pack(requests, device.lattice, halvings)
-    return packed, device.forward_backward(packed.unit)
+    (packed,) = pack(requests, device.static_shapes, halvings)
+    return packed, device.forward_backward(packed.batch)
 
 
 def take_step(device: Backend, adapter_id: str, params: AdamwParams = STEP) -> Mapping[str, float]:
@@ -152,11 +152,15 @@ def same_sample(a: SampleResult, b: SampleResult) -> bool:
 
 
 def test_the_lattice_takes_what_the_info_says(device: Backend) -> None:
-    info, lattice = device.info, device.lattice
-    assert lattice.stream >= info.context_length
-    assert lattice.slots(lattice.rank_class(info.max_rank)) >= 1
-    for short, long in (("block", "chunk"), ("block", "piece"), ("chunk", "stream")):
-        assert getattr(lattice, long) % getattr(lattice, short) == 0
+    info, static_shapes = device.info, device.static_shapes
+    assert static_shapes.micro_batch_tokens >= info.context_length
+    assert static_shapes.slots(static_shapes.rank_bucket(info.max_rank)) >= 1
+    for short, long in (
+        ("block", "chunk"),
+        ("block", "bin_tokens"),
+        ("chunk", "micro_batch_tokens"),
+    ):
+        assert getattr(static_shapes, long) % getattr(static_shapes, short) == 0
     with pytest.raises(UserError):
         device.create_adapter("too-large", AdapterConfig(info.max_rank + 1, 32.0, 0))
 
@@ -246,10 +250,10 @@ def test_outputs_have_the_shapes_of_their_batches(device: Backend) -> None:
     request = wanted(adapter(device), *range(30))
     request.data.data.append(several)
     packed, result = run(device, request)
-    assert len(packed.unit.batches) > 2
-    for batch, output in zip(packed.unit.batches, result.outputs, strict=True):
-        assert output.logprobs.shape == batch.targets.shape
-        assert output.loss.shape == batch.tokens.shape
+    assert len(packed.batch.micro_batches) > 2
+    for micro_batch, output in zip(packed.batch.micro_batches, result.outputs, strict=True):
+        assert output.logprobs.shape == micro_batch.targets.shape
+        assert output.loss.shape == micro_batch.tokens.shape
         assert output.logprobs.dtype == output.loss.dtype == np.float32
 
 
@@ -289,9 +293,9 @@ def test_steps_lower_the_loss_on_what_they_saw(device: Backend) -> None:
 
 def test_gradients_accumulate_over_requests_and_units_alike(device: Backend) -> None:
     states = []
-    for units in ([[1], [2], [3]], [[1, 2, 3]], [[1, 2], [3]]):
+    for batches in ([[1], [2], [3]], [[1, 2, 3]], [[1, 2], [3]]):
         mine = adapter(device)
-        for seeds in units:
+        for seeds in batches:
             run(device, *[wanted(mine, seed) for seed in seeds])
         take_step(device, mine)
         states.append(device.adapter_state(mine, optimizer=True))
@@ -341,7 +345,7 @@ def test_looking_ahead_changes_nothing_whoever_is_named(device: Backend) -> None
     mine = adapter(device)
     run(device, wanted(mine, 1))
     before = device.adapter_state(mine, optimizer=True, accumulator=True)
-    named = threading.Thread(target=device.look_ahead, args=([mine, "nobody", mine],))
+    named = threading.Thread(target=device.prefetch, args=([mine, "nobody", mine],))
     named.start()
     assert same_state(device.adapter_state(mine, optimizer=True, accumulator=True), before)
     named.join()
@@ -417,8 +421,8 @@ def test_a_stream_that_does_not_fit_changes_nothing_and_halved_ones_may() -> Non
 
 def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:
     mine = adapter(device)
-    (packed,) = pack([wanted(mine, 1), wanted(mine, 2)], device.lattice)
-    broken = TrainBatch((mine, "nobody"), False, packed.unit.batches)
+    (packed,) = pack([wanted(mine, 1), wanted(mine, 2)], device.static_shapes)
+    broken = TrainBatch((mine, "nobody"), False, packed.batch.micro_batches)
     with pytest.raises(EngineError):
         device.forward_backward(broken)
     assert take_step(device, mine)["grad_norm"] == 0
@@ -651,11 +655,11 @@ def test_what_is_drawn_is_told_part_by_part_to_who_listens(device: Backend) -> N
     }
     listener, ended, left = Listener(), {}, dict(asked)
     while left:
-        given = device.sample_for(left, lambda: True)
-        assert "silent" not in given.drawn
+        given = device.sample_until(left, lambda: True)
+        assert "silent" not in given.new_tokens
         listener.hear(given)
-        ended |= given.ended
-        left = {name: left[name] for name in given.left}
+        ended |= given.finished
+        left = {name: left[name] for name in given.remaining}
     heard = {place for place, told in listener.places.items() if told}
     assert heard == {("live", 0), ("live", 1), ("live", 2), ("too", 0)}
     assert listener.repeated == 0
@@ -668,11 +672,11 @@ def test_what_begins_again_is_told_again_from_its_start(device: Backend) -> None
     asked = {"live": ask(num_samples=2, max_tokens=10, stream=True)}
     listener, started = Listener(), 0
     for _ in range(2):
-        while not (given := device.sample_for(asked, lambda: True)).drawn:
-            assert not given.ended
+        while not (given := device.sample_until(asked, lambda: True)).new_tokens:
+            assert not given.finished
         listener.hear(given)
-        started += sum(part.start == 0 for part in given.drawn["live"])
-        device.sample_for({}, lambda: True)  # it is given up
+        started += sum(part.start == 0 for part in given.new_tokens["live"])
+        device.sample_until({}, lambda: True)  # it is given up
     assert started == 4
     assert listener.repeated > 0
 

@@ -7,7 +7,7 @@ from tuneserve_engine.core.shapes import StaticShapes
 
 
 @pytest.mark.parametrize(
-    ("context", "tokens", "stream"),
+    ("context", "tokens", "micro_batch"),
     [
         (100, 4096, 4096),
         (100, 4000, 4096),  # up to a multiple of the chunk
@@ -16,45 +16,45 @@ from tuneserve_engine.core.shapes import StaticShapes
     ],
 )
 def test_a_stream_is_as_long_as_asked_for_and_holds_any_datum(
-    context: int, tokens: int, stream: int
+    context: int, tokens: int, micro_batch: int
 ) -> None:
-    assert StaticShapes(context, tokens=tokens).stream == stream
+    assert StaticShapes(context, requested_tokens=tokens).micro_batch_tokens == micro_batch
 
 
-@pytest.mark.parametrize(("tokens", "piece"), [(256, 256), (1024, 1024), (4096, 1024)])
-def test_a_piece_has_at_most_four_chunks_and_fits_a_stream(tokens: int, piece: int) -> None:
-    assert StaticShapes(100, tokens=tokens).piece == piece
+@pytest.mark.parametrize(("tokens", "bin_tokens"), [(256, 256), (1024, 1024), (4096, 1024)])
+def test_a_bin_has_at_most_four_chunks_and_fits_a_micro_batch(tokens: int, bin_tokens: int) -> None:
+    assert StaticShapes(100, requested_tokens=tokens).bin_tokens == bin_tokens
 
 
-@pytest.mark.parametrize(("rank_class", "slots"), [(8, 6), (16, 3), (32, 1), (128, 1)])
+@pytest.mark.parametrize(("rank_bucket", "slots"), [(8, 6), (16, 3), (32, 1), (128, 1)])
 def test_units_of_all_rank_classes_need_the_memory_of_the_lowest(
-    rank_class: int, slots: int
+    rank_bucket: int, slots: int
 ) -> None:
-    assert StaticShapes(100, request_slots=6).slots(rank_class) == slots
+    assert StaticShapes(100, request_slots=6).slots(rank_bucket) == slots
 
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 8), (8, 8), (9, 32), (33, 128), (128, 128)])
 def test_ranks_are_padded_to_their_class(rank: int, padded: int) -> None:
-    assert StaticShapes(100).rank_class(rank) == padded
+    assert StaticShapes(100).rank_bucket(rank) == padded
     assert StaticShapes(100).max_rank == 128
 
 
 @pytest.mark.parametrize(("targets", "padded"), [(1, 1), (2, 64), (33, 64), (64, 64)])
 def test_targets_are_one_token_or_a_distribution(targets: int, padded: int) -> None:
-    assert StaticShapes(100).target_class(targets) == padded
-    assert padded in StaticShapes(100).target_classes
+    assert StaticShapes(100).target_bucket(targets) == padded
+    assert padded in StaticShapes(100).target_buckets
 
 
 @pytest.mark.parametrize("rank", [0, 129])
 def test_a_rank_without_a_class_is_refused_with_the_limit(rank: int) -> None:
     with pytest.raises(UserError, match=f"rank is {rank}.*1 to 128"):
-        StaticShapes(100).rank_class(rank)
+        StaticShapes(100).rank_bucket(rank)
 
 
 @pytest.mark.parametrize("targets", [0, 65])
 def test_targets_without_a_class_are_refused_with_the_limit(targets: int) -> None:
     with pytest.raises(UserError, match=rf"{targets} targets.*1 to 64"):
-        StaticShapes(100).target_class(targets)
+        StaticShapes(100).target_bucket(targets)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_targets_without_a_class_are_refused_with_the_limit(targets: int) -> Non
         {"block": 24},
         {"chunk": 96},
         {"chunk": 0},
-        {"tokens": 0},
+        {"requested_tokens": 0},
         {"request_slots": 0},
-        {"rank_classes": ()},
-        {"rank_classes": (8, 8)},
+        {"rank_buckets": ()},
+        {"rank_buckets": (8, 8)},
     ],
 )
 def test_settings_that_make_no_lattice_are_refused_by_name(options: dict[str, object]) -> None:

@@ -47,8 +47,8 @@ def train(backend: JaxBackend, tenants: list[int], label: str) -> dict[int, list
     got: dict[int, list[Any]] = {tenant: [] for tenant in tenants}
     for round_ in range(ROUNDS):
         requests = [request(names[tenant], tenant, round_) for tenant in tenants]
-        (packed,) = pack(requests, backend.lattice)
-        result = backend.forward_backward(packed.unit)
+        (packed,) = pack(requests, backend.static_shapes)
+        result = backend.forward_backward(packed.batch)
         assert all(result.finite)
         metrics = backend.optim_steps([(names[tenant], params_of(tenant)) for tenant in tenants])
         for index, tenant in enumerate(tenants):

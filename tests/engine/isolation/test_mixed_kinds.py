@@ -37,27 +37,31 @@ def created(backend: JaxBackend) -> Callable[[AdapterConfig], str]:
 
 
 @pytest.fixture
-def logprobs(backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any) -> Callable[..., Any]:
+def logprobs(
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
+) -> Callable[..., Any]:
     """Of the same datum under each of the adapters, all in one unit."""
 
     def logprobs(*adapter_ids: str, seed: int = 7) -> list[Any]:
         rows = [(i, datum(seed, 11)) for i in range(len(adapter_ids))]
-        batch = batch_of(*rows)
-        unit = unit_of(adapter_ids, [batch], forward_only=True)
-        (out,) = backend.forward_backward(unit).outputs
-        return [out.logprobs[batch.datum == i] for i in range(len(adapter_ids))]
+        micro_batch = micro_batch_of(*rows)
+        batch = batch_of(adapter_ids, [micro_batch], forward_only=True)
+        (out,) = backend.forward_backward(batch).outputs
+        return [out.logprobs[micro_batch.segment_ids == i] for i in range(len(adapter_ids))]
 
     return logprobs
 
 
 @pytest.fixture
-def train(backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any) -> Callable[..., None]:
+def train(
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
+) -> Callable[..., None]:
     """So many steps of all adapters, each unit with a datum of each."""
 
     def train(adapter_ids: list[str], steps: int = 3) -> None:
         for step in range(steps):
             rows = [(i, datum(100 * i + step, 11)) for i in range(len(adapter_ids))]
-            result = backend.forward_backward(unit_of(adapter_ids, [batch_of(*rows)]))
+            result = backend.forward_backward(batch_of(adapter_ids, [micro_batch_of(*rows)]))
             assert result.finite == (True,) * len(adapter_ids)
             for metrics in backend.optim_steps([(name, STEP) for name in adapter_ids]):
                 assert not isinstance(metrics, Exception), metrics

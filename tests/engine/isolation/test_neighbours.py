@@ -41,7 +41,7 @@ class Tenant:
 
     def arrays(self) -> Any:
         """Everything on the device, padding and accumulator included."""
-        (adapter,) = self.backend._pager.get([self.id])
+        (adapter,) = self.backend._adapters.get([self.id])
         parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
         return jax.tree.map(np.array, parts)
 
@@ -71,28 +71,28 @@ def assert_same_state(a: AdapterState, b: AdapterState) -> None:
 class Ran:
     """A unit that was run."""
 
-    batches: list[MicroBatch]
+    micro_batches: list[MicroBatch]
     result: TrainResult
 
     @property
     def finite(self) -> tuple[bool, ...]:
         return self.result.finite
 
-    def of(self, number: int, batch: int = 0) -> tuple[FloatArray, FloatArray]:
+    def of(self, number: int, micro_batch: int = 0) -> tuple[FloatArray, FloatArray]:
         """Logprobs and losses of a datum of a micro-batch."""
-        tokens = self.batches[batch].datum == number
-        out = self.result.outputs[batch]
+        tokens = self.micro_batches[micro_batch].segment_ids == number
+        out = self.result.outputs[micro_batch]
         return out.logprobs[tokens], out.loss[tokens]
 
 
 @pytest.fixture
-def run(backend: JaxBackend, batch_of: Any, unit_of: Any) -> Callable[..., Ran]:
+def run(backend: JaxBackend, micro_batch_of: Any, batch_of: Any) -> Callable[..., Ran]:
     """``run([tenant, ...], [(request, row, ...), ...], ...)``: the pieces of each micro-batch."""
 
-    def run(tenants: Any, *batches: Any, **options: Any) -> Ran:
-        made = [batch_of(*pieces) for pieces in batches]
-        unit = unit_of([t.id for t in tenants], made, **options)
-        return Ran(made, backend.forward_backward(unit))
+    def run(tenants: Any, *micro_batches: Any, **options: Any) -> Ran:
+        made = [micro_batch_of(*pieces) for pieces in micro_batches]
+        batch = batch_of([t.id for t in tenants], made, **options)
+        return Ran(made, backend.forward_backward(batch))
 
     return run
 
@@ -178,17 +178,22 @@ def test_a_neighbour_whose_gradient_alone_overflows_changes_no_bit_and_fails_alo
 def test_a_neighbour_whose_loss_alone_overflows_changes_no_bit_and_fails_alone(
     alone, run, tenant, datum
 ):
-    """The weight of its least likely target is just too large; a bit less is accumulated."""
+    """The weight of its least likely target is just too large; a bit less is accumulated.
+
+    Of some datums, the gradient overflows first, and of which ones depends on the processor.
+    """
     a, b, c = tenant(), tenant(SMALL), tenant(SMALL)
-    row = datum(5, 16)
-    logprobs = run([b], [(0, row)], forward_only=True).of(0)[0][:, 0]
-    largest = float(np.finfo(np.float32).max / -logprobs.min())
 
-    def weighted(part: float) -> Any:
-        return datum(5, 16, weights=(logprobs == logprobs.min()) * np.float32(part * largest))
+    def weighted(seed: int, part: float) -> Any:
+        logprobs = run([b], [(0, datum(seed, 16))], forward_only=True).of(0)[0][:, 0]
+        largest = float(np.finfo(np.float32).max / -logprobs.min())
+        return datum(seed, 16, weights=(logprobs == logprobs.min()) * np.float32(part * largest))
 
+    seed = next(
+        s for s in range(5, 50) if all(run([tenant(SMALL)], [(0, weighted(s, 0.99))]).finite)
+    )
     before = b.arrays()
-    ran = run([b, a, c], [(0, weighted(1.01)), (1, datum(1, 11)), (2, weighted(0.99))])
+    ran = run([b, a, c], [(0, weighted(seed, 1.01)), (1, datum(1, 11)), (2, weighted(seed, 0.99))])
     assert ran.finite == (False, True, True)
     assert_same_bits(b.arrays(), before)
     assert_as_alone(alone, ran, a, 1, request=1)
@@ -328,7 +333,7 @@ def test_targets_that_are_not_trained_stay_exactly_zero(run, tenant, datum):
 
 @pytest.mark.acceptance("W5")
 def test_saved_in_the_middle_and_loaded_elsewhere_training_continues_with_the_same_bits(
-    run, tenant, datum, new_backend, batch_of, unit_of
+    run, tenant, datum, new_backend, micro_batch_of, batch_of
 ):
     a = tenant(SMALL)
     run([a], [(0, datum(1, 9))])
@@ -337,9 +342,9 @@ def test_saved_in_the_middle_and_loaded_elsewhere_training_continues_with_the_sa
     elsewhere = Tenant(new_backend(), BIG)
     elsewhere.backend.load_adapter(elsewhere.id, saved)
     for seed in (2, 3):
-        batch = batch_of((0, datum(seed, 9)))
+        micro_batch = micro_batch_of((0, datum(seed, 9)))
         for each in (a, elsewhere):
-            each.backend.forward_backward(unit_of([each.id], [batch]))
+            each.backend.forward_backward(batch_of([each.id], [micro_batch]))
             each.step()
     assert_same_bits(elsewhere.arrays(), a.arrays())
     assert saved.step == 1, "a saved state is a copy"

@@ -55,10 +55,10 @@ class Run:
     """A training run of two models, a snapshot of each after every step; ``pause`` is called
     wherever something may come in between."""
 
-    def __init__(self, backend: JaxBackend, units: list[TrainBatch], prefix: str) -> None:
+    def __init__(self, backend: JaxBackend, batches: list[TrainBatch], prefix: str) -> None:
         self.backend = backend
         self.prefix = prefix  # of its snapshots: a name stands for the same weights, always
-        self.units = units
+        self.batches = batches
         self.outputs: list[bytes] = []
 
     def start(self) -> None:
@@ -68,8 +68,8 @@ class Run:
     def go(self, pause: Callable[[], None]) -> list[Any]:
         self.start()
         for turn in range(2):
-            for unit in self.units:
-                result = self.backend.forward_backward(unit, pause)
+            for batch in self.batches:
+                result = self.backend.forward_backward(batch, pause)
                 self.outputs += [output.logprobs.tobytes() for output in result.outputs]
                 pause()
             for metrics in self.backend.optim_steps([(name, STEP) for name in MODELS]):
@@ -89,17 +89,22 @@ class Run:
 @settings(max_examples=4, deadline=None, phases=QUICK)
 @given(seed=st.integers(0, 2**32))
 def test_sampling_and_training_change_no_bit_of_each_other(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, seed: int
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any, seed: int
 ) -> None:
     random, prefix = Random(seed), f"run {next(RUNS)}"
     rows = [datum(random.randrange(2**20), random.randint(3, 24)) for _ in range(6)]
-    units = [
-        unit_of(
-            [name], [batch_of((0, *rows[:3])), batch_of((0, *rows[3:])), batch_of((0, rows[0]))]
+    batches = [
+        batch_of(
+            [name],
+            [
+                micro_batch_of((0, *rows[:3])),
+                micro_batch_of((0, *rows[3:])),
+                micro_batch_of((0, rows[0])),
+            ],
         )
         for name in MODELS
     ]
-    want_training = Run(backend, units, prefix).go(lambda: None)
+    want_training = Run(backend, batches, prefix).go(lambda: None)
     snapshots = [f"{prefix}-{name}-{turn}" for name in MODELS for turn in range(2)]
     everyone = requests(random, snapshots)
     want = {}
@@ -111,7 +116,7 @@ def test_sampling_and_training_change_no_bit_of_each_other(
     waiting = dict(everyone)
     asked: dict[str, SamplingRequest] = {}
     got: dict[str, Any] = {}
-    run = Run(backend, units, prefix)
+    run = Run(backend, batches, prefix)
 
     def pause() -> None:
         for name, one in list(waiting.items()):
@@ -120,8 +125,8 @@ def test_sampling_and_training_change_no_bit_of_each_other(
                 continue
             if random.random() < 0.4:
                 asked[name] = replace(waiting.pop(name), owner=random.choice("xy"))
-        given = backend.sample_for(asked, after(random.randint(1, 3)))
-        for name, result in given.ended.items():
+        given = backend.sample_until(asked, after(random.randint(1, 3)))
+        for name, result in given.finished.items():
             got[name] = bits(result)
             del asked[name]
 

@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
     context_length=1024,
     qk_norm=True,
 )
-LATTICE = StaticShapes(CONFIG.context_length)
+STATIC_SHAPES = StaticShapes(CONFIG.context_length)
 RANK = 8
 MINE, OTHERS = 0, 31
 
@@ -46,8 +46,12 @@ MINE, OTHERS = 0, 31
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    assert (model.block, model.chunk_blocks) == (64, 4) == (LATTICE.block, LATTICE.chunk // 64)
-    return Trainer(ProgramRegistry(), model, LATTICE)
+    assert (
+        (model.block, model.chunk_blocks)
+        == (64, 4)
+        == (STATIC_SHAPES.block, STATIC_SHAPES.chunk // 64)
+    )
+    return Trainer(ProgramRegistry(), model, STATIC_SHAPES)
 
 
 def adapter_of(seed: int) -> TrainingAdapter:
@@ -76,19 +80,23 @@ Got = tuple[list[bytes], dict[str, bytes]]
 
 @pytest.fixture(scope="module")
 def train(
-    trainer: Trainer, batch_of: Callable[..., Any], unit_of: Callable[..., Any]
+    trainer: Trainer, micro_batch_of: Callable[..., Any], batch_of: Callable[..., Any]
 ) -> Callable[..., Got]:
     """``train(before, after)``: logprobs, loss and gradient of the request, between others."""
 
     def run(before: list[Row], after: list[Row]) -> Got:
         place, count = len(before), len(before) + 1 + len(after)
         rows = [[row] for row in before] + [list(ROWS)] + [[row] for row in after]
-        batch = batch_of(*((i, *each) for i, each in enumerate(rows)), lattice=LATTICE)
+        micro_batch = micro_batch_of(
+            *((i, *each) for i, each in enumerate(rows)), static_shapes=STATIC_SHAPES
+        )
         seeds = [MINE if i == place else 1 + i for i in range(count)]
         adapters = [adapter_of(seed) for seed in seeds]
-        result = trainer.forward_backward(unit_of([str(s) for s in seeds], [batch]), adapters)
+        result = trainer.run_batch(batch_of([str(s) for s in seeds], [micro_batch]), adapters)
         assert all(result.finite)
-        mine = np.repeat(batch.block_request == place, LATTICE.block) & (batch.datum >= 0)
+        mine = np.repeat(micro_batch.block_request == place, STATIC_SHAPES.block) & (
+            micro_batch.segment_ids >= 0
+        )
         assert mine.sum() == 170
         (out,) = result.outputs
         gradient = {

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.engine.conftest import LATTICE
+from tests.engine.conftest import STATIC_SHAPES
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
@@ -124,7 +124,7 @@ def test_rows_that_training_left_together_are_set_apart(
 
 
 def test_a_token_that_the_text_never_has_is_learnt_without_the_unembedding() -> None:
-    backend = JaxBackend(str(FOLDER), name="tiny", tokenizer_id="t", lattice=LATTICE)
+    backend = JaxBackend(str(FOLDER), name="tiny", tokenizer_id="t", static_shapes=STATIC_SHAPES)
     config = AdapterConfig(rank=8, alpha=32.0, seed=1, train_unembed=False)
     backend.create_adapter("it", config)
     prompt, (target,) = TOKENIZER.encode("I like").ids, TOKENIZER.encode("it").ids
@@ -136,8 +136,8 @@ def test_a_token_that_the_text_never_has_is_learnt_without_the_unembedding() -> 
     request = PackingRequest("it", 8, TrainingData("cross_entropy", {}, False, data))
     logprobs = []
     for _ in range(40):
-        (packed,) = pack([request], backend.lattice)
-        result = backend.forward_backward(packed.unit)
+        (packed,) = pack([request], backend.static_shapes)
+        result = backend.forward_backward(packed.batch)
         (found,), _ = unpack(packed, result.outputs, 0, request.data)
         logprobs.append(float(found[-1]))
         backend.optim_steps([("it", AdamwParams(learning_rate=5e-3))])

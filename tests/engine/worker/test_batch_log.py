@@ -7,7 +7,7 @@ import pytest
 
 from tuneserve_engine.core.jobs import Job, JobKind
 from tuneserve_engine.worker import batch_log
-from tuneserve_engine.worker.batch_log import Took, UnitLog
+from tuneserve_engine.worker.batch_log import BatchLog, BatchTimes
 
 
 def job(tenant: str, kind: JobKind = JobKind.FORWARD_BACKWARD) -> Job:
@@ -23,12 +23,12 @@ def test_units_share_a_line_a_second_and_have_their_own_only_for_debugging(
     caplog.set_level(level)
 
     async def run() -> None:
-        log = UnitLog()
+        log = BatchLog()
         for n in range(100):
-            log.note(f"1-{n}", [job("a"), job("b")], n % 2, Took(0.3, 0.2, 0.1))
-        log.note("1-100", [job("c", JobKind.OPTIM_STEP)], 0, Took(0.3, 0.5, 0.1))
+            log.record(f"1-{n}", [job("a"), job("b")], n % 2, BatchTimes(0.3, 0.2, 0.1))
+        log.record("1-100", [job("c", JobKind.OPTIM_STEP)], 0, BatchTimes(0.3, 0.5, 0.1))
         await asyncio.sleep(0.2)
-        log.note("1-101", [job("a")], 0, Took(0.3, 0.25, 0.1))
+        log.record("1-101", [job("a")], 0, BatchTimes(0.3, 0.25, 0.1))
         await asyncio.sleep(0.2)
 
     asyncio.run(run())

@@ -23,7 +23,7 @@ def test_a_cancelled_sample_that_waits_for_the_device_is_not_run(tmp_path: Path)
         bench.backend.gate.clear()
         running = await bench.gradient("a")
         unwanted, wanted = await bench.sample("b", 1), await bench.sample("c", 1)
-        backlog = bench.worker.backlog
+        backlog = bench.worker.pending
         await until(lambda: len(backlog.in_order()) == 2)
         await bench.store.cancel(unwanted)
         await until(lambda: [job.request_id for job in backlog.in_order()] == [wanted])
@@ -65,7 +65,7 @@ def test_nobody_waits_for_the_outcome_of_a_cancelled_sample(
         bench.line.breaks = {"finish": ["full"] * 1000}
         unwanted = await bench.sample("b", 1)
         await until(lambda: "finish" in bench.line.calls)
-        stored = asyncio.create_task(bench.worker.stored(None, None))
+        stored = asyncio.create_task(bench.worker._wait_until_stored(None, None))
         await asyncio.sleep(0.05)
         assert not stored.done()
         await bench.store.cancel(unwanted)
@@ -84,7 +84,7 @@ def test_a_cancellation_that_is_lost_on_its_way_only_costs_time(tmp_path: Path) 
         bench.backend.gate.clear()
         running = await bench.gradient("a")
         unwanted = await bench.sample("b", 1)
-        await until(lambda: len(bench.worker.backlog.in_order()) == 1)
+        await until(lambda: len(bench.worker.pending.in_order()) == 1)
         bench.line.breaks = {"renew": ["after"]}
         await bench.store.cancel(unwanted)
         await until(lambda: bench.line.calls.count("connect") == 2)
@@ -98,7 +98,7 @@ def test_a_cancellation_that_is_lost_on_its_way_only_costs_time(tmp_path: Path) 
 
 def test_ids_that_the_worker_does_not_have_are_nothing_to_it(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
-        bench.worker.cancelled(["req_unknown"])
+        bench.worker._cancel(["req_unknown"])
         await bench.ok(await bench.sample("b", 1))
 
     run(tmp_path, scenario)

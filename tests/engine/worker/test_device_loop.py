@@ -50,19 +50,19 @@ class Stepwise(Counting):
         self.events: list[str] = []
         self.before_between: Callable[[], None] = lambda: None
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         def noted() -> None:
             self.events.append("between")
             self.before_between()
             between[0]()
 
         self.events.append("begin")
-        result = super().forward_backward(unit, noted)
+        result = super().forward_backward(batch, noted)
         self.events.append("end")
         return result
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
         for name in [name for name in self.calls if name not in asked]:
             del self.calls[name]
@@ -72,10 +72,10 @@ class Stepwise(Counting):
                 self.calls[name] = self.calls.get(name, 0) + 1
             ready = {name: each for name, each in asked.items() if self.calls[name] >= self.slices}
             if ready:
-                given = super().sample_for(ready, lambda: False)
+                given = super().sample_until(ready, lambda: False)
                 left = {name: 1 for name in asked if name not in ready}
-                return SampleProgress(given.ended, left, dict.fromkeys(asked, 1.0))
-            if is_over():
+                return SampleProgress(given.finished, left, dict.fromkeys(asked, 1.0))
+            if should_yield():
                 return SampleProgress({}, dict.fromkeys(asked, 1), dict.fromkeys(asked, 1.0))
 
 
@@ -100,7 +100,7 @@ def test_a_sample_that_comes_during_a_long_gradient_waits_for_a_micro_batch_only
         gradient = await bench.submit(JobKind.FORWARD_BACKWARD, long_gradient(), "a")
         await until(lambda: "between" in backend.events)
         sample = await bench.sample("b", 1)
-        await until(lambda: bench.worker.backlog.has_samples)
+        await until(lambda: bench.worker.pending.has_samples)
         arrived.set()
         await bench.ok(sample)
         await bench.ok(gradient)
@@ -127,9 +127,9 @@ def test_a_step_of_another_tenant_comes_in_between_a_long_gradient(tmp_path: Pat
         def ready() -> None:
             """The micro-batches of this backend take no time: each waits for what is to come."""
             assert_set(arrived)
-            units, jobs = bench.worker._units, bench.worker.backlog._pending
+            batches, jobs = bench.worker._device_loop, bench.worker.pending._pending
             ends_s = time.monotonic() + 10
-            while not ("b" in backend.gradients or units._calls or small in list(jobs)):
+            while not ("b" in backend.gradients or batches._calls or small in list(jobs)):
                 assert time.monotonic() < ends_s
                 time.sleep(0.001)
 
@@ -138,7 +138,9 @@ def test_a_step_of_another_tenant_comes_in_between_a_long_gradient(tmp_path: Pat
         await until(lambda: "between" in backend.events)
         own = await bench.gradient("also a")
         small, step = await bench.gradient("b"), await bench.step("b")
-        await until(lambda: bool(bench.worker._units._calls))  # its recovery point is to be loaded
+        await until(
+            lambda: bool(bench.worker._device_loop._calls)
+        )  # its recovery point is to be loaded
         arrived.set()
         for request_id in (small, step, long, own):
             await bench.ok(request_id)
@@ -159,7 +161,7 @@ def test_what_fails_in_between_a_long_gradient_fails_alone(tmp_path: Path) -> No
         long = await bench.submit(JobKind.FORWARD_BACKWARD, long_gradient(), "a")
         await until(lambda: "between" in backend.events)
         small = await bench.gradient("b")
-        await until(lambda: not bench.worker.backlog.is_empty)
+        await until(lambda: not bench.worker.pending.is_empty)
         arrived.set()
         assert (await bench.outcome(small)).rejection is not None
         await bench.ok(long)
@@ -179,7 +181,7 @@ def test_a_worker_that_stops_begins_nothing_in_between(tmp_path: Path) -> None:
         long = await bench.submit(JobKind.FORWARD_BACKWARD, long_gradient(), "a")
         await until(lambda: "between" in backend.events)
         small = await bench.gradient("b")
-        await until(lambda: not bench.worker.backlog.is_empty)
+        await until(lambda: not bench.worker.pending.is_empty)
         bench.worker.stop()
         arrived.set()
         await asyncio.wait_for(bench.task, 10)

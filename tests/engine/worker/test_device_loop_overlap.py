@@ -26,16 +26,16 @@ FILE = "0" * 32
 
 
 class Results:
-    """Holds back the encoding of gradients' results, until ``go_on`` is set."""
+    """Holds back the encoding of gradients' results, until ``advance`` is set."""
 
     def __init__(self) -> None:
-        self.go_on = threading.Event()
+        self.advance = threading.Event()
         self.threads: set[threading.Thread] = set()
         self._encode = training.encode_output
 
     def encode_output(self, *args: Any) -> bytes:
         self.threads.add(threading.current_thread())
-        assert self.go_on.wait(TIMEOUT_S)
+        assert self.advance.wait(TIMEOUT_S)
         return self._encode(*args)
 
 
@@ -44,7 +44,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Iterator[Results]:
     held = Results()
     monkeypatch.setattr(training, "encode_output", held.encode_output)
     yield held
-    held.go_on.set()
+    held.advance.set()
 
 
 class Payloads:
@@ -75,13 +75,13 @@ async def running(bench: Bench, model: str, token: int = 0) -> str:
     """A gradient that the device is busy with until its gate opens."""
     bench.backend.gate.clear()
     request = await bench.gradient(model, token)
-    await until(lambda: bool(bench.worker._units._turns))
+    await until(lambda: bool(bench.worker._device_loop._slices))
     return request
 
 
 async def taken(bench: Bench, count: int) -> None:
     """Returns when so many requests wait for the device."""
-    await until(lambda: len(bench.worker.backlog.in_order()) == count)
+    await until(lambda: len(bench.worker.pending.in_order()) == count)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_the_device_goes_on_while_results_are_encoded(tmp_path: Path, results: R
         await asyncio.sleep(0.05)
         # What its model gave first is told first.
         assert [await bench.store.wait(each, 0) for each in (first, *others)] == [None] * 3
-        results.go_on.set()
+        results.advance.set()
         assert loss(await bench.ok(first)) == 4 / 8
         assert loss(await bench.ok(others[1])) == 5 / 8
         await bench.ok(others[0])
@@ -122,7 +122,7 @@ def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: 
         await until(lambda: executed(bench) == most)
         await asyncio.sleep(0.05)
         assert executed(bench) == most
-        results.go_on.set()
+        results.advance.set()
         for request in requests:
             await bench.ok(request)
 
@@ -145,7 +145,7 @@ def test_a_point_waits_for_results_that_are_being_encoded(tmp_path: Path, result
         await asyncio.sleep(0.3)  # long enough for many points
         await bench.kill()
         assert [p.position for p in await bench.store.points(1, "a")] in ([], [1])
-        results.go_on.set()
+        results.advance.set()
         bench.start()
         assert loss(await bench.ok(request)) == 4 / 8
         await bench.ok(await bench.step("a"))
@@ -168,7 +168,7 @@ def test_a_worker_that_stops_stores_what_it_has_still_to_encode(
         await until(lambda: bool(results.threads))
         await asyncio.sleep(0.05)
         assert not bench.task.done()
-        results.go_on.set()
+        results.advance.set()
         await asyncio.wait_for(bench.task, TIMEOUT_S)
         assert loss(await bench.ok(request)) == 4 / 8
         bench.start()
@@ -182,7 +182,7 @@ def test_an_idle_device_decodes_and_encodes_for_itself(
     tmp_path: Path, payloads: Payloads, results: Results
 ) -> None:
     """Another thread would only have to be woken."""
-    results.go_on.set()
+    results.advance.set()
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
@@ -197,11 +197,11 @@ def test_an_idle_device_decodes_and_encodes_for_itself(
 def test_the_device_does_not_wait_for_the_disk_that_a_save_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, begun, go_on = files._write_synced, threading.Event(), threading.Event()
+    write, begun, advance = files._write_synced, threading.Event(), threading.Event()
 
     def held(*given: Any) -> None:
         begun.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert advance.wait(TIMEOUT_S)
         write(*given)
 
     monkeypatch.setattr(files, "_write_synced", held)
@@ -216,7 +216,7 @@ def test_the_device_does_not_wait_for_the_disk_that_a_save_needs(
         others = [await bench.gradient("b"), await bench.step("a")]
         await until(lambda: (bench.backend.gradients, bench.backend.steps) == (["b"], ["a"]))
         assert await bench.store.wait(saved, 0) is None
-        go_on.set()
+        advance.set()
         for request in (saved, *others):
             await bench.ok(request)
         load = LoadWeights(FILE, checkpoint.key, optimizer=True)
@@ -226,7 +226,7 @@ def test_the_device_does_not_wait_for_the_disk_that_a_save_needs(
     try:
         run(tmp_path, scenario, NEVER)
     finally:
-        go_on.set()
+        advance.set()
 
 
 # --- the device's idle time -----------------------------------------------------------------------
@@ -244,14 +244,14 @@ def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        assert bench.worker._figures()["host_seconds_total"] == 0
-        choose = bench.worker._units._scheduler.next_unit
+        assert bench.worker._metrics()["host_seconds_total"] == 0
+        choose = bench.worker._device_loop._scheduler.next_batch
 
-        def slow(pending: Sequence[Job], under_way: Sequence[RunningSample]) -> list[Job]:
+        def slow(pending: Sequence[Job], running_samples: Sequence[RunningSample]) -> list[Job]:
             clock.now_s += 2.0 if pending else 0.0
-            return choose(pending, under_way)
+            return choose(pending, running_samples)
 
-        bench.worker._units._scheduler.next_unit = slow  # type: ignore[method-assign]
+        bench.worker._device_loop._scheduler.next_batch = slow  # type: ignore[method-assign]
         first = await running(bench, "a")
         others = [await bench.step("a"), await bench.gradient("a")]
         await taken(bench, 2)
@@ -260,7 +260,7 @@ def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
             await bench.ok(request)
         clock.now_s += 100.0  # nobody asked for anything
         await bench.ok(await bench.gradient("a"))
-        assert bench.worker._figures()["host_seconds_total"] == 8.0
+        assert bench.worker._metrics()["host_seconds_total"] == 8.0
 
     run(tmp_path, scenario, replace(NEVER, clock=clock))
 
@@ -281,10 +281,10 @@ def test_the_host_is_charged_for_results_that_the_device_waits_for(
         await until(lambda: len(bench.backend.gradients) + len(bench.backend.steps) == most)
         await asyncio.sleep(0.05)
         clock.now_s += 3.0
-        results.go_on.set()
+        results.advance.set()
         for request in requests:
             await bench.ok(request)
-        assert bench.worker._figures()["host_seconds_total"] == 3.0
+        assert bench.worker._metrics()["host_seconds_total"] == 3.0
 
     run(tmp_path, scenario, replace(NEVER, clock=clock))
 
@@ -325,7 +325,7 @@ def test_the_backend_is_told_whose_turn_comes_while_a_unit_runs(tmp_path: Path) 
     told: list[list[str]] = []
 
     async def scenario(bench: Bench) -> None:
-        bench.backend.look_ahead = lambda ids: told.append(list(ids))  # type: ignore[method-assign]
+        bench.backend.prefetch = lambda ids: told.append(list(ids))  # type: ignore[method-assign]
         for model in "abcd":
             await bench.ok(await bench.create(model))
         requests = [await running(bench, "a")]

@@ -21,7 +21,7 @@ def settings(tmp_path: Path) -> WorkerSettings:
 
 def beaten(settings: WorkerSettings, at_s: float) -> None:
     assert settings.alive_file is not None
-    LivenessFile(settings.alive_file).beat()
+    LivenessFile(settings.alive_file).touch()
     os.utime(settings.alive_file, (at_s, at_s))
 
 
@@ -59,12 +59,12 @@ def test_a_worker_goes_on_when_the_file_is_lost(tmp_path: Path) -> None:
     folder.mkdir()
     pulse = LivenessFile(folder / "alive")
     folder.rmdir()
-    pulse.beat()
+    pulse.touch()
     assert not folder.exists()
 
 
 def test_without_a_file_nobody_looks() -> None:
-    LivenessFile(None).beat()
+    LivenessFile(None).touch()
 
 
 def test_the_check_reads_the_settings_of_the_worker(

@@ -19,7 +19,7 @@ def test_an_unexpected_error_ends_the_process_at_once(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr("sys.argv", ["worker", "--data_dir", str(tmp_path)])
-    monkeypatch.setattr(process.JaxBackend, "from_settings", lambda _: FakeBackend())
+    monkeypatch.setattr(process.JaxBackend, "from_options", lambda _: FakeBackend())
     monkeypatch.setattr(process, "_work", fail)
     monkeypatch.setattr(process.logs, "start", lambda *_: None)
     with caplog.at_level(logging.ERROR):

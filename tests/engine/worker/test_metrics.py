@@ -97,7 +97,7 @@ def test_a_worker_tells_every_figure_and_no_other(tmp_path: Path, backend: "JaxB
     )
     compiling_ahead = {"ready"}
     from_the_first_osft_on = {"weights_to_decompose", "weights_decomposed"}
-    told = worker._figures().keys()
+    told = worker._metrics().keys()
     assert told | compiling_ahead | from_the_first_osft_on == FIGURES.keys()
 
 

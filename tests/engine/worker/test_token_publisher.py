@@ -32,11 +32,11 @@ class Stepwise(Counting):
     def draw(self, count: int) -> None:
         self.permits.release(count)
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
         assert self.permits.acquire(timeout=TIMEOUT_S)
-        return super().sample_for(asked, lambda: True)
+        return super().sample_until(asked, lambda: True)
 
 
 async def begun(bench: Bench, backend: Stepwise | None = None) -> Stepwise:
@@ -137,7 +137,7 @@ def test_what_the_store_does_not_hear_is_lost_and_the_worker_goes_on(tmp_path: P
 def test_one_message_at_a_time_carries_all_that_has_come_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_module, "_TELL_S", 1.0)
+    monkeypatch.setattr(live_module, "_PUBLISH_S", 1.0)
 
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
@@ -188,19 +188,20 @@ def test_slices_are_short_while_somebody_listens(tmp_path: Path) -> None:
 
     async def scenario(bench: Bench) -> None:
         await begun(bench)
-        operations, units = bench.worker._operations, bench.worker._units
-        assert not operations.have_listeners
+        batches = bench.worker._device_loop
+        executor = batches._executor
+        assert not executor.has_streams
 
         class Turn:
-            comes_between = False
+            is_interrupting = False
             seconds = 0.1
 
-        assert not units._is_over(Turn())  # type: ignore[arg-type]
+        assert not batches._should_yield(Turn())  # type: ignore[arg-type]
         await asked(bench, "one")
         assert isinstance(bench.backend, Stepwise)
         bench.backend.draw(1)
-        await until(lambda: operations.have_listeners)
-        assert units._is_over(Turn())  # type: ignore[arg-type]
+        await until(lambda: executor.has_streams)
+        assert batches._should_yield(Turn())  # type: ignore[arg-type]
         bench.backend.draw(TOKENS)
 
     run(tmp_path, scenario)

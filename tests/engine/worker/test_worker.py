@@ -209,13 +209,13 @@ def test_a_result_does_not_wait_while_another_request_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request of half a million tokens takes a third of a second to decode."""
-    begun, go_on, slow = threading.Event(), threading.Event(), set[str]()
+    begun, advance, slow = threading.Event(), threading.Event(), set[str]()
     decode = JobExecutor.decode
 
     def decode_slowly(self: JobExecutor, job: Job) -> Any:
         if job.model_id in slow:
             begun.set()
-            assert go_on.wait(TIMEOUT_S)
+            assert advance.wait(TIMEOUT_S)
         return decode(self, job)
 
     async def scenario(bench: Bench) -> None:
@@ -229,14 +229,14 @@ def test_a_result_does_not_wait_while_another_request_is_decoded(
         await until(begun.is_set)
         bench.backend.gate.set()
         await bench.ok(first)
-        go_on.set()
+        advance.set()
         await bench.ok(second)
 
     monkeypatch.setattr(JobExecutor, "decode", decode_slowly)
     try:
         run(tmp_path, scenario)
     finally:
-        go_on.set()
+        advance.set()
 
 
 # --- lost connections ----------------------------------------------------------------------------
@@ -415,21 +415,21 @@ def test_a_cancelled_worker_stops_after_the_unit_it_runs(tmp_path: Path) -> None
 def test_nothing_that_takes_wait_for_waits_for_news(tmp_path: Path) -> None:
     """Else a model that is given up beside others would keep its requests until the next comes."""
     calls_ran = 0
-    go_on = asyncio.Event()
+    advance = asyncio.Event()
 
     async def call() -> None:
         nonlocal calls_ran
         calls_ran += 1
-        await go_on.wait()
+        await advance.wait()
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        calls = [asyncio.create_task(bench.worker.without_takes(call)) for _ in range(2)]
+        calls = [asyncio.create_task(bench.worker._without_takes(call)) for _ in range(2)]
         await until(lambda: calls_ran == 1)
         await asyncio.sleep(0.05)  # a take waits behind the second
-        calls.append(asyncio.create_task(bench.worker.without_takes(call)))
+        calls.append(asyncio.create_task(bench.worker._without_takes(call)))
         await asyncio.sleep(0)
-        go_on.set()
+        advance.set()
         async with asyncio.timeout(2):
             await asyncio.gather(*calls)
         await bench.ok(await bench.create("b"))

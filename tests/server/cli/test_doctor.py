@@ -26,7 +26,7 @@ from tuneserve_server.settings import ApiSettings
 HOLD = """
 import sys, time
 from pathlib import Path
-from tuneserve_engine.store.sqlite.schema import open_database
+from tuneserve_engine.store.sqlite.database import open_database
 database = open_database(Path(sys.argv[1]))
 print("open", flush=True)
 time.sleep(60)

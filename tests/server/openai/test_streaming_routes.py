@@ -37,12 +37,12 @@ class Stepwise(FakeBackend):
     def draw(self, count: int = MANY) -> None:
         self.permits.release(count)
 
-    def sample_for(
+    def sample_until(
         self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
     ) -> SampleProgress:
         self.asked |= set(asked)
         assert self.permits.acquire(timeout=10)
-        return super().sample_for(asked, lambda: True)
+        return super().sample_until(asked, lambda: True)
 
 
 class Live:

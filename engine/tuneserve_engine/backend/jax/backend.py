@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import jax
 from tokenizers import Tokenizer
@@ -37,14 +36,14 @@ from tuneserve_engine.backend.jax.adapters.spill_files import SpillFolder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.fingerprint import ask_for_float32, numerics_id
 from tuneserve_engine.backend.jax.memory.device import default_device
-from tuneserve_engine.backend.jax.memory.planner import PlanSettings, gib, plan
-from tuneserve_engine.backend.jax.model.layer_stack import Remat
-from tuneserve_engine.backend.jax.model.weights import DType, load_base_model, read_config
+from tuneserve_engine.backend.jax.memory.planner import gib, plan
+from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.backend_options import BackendOptions, DType, Remat
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.hub import resolve_base_model, revision_of
 from tuneserve_engine.core.shapes import StaticShapes
@@ -55,31 +54,6 @@ _MEMORY = [name for name in FIGURES if name.startswith("memory_")]
 
 Stepped = dict[str, Mapping[str, float] | Exception]
 """By adapter: the metrics of its step, or the error that prevented it."""
-
-
-class BackendSettings(PlanSettings, Protocol):
-    """The worker's settings that the backend reads."""
-
-    @property
-    def base_model(self) -> str: ...
-    @property
-    def base_model_revision(self) -> str | None: ...
-    @property
-    def served_name(self) -> str: ...
-    @property
-    def tokenizer_id(self) -> str: ...
-    @property
-    def client_tokenizer_id(self) -> str: ...
-    @property
-    def compile_ahead(self) -> bool: ...
-    @property
-    def compile_cache_dir(self) -> Path | None: ...
-    @property
-    def pages_dir(self) -> Path: ...
-    @property
-    def decompositions_dir(self) -> Path: ...
-    @property
-    def min_free_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -106,9 +80,9 @@ class AdapterRoom:
 class JaxBackend:
     """Implements ``backend.base.Backend`` on JAX's default device.
 
-    ``base_model`` is a directory or a hub id. ``lattice`` defaults to one over the model's whole
-    context length. ``sample_rows`` sequences are decoded together. Compiled programs are kept in
-    ``compile_cache_dir``, if given, so that a restart does not compile them again. Programs are
+    ``base_model`` is a directory or a hub id. ``static_shapes`` defaults to one over the model's
+    whole context length. ``sample_rows`` sequences are decoded together. Compiled programs are kept
+    in ``compile_cache_dir``, if given, so that a restart does not compile them again. Programs are
     compiled when they are needed, or all at once by ``compile_ahead``.
     """
 
@@ -120,7 +94,7 @@ class JaxBackend:
         tokenizer_id: str,
         client_tokenizer_id: str = "",
         dtype: DType = "float32",
-        lattice: StaticShapes | None = None,
+        static_shapes: StaticShapes | None = None,
         remat: Remat = "dots",
         sample_rows: int = 8,
         room: AdapterRoom | None = None,
@@ -129,10 +103,10 @@ class JaxBackend:
         ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
         model, config = load_base_model(str(folder), dtype=dtype)
-        self._lattice = lattice or StaticShapes(config.context_length)
-        if self._lattice.context_length > config.context_length:
+        self._static_shapes = static_shapes or StaticShapes(config.context_length)
+        if self._static_shapes.context_length > config.context_length:
             raise ValueError(
-                f"the lattice has a context length of {self._lattice.context_length} tokens; "
+                f"the static shapes have a context of {self._static_shapes.context_length} tokens; "
                 f"{name} was built for {config.context_length}; lower it"
             )
         self._shapes = target_shapes(config)
@@ -140,8 +114,8 @@ class JaxBackend:
             name=name,
             architecture=config.architecture,
             vocab_size=config.vocab_size,
-            context_length=self._lattice.context_length,
-            max_rank=self._lattice.max_rank,
+            context_length=self._static_shapes.context_length,
+            max_rank=self._static_shapes.max_rank,
             tokenizer_id=tokenizer_id,
             eos_token_ids=config.eos_token_ids,
             parameters=sum(map(math.prod, self._shapes.values())),
@@ -155,27 +129,31 @@ class JaxBackend:
         """The plan of the device's memory, in bytes; all zeros if no plan was made."""
         self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
         self._numerics_id = numerics_id(
-            folder, dtype=dtype, lattice=self._lattice, remat=remat, sample_rows=sample_rows
+            folder,
+            dtype=dtype,
+            static_shapes=self._static_shapes,
+            remat=remat,
+            sample_rows=sample_rows,
         )
         model.remat = remat
-        model.block = self._lattice.block
-        model.chunk_blocks = self._lattice.chunk // self._lattice.block
+        model.block = self._static_shapes.block
+        model.chunk_blocks = self._static_shapes.chunk // self._static_shapes.block
         room = room or AdapterRoom()
         self._room_bytes = room.device_bytes
-        self._pages = SpillFolder(room.directory)
-        self._frozen = DeviceSvd(
-            room.decompositions or self._pages.path / "decompositions",
+        self._spill_folder = SpillFolder(room.directory)
+        self._svd = DeviceSvd(
+            room.decompositions or self._spill_folder.path / "decompositions",
             model,
             self._shapes,
-            self._lattice.max_rank,
+            self._static_shapes.max_rank,
             min_free_bytes=room.min_free_bytes,
         )
-        self._pager = AdapterCache(
-            self._pages.path,
+        self._adapters = AdapterCache(
+            self._spill_folder.path,
             self._shapes,
             device_bytes=room.device_bytes,
             host_bytes=room.host_bytes - room.host_bytes // 4,
-            frozen=self._frozen,
+            frozen=self._svd,
             min_free_bytes=room.min_free_bytes,
         )
         kept = None
@@ -183,43 +161,43 @@ class JaxBackend:
             least = room.min_free_bytes
             kept = ProgramCache(compile_cache_dir, self._numerics_id, min_free_bytes=least)
         self._programs = ProgramRegistry(kept)
-        self._trainer = Trainer(self._programs, model, self._lattice)
+        self._trainer = Trainer(self._programs, model, self._static_shapes)
         self._sampler = JaxSampler(
             self._programs,
             model,
-            self._lattice,
+            self._static_shapes,
             _tokenizer(folder),
-            lanes=sample_rows,
+            slots=sample_rows,
             snapshot_bytes=room.snapshot_bytes,
             snapshot_host_bytes=room.host_bytes // 4,
         )
 
     @classmethod
-    def from_settings(cls, settings: BackendSettings) -> "JaxBackend":
+    def from_options(cls, options: BackendOptions) -> "JaxBackend":
         """Build the backend of a worker; download the base model first if it is a hub id."""
-        folder = resolve_base_model(settings.base_model, settings.base_model_revision)
-        planned = plan(read_config(folder), default_device(), settings)
+        folder = resolve_base_model(options.base_model, options.base_model_revision)
+        planned = plan(read_config(folder), default_device(), options.plan)
         backend = cls(
             str(folder),
-            name=settings.served_name,
-            tokenizer_id=settings.tokenizer_id,
-            client_tokenizer_id=settings.client_tokenizer_id,
-            dtype=settings.dtype,
-            lattice=planned.lattice,
+            name=options.served_name,
+            tokenizer_id=options.tokenizer_id,
+            client_tokenizer_id=options.client_tokenizer_id,
+            dtype=options.plan.dtype,
+            static_shapes=planned.static_shapes,
             remat=planned.remat,
             sample_rows=planned.sample_rows,
             room=AdapterRoom(
                 planned.adapter_device_bytes,
                 planned.adapter_host_bytes,
-                settings.pages_dir,
+                options.pages_dir,
                 planned.snapshot_bytes,
-                settings.decompositions_dir,
-                settings.min_free_bytes,
+                options.decompositions_dir,
+                options.min_free_bytes,
             ),
-            compile_cache_dir=settings.compile_cache_dir,
+            compile_cache_dir=options.compile_cache_dir,
         )
         backend.memory = planned.memory
-        if settings.compile_ahead:
+        if options.compile_ahead:
             backend.compile_ahead()
         return backend
 
@@ -237,8 +215,8 @@ class JaxBackend:
         return self._info
 
     @property
-    def lattice(self) -> StaticShapes:
-        return self._lattice
+    def static_shapes(self) -> StaticShapes:
+        return self._static_shapes
 
     @property
     def numerics_id(self) -> str:
@@ -246,23 +224,23 @@ class JaxBackend:
 
     def is_prepared(self, config: AdapterConfig) -> bool:
         kind = kind_of(config)
-        is_known = self._frozen.decomposition.is_whole or not kind.needs_decomposition
+        is_known = self._svd.decomposition.is_whole or not kind.needs_decomposition
         return is_known and self._trainer.is_prepared(kind)
 
     def prepare(self, config: AdapterConfig) -> None:
         kind = kind_of(config)
         if kind.needs_decomposition:
             self._is_prepared_for = True
-            self._frozen.decomposition.prepare()
+            self._svd.decomposition.prepare()
         self._trainer.prepare(kind)
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
-        self._lattice.rank_class(config.rank)  # raises before anything of that size is made
-        config = kinds.validated(config, self._shapes, self._lattice.max_rank)
+        self._static_shapes.rank_bucket(config.rank)  # raises before anything of that size is made
+        config = kinds.validated(config, self._shapes, self._static_shapes.max_rank)
         if kind_of(config).needs_decomposition:
             self._need_directions()
-            config = replace(config, frozen=self._frozen.decomposition.id)
-        self._put(adapter_id, new_state(config, self._shapes, self._frozen.of))
+            config = replace(config, frozen=self._svd.decomposition.id)
+        self._put(adapter_id, new_state(config, self._shapes, self._svd.of))
 
     def _need_directions(self) -> None:
         """Require the decomposition if ``prepare`` makes it; otherwise make it here.
@@ -270,31 +248,34 @@ class JaxBackend:
         So it is never computed a second time.
         """
         if self._is_prepared_for:
-            self._frozen.decomposition.require()
+            self._svd.decomposition.require()
         else:
-            self._frozen.decomposition.prepare()
+            self._svd.decomposition.prepare()
 
     def _put(self, adapter_id: str, state: AdapterState) -> None:
-        rank_class = self._lattice.rank_class(state.config.rank)
-        self._check_room(state.config, rank_class)
-        translate_device_errors(self._pager.put, adapter_id, state, rank_class)
+        rank_bucket = self._static_shapes.rank_bucket(state.config.rank)
+        self._check_room(state.config, rank_bucket)
+        translate_device_errors(self._adapters.put, adapter_id, state, rank_bucket)
 
-    def _check_room(self, config: AdapterConfig, rank_class: int) -> None:
+    def _check_room(self, config: AdapterConfig, rank_bucket: int) -> None:
         """Raise ``UserError`` if the device has too little room for adapters of this kind.
 
-        The memory plan has room for every LoRA that the lattice takes, but not for what adapters of
-        some other kinds share.
+        The memory plan has room for every LoRA that the static shapes take, but not for what
+        adapters of some other kinds share.
         """
         kind = kind_of(config)
         if not kind.needs_decomposition:
             return
-        slots, size = self._lattice.slots(rank_class), adapter_bytes(self._shapes, rank_class, kind)
-        needed = slots * size + self._frozen.bytes
+        slots, size = (
+            self._static_shapes.slots(rank_bucket),
+            adapter_bytes(self._shapes, rank_bucket, kind),
+        )
+        needed = slots * size + self._svd.bytes
         if needed > self._room_bytes:
             error = UserError(
                 f"adapters of kind {kind.name} need {gib(needed)} of the device here: "
-                f"{gib(self._frozen.bytes)} that all of them share and {slots} times {gib(size)} "
-                f"of rank {rank_class}, as many as one pass takes; there are "
+                f"{gib(self._svd.bytes)} that all of them share and {slots} times {gib(size)} "
+                f"of rank {rank_bucket}, as many as one pass takes; there are "
                 f"{gib(self._room_bytes)} for adapters; choose a lower rank or lora, or ask the "
                 "operator for a lower max_rank, fewer request_slots or more memory"
             )
@@ -303,46 +284,46 @@ class JaxBackend:
 
     def exported(self, state: AdapterState) -> AdapterState:
         if kind_of(state.config).needs_decomposition:
-            self._frozen.decomposition.require()
-            self._frozen.decomposition.check(state.config)
-        return exported(state, self._shapes, self._frozen.of)
+            self._svd.decomposition.require()
+            self._svd.decomposition.check(state.config)
+        return exported(state, self._shapes, self._svd.of)
 
     def delete_adapter(self, adapter_id: str) -> None:
-        self._pager.drop(adapter_id)
+        self._adapters.remove(adapter_id)
 
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
     ) -> AdapterState:
         return translate_device_errors(
-            partial(self._pager.state, adapter_id, optimizer=optimizer, accumulator=accumulator)
+            partial(self._adapters.state, adapter_id, optimizer=optimizer, accumulator=accumulator)
         )
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         if kind_of(state.config).needs_decomposition:
             self._need_directions()
-            self._frozen.decomposition.check(state.config)
+            self._svd.decomposition.check(state.config)
         self._put(adapter_id, state)
 
-    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
-        self._pager.look_ahead(adapter_ids)
+    def prefetch(self, adapter_ids: Sequence[str]) -> None:
+        self._adapters.prefetch(adapter_ids)
 
     def forward_backward(
-        self, unit: TrainBatch, between: Callable[[], None] = nothing, /
+        self, batch: TrainBatch, between: Callable[[], None] = nothing, /
     ) -> TrainResult:
-        adapters = partial(translate_device_errors, self._pager.get, unit.adapter_ids)
+        adapters = partial(translate_device_errors, self._adapters.get, batch.adapter_ids)
 
         def resumed() -> list[TrainingAdapter]:
             between()
             return adapters()  # another call may have evicted them from the device
 
-        return translate_device_errors(self._trainer.forward_backward, unit, adapters(), resumed)
+        return translate_device_errors(self._trainer.run_batch, batch, adapters(), resumed)
 
     def optim_steps(
         self, steps: Sequence[tuple[str, AdamwParams]]
     ) -> list[Mapping[str, float] | Exception]:
         asked = dict(steps)
         results: Stepped = {}
-        for group in self._pager.groups(list(asked)):
+        for group in self._adapters.groups(list(asked)):
             results |= self._steps({adapter_id: asked[adapter_id] for adapter_id in group})
         return [results[adapter_id] for adapter_id, _ in steps]
 
@@ -353,7 +334,7 @@ class JaxBackend:
         repeat the call.
         """
         try:
-            adapters = translate_device_errors(self._pager.get, list(asked))
+            adapters = translate_device_errors(self._adapters.get, list(asked))
         except DeviceFailed:
             raise
         except Exception as error:
@@ -387,20 +368,20 @@ class JaxBackend:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         return translate_device_errors(self._sampler.sample, requests)
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
-        return translate_device_errors(self._sampler.sample_for, asked, is_over)
+        return translate_device_errors(self._sampler.sample_until, asked, should_yield)
 
     @property
-    def page_wait_s(self) -> float:
-        return self._pager.waited_s
+    def load_wait_s(self) -> float:
+        return self._adapters.waited_s
 
     @property
     def figures(self) -> Mapping[str, float]:
         """Gauges and counters by the names in ``metric_names.FIGURES``."""
-        pager, sampled = self._pager, self._sampler.counts
-        decomposition = self._frozen.decomposition
+        pager, sampled = self._adapters, self._sampler.counts
+        decomposition = self._svd.decomposition
         is_at_work = decomposition.is_at_work
         return {
             **self._programs.figures,
@@ -412,13 +393,13 @@ class JaxBackend:
             "policy_tokens_total": self._trainer.policy_tokens,
             "policy_logprob_gap_total": self._trainer.policy_gap,
             "tokens_sampled_total": sampled.tokens,
-            "lane_steps_total": sampled.lane_steps,
+            "lane_steps_total": sampled.slot_steps,
             "prompt_tokens_total": sampled.prompt_tokens,
-            "prompt_tokens_read_total": sampled.prompt_tokens_read,
+            "prompt_tokens_read_total": sampled.prompt_tokens_prefilled,
             "adapters": len(pager.ids),
             "adapters_on_device": pager.on_device,
-            "adapters_paged_in_total": pager.paged_in,
-            "adapters_paged_out_total": pager.paged_out,
+            "adapters_paged_in_total": pager.loads,
+            "adapters_paged_out_total": pager.evictions,
             "page_wait_seconds_total": pager.waited_s,
         }
 

@@ -45,16 +45,16 @@ Enough to tell a base model from a fine-tuned one, whose names and shapes are th
 
 
 def numerics_id(
-    folder: Path, *, dtype: str, lattice: StaticShapes, remat: str, sample_rows: int
+    folder: Path, *, dtype: str, static_shapes: StaticShapes, remat: str, sample_rows: int
 ) -> str:
     """Return one readable line, the same for every process that computes the same bits."""
     packages = " ".join(f"{name}={_version(name)}" for name in _PACKAGES)
-    lattice_shape = (
-        lattice.context_length,
-        lattice.block,
-        lattice.chunk,
-        lattice.piece,
-        *lattice.rank_classes,
+    shapes_id = (
+        static_shapes.context_length,
+        static_shapes.block,
+        static_shapes.chunk,
+        static_shapes.bin_tokens,
+        *static_shapes.rank_buckets,
     )
     parts = (
         packages,
@@ -63,9 +63,9 @@ def numerics_id(
         f"flags={_flags()}",
         f"base={_digest(_base_model(folder))}",
         f"dtype={dtype}",
-        f"lattice={'/'.join(str(number) for number in lattice_shape)}",
+        f"shapes={'/'.join(str(number) for number in shapes_id)}",
         f"remat={remat}",
-        f"lanes={sample_rows}",
+        f"decode_slots={sample_rows}",
     )
     return " ".join(parts)
 

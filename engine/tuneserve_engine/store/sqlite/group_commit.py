@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 from tuneserve_engine.core.jobs import Outcome
 from tuneserve_engine.process.failpoints import failpoint
 from tuneserve_engine.store.base import SamplerClient
+from tuneserve_engine.store.sqlite.database import is_held, write_into_file
 from tuneserve_engine.store.sqlite.reserve import NO_RESERVE, Reserve, is_full, no_room
-from tuneserve_engine.store.sqlite.schema import is_held, write_into_file
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
@@ -64,11 +64,11 @@ class Transaction:
         return self._connection.execute(sql, values).fetchall()
 
     def holds_file(self) -> bool:
-        """Return whether the file is held; see ``schema.is_held``."""
+        """Return whether the file is held; see ``database.is_held``."""
         return is_held(self._connection)
 
     def write_into_file(self) -> bool:
-        """End the hold of the file; see ``schema.write_into_file``."""
+        """End the hold of the file; see ``database.write_into_file``."""
         return write_into_file(self._connection)
 
     def each(self, sql: str, *values: Any) -> Iterable[Row]:

@@ -14,8 +14,9 @@ import msgspec
 
 from tuneserve_engine.core.records import DirectoryRecord
 from tuneserve_engine.store.errors import StoreUnusable
+from tuneserve_engine.store.sqlite.database import explain
 from tuneserve_engine.store.sqlite.integrity import check_file
-from tuneserve_engine.store.sqlite.schema import VERSION, explain, explain_version, is_readable
+from tuneserve_engine.store.sqlite.schema import VERSION, explain_version
 
 T = TypeVar("T")
 
@@ -122,17 +123,12 @@ def _told(path: Path, read: Path) -> str:
     version = _read_file(path, read, _version)
     if version is None:
         return "it is empty, and the first start makes its tables"
-    if not is_readable(version):
+    if version != VERSION:
         raise StoreUnusable(explain_version(path, version))
     found = check_file(read, limit_s=_CHECK_S)
     if found.state == "damaged":
         raise StoreUnusable(found.detail.replace(str(read), str(path)))
-    if version == VERSION:
-        return f"schema version {version}, {found.detail or found.state}"
-    return (
-        f"schema version {version}, which a start upgrades to {VERSION}: keep a copy if you may "
-        "want to go back"
-    )
+    return f"schema version {version}, {found.detail or found.state}"
 
 
 def _is_made(connection: sqlite3.Connection) -> bool:

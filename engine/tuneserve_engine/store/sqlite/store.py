@@ -54,6 +54,7 @@ from tuneserve_engine.store.sqlite import (
 )
 from tuneserve_engine.store.sqlite import recovery_points as points
 from tuneserve_engine.store.sqlite import usage as usages
+from tuneserve_engine.store.sqlite.database import LOG_BYTES, open_database
 from tuneserve_engine.store.sqlite.group_commit import (
     CommitEvents,
     GroupCommit,
@@ -62,7 +63,6 @@ from tuneserve_engine.store.sqlite.group_commit import (
 )
 from tuneserve_engine.store.sqlite.integrity import check_open_file, damaged, is_corruption
 from tuneserve_engine.store.sqlite.reserve import Reserve, is_full
-from tuneserve_engine.store.sqlite.schema import LOG_BYTES, open_database
 from tuneserve_engine.store.sqlite.trimming import date_back, trim
 from tuneserve_engine.store.waiters import KeyedWaiters
 

@@ -6,11 +6,12 @@ They are children of the API's span that accepted the request.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tuneserve_engine.core.jobs import Job, Outcome
 from tuneserve_engine.telemetry.tracing import Tracer
 from tuneserve_engine.worker.execution.outcomes import BatchResult
+from tuneserve_engine.worker.observers import JobObserver
 
 _REMEMBERED = 65_536
 """The number of requests remembered. Beyond it, the oldest are forgotten, which removes requests
@@ -18,50 +19,6 @@ that went to other workers."""
 
 _LINKS = 128
 """The number of other requests that a span links to: OpenTelemetry's default limit."""
-
-
-class Traces(Protocol):
-    """The events of a worker's requests, in the order in which they happen."""
-
-    def arrived(self, jobs: Iterable[Job]) -> None:
-        """Note that the worker has received the jobs."""
-        ...
-
-    def began(self, request_ids: Iterable[str]) -> None:
-        """Note that the requests' first batch starts now."""
-        ...
-
-    def ran(self, executed: BatchResult) -> None:
-        """Note that a batch has ended; its samples may continue in another."""
-        ...
-
-    def ended(self, jobs: Iterable[Job], batch_id: str) -> None:
-        """Note that this batch was the jobs' last."""
-        ...
-
-    def written(self, outcomes: Iterable[Outcome]) -> None:
-        """Note that the store has the results."""
-        ...
-
-    def dropped(self, request_ids: Iterable[str]) -> None:
-        """Note that the requests will have no result here."""
-        ...
-
-
-class NoTraces:
-    """The traces of a worker that is not traced."""
-
-    def arrived(self, jobs: Iterable[Job]) -> None: ...
-
-    def began(self, request_ids: Iterable[str]) -> None: ...
-
-    def ran(self, executed: BatchResult) -> None: ...
-
-    def ended(self, jobs: Iterable[Job], batch_id: str) -> None: ...
-
-    def written(self, outcomes: Iterable[Outcome]) -> None: ...
-
-    def dropped(self, request_ids: Iterable[str]) -> None: ...
 
 
 @dataclass
@@ -74,12 +31,12 @@ class _Request:
     began_s: float = 0.0
     device_from_s: float = 0.0
     device_to_s: float = 0.0
-    units: int = 0
+    batches: int = 0
     beside: dict[str, Any] = field(default_factory=dict)  # contexts of batch mates, by request id
 
 
-class WorkerTraces:
-    """The traces of a worker; ``clock`` is the clock of the worker and its operations."""
+class WorkerTraces(JobObserver):
+    """The traces of a worker; ``clock`` is the clock of the worker and its executor."""
 
     def __init__(self, tracer: Tracer, clock: Callable[[], float] = time.monotonic) -> None:
         self._tracer = tracer
@@ -87,7 +44,7 @@ class WorkerTraces:
         self._epoch_ns = time.time_ns() - int(clock() * 1e9)
         self._requests: dict[str, _Request] = {}
 
-    def arrived(self, jobs: Iterable[Job]) -> None:
+    def on_arrived(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if job.trace:
                 context = self._tracer.context(job.trace)
@@ -95,27 +52,27 @@ class WorkerTraces:
         while len(self._requests) > _REMEMBERED:
             del self._requests[next(iter(self._requests))]
 
-    def began(self, request_ids: Iterable[str]) -> None:
+    def on_started(self, jobs: Sequence[Job], others: int) -> None:
         now_s = self._clock()
-        for request in self._known(request_ids):
+        for request in self._known(job.request_id for job in jobs):
             request.began_s = now_s
             self._span(request, "queued", request.arrived_s, now_s, {})
 
-    def ran(self, executed: BatchResult) -> None:
-        ids = [job.request_id for job in executed.jobs] + list(executed.left)
+    def on_ran(self, result: BatchResult) -> None:
+        ids = [job.request_id for job in result.jobs] + list(result.remaining)
         requests = self._known(ids)
         now_s = self._clock()
         for request in requests:
-            request.device_from_s = request.device_from_s or executed.began_s or now_s
+            request.device_from_s = request.device_from_s or result.began_s or now_s
             request.device_to_s = now_s
-            request.units += 1
+            request.batches += 1
             for each in requests[: _LINKS - len(request.beside)]:
                 if each is not request:
                     request.beside[each.job.request_id] = each.context
 
-    def ended(self, jobs: Iterable[Job], batch_id: str) -> None:
+    def on_finished(self, jobs: Sequence[Job], batch_id: str) -> None:
         for request in self._known(job.request_id for job in jobs):
-            about = {"tuneserve.batch_id": batch_id, "tuneserve.units": request.units}
+            about = {"tuneserve.batch_id": batch_id, "tuneserve.units": request.batches}
             began_s, device_from_s = request.began_s, request.device_from_s
             self._span(request, "packed", began_s, device_from_s, {})
             others = list(request.beside.values())
@@ -123,7 +80,7 @@ class WorkerTraces:
                 request, "device batch", device_from_s, request.device_to_s, about, links=others
             )
 
-    def written(self, outcomes: Iterable[Outcome]) -> None:
+    def on_stored(self, outcomes: Iterable[Outcome]) -> None:
         now_s = self._clock()
         for outcome in outcomes:
             request = self._requests.pop(outcome.request_id, None)
@@ -131,7 +88,7 @@ class WorkerTraces:
                 from_s = request.device_to_s or request.arrived_s
                 self._span(request, "result written", from_s, now_s, _cost(outcome))
 
-    def dropped(self, request_ids: Iterable[str]) -> None:
+    def on_dropped(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._requests.pop(request_id, None)
 

@@ -1,12 +1,13 @@
 """The costs of a worker's requests, kept until their outcomes take the costs to the store."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tuneserve_engine.core.jobs import Job, Outcome
 from tuneserve_engine.core.usage import Usage
 from tuneserve_engine.worker.execution.outcomes import BatchResult
+from tuneserve_engine.worker.observers import JobObserver
 
 _ARRIVALS = 65_536
 """The number of requests whose arrival is remembered: more than a store accepts. Beyond it, the
@@ -41,7 +42,7 @@ class _Account:
     device_to_s: float = 0.0
 
 
-class UsageLedger:
+class UsageLedger(JobObserver):
     """A ledger that puts each device second into one request's account or into ``overhead_s``.
 
     The overhead is work for requests that ended long ago (replay), for samples that another worker
@@ -57,14 +58,14 @@ class UsageLedger:
         self.flops = 0.0
         """The FLOPs of the requests that have ended."""
 
-    def arrived(self, jobs: Iterable[Job]) -> None:
+    def on_arrived(self, jobs: Sequence[Job]) -> None:
         now_s, begun = self._clock(), self._begun.total()
         for job in jobs:
             self._arrived[job.request_id] = _Arrival(now_s, self._begun[job.tenant], begun)
         while len(self._arrived) > _ARRIVALS:
             del self._arrived[next(iter(self._arrived))]
 
-    def began(self, jobs: Collection[Job], others: int) -> None:
+    def on_started(self, jobs: Sequence[Job], others: int) -> None:
         now_s, begun = self._clock(), self._begun.total()
         for job in jobs:
             begun_own = self._begun[job.tenant]
@@ -80,25 +81,25 @@ class UsageLedger:
         if not self._arrived:
             self._begun.clear()
 
-    def ran(self, executed: BatchResult) -> None:
+    def on_ran(self, result: BatchResult) -> None:
         """Charge each request its share of the batch's device seconds; the rest is overhead."""
         now_s = self._clock()
-        for request_id in (*(job.request_id for job in executed.jobs), *executed.left):
+        for request_id in (*(job.request_id for job in result.jobs), *result.remaining):
             if account := self._accounts.get(request_id):
-                account.device_from_s = account.device_from_s or executed.began_s or now_s
+                account.device_from_s = account.device_from_s or result.began_s or now_s
                 account.device_to_s = now_s
-        device_s = executed.device_s
-        for request_id, seconds in executed.shares.items():
+        device_s = result.device_s
+        for request_id, seconds in result.shares.items():
             if account := self._accounts.get(request_id):
                 account.device_s += seconds
                 device_s -= seconds
         self.overhead_s += device_s
 
-    def closed(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    def with_usage(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Return the outcomes, each with its usage if its request had begun."""
         return [self._closed(each) for each in outcomes]
 
-    def given_up(self, request_ids: Iterable[str]) -> None:
+    def move_to_overhead(self, request_ids: Iterable[str]) -> None:
         """Move the cost of these requests to the overhead: another worker will run them again."""
         for request_id in request_ids:
             account = self._accounts.pop(request_id, None)

@@ -22,7 +22,7 @@ class PayloadPrefetcher(Generic[T]):
         self._decoder = decoder
         self._begun: dict[str, Future[T]] = {}
 
-    def expect(self, jobs: Sequence[Job]) -> None:
+    def prefetch(self, jobs: Sequence[Job]) -> None:
         """Start to decode these jobs, most urgent first, as room allows; forget all others."""
         near = {job.request_id: job for job in _first_of(jobs)}
         for request_id in self._begun.keys() - near.keys():
@@ -31,9 +31,9 @@ class PayloadPrefetcher(Generic[T]):
             if request_id not in self._begun:
                 self._begun[request_id] = self._decoder.submit(self._decode, job)
 
-    def take(self, unit: Sequence[Job]) -> dict[str, Future[T]]:
+    def pop(self, batch: Sequence[Job]) -> dict[str, Future[T]]:
         """Return the decodings begun for these jobs, by request id; the caller owns them now."""
-        ids = [job.request_id for job in unit if job.request_id in self._begun]
+        ids = [job.request_id for job in batch if job.request_id in self._begun]
         return {request_id: self._begun.pop(request_id) for request_id in ids}
 
 

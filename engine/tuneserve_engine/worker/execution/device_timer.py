@@ -3,9 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -33,39 +30,43 @@ class DeviceTimer:
         self._clock = clock
         self._waited_s = waited_s
         self._between_s = 0.0
-        self._reading = DeviceTime()
+        self._batch = DeviceTime()
 
     @contextmanager
-    def unit(self) -> Iterator[DeviceTime]:
+    def time_batch(self) -> Iterator[DeviceTime]:
         """Time the calls of a batch. May be entered during a call of another batch."""
-        before, self._reading = self._reading, DeviceTime()
+        before, self._batch = self._batch, DeviceTime()
         started_s = self.now_s()
         try:
-            yield self._reading
+            yield self._batch
         finally:
-            self._reading = before
+            self._batch = before
             self._between_s += self.now_s() - started_s
 
-    def timed(self, call: Callable[[], T], parts: Callable[[T], Mapping[str, float]]) -> T:
-        """Return the result of the call, and charge its time to its requests.
+    @contextmanager
+    def charge(self, parts: Mapping[str, float] | None = None) -> Iterator[dict[str, float]]:
+        """Charge the time of the calls inside to their requests.
 
-        ``parts`` returns each request's part of the result, in any measure. A call that raises is
+        ``parts`` maps requests to their parts of the work, in any measure. The yielded dictionary
+        starts with them, and the caller may add parts that the calls return. Calls that raise are
         charged to no request.
         """
-        self._reading.began_s = self._reading.began_s or self._clock()
-        started_s = self.now_s()
+        of_requests = dict(parts or {})
+        batch, started_s = self._batch, self.now_s()
+        batch.began_s = batch.began_s or self._clock()
         try:
-            given = call()
+            yield of_requests
+        except BaseException:
+            of_requests.clear()
+            raise
         finally:
             seconds = self.now_s() - started_s
-            self._reading.device_s += seconds
-        of = parts(given)
-        whole = sum(of.values())
-        shares = self._reading.shares
-        for request_id, part in of.items():
-            if part:
-                shares[request_id] = shares.get(request_id, 0.0) + seconds * part / whole
-        return given
+            batch.device_s += seconds
+            whole = sum(of_requests.values())
+            for request_id, part in of_requests.items():
+                if part:
+                    known_s = batch.shares.get(request_id, 0.0)
+                    batch.shares[request_id] = known_s + seconds * part / whole
 
     def now_s(self) -> float:
         """Return the timer's own time in seconds."""

@@ -1,17 +1,16 @@
 """``forward_backward`` requests on a backend, in as few passes as possible; more if one fails."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from tuneserve_engine.backend.base import (
+    Backend,
     DeviceFailed,
     FloatArray,
-    Lattice,
     OutOfMemory,
-    TrainBatch,
     TrainResult,
 )
 from tuneserve_engine.core import provenance
@@ -21,6 +20,7 @@ from tuneserve_engine.core.usage import BACKWARD_FLOPS, FORWARD_FLOPS, CurvePoin
 from tuneserve_engine.telemetry import logs
 from tuneserve_engine.worker.codecs import training
 from tuneserve_engine.worker.codecs.training import TrainingData
+from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.outcomes import (
     DeferredOutcome,
     attempt,
@@ -33,7 +33,7 @@ from tuneserve_engine.worker.scheduling.pace import Pace
 logger = logging.getLogger(__name__)
 
 MAX_HALVINGS = 3
-"""The number of times that a request's streams are halved, if that shortens them, before the
+"""The number of times that a request's micro-batches are halved, if that shortens them, before the
 request fails for lack of device memory."""
 
 
@@ -50,7 +50,7 @@ Results = dict[str, DeferredOutcome | Exception]
 
 
 class _OutOfRoom(NamedTuple):
-    """The error of a request that ran alone, and the stream length that did not fit the memory."""
+    """The error of a request that ran alone, and the micro-batch length that had no room."""
 
     error: Exception
     tokens: int
@@ -58,20 +58,22 @@ class _OutOfRoom(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientRunner:
-    """A runner of ``forward_backward`` requests.
+    """A runner of ``forward_backward`` requests on a backend.
 
-    ``run`` runs a batch on the device, and gets the number of tokens computed for each request.
-    The only exception that escapes is ``DeviceFailed``. ``parameters`` is the number of parameters
-    of the base model; ``pace`` says how long a micro-batch may be.
+    The only exception that escapes is ``DeviceFailed``. ``pace`` says how long a micro-batch may
+    be, and learns from every pass.
     """
 
-    run: Callable[[TrainBatch, Mapping[str, float]], TrainResult]
-    lattice: Lattice
-    parameters: int = 0
-    pace: Pace = field(default_factory=Pace)
+    backend: Backend
+    timer: DeviceTimer
+    pace: Pace
 
-    def of(
-        self, asked: Sequence[GradientRequest], halvings: int, full: _OutOfRoom | None = None
+    def run_requests(
+        self,
+        requests: Sequence[GradientRequest],
+        on_micro_batch_done: Callable[[], None],
+        halvings: int,
+        full: _OutOfRoom | None = None,
     ) -> Results:
         """Return every request's result.
 
@@ -79,29 +81,32 @@ class GradientRunner:
         other passes must not.
         """
         try:
-            requests = [each.request for each in asked]
-            passes = pack(requests, self.lattice, halvings, self.pace.tokens)
+            to_pack = [each.request for each in requests]
+            passes = pack(to_pack, self.backend.static_shapes, halvings, self.pace.tokens)
         except Exception as error:
-            return self._again(asked, halvings, error)
+            return self._run_alone(requests, on_micro_batch_done, halvings, error)
         results: Results = {}
         for packed in passes:
-            members = [asked[i] for i in packed.members]
-            tokens = packed.unit.batches[0].tokens.size
-            if full is not None and tokens == full.tokens:  # the streams did not get shorter
-                return {asked[0].job.request_id: full.error}
+            members = [requests[i] for i in packed.members]
+            tokens = packed.batch.micro_batches[0].tokens.size
+            if full is not None and tokens == full.tokens:  # halving did not shorten anything
+                return {requests[0].job.request_id: full.error}
+            computed = dict(zip(_ids(members), packed.computed, strict=True))
+            started_s = self.timer.now_s()
             try:
-                result = self.run(
-                    packed.unit, dict(zip(_ids(members), packed.computed, strict=True))
-                )
+                with self.timer.charge(computed):
+                    result = self.backend.forward_backward(packed.batch, on_micro_batch_done)
             except DeviceFailed:
                 raise
             except Exception as error:
-                results |= self._again(members, halvings, error, tokens)
-            else:
-                for i, each in enumerate(members):
-                    usage = self._usage(each.request.data, packed.computed[i])
-                    ran = _FinishedPass(packed, result, i, halvings, usage)
-                    results[each.job.request_id] = _result(each, ran)
+                results |= self._run_alone(members, on_micro_batch_done, halvings, error, tokens)
+                continue
+            seconds = self.timer.now_s() - started_s
+            self.pace.learn(packed.batch.forward_only, sum(packed.computed), seconds)
+            for i, each in enumerate(members):
+                usage = self._usage(each.request.data, packed.computed[i])
+                finished = _FinishedPass(packed, result, i, halvings, usage)
+                results[each.job.request_id] = _deferred_outcome(each, finished)
         return results
 
     def _usage(self, data: TrainingData, computed: float) -> Usage:
@@ -110,27 +115,33 @@ class GradientRunner:
         return Usage(
             trained_tokens=tokens,
             padded_tokens=max(round(computed) - tokens, 0),
-            flops=float(per_token * self.parameters * tokens),
+            flops=float(per_token * self.backend.info.parameters * tokens),
         )
 
-    def _again(
-        self, asked: Sequence[GradientRequest], halvings: int, error: Exception, tokens: int = 0
+    def _run_alone(
+        self,
+        requests: Sequence[GradientRequest],
+        on_micro_batch_done: Callable[[], None],
+        halvings: int,
+        error: Exception,
+        tokens: int = 0,
     ) -> Results:
-        """Run each request alone.
+        """Run each request of a failed pass alone.
 
-        A request that was alone runs in shorter streams if the device had no room for it.
+        A request that was alone runs in shorter micro-batches if the device had no room for it.
         """
-        if len(asked) > 1:
-            failed_together([each.job for each in asked], error)
+        if len(requests) > 1:
+            failed_together([each.job for each in requests], error)
             results: Results = {}
-            for each in asked:
-                results |= self.of([each], halvings)
+            for each in requests:
+                results |= self.run_requests([each], on_micro_batch_done, halvings)
             return results
-        job = asked[0].job
+        job = requests[0].job
         if isinstance(error, OutOfMemory) and halvings < MAX_HALVINGS:
             message = "no room for %s, halved %d times: %s"
             logger.warning(message, job.kind, halvings, error, extra=logs.of(job))
-            return self.of(asked, halvings + 1, _OutOfRoom(error, tokens))
+            full = _OutOfRoom(error, tokens)
+            return self.run_requests(requests, on_micro_batch_done, halvings + 1, full)
         return {job.request_id: error}
 
 
@@ -144,35 +155,37 @@ class _FinishedPass(NamedTuple):
     usage: Usage
 
 
-def _ids(asked: Sequence[GradientRequest]) -> list[str]:
-    return [each.job.request_id for each in asked]
+def _ids(requests: Sequence[GradientRequest]) -> list[str]:
+    return [each.job.request_id for each in requests]
 
 
 def _tokens(data: TrainingData) -> int:
     return sum(len(datum.tokens) for datum in data.data)
 
 
-def _result(asked: GradientRequest, ran: _FinishedPass) -> DeferredOutcome | Exception:
-    if not ran.result.finite[ran.member]:
+def _deferred_outcome(
+    asked: GradientRequest, finished: _FinishedPass
+) -> DeferredOutcome | Exception:
+    if not finished.result.finite[finished.member]:
         return UserError(
             "the loss or its gradient is not finite; nothing was accumulated; check the learning "
             "rate, advantages and logprobs, or load an earlier checkpoint"
         )
 
-    def trained(job: Job) -> Outcome:
-        data = asked.request.data
-        logprobs, loss = unpack(ran.packed, ran.result.outputs, ran.member, data)
-        metrics = _metrics(data, logprobs)
-        outcome = protobuf(job, training.encode_output(logprobs, loss, metrics))
-        return replace(
-            outcome,
-            changed=not data.forward_only,
-            halvings=ran.halvings,
-            usage=ran.usage,
-            point=_point(job, data, loss),
-        )
+    return partial(attempt, asked.job, partial(encode_result, finished, asked.request.data))
 
-    return partial(attempt, asked.job, trained)
+
+def encode_result(finished: _FinishedPass, data: TrainingData, job: Job) -> Outcome:
+    """Return the outcome of a request whose pass has finished: its logprobs, loss and metrics."""
+    logprobs, loss = unpack(finished.packed, finished.result.outputs, finished.member, data)
+    outcome = protobuf(job, training.encode_output(logprobs, loss, _metrics(data, logprobs)))
+    return replace(
+        outcome,
+        changed=not data.forward_only,
+        halvings=finished.halvings,
+        usage=finished.usage,
+        point=_point(job, data, loss),
+    )
 
 
 def _metrics(data: TrainingData, logprobs: Sequence[FloatArray]) -> dict[str, float]:

@@ -30,21 +30,23 @@ DeferredOutcome = Callable[[], Outcome]
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A batch that has run: its ended ``jobs``, their ``answers`` in order, and its device seconds.
+    """A batch that has run: its ended ``jobs`` and their deferred outcomes, ``answers``, in order.
 
-    ``device_s`` excludes the time in which the backend waited for adapters. The other jobs are
-    running samples: ``left`` is the number of sequences that each has still to end. ``work`` is the
-    work done for each sample; see ``SampleProgress``. ``parts``: see ``Progress``. ``shares``
-    divides ``device_s`` by request id; the rest belongs to no request. ``began_s`` is the time at
-    which the device began: see ``DeviceTime``.
+    The other jobs are running samples: ``remaining`` is the number of sequences that each has still
+    to end. ``work`` is the work done for each sample; see ``SampleProgress``. ``new_tokens`` are
+    the tokens drawn for streamed jobs that have not ended, by stream name.
+
+    ``device_s`` excludes the time in which the backend waited for adapters. ``shares`` divides it
+    by request id; the rest belongs to no request. ``began_s`` is the time at which the device
+    began: see ``DeviceTime``.
     """
 
     jobs: Sequence[Job]
     answers: Sequence[DeferredOutcome]
-    device_s: float
-    left: Mapping[str, int] = field(default_factory=dict)
+    remaining: Mapping[str, int] = field(default_factory=dict)
     work: Mapping[str, float] = field(default_factory=dict)
-    parts: Mapping[str, Sequence[EncodedTokenDelta]] = field(default_factory=dict)
+    new_tokens: Mapping[str, Sequence[EncodedTokenDelta]] = field(default_factory=dict)
+    device_s: float = 0.0
     shares: Mapping[str, float] = field(default_factory=dict)
     began_s: float = 0.0
 
@@ -78,13 +80,13 @@ def failure(job: Job, error: Exception) -> Outcome:
     return rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
 
 
-def failed_together(unit: Sequence[Job], error: Exception) -> None:
+def failed_together(batch: Sequence[Job], error: Exception) -> None:
     """Log that this error ended a pass, whose jobs will run one by one."""
     if isinstance(error, OutOfMemory):
-        logger.warning("no room for a unit of %d jobs, running each: %s", len(unit), error)
+        logger.warning("no room for a unit of %d jobs, running each: %s", len(batch), error)
     else:
         message = "a unit of %d jobs failed; running them one by one"
-        logger.error(message, len(unit), exc_info=error)
+        logger.error(message, len(batch), exc_info=error)
 
 
 def _no_room(kind: JobKind) -> EngineError:

@@ -1,7 +1,7 @@
-"""The packing of requests into streams of tokens, and the way back: pure NumPy.
+"""The packing of requests into micro-batches, and the way back: pure NumPy.
 
 A request alone decides which of its datums lie one after another, and the order of its blocks. Its
-neighbours decide only the stream of a block and its place there: no bit depends on either.
+neighbours decide only the micro-batch of a block and its place there: no bit depends on either.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,20 +15,19 @@ from tuneserve_engine.backend.base import (
     LOSS_NAMES,
     FloatArray,
     IntArray,
-    Lattice,
     MicroBatch,
     MicroBatchOutput,
     TrainBatch,
 )
 from tuneserve_engine.core import provenance
-from tuneserve_engine.core.shapes import multiple_from
+from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 
 
 class DatumLocation(NamedTuple):
-    """The place of a datum's tokens: one after another, from token ``first`` of the stream on."""
+    """The place of a datum: its tokens lie from token ``first`` of the micro-batch on."""
 
-    batch: int
+    micro_batch: int
     first: int
 
 
@@ -45,15 +44,15 @@ class PackingRequest:
 class PackedBatch:
     """One batch to run.
 
-    Its request i is the one at ``members[i]`` of the packed requests, and ``places[i]`` has the
+    Its request i is the one at ``members[i]`` of the packed requests, and ``locations[i]`` has the
     places of that request's datums. ``computed[i]`` is the number of tokens computed for the
     request: its own blocks, padding included, and its share of the tokens that fill the last chunk
     of a micro-batch.
     """
 
-    unit: TrainBatch
+    batch: TrainBatch
     members: tuple[int, ...]
-    places: tuple[tuple[DatumLocation, ...], ...]
+    locations: tuple[tuple[DatumLocation, ...], ...]
     computed: tuple[float, ...]
 
 
@@ -66,86 +65,104 @@ class _Bin(NamedTuple):
     tokens: int  # of its blocks
 
 
-def _whole_stream(forward_only: bool) -> None:
+def _no_limit(forward_only: bool) -> None:
     return None
 
 
 def pack(
     requests: Sequence[PackingRequest],
-    lattice: Lattice,
+    static_shapes: StaticShapes,
     halvings: int = 0,
-    most: Callable[[bool], int | None] = _whole_stream,
+    tokens_in_slice: Callable[[bool], int | None] = _no_limit,
 ) -> list[PackedBatch]:
-    """Return the batches that run these requests, each of one rank class and one direction.
+    """Return the batches that run these requests, each of one rank bucket and one direction.
 
     Batches are in the order in which their first requests came, and so are the requests of each.
-    ``halvings`` is how many times the stream length is halved, down to the longest piece, for a
+    ``halvings`` is how many times the micro-batch length is halved, down to the longest bin, for a
     device without the memory for more: the bits are the same, in a shape that has to be compiled.
 
-    ``most`` returns about how many tokens a micro-batch takes, given whether its batch is forward
-    only; the number is rounded up to whole chunks. A longer piece is alone in its micro-batch. The
-    rest of the stream stays unused, which costs nothing.
+    ``tokens_in_slice`` returns about how many tokens a micro-batch takes, given whether its batch
+    is forward only; the number is rounded up to whole chunks. A longer bin is alone in its
+    micro-batch. The rest of the micro-batch stays unused, which costs nothing.
     """
     groups: dict[tuple[int, bool], list[list[int]]] = {}
     for index, request in enumerate(requests):
-        rank_class = lattice.rank_class(request.rank)
-        units = groups.setdefault((rank_class, request.data.forward_only), [[]])
-        if len(units[-1]) == lattice.slots(rank_class):
-            units.append([])
-        units[-1].append(index)
+        rank_bucket = static_shapes.rank_bucket(request.rank)
+        batches = groups.setdefault((rank_bucket, request.data.forward_only), [[]])
+        if len(batches[-1]) == static_shapes.slots(rank_bucket):
+            batches.append([])
+        batches[-1].append(index)
     return [
-        _packed(requests, tuple(members), lattice, halvings, most(forward_only))
-        for (_, forward_only), units in groups.items()
-        for members in units
+        _pack_batch(
+            requests, tuple(members), static_shapes, halvings, tokens_in_slice(forward_only)
+        )
+        for (_, forward_only), batches in groups.items()
+        for members in batches
     ]
 
 
-def _packed(
+def _pack_batch(
     requests: Sequence[PackingRequest],
     members: tuple[int, ...],
-    lattice: Lattice,
+    static_shapes: StaticShapes,
     halvings: int,
-    most: int | None,
+    tokens_in_slice: int | None,
 ) -> PackedBatch:
     data = [requests[index].data for index in members]
-    pieces = [piece for i, each in enumerate(data) for piece in _pieces(i, each, lattice)]
-    longest = max(piece.tokens for piece in pieces)
-    capacity = multiple_from(max(lattice.stream >> halvings, longest), lattice.chunk)
+    bins = [bin_ for i, each in enumerate(data) for bin_ in _bins_of(i, each, static_shapes)]
+    longest = max(bin_.tokens for bin_ in bins)
+    capacity = multiple_from(
+        max(static_shapes.micro_batch_tokens >> halvings, longest), static_shapes.chunk
+    )
     # Whole chunks: a part of a chunk costs the device as much as all of it.
-    room = capacity if most is None else min(multiple_from(most, lattice.chunk), capacity)
-    streams = [
-        stream
-        for targets in sorted({piece.targets for piece in pieces})
-        for stream in _streams((piece for piece in pieces if piece.targets == targets), room)
+    room = (
+        capacity
+        if tokens_in_slice is None
+        else min(multiple_from(tokens_in_slice, static_shapes.chunk), capacity)
+    )
+    layout = [
+        contents
+        for targets in sorted({bin_.targets for bin_ in bins})
+        for contents in _fill_micro_batches(
+            (bin_ for bin_ in bins if bin_.targets == targets), room
+        )
     ]
-    places = _places(streams, data)
-    unit = TrainBatch(
+    locations = _datum_locations(layout, data)
+    batch = TrainBatch(
         adapter_ids=tuple(requests[index].adapter_id for index in members),
         forward_only=data[0].forward_only,
-        batches=_Batches(
-            partial(_batch, capacity=capacity, block=lattice.block, data=data, places=places),
-            streams,
+        micro_batches=_LazyMicroBatches(
+            partial(
+                _micro_batch,
+                capacity=capacity,
+                block=static_shapes.block,
+                data=data,
+                locations=locations,
+            ),
+            layout,
         ),
     )
-    computed = _computed(streams, len(members), lattice)
-    return PackedBatch(unit, members, tuple(tuple(of_request) for of_request in places), computed)
+    computed = _computed(layout, len(members), static_shapes)
+    return PackedBatch(
+        batch, members, tuple(tuple(of_request) for of_request in locations), computed
+    )
 
 
-class _Batches(Sequence[MicroBatch]):
-    """The micro-batches of streams, each made on access.
+class _LazyMicroBatches(Sequence[MicroBatch]):
+    """The micro-batches of a layout of bins, each made on access.
 
     In short slices, the micro-batches of a long request take many times the memory of their
     content.
     """
 
     def __init__(
-        self, make: Callable[[Sequence[_Bin]], MicroBatch], streams: Sequence[Sequence[_Bin]]
+        self, make: Callable[[Sequence[_Bin]], MicroBatch], layout: Sequence[Sequence[_Bin]]
     ) -> None:
         self._make = make
-        self._streams = streams
+        self._layout = layout
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self._layout)
 
     @overload
     def __getitem__(self, index: int) -> MicroBatch: ...
@@ -153,26 +170,26 @@ class _Batches(Sequence[MicroBatch]):
     def __getitem__(self, index: slice) -> Sequence[MicroBatch]: ...
     def __getitem__(self, index: int | slice) -> MicroBatch | Sequence[MicroBatch]:
         if isinstance(index, slice):
-            return _Batches(self._make, self._streams[index])
-        return self._make(self._streams[index])
+            return _LazyMicroBatches(self._make, self._layout[index])
+        return self._make(self._layout[index])
 
 
-def _pieces(member: int, data: TrainingData, lattice: Lattice) -> list[_Bin]:
-    """Return a request's datums, grouped by padded K and packed into pieces.
+def _bins_of(member: int, data: TrainingData, static_shapes: StaticShapes) -> list[_Bin]:
+    """Return a request's datums, grouped by padded K and packed into bins.
 
-    The longest datum goes first, each into the first piece that has room. The result depends on the
+    The longest datum goes first, each into the first bin that has room. The result depends on the
     request alone.
     """
-    classes: dict[int, list[int]] = {}
+    buckets: dict[int, list[int]] = {}
     for i, datum in enumerate(data.data):
-        classes.setdefault(lattice.target_class(datum.targets.shape[1]), []).append(i)
-    pieces = []
-    for targets, datum_ids in classes.items():
+        buckets.setdefault(static_shapes.target_bucket(datum.targets.shape[1]), []).append(i)
+    bins = []
+    for targets, datum_ids in buckets.items():
         lengths = [len(data.data[i].tokens) for i in datum_ids]
-        for group, tokens in _first_fit(lengths, lattice.piece):
-            padded = multiple_from(tokens, lattice.block)
-            pieces.append(_Bin(member, tuple(datum_ids[i] for i in group), targets, padded))
-    return pieces
+        for group, tokens in _first_fit(lengths, static_shapes.bin_tokens):
+            padded = multiple_from(tokens, static_shapes.block)
+            bins.append(_Bin(member, tuple(datum_ids[i] for i in group), targets, padded))
+    return bins
 
 
 def _first_fit(lengths: Sequence[int], limit: int) -> list[tuple[list[int], int]]:
@@ -180,8 +197,8 @@ def _first_fit(lengths: Sequence[int], limit: int) -> list[tuple[list[int], int]
     groups: list[list[int]] = []
     sums: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        most = limit - lengths[i]
-        at = next((at for at, tokens in enumerate(sums) if tokens <= most), len(groups))
+        room = limit - lengths[i]
+        at = next((at for at, tokens in enumerate(sums) if tokens <= room), len(groups))
         if at == len(groups):
             groups.append([])
             sums.append(0)
@@ -190,60 +207,60 @@ def _first_fit(lengths: Sequence[int], limit: int) -> list[tuple[list[int], int]
     return list(zip(groups, sums, strict=True))
 
 
-def _streams(pieces: Iterable[_Bin], room: int) -> list[list[_Bin]]:
-    """Split the pieces into streams, in their order, so that a request's blocks keep their order.
+def _fill_micro_batches(bins: Iterable[_Bin], room: int) -> list[list[_Bin]]:
+    """Split the bins into micro-batches, in order, so that a request's blocks keep their order.
 
-    A stream without room for the next piece is closed. A piece longer than ``room`` is alone.
+    A micro-batch without room for the next bin is closed. A bin longer than ``room`` is alone.
     """
-    streams: list[list[_Bin]] = []
+    layout: list[list[_Bin]] = []
     free = 0
-    for piece in pieces:
-        if piece.tokens > free:
-            streams.append([])
+    for bin_ in bins:
+        if bin_.tokens > free:
+            layout.append([])
             free = room
-        streams[-1].append(piece)
-        free -= piece.tokens
-    return streams
+        layout[-1].append(bin_)
+        free -= bin_.tokens
+    return layout
 
 
-def _places(
-    streams: Sequence[Sequence[_Bin]], data: Sequence[TrainingData]
+def _datum_locations(
+    layout: Sequence[Sequence[_Bin]], data: Sequence[TrainingData]
 ) -> list[list[DatumLocation]]:
-    places = [[DatumLocation(-1, -1)] * len(each.data) for each in data]
-    for number, stream in enumerate(streams):
+    locations = [[DatumLocation(-1, -1)] * len(each.data) for each in data]
+    for number, contents in enumerate(layout):
         start = 0
-        for piece in stream:
+        for bin_ in contents:
             first = start
-            for i in piece.datum_ids:
-                places[piece.member][i] = DatumLocation(number, first)
-                first += len(data[piece.member].data[i].tokens)
-            start += piece.tokens
-    return places
+            for i in bin_.datum_ids:
+                locations[bin_.member][i] = DatumLocation(number, first)
+                first += len(data[bin_.member].data[i].tokens)
+            start += bin_.tokens
+    return locations
 
 
-def _batch(
-    stream: Sequence[_Bin],
+def _micro_batch(
+    contents: Sequence[_Bin],
     capacity: int,
     block: int,
     data: Sequence[TrainingData],
-    places: Sequence[Sequence[DatumLocation]],
+    locations: Sequence[Sequence[DatumLocation]],
 ) -> MicroBatch:
-    blocks = sum(piece.tokens for piece in stream) // block
-    batch = _empty(capacity, stream[0].targets, block, blocks)
+    blocks = sum(bin_.tokens for bin_ in contents) // block
+    micro_batch = _empty(capacity, contents[0].targets, block, blocks)
     number = 0
     at = 0
-    for piece in stream:
-        after = at + piece.tokens // block
-        batch.block_request[at:after] = piece.member
+    for bin_ in contents:
+        after = at + bin_.tokens // block
+        micro_batch.block_request[at:after] = bin_.member
         at = after
-        for i in piece.datum_ids:
-            request = data[piece.member]
-            _fill(batch, places[piece.member][i].first, number, request.data[i], request)
+        for i in bin_.datum_ids:
+            request = data[bin_.member]
+            _fill(micro_batch, locations[bin_.member][i].first, number, request.data[i], request)
             number += 1
     # A block's first token belongs to a datum, never to padding, and no datum in it began earlier.
     starts = np.arange(0, capacity, block, dtype=np.int32)
-    batch.block_start[:] = (starts - batch.positions[::block]) // block
-    return batch
+    micro_batch.first_visible_block[:] = (starts - micro_batch.positions[::block]) // block
+    return micro_batch
 
 
 def _empty(n: int, k: int, block: int, blocks: int) -> MicroBatch:
@@ -257,7 +274,7 @@ def _empty(n: int, k: int, block: int, blocks: int) -> MicroBatch:
         tokens=whole(),
         targets=np.zeros((n, k), np.int32),
         positions=whole(),
-        datum=np.full(n, -1, np.int32),
+        segment_ids=np.full(n, -1, np.int32),
         weights=np.zeros((n, k), np.float32),
         old_logprobs=real(),
         advantages=real(),
@@ -267,31 +284,31 @@ def _empty(n: int, k: int, block: int, blocks: int) -> MicroBatch:
         beta=real(),
         loss_id=whole(),
         block_request=np.full(n // block, -1, np.int32),
-        block_start=np.zeros(n // block, np.int32),
+        first_visible_block=np.zeros(n // block, np.int32),
         blocks=blocks,
     )
 
 
 def _fill(
-    batch: MicroBatch, first: int, number: int, datum: DecodedDatum, data: TrainingData
+    micro_batch: MicroBatch, first: int, number: int, datum: DecodedDatum, data: TrainingData
 ) -> None:
     n, k = datum.targets.shape
     part = slice(first, first + n)
-    batch.tokens[part] = datum.tokens
-    batch.targets[part, :k] = datum.targets
-    batch.positions[part] = np.arange(n, dtype=np.int32)
-    batch.datum[part] = number
-    batch.weights[part, :k] = datum.weights
-    batch.loss_id[part] = LOSS_NAMES.index(data.loss)
+    micro_batch.tokens[part] = datum.tokens
+    micro_batch.targets[part, :k] = datum.targets
+    micro_batch.positions[part] = np.arange(n, dtype=np.int32)
+    micro_batch.segment_ids[part] = number
+    micro_batch.weights[part, :k] = datum.weights
+    micro_batch.loss_id[part] = LOSS_NAMES.index(data.loss)
     columns = {
-        "logprobs": batch.old_logprobs,
-        "advantages": batch.advantages,
-        "clip_low_threshold": batch.clip_low,
-        "clip_high_threshold": batch.clip_high,
-        "sequence_ratio_mask": batch.sequence_mask,
-        provenance.MASK: batch.sequence_mask,
-        "beta": batch.beta,
-        "kl_coeff": batch.beta,
+        "logprobs": micro_batch.old_logprobs,
+        "advantages": micro_batch.advantages,
+        "clip_low_threshold": micro_batch.clip_low,
+        "clip_high_threshold": micro_batch.clip_high,
+        "sequence_ratio_mask": micro_batch.sequence_mask,
+        provenance.MASK: micro_batch.sequence_mask,
+        "beta": micro_batch.beta,
+        "kl_coeff": micro_batch.beta,
     }
     given: dict[str, float | FloatArray] = {**data.config, **datum.per_token}
     for name, values in given.items():
@@ -299,13 +316,15 @@ def _fill(
 
 
 def _computed(
-    streams: Sequence[Sequence[_Bin]], members: int, lattice: Lattice
+    layout: Sequence[Sequence[_Bin]], members: int, static_shapes: StaticShapes
 ) -> tuple[float, ...]:
     computed = [0.0] * members
-    for stream in streams:
-        tokens = sum(piece.tokens for piece in stream)
-        for piece in stream:
-            computed[piece.member] += piece.tokens * multiple_from(tokens, lattice.chunk) / tokens
+    for contents in layout:
+        tokens = sum(bin_.tokens for bin_ in contents)
+        for bin_ in contents:
+            computed[bin_.member] += (
+                bin_.tokens * multiple_from(tokens, static_shapes.chunk) / tokens
+            )
     return tuple(computed)
 
 
@@ -319,10 +338,10 @@ def unpack(
     """
     logprobs = []
     loss = 0.0
-    for datum, (batch, first) in zip(data.data, packed.places[member], strict=True):
+    for datum, (micro_batch, first) in zip(data.data, packed.locations[member], strict=True):
         n, k = datum.targets.shape
         part = slice(first, first + n)
-        values = outputs[batch].logprobs[part, :k]
+        values = outputs[micro_batch].logprobs[part, :k]
         logprobs.append(values[:, 0] if datum.flat else values)
-        loss += float(outputs[batch].loss[part].sum(dtype=np.float64))
+        loss += float(outputs[micro_batch].loss[part].sum(dtype=np.float64))
     return logprobs, loss

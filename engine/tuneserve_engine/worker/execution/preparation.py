@@ -24,7 +24,7 @@ Preparation = Callable[[], None]
 """A preparation, which may run in any thread."""
 
 
-def preparation_of(backend: Backend, of: Job | AdapterConfig) -> Preparation | None:
+def pending_preparation(backend: Backend, of: Job | AdapterConfig) -> Preparation | None:
     """Return the work to do before a job can create a model, or an adapter of this configuration.
 
     None if there is none, or if the job is invalid: then the job itself fails with the reason.
@@ -38,7 +38,7 @@ def preparation_of(backend: Backend, of: Job | AdapterConfig) -> Preparation | N
     return partial(backend.prepare, config)
 
 
-async def prepared(prepare: Preparation | None) -> None:
+async def run_preparation(prepare: Preparation | None) -> None:
     """Run the preparation in a thread of its own, and wait for it.
 
     Never raises: if the preparation fails, the job that needs it fails with the reason.

@@ -18,11 +18,10 @@ from tuneserve_engine.backend.base import (
     SampledSequence,
     SampleResult,
     SamplingRequest,
-    TrainBatch,
-    TrainResult,
 )
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 
 _UNTRAINED = AdapterConfig(rank=1, alpha=1.0, seed=0)
@@ -32,31 +31,30 @@ _UNTRAINED = AdapterConfig(rank=1, alpha=1.0, seed=0)
 class Rescoring:
     """The rescoring of samples: training's logprobs replace their own.
 
-    ``run`` runs a batch on the backend and gets the share of each request in it; ``read`` returns
-    the state of a snapshot.
+    ``read`` returns the state of a snapshot.
     """
 
     def __init__(
         self,
         backend: Backend,
-        run: Callable[[TrainBatch, Mapping[str, float]], TrainResult],
+        timer: DeviceTimer,
         read: Callable[[str], AdapterState],
     ) -> None:
         self._backend = backend
-        self._run = run
+        self._timer = timer
         self._read = read
 
-    def of(
+    def rescore(
         self,
         asked: Mapping[str, SamplingRequest],
-        ended: Mapping[str, SampleResult | Exception],
+        finished: Mapping[str, SampleResult | Exception],
     ) -> dict[str, SampleResult | Exception]:
         """Return the rescored results, with the error of each that could not be scored.
 
         Samples at temperatures other than 0 and 1 keep their logprobs: training has no temperature.
         """
-        scored = dict(ended)
-        for name, result in ended.items():
+        scored = dict(finished)
+        for name, result in finished.items():
             if isinstance(result, Exception) or asked[name].temperature not in {0.0, 1.0}:
                 continue
             if not asked[name].max_tokens:  # nothing was drawn
@@ -76,8 +74,9 @@ class Rescoring:
         rank = self._load(adapter_id, request.snapshot_id)
         try:
             asked = [PackingRequest(adapter_id, rank, text) for text in texts]
-            for packed in pack(asked, self._backend.lattice):
-                outputs = self._run(packed.unit, {name: 1.0}).outputs
+            for packed in pack(asked, self._backend.static_shapes):
+                with self._timer.charge({name: 1.0}):
+                    outputs = self._backend.forward_backward(packed.batch).outputs
                 for member, index in enumerate(packed.members):
                     ((logprobs,), _) = unpack(packed, outputs, member, texts[index])
                     drawn = sequences[index]

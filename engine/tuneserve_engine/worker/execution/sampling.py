@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
+from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
+    Backend,
     DeviceFailed,
     SampledSequence,
     SampleProgress,
@@ -21,18 +22,20 @@ from tuneserve_engine.backend.base import (
     TokenDelta,
 )
 from tuneserve_engine.core import jobs, recordings
-from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import EncodedTokenDelta, Job, Outcome
 from tuneserve_engine.core.usage import FORWARD_FLOPS, Usage
 from tuneserve_engine.worker.codecs import sampling
+from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.outcomes import (
+    BatchResult,
     DeferredOutcome,
     attempt,
     failed_together,
     failure,
     protobuf,
 )
+from tuneserve_engine.worker.execution.rescoring import Rescoring
 
 logger = logging.getLogger(__name__)
 
@@ -41,97 +44,103 @@ def never() -> bool:
     return False
 
 
-class Progress(NamedTuple):
-    """The progress of a batch of samples after a slice.
-
-    ``answers`` are those of the jobs that have ended, by request id; ``left`` and ``work`` are as
-    in ``SampleProgress``; ``parts`` are the tokens drawn for streamed jobs that have not ended, by
-    stream name.
-    """
-
-    answers: Mapping[str, DeferredOutcome]
-    left: Mapping[str, int]
-    work: Mapping[str, float]
-    parts: Mapping[str, Sequence[EncodedTokenDelta]]
-
-
 class RunningSamples:
     """The running samples of a backend.
 
-    ``sample_for`` runs them, and ``ensure_snapshot`` loads the snapshot of a request. The only
-    exception that escapes is ``DeviceFailed``.
+    ``read_state`` returns the state of a snapshot's file. With ``rescoring``, the results carry the
+    logprobs of training. The only exception that escapes is ``DeviceFailed``.
     """
 
     def __init__(
         self,
-        info: BaseModelInfo,
-        sample_for: Callable[[Mapping[str, SamplingRequest], Callable[[], bool]], SampleProgress],
-        ensure_snapshot: Callable[[str, str | None], None],
+        backend: Backend,
+        timer: DeviceTimer,
+        read_state: Callable[[str], AdapterState],
+        rescoring: Rescoring | None,
     ) -> None:
-        self._info = info
-        self._sample_for = sample_for
-        self._ensure_snapshot = ensure_snapshot
-        self._under_way: dict[str, _Sampling] = {}
-        self._apart: list[str] = []  # requests of a failed pass, which run one by one
-        self.have_listeners = False  # whether a client streams a running sample
+        self._backend = backend
+        self._timer = timer
+        self._read_state = read_state
+        self._rescoring = rescoring
+        self._running: dict[str, _Sampling] = {}
+        self._one_by_one: list[str] = []  # requests of a failed pass, which run one by one
+        self.has_streams = False  # whether a client streams a running sample
 
-    def go_on(self, unit: Sequence[Job], is_over: Callable[[], bool]) -> Progress:
-        """Continue the jobs that are under way, and begin the others, until ``is_over``.
+    def advance(self, batch: Sequence[Job], should_yield: Callable[[], bool]) -> BatchResult:
+        """Continue the running jobs, and begin the others, until ``should_yield``.
 
-        Samples that are under way and not in the batch are given up. Samples of a pass that failed
-        as a whole continue alone, one after the other.
+        Running samples that are not in the batch are given up. Samples of a pass that failed as a
+        whole continue alone, one after the other.
         """
-        before, self._under_way = self._under_way, {}
+        before, self._running = self._running, {}
         answers: dict[str, DeferredOutcome] = {}
-        for job in unit:
+        for job in batch:
             try:
-                self._under_way[job.request_id] = before.get(job.request_id) or self._begun(job)
+                self._running[job.request_id] = before.get(job.request_id) or self._begun(job)
             except Exception as error:
                 answers[job.request_id] = partial(failure, job, error)
-        self.have_listeners = any(each.request.stream for each in self._under_way.values())
-        left: Mapping[str, int] = dict.fromkeys(self._under_way, 0)
+        self.has_streams = any(each.request.stream for each in self._running.values())
+        remaining: Mapping[str, int] = dict.fromkeys(self._running, 0)
         work: Counter[str] = Counter()
-        parts: dict[str, list[EncodedTokenDelta]] = {}
-        while left:
-            given = self._pass({name: self._under_way[name].request for name in left}, is_over)
-            for name, result in given.ended.items():
-                answers[name] = self._under_way.pop(name).answer(result)
-            left = given.left
-            work.update(given.work)
-            for name, drawn in given.drawn.items():
-                if all(_is_finite(each) for each in drawn):  # the others fail: see ``_sampled``
-                    heard = parts.setdefault(self._under_way[name].command.stream, [])
-                    heard += [sampling.encode_part(each) for each in drawn]
-            if not self._apart or is_over():
+        new_tokens: dict[str, list[EncodedTokenDelta]] = {}
+        while remaining:
+            requests = {name: self._running[name].request for name in remaining}
+            progress = self._run_pass(requests, should_yield)
+            for name, result in progress.finished.items():
+                answers[name] = self._running.pop(name).answer(result)
+            remaining = progress.remaining
+            work.update(progress.work)
+            for name, deltas in progress.new_tokens.items():
+                if all(_is_finite(each) for each in deltas):  # the others fail: see ``_sampled``
+                    stream = new_tokens.setdefault(self._running[name].command.stream, [])
+                    stream += [sampling.encode_part(each) for each in deltas]
+            if not self._one_by_one or should_yield():
                 break
-        return Progress(answers, left, dict(work), parts)
+        if self._rescoring is not None:  # the tokens so far have other logprobs than the result
+            new_tokens = {}
+        ended = [job for job in batch if job.request_id in answers]
+        ready = [answers[job.request_id] for job in ended]
+        return BatchResult(ended, ready, remaining, dict(work), new_tokens)
 
-    def _pass(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def _run_pass(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
         """Run a pass of all requests, or of one while requests of a failed pass remain."""
-        self._apart = [name for name in self._apart if name in asked]
-        chosen = dict(asked) if not self._apart else {self._apart[0]: asked[self._apart[0]]}
+        self._one_by_one = [name for name in self._one_by_one if name in asked]
+        chosen = dict(asked)
+        if self._one_by_one:
+            chosen = {self._one_by_one[0]: asked[self._one_by_one[0]]}
         try:
             for name, request in chosen.items():  # another pass may have evicted the snapshot
                 self._ensure_snapshot(name, request.snapshot_id)
-            given = self._sample_for(chosen, is_over)
+            with self._timer.charge() as parts:
+                progress = self._backend.sample_until(chosen, should_yield)
+                parts.update(progress.work)
+            if self._rescoring is not None:
+                rescored = self._rescoring.rescore(chosen, progress.finished)
+                progress = replace(progress, finished=rescored)
         except DeviceFailed:
             raise
         except Exception as error:
             if len(chosen) > 1:
-                failed_together([self._under_way[name].job for name in chosen], error)
-                self._apart = list(chosen)
+                failed_together([self._running[name].job for name in chosen], error)
+                self._one_by_one = list(chosen)
                 chosen = {}
-            given = SampleProgress(dict.fromkeys(chosen, error), {}, {})
+            progress = SampleProgress(dict.fromkeys(chosen, error), {}, {})
         waiting = {name: each.num_samples for name, each in asked.items() if name not in chosen}
-        return replace(given, left={**waiting, **given.left})
+        return replace(progress, remaining={**waiting, **progress.remaining})
+
+    def _ensure_snapshot(self, request_id: str, snapshot_id: str | None) -> None:
+        if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
+            state = self._read_state(snapshot_id)
+            with self._timer.charge({request_id: 1.0}):
+                self._backend.load_snapshot(snapshot_id, state)
 
     def _begun(self, job: Job) -> "_Sampling":
         command = jobs.decode(job.payload, jobs.SampleCommand)
-        request = sampling.to_request(command, self._info)
+        request = sampling.to_request(command, self._backend.info)
         self._ensure_snapshot(job.request_id, request.snapshot_id)
-        parameters = self._info.parameters
+        parameters = self._backend.info.parameters
         return _Sampling(job, command, replace(request, owner=job.tenant), parameters)
 
 

@@ -42,65 +42,74 @@ class Cost:
 
 
 class CostModel:
-    """The costs of jobs on a device with these static shapes and ``lanes`` decode slots."""
+    """The costs of jobs on a device with these static shapes and ``decode_slots`` decode slots."""
 
-    def __init__(self, lattice: StaticShapes | None = None, *, context: int = 4096, lanes: int = 8):
-        self._lattice = lattice or StaticShapes(context)
+    def __init__(
+        self,
+        static_shapes: StaticShapes | None = None,
+        *,
+        context: int = 4096,
+        decode_slots: int = 8,
+    ):
+        self._static_shapes = static_shapes or StaticShapes(context)
         self._context = context
-        self._lanes = lanes
+        self._decode_slots = decode_slots
 
-    def of(self, job: Job) -> Cost:
+    def job_cost(self, job: Job) -> Cost:
+        """Return the cost of the job, read from its payload."""
         try:
             if job.kind == JobKind.FORWARD_BACKWARD:
-                return self._of_gradient(datum_lengths(job.payload, _MOST_FIELDS))
+                return self._gradient_cost(datum_lengths(job.payload, _MOST_FIELDS))
             if job.kind == JobKind.SAMPLE:
-                return self._of_sample(msgspec.msgpack.decode(job.payload, type=_SampleSize))
+                return self._sample_cost(msgspec.msgpack.decode(job.payload, type=_SampleSize))
         except (EngineError, msgspec.DecodeError):
             pass  # the job will be refused at once
         return Cost(1)
 
-    def of_unit(self, costs: Sequence[Cost]) -> float:
+    def batch_cost(self, costs: Sequence[Cost]) -> float:
         """Return the cost of jobs of one kind in one batch."""
         if any(cost.tokens for cost in costs):
-            return self._of_gradients(costs)
+            return self._gradients_cost(costs)
         return sum(cost.work for cost in costs)
 
-    def beside(self, cost: Cost) -> float:
+    def solo_budget(self, cost: Cost) -> float:
         """Return the most that a batch started by this job may cost: the cost of the job alone."""
-        return self.of_unit([cost])
+        return self.batch_cost([cost])
 
-    def shared(self, cost: Cost) -> float:
+    def shared_budget(self, cost: Cost) -> float:
         """Return the most that a batch may cost that this job starts and other tenants join.
 
         A batch of gradients has a fixed cost on the device, however small it is: a CPU copies each
         layer's weights. So small gradients of many tenants share four chunks.
         """
         if not cost.tokens:
-            return self.beside(cost)
-        return self._of_gradients([replace(cost, tokens=max(cost.tokens, self._lattice.piece))])
+            return self.solo_budget(cost)
+        return self._gradients_cost(
+            [replace(cost, tokens=max(cost.tokens, self._static_shapes.bin_tokens))]
+        )
 
     def is_small(self, cost: Cost) -> bool:
         """Return whether the gradient fits the chunks that small ones of many tenants share."""
-        return 0 < cost.tokens <= self._lattice.piece
+        return 0 < cost.tokens <= self._static_shapes.bin_tokens
 
     @property
-    def places(self) -> int:
+    def max_sequences(self) -> int:
         """The number of sequences that may be under way at once.
 
         It is twice the number of decode slots, so that a free slot has its next sequence at once.
         """
-        return 2 * self._lanes
+        return 2 * self._decode_slots
 
     @property
     def slots(self) -> int:
         """The number of gradients that one pass takes if all adapters have the lowest ranks."""
-        return self._lattice.slots(self._lattice.rank_classes[0])
+        return self._static_shapes.slots(self._static_shapes.rank_buckets[0])
 
-    def full(self, costs: Sequence[Cost]) -> int:
+    def jobs_in_full_chunks(self, costs: Sequence[Cost]) -> int:
         """Return the length of the longest prefix that fills whole chunks, if dropping the rest
         saves a partly filled chunk; otherwise ``len(costs)``."""
         tokens = sum(cost.tokens for cost in costs)
-        chunk = self._lattice.chunk
+        chunk = self._static_shapes.chunk
         rest = 0
         for count in range(len(costs) - 1, 0, -1):
             rest += costs[count].tokens
@@ -110,16 +119,16 @@ class CostModel:
                 return count
         return len(costs)
 
-    def _of_gradient(self, lengths: Sequence[int]) -> Cost:
-        tokens = multiple_from(sum(lengths), self._lattice.block)
+    def _gradient_cost(self, lengths: Sequence[int]) -> Cost:
+        tokens = multiple_from(sum(lengths), self._static_shapes.block)
         return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
 
-    def _of_gradients(self, costs: Sequence[Cost]) -> float:
-        """Return the computed tokens, padding included, as if one stream had room for all."""
+    def _gradients_cost(self, costs: Sequence[Cost]) -> float:
+        """Return the computed tokens, padding included, as if one micro-batch had room for all."""
         tokens = sum(cost.tokens for cost in costs)
-        return _REQUEST_TOKENS + multiple_from(tokens, self._lattice.chunk)
+        return _REQUEST_TOKENS + multiple_from(tokens, self._static_shapes.chunk)
 
-    def _of_sample(self, asked: "_SampleSize") -> Cost:
+    def _sample_cost(self, asked: "_SampleSize") -> Cost:
         limit = max(self._context - len(asked.prompt), 1)
         steps = max(min(limit if asked.max_tokens is None else asked.max_tokens, limit), 1)
         sequences = max(asked.num_samples, 1)
@@ -135,62 +144,64 @@ class TimeEstimator:
         self._known: dict[str, Cost] = {}  # of pending jobs, by request id
         self._rates: defaultdict[JobKind, deque[float]] = defaultdict(_recent)
 
-    def unit_s(self, unit: Sequence[Job]) -> float | None:
+    def batch_s(self, batch: Sequence[Job]) -> float | None:
         """Return how long jobs of one kind take together; None before any of the kind ran."""
-        rates = self._rates[unit[0].kind]
+        rates = self._rates[batch[0].kind]
         if not rates:
             return None
-        return median_low(rates) * self._costs.of_unit([self._cost(job) for job in unit])
+        return median_low(rates) * self._costs.batch_cost([self._cost(job) for job in batch])
 
-    def room_s(self, first: Job) -> float:
+    def solo_s(self, first: Job) -> float:
         """Return how long a batch started by this job may take; 0 before any of the kind ran."""
         rates = self._rates[first.kind]
-        return median_low(rates) * self._costs.beside(self._cost(first)) if rates else 0.0
+        return median_low(rates) * self._costs.solo_budget(self._cost(first)) if rates else 0.0
 
     def shared_s(self, first: Job) -> float:
         """Return the same limit for a batch in which each job that joins is another tenant's."""
         rates = self._rates[first.kind]
-        return median_low(rates) * self._costs.shared(self._cost(first)) if rates else 0.0
+        return median_low(rates) * self._costs.shared_budget(self._cost(first)) if rates else 0.0
 
     def is_long(self, job: Job, slice_s: float) -> bool:
         """Return whether the job is a gradient that takes longer than a slice and is not small."""
         if job.kind != JobKind.FORWARD_BACKWARD or self._costs.is_small(self._cost(job)):
             return False
-        return (self.unit_s([job]) or 0.0) > slice_s
+        return (self.batch_s([job]) or 0.0) > slice_s
 
-    def most(self, first: Job) -> int:
+    def max_jobs(self, first: Job) -> int:
         """Return the number of jobs of this job's kind that a batch has room for."""
         return self._costs.slots if first.kind == JobKind.FORWARD_BACKWARD else sys.maxsize
 
-    def full(self, unit: Sequence[Job]) -> int:
-        """See ``CostModel.full``."""
-        return self._costs.full([self._cost(job) for job in unit])
+    def jobs_in_full_chunks(self, batch: Sequence[Job]) -> int:
+        """See ``CostModel.jobs_in_full_chunks``."""
+        return self._costs.jobs_in_full_chunks([self._cost(job) for job in batch])
 
     @property
-    def places(self) -> int:
-        """See ``CostModel.places``."""
-        return self._costs.places
+    def max_sequences(self) -> int:
+        """See ``CostModel.max_sequences``."""
+        return self._costs.max_sequences
 
     def sequences(self, job: Job) -> int:
         return self._cost(job).sequences
 
-    def shares(self, unit: Sequence[Job], work: Mapping[str, float] | None = None) -> list[float]:
+    def shares(self, batch: Sequence[Job], work: Mapping[str, float] | None = None) -> list[float]:
         """Return each job's share of the batch's time; the shares add up to 1.
 
         ``work`` is the work done for each sample, by request id, if it is known.
         """
         if work and sum(work.values()) > 0:
-            parts = [work.get(job.request_id, 0.0) for job in unit]
+            parts = [work.get(job.request_id, 0.0) for job in batch]
         else:
-            parts = [self._cost(job).work for job in unit]
+            parts = [self._cost(job).work for job in batch]
         return [part / sum(parts) for part in parts]
 
     def learn(
-        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+        self, batch: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
     ) -> None:
         """Learn from a batch that took ``seconds``; ``work`` is as in ``shares``."""
-        cost = sum((work or {}).values()) or self._costs.of_unit([self._cost(job) for job in unit])
-        self._rates[unit[0].kind].append(seconds / cost)
+        cost = sum((work or {}).values()) or self._costs.batch_cost(
+            [self._cost(job) for job in batch]
+        )
+        self._rates[batch[0].kind].append(seconds / cost)
 
     def forget_all_but(self, jobs: Collection[Job]) -> None:
         """Free the remembered costs of other jobs once there are many."""
@@ -200,7 +211,7 @@ class TimeEstimator:
 
     def _cost(self, job: Job) -> Cost:
         if job.request_id not in self._known:
-            self._known[job.request_id] = self._costs.of(job)
+            self._known[job.request_id] = self._costs.job_cost(job)
         return self._known[job.request_id]
 
 

@@ -13,7 +13,7 @@ class Running(NamedTuple):
     """A running batch: it has had the device for ``seconds`` so far, and others in between for
     ``interrupted_s``."""
 
-    unit: Sequence[Job]
+    batch: Sequence[Job]
     seconds: float
     interrupted_s: float
 

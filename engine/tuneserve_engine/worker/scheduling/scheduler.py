@@ -28,12 +28,12 @@ _SUSPECTED = 2
 MAX_BYTES = 1 << 20
 """Payload bytes after which a batch takes no further job; a larger job still runs, alone."""
 
-_OTHERS = 0.25
+_INTERRUPTION_SHARE = 0.25
 """The share of a long batch's time that tenants who are ahead, by at most one request, may use in
 between. Without it, a tenant of small steps would stand still while a long request that had to wait
 itself catches up."""
 
-UNIT_S = 0.03
+BATCH_S = 0.03
 """Device seconds after which a batch takes no further job, because all other tenants wait for it. A
 job that costs no more time still joins, and so do small gradients of other tenants (see
 ``CostModel.shared``)."""
@@ -43,7 +43,7 @@ class Scheduler:
     """A scheduler that shares the device among tenants by ``weights``, 1 for tenants not named.
 
     Of two tenants that both have work, neither gets further ahead of the other than one request (or
-    ``unit_s`` if that is more) plus its running samples: in device time, divided by its weight. A
+    ``batch_s`` if that is more) plus its running samples: in device time, divided by its weight. A
     tenant gains nothing from a time without work: it comes back at the lowest counter of the
     tenants that had work.
     """
@@ -52,28 +52,28 @@ class Scheduler:
         self,
         weights: Mapping[str, float] | None = None,
         *,
-        unit_s: float = UNIT_S,
+        batch_s: float = BATCH_S,
         slice_s: float = SLICE_S,
         costs: CostModel | None = None,
     ) -> None:
         self._set_weights = dict(weights or {})
         self._weights = self._set_weights
-        self._unit_s = unit_s
+        self._unit_s = batch_s
         self._slice_s = slice_s
         self._estimates = TimeEstimator(costs or CostModel())
         self._counters: dict[str, float] = {}
         self._floor = 0.0  # the lowest counter of a tenant with work; never falls
         self._largest_s = 0.0  # the largest share of one request so far
-        self._units = 0
-        self._last_unit: dict[str, int] = {}
+        self._batches = 0
+        self._last_batch: dict[str, int] = {}
         self._sampling_lead_s: dict[str, float] = {}  # of a tenant's samples over its other work
 
-    def reweigh(self, weights: Mapping[str, float]) -> None:
+    def set_weights(self, weights: Mapping[str, float]) -> None:
         """Override the weights given at construction with these, from the next batch on."""
         self._weights = {**self._set_weights, **weights}
 
-    def next_unit(
-        self, pending: Sequence[Job], under_way: Sequence[RunningSample] = ()
+    def next_batch(
+        self, pending: Sequence[Job], running_samples: Sequence[RunningSample] = ()
     ) -> list[Job]:
         """Return the jobs of the next pass, in ``release`` order; empty if there is nothing to do.
 
@@ -83,29 +83,29 @@ class Scheduler:
         behind its first pending job, only more of the same run of ``forward_backward`` jobs can
         share the batch.
 
-        Samples run in time slices. All samples ``under_way`` are in every batch of samples; others
-        begin as places become free. Of a tenant's samples and its other work, the kind that has had
-        less device time goes first.
+        Samples run in time slices. All samples ``running_samples`` are in every batch of samples;
+        others begin as places become free. Of a tenant's samples and its other work, the kind that
+        has had less device time goes first.
         """
-        begun = [each.job for each in under_way]
+        begun = [each.job for each in running_samples]
         self._estimates.forget_all_but([*begun, *pending])
         runnable = runnable_of(pending)
-        self._arrive(by_tenant([*begun, *runnable]))
-        samples = self._joining(runnable, under_way)
+        self._lift_arrivals(by_tenant([*begun, *runnable]))
+        samples = self._joining(runnable, running_samples)
         others = [job for job in runnable if not is_sample(job)]
         waiting = by_tenant([*begun, *samples, *others])
         if not waiting:
             return []
-        first = self._first(waiting, pending)
+        first = self._first_job(waiting, pending)
         if is_sample(first):
             return sorted([*begun, *samples], key=lambda job: job.release)
-        return self._with_company(first, waiting, len(pending))
+        return self._fill_batch(first, waiting, len(pending))
 
-    def between(
+    def interrupting_batch(
         self,
         running: Sequence[Running],
         pending: Sequence[Job],
-        under_way: Sequence[RunningSample],
+        running_samples: Sequence[RunningSample],
     ) -> list[Job]:
         """Return the batch to run before the last ``running`` one continues; empty if it is next.
 
@@ -115,29 +115,29 @@ class Scheduler:
         others have had little since the interrupted batch began. Work longer than a slice runs only
         if it takes no longer than the rest of the interrupted batch.
         """
-        used = self._used(running)
+        used = self._counters_so_far(running)
         runnable = runnable_of(pending)
         others = [job for job in runnable if job.tenant not in used and not is_sample(job)]
         # Only lift: the floor itself stays where it was when the running batches began.
         self._lift({job.tenant for job in others})
-        lowest = min(used[job.tenant] for job in running[-1].unit)
-        samples = self._samples_between(used, lowest, pending, under_way)
-        waiting = self._that_fit(running[-1], by_tenant(others), lowest)
+        lowest = min(used[job.tenant] for job in running[-1].batch)
+        samples = self._samples_between(used, lowest, pending, running_samples)
+        waiting = self._fitting_jobs(running[-1], by_tenant(others), lowest)
         if not waiting:
             return samples
         others = [job for jobs in waiting.values() for job in jobs]
-        first = self._first(waiting, others)
+        first = self._first_job(waiting, others)
         if samples:
-            tenant = min(samples, key=lambda job: self._turn(job.tenant, job, used)).tenant
+            tenant = min(samples, key=lambda job: self._turn_key(job.tenant, job, used)).tenant
             mine = [job for job in samples if job.tenant == tenant][:1]
             if tenant == first.tenant:
                 if is_sample(self._next_of(tenant, [*mine, first])):
                     return samples
-            elif self._turn(tenant, mine[0], used) < self._turn(first.tenant, first):
+            elif self._turn_key(tenant, mine[0], used) < self._turn_key(first.tenant, first):
                 return samples
-        return self._with_company(first, waiting, len(others))
+        return self._fill_batch(first, waiting, len(others))
 
-    def _that_fit(
+    def _fitting_jobs(
         self, running: Running, waiting: Mapping[str, list[Job]], lowest: float
     ) -> dict[str, list[Job]]:
         """Return the waiting jobs, by tenant, that may run before ``running`` continues.
@@ -145,21 +145,22 @@ class Scheduler:
         A tenant's jobs fit if its first one takes at most a slice, or at most the time that is left
         of the running batch. If a fitting tenant has used less than ``lowest``, all that fit are
         returned. Otherwise only jobs of at most a slice are, of tenants that are ahead by at most
-        one request, until others have had the share ``_OTHERS`` of the running batch's time.
+        one request, until others have had the share ``_INTERRUPTION_SHARE`` of the running batch's
+        time.
         """
         is_long = {
             tenant: self._estimates.is_long(jobs[0], self._slice_s)
             for tenant, jobs in waiting.items()
         }
-        left_s = (self._estimates.unit_s(running.unit) or 0.0) - running.seconds
+        left_s = (self._estimates.batch_s(running.batch) or 0.0) - running.seconds
         fitting = {
             tenant: jobs
             for tenant, jobs in waiting.items()
-            if not is_long[tenant] or (self._estimates.unit_s(jobs[:1]) or 0.0) <= left_s
+            if not is_long[tenant] or (self._estimates.batch_s(jobs[:1]) or 0.0) <= left_s
         }
-        if min((self._at(tenant) for tenant in fitting), default=lowest) < lowest:
+        if min((self._counter(tenant) for tenant in fitting), default=lowest) < lowest:
             return fitting
-        if running.interrupted_s >= _OTHERS * running.seconds:
+        if running.interrupted_s >= _INTERRUPTION_SHARE * running.seconds:
             return {}
         return {
             tenant: jobs
@@ -169,15 +170,15 @@ class Scheduler:
 
     def _is_near(self, tenant: str, lowest: float) -> bool:
         """Return whether the tenant is at most the largest past request ahead of ``lowest``."""
-        ahead_s = (self._at(tenant) - lowest) * self._weight(tenant)
+        ahead_s = (self._counter(tenant) - lowest) * self._weight(tenant)
         return ahead_s <= max(self._unit_s, self._largest_s)
 
-    def _used(self, running: Sequence[Running]) -> dict[str, float]:
+    def _counters_so_far(self, running: Sequence[Running]) -> dict[str, float]:
         """Return the counters of the running batches' tenants, with their time so far added."""
         used: dict[str, float] = {}
-        for unit, seconds, _ in running:
-            for tenant, at in self._charged(unit, seconds).items():
-                used[tenant] = used.get(tenant, self._at(tenant)) + at - self._at(tenant)
+        for batch, seconds, _ in running:
+            for tenant, at in self._counters_after(batch, seconds).items():
+                used[tenant] = used.get(tenant, self._counter(tenant)) + at - self._counter(tenant)
         return used
 
     def _samples_between(
@@ -185,26 +186,26 @@ class Scheduler:
         used: Mapping[str, float],
         lowest: float,
         pending: Sequence[Job],
-        under_way: Sequence[RunningSample],
+        running_samples: Sequence[RunningSample],
     ) -> list[Job]:
         """Return the samples to continue or begin before the running batches; empty if not next.
 
         ``used`` has the counters of the running batches' tenants.
         """
-        begun = [each.job for each in under_way]
-        samples = [*begun, *self._joining(pending, under_way)]
+        begun = [each.job for each in running_samples]
+        samples = [*begun, *self._joining(pending, running_samples)]
         if not samples:
             return []
-        tenant = min((job.tenant for job in samples), key=lambda t: used.get(t, self._at(t)))
-        at = used.get(tenant, self._at(tenant))
+        tenant = min((job.tenant for job in samples), key=lambda t: used.get(t, self._counter(t)))
+        at = used.get(tenant, self._counter(tenant))
         lead_s = self._sampling_lead_s.get(tenant, 0.0)
         if at == lowest and tenant in used:  # the interrupted batch is of the same tenant
-            lead_s -= (at - self._at(tenant)) * self._weight(tenant)
+            lead_s -= (at - self._counter(tenant)) * self._weight(tenant)
         if at > lowest or (at == lowest and lead_s > 0):
             return []
         return sorted(samples, key=lambda job: job.release)
 
-    def _with_company(
+    def _fill_batch(
         self, first: Job, waiting: Mapping[str, Sequence[Job]], pending: int
     ) -> list[Job]:
         """Return the batch that this job starts.
@@ -214,10 +215,10 @@ class Scheduler:
         """
         if not can_share(first) or self._estimates.is_long(first, self._slice_s):
             return [first]
-        unit = self._filled(first, waiting)
-        if len(unit) < pending:  # a job that is left out may soon share a chunk with others
-            unit = self._full(unit, waiting)
-        return sorted(unit, key=lambda job: job.release)
+        batch = self._add_jobs(first, waiting)
+        if len(batch) < pending:  # a job that is left out may soon share a chunk with others
+            batch = self._drop_partial_chunk(batch, waiting)
+        return sorted(batch, key=lambda job: job.release)
 
     def upcoming(self, pending: Sequence[Job], running: Sequence[Job], most: int) -> list[Job]:
         """Return up to ``most`` pending jobs in about the order in which they will run.
@@ -228,9 +229,9 @@ class Scheduler:
         queues: dict[str, deque[Job]] = {}
         for job in pending:
             queues.setdefault(job.tenant, deque()).append(job)
-        known_s = None if is_sample(running[0]) else self._estimates.unit_s(running)
-        counters = self._charged(running, known_s or self._unit_s)
-        turns = [(*self._turn(t, jobs[0], counters), t) for t, jobs in queues.items()]
+        known_s = None if is_sample(running[0]) else self._estimates.batch_s(running)
+        counters = self._counters_after(running, known_s or self._unit_s)
+        turns = [(*self._turn_key(t, jobs[0], counters), t) for t, jobs in queues.items()]
         heapify(turns)
         upcoming: list[Job] = []
         while turns and len(upcoming) < most:
@@ -238,33 +239,35 @@ class Scheduler:
             job = queues[tenant].popleft()
             upcoming.append(job)
             if queues[tenant]:
-                seconds = self._estimates.unit_s([job]) or self._unit_s
+                seconds = self._estimates.batch_s([job]) or self._unit_s
                 counter += seconds / self._weight(tenant)
                 heappush(turns, (counter, served, queues[tenant][0].release, tenant))
         return upcoming
 
     def charge(
-        self, unit: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
+        self, batch: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
     ) -> None:
         """Charge the tenants of a batch that took ``seconds`` of the device.
 
         ``work`` is the work done for each sample, by request id.
         """
-        self._units += 1
-        shares = self._estimates.shares(unit, work)
-        charged = self._with(unit, seconds, shares)
+        self._batches += 1
+        shares = self._estimates.shares(batch, work)
+        charged = self._counters_with(batch, seconds, shares)
         # A tenant without a decode slot cannot use its turn, and must not keep it from others.
-        served = {job.tenant for job, share in zip(unit, shares, strict=True) if share}
+        served = {job.tenant for job, share in zip(batch, shares, strict=True) if share}
         lowest = min(charged[tenant] for tenant in served)
         self._counters |= {tenant: max(at, lowest) for tenant, at in charged.items()}
         self._largest_s = max(self._largest_s, seconds * max(shares))
-        self._last_unit |= {job.tenant: self._units for job in unit}
-        for job, share in zip(unit, shares, strict=True):
+        self._last_batch |= {job.tenant: self._batches for job in batch}
+        for job, share in zip(batch, shares, strict=True):
             lead_s = seconds * share if is_sample(job) else -seconds * share
             self._sampling_lead_s[job.tenant] = self._sampling_lead_s.get(job.tenant, 0) + lead_s
-        self._estimates.learn(unit, seconds, work)
+        self._estimates.learn(batch, seconds, work)
 
-    def _joining(self, waiting: Sequence[Job], under_way: Sequence[RunningSample]) -> list[Job]:
+    def _joining(
+        self, waiting: Sequence[Job], running_samples: Sequence[RunningSample]
+    ) -> list[Job]:
         """Return the samples that may begin beside those under way, by the lowest counter.
 
         Samples begin as long as there are places; a tenant without a running sample need not wait
@@ -274,21 +277,21 @@ class Scheduler:
         Samples that may have killed a worker run apart from unsuspected ones, so that three deaths
         find the culprit: the first has all samples running, the second only the suspected ones.
         """
-        left = self._estimates.places - sum(each.sequences for each in under_way)
-        present = {each.job.tenant for each in under_way}
-        lowest = min((self._at(job.tenant) for job in waiting), default=0.0)
+        left = self._estimates.max_sequences - sum(each.sequences for each in running_samples)
+        present = {each.job.tenant for each in running_samples}
+        lowest = min((self._counter(job.tenant) for job in waiting), default=0.0)
         queues = {
             tenant: deque(jobs)
             for tenant, jobs in by_tenant(job for job in waiting if is_sample(job)).items()
             if self._is_near(tenant, lowest)
         }
-        first = [jobs[0] for jobs in queues.values()] + [each.job for each in under_way]
-        if under_way and len({job.attempts for job in first}) > 1:
+        first = [jobs[0] for jobs in queues.values()] + [each.job for each in running_samples]
+        if running_samples and len({job.attempts for job in first}) > 1:
             return []  # the samples under way end first, then the others can begin
         charged: dict[str, float] = {}
         joining: list[Job] = []
         while queues:
-            tenant = min(queues, key=lambda t: self._turn(t, queues[t][0], charged))
+            tenant = min(queues, key=lambda t: self._turn_key(t, queues[t][0], charged))
             job = queues[tenant].popleft()
             is_apart = job.attempts >= _SUSPECTED or job.attempts != (joining or [job])[0].attempts
             if (present and is_apart) or (tenant in present and left <= 0):
@@ -299,12 +302,12 @@ class Scheduler:
             joining.append(job)
             present.add(tenant)
             left -= self._estimates.sequences(job)
-            seconds = self._estimates.unit_s([job]) or self._unit_s
-            at = charged.get(tenant, self._at(tenant))
+            seconds = self._estimates.batch_s([job]) or self._unit_s
+            at = charged.get(tenant, self._counter(tenant))
             charged[tenant] = at + seconds / self._weight(tenant)
         return joining
 
-    def _arrive(self, waiting: Mapping[str, object]) -> None:
+    def _lift_arrivals(self, waiting: Mapping[str, object]) -> None:
         """Lift tenants that come back to the floor, and forget absent tenants not above it."""
         busy = [self._counters[tenant] for tenant in waiting if tenant in self._counters]
         if not waiting:  # no tenant missed the device time that others used
@@ -313,7 +316,7 @@ class Scheduler:
         for tenant in [name for name, at in self._counters.items() if at <= self._floor]:
             if tenant not in waiting:
                 del self._counters[tenant]
-                self._last_unit.pop(tenant, None)
+                self._last_batch.pop(tenant, None)
                 self._sampling_lead_s.pop(tenant, None)
         self._lift(waiting)
 
@@ -321,7 +324,7 @@ class Scheduler:
         for tenant in tenants:
             self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
 
-    def _turn(
+    def _turn_key(
         self, tenant: str, job: Job, charged: Mapping[str, float] | None = None
     ) -> tuple[float, int, int]:
         """Return the sort key of the tenant's turn; the least goes first.
@@ -329,19 +332,19 @@ class Scheduler:
         The order is: lowest counter, then served longest ago, then released first. Tenants in
         ``charged`` are being served right now.
         """
-        served = self._last_unit.get(tenant, 0)
+        served = self._last_batch.get(tenant, 0)
         if charged and tenant in charged:
-            return charged[tenant], self._units + 1, job.release
-        return self._at(tenant), served, job.release
+            return charged[tenant], self._batches + 1, job.release
+        return self._counter(tenant), served, job.release
 
-    def _first(self, waiting: Mapping[str, Sequence[Job]], pending: Sequence[Job]) -> Job:
+    def _first_job(self, waiting: Mapping[str, Sequence[Job]], pending: Sequence[Job]) -> Job:
         """Return the next job of the tenant whose turn it is, or an optimizer step before it.
 
         An optimizer step goes before a gradient if the step's model has a gradient waiting behind
         it, and if the step takes its tenant no further ahead than the gradient would: a step takes
         next to no time, and afterwards both gradients can share a batch.
         """
-        tenant = min(waiting, key=lambda tenant: self._turn(tenant, waiting[tenant][0]))
+        tenant = min(waiting, key=lambda tenant: self._turn_key(tenant, waiting[tenant][0]))
         first = self._next_of(tenant, waiting[tenant])
         if first.kind != JobKind.FORWARD_BACKWARD:
             return first
@@ -354,10 +357,10 @@ class Scheduler:
         ]
         if not steps:
             return first
-        step = min(steps, key=lambda job: self._turn(job.tenant, job))
-        room_s = max(self._unit_s, min(self._estimates.room_s(first), self._largest_s))
-        lowest_first = sorted(waiting, key=self._at)
-        return step if self._joined([], step, (room_s, room_s), lowest_first) else first
+        step = min(steps, key=lambda job: self._turn_key(job.tenant, job))
+        room_s = max(self._unit_s, min(self._estimates.solo_s(first), self._largest_s))
+        lowest_first = sorted(waiting, key=self._counter)
+        return step if self._counters_if_joined([], step, (room_s, room_s), lowest_first) else first
 
     def _next_of(self, tenant: str, jobs: Sequence[Job]) -> Job:
         """Return the tenant's oldest job.
@@ -373,60 +376,62 @@ class Scheduler:
             return others[0] if lead_s > 0 else samples[0]
         return jobs[0]
 
-    def _filled(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
+    def _add_jobs(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
         """Return the first job and the jobs of its kind that may join it, in turn.
 
         A tenant whose next job may not join adds no other job: no job overtakes another of its
         model or tenant. After as many refusals as a batch takes jobs, the rest is not looked at,
         because the device waits.
         """
-        unit = [first]
-        room_s = max(self._unit_s, self._estimates.room_s(first))
+        batch = [first]
+        room_s = max(self._unit_s, self._estimates.solo_s(first))
         shared_s = max(room_s, self._estimates.shared_s(first))
         queues = {
             tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
             for tenant, jobs in waiting.items()
         }
-        most = min(MAX_JOBS, self._estimates.most(first))
-        seconds = self._estimates.unit_s(unit) or 0.0
-        counters = self._charged(unit, seconds)
+        most = min(MAX_JOBS, self._estimates.max_jobs(first))
+        seconds = self._estimates.batch_s(batch) or 0.0
+        counters = self._counters_after(batch, seconds)
         others = [t for t, jobs in queues.items() if jobs and t not in counters]
-        turns = sorted(((*self._turn(t, queues[t][0]), t) for t in others), reverse=True)
-        lowest_first = sorted(waiting, key=self._at)
+        turns = sorted(((*self._turn_key(t, queues[t][0]), t) for t in others), reverse=True)
+        lowest_first = sorted(waiting, key=self._counter)
         refusals = 0
-        while len(unit) < most and refusals < MAX_JOBS:
-            again = ((*self._turn(t, queues[t][0], counters), t) for t in counters if queues[t])
-            *_, tenant = min([*again, *turns[-1:]], default=(None,))
+        while len(batch) < most and refusals < MAX_JOBS:
+            later = ((*self._turn_key(t, queues[t][0], counters), t) for t in counters if queues[t])
+            *_, tenant = min([*later, *turns[-1:]], default=(None,))
             if tenant is None:
                 break
             if tenant not in counters:
                 turns.pop()
             job = queues[tenant].popleft()
             limit_s = room_s if tenant in counters else shared_s
-            joined = self._joined(unit, job, (room_s, max(limit_s, seconds)), lowest_first)
+            joined = self._counters_if_joined(
+                batch, job, (room_s, max(limit_s, seconds)), lowest_first
+            )
             if joined is None:
                 queues[tenant].clear()
                 refusals += 1
             else:
-                unit.append(job)
-                counters, seconds = joined, self._estimates.unit_s(unit) or 0.0
-        return unit
+                batch.append(job)
+                counters, seconds = joined, self._estimates.batch_s(batch) or 0.0
+        return batch
 
-    def _full(self, unit: list[Job], waiting: Mapping[str, object]) -> list[Job]:
+    def _drop_partial_chunk(self, batch: list[Job], waiting: Mapping[str, object]) -> list[Job]:
         """Return the batch without the jobs that would begin a chunk and not fill it.
 
         The whole batch is returned if a waiting tenant would otherwise fall too far behind.
         """
-        kept = unit[: self._estimates.full(unit)]
-        charged = self._charged(kept, self._estimates.unit_s(kept) or 0.0)
-        lowest = min(charged.get(tenant, self._at(tenant)) for tenant in waiting)
-        room_s = max(self._unit_s, self._estimates.room_s(unit[0]))
+        kept = batch[: self._estimates.jobs_in_full_chunks(batch)]
+        charged = self._counters_after(kept, self._estimates.batch_s(kept) or 0.0)
+        lowest = min(charged.get(tenant, self._counter(tenant)) for tenant in waiting)
+        room_s = max(self._unit_s, self._estimates.solo_s(batch[0]))
         is_fair = all((at - lowest) * self._weight(t) <= room_s for t, at in charged.items())
-        return kept if is_fair else unit
+        return kept if is_fair else batch
 
-    def _joined(
+    def _counters_if_joined(
         self,
-        unit: Sequence[Job],
+        batch: Sequence[Job],
         job: Job,
         rooms: tuple[float, float],
         lowest_first: Sequence[str],
@@ -439,36 +444,36 @@ class Scheduler:
         """
         if not can_share(job):
             return None
-        if sum(len(each.payload) for each in unit) + len(job.payload) > MAX_BYTES:
+        if sum(len(each.payload) for each in batch) + len(job.payload) > MAX_BYTES:
             return None
-        together = [*unit, job]
-        seconds = self._estimates.unit_s(together)
-        apart_s, unit_s = rooms
-        if seconds is None or seconds > unit_s:
+        together = [*batch, job]
+        seconds = self._estimates.batch_s(together)
+        apart_s, batch_s = rooms
+        if seconds is None or seconds > batch_s:
             return None
-        charged = self._charged(together, seconds)
+        charged = self._counters_after(together, seconds)
         others = (self._counters[tenant] for tenant in lowest_first if tenant not in charged)
         lowest = min([*charged.values(), *islice(others, 1)])
         # Check all tenants, not only the one that joins: all that share a further chunk pay for it.
         near = all((at - lowest) * self._weight(t) <= apart_s for t, at in charged.items())
         return charged if near else None
 
-    def _charged(self, unit: Sequence[Job], seconds: float) -> dict[str, float]:
+    def _counters_after(self, batch: Sequence[Job], seconds: float) -> dict[str, float]:
         """Return the counters of the batch's tenants after the batch."""
-        return self._with(unit, seconds, self._estimates.shares(unit))
+        return self._counters_with(batch, seconds, self._estimates.shares(batch))
 
-    def _with(
-        self, unit: Sequence[Job], seconds: float, parts: Sequence[float]
+    def _counters_with(
+        self, batch: Sequence[Job], seconds: float, parts: Sequence[float]
     ) -> dict[str, float]:
         shares: dict[str, float] = {}
-        for job, share in zip(unit, parts, strict=True):
+        for job, share in zip(batch, parts, strict=True):
             shares[job.tenant] = shares.get(job.tenant, 0.0) + share
         return {
-            tenant: self._at(tenant) + seconds * share / self._weight(tenant)
+            tenant: self._counter(tenant) + seconds * share / self._weight(tenant)
             for tenant, share in shares.items()
         }
 
-    def _at(self, tenant: str) -> float:
+    def _counter(self, tenant: str) -> float:
         """Return the tenant's counter, or the floor at which an absent tenant would come back."""
         return self._counters.get(tenant, self._floor)
 

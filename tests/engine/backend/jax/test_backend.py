@@ -74,16 +74,16 @@ def test_a_rank_beyond_the_largest_class_is_refused(backend: Backend):
 
 def test_a_context_longer_than_the_models_is_refused(base_model: Path):
     with pytest.raises(ValueError, match=r"25 tokens.*built for 24"):
-        JaxBackend(str(base_model), name="tiny", tokenizer_id="t", lattice=StaticShapes(25))
+        JaxBackend(str(base_model), name="tiny", tokenizer_id="t", static_shapes=StaticShapes(25))
 
 
 def test_a_step_reports_the_norm_of_the_gradient_before_clipping(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ):
     norms = []
     for name, limit in (("free", 0.0), ("clipped", 1e-3)):
         backend.create_adapter(name, CONFIG)
-        backend.forward_backward(unit_of([name], [batch_of((0, datum(1, 11)))]))
+        backend.forward_backward(batch_of([name], [micro_batch_of((0, datum(1, 11)))]))
         norms.append(step(backend, name, grad_clip_norm=limit)["grad_norm"])
     assert norms[0] == norms[1] > 0.1
 
@@ -99,16 +99,16 @@ def test_a_step_without_a_gradient_leaves_a_fresh_adapter_as_it_is(backend: JaxB
 
 
 def test_the_sampler_scores_a_prompt_as_the_trainer_does(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ):
     backend.create_adapter("scored", CONFIG)
     row = datum(1, 15)
     row = replace(row, targets=[*row.tokens[1:], 7])
     for _ in range(3):
-        batch = batch_of((0, row))
-        backend.forward_backward(unit_of(["scored"], [batch]))
+        micro_batch = micro_batch_of((0, row))
+        backend.forward_backward(batch_of(["scored"], [micro_batch]))
         step(backend, "scored", learning_rate=0.02)
-    trained = backend.forward_backward(unit_of(["scored"], [batch], forward_only=True))
+    trained = backend.forward_backward(batch_of(["scored"], [micro_batch], forward_only=True))
     assert not backend.has_snapshot("snap")
     backend.load_snapshot("snap", backend.adapter_state("scored", optimizer=False))
     assert backend.has_snapshot("snap")
@@ -123,20 +123,24 @@ def test_the_sampler_scores_a_prompt_as_the_trainer_does(
 
 
 def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
-    base_model: Path, backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+    base_model: Path, backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ):
     """Query heads share key heads: products that XLA may not have."""
     half = JaxBackend(
-        str(base_model), name="half", tokenizer_id="t", dtype="bfloat16", lattice=backend.lattice
+        str(base_model),
+        name="half",
+        tokenizer_id="t",
+        dtype="bfloat16",
+        static_shapes=backend.static_shapes,
     )
-    batch = batch_of(*((0, datum(seed, 15)) for seed in range(4)))
+    micro_batch = micro_batch_of(*((0, datum(seed, 15)) for seed in range(4)))
     losses, prompts = [], []
     for each in (half, backend):
         each.create_adapter("wide", CONFIG)
         losses.append([])
         for _ in range(3):
-            result = each.forward_backward(unit_of(["wide"], [batch]))
-            losses[-1].append(result.outputs[0].loss[batch.datum >= 0].sum())
+            result = each.forward_backward(batch_of(["wide"], [micro_batch]))
+            losses[-1].append(result.outputs[0].loss[micro_batch.segment_ids >= 0].sum())
             step(each, "wide", learning_rate=0.02)
     state = backend.adapter_state("wide", optimizer=False)
     for each in (half, backend):
@@ -157,22 +161,22 @@ def test_a_restart_neither_traces_nor_compiles_again(
     base_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    unit_of: Any,
     batch_of: Any,
+    micro_batch_of: Any,
     datum: Any,
 ):
-    unit = unit_of(["a"], [batch_of((0, datum(1, 11)))])
+    batch = batch_of(["a"], [micro_batch_of((0, datum(1, 11)))])
 
     def used() -> tuple[Any, dict[str, float]]:
         started = JaxBackend(
             str(base_model),
             name="tiny",
             tokenizer_id="t",
-            lattice=backend.lattice,
+            static_shapes=backend.static_shapes,
             compile_cache_dir=tmp_path,
         )
         started.create_adapter("a", CONFIG)
-        result = started.forward_backward(unit)
+        result = started.forward_backward(batch)
         stepped = step(started, "a", learning_rate=0.02)
         return result.outputs[0].logprobs.tobytes(), stepped
 
@@ -186,8 +190,8 @@ def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
     tmp_path: Path, asked: int, given: int
 ):
     settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked, compile_ahead=False)
-    backend = JaxBackend.from_settings(settings)
-    assert backend.info.context_length == backend.lattice.context_length == given
+    backend = JaxBackend.from_options(settings.backend_options)
+    assert backend.info.context_length == backend.static_shapes.context_length == given
     assert backend.info.eos_token_ids == (1000, 998)
 
 
@@ -214,55 +218,60 @@ def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
 
 
 @pytest.fixture
-def unit(batch_of: Any, unit_of: Any, datum: Any) -> Callable[[str], TrainBatch]:
+def batch(micro_batch_of: Any, batch_of: Any, datum: Any) -> Callable[[str], TrainBatch]:
     """Two requests of an adapter, in two micro-batches."""
-    batches = [batch_of((0, datum(1, 11)), (1, datum(2, 11))), batch_of((1, datum(3, 5)))]
-    return lambda adapter_id: unit_of([adapter_id] * 2, batches)
+    micro_batches = [
+        micro_batch_of((0, datum(1, 11)), (1, datum(2, 11))),
+        micro_batch_of((1, datum(3, 5))),
+    ]
+    return lambda adapter_id: batch_of([adapter_id] * 2, micro_batches)
 
 
 @pytest.mark.acceptance("S6")
 @pytest.mark.parametrize(
     ("program", "after"),
-    [("_place", 0), ("_place", 1), ("_train", 0), ("_train", 1), ("_finite", 0)],
+    [("_write_slot", 0), ("_write_slot", 1), ("_train", 0), ("_train", 1), ("_is_sum_finite", 0)],
 )
 def test_a_unit_that_finds_no_memory_has_changed_no_adapter_and_keeps_no_array(
     program: str,
     after: int,
     backend: JaxBackend,
-    unit: Callable[[str], TrainBatch],
+    batch: Callable[[str], TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
 ):
     """What is donated then, of bank, scratch and workspace, is allocated anew."""
     for name in ("unlucky", "undisturbed"):
         backend.create_adapter(name, CONFIG)
-        backend.forward_backward(unit(name))
+        backend.forward_backward(batch(name))
     before, held = state_of(backend, "unlucky"), live_bytes()
     break_program(backend, program, monkeypatch, after=after)
     with pytest.raises(OutOfMemory, match=r"no room.*Out of memory allocating 64 bytes"):
-        backend.forward_backward(unit("unlucky"))
+        backend.forward_backward(batch("unlucky"))
     monkeypatch.undo()
     assert live_bytes() <= held
     assert_same(state_of(backend, "unlucky"), before)
     for name in ("unlucky", "undisturbed"):
-        backend.forward_backward(unit(name))
+        backend.forward_backward(batch(name))
     assert live_bytes() <= held
     for name in ("unlucky", "undisturbed"):
         step(backend, name)
     assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
 
 
-@pytest.mark.parametrize(("program", "after"), [("_add", 0), ("_add", 1), ("_finite", 1)])
+@pytest.mark.parametrize(
+    ("program", "after"), [("_accumulate_slot", 0), ("_accumulate_slot", 1), ("_is_sum_finite", 1)]
+)
 def test_a_unit_that_fails_when_it_has_consumed_an_accumulator_is_a_failure_of_the_device(
     program: str,
     after: int,
     backend: JaxBackend,
-    unit: Callable[[str], TrainBatch],
+    batch: Callable[[str], TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
 ):
     backend.create_adapter("consumed", CONFIG)
     break_program(backend, program, monkeypatch, after=after)
     with pytest.raises(DeviceFailed, match="begun to change an adapter: RESOURCE_EXHAUSTED"):
-        backend.forward_backward(unit("consumed"))
+        backend.forward_backward(batch("consumed"))
     backend.delete_adapter("consumed")
 
 
@@ -281,11 +290,11 @@ def assert_same(a: AdapterState, b: AdapterState) -> None:
 
 
 def test_a_step_that_finds_no_memory_changes_nothing_and_others_are_taken(
-    backend: JaxBackend, unit: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
+    backend: JaxBackend, batch: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("unlucky", "lucky"):
         backend.create_adapter(name, CONFIG)
-        backend.forward_backward(unit(name))
+        backend.forward_backward(batch(name))
     before, real, calls = state_of(backend, "unlucky"), backend._trainer._step, iter(range(1))
     monkeypatch.setattr(
         backend._trainer,
@@ -301,10 +310,10 @@ def test_a_step_that_finds_no_memory_changes_nothing_and_others_are_taken(
 
 
 def test_a_step_that_fails_when_it_has_consumed_its_adapter_is_a_failure_of_the_device(
-    backend: JaxBackend, unit: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
+    backend: JaxBackend, batch: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
 ):
     backend.create_adapter("consumed", CONFIG)
-    backend.forward_backward(unit("consumed"))
+    backend.forward_backward(batch("consumed"))
     break_program(backend, "_step", monkeypatch, after=0)
     with pytest.raises(DeviceFailed, match="begun to change an adapter: RESOURCE_EXHAUSTED"):
         backend.optim_steps([("consumed", AdamwParams())])
@@ -312,18 +321,20 @@ def test_a_step_that_fails_when_it_has_consumed_its_adapter_is_a_failure_of_the_
 
 
 def test_a_step_that_fails_after_it_was_dispatched_is_a_failure_of_the_device(
-    backend: JaxBackend, unit: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
+    backend: JaxBackend, batch: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
 ):
     """A program is dispatched without waiting: its failure comes when its results are read."""
     backend.create_adapter("consumed", CONFIG)
-    backend.forward_backward(unit("consumed"))
+    backend.forward_backward(batch("consumed"))
     monkeypatch.setattr(jax, "device_get", exhausted)
     with pytest.raises(DeviceFailed, match="a step failed on the device: RESOURCE_EXHAUSTED"):
         backend.optim_steps([("consumed", AdamwParams())])
     backend.delete_adapter("consumed")
 
 
-@pytest.mark.parametrize("program", ["empty_pages", "adopt", "prefill", "copy", "decode"])
+@pytest.mark.parametrize(
+    "program", ["empty_pages", "set_slot_adapter", "prefill", "copy", "decode"]
+)
 def test_sampling_that_finds_no_memory_can_be_done_again(
     program: str, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ):
@@ -358,7 +369,7 @@ def test_sampling_that_finds_no_memory_can_be_done_again(
 )
 def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
     backend: JaxBackend,
-    unit: Callable[[str], TrainBatch],
+    batch: Callable[[str], TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
     message: str,
     expected: type[Exception],
@@ -369,12 +380,12 @@ def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
     backend.create_adapter("unlucky", CONFIG)
     monkeypatch.setattr(backend._trainer, "_train", broken)
     with pytest.raises(expected, match=message.split(": ")[1]):
-        backend.forward_backward(unit("unlucky"))
+        backend.forward_backward(batch("unlucky"))
 
 
 NUMERICS = {
     "dtype": "float32",
-    "lattice": StaticShapes(24),
+    "static_shapes": StaticShapes(24),
     "remat": "dots",
     "sample_rows": 8,
 }
@@ -384,7 +395,7 @@ NUMERICS = {
     "change",
     [
         {"dtype": "bfloat16"},
-        {"lattice": StaticShapes(24, chunk=512)},
+        {"static_shapes": StaticShapes(24, chunk=512)},
         {"remat": "full"},
         {"sample_rows": 4},
     ],

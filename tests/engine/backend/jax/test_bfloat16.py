@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,14 +16,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.engine.conftest import LATTICE, TINY
+from tests.engine.conftest import STATIC_SHAPES, TINY
 from tuneserve_engine.backend.base import SampledSequence, SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.layer_stack import Remat
 from tuneserve_engine.backend.jax.model.weights import expected_tensors
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
+from tuneserve_engine.core.backend_options import Remat
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 from tuneserve_engine.worker.execution.rescoring import Rescoring
 
@@ -60,9 +62,14 @@ def base_model(folder: Path, architecture: str) -> Path:
 
 
 def backend_of(folder: Path, remat: Remat = "dots") -> JaxBackend:
-    lattice = replace(LATTICE, rank_classes=(8,))
+    static_shapes = replace(STATIC_SHAPES, rank_buckets=(8,))
     return JaxBackend(
-        str(folder), name="t", tokenizer_id="t", dtype="bfloat16", lattice=lattice, remat=remat
+        str(folder),
+        name="t",
+        tokenizer_id="t",
+        dtype="bfloat16",
+        static_shapes=static_shapes,
+        remat=remat,
     )
 
 
@@ -93,8 +100,8 @@ def logprobs(
         for text in some
     ]
     data = TrainingData("cross_entropy", {}, forward_only, datums)
-    (packed,) = pack([PackingRequest(name, 5, data)], backend.lattice)
-    result = backend.forward_backward(packed.unit)
+    (packed,) = pack([PackingRequest(name, 5, data)], backend.static_shapes)
+    result = backend.forward_backward(packed.batch)
     assert result.finite == (True,)
     return unpack(packed, result.outputs, 0, data)[0]
 
@@ -103,12 +110,12 @@ def rescored(backend: JaxBackend, name: str, text: np.ndarray) -> np.ndarray:
     """Of all tokens but the first, as if the rest had been sampled."""
     rescoring = Rescoring(
         backend,
-        lambda unit, _: backend.forward_backward(unit),
+        DeviceTimer(time.monotonic, lambda: 0.0),
         partial(backend.adapter_state, optimizer=False),
     )
     request = SamplingRequest(text[:1], name, seed=0, num_samples=1, max_tokens=len(text) - 1)
     drawn = SampledSequence(text[1:], np.zeros(len(text) - 1, np.float32), "length")
-    result = rescoring.of({"one": request}, {"one": SampleResult((drawn,))})["one"]
+    result = rescoring.rescore({"one": request}, {"one": SampleResult((drawn,))})["one"]
     assert isinstance(result, SampleResult)
     return result.sequences[0].logprobs
 

@@ -22,10 +22,11 @@ NO_NUMBERS = {
     ROOT / name
     for name in (
         *("core/errors.py", "core/jobs.py", "core/usage.py", "core/policies.py"),
-        *("core/recordings.py", "settings/common.py"),
+        *("core/backend_options.py", "core/recordings.py", "settings/common.py"),
+        "worker/scheduling/pace.py",
         *("telemetry/logs.py", "telemetry/log_throttle.py"),
         *("process/disk_room.py", "process/permissions.py"),
-        *("worker/execution/outcomes.py", "worker/scheduling/pace.py"),
+        *("worker/execution/device_timer.py", "worker/execution/outcomes.py"),
     )
 }
 

@@ -17,11 +17,10 @@ from tuneserve_engine.store.sqlite import inspect
 from tuneserve_engine.store.sqlite.inspect import look_at_store
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
-GOLDEN = Path(__file__).parent / "golden"
 HOLD = """
 import sys, time
 from pathlib import Path
-from tuneserve_engine.store.sqlite.schema import open_database
+from tuneserve_engine.store.sqlite.database import open_database
 database = open_database(Path(sys.argv[1]))
 print("open", flush=True)
 time.sleep(60)
@@ -81,15 +80,6 @@ def test_a_store_of_this_version_is_fine(path: Path) -> None:
     with unchanged(path.parent):
         assert look_at_store(path) == "schema version 4, sound"
     assert [each.name for each in files(path.parent)] == ["store.db"]
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_an_older_store_is_told_to_be_upgraded_and_is_not(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "store.db"
-    with contextlib.closing(sqlite3.connect(path)) as made, made:
-        made.executescript((GOLDEN / f"store-{version}.sql").read_text())
-    with unchanged(tmp_path):
-        assert look_at_store(path).startswith(f"schema version {version}, which a start upgrades")
 
 
 @pytest.mark.parametrize(

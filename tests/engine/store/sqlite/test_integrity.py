@@ -19,11 +19,11 @@ from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.base import Soundness
 from tuneserve_engine.store.errors import StoreDamaged, StoreFailed, StoreUnusable
 from tuneserve_engine.store.open import open_store
-from tuneserve_engine.store.sqlite import integrity, schema
+from tuneserve_engine.store.sqlite import database, integrity
+from tuneserve_engine.store.sqlite.database import CHECKPOINT_PAGES, open_database
 from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.inspect import look_at_store
 from tuneserve_engine.store.sqlite.integrity import check_file, problems
-from tuneserve_engine.store.sqlite.schema import CHECKPOINT_PAGES, open_database
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
 PLACES = 96
@@ -287,7 +287,7 @@ def test_a_file_that_is_not_whole_is_not_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a full disk, where the log of a killed process cannot be written into the file."""
-    monkeypatch.setattr(schema, "_hold_file", lambda connection: None)
+    monkeypatch.setattr(database, "_hold_file", lambda connection: None)
 
     async def scenario() -> None:
         store = await SqliteStore.open(tmp_path / "store.db", check_s=50)

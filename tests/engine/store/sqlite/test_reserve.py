@@ -12,8 +12,8 @@ from tests.engine.store.contract.bench import job, session
 from tests.faults.test_storage_faults import filling_disk, no_more_pages  # noqa: F401
 from tuneserve_engine.core.records import SessionRecord
 from tuneserve_engine.store.errors import StoreFailed
+from tuneserve_engine.store.sqlite.database import LOG_BYTES
 from tuneserve_engine.store.sqlite.reserve import Reserve
-from tuneserve_engine.store.sqlite.schema import LOG_BYTES
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
 SIZE = 100_000

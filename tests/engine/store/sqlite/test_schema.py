@@ -10,13 +10,13 @@ import pytest
 from tuneserve_engine.core.usage import CurvePoint
 from tuneserve_engine.store.errors import StoreUnusable
 from tuneserve_engine.store.sqlite import usage
+from tuneserve_engine.store.sqlite.database import network_file_system
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.schema import network_file_system
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
 
 def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneserve_engine.store.sqlite.schema.BUSY_S", 0.1)
+    monkeypatch.setattr("tuneserve_engine.store.sqlite.database.BUSY_S", 0.1)
 
     async def main() -> None:
         first = await SqliteStore.open(tmp_path / "store.db")
@@ -34,7 +34,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path)
 
     path = tmp_path / "store.db"
     asyncio.run(open_and_close(path))
-    for version in (1, 7):  # from 2 on the store is made one of this: see test_golden_store
+    for version in (1, 3, 7):
         with contextlib.closing(sqlite3.connect(path)) as other, other:
             other.execute("UPDATE meta SET value = ? WHERE name = 'version'", (version,))
         with pytest.raises(StoreUnusable, match=f"version {version}, this release reads version 4"):
@@ -96,7 +96,7 @@ def test_a_store_on_a_network_file_system_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = tmp_path / "mounts"
-    monkeypatch.setattr("tuneserve_engine.store.sqlite.schema._MOUNTS", mounts)
+    monkeypatch.setattr("tuneserve_engine.store.sqlite.database._MOUNTS", mounts)
     mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nnas:/x {tmp_path} nfs rw 0 0\n")
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path / "new folder" / "store.db", tmp_path / "link" / "store.db"):

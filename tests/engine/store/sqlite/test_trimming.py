@@ -47,11 +47,11 @@ async def add_results(store: SqliteStore, count: int, size: int, finished_s: flo
 
 async def longest_wait(store: SqliteStore, work: Callable[[], Any]) -> float:
     """How long another call of the store took at most, while the work was done."""
-    longest_s, is_over = 0.0, False
+    longest_s, should_yield = 0.0, False
 
     async def look() -> None:
         nonlocal longest_s
-        while not is_over:
+        while not should_yield:
             began_s = time.perf_counter()
             await store.job_key("req_unknown")
             longest_s = max(longest_s, time.perf_counter() - began_s)
@@ -60,7 +60,7 @@ async def longest_wait(store: SqliteStore, work: Callable[[], Any]) -> float:
     looking = asyncio.create_task(look())
     await asyncio.sleep(0.01)
     await work()
-    is_over = True
+    should_yield = True
     await looking
     return longest_s
 

@@ -53,14 +53,14 @@ def job(request_id: str, trace: str, kind: JobKind = JobKind.FORWARD_BACKWARD) -
 def test_a_request_is_queued_packed_on_the_device_and_written() -> None:
     bench = Bench()
     one = job("r", ONE)
-    bench.traces.arrived([one])
+    bench.traces.on_arrived([one])
     bench.now_s = 101.0
-    bench.traces.began(["r"])
+    bench.traces.on_started([one], 0)
     bench.now_s = 101.75
-    bench.traces.ran(BatchResult([one], [], 0.5, began_s=101.25))
-    bench.traces.ended([one], "1-7")
+    bench.traces.on_ran(BatchResult([one], [], device_s=0.5, began_s=101.25))
+    bench.traces.on_finished([one], "1-7")
     bench.now_s = 102.0
-    bench.traces.written([Outcome("r", usage=Usage(device_s=0.5, trained_tokens=4))])
+    bench.traces.on_stored([Outcome("r", usage=Usage(device_s=0.5, trained_tokens=4))])
     assert bench.spans() == [
         ("r", "queued", 1.0),
         ("r", "packed", 0.25),
@@ -75,10 +75,10 @@ def test_a_request_is_queued_packed_on_the_device_and_written() -> None:
 def test_a_device_batch_hangs_below_each_of_its_requests_and_links_the_others() -> None:
     bench = Bench()
     jobs = [job("r", ONE), job("s", TWO), job("nobody traces this", "")]
-    bench.traces.arrived(jobs)
-    bench.traces.began([each.request_id for each in jobs])
-    bench.traces.ran(BatchResult(jobs, [], 0.5, began_s=100.0))
-    bench.traces.ended(jobs, "1-1")
+    bench.traces.on_arrived(jobs)
+    bench.traces.on_started(jobs, 1)
+    bench.traces.on_ran(BatchResult(jobs, [], device_s=0.5, began_s=100.0))
+    bench.traces.on_finished(jobs, "1-1")
     ids = {
         f"{span.context.trace_id:032x}": [f"{link.context.trace_id:032x}" for link in span.links]
         for span in bench.finished("device batch")
@@ -94,12 +94,12 @@ def test_a_device_batch_hangs_below_each_of_its_requests_and_links_the_others() 
 def test_a_sample_is_one_batch_from_its_first_slice_to_its_last() -> None:
     bench = Bench()
     sample = job("r", ONE, JobKind.SAMPLE)
-    bench.traces.arrived([sample])
-    bench.traces.began(["r"])
-    bench.traces.ran(BatchResult([], [], 0.1, {"r": 1}, began_s=100.5))
+    bench.traces.on_arrived([sample])
+    bench.traces.on_started([sample], 0)
+    bench.traces.on_ran(BatchResult([], [], {"r": 1}, device_s=0.1, began_s=100.5))
     bench.now_s = 103.0
-    bench.traces.ran(BatchResult([sample], [], 0.1, began_s=102.9))
-    bench.traces.ended([sample], "1-2")
+    bench.traces.on_ran(BatchResult([sample], [], device_s=0.1, began_s=102.9))
+    bench.traces.on_finished([sample], "1-2")
     (batch,) = bench.finished("device batch")
     assert batch.attributes["tuneserve.units"] == 2
     assert bench.spans()[-1] == ("r", "device batch", 2.5)
@@ -107,9 +107,9 @@ def test_a_sample_is_one_batch_from_its_first_slice_to_its_last() -> None:
 
 def test_what_failed_before_it_ran_is_written_and_what_went_elsewhere_is_not() -> None:
     bench = Bench()
-    bench.traces.arrived([job("r", ONE), job("s", TWO), job("t", UNSAMPLED)])
-    bench.traces.dropped(["s"])
-    bench.traces.written([Outcome(each, rejection=Rejection("no")) for each in ("r", "s", "t")])
+    bench.traces.on_arrived([job("r", ONE), job("s", TWO), job("t", UNSAMPLED)])
+    bench.traces.on_dropped(["s"])
+    bench.traces.on_stored([Outcome(each, rejection=Rejection("no")) for each in ("r", "s", "t")])
     assert [name for _, name, _ in bench.spans()] == ["result written"]
     (written,) = bench.finished("result written")
     assert written.attributes["tuneserve.failed"] is True

@@ -45,26 +45,26 @@ class Clocked(FakeBackend):
         self.fails = 0
 
     @property
-    def page_wait_s(self) -> float:
+    def load_wait_s(self) -> float:
         return self.waited_s
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         self.now_s += 1
         if self.fails:
             self.fails -= 1
             raise RuntimeError("not this time")
-        self.now_s += len(unit.batches) / 2
-        return super().forward_backward(unit, *between)
+        self.now_s += len(batch.micro_batches) / 2
+        return super().forward_backward(batch, *between)
 
     def optim_steps(self, steps: Sequence[tuple[str, AdamwParams]]) -> Any:
         self.now_s += 1
         return super().optim_steps(steps)
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
         self.now_s += 1
-        return super().sample_for(asked, is_over)
+        return super().sample_until(asked, should_yield)
 
 
 class ClockedWorld(World):
@@ -74,8 +74,8 @@ class ClockedWorld(World):
         backend = Clocked()
         super().__init__(root, backend, clock=lambda: backend.now_s)
 
-    def executed(self, *unit: Job, **given: Any) -> BatchResult:
-        return self.operations.execute(unit, **given)
+    def executed(self, *batch: Job, **given: Any) -> BatchResult:
+        return self.executor.execute_batch(batch, **given)
 
     def gradient(self, payload: bytes = GOOD, model: str = "m") -> Job:
         return self.job(JobKind.FORWARD_BACKWARD, payload, model)
@@ -161,7 +161,7 @@ def test_what_comes_in_between_is_not_paid_twice(world: ClockedWorld) -> None:
         world.backend.waited_s, world.backend.now_s = 12.0, world.backend.now_s + 7
 
     long = world.gradient(training_body(*[datum(64)] * 5))  # two streams of 256 tokens
-    executed = world.executed(long, between=between)
+    executed = world.executed(long, on_micro_batch_done=between)
     assert [each.device_s for each in samples] == pytest.approx([1.0])
     assert executed.device_s == pytest.approx(1 + 2 * 0.5)
     assert executed.shares == pytest.approx({long.request_id: 2.0})
@@ -189,24 +189,28 @@ def test_the_ledger_times_a_request_and_adds_up_its_slices() -> None:
     now_s = 10.0
     ledger = UsageLedger(lambda: now_s)
     a, b = (Job("t", JobKind.SAMPLE, "s", 0, b"", request_id=each) for each in "ab")
-    ledger.arrived([a, b])
+    ledger.on_arrived([a, b])
     now_s = 12.0
-    ledger.began([a], others=4)
+    ledger.on_started([a], others=4)
     now_s = 13.0
-    ledger.ran(
-        BatchResult([], [], 1.0, {"a": 1}, shares={"a": 0.5, "unknown": 0.25}, began_s=12.25)
+    ledger.on_ran(
+        BatchResult(
+            [], [], {"a": 1}, device_s=1.0, shares={"a": 0.5, "unknown": 0.25}, began_s=12.25
+        )
     )
     now_s = 15.0
-    ledger.began([b], others=0)
-    ledger.ran(BatchResult([a], [], 2.0, {"b": 1}, shares={"a": 0.5, "b": 1.5}, began_s=13.5))
+    ledger.on_started([b], others=0)
+    ledger.on_ran(
+        BatchResult([a], [], {"b": 1}, device_s=2.0, shares={"a": 0.5, "b": 1.5}, began_s=13.5)
+    )
     now_s = 15.5
-    (of_a, unknown) = ledger.closed([Outcome("a", usage=Usage(flops=7.0)), Outcome("unknown")])
+    (of_a, unknown) = ledger.with_usage([Outcome("a", usage=Usage(flops=7.0)), Outcome("unknown")])
     assert of_a.usage == Usage(
         1.0, flops=7.0, queued_s=2.0, ran_s=3.5, others=4, packed_s=0.25, transfer_s=0.5
     )
     assert unknown.usage is None
     assert (ledger.overhead_s, ledger.flops) == (0.5, 7.0)
-    ledger.given_up(["b", "c"])
+    ledger.move_to_overhead(["b", "c"])
     assert ledger.overhead_s == 2.0
 
 
@@ -217,18 +221,18 @@ def test_a_request_is_told_behind_how_many_it_was_and_how_many_were_its_tenants(
         return [Job(name[0], JobKind.SAMPLE, "s", 0, b"", request_id=name) for name in names]
 
     def behind(name: str) -> tuple[int, int]:
-        (outcome,) = ledger.closed([Outcome(name)])
+        (outcome,) = ledger.with_usage([Outcome(name)])
         assert outcome.usage is not None
         return outcome.usage.behind, outcome.usage.behind_own
 
-    ledger.arrived(jobs("a1", "a2", "b1"))
-    ledger.began(jobs("a1"), others=0)
-    ledger.arrived(jobs("a3", "b2"))
-    ledger.began(jobs("a2", "b1"), others=1)  # which share a unit: none is behind the other
-    ledger.began(jobs("b2"), others=0)
-    ledger.began(jobs("a3"), others=0)
-    ledger.arrived(jobs("a4"))
-    ledger.began(jobs("a4", "unknown"), others=0)
+    ledger.on_arrived(jobs("a1", "a2", "b1"))
+    ledger.on_started(jobs("a1"), others=0)
+    ledger.on_arrived(jobs("a3", "b2"))
+    ledger.on_started(jobs("a2", "b1"), others=1)  # which share a unit: none is behind the other
+    ledger.on_started(jobs("b2"), others=0)
+    ledger.on_started(jobs("a3"), others=0)
+    ledger.on_arrived(jobs("a4"))
+    ledger.on_started(jobs("a4", "unknown"), others=0)
     assert [behind(name) for name in ("a1", "a2", "b1", "b2", "a3", "a4", "unknown")] == [
         *((0, 0), (1, 1), (1, 0), (2, 1), (3, 1), (0, 0), (0, 0))
     ]
@@ -238,7 +242,8 @@ def test_a_request_is_told_behind_how_many_it_was_and_how_many_were_its_tenants(
 def test_requests_that_go_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneserve_engine.worker.accounting.usage_ledger._ARRIVALS", 3)
     ledger = UsageLedger(lambda: 0.0)
-    ledger.arrived(Job("t", JobKind.SAMPLE, "s", 0, b"", request_id=str(i)) for i in range(10))
+    jobs = [Job("t", JobKind.SAMPLE, "s", 0, b"", request_id=str(i)) for i in range(10)]
+    ledger.on_arrived(jobs)
     assert list(ledger._arrived) == ["7", "8", "9"]
 
 
@@ -255,9 +260,9 @@ def test_strides_keep_curves_short_and_even() -> None:
 async def counted(bench: Bench) -> Totals:
     """What the store has summed. Asserts that nothing is missing from it of what this worker's
     device did, and that nothing is in it twice."""
-    await bench.worker.stored(None, None)
+    await bench.worker._wait_until_stored(None, None)
     used = sum((each.total for each in await bench.store.usage()), Totals())
-    figures = bench.worker._figures()
+    figures = bench.worker._metrics()
     busy_s = figures["device_seconds_total"]
     overhead_s = figures["device_seconds_overhead_total"]
     assert busy_s > 0
@@ -278,7 +283,7 @@ def test_all_seconds_of_a_mixed_load_are_somebodys(tmp_path: Path) -> None:
         for each in requests:
             await bench.ok(each)
         used = await counted(bench)
-        assert bench.worker._figures()["device_seconds_overhead_total"] < 0.02 * used.device_s
+        assert bench.worker._metrics()["device_seconds_overhead_total"] < 0.02 * used.device_s
         assert "between" in backend.events
         assert used.requests == len(requests)
         assert (used.trained_tokens, used.prompt_tokens) == (4 * 20 * 64 + 8, 12 * 2)
@@ -300,7 +305,7 @@ def test_a_lost_answer_and_a_failed_pass_are_not_counted_twice(
         bench.backend.victim = "b"
         bench.backend.gate.clear()
         first = await bench.gradient("a")
-        await until(lambda: not bench.worker.backlog.in_order())
+        await until(lambda: not bench.worker.pending.in_order())
         good, bad = await bench.gradient("a"), await bench.gradient("b")
         bench.backend.gate.set()
         await bench.ok(first)
@@ -309,7 +314,7 @@ def test_a_lost_answer_and_a_failed_pass_are_not_counted_twice(
         await bench.ok(await bench.step("a"))
         used = await counted(bench)
         assert used.requests == 6
-        assert bench.worker._figures()["device_seconds_overhead_total"] > 0
+        assert bench.worker._metrics()["device_seconds_overhead_total"] > 0
 
     run(tmp_path, scenario, SOON)
 
@@ -325,9 +330,9 @@ def test_what_is_done_again_after_a_death_is_overhead(tmp_path: Path) -> None:
         bench.start(Counting(), name="other")
         await bench.store.resign(1)
         await bench.ok(await bench.step("a"))
-        await bench.worker.stored(None, None)
+        await bench.worker._wait_until_stored(None, None)
         (used,) = await bench.store.usage()
-        figures = bench.worker._figures()
+        figures = bench.worker._metrics()
         after_s = used.total.device_s - before.device_s
         overhead_s = figures["device_seconds_overhead_total"]
         assert len(bench.backend.gradients) == 3
@@ -383,7 +388,7 @@ def test_samples_given_up_at_a_stop_are_overhead(tmp_path: Path) -> None:
         await until(lambda: bool(bench.backend.calls))  # type: ignore[attr-defined]
         bench.worker.stop()
         await asyncio.wait_for(bench.task, 10)
-        figures = bench.worker._figures()
+        figures = bench.worker._metrics()
         assert figures["device_seconds_overhead_total"] == figures["device_seconds_total"] > 0
         assert await bench.store.usage() == []
 
@@ -396,9 +401,9 @@ def test_a_result_says_how_long_it_waited_and_with_whom_it_ran(tmp_path: Path) -
             await bench.ok(await bench.create(model))
         bench.backend.gate.clear()
         first = await bench.gradient("a")
-        await until(lambda: not bench.worker.backlog.in_order())
+        await until(lambda: not bench.worker.pending.in_order())
         others = [await bench.gradient(model) for model in ("b", "c")]
-        await until(lambda: len(bench.worker.backlog.in_order()) == 2)
+        await until(lambda: len(bench.worker.pending.in_order()) == 2)
         await asyncio.sleep(0.05)
         bench.backend.gate.set()
         outcomes = [await bench.outcome(each) for each in (first, *others)]

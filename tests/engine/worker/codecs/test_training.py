@@ -594,8 +594,8 @@ def test_targets_are_counted_as_they_are_padded(monkeypatch: pytest.MonkeyPatch)
     pair = datum([1, 2], target_tokens=np.array([[2, 3], [4, 5]]))
     sent = message(pair, pair, pair).SerializeToString()
     refused(sent, ["data[:3]", "384 targets", "300", "64 are counted for each position", "split"])
-    lattice = StaticShapes(INFO.context_length)
-    assert len(decode(pair, pair).data) * 2 * lattice.target_class(2) <= 300
+    static_shapes = StaticShapes(INFO.context_length)
+    assert len(decode(pair, pair).data) * 2 * static_shapes.target_bucket(2) <= 300
     assert len(decode(*[datum([1, 2], target_tokens=[2, 3])] * 150).data) == 150
 
 

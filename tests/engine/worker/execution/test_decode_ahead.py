@@ -66,34 +66,34 @@ def test_what_is_expected_is_begun_once_and_taken_once(
     ahead: PayloadPrefetcher[str], host: ByHand
 ) -> None:
     jobs = [job("a"), job("b"), job("c")]
-    ahead.expect(jobs[:2])
-    ahead.expect(jobs)
+    ahead.prefetch(jobs[:2])
+    ahead.prefetch(jobs)
     assert host.waiting == ids(jobs)
     host.run()
-    taken = ahead.take(jobs[:2])
+    taken = ahead.pop(jobs[:2])
     assert {name: future.result() for name, future in taken.items()} == dict(
         zip(ids(jobs[:2]), ids(jobs[:2]), strict=True)
     )
-    assert ahead.take(jobs[:2]) == {}
+    assert ahead.pop(jobs[:2]) == {}
 
 
 def test_what_is_not_expected_any_more_is_forgotten(
     ahead: PayloadPrefetcher[str], host: ByHand
 ) -> None:
     gone, stays = job("a"), job("b")
-    ahead.expect([gone, stays])
-    ahead.expect([stays])
+    ahead.prefetch([gone, stays])
+    ahead.prefetch([stays])
     assert host.waiting == ids([stays])
-    assert [*ahead.take([gone, stays])] == ids([stays])
+    assert [*ahead.pop([gone, stays])] == ids([stays])
 
 
 def test_no_more_is_begun_than_two_units_take(ahead: PayloadPrefetcher[str], host: ByHand) -> None:
     jobs = [job(name, size=MAX_BYTES // 2) for name in "abcdef"]
-    ahead.expect(jobs)
+    ahead.prefetch(jobs)
     assert host.waiting == ids(jobs[:4])
     host.run()
-    ahead.take(jobs[:2])
-    ahead.expect(jobs[2:])
+    ahead.pop(jobs[:2])
+    ahead.prefetch(jobs[2:])
     assert host.waiting == ids(jobs[4:])
 
 
@@ -101,7 +101,7 @@ def test_a_request_larger_than_that_is_begun_alone(
     ahead: PayloadPrefetcher[str], host: ByHand
 ) -> None:
     jobs = [job("a", size=3 * MAX_BYTES), job("b")]
-    ahead.expect(jobs)
+    ahead.prefetch(jobs)
     assert host.waiting == ids(jobs[:1])
 
 
@@ -110,7 +110,7 @@ def test_a_request_larger_than_that_is_begun_alone(
 
 def scheduler(used: dict[str, float]) -> Scheduler:
     """One under which a gradient takes a second; its tenants used the device for so many."""
-    device = Scheduler(unit_s=1.0)
+    device = Scheduler(batch_s=1.0)
     for tenant, seconds in used.items():
         device.charge([job(tenant, JobKind.SAVE_WEIGHTS)], seconds)
     device.charge([job("z", size=0)], 1.0)
@@ -142,4 +142,4 @@ def test_looking_ahead_changes_no_turn() -> None:
     jobs = [job(name) for name in "abab"]
     asked, silent = scheduler({"a": 0.1}), scheduler({"a": 0.1})
     asked.upcoming(jobs, [job("a")], 64)
-    assert asked.next_unit(jobs) == silent.next_unit(jobs)
+    assert asked.next_batch(jobs) == silent.next_batch(jobs)

@@ -80,7 +80,7 @@ class World:
     def __init__(self, root: Path, backend: FakeBackend | None = None, **given: Any) -> None:
         self.backend = backend or FakeBackend()
         self.files = FileStore(root)
-        self.operations = JobExecutor(self.backend, self.files, **given)
+        self.executor = JobExecutor(self.backend, self.files, **given)
         self._count = 0
 
     def job(self, kind: JobKind, payload: bytes = b"", model: str | None = "m") -> Job:
@@ -97,9 +97,9 @@ class World:
             release=self._count,
         )
 
-    def run(self, *unit: Job) -> list[Outcome]:
-        outcomes = self.operations.execute(unit).outcomes()
-        assert [outcome.request_id for outcome in outcomes] == [job.request_id for job in unit]
+    def run(self, *batch: Job) -> list[Outcome]:
+        outcomes = self.executor.execute_batch(batch).outcomes()
+        assert [outcome.request_id for outcome in outcomes] == [job.request_id for job in batch]
         return outcomes
 
     def create(self, model: str = "m", config: AdapterConfig = CONFIG) -> Outcome:
@@ -482,9 +482,9 @@ def test_a_save_has_the_state_of_its_turn_whenever_its_file_is_written(world: Wo
     world.train()
     saved, file_id = world.state(), new_file_id()
     command = SaveWeights(TRAINING, file_id, record(TRAINING, file_id))
-    executed = world.operations.execute([world.job(JobKind.SAVE_WEIGHTS, encode(command))])
+    executed = world.executor.execute_batch([world.job(JobKind.SAVE_WEIGHTS, encode(command))])
     world.train()
-    world.operations.forget("m")
+    world.executor.forget("m")
     assert world.files.ids() == set()  # the device has not waited for the disk
     (outcome,) = executed.outcomes()
     assert body(outcome) == {"path": "tinker://m/weights/a"}
@@ -563,10 +563,10 @@ def test_a_bad_gradient_fails_alone_and_changes_no_bit_of_others(
             world.create(model)
         poisoned(world, "sick")
         two = training_body(DATUM, {"tokens": [9] * 20, "target_tokens": [8] * 20})
-        unit = [world.gradient(model="a"), world.gradient(two, "b"), world.gradient(model="a")]
+        batch = [world.gradient(model="a"), world.gradient(two, "b"), world.gradient(model="a")]
         if company:
-            unit.insert(place, BAD[case][0](world))
-        outcomes = world.run(*unit)
+            batch.insert(place, BAD[case][0](world))
+        outcomes = world.run(*batch)
         if company:
             assert BAD[case][1] in message(outcomes.pop(place))
         bodies.append([outcome.body for outcome in outcomes])
@@ -619,7 +619,7 @@ def test_a_checkpoint_of_another_base_model_is_neither_loaded_nor_sampled(
     sample = here.sample(file_id)
     load = LoadWeights(file_id, "tinker://m/weights/a", optimizer=False, config=CONFIG)
     for job in (sample, here.job(JobKind.LOAD_WEIGHTS, encode(load))):
-        (outcome,) = there.execute([job]).outcomes()
+        (outcome,) = there.execute_batch([job]).outcomes()
         assert "trained on 'tuneserve/fake' and this server runs 'org/chat'" in message(outcome)
 
 
@@ -629,11 +629,11 @@ class Fragile(FakeBackend):
     victim: Any = None
     calls = 0
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> Any:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> Any:
         self.calls += 1
-        if self.victim in unit.adapter_ids:
+        if self.victim in batch.adapter_ids:
             raise RuntimeError("RESOURCE_EXHAUSTED: 3 secrets at 0x7f")
-        return super().forward_backward(unit, *between)
+        return super().forward_backward(batch, *between)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         self.calls += 1

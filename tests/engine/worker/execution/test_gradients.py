@@ -39,15 +39,15 @@ class Noting(FakeBackend):
 
     def __init__(self, memory_tokens: int | None = None) -> None:
         super().__init__(memory_tokens=memory_tokens)
-        self.units: list[tuple[str, ...]] = []
+        self.batches: list[tuple[str, ...]] = []
         self.steps: list[list[str]] = []
         self.failing: dict[str, Exception] = {}
         self.lonely: dict[str, OutOfMemory] = {}
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-        self.units.append(unit.adapter_ids)
-        self._check(unit.adapter_ids)
-        return super().forward_backward(unit, *between)
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+        self.batches.append(batch.adapter_ids)
+        self._check(batch.adapter_ids)
+        return super().forward_backward(batch, *between)
 
     def optim_steps(self, steps: Sequence[tuple[str, AdamwParams]]) -> list[Any]:
         names = [name for name, _ in steps]
@@ -102,7 +102,7 @@ def test_requests_that_cannot_share_a_pass_share_a_unit(new_world: Callable[...,
     models = ["a", "A", "a", "b", "B", "a"]
     asked = [GOOD, GOOD, FORWARD, training_body(DATUM, DATUM), GOOD, GOOD]
     together = world.run(*[world.gradient(*each) for each in zip(asked, models, strict=True)])
-    assert world.backend.units == [("a", "b", "a"), ("A", "B"), ("a",)]
+    assert world.backend.batches == [("a", "b", "a"), ("A", "B"), ("a",)]
     for outcome, data, model in zip(together, asked, models, strict=True):
         assert outcome.body == alone.run(alone.gradient(data, model))[0].body
     assert_same_gradient(world, alone, "abAB")
@@ -116,7 +116,7 @@ def test_only_the_requests_of_the_pass_that_failed_run_again(
     undisturbed.run(*[undisturbed.gradient(model=model) for model in models if model != "B"])
     world.backend.failing = {"B": RuntimeError("the device is on fire")}
     *fine, failed, last = world.run(*[world.gradient(model=model) for model in models])
-    assert world.backend.units == [("a", "b", "a"), ("A", "B"), ("A",), ("B",)]
+    assert world.backend.batches == [("a", "b", "a"), ("A", "B"), ("A",), ("B",)]
     assert "internal error" in message(failed, "server")
     assert [trained(each).metrics for each in (*fine, last)] == [{"loss:sum": 1.25}] * 4
     assert_same_gradient(world, undisturbed, "abA")
@@ -130,11 +130,11 @@ def test_requests_without_room_together_are_halved_alone_and_on_record(
     small, large = new_world(Noting(memory_tokens=128)), new_world()
     models = ["a", "A", "b"]
     outcomes = small.run(*[small.gradient(model=model) for model in models])
-    assert small.backend.units == [("a", "b"), *[("a",)] * 2, *[("b",)] * 2, *[("A",)] * 2]
+    assert small.backend.batches == [("a", "b"), *[("a",)] * 2, *[("b",)] * 2, *[("A",)] * 2]
     assert [each.halvings for each in outcomes] == [1, 1, 1]
-    small.backend.units.clear()
+    small.backend.batches.clear()
     (again,) = small.run(replace(small.gradient(), model_id="a", halvings=1))
-    assert small.backend.units == [("a",)]
+    assert small.backend.batches == [("a",)]
     assert (again.halvings, again.body) == (1, outcomes[0].body)
     large.run(*[large.gradient(model=model) for model in [*models, "a"]])
     assert_same_gradient(small, large, "abA")
@@ -144,7 +144,7 @@ def test_a_request_that_never_fits_ends_in_an_error(new_world: Callable[..., Wor
     world = new_world(Noting(memory_tokens=16))
     (outcome,) = world.run(world.gradient(model="a"))
     assert "no memory for this forward_backward" in message(outcome)
-    assert len(world.backend.units) == 4  # whole and halved three times
+    assert len(world.backend.batches) == 4  # whole and halved three times
     assert outcome.rejection is not None and outcome.rejection.no_room
 
 
@@ -155,7 +155,7 @@ def test_a_request_does_not_run_again_in_streams_as_long_as_those_that_did_not_f
     longest = training_body({"tokens": [1] * 64, "target_tokens": [2] * 64})
     (outcome,) = world.run(world.gradient(longest, "a"))
     assert "no memory for this forward_backward" in message(outcome)
-    assert len(world.backend.units) == 3  # of 256, 128 and 64 tokens
+    assert len(world.backend.batches) == 3  # of 256, 128 and 64 tokens
 
 
 def test_a_device_that_failed_ends_the_unit_at_once(new_world: Callable[..., World]) -> None:
@@ -166,8 +166,8 @@ def test_a_device_that_failed_ends_the_unit_at_once(new_world: Callable[..., Wor
         [step_of(world, "a"), step_of(world, "A")],
     ):
         with pytest.raises(DeviceFailed, match="fell off"):
-            world.operations.execute(jobs)
-    assert world.backend.units == [("a",), ("A", "B")]
+            world.executor.execute_batch(jobs)
+    assert world.backend.batches == [("a",), ("A", "B")]
     assert world.backend.steps == [["a", "A"]]
 
 
@@ -239,10 +239,10 @@ def test_a_step_without_room_beside_others_is_taken_alone(new_world: Callable[..
 def test_answers_can_be_made_while_the_device_goes_on(new_world: Callable[..., World]) -> None:
     world, other = new_world(), new_world()
     executed = [
-        world.operations.execute([world.gradient(model="a"), world.gradient(FORWARD, "b")]),
-        world.operations.execute([step_of(world, "a")]),
-        world.operations.execute([world.gradient(model="a")]),
-        world.operations.execute([world.sample(seed=3)]),
+        world.executor.execute_batch([world.gradient(model="a"), world.gradient(FORWARD, "b")]),
+        world.executor.execute_batch([step_of(world, "a")]),
+        world.executor.execute_batch([world.gradient(model="a")]),
+        world.executor.execute_batch([world.sample(seed=3)]),
     ]
     with ThreadPoolExecutor(1) as host:
         late = [host.submit(each.outcomes).result() for each in executed]
@@ -252,8 +252,8 @@ def test_answers_can_be_made_while_the_device_goes_on(new_world: Callable[..., W
         other.run(other.gradient(model="a")),
         other.run(other.sample(seed=3)),
     ]
-    assert [[each.body for each in unit] for unit in late] == [
-        [each.body for each in unit] for unit in at_once
+    assert [[each.body for each in batch] for batch in late] == [
+        [each.body for each in batch] for batch in at_once
     ]
 
 
@@ -263,8 +263,8 @@ def test_a_model_has_its_position_before_its_answers_are_made(
     """A recovery point may be captured in between, of a state that has the unit's effect."""
     world = new_world()
     job = world.gradient(model="a")
-    executed = world.operations.execute([job])
-    captured = world.operations.capture("a")
+    executed = world.executor.execute_batch([job])
+    captured = world.executor.capture("a")
     assert captured is not None and job.position is not None
     state, position = captured
     assert position == job.position + 1
@@ -278,17 +278,17 @@ def test_a_payload_that_was_decoded_before_is_not_decoded_again(
     world = new_world()
     jobs = [world.gradient(model=model) for model in "abA"]
     bad = replace(world.gradient(training_body({**DATUM, "weights": [1.0, np.nan]})), model_id="B")
-    decode, threads = world.operations.decode, []
+    decode, threads = world.executor.decode, []
 
     def noting(job: Job) -> Any:
         threads.append(threading.current_thread())
         return decode(job)
 
-    monkeypatch.setattr(world.operations, "decode", noting)
+    monkeypatch.setattr(world.executor, "decode", noting)
     with ThreadPoolExecutor(1) as host:
         decoded = {job.request_id: host.submit(noting, job) for job in (*jobs[:2], bad)}
     decoded[jobs[2].request_id] = Future()  # one that has not begun
-    outcomes = world.operations.execute([*jobs, bad], decoded).outcomes()
+    outcomes = world.executor.execute_batch([*jobs, bad], decoded).outcomes()
     assert "nan at position 1" in message(outcomes.pop())
     assert [trained(each).metrics for each in outcomes] == [{"loss:sum": 1.25}] * 3
     assert [each is threading.current_thread() for each in threads] == [False] * 3 + [True]
@@ -299,18 +299,18 @@ def test_a_payload_that_cannot_be_decoded_for_a_bug_fails_alone(
 ) -> None:
     world = new_world()
     good, bad = world.gradient(model="a"), world.gradient(model="b")
-    decode = world.operations.decode
+    decode = world.executor.decode
 
     def failing(job: Job) -> Any:
         if job is bad:
             raise MemoryError
         return decode(job)
 
-    monkeypatch.setattr(world.operations, "decode", failing)
+    monkeypatch.setattr(world.executor, "decode", failing)
     first, second = world.run(good, bad)
     assert trained(first).metrics == {"loss:sum": 1.25}
     assert "internal error" in message(second, "server")
-    assert world.backend.units == [("a",)]
+    assert world.backend.batches == [("a",)]
 
 
 def test_only_models_that_are_here_are_looked_ahead_for(
@@ -318,8 +318,8 @@ def test_only_models_that_are_here_are_looked_ahead_for(
 ) -> None:
     world = new_world()
     asked: list[Sequence[str]] = []
-    monkeypatch.setattr(world.backend, "look_ahead", asked.append)
-    world.operations.look_ahead(["B", "ghost", "a"])
+    monkeypatch.setattr(world.backend, "prefetch", asked.append)
+    world.executor.prefetch(["B", "ghost", "a"])
     assert asked == [["B", "a"]]
 
 
@@ -328,18 +328,18 @@ def test_the_time_that_the_device_had_a_unit_is_told(tmp_path: Path) -> None:
     now_s = 0.0
 
     class Slow(FakeBackend):
-        def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+        def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
             nonlocal now_s
             now_s += 2.0
-            return super().forward_backward(unit, *between)
+            return super().forward_backward(batch, *between)
 
         @property
-        def page_wait_s(self) -> float:
+        def load_wait_s(self) -> float:
             return now_s / 4
 
     world = World(tmp_path, Slow(), clock=lambda: now_s)
     for name in "aA":
         world.create(name, LARGE if name.isupper() else CONFIG)
-    unit = [world.gradient(model="a"), world.gradient(model="A")]
-    assert world.operations.execute(unit).device_s == 3.0
-    assert world.operations.execute(unit[:1]).device_s == 1.5
+    batch = [world.gradient(model="a"), world.gradient(model="A")]
+    assert world.executor.execute_batch(batch).device_s == 3.0
+    assert world.executor.execute_batch(batch[:1]).device_s == 1.5

@@ -14,8 +14,13 @@ from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import PackedBatch, PackingRequest, pack, unpack
 
 BLOCK, STREAM = 4, 64
-LATTICE = StaticShapes(
-    context_length=40, block=BLOCK, chunk=8, tokens=60, request_slots=3, rank_classes=(4, 8)
+STATIC_SHAPES = StaticShapes(
+    context_length=40,
+    block=BLOCK,
+    chunk=8,
+    requested_tokens=60,
+    request_slots=3,
+    rank_buckets=(4, 8),
 )
 """Pieces have up to 32 tokens; three requests of ranks 1 to 4 share a unit, or one of 5 to 8."""
 
@@ -62,18 +67,18 @@ class Run(NamedTuple):
 
     index: int  # of the request among those that were packed
     datum: int
-    batch: MicroBatch
+    micro_batch: MicroBatch
     part: slice
 
 
 def runs(packed: Sequence[PackedBatch]) -> list[Run]:
     found = []
-    for unit in packed:
-        for index, places in zip(unit.members, unit.places, strict=True):
+    for batch in packed:
+        for index, places in zip(batch.members, batch.locations, strict=True):
             for i, (number, first) in enumerate(places):
-                batch = unit.unit.batches[number]
-                length = int((batch.datum == batch.datum[first]).sum())
-                found.append(Run(index, i, batch, slice(first, first + length)))
+                micro_batch = batch.batch.micro_batches[number]
+                length = int((micro_batch.segment_ids == micro_batch.segment_ids[first]).sum())
+                found.append(Run(index, i, micro_batch, slice(first, first + length)))
     return found
 
 
@@ -82,26 +87,28 @@ def runs(packed: Sequence[PackedBatch]) -> list[Run]:
 def test_every_token_is_somewhere_once_behind_the_one_before_it(
     requests: list[PackingRequest],
 ) -> None:
-    packed = pack(requests, LATTICE)
+    packed = pack(requests, STATIC_SHAPES)
     found = runs(packed)
     assert sorted((run.index, run.datum) for run in found) == [
         (index, i) for index, each in enumerate(requests) for i in range(len(each.data.data))
     ]
-    for index, i, batch, part in found:
+    for index, i, micro_batch, part in found:
         datum = requests[index].data.data[i]
         n, k = datum.targets.shape
-        np.testing.assert_array_equal(batch.tokens[part], datum.tokens, strict=True)
-        np.testing.assert_array_equal(batch.positions[part], np.arange(n))
-        np.testing.assert_array_equal(batch.targets[part, :k], datum.targets, strict=True)
-        np.testing.assert_array_equal(batch.weights[part, :k], datum.weights, strict=True)
-        assert not batch.targets[part, k:].any() and not batch.weights[part, k:].any()
-    for unit in packed:
-        tokens = sum(int((batch.datum >= 0).sum()) for batch in unit.unit.batches)
-        assert tokens == sum(len(d.tokens) for m in unit.members for d in requests[m].data.data)
+        np.testing.assert_array_equal(micro_batch.tokens[part], datum.tokens, strict=True)
+        np.testing.assert_array_equal(micro_batch.positions[part], np.arange(n))
+        np.testing.assert_array_equal(micro_batch.targets[part, :k], datum.targets, strict=True)
+        np.testing.assert_array_equal(micro_batch.weights[part, :k], datum.weights, strict=True)
+        assert not micro_batch.targets[part, k:].any() and not micro_batch.weights[part, k:].any()
+    for batch in packed:
+        tokens = sum(
+            int((micro_batch.segment_ids >= 0).sum()) for micro_batch in batch.batch.micro_batches
+        )
+        assert tokens == sum(len(d.tokens) for m in batch.members for d in requests[m].data.data)
 
 
 def test_a_packed_stream_is_the_one_that_is_written_by_hand(
-    batch_of: Callable[..., MicroBatch], datum: Callable[..., Any]
+    micro_batch_of: Callable[..., MicroBatch], datum: Callable[..., Any]
 ) -> None:
     rows = {(0, length): datum(length, length) for length in (18, 9, 3)} | {(1, 5): datum(5, 5)}
 
@@ -114,24 +121,31 @@ def test_a_packed_stream_is_the_one_that_is_written_by_hand(
             data.append(DecodedDatum(arrays[0], arrays[1][:, None], weights[:, None], True))
         return PackingRequest(str(request), 4, sft(*data))
 
-    (unit,) = pack([asked(0, 9, 18, 3), asked(1, 5)], LATTICE)
-    (got,) = unit.unit.batches
-    by_hand = batch_of((0, rows[0, 18], rows[0, 9], rows[0, 3]), (1, rows[1, 5]), lattice=LATTICE)
+    (batch,) = pack([asked(0, 9, 18, 3), asked(1, 5)], STATIC_SHAPES)
+    (got,) = batch.batch.micro_batches
+    by_hand = micro_batch_of(
+        (0, rows[0, 18], rows[0, 9], rows[0, 3]), (1, rows[1, 5]), static_shapes=STATIC_SHAPES
+    )
     for name, array in got._asdict().items():
         np.testing.assert_array_equal(array, getattr(by_hand, name), name, strict=True)
     np.testing.assert_array_equal(got.block_request[:11], [0] * 8 + [1] * 2 + [-1])
-    np.testing.assert_array_equal(got.block_start[:11], [0, 0, 0, 0, 0, 4, 4, 6, 8, 8, 10])
+    np.testing.assert_array_equal(got.first_visible_block[:11], [0, 0, 0, 0, 0, 4, 4, 6, 8, 8, 10])
 
 
 @given(companies)
 @settings(deadline=None, max_examples=60)
 def test_padding_is_marked_and_has_no_weight(requests: list[PackingRequest]) -> None:
-    for unit in pack(requests, LATTICE):
-        for batch in unit.unit.batches:
-            padding = batch.datum < 0
-            for array in (batch.tokens, batch.targets, batch.positions, batch.weights):
+    for batch in pack(requests, STATIC_SHAPES):
+        for micro_batch in batch.batch.micro_batches:
+            padding = micro_batch.segment_ids < 0
+            for array in (
+                micro_batch.tokens,
+                micro_batch.targets,
+                micro_batch.positions,
+                micro_batch.weights,
+            ):
                 assert not array[padding].any()
-            numbers = batch.datum[~padding]
+            numbers = micro_batch.segment_ids[~padding]
             assert (np.diff(numbers) >= 0).all() and set(numbers) == set(range(max(numbers) + 1))
 
 
@@ -141,22 +155,26 @@ def test_a_block_is_one_requests_and_attends_from_where_its_datums_begin(
     requests: list[PackingRequest],
 ) -> None:
     blocks = np.arange(STREAM // BLOCK)
-    for unit in pack(requests, LATTICE):
-        found = runs([unit])
-        numbers = [number for places in unit.places for number, _ in places]
-        for number, batch in enumerate(unit.unit.batches):
-            np.testing.assert_array_equal(batch.block_request >= 0, blocks < batch.blocks)
+    for batch in pack(requests, STATIC_SHAPES):
+        found = runs([batch])
+        numbers = [number for places in batch.locations for number, _ in places]
+        for number, micro_batch in enumerate(batch.batch.micro_batches):
+            np.testing.assert_array_equal(
+                micro_batch.block_request >= 0, blocks < micro_batch.blocks
+            )
             for block in blocks.tolist():
                 inside = {
-                    (unit.members.index(index), part.start)
+                    (batch.members.index(index), part.start)
                     for (index, _, _, part), at in zip(found, numbers, strict=True)
                     if at == number
                     and part.start < BLOCK * (block + 1)
                     and part.stop > BLOCK * block
                 }
-                assert {member for member, _ in inside} == {int(batch.block_request[block])} - {-1}
+                assert {member for member, _ in inside} == {
+                    int(micro_batch.block_request[block])
+                } - {-1}
                 first = min((start for _, start in inside), default=BLOCK * block)
-                assert batch.block_start[block] == first // BLOCK
+                assert micro_batch.first_visible_block[block] == first // BLOCK
 
 
 @given(companies)
@@ -164,19 +182,19 @@ def test_a_block_is_one_requests_and_attends_from_where_its_datums_begin(
 def test_a_unit_has_one_rank_class_one_direction_and_no_more_requests_than_slots(
     requests: list[PackingRequest],
 ) -> None:
-    packed = pack(requests, LATTICE)
-    assert sorted(index for unit in packed for index in unit.members) == [*range(len(requests))]
+    packed = pack(requests, STATIC_SHAPES)
+    assert sorted(index for batch in packed for index in batch.members) == [*range(len(requests))]
     kinds = []
-    for unit in packed:
-        asked = [requests[index] for index in unit.members]
-        (kind,) = {(LATTICE.rank_class(each.rank), each.data.forward_only) for each in asked}
-        assert unit.unit.forward_only == kind[1]
-        assert unit.unit.adapter_ids == tuple(each.adapter_id for each in asked)
+    for batch in packed:
+        asked = [requests[index] for index in batch.members]
+        (kind,) = {(STATIC_SHAPES.rank_bucket(each.rank), each.data.forward_only) for each in asked}
+        assert batch.batch.forward_only == kind[1]
+        assert batch.batch.adapter_ids == tuple(each.adapter_id for each in asked)
         assert 1 <= len(asked) <= {4: 3, 8: 1}[kind[0]]
-        assert list(unit.members) == sorted(unit.members)
+        assert list(batch.members) == sorted(batch.members)
         kinds.append(kind)
     for kind in set(kinds):
-        of_kind = [unit.members for unit, each in zip(packed, kinds, strict=True) if each == kind]
+        of_kind = [batch.members for batch, each in zip(packed, kinds, strict=True) if each == kind]
         assert sum(of_kind, ()) == tuple(sorted(sum(of_kind, ())))
         slots = {4: 3, 8: 1}[kind[0]]
         assert all(len(members) == slots for members in of_kind[:-1])
@@ -184,36 +202,39 @@ def test_a_unit_has_one_rank_class_one_direction_and_no_more_requests_than_slots
 
 def test_units_are_in_the_order_in_which_their_first_requests_came() -> None:
     ranks = [8, 3, 8, 2, 4, 1, 8]
-    packed = pack([alone(5, rank=rank) for rank in ranks], LATTICE)
-    assert [unit.members for unit in packed] == [(0,), (2,), (6,), (1, 3, 4), (5,)]
+    packed = pack([alone(5, rank=rank) for rank in ranks], STATIC_SHAPES)
+    assert [batch.members for batch in packed] == [(0,), (2,), (6,), (1, 3, 4), (5,)]
 
 
 def test_streams_of_one_target_come_before_those_of_many() -> None:
     data = [training_datum(5, 2, 0), training_datum(5, None, 100), training_datum(5, 64, 200)]
-    (unit,) = pack([PackingRequest("a", 4, sft(*data))], LATTICE)
-    assert [batch.targets.shape for batch in unit.unit.batches] == [(STREAM, 1), (STREAM, 64)]
-    assert unit.places == (((1, 0), (0, 0), (1, 5)),)
+    (batch,) = pack([PackingRequest("a", 4, sft(*data))], STATIC_SHAPES)
+    assert [micro_batch.targets.shape for micro_batch in batch.batch.micro_batches] == [
+        (STREAM, 1),
+        (STREAM, 64),
+    ]
+    assert batch.locations == (((1, 0), (0, 0), (1, 5)),)
 
 
 def layout(packed: list[PackedBatch], index: int) -> list[tuple[int, int, int, int]]:
     """A request's datums in the order in which the device gets to them: the datum, its K, its first
     token in its block, and the number of blocks of the request before it."""
     done = []
-    for unit in packed:
-        if index not in unit.members:
+    for batch in packed:
+        if index not in batch.members:
             continue
-        member = unit.members.index(index)
+        member = batch.members.index(index)
         before = 0
-        for number, batch in enumerate(unit.unit.batches):
-            mine = np.flatnonzero(batch.block_request == member)
+        for number, micro_batch in enumerate(batch.batch.micro_batches):
+            mine = np.flatnonzero(micro_batch.block_request == member)
             places = [
                 (place.first, datum)
-                for datum, place in enumerate(unit.places[member])
-                if place.batch == number
+                for datum, place in enumerate(batch.locations[member])
+                if place.micro_batch == number
             ]
             for first, datum in sorted(places):
                 at = before + int((mine < first // BLOCK).sum())
-                done.append((datum, batch.targets.shape[1], first % BLOCK, at))
+                done.append((datum, micro_batch.targets.shape[1], first % BLOCK, at))
             before += len(mine)
     return done
 
@@ -225,38 +246,42 @@ def layout(packed: list[PackedBatch], index: int) -> list[tuple[int, int, int, i
 def test_company_changes_neither_a_requests_layout_nor_the_order_of_its_blocks(
     request: PackingRequest, before: list[PackingRequest], after: list[PackingRequest]
 ) -> None:
-    together = pack([*before, request, *after], LATTICE)
-    assert layout(together, len(before)) == layout(pack([request], LATTICE), 0)
+    together = pack([*before, request, *after], STATIC_SHAPES)
+    assert layout(together, len(before)) == layout(pack([request], STATIC_SHAPES), 0)
 
 
 def test_the_longest_datums_go_first_and_short_ones_into_the_first_gap() -> None:
     """30 leaves 2 of the 32 tokens of a piece, 20 leaves 12, and 40 is longer than a piece."""
-    (unit,) = pack([alone(3, 30, 2, 40, 20, 9)], LATTICE)
+    (batch,) = pack([alone(3, 30, 2, 40, 20, 9)], STATIC_SHAPES)
     # Pieces: 40 | 30 + 2 | 20 + 9 + 3, and the stream of 64 has no room for two of them.
-    assert unit.places == (((1, 61), (1, 0), (1, 30), (0, 0), (1, 32), (1, 52)),)
-    assert [batch.blocks for batch in unit.unit.batches] == [10, 16]
+    assert batch.locations == (((1, 61), (1, 0), (1, 30), (0, 0), (1, 32), (1, 52)),)
+    assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [10, 16]
 
 
 def test_a_closed_stream_gets_no_more_pieces() -> None:
     """The third piece would fit behind the first, but there its blocks would come too early."""
-    (unit,) = pack([alone(40), alone(40), alone(16)], LATTICE)
-    assert unit.places == (((0, 0),), ((1, 0),), ((1, 40),))
+    (batch,) = pack([alone(40), alone(40), alone(16)], STATIC_SHAPES)
+    assert batch.locations == (((0, 0),), ((1, 0),), ((1, 40),))
 
 
 @given(companies)
 @settings(deadline=None, max_examples=60)
 def test_unpacking_gives_each_request_its_own_outputs(requests: list[PackingRequest]) -> None:
-    for unit in pack(requests, LATTICE):
+    for batch in pack(requests, STATIC_SHAPES):
         outputs = [
             MicroBatchOutput(
-                logprobs=np.where(batch.datum[:, None] < 0, np.nan, -2 * batch.weights),
-                loss=np.where(batch.datum < 0, np.nan, batch.weights.sum(1)).astype("f4"),
+                logprobs=np.where(
+                    micro_batch.segment_ids[:, None] < 0, np.nan, -2 * micro_batch.weights
+                ),
+                loss=np.where(
+                    micro_batch.segment_ids < 0, np.nan, micro_batch.weights.sum(1)
+                ).astype("f4"),
             )
-            for batch in unit.unit.batches
+            for micro_batch in batch.batch.micro_batches
         ]
-        for member, index in enumerate(unit.members):
+        for member, index in enumerate(batch.members):
             data = requests[index].data
-            logprobs, loss = unpack(unit, outputs, member, data)
+            logprobs, loss = unpack(batch, outputs, member, data)
             assert loss == pytest.approx(sum(float(d.weights.sum()) for d in data.data), rel=1e-6)
             for got, datum in zip(logprobs, data.data, strict=True):
                 want = -2 * datum.weights
@@ -265,20 +290,23 @@ def test_unpacking_gives_each_request_its_own_outputs(requests: list[PackingRequ
 
 def test_a_flat_target_and_a_column_of_one_keep_their_shapes() -> None:
     data = sft(training_datum(3, None, 100), training_datum(3, 1, 200))
-    (unit,) = pack([PackingRequest("a", 4, data)], LATTICE)
-    outputs = [MicroBatchOutput(batch.weights, batch.beta) for batch in unit.unit.batches]
-    logprobs, _ = unpack(unit, outputs, 0, data)
+    (batch,) = pack([PackingRequest("a", 4, data)], STATIC_SHAPES)
+    outputs = [
+        MicroBatchOutput(micro_batch.weights, micro_batch.beta)
+        for micro_batch in batch.batch.micro_batches
+    ]
+    logprobs, _ = unpack(batch, outputs, 0, data)
     assert [array.shape for array in logprobs] == [(3,), (3, 1)]
 
 
 def test_a_loss_is_summed_in_double_precision() -> None:
     """In single precision, ones beside 2**24 are lost."""
     data = alone(3).data
-    (unit,) = pack([alone(3)], LATTICE)
+    (batch,) = pack([alone(3)], STATIC_SHAPES)
     loss = np.zeros(STREAM, np.float32)
     loss[:3] = 2**24, 1, 1
     outputs = [MicroBatchOutput(np.zeros((STREAM, 1), np.float32), loss)]
-    assert unpack(unit, outputs, 0, data)[1] == 2**24 + 2
+    assert unpack(batch, outputs, 0, data)[1] == 2**24 + 2
 
 
 def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
@@ -293,40 +321,56 @@ def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
     config = {"clip_low_threshold": 0.125, "clip_high_threshold": 1.5}
     gspo = PackingRequest("a", 4, TrainingData("gspo", config, False, [datum]))
     dro = PackingRequest("a", 4, TrainingData("dro", {"beta": 0.25}, False, [plain]))
-    (unit,) = pack([gspo, dro], LATTICE)
-    (batch,) = unit.unit.batches
-    assert [LOSS_NAMES[i] for i in batch.loss_id[[0, 2, 4, 6]]] == ["gspo", "gspo", "dro", "dro"]
-    np.testing.assert_array_equal(batch.old_logprobs[:8], [-1, -2, -3, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(batch.advantages[:8], [1, 2, 3, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(batch.sequence_mask[:8], [0, 1, 1, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(batch.clip_low[:8], [0.25, 0.5, 0.75, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(batch.clip_high[:8], [1.5, 1.5, 1.5, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(batch.beta[:8], [0, 0, 0, 0, 0.25, 0.25, 0.25, 0])
+    (batch,) = pack([gspo, dro], STATIC_SHAPES)
+    (micro_batch,) = batch.batch.micro_batches
+    assert [LOSS_NAMES[i] for i in micro_batch.loss_id[[0, 2, 4, 6]]] == [
+        "gspo",
+        "gspo",
+        "dro",
+        "dro",
+    ]
+    np.testing.assert_array_equal(micro_batch.old_logprobs[:8], [-1, -2, -3, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(micro_batch.advantages[:8], [1, 2, 3, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(micro_batch.sequence_mask[:8], [0, 1, 1, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(micro_batch.clip_low[:8], [0.25, 0.5, 0.75, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(micro_batch.clip_high[:8], [1.5, 1.5, 1.5, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(micro_batch.beta[:8], [0, 0, 0, 0, 0.25, 0.25, 0.25, 0])
 
 
 def test_each_halving_halves_the_streams_down_to_the_longest_piece() -> None:
     request = alone(30, 29, 28, 21, 20)
     sizes = [
-        [len(batch.tokens) for batch in pack([request], LATTICE, halvings)[0].unit.batches]
+        [
+            len(micro_batch.tokens)
+            for micro_batch in pack([request], STATIC_SHAPES, halvings)[0].batch.micro_batches
+        ]
         for halvings in range(4)
     ]
     assert sizes == [[64, 64, 64], [32] * 5, [32] * 5, [32] * 5]
     longest = alone(40, 2)
-    assert [len(b.tokens) for b in pack([longest], LATTICE, 3)[0].unit.batches] == [40, 40]
+    assert [len(b.tokens) for b in pack([longest], STATIC_SHAPES, 3)[0].batch.micro_batches] == [
+        40,
+        40,
+    ]
 
 
 @given(pack_requests(), st.integers(1, 3))
 @settings(deadline=None, max_examples=60)
 def test_halving_keeps_a_requests_layout(request: PackingRequest, halvings: int) -> None:
-    assert layout(pack([request], LATTICE, halvings), 0) == layout(pack([request], LATTICE), 0)
+    assert layout(pack([request], STATIC_SHAPES, halvings), 0) == layout(
+        pack([request], STATIC_SHAPES), 0
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_mixed_lengths_are_padded_by_less_than_a_third(seed: int) -> None:
     """64 datums of 16 to 1024 tokens, log-uniform, on the lattice of a real device."""
-    lattice = StaticShapes(4096)
+    static_shapes = StaticShapes(4096)
     draws = np.random.default_rng(seed).uniform(np.log(16), np.log(1024), 64)
     lengths = np.exp(draws).astype(int).tolist()
-    (unit,) = pack([alone(*lengths)], lattice)
-    chunks = [-(-batch.blocks * lattice.block // lattice.chunk) for batch in unit.unit.batches]
-    assert sum(chunks) * lattice.chunk <= 1.3 * sum(lengths)
+    (batch,) = pack([alone(*lengths)], static_shapes)
+    chunks = [
+        -(-micro_batch.blocks * static_shapes.block // static_shapes.chunk)
+        for micro_batch in batch.batch.micro_batches
+    ]
+    assert sum(chunks) * static_shapes.chunk <= 1.3 * sum(lengths)

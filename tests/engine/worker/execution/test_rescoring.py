@@ -1,5 +1,6 @@
 """Samples carry the trainer's logprobs, bit for bit, if that is wanted."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from tuneserve_engine.backend.base import OutOfMemory, SampleResult, SamplingReq
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.errors import ServerError
+from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.rescoring import Rescoring
 
 CONFIG = AdapterConfig(rank=5, alpha=32, seed=3)
@@ -21,21 +23,21 @@ def drawn(backend: JaxBackend, request: SamplingRequest) -> SampleResult:
     return result
 
 
-def trained(backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any, name: str) -> None:
+def trained(backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any, name: str) -> None:
     backend.create_adapter(name, CONFIG)
     for seed in range(3):
-        backend.forward_backward(unit_of([name], [batch_of((0, datum(seed, 20)))]))
+        backend.forward_backward(batch_of([name], [micro_batch_of((0, datum(seed, 20)))]))
         backend.optim_steps([(name, AdamwParams(learning_rate=0.05))])
     backend.load_snapshot(name, backend.adapter_state(name, optimizer=False))
 
 
 def test_logprobs_are_those_that_training_gives_for_the_same_text(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> None:
-    trained(backend, batch_of, unit_of, datum, "policy")
+    trained(backend, micro_batch_of, batch_of, datum, "policy")
     rescoring = Rescoring(
         backend,
-        lambda unit, _: backend.forward_backward(unit),
+        DeviceTimer(time.monotonic, lambda: 0.0),
         lambda name: backend.adapter_state(name, optimizer=False),
     )
     request = SamplingRequest(PROMPT, "policy", seed=5, num_samples=3, max_tokens=12)
@@ -43,7 +45,7 @@ def test_logprobs_are_those_that_training_gives_for_the_same_text(
     warm = replace(request, temperature=0.7)
     asked = {"policy": request, "base": base, "warm": warm}
     ended = {name: drawn(backend, one) for name, one in asked.items()}
-    scored = rescoring.of(asked, ended)
+    scored = rescoring.rescore(asked, ended)
     assert scored["warm"] is ended["warm"]
     backend.create_adapter("base model", CONFIG)  # its B is zero
     for name, adapter in (("policy", "policy"), ("base", "base model")):
@@ -53,8 +55,8 @@ def test_logprobs_are_those_that_training_gives_for_the_same_text(
             text = [*PROMPT.tolist(), *before.tokens.tolist()]
             row = replace(datum(0, 1), tokens=text[:-1], targets=text[1:])
             row = replace(row, weights=[1.0] * len(row.tokens))
-            unit = unit_of([adapter], [batch_of((0, row))])
-            (output,) = backend.forward_backward(unit).outputs  # not forward only: as in training
+            batch = batch_of([adapter], [micro_batch_of((0, row))])
+            (output,) = backend.forward_backward(batch).outputs  # not forward only: as in training
             want = output.logprobs[len(PROMPT) - 1 : len(text) - 1, 0]
             np.testing.assert_array_equal(after.logprobs, want)
             np.testing.assert_array_equal(after.tokens, before.tokens)
@@ -64,20 +66,26 @@ def test_logprobs_are_those_that_training_gives_for_the_same_text(
             backend.adapter_state(name, optimizer=False)
 
 
-def test_a_sample_that_cannot_be_scored_fails_alone(backend: JaxBackend) -> None:
+def test_a_sample_that_cannot_be_scored_fails_alone(
+    backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other logprobs than those asked for would be wrong without anybody seeing it."""
     request = SamplingRequest(PROMPT, None, seed=5, num_samples=1, max_tokens=3)
     ended = {name: drawn(backend, request) for name in ("one", "other")}
     calls = iter([OutOfMemory("no room")])
 
-    def run(unit: Any, _: Any) -> Any:
+    run_batch = backend.forward_backward
+
+    def run(batch: Any) -> Any:
         for error in calls:
             raise error
-        return backend.forward_backward(unit)
+        return run_batch(batch)
 
     def read(name: str) -> Any:
         raise AssertionError(name)
 
-    scored = Rescoring(backend, run, read).of(dict.fromkeys(ended, request), ended)
+    monkeypatch.setattr(backend, "forward_backward", run)
+    rescoring = Rescoring(backend, DeviceTimer(time.monotonic, lambda: 0.0), read)
+    scored = rescoring.rescore(dict.fromkeys(ended, request), ended)
     assert isinstance(scored["one"], OutOfMemory)
     assert isinstance(scored["other"], SampleResult)

@@ -28,7 +28,7 @@ from tuneserve_engine.core.records import ModelRecord, ModelStatus
 from tuneserve_engine.store.files import FileStore, LocalFs
 from tuneserve_engine.worker import worker as worker_module
 from tuneserve_engine.worker.execution.executor import JobExecutor
-from tuneserve_engine.worker.models.manager import PointPolicy
+from tuneserve_engine.worker.models.recovery_points import PointPolicy
 from tuneserve_engine.worker.worker import Worker, WorkerPolicy
 
 NEVER = WorkerPolicy(points=PointPolicy(interval_s=1e9, steps=10**9), renew_s=0.05)
@@ -74,7 +74,7 @@ async def pointed(bench: Bench, count: int = 1) -> None:
     """Returns when the model has ``count`` recovery points, the newest of its present state."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
-            points = await bench.store.points(bench.worker.link.epoch, "a")
+            points = await bench.store.points(bench.worker.session.epoch, "a")
             if len(points) >= count and points[0].position == bench.positions["a"]:
                 return
             await asyncio.sleep(0.02)
@@ -137,8 +137,8 @@ def test_results_that_were_given_do_not_change_when_they_are_computed_again(tmp_
 class Drifting(Counting):
     """Another device, with other last bits."""
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-        result = super().forward_backward(unit, *between)
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+        result = super().forward_backward(batch, *between)
         for output in result.outputs:
             output.logprobs[:] = np.nextafter(output.logprobs, np.float32(9))
         return result
@@ -162,7 +162,7 @@ def test_other_bits_are_flagged_and_the_client_keeps_what_it_has(tmp_path: Path)
 class Forgetful(Counting):
     """A device that cannot do again what it did."""
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         raise RuntimeError("out of order")
 
 
@@ -231,9 +231,9 @@ def test_a_small_device_does_again_what_it_did_in_the_same_halves(tmp_path: Path
         def __init__(self) -> None:
             super().__init__(memory_tokens=32)
 
-        def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-            lengths.extend(len(batch.tokens) for batch in unit.batches)
-            return super().forward_backward(unit, *between)
+        def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+            lengths.extend(len(micro_batch.tokens) for micro_batch in batch.micro_batches)
+            return super().forward_backward(batch, *between)
 
     async def scenario(bench: Bench) -> None:
         await bench.kill()
@@ -281,7 +281,7 @@ def test_what_is_done_again_is_noted_as_the_request_that_needs_it(tmp_path: Path
 class Dying(Counting):
     """A device that fails for good at the first gradient."""
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         raise DeviceFailed("the device failed: it fell off the bus")
 
 
@@ -319,8 +319,8 @@ def test_a_point_that_cannot_be_written_costs_nothing_but_replay(
 
     async def scenario(bench: Bench) -> None:
         await bench.kill()
-        operations = JobExecutor(bench.backend, FileStore(tmp_path / "files", fs))
-        worker = Worker(bench.line.connect, operations, FAKE_INFO, name="worker", policy=OFTEN)
+        executor = JobExecutor(bench.backend, FileStore(tmp_path / "files", fs))
+        worker = Worker(bench.line.connect, executor, FAKE_INFO, name="worker", policy=OFTEN)
         bench.task = asyncio.create_task(worker.run())
         fs.is_full = True
         await bench.ok(await bench.create("a"))
@@ -328,7 +328,7 @@ def test_a_point_that_cannot_be_written_costs_nothing_but_replay(
         await until(lambda: "was not written" in caplog.text)
         fs.is_full = False
         async with asyncio.timeout(TIMEOUT_S):
-            while not await worker.link.ask(lambda queue, epoch: queue.points(epoch, "a")):
+            while not await worker.session.call(lambda queue, epoch: queue.points(epoch, "a")):
                 await asyncio.sleep(0.02)
 
     run(tmp_path, scenario, OFTEN)

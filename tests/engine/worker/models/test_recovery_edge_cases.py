@@ -49,12 +49,12 @@ def test_a_model_that_cannot_be_created_again_is_lost_with_a_message(tmp_path: P
 
 def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
     """Else the requests whose logs share its units would be suspects as well, and end with it."""
-    units: list[set[str]] = []
+    batches: list[set[str]] = []
 
     class Recording(Counting):
-        def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-            units.append(set(unit.adapter_ids))
-            return super().forward_backward(unit, *between)
+        def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+            batches.append(set(batch.adapter_ids))
+            return super().forward_backward(batch, *between)
 
     async def scenario(bench: Bench) -> None:
         for model in "abc":
@@ -68,8 +68,8 @@ def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
         bench.start(Recording())
         for request in (suspect, *others):
             await bench.ok(request)
-        assert {"b", "c"} in units  # others share
-        assert all(unit == {"a"} for unit in units if "a" in unit)
+        assert {"b", "c"} in batches  # others share
+        assert all(batch == {"a"} for batch in batches if "a" in batch)
 
     run(tmp_path, scenario, NEVER)
 
@@ -78,10 +78,10 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
     """Requests that change nothing are not done again, but count for a point's position."""
 
     class Slow(Counting):
-        def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-            if unit.adapter_ids[0] == "b":
+        def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+            if batch.adapter_ids[0] == "b":
                 time.sleep(0.6)  # a point of "a" comes before the step that waits
-            return super().forward_backward(unit, *between)
+            return super().forward_backward(batch, *between)
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
@@ -137,10 +137,10 @@ class Full(Counting):
         self._check("loading", adapter_id)
         super().load_adapter(adapter_id, state)
 
-    def forward_backward(self, unit: TrainBatch, *between: Any) -> TrainResult:
-        for adapter_id in unit.adapter_ids:
+    def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
+        for adapter_id in batch.adapter_ids:
             self._check("a gradient", adapter_id)
-        return super().forward_backward(unit, *between)
+        return super().forward_backward(batch, *between)
 
 
 @pytest.mark.parametrize("what", ["creating", "loading", "a gradient"])
@@ -176,7 +176,9 @@ class LowRanks(Counting):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lattice = StaticShapes(64, block=8, chunk=16, tokens=256, rank_classes=(2,))
+        self._static_shapes = StaticShapes(
+            64, block=8, chunk=16, requested_tokens=256, rank_buckets=(2,)
+        )
 
 
 class Refusing(Counting):

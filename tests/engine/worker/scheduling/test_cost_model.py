@@ -8,7 +8,7 @@ from tuneserve_engine.core.jobs import Job, JobKind, SampleCommand, encode
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.scheduling.cost_model import CostModel, TimeEstimator
 
-COSTS = CostModel(StaticShapes(256, block=16, chunk=64), context=256, lanes=4)
+COSTS = CostModel(StaticShapes(256, block=16, chunk=64), context=256, decode_slots=4)
 """Each gradient takes blocks of 16 tokens, a unit chunks of 64; capacities are 64, 128 and 256."""
 
 
@@ -27,7 +27,7 @@ def sample(prompt: int, max_tokens: int | None, num_samples: int = 1) -> Job:
 
 
 def together(*jobs: Job) -> float:
-    return COSTS.of_unit([COSTS.of(job) for job in jobs])
+    return COSTS.batch_cost([COSTS.job_cost(job) for job in jobs])
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_gradients_take_the_chunks_that_their_blocks_fill(
 
 
 def test_a_gradient_is_charged_for_its_own_blocks() -> None:
-    assert [COSTS.of(gradient(*n)).work for n in ([10], [10, 10], [60] * 3)] == [32, 48, 208]
+    assert [COSTS.job_cost(gradient(*n)).work for n in ([10], [10, 10], [60] * 3)] == [32, 48, 208]
 
 
 def test_samples_cost_what_they_read_and_may_write() -> None:
     assert together(sample(32, 100)) == 1 + 100
     assert together(*[sample(32, 100)] * 5) == 5 + 500
-    assert COSTS.of(sample(64, 100, num_samples=4)).work == 2 + 400
-    assert [COSTS.of(sample(9, 9, num_samples=n)).sequences for n in (1, 7)] == [1, 7]
+    assert COSTS.job_cost(sample(64, 100, num_samples=4)).work == 2 + 400
+    assert [COSTS.job_cost(sample(9, 9, num_samples=n)).sequences for n in (1, 7)] == [1, 7]
 
 
 def test_a_sample_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
@@ -68,12 +68,12 @@ def test_a_sample_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
 
 
 def test_twice_as_many_sequences_are_on_their_way_as_there_are_lanes() -> None:
-    assert COSTS.places == TimeEstimator(COSTS).places == 8
+    assert COSTS.max_sequences == TimeEstimator(COSTS).max_sequences == 8
 
 
 def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
-    assert COSTS.shared(COSTS.of(gradient(10))) == 16 + 4 * 64
-    assert COSTS.shared(COSTS.of(gradient(200, 200))) == 16 + 7 * 64
+    assert COSTS.shared_budget(COSTS.job_cost(gradient(10))) == 16 + 4 * 64
+    assert COSTS.shared_budget(COSTS.job_cost(gradient(200, 200))) == 16 + 7 * 64
 
 
 @pytest.mark.parametrize(
@@ -98,31 +98,33 @@ def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
 def test_a_unit_of_gradients_leaves_what_would_have_a_chunk_of_its_own_and_not_fill_it(
     tokens: list[int], count: int
 ) -> None:
-    assert COSTS.full([COSTS.of(gradient(each)) for each in tokens]) == count
-    assert COSTS.full([COSTS.of(sample(each, 100)) for each in tokens]) == len(tokens)
+    assert COSTS.jobs_in_full_chunks([COSTS.job_cost(gradient(each)) for each in tokens]) == count
+    assert COSTS.jobs_in_full_chunks([COSTS.job_cost(sample(each, 100)) for each in tokens]) == len(
+        tokens
+    )
 
 
 @pytest.mark.parametrize("kind", list(JobKind))
 def test_a_job_that_makes_no_sense_costs_something(kind: JobKind) -> None:
     for payload in (b"", b"\xff\xff", encode(SampleCommand([], 1, num_samples=0, max_tokens=-5))):
-        cost = COSTS.of(Job("t", kind, "s", 0, payload))
+        cost = COSTS.job_cost(Job("t", kind, "s", 0, payload))
         assert cost.work > 0
-        assert COSTS.of_unit([cost]) > 0
-    assert COSTS.of(gradient(257)).work > 0
+        assert COSTS.batch_cost([cost]) > 0
+    assert COSTS.job_cost(gradient(257)).work > 0
 
 
 def test_estimates_follow_the_median_of_what_was_measured() -> None:
     estimates, job = TimeEstimator(COSTS), gradient(10)
-    assert estimates.unit_s([job]) is None
+    assert estimates.batch_s([job]) is None
     for seconds in (9.0, 0.1, 0.1, 0.3):
         estimates.learn([job], seconds)
-    assert estimates.unit_s([job]) == pytest.approx(0.1)
-    assert estimates.unit_s([gradient(65)]) == pytest.approx(0.1 * (16 + 128) / (16 + 64))
-    assert estimates.room_s(job) == pytest.approx(0.1)
+    assert estimates.batch_s([job]) == pytest.approx(0.1)
+    assert estimates.batch_s([gradient(65)]) == pytest.approx(0.1 * (16 + 128) / (16 + 64))
+    assert estimates.solo_s(job) == pytest.approx(0.1)
     for _ in range(8):
         estimates.learn([job], 2.0)
-    assert estimates.unit_s([job]) == pytest.approx(2.0)
-    assert estimates.unit_s([sample(1, 1)]) is None
+    assert estimates.batch_s([job]) == pytest.approx(2.0)
+    assert estimates.batch_s([sample(1, 1)]) is None
 
 
 @pytest.mark.parametrize(("tokens", "is_long"), [(64, False), (256, False), (257, True)])
@@ -149,7 +151,7 @@ def test_samples_are_charged_and_learned_by_what_was_done_for_them() -> None:
     assert estimates.shares([one, other], {"a": 6.0, "b": 2.0}) == [0.75, 0.25]
     assert estimates.shares([one, other], {"a": 0.0, "b": 0.0}) == [0.5, 0.5]
     estimates.learn([one, other], 0.5, {"a": 6.0, "b": 4.0})
-    assert estimates.unit_s([one]) == pytest.approx(101 * 0.05)
+    assert estimates.batch_s([one]) == pytest.approx(101 * 0.05)
 
 
 def test_jobs_of_a_unit_share_its_time_by_their_work() -> None:

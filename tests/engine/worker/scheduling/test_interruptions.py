@@ -18,19 +18,19 @@ ids = count()
 
 
 @pytest.fixture
-def units(batch_of: Any, unit_of: Any, datum: Any) -> Callable[..., TrainBatch]:
-    """``units("a", "b")``: a request of each of these adapters, in three micro-batches; of many
+def batches(micro_batch_of: Any, batch_of: Any, datum: Any) -> Callable[..., TrainBatch]:
+    """``batches("a", "b")``: a request of each of these adapters, in three micro-batches; of many
     adapters, each request in one of them."""
 
     def make(*names: str, forward_only: bool = False) -> TrainBatch:
         requests = range(len(names))
         batches = [
-            batch_of(
+            micro_batch_of(
                 *((i, datum(number + i, 7)) for i in requests if i % 3 == number or len(names) < 9)
             )
             for number in range(3)
         ]
-        return unit_of(names, batches, forward_only=forward_only)
+        return batch_of(names, batches, forward_only=forward_only)
 
     return make
 
@@ -48,36 +48,36 @@ def bits(result: TrainResult) -> list[bytes]:
 
 
 def assert_undisturbed(
-    backend: JaxBackend, units: Callable[..., TrainBatch], disturbed: str, config: AdapterConfig
+    backend: JaxBackend, batches: Callable[..., TrainBatch], disturbed: str, config: AdapterConfig
 ) -> None:
     """An adapter of the same seed and requests, which nothing came in between of, is the same."""
     (alone,) = adapters(backend, config)
-    backend.forward_backward(units(alone))
+    backend.forward_backward(batches(alone))
     assert_same(state_of(backend, disturbed), state_of(backend, alone))
 
 
 @pytest.mark.parametrize("other", [CONFIG, WIDE], ids=["one rank class", "two rank classes"])
 @pytest.mark.parametrize("is_crowded", [False, True], ids=["free slots", "all slots taken"])
 def test_units_in_between_change_no_bit_and_none_of_theirs_changes(
-    backend: JaxBackend, units: Callable[..., TrainBatch], other: AdapterConfig, is_crowded: bool
+    backend: JaxBackend, batches: Callable[..., TrainBatch], other: AdapterConfig, is_crowded: bool
 ) -> None:
-    slots = backend.lattice.slots(backend.lattice.rank_class(other.rank))
+    slots = backend.static_shapes.slots(backend.static_shapes.rank_bucket(other.rank))
     (long,) = adapters(backend, CONFIG)
     short = adapters(backend, *[other] * (slots if is_crowded else 1))
-    want = bits(backend.forward_backward(units(*adapters(backend, CONFIG))))
+    want = bits(backend.forward_backward(batches(*adapters(backend, CONFIG))))
     nested = []
 
     def between() -> None:
         if not nested:
-            nested.append(backend.forward_backward(units(*short)))
+            nested.append(backend.forward_backward(batches(*short)))
         else:
-            backend.forward_backward(units(*short, forward_only=True))
+            backend.forward_backward(batches(*short, forward_only=True))
             backend.adapter_state(long, optimizer=True)
 
-    assert bits(backend.forward_backward(units(long), between)) == want
-    assert_undisturbed(backend, units, long, CONFIG)
+    assert bits(backend.forward_backward(batches(long), between)) == want
+    assert_undisturbed(backend, batches, long, CONFIG)
     alone = adapters(backend, *[other] * len(short))
-    assert bits(backend.forward_backward(units(*alone))) == bits(nested[0])
+    assert bits(backend.forward_backward(batches(*alone))) == bits(nested[0])
     for mine, its in zip(short, alone, strict=True):
         assert_same(state_of(backend, mine), state_of(backend, its))
     step(backend, long)
@@ -85,7 +85,7 @@ def test_units_in_between_change_no_bit_and_none_of_theirs_changes(
 
 
 def test_a_unit_in_between_has_others_in_between_itself(
-    backend: JaxBackend, units: Callable[..., TrainBatch]
+    backend: JaxBackend, batches: Callable[..., TrainBatch]
 ) -> None:
     names = adapters(backend, *[CONFIG] * 4)
 
@@ -94,29 +94,29 @@ def test_a_unit_in_between_has_others_in_between_itself(
             return
         calls = count()
         between = lambda: run(depth + 1) if next(calls) == 0 else None  # noqa: E731
-        backend.forward_backward(units(names[depth]), between)
+        backend.forward_backward(batches(names[depth]), between)
 
     run(0)
     for name in names:
-        assert_undisturbed(backend, units, name, CONFIG)
+        assert_undisturbed(backend, batches, name, CONFIG)
 
 
 def test_a_step_that_pages_out_the_running_adapter_changes_no_bit_of_it(
-    backend: JaxBackend, units: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+    backend: JaxBackend, batches: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long, short = adapters(backend, CONFIG, CONFIG)
-    backend.forward_backward(units(short))
-    monkeypatch.setattr(backend._pager, "_device_limit", 1)
-    paged_out = backend._pager.paged_out
-    backend.forward_backward(units(long), lambda: step(backend, short) and None)
-    assert backend._pager.paged_out > paged_out + 1
-    assert_undisturbed(backend, units, long, CONFIG)
+    backend.forward_backward(batches(short))
+    monkeypatch.setattr(backend._adapters, "_device_limit", 1)
+    evictions = backend._adapters.evictions
+    backend.forward_backward(batches(long), lambda: step(backend, short) and None)
+    assert backend._adapters.evictions > evictions + 1
+    assert_undisturbed(backend, batches, long, CONFIG)
 
 
 @pytest.mark.parametrize("failures", [1, 9])
 def test_a_unit_whose_gradients_are_lost_with_one_in_between_begins_anew(
     backend: JaxBackend,
-    units: Callable[..., TrainBatch],
+    batches: Callable[..., TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
     failures: int,
 ) -> None:
@@ -130,10 +130,10 @@ def test_a_unit_whose_gradients_are_lost_with_one_in_between_begins_anew(
         with monkeypatch.context() as patch:
             break_program(backend, "_train", patch, after=0)
             with pytest.raises(OutOfMemory):
-                backend.forward_backward(units(short))
+                backend.forward_backward(batches(short))
 
-    backend.forward_backward(units(long), between)
+    backend.forward_backward(batches(long), between)
     assert next(calls) >= min(failures, 3)
-    assert_undisturbed(backend, units, long, CONFIG)
-    backend.forward_backward(units(short))
-    assert_undisturbed(backend, units, short, CONFIG)
+    assert_undisturbed(backend, batches, long, CONFIG)
+    backend.forward_backward(batches(short))
+    assert_undisturbed(backend, batches, short, CONFIG)

@@ -30,50 +30,50 @@ def behind(first: list[Job], then: list[Job]) -> list[Job]:
     return [replace(job, release=job.release + len(first)) for job in then]
 
 
-def under_way(jobs: list[Job], *left: int) -> list[RunningSample]:
+def running_samples(jobs: list[Job], *left: int) -> list[RunningSample]:
     return [RunningSample(job, count) for job, count in zip(jobs, left, strict=True)]
 
 
 def four_lanes() -> Scheduler:
     """Eight places: a free lane has the next at once."""
-    return Scheduler(unit_s=0.1, costs=CostModel(lanes=4))
+    return Scheduler(batch_s=0.1, costs=CostModel(decode_slots=4))
 
 
 def test_samples_begin_as_long_as_there_are_places() -> None:
     jobs = samples(*[("a", 1)] * 20)
-    assert four_lanes().next_unit(jobs) == jobs[:8]
+    assert four_lanes().next_batch(jobs) == jobs[:8]
     wide = samples(*[("a", 3)] * 20)
-    assert four_lanes().next_unit(wide) == wide[:3]  # the last of nine waits for a place
+    assert four_lanes().next_batch(wide) == wide[:3]  # the last of nine waits for a place
     huge = samples(("a", 100), ("a", 1))
-    assert four_lanes().next_unit(huge) == huge[:1]
+    assert four_lanes().next_batch(huge) == huge[:1]
 
 
 def test_those_under_way_go_on_together_and_others_join_as_sequences_end() -> None:
     jobs = samples(*[("a", 2)] * 6)
     device = four_lanes()
-    assert device.next_unit(jobs) == jobs[:4]
-    assert device.next_unit(jobs[4:], under_way(jobs[:4], 2, 2, 2, 2)) == jobs[:4]
-    assert device.next_unit(jobs[4:], under_way(jobs[:4], 2, 2, 2, 1)) == jobs[:5]
-    assert device.next_unit(jobs[4:], under_way(jobs[2:4], 1, 1)) == jobs[2:]
-    assert device.next_unit([], under_way(jobs[:1], 1)) == jobs[:1]
+    assert device.next_batch(jobs) == jobs[:4]
+    assert device.next_batch(jobs[4:], running_samples(jobs[:4], 2, 2, 2, 2)) == jobs[:4]
+    assert device.next_batch(jobs[4:], running_samples(jobs[:4], 2, 2, 2, 1)) == jobs[:5]
+    assert device.next_batch(jobs[4:], running_samples(jobs[2:4], 1, 1)) == jobs[2:]
+    assert device.next_batch([], running_samples(jobs[:1], 1)) == jobs[:1]
 
 
 def test_places_go_to_whoever_used_the_device_least() -> None:
     jobs = samples(*[("a", 1)] * 8, *[("b", 1)] * 8)
     device = four_lanes()
-    assert device.next_unit(jobs) == [*jobs[:4], *jobs[8:12]]
+    assert device.next_batch(jobs) == [*jobs[:4], *jobs[8:12]]
     device.charge(jobs[8:12], 0.04, {job.request_id: 1000.0 for job in jobs[8:12]})
-    assert device.next_unit(jobs) == jobs[:9]  # the first of a tenant always finds a place
-    gold = Scheduler({"a": 3.0}, unit_s=0.1, costs=CostModel(lanes=4))
-    assert gold.next_unit(jobs) == [*jobs[:6], *jobs[8:10]]
+    assert device.next_batch(jobs) == jobs[:9]  # the first of a tenant always finds a place
+    gold = Scheduler({"a": 3.0}, batch_s=0.1, costs=CostModel(decode_slots=4))
+    assert gold.next_batch(jobs) == [*jobs[:6], *jobs[8:10]]
 
 
 def test_a_tenant_that_has_none_under_way_need_not_wait_for_a_place() -> None:
     flood = samples(*[("a", 4)] * 9)
     light = behind(flood, samples(("b", 1), ("b", 1)))
     device = four_lanes()
-    begun = under_way(flood[:2], 4, 4)
-    assert device.next_unit([*flood[2:], *light], begun) == [*flood[:2], light[0]]
+    begun = running_samples(flood[:2], 4, 4)
+    assert device.next_batch([*flood[2:], *light], begun) == [*flood[:2], light[0]]
 
 
 def test_what_workers_may_have_died_of_runs_apart() -> None:
@@ -82,13 +82,15 @@ def test_what_workers_may_have_died_of_runs_apart() -> None:
     once = behind(fresh, samples(("c", 1), ("d", 1), attempts=1))
     twice = behind([*fresh, *once], samples(("e", 1), ("f", 1), attempts=2))
     device = four_lanes()
-    assert device.next_unit([*fresh, *once, *twice]) == fresh
-    assert device.next_unit([*once, *twice]) == once
-    assert device.next_unit(twice) == twice[:1]
+    assert device.next_batch([*fresh, *once, *twice]) == fresh
+    assert device.next_batch([*once, *twice]) == once
+    assert device.next_batch(twice) == twice[:1]
     # Nothing else begins until those under way have ended: else the others never would.
-    assert device.next_unit([*samples(("g", 1)), *once], under_way(fresh[:1], 1)) == fresh[:1]
-    assert device.next_unit(once[1:], under_way(once[:1], 1)) == once
-    assert device.next_unit(twice[1:], under_way(twice[:1], 1)) == twice[:1]
+    assert (
+        device.next_batch([*samples(("g", 1)), *once], running_samples(fresh[:1], 1)) == fresh[:1]
+    )
+    assert device.next_batch(once[1:], running_samples(once[:1], 1)) == once
+    assert device.next_batch(twice[1:], running_samples(twice[:1], 1)) == twice[:1]
 
 
 def test_samples_that_find_no_place_do_not_hold_up_others() -> None:
@@ -98,24 +100,24 @@ def test_samples_that_find_no_place_do_not_hold_up_others() -> None:
     device = four_lanes()
     for tenant, seconds in (("a", 3.0), ("c", 2.0)):
         device.charge(pending((tenant, SAVE)), seconds)
-    begun = under_way([flood[0], flood[2]], 8, 8)
-    assert device.next_unit([flood[1], flood[3], *gradient], begun) == [flood[0], flood[2]]
+    begun = running_samples([flood[0], flood[2]], 8, 8)
+    assert device.next_batch([flood[1], flood[3], *gradient], begun) == [flood[0], flood[2]]
     device.charge([flood[0], flood[2]], 5.0, {flood[0].request_id: 1.0, flood[2].request_id: 1.0})
-    assert device.next_unit([flood[1], flood[3], *gradient], begun) == gradient
+    assert device.next_batch([flood[1], flood[3], *gradient], begun) == gradient
 
 
 def test_sampling_and_training_of_one_tenant_get_equal_parts() -> None:
     (sample,) = samples(("a", 1))
     gradients = behind([sample], pending(("a", GRADIENT), ("a2", GRADIENT)))
     device = four_lanes()
-    begun, done = under_way([sample], 1), {"sampling": 0.0, "training": 0.0}
+    begun, done = running_samples([sample], 1), {"sampling": 0.0, "training": 0.0}
     for _ in range(200):
-        unit = device.next_unit(gradients, begun)
-        if unit == [sample]:
-            device.charge(unit, 0.03, {sample.request_id: 4.0})
+        batch = device.next_batch(gradients, begun)
+        if batch == [sample]:
+            device.charge(batch, 0.03, {sample.request_id: 4.0})
             done["sampling"] += 0.03
         else:
-            device.charge(unit, 0.5)
+            device.charge(batch, 0.5)
             done["training"] += 0.5
         assert abs(done["sampling"] - done["training"]) <= 0.5 + 1e-9
 
@@ -125,24 +127,26 @@ def test_between_micro_batches_samples_go_on_until_they_have_had_as_much() -> No
     mine, others = samples(("a", 1), ("b", 1))
     for sample in (mine, others):
         device = four_lanes()
-        begun = under_way([sample], 1)
-        assert device.between([Running(training, 0.0, 0.0)], [], []) == []
+        begun = running_samples([sample], 1)
+        assert device.interrupting_batch([Running(training, 0.0, 0.0)], [], []) == []
         slices = 0
-        while device.between([Running(training, 1.0, 1.0)], [], begun):
+        while device.interrupting_batch([Running(training, 1.0, 1.0)], [], begun):
             device.charge([sample], 0.1, {sample.request_id: 1.0})
             slices += 1
         assert 10 <= slices <= 11
-        assert device.between([Running(training, 2.0, 2.0)], [], begun) == [sample]
+        assert device.interrupting_batch([Running(training, 2.0, 2.0)], [], begun) == [sample]
     asked = pending(("c", SAMPLE))
-    assert device.between([Running(training, 1.2, 1.2)], asked, begun)[0].tenant == "c"
+    assert device.interrupting_batch([Running(training, 1.2, 1.2)], asked, begun)[0].tenant == "c"
 
 
 @pytest.mark.parametrize("weight", [0.5, 2.0])
 def test_between_micro_batches_weights_count(weight: float) -> None:
     training, (sample,) = pending(("a", GRADIENT)), samples(("b", 1))
-    device = Scheduler({"b": weight}, unit_s=0.1)
+    device = Scheduler({"b": weight}, batch_s=0.1)
     slices = 0
-    while device.between([Running(training, 1.0, 1.0)], [], under_way([sample], 1)):
+    while device.interrupting_batch(
+        [Running(training, 1.0, 1.0)], [], running_samples([sample], 1)
+    ):
         device.charge([sample], 0.1, {sample.request_id: 1.0})
         slices += 1
     assert weight * 10 <= slices <= weight * 10 + 1
@@ -152,14 +156,14 @@ def test_who_waits_for_a_lane_does_not_keep_others_from_the_device_for_that() ->
     """Three tenants sample, two lanes hold two of them, and a fourth trains."""
     jobs = samples(("a", 1), ("b", 1), ("c", 1))
     training = behind(jobs, pending(("d", GRADIENT)))
-    device = Scheduler(unit_s=0.03, costs=CostModel(lanes=2))
-    begun = under_way(jobs, 1, 1, 1)
+    device = Scheduler(batch_s=0.03, costs=CostModel(decode_slots=2))
+    begun = running_samples(jobs, 1, 1, 1)
     trained = 0
     for _ in range(300):
-        unit = device.next_unit(training, begun)
-        trained += unit == training
+        batch = device.next_batch(training, begun)
+        trained += batch == training
         work = {job.request_id: 4.0 for job in jobs[:2]} | {jobs[2].request_id: 0.0}
-        device.charge(unit, 0.03, work if unit == jobs else None)
+        device.charge(batch, 0.03, work if batch == jobs else None)
     assert 75 <= trained <= 150  # a fourth by tenants, a half at most
 
 
@@ -170,4 +174,4 @@ def test_a_suspect_whose_tenant_may_not_begin_holds_up_nobody() -> None:
     device.charge(fresh[:1], 0.1, {fresh[0].request_id: 4.0})
     for _ in range(9):
         device.charge(pending(("b", SAVE)), 1.0)
-    assert device.next_unit([fresh[1], *suspect], under_way(fresh[:1], 1)) == fresh
+    assert device.next_batch([fresh[1], *suspect], running_samples(fresh[:1], 1)) == fresh

@@ -38,7 +38,7 @@ def pending(*jobs: tuple[str, JobKind] | tuple[str, JobKind, int]) -> list[Job]:
 def scheduler(used: dict[str, float] | None = None, *, fast: bool = True) -> Scheduler:
     """One that knows every kind to be fast, so that time limits no unit; its tenants used the
     device for so many seconds."""
-    device = Scheduler(unit_s=10.0)
+    device = Scheduler(batch_s=10.0)
     for kind in JobKind:
         device.charge(pending(("z", kind, 1000)), 1e-6 if fast else 1.0)
     for tenant, seconds in (used or {}).items():
@@ -46,58 +46,58 @@ def scheduler(used: dict[str, float] | None = None, *, fast: bool = True) -> Sch
     return device
 
 
-def unit(jobs: list[Job], used: dict[str, float] | None = None) -> list[int]:
+def batch(jobs: list[Job], used: dict[str, float] | None = None) -> list[int]:
     """The places of the next unit's jobs in the list."""
-    return [job.release for job in scheduler(used).next_unit(jobs)]
+    return [job.release for job in scheduler(used).next_batch(jobs)]
 
 
 def test_nothing_pending_gives_nothing() -> None:
-    assert Scheduler().next_unit([]) == []
+    assert Scheduler().next_batch([]) == []
 
 
 def test_a_run_of_gradients_of_one_model_shares_a_unit_up_to_the_step() -> None:
     jobs = pending(("a", GRADIENT), ("a", GRADIENT), ("a", STEP), ("a", GRADIENT))
-    assert unit(jobs) == [0, 1]
-    assert unit(jobs[2:]) == [2]
-    assert unit(jobs[3:]) == [3]
+    assert batch(jobs) == [0, 1]
+    assert batch(jobs[2:]) == [2]
+    assert batch(jobs[3:]) == [3]
 
 
 def test_a_gradient_waits_for_the_step_before_it() -> None:
     jobs = pending(("a", STEP), ("a", GRADIENT), ("b", GRADIENT))
-    assert unit(jobs, {"a": 1.0, "b": 0.5}) == [0]
-    assert unit(with_fields(jobs, 0, attempts=1), {"a": 1.0, "b": 0.5}) == [2]
-    assert unit(jobs, {"a": 100.0, "b": 0.5}) == [2]
+    assert batch(jobs, {"a": 1.0, "b": 0.5}) == [0]
+    assert batch(with_fields(jobs, 0, attempts=1), {"a": 1.0, "b": 0.5}) == [2]
+    assert batch(jobs, {"a": 100.0, "b": 0.5}) == [2]
 
 
 @pytest.mark.parametrize("kind", [CREATE, SAVE, JobKind.LOAD_WEIGHTS, UNLOAD])
 def test_jobs_that_change_a_whole_model_run_alone(kind: JobKind) -> None:
-    assert unit(pending(("a", kind), ("b", kind), ("b", GRADIENT))) == [0]
+    assert batch(pending(("a", kind), ("b", kind), ("b", GRADIENT))) == [0]
 
 
 def test_steps_of_different_models_share_a_unit() -> None:
-    assert unit(pending(("a1", STEP), ("b1", STEP), ("a2", STEP), ("a1", STEP))) == [0, 1, 2]
+    assert batch(pending(("a1", STEP), ("b1", STEP), ("a2", STEP), ("a1", STEP))) == [0, 1, 2]
 
 
 def test_samples_wait_for_no_model() -> None:
     jobs = pending(("a", CREATE), ("a", SAMPLE), ("b", SAMPLE))
-    assert unit(jobs, {"a": 2.0, "b": 1.0}) == [1, 2]
+    assert batch(jobs, {"a": 2.0, "b": 1.0}) == [1, 2]
 
 
 def test_gradients_of_all_tenants_share_a_unit_in_release_order() -> None:
     jobs = pending(("c", GRADIENT), ("a", GRADIENT), ("b", GRADIENT), ("a", GRADIENT))
-    assert unit(jobs, {"a": 3.0, "b": 9.0, "c": 5.0}) == [0, 1, 2, 3]
+    assert batch(jobs, {"a": 3.0, "b": 9.0, "c": 5.0}) == [0, 1, 2, 3]
 
 
 def test_the_tenant_that_used_the_least_decides_the_kind() -> None:
     jobs = pending(("a", GRADIENT), ("b", SAMPLE), ("c", GRADIENT))
-    assert unit(jobs) == [0, 2]  # nobody used anything: the oldest
-    assert unit(jobs, {"a": 2.0, "b": 1.0, "c": 2.0}) == [1]
-    assert unit(jobs, {"a": 2.0, "b": 3.0, "c": 1.0}) == [0, 2]
+    assert batch(jobs) == [0, 2]  # nobody used anything: the oldest
+    assert batch(jobs, {"a": 2.0, "b": 1.0, "c": 2.0}) == [1]
+    assert batch(jobs, {"a": 2.0, "b": 3.0, "c": 1.0}) == [0, 2]
 
 
 def test_steps_go_before_a_gradient_but_take_nobody_further_ahead_than_it_would() -> None:
     """So that the gradients behind them share its unit."""
-    device = Scheduler(unit_s=0.03)
+    device = Scheduler(batch_s=0.03)
     for _ in range(5):
         device.charge(gradients(("z", 4, 64)), 0.5)
     device.charge(pending(("z", STEP)), 0.003)
@@ -107,37 +107,37 @@ def test_steps_go_before_a_gradient_but_take_nobody_further_ahead_than_it_would(
     )
     behind = pending(*[("z", SAVE)] * 3, ("a", GRADIENT), ("b", GRADIENT))[3:]
     jobs = [first, *steps, *behind]
-    assert device.next_unit(jobs) == steps
-    assert device.next_unit([first, *steps]) == [first], "nothing would join it sooner"
+    assert device.next_batch(jobs) == steps
+    assert device.next_batch([first, *steps]) == [first], "nothing would join it sooner"
     device.charge(gradients(("a", 4, 64)), 0.3)  # the first gradient would take 0.5 s
-    assert device.next_unit(jobs) == steps[1:]
-    assert device.next_unit([first, steps[0], behind[0]]) == steps[:1]
+    assert device.next_batch(jobs) == steps[1:]
+    assert device.next_batch([first, steps[0], behind[0]]) == steps[:1]
     device.charge(gradients(("a", 4, 64)), 0.4)
-    assert device.next_unit([first, steps[0], behind[0]]) == [first]
+    assert device.next_batch([first, steps[0], behind[0]]) == [first]
 
 
 def test_a_tenants_steps_do_not_keep_its_own_gradient_waiting_for_ever() -> None:
     """One model's steps come as fast as they are done; another's gradient was there before."""
     device = scheduler()
     jobs = pending(("a1", GRADIENT), ("a2", STEP), ("a2", GRADIENT), ("a2", STEP), ("a2", GRADIENT))
-    assert device.next_unit(jobs) == jobs[1:2]
-    assert device.next_unit([jobs[0], *jobs[2:]]) == [jobs[0], jobs[2]]
+    assert device.next_batch(jobs) == jobs[1:2]
+    assert device.next_batch([jobs[0], *jobs[2:]]) == [jobs[0], jobs[2]]
     flood = pending(("a1", GRADIENT), *[("a2", STEP)] * 50)
-    assert device.next_unit(flood) == flood[:1]
+    assert device.next_batch(flood) == flood[:1]
 
 
 def test_one_tenants_backlog_leaves_room_for_the_others() -> None:
     jobs = pending(*[("a", GRADIENT)] * 50, ("b", GRADIENT), ("c", GRADIENT))
-    assert unit(jobs) == [*range(MAX_JOBS - 2), 50, 51]
-    assert unit(jobs[MAX_JOBS:], {"a": 1.0}) == [*range(32, 52)]
-    assert unit(jobs, {"a": 1.0, "b": 1.0, "c": 2.0}) == [*range(MAX_JOBS - 1), 50]
+    assert batch(jobs) == [*range(MAX_JOBS - 2), 50, 51]
+    assert batch(jobs[MAX_JOBS:], {"a": 1.0}) == [*range(32, 52)]
+    assert batch(jobs, {"a": 1.0, "b": 1.0, "c": 2.0}) == [*range(MAX_JOBS - 1), 50]
 
 
 def test_a_unit_has_a_limit_of_bytes_and_a_larger_job_runs_alone() -> None:
     half = MAX_BYTES // 2
     jobs = pending(("a", GRADIENT, half), ("b", GRADIENT, half), ("c", GRADIENT, 1))
-    assert unit(jobs) == [0, 1]
-    assert unit(pending(("a", GRADIENT, 3 * MAX_BYTES), ("b", GRADIENT, 1))) == [0]
+    assert batch(jobs) == [0, 1]
+    assert batch(pending(("a", GRADIENT, 3 * MAX_BYTES), ("b", GRADIENT, 1))) == [0]
 
 
 def test_a_job_that_found_no_room_is_not_overtaken_by_its_tenant() -> None:
@@ -146,7 +146,7 @@ def test_a_job_that_found_no_room_is_not_overtaken_by_its_tenant() -> None:
         *[("b", GRADIENT, 20), ("b", GRADIENT, 1), ("b2", GRADIENT, 1)],
         ("c", GRADIENT, 1),
     )
-    assert unit(jobs) == [0, 4]
+    assert batch(jobs) == [0, 4]
 
 
 def with_fields(jobs: list[Job], at: int, **fields: int) -> list[Job]:
@@ -160,22 +160,22 @@ def test_a_suspect_and_a_job_too_large_for_the_device_run_alone(
 ) -> None:
     jobs = pending(*[(name, kind) for name in "abcd"])
     suspect = with_fields(jobs, 1, **fields)
-    assert unit(suspect) == [0, 2, 3]
-    assert unit(suspect, {"a": 2.0, "b": 1.0, "c": 2.0, "d": 2.0}) == [1]
-    assert unit(with_fields(jobs, 0, **fields)) == [0]
+    assert batch(suspect) == [0, 2, 3]
+    assert batch(suspect, {"a": 2.0, "b": 1.0, "c": 2.0, "d": 2.0}) == [1]
+    assert batch(with_fields(jobs, 0, **fields)) == [0]
 
 
 def test_a_suspect_is_not_overtaken_by_the_gradients_behind_it() -> None:
     jobs = with_fields(pending(*[("a", GRADIENT)] * 4), 1, attempts=1)
-    chosen = [unit(jobs), unit(jobs[1:]), unit(jobs[2:])]
+    chosen = [batch(jobs), batch(jobs[1:]), batch(jobs[2:])]
     assert chosen == [[0], [1], [2, 3]]
 
 
 def test_the_first_job_of_a_kind_runs_alone_because_nobody_knows_how_long_it_takes() -> None:
-    device, jobs = Scheduler(unit_s=1.0), pending(*[(name, GRADIENT) for name in "abc"])
-    assert device.next_unit(jobs) == jobs[:1]
+    device, jobs = Scheduler(batch_s=1.0), pending(*[(name, GRADIENT) for name in "abc"])
+    assert device.next_batch(jobs) == jobs[:1]
     device.charge(jobs[:1], 0.1)
-    assert device.next_unit(jobs[1:]) == jobs[1:]
+    assert device.next_batch(jobs[1:]) == jobs[1:]
 
 
 def gradients(*asked: tuple[str, int, int]) -> list[Job]:
@@ -192,52 +192,52 @@ def gradients(*asked: tuple[str, int, int]) -> list[Job]:
 
 
 def test_a_unit_takes_no_more_jobs_than_its_time_allows() -> None:
-    device = Scheduler(unit_s=1.0)
+    device = Scheduler(batch_s=1.0)
     device.charge(gradients(("z", 1, 512)), 0.3)
     jobs = gradients(*[(name, 1, 512) for name in "abcde"])
-    assert device.next_unit(jobs) == jobs[:3]
+    assert device.next_batch(jobs) == jobs[:3]
     long = gradients(("a", 1, 4096), ("b", 1, 10))
-    assert device.next_unit(long) == long[:1]
+    assert device.next_batch(long) == long[:1]
 
 
 def test_gradients_that_fill_the_rest_of_anothers_chunk_join_whatever_its_time() -> None:
     """Four blocks of 64 tokens are computed together, and each request has one."""
-    device = Scheduler(unit_s=0.01)
+    device = Scheduler(batch_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[("a", 2, 32)] * 5)
-    assert device.next_unit(jobs) == jobs[:4]
+    assert device.next_batch(jobs) == jobs[:4]
 
 
 def test_small_gradients_of_other_tenants_share_four_chunks() -> None:
     """Whatever their time: 16 blocks of 64 tokens, of which each tenant's share is one request."""
-    device = Scheduler(unit_s=0.01)
+    device = Scheduler(batch_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(str(tenant), 2, 32) for tenant in range(20)])
     jobs = [replace(job, tenant=job.scope) for job in jobs]
-    assert device.next_unit(jobs) == jobs[:16]
+    assert device.next_batch(jobs) == jobs[:16]
     crowd = gradients(*[("a", 2, 32)] * 20, ("b", 2, 32))
-    assert device.next_unit(crowd) == [*crowd[:3], crowd[20]]
+    assert device.next_batch(crowd) == [*crowd[:3], crowd[20]]
 
 
 def test_a_unit_is_shared_by_as_many_as_a_pass_has_slots_for() -> None:
-    device = Scheduler(unit_s=0.01, costs=CostModel(StaticShapes(4096, request_slots=6)))
+    device = Scheduler(batch_s=0.01, costs=CostModel(StaticShapes(4096, request_slots=6)))
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(str(tenant), 2, 32) for tenant in range(20)])
     jobs = [replace(job, tenant=job.scope) for job in jobs]
-    assert len(device.next_unit(jobs)) == 4  # two more would have a chunk half empty
-    assert len(device.next_unit(jobs[:6])) == 6
+    assert len(device.next_batch(jobs)) == 4  # two more would have a chunk half empty
+    assert len(device.next_batch(jobs[:6])) == 6
 
 
 def test_what_would_begin_a_chunk_and_not_fill_it_waits_for_company_if_there_is_other_work() -> (
     None
 ):
-    device = Scheduler(unit_s=0.01)
+    device = Scheduler(batch_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(str(tenant), 1, 128) for tenant in range(7)])
     jobs = [replace(job, tenant=job.scope) for job in jobs]
-    assert device.next_unit(jobs) == jobs
+    assert device.next_batch(jobs) == jobs
     other = with_fields(pending(("y", SAVE)), 0, release=99)
-    assert device.next_unit([*jobs, *other]) == jobs[:6]
+    assert device.next_batch([*jobs, *other]) == jobs[:6]
 
 
 def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
@@ -246,24 +246,24 @@ def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
     class Counting(CostModel):
         asked = 0
 
-        def of_unit(self, costs: Sequence[Cost]) -> float:
+        def batch_cost(self, costs: Sequence[Cost]) -> float:
             self.asked += 1
-            return super().of_unit(costs)
+            return super().batch_cost(costs)
 
     costs = Counting()
-    device = Scheduler(unit_s=1.0, costs=costs)
+    device = Scheduler(batch_s=1.0, costs=costs)
     device.charge(gradients(("z", 1, 1024)), 0.6)
     jobs = gradients(*[(str(tenant), 1, 1024) for tenant in range(1000)])
     jobs = [replace(job, tenant=job.scope) for job in jobs]
     costs.asked = 0
-    assert device.next_unit(jobs) == jobs[:1]
+    assert device.next_batch(jobs) == jobs[:1]
     assert costs.asked < 2 * MAX_JOBS
 
 
 def test_a_unit_that_had_to_compile_is_soon_forgotten() -> None:
-    device = Scheduler(unit_s=1.0)
+    device = Scheduler(batch_s=1.0)
     jobs = pending(*[(name, GRADIENT, 1000) for name in "abcdefgh"])
     device.charge(jobs[:1], 60.0)
-    assert len(device.next_unit(jobs[1:])) == 1
+    assert len(device.next_batch(jobs[1:])) == 1
     device.charge(jobs[1:2], 0.01)
-    assert len(device.next_unit(jobs[2:])) == 6
+    assert len(device.next_batch(jobs[2:])) == 6

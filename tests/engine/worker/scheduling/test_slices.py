@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.worker.execution.test_packing import BLOCK, LATTICE, pack_requests, runs
+from tests.engine.worker.execution.test_packing import BLOCK, STATIC_SHAPES, pack_requests, runs
 from tests.engine.worker.scheduling.test_fairness import GRADIENT, SAVE, STEP, Sizes
 from tuneserve_engine.core.jobs import Job
 from tuneserve_engine.worker.execution.packing import pack
@@ -39,9 +39,9 @@ class Device:
     def run_until(self, end: float) -> None:
         while self.now < end:
             self._arrive()
-            unit = self.scheduler.next_unit(self.pending)
-            if unit:
-                self._run(unit)
+            batch = self.scheduler.next_batch(self.pending)
+            if batch:
+                self._run(batch)
             else:
                 self.now = min([end, *(at for at, _ in self.coming)])
 
@@ -50,11 +50,11 @@ class Device:
         self.coming = [each for each in self.coming if each[0] > self.now]
         self.pending += [job for _, jobs in due for job in jobs]
 
-    def _run(self, unit: Sequence[Job]) -> None:
-        names = {job.request_id for job in unit}
+    def _run(self, batch: Sequence[Job]) -> None:
+        names = {job.request_id for job in batch}
         self.pending = [job for job in self.pending if job.request_id not in names]
-        left, used, began = sum(job.seq for job in unit) * TOKEN_S, [0.0], self.now
-        self.stack.append((list(unit), used, began))
+        left, used, began = sum(job.seq for job in batch) * TOKEN_S, [0.0], self.now
+        self.stack.append((list(batch), used, began))
         self.deepest = max(self.deepest, len(self.stack))
         while left > 0:
             seconds = min(left, SLICE_S)
@@ -65,14 +65,14 @@ class Device:
             while left > 0 and (between := self._between()):
                 self._run(between)
         self.stack.pop()
-        self.scheduler.charge(unit, used[0])
+        self.scheduler.charge(batch, used[0])
         self.done |= dict.fromkeys(names, self.now)
 
     def _between(self) -> list[Job]:
         running = [
-            Running(unit, used[0], self.now - began - used[0]) for unit, used, began in self.stack
+            Running(batch, used[0], self.now - began - used[0]) for batch, used, began in self.stack
         ]
-        return self.scheduler.between(running, self.pending, [])
+        return self.scheduler.interrupting_batch(running, self.pending, [])
 
 
 def job(tenant: str, tokens: int, model: str | None = None, kind: object = GRADIENT) -> Job:
@@ -180,21 +180,28 @@ def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -
 
     def blocks(most: int | None) -> list[list[bytes]]:
         found: list[list[bytes]] = [[] for _ in requests]
-        for unit in pack(requests, LATTICE, 0, lambda _: most):
-            for batch in unit.unit.batches:
+        for batch in pack(requests, STATIC_SHAPES, 0, lambda _: most):
+            for micro_batch in batch.batch.micro_batches:
                 if most is not None:
-                    owners = set(batch.block_request[: batch.blocks].tolist())
-                    whole = -(-most // LATTICE.chunk) * LATTICE.chunk  # a part costs as much
-                    assert batch.blocks * BLOCK <= whole or len(owners) == 1
-                for block in range(batch.blocks):
+                    owners = set(micro_batch.block_request[: micro_batch.blocks].tolist())
+                    whole = (
+                        -(-most // STATIC_SHAPES.chunk) * STATIC_SHAPES.chunk
+                    )  # a part costs as much
+                    assert micro_batch.blocks * BLOCK <= whole or len(owners) == 1
+                for block in range(micro_batch.blocks):
                     part = slice(block * BLOCK, (block + 1) * BLOCK)
-                    inside = (batch.tokens, batch.targets, batch.positions, batch.weights)
-                    member = unit.members[batch.block_request[block]]
+                    inside = (
+                        micro_batch.tokens,
+                        micro_batch.targets,
+                        micro_batch.positions,
+                        micro_batch.weights,
+                    )
+                    member = batch.members[micro_batch.block_request[block]]
                     found[member].append(b"".join(each[part].tobytes() for each in inside))
         return found
 
     assert blocks(tokens) == blocks(None)
-    assert len(runs(pack(requests, LATTICE, 0, lambda _: tokens))) == sum(
+    assert len(runs(pack(requests, STATIC_SHAPES, 0, lambda _: tokens))) == sum(
         len(each.data.data) for each in requests
     )
 

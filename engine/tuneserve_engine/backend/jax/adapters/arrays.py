@@ -3,7 +3,7 @@
 Arrays are made on the host and put on the device, so that not even the smallest program is compiled
 for a new rank.
 
-Dimension key: L layers, D inputs of a projection, F its outputs, r true rank, R rank class.
+Dimension key: L layers, D inputs of a projection, F its outputs, r true rank, R rank bucket.
 """
 
 import math
@@ -34,7 +34,7 @@ LORA = kinds.KINDS["lora"][""]
 
 
 class LoraWeights(NamedTuple):
-    """One adapter's pairs, or their moments or gradient, float32 and padded to the rank class.
+    """One adapter's pairs, or their moments or gradient, float32 and padded to the rank bucket.
 
     ``a[target]`` is [L, D, R] and ``b[target]`` is [L, R, F]; those of ``unembed`` have no L. All
     targets are present. The arrays of targets that the adapter does not train are zero. They stay
@@ -60,7 +60,7 @@ class TrainingAdapter:
 
     config: AdapterConfig
     shapes: TargetShapes
-    rank_class: int
+    rank_bucket: int
     weights: Weights
     first_moment: Weights
     second_moment: Weights
@@ -85,9 +85,9 @@ def target_shapes(config: ModelConfig) -> TargetShapes:
     return shapes | {UNEMBED: (config.hidden, config.vocab_size)}
 
 
-def adapter_bytes(shapes: TargetShapes, rank_class: int, kind: AdapterKind = LORA) -> int:
+def adapter_bytes(shapes: TargetShapes, rank_bucket: int, kind: AdapterKind = LORA) -> int:
     """Return an adapter's size on the device: weights, two moments and accumulator."""
-    return kinds.adapter_bytes(kind, shapes, rank_class)
+    return kinds.adapter_bytes(kind, shapes, rank_bucket)
 
 
 def new_state(
@@ -111,9 +111,9 @@ def initial_weights(
     return weights
 
 
-def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_class: int) -> TrainingAdapter:
+def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_bucket: int) -> TrainingAdapter:
     """Return a fresh LoRA on the device."""
-    return restored_adapter(new_state(config, shapes), shapes, rank_class)
+    return restored_adapter(new_state(config, shapes), shapes, rank_bucket)
 
 
 def exported(state: AdapterState, shapes: TargetShapes, frozen: FrozenOf) -> AdapterState:
@@ -146,7 +146,7 @@ def check_state(state: AdapterState, shapes: TargetShapes) -> None:
 def restored_adapter(
     state: AdapterState,
     shapes: TargetShapes,
-    rank_class: int,
+    rank_bucket: int,
     frozen: dict[str, SvdFactors] | None = None,
 ) -> TrainingAdapter:
     """Return the adapter of a saved state, on the device.
@@ -156,15 +156,15 @@ def restored_adapter(
     """
     check_state(state, shapes)
     has_stepped = state.step > 0 and bool(state.first_moment)
-    own = part_shapes(shapes, rank_class, kinds.kind_of(state.config))
+    own = part_shapes(shapes, rank_bucket, kinds.kind_of(state.config))
     adapter = TrainingAdapter(
         state.config,
         shapes,
-        rank_class,
+        rank_bucket,
         _to_device(state.weights, own),
         _to_device(state.first_moment if has_stepped else {}, own),
         _to_device(state.second_moment if has_stepped else {}, own),
-        _pairs_to_device(state.accumulator, shapes, rank_class),
+        _pairs_to_device(state.accumulator, shapes, rank_bucket),
         frozen=frozen,
         accumulated=bool(state.accumulator),
         step=state.step if has_stepped else 0,
@@ -175,13 +175,13 @@ def restored_adapter(
     return adapter
 
 
-def restored_weights(state: AdapterState, shapes: TargetShapes, rank_class: int) -> LoraWeights:
+def restored_weights(state: AdapterState, shapes: TargetShapes, rank_bucket: int) -> LoraWeights:
     """Return the pairs of a saved LoRA on the device; its moments are not loaded.
 
     Raises ``UserError`` with the tensor's name if the state does not fit this base model.
     """
     _check_tensors("weights", state.weights, _true_shapes(state.config, shapes, LORA))
-    weights = _pairs_to_device(state.weights, shapes, rank_class)
+    weights = _pairs_to_device(state.weights, shapes, rank_bucket)
     # Waits here: the caller may change the state after the return.
     return jax.block_until_ready(weights)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 class _CachedAdapter:
     """One adapter. It is in one of three places, or in none while it moves."""
 
-    rank_class: int
+    rank_bucket: int
     device_bytes: int
     is_sharing: bool = False  # whether it needs the decomposition of the base weights
     device: TrainingAdapter | None = None
@@ -49,14 +49,14 @@ class _CachedAdapter:
         """Keep the state in host memory."""
         self.host, self.host_bytes = state, bytes_of(state)
 
-    def paged(self) -> AdapterState:
+    def stored(self) -> AdapterState:
         """Return the state that is in host memory or in the file."""
         if self.host is not None:
             return self.host
         assert self.file is not None, "the adapter is on its way"
         return self.file.read()
 
-    def forget_paged(self) -> None:
+    def forget_stored(self) -> None:
         self.host = None
         if self.file is not None:
             self.file.delete()
@@ -64,7 +64,7 @@ class _CachedAdapter:
 
     def discard(self) -> None:
         """Free the memory or the file of the adapter, in all three places."""
-        self.forget_paged()
+        self.forget_stored()
         if self.device is not None:
             _free(self.device)
             self.device = None
@@ -79,7 +79,7 @@ class AdapterCache:
     the disk, it stays in host memory beyond the limit; then only new adapters are refused. An
     adapter has the same bits wherever it has been.
 
-    All calls come from one thread, except ``look_ahead``, which is thread-safe. One adapter moves
+    All calls come from one thread, except ``prefetch``, which is thread-safe. One adapter moves
     at a time, by a call or in the background. During a move, a memory may exceed its limit by that
     adapter.
     """
@@ -104,15 +104,15 @@ class AdapterCache:
         self._host_limit = host_bytes
         self._entries: OrderedDict[str, _CachedAdapter] = OrderedDict()  # least recently used first
         self._pinned: frozenset[str] = frozenset()
-        self._wishes: deque[str] = deque()  # adapters still to be loaded ahead
+        self._prefetch_queue: deque[str] = deque()  # adapters still to be loaded ahead
         self._asked: set[str] = set()  # adapters of the same list that have been tried
-        self._is_looking = False  # whether the background works on the wishes, or is about to
+        self._is_prefetching = False  # whether the background works on the wishes, or is about to
         self._state = threading.Condition()  # guards all of the above; never held during a move
         self._moving = threading.Lock()
         self._waiting = 0  # callers that move something or wait to do so
         self._background = ThreadPoolExecutor(1, thread_name_prefix="look-ahead")
-        self.paged_in = 0
-        self.paged_out = 0
+        self.loads = 0
+        self.evictions = 0
         self.waited_s = 0.0
 
     @property
@@ -127,7 +127,7 @@ class AdapterCache:
         with self._state:
             return sum(entry.device is not None for entry in self._entries.values())
 
-    def put(self, adapter_id: str, state: AdapterState, rank_class: int) -> None:
+    def put(self, adapter_id: str, state: AdapterState, rank_bucket: int) -> None:
         """Register or replace an adapter. It is loaded to the device when it is needed there.
 
         Raises ``UserError`` if the state does not fit this base model, and ``OutOfMemory`` if the
@@ -135,17 +135,17 @@ class AdapterCache:
         """
         check_state(state, self._shapes)
         kind = kind_of(state.config)
-        size = adapter_bytes(self._shapes, rank_class, kind)
-        entry = _CachedAdapter(rank_class, size, kind.needs_decomposition)
+        size = adapter_bytes(self._shapes, rank_bucket, kind)
+        entry = _CachedAdapter(rank_bucket, size, kind.needs_decomposition)
         entry.keep(_resumable(state))
-        with self._turn():
+        with self._exclusive():
             with self._state:
                 old = self._entries.pop(adapter_id, None)
                 self._entries[adapter_id] = entry
             try:
                 self._make_host_room(may_refuse=old is None)
             except BaseException:
-                entry.forget_paged()
+                entry.forget_stored()
                 with self._state:
                     del self._entries[adapter_id]
                     if old is not None:
@@ -192,9 +192,9 @@ class AdapterCache:
             is_ready = all(entry.device is not None for entry in entries)
             is_ready &= self._device_bytes() <= self._device_limit
         if not is_ready:
-            with self._turn():
+            with self._exclusive():
                 for entry in entries:
-                    self._bring_in(entry)
+                    self._load(entry)
         self.waited_s += time.monotonic() - started_s
         adapters = [entry.device for entry in entries]
         assert None not in adapters, "an adapter was paged out although it was asked for"
@@ -202,22 +202,22 @@ class AdapterCache:
 
     def state(self, adapter_id: str, *, optimizer: bool, accumulator: bool) -> AdapterState:
         """Return the ``saved_state`` of the adapter, which stays where it is."""
-        with self._turn():
+        with self._exclusive():
             with self._state:
                 entry = self._entry(adapter_id)
             if entry.device is not None:
                 return saved_state(entry.device, optimizer=optimizer, accumulator=accumulator)
-            return _part(entry.paged(), optimizer=optimizer, accumulator=accumulator)
+            return _part(entry.stored(), optimizer=optimizer, accumulator=accumulator)
 
-    def drop(self, adapter_id: str) -> None:
-        with self._turn():
+    def remove(self, adapter_id: str) -> None:
+        with self._exclusive():
             with self._state:
                 entry = self._entry(adapter_id)
                 del self._entries[adapter_id]
             entry.discard()
             self._free_shared()
 
-    def look_ahead(self, adapter_ids: Sequence[str]) -> None:
+    def prefetch(self, adapter_ids: Sequence[str]) -> None:
         """Start to load the adapters to the device, most urgent first, and return at once.
 
         Evicts other adapters to make room, but none that the last ``get`` asked for or that comes
@@ -227,15 +227,15 @@ class AdapterCache:
             known = [adapter_id for adapter_id in adapter_ids if adapter_id in self._entries]
             for adapter_id in reversed(known):
                 self._entries.move_to_end(adapter_id)
-            self._wishes, self._asked = deque(known), set()
-            is_idle, self._is_looking = not self._is_looking, True
+            self._prefetch_queue, self._asked = deque(known), set()
+            is_idle, self._is_prefetching = not self._is_prefetching, True
         if is_idle:
-            self._background.submit(self._bring_wishes)
+            self._background.submit(self._prefetch_queued)
 
     # --- moving: by one thread at a time, which has the turn -------------------------------------
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Wait until nothing moves. The background thread lets all other callers go first."""
         with self._state:
             self._waiting += 1
@@ -247,7 +247,7 @@ class AdapterCache:
                 self._waiting -= 1
                 self._state.notify_all()
 
-    def _bring_wishes(self) -> None:
+    def _prefetch_queued(self) -> None:
         """Load adapters ahead, until the wishes are done or the device is full.
 
         Never raises: a failure occurs again when the adapter is needed, and is reported there.
@@ -255,23 +255,23 @@ class AdapterCache:
         while True:
             with self._state:
                 self._state.wait_for(lambda: not self._waiting)
-                if not self._wishes:
-                    self._is_looking = False
+                if not self._prefetch_queue:
+                    self._is_prefetching = False
                     return
-                asked, adapter_id = self._asked, self._wishes.popleft()
+                asked, adapter_id = self._asked, self._prefetch_queue.popleft()
                 asked.add(adapter_id)
             try:
                 with self._moving:
                     entry = self._entries.get(adapter_id)
-                    has_room = entry is None or self._bring_in(entry, sparing=asked)
+                    has_room = entry is None or self._load(entry, sparing=asked)
             except Exception:
                 logger.warning("%s could not be brought in ahead", adapter_id, exc_info=True)
                 has_room = False
             with self._state:
                 if not has_room and asked is self._asked:
-                    self._wishes.clear()
+                    self._prefetch_queue.clear()
 
-    def _bring_in(self, entry: _CachedAdapter, *, sparing: Collection[str] | None = None) -> bool:
+    def _load(self, entry: _CachedAdapter, *, sparing: Collection[str] | None = None) -> bool:
         """Load the adapter to the device, and return whether it is there.
 
         ``sparing`` names adapters that must not be evicted: if there is not enough room without
@@ -282,24 +282,24 @@ class AdapterCache:
             return False
         try:
             while self._device_bytes() + self._needed(entry) > self._device_limit:
-                if not self._page_out_one(sparing or (), coming=entry):
+                if not self._evict_one(sparing or (), coming=entry):
                     if sparing is not None:
                         return False
                     break
             if entry.device is None:
-                state = entry.paged()
+                state = entry.stored()
                 frozen = self._frozen.on_device(state.config) if self._frozen else None
-                adapter = restored_adapter(state, self._shapes, entry.rank_class, frozen)
+                adapter = restored_adapter(state, self._shapes, entry.rank_bucket, frozen)
                 with self._state:
                     entry.device = adapter
-                entry.forget_paged()
-                self.paged_in += 1
+                entry.forget_stored()
+                self.loads += 1
         finally:
             self._free_shared()
             self._make_host_room()
         return True
 
-    def _page_out_one(self, sparing: Collection[str], *, coming: _CachedAdapter) -> bool:
+    def _evict_one(self, sparing: Collection[str], *, coming: _CachedAdapter) -> bool:
         """Evict the least recently used adapter; return False if all have to stay."""
         with self._state:
             entry = next(iter(self._removable(sparing)), None)
@@ -311,14 +311,14 @@ class AdapterCache:
             entry.keep(saved_state(adapter, optimizer=adapter.step > 0, accumulator=True))
             self._make_host_room(coming)
         except BaseException:
-            entry.forget_paged()
+            entry.forget_stored()
             with self._state:
                 entry.device = adapter
             raise
         _free(adapter)
         if not coming.is_sharing:
             self._free_shared()
-        self.paged_out += 1
+        self.evictions += 1
         return True
 
     def _make_host_room(

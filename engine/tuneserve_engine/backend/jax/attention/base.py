@@ -10,20 +10,20 @@ UNSEEN = -1e30
 
 
 class Visibility(NamedTuple):
-    """The mask of a stream: a token sees the tokens of its own datum up to its own position.
+    """The mask of a micro-batch: a token sees the tokens of its own datum up to its own position.
 
     The tokens of a datum are contiguous, in the order of their positions. Padding has ``datum`` -1
     and position 0; it sees the padding of its own block, so that its results are finite.
     """
 
-    datum: Int[Array, "n S"]
+    segment_ids: Int[Array, "n S"]
     position: Int[Array, "n S"]
     start: Int[Array, " n"]  # the first block that a block attends to; never decreases
     blocks: Int[Array, ""]  # number of used blocks; later blocks are neither read nor written
 
 
 class Windows(NamedTuple):
-    """The tokens of the stream that each token sees: its datum's, from the first up to itself.
+    """The tokens of the micro-batch that each token sees: its datum's, from the first up to itself.
 
     The padding of a block counts as a datum whose tokens all see one another.
     """
@@ -48,19 +48,19 @@ class AttentionGradient(NamedTuple):
 
 def windows(seen: Visibility) -> Windows:
     """Return the first and last visible key of each token, and the end of its datum's part."""
-    n, size = seen.datum.shape
+    n, size = seen.segment_ids.shape
     token = jnp.arange(n * size, dtype=jnp.int32).reshape(n, size)
     block = token[:, :1]
-    is_padding = seen.datum < 0
+    is_padding = seen.segment_ids < 0
     # The count is of the token's datum in its block. Padding comes last in a block.
-    count = (seen.datum[:, :, None] == seen.datum[:, None, :]).sum(-1, dtype=jnp.int32)
+    count = (seen.segment_ids[:, :, None] == seen.segment_ids[:, None, :]).sum(-1, dtype=jnp.int32)
     first = jnp.where(is_padding, block + size - count, token - seen.position)
     end = jnp.maximum(first, block) + count
     return Windows(first, jnp.where(is_padding, end - 1, token), end)
 
 
 def sees_window(mine: Windows, first: Int[Array, ""]) -> Bool[Array, "S S"]:
-    """Return which of the S keys from the stream's token ``first`` on a block's tokens see.
+    """Return which of the S keys from the micro-batch's token ``first`` on a block's tokens see.
 
     ``mine`` are the windows of the block's tokens. Only the first datum of this key window counts:
     later datums have key windows of their own.

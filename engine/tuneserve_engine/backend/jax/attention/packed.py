@@ -1,4 +1,4 @@
-"""Attention of a packed stream of datums, block by block.
+"""Attention of a packed micro-batch, block by block.
 
 Blocks that the mask excludes as a whole are never computed, and no score outlives its block.
 
@@ -6,12 +6,13 @@ Online softmax as in FlashAttention-2 (https://arxiv.org/abs/2307.08691, algorit
 forward pass, a query block takes the keys of each of its datums in windows of S tokens, counted
 from the datum's first token: the result for a token has the same bits wherever its datum begins. In
 the backward pass, query block i meets the key blocks ``start[i]`` to i, and bits depend on these
-blocks only: not on their place in the stream, its other content or its capacity.
+blocks only: not on their place in the micro-batch, its other content or its capacity.
 
-Dimension key: n blocks of the stream, S tokens of a block; m blocks of the buffers that hold its
-queries, keys and values, a of those that hold the results of attention (buffers of several streams
-or layers: ``base`` and ``attended_base`` are the first blocks of this one); K key/value heads, each
-read by G query heads (GS rows, head by head), N = K*G query heads; H head_dim.
+Dimension key: n blocks of the micro-batch, S tokens of a block; m blocks of the buffers that hold
+its queries, keys and values, a of those that hold the results of attention (buffers of several
+micro-batches or layers: ``base`` and ``attended_base`` are the first blocks of this one); K
+key/value heads, each read by G query heads (GS rows, head by head), N = K*G query heads; H
+head_dim.
 """
 
 from typing import Any, Literal
@@ -67,7 +68,8 @@ def attend_blocks(  # noqa: PLR0913
     attended_base: Int[Array, ""] | int = 0,
     implementation: Implementation | None = None,
 ) -> Attended:
-    """Write ``softmax(q k / sqrt(H)) v`` to the stream's used blocks of ``into``; return ``into``.
+    """Write ``softmax(q k / sqrt(H)) v`` to the micro-batch's used blocks of ``into``; return
+    ``into``.
 
     Scores, softmax and sums are float32. Without ``implementation``, the device decides.
     """
@@ -95,7 +97,7 @@ def attend_blocks(  # noqa: PLR0913
 
         nothing = jnp.full(rows.shape[:-1], UNSEEN), jnp.zeros(rows.shape[:-1])
         state = mine.first[0], (*nothing, jnp.zeros_like(rows))
-        behind = (i + 1) * seen.datum.shape[1]
+        behind = (i + 1) * seen.segment_ids.shape[1]
         _, (top, total, out) = lax.while_loop(lambda state: state[0] < behind, add, state)
         return Attended(
             _put(into.out, attended_base + i, out / total[..., None]),
@@ -225,5 +227,5 @@ def _scores(
 
 def _sees(seen: Visibility, i: Int[Array, ""], j: Int[Array, ""]) -> Bool[Array, "S S"]:
     """Return which tokens of query block i see which of key block j."""
-    same = seen.datum[i][:, None] == seen.datum[j][None, :]
+    same = seen.segment_ids[i][:, None] == seen.segment_ids[j][None, :]
     return same & (seen.position[i][:, None] >= seen.position[j][None, :])

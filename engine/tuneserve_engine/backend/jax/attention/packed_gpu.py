@@ -1,4 +1,5 @@
-"""Attention of a packed stream as Pallas kernels for GPUs (Triton); ``packed`` has the XLA loops.
+"""Attention of a packed micro-batch as Pallas kernels for GPUs (Triton); ``packed`` has the XLA
+loops.
 
 JAX's own kernel (``jax.experimental.pallas.ops.gpu.attention.mha``) takes segment ids, but visits
 every key up to a query's own: packing saves no time, and a NaN of one datum reaches the others as
@@ -38,8 +39,8 @@ _LEAST_HEAD_DIM = 16
 """The smallest head_dim of a tile that tensor cores multiply."""
 
 
-class _Stream(NamedTuple):
-    """The stream as a kernel sees it: references to whole arrays."""
+class _Layout(NamedTuple):
+    """The micro-batch as a kernel sees it: references to whole arrays."""
 
     scale: Any  # [] scale of the scores
     blocks: Any  # []
@@ -47,7 +48,7 @@ class _Stream(NamedTuple):
     attended_base: Any  # []
     start: Any  # [n]
     stop: Any  # [n] the block after the last query block that meets a key block
-    datum: Any  # [n, S]
+    segment_ids: Any  # [n, S]
     position: Any  # [n, S]
     windows: Any  # Windows
 
@@ -68,7 +69,7 @@ def attend(  # noqa: PLR0913
     heads = partial(_heads, block=block)
     out, logsumexp = _call(
         _forward_kernel,
-        _stream(seen, head_dim, base, attended_base),
+        _layout(seen, head_dim, base, attended_base),
         (_padded(heads(q)), _padded(k), _padded(v)),
         (_padded(heads(into.out)), heads(into.logsumexp)),
         interpret=interpret,
@@ -92,11 +93,11 @@ def attend_backward(  # noqa: PLR0913
     interpret: bool,
 ) -> AttentionGradient:
     """See ``packed.attend_blocks_backward``."""
-    n, (block, head_dim) = seen.datum.shape[0], k.shape[2:]
+    n, (block, head_dim) = seen.segment_ids.shape[0], k.shape[2:]
     heads = partial(_heads, block=block)
     mine = lax.dynamic_slice_in_dim(attended.out, attended_base, n)
     shared = (gradient.astype(jnp.float32) * mine.astype(jnp.float32)).sum(-1)
-    stream = _stream(seen, head_dim, base, attended_base)
+    layout = _layout(seen, head_dim, base, attended_base)
     arrays = (
         _padded(heads(q)),
         _padded(k),
@@ -105,7 +106,7 @@ def attend_backward(  # noqa: PLR0913
         _padded(heads(gradient)),
         heads(shared),
     )
-    call = partial(_call, stream=stream, arrays=arrays, interpret=interpret)
+    call = partial(_call, layout=layout, arrays=arrays, interpret=interpret)
     (of_q,) = call(_query_kernel, into=(_padded(heads(into.q)),))
     of_k, of_v = call(_key_kernel, into=(_padded(into.k), _padded(into.v)))
     return AttentionGradient(
@@ -113,67 +114,67 @@ def attend_backward(  # noqa: PLR0913
     )
 
 
-def _forward_kernel(stream: _Stream, arrays: Any, _into: Any, out: Any, sums: Any) -> None:
+def _forward_kernel(layout: _Layout, arrays: Any, _into: Any, out: Any, sums: Any) -> None:
     q, k, v = arrays
     i, head = pl.program_id(0), pl.program_id(1)
     key_head = head // (q.shape[1] // k.shape[1])
 
-    @pl.when(i < stream.blocks[...])
+    @pl.when(i < layout.blocks[...])
     def run() -> None:
-        rows = q[stream.base[...] + i, head]
-        mine = Windows(*(each[i] for each in stream.windows))
+        rows = q[layout.base[...] + i, head]
+        mine = Windows(*(each[i] for each in layout.windows))
 
         def add(state: tuple[Array, Any]) -> tuple[Array, Any]:
             first, (top, total, result) = state
-            at = _window_at(stream, first, i)
+            at = _window_at(layout, first, i)
             keys, values = (x[at[0], key_head, at[1]] for x in (k, v))
-            scores = _product(rows, keys, 1, 1) * stream.scale[...]
+            scores = _product(rows, keys, 1, 1) * layout.scale[...]
             scores = jnp.where(sees_window(mine, first), scores, UNSEEN)
             new_top = jnp.maximum(top, scores.max(-1))
             kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
             more = _product(weights, values, 1, 0)
-            after = next_window(stream.windows.end, first, i)
+            after = next_window(layout.windows.end, first, i)
             return after, (new_top, total * kept + weights.sum(-1), result * kept[:, None] + more)
 
         size = rows.shape[0]
         nothing = jnp.full(size, UNSEEN, jnp.float32), jnp.zeros(size, jnp.float32)
-        state = stream.windows.first[i, 0], (*nothing, jnp.zeros(rows.shape, jnp.float32))
+        state = layout.windows.first[i, 0], (*nothing, jnp.zeros(rows.shape, jnp.float32))
         behind = (i + 1) * size
         _, (top, total, result) = lax.while_loop(lambda state: state[0] < behind, add, state)
-        out[stream.attended_base[...] + i, head] = (result / total[:, None]).astype(out.dtype)
-        sums[stream.attended_base[...] + i, head] = top + jnp.log(total)
+        out[layout.attended_base[...] + i, head] = (result / total[:, None]).astype(out.dtype)
+        sums[layout.attended_base[...] + i, head] = top + jnp.log(total)
 
 
-def _window_at(stream: _Stream, first: Array, i: Array) -> tuple[Array, Array]:
+def _window_at(layout: _Layout, first: Array, i: Array) -> tuple[Array, Array]:
     """Return block and offset of each token of a window; tokens after block i become its last."""
-    size = stream.datum.shape[1]
+    size = layout.segment_ids.shape[1]
     token = jnp.minimum(first + jnp.arange(size, dtype=jnp.int32), (i + 1) * size - 1)
-    return stream.base[...] + token // size, token % size
+    return layout.base[...] + token // size, token % size
 
 
-def _query_kernel(stream: _Stream, arrays: Any, _into: Any, of_q: Any) -> None:
+def _query_kernel(layout: _Layout, arrays: Any, _into: Any, of_q: Any) -> None:
     """Compute the gradient of one query block, from all key blocks that it meets."""
     i, head = pl.program_id(0), pl.program_id(1)
     key_head = head // (arrays[0].shape[1] // arrays[1].shape[1])
 
-    @pl.when(i < stream.blocks[...])
+    @pl.when(i < layout.blocks[...])
     def run() -> None:
         def add(j: Array, total: Array) -> Array:
-            keys, _, of_scores = _backward_tile(stream, arrays, (i, head), (j, key_head))
+            keys, _, of_scores = _backward_tile(layout, arrays, (i, head), (j, key_head))
             return total + _product(of_scores, keys, 1, 0)
 
         nothing = jnp.zeros(of_q.shape[2:], jnp.float32)
-        total = lax.fori_loop(stream.start[i], i + 1, add, nothing)
-        of_q[i, head] = (total * stream.scale[...]).astype(of_q.dtype)
+        total = lax.fori_loop(layout.start[i], i + 1, add, nothing)
+        of_q[i, head] = (total * layout.scale[...]).astype(of_q.dtype)
 
 
-def _key_kernel(stream: _Stream, arrays: Any, _into: Any, of_k: Any, of_v: Any) -> None:
+def _key_kernel(layout: _Layout, arrays: Any, _into: Any, of_k: Any, of_v: Any) -> None:
     """Compute the gradients of one block of keys and values, from all query blocks it meets."""
     q, _, _, _, gradient, _ = arrays
     j, key_head = pl.program_id(0), pl.program_id(1)
     groups = q.shape[1] // of_k.shape[1]
 
-    @pl.when(j < stream.blocks[...])
+    @pl.when(j < layout.blocks[...])
     def run() -> None:
         def add(i: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
             # A loop: if it is unrolled, every head of the group keeps its tiles in shared memory,
@@ -181,8 +182,8 @@ def _key_kernel(stream: _Stream, arrays: Any, _into: Any, of_k: Any, of_v: Any) 
             def add_head(head: Array, totals: tuple[Array, Array]) -> tuple[Array, Array]:
                 by_k, by_v = totals
                 at = i, key_head * groups + head
-                _, weights, of_scores = _backward_tile(stream, arrays, at, (j, key_head))
-                by_k += _product(of_scores, q[stream.base[...] + i, at[1]], 0, 0)
+                _, weights, of_scores = _backward_tile(layout, arrays, at, (j, key_head))
+                by_k += _product(of_scores, q[layout.base[...] + i, at[1]], 0, 0)
                 by_v += _product(weights, gradient[at], 0, 0)
                 return by_k, by_v
 
@@ -190,13 +191,13 @@ def _key_kernel(stream: _Stream, arrays: Any, _into: Any, of_k: Any, of_v: Any) 
             return both
 
         nothing = jnp.zeros(of_k.shape[2:], jnp.float32)
-        by_k, by_v = lax.fori_loop(j, stream.stop[j], add, (nothing, nothing))
-        of_k[j, key_head] = (by_k * stream.scale[...]).astype(of_k.dtype)
+        by_k, by_v = lax.fori_loop(j, layout.stop[j], add, (nothing, nothing))
+        of_k[j, key_head] = (by_k * layout.scale[...]).astype(of_k.dtype)
         of_v[j, key_head] = by_v.astype(of_v.dtype)
 
 
 def _backward_tile(
-    stream: _Stream,
+    layout: _Layout,
     arrays: Any,
     query: tuple[Any, Any],
     key: tuple[Any, Any],
@@ -204,17 +205,17 @@ def _backward_tile(
     """Return keys, weights and the gradient of the scaled scores of two (block, head) pairs."""
     q, k, v, logsumexp, gradient, shared = arrays
     (i, head), (j, key_head) = query, key
-    keys = k[stream.base[...] + j, key_head]
-    scores = _scores(q[stream.base[...] + i, head], keys, stream, i, j)
-    weights = jnp.exp(scores - logsumexp[stream.attended_base[...] + i, head][:, None])
-    of_weights = _product(gradient[i, head], v[stream.base[...] + j, key_head], 1, 1)
+    keys = k[layout.base[...] + j, key_head]
+    scores = _scores(q[layout.base[...] + i, head], keys, layout, i, j)
+    weights = jnp.exp(scores - logsumexp[layout.attended_base[...] + i, head][:, None])
+    of_weights = _product(gradient[i, head], v[layout.base[...] + j, key_head], 1, 1)
     return keys, weights, weights * (of_weights - shared[i, head][:, None])
 
 
-def _scores(rows: Array, keys: Array, stream: _Stream, i: Any, j: Any) -> Float[Array, "S S"]:
-    same = stream.datum[i][:, None] == stream.datum[j][None, :]
-    sees = same & (stream.position[i][:, None] >= stream.position[j][None, :])
-    return jnp.where(sees, _product(rows, keys, 1, 1) * stream.scale[...], UNSEEN)
+def _scores(rows: Array, keys: Array, layout: _Layout, i: Any, j: Any) -> Float[Array, "S S"]:
+    same = layout.segment_ids[i][:, None] == layout.segment_ids[j][None, :]
+    sees = same & (layout.position[i][:, None] >= layout.position[j][None, :])
+    return jnp.where(sees, _product(rows, keys, 1, 1) * layout.scale[...], UNSEEN)
 
 
 def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
@@ -230,38 +231,38 @@ def _product(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
 
 def _call(
     kernel: Callable[..., None],
-    stream: _Stream,
+    layout: _Layout,
     arrays: tuple[Array, ...],
     into: tuple[Array, ...],
     *,
     interpret: bool,
 ) -> Any:
     """Run the kernel for every block and head of ``into``, and return ``into`` overwritten."""
-    first = len(jax.tree.leaves((stream, arrays)))
+    first = len(jax.tree.leaves((layout, arrays)))
     return pl.pallas_call(
         kernel,
-        grid=(stream.start.shape[0], into[0].shape[1]),
+        grid=(layout.start.shape[0], into[0].shape[1]),
         out_shape=[jax.eval_shape(lambda x: x, x) for x in into],
         input_output_aliases={first + index: index for index in range(len(into))},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-    )(stream, arrays, into)
+    )(layout, arrays, into)
 
 
-def _stream(seen: Visibility, head_dim: int, base: Any, attended_base: Any) -> _Stream:
+def _layout(seen: Visibility, head_dim: int, base: Any, attended_base: Any) -> _Layout:
     index = jnp.arange(seen.start.shape[0], dtype=jnp.int32)
     # Starts never decrease: the used query blocks that meet block j are j to the last whose start
     # is at most j.
     meets = (seen.start[None, :] <= index[:, None]) & (index < seen.blocks)[None, :]
     stop = meets.sum(1, dtype=jnp.int32)
     bases = jnp.asarray(base, jnp.int32), jnp.asarray(attended_base, jnp.int32)
-    return _Stream(
+    return _Layout(
         jnp.float32(head_dim**-0.5),
         seen.blocks,
         *bases,
         seen.start,
         stop,
-        seen.datum,
+        seen.segment_ids,
         seen.position,
         windows(seen),
     )

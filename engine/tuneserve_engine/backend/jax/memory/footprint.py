@@ -1,19 +1,17 @@
 """The bytes of everything that one choice of shapes puts on the device.
 
 Letters in formulas: L layers, D hidden, N query heads, K key/value heads, H head_dim, I
-intermediate, V vocabulary, R rank, T tokens of a stream.
+intermediate, V vocabulary, R rank, T tokens of a micro-batch.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.core.backend_options import DType, Remat
 from tuneserve_engine.core.shapes import StaticShapes
-
-Remat = Literal["none", "dots", "attention", "full"]
 
 _LOGITS_BYTES = 128 * 2**20
 """Room for the logits of one chunk of the head."""
@@ -49,11 +47,11 @@ class Line:
 class EngineShape:
     """The choices that the planner makes."""
 
-    lattice: StaticShapes
+    static_shapes: StaticShapes
     remat: Remat
     sample_rows: int
     snapshots: int  # snapshots of the highest rank that fit on the device
-    dtype: Literal["float32", "bfloat16"]
+    dtype: DType
     device_kind: str
 
     @property
@@ -79,11 +77,11 @@ class Footprint:
         """All parts except the adapters, which take what is left."""
         return (
             self.base,
-            *(self.bank(rank) for rank in self.shape.lattice.rank_classes),
+            *(self.adapter_slots(rank) for rank in self.shape.static_shapes.rank_buckets),
             self.tape,
             self.layer_gradients,
             self.batches,
-            self.stream,
+            self.micro_batch,
             self.chunk,
             self.logits,
             self.head_adapters,
@@ -98,7 +96,7 @@ class Footprint:
         """The parts that are reported as sampling's; ``unstacked`` is not among them."""
         return (
             self.caches,
-            self.lanes,
+            self.decode_slots,
             self.snapshots,
             self.prompt,
             self.drawing,
@@ -142,35 +140,38 @@ class Footprint:
         return 2 * (c.hidden + queries) + 2 * (c.hidden + keys) + 3 * (c.hidden + c.intermediate)
 
     def adapter_bytes(self, rank: int) -> int:
-        """Return the bytes of one float32 copy of an adapter of the rank class."""
+        """Return the bytes of one float32 copy of an adapter of the rank bucket."""
         return 4 * rank * self.rank_parameters
 
-    def bank(self, rank: int) -> Line:
-        slots = self.shape.lattice.slots(rank)
+    def adapter_slots(self, rank: int) -> Line:
+        slots = self.shape.static_shapes.slots(rank)
         return Line(
-            f"bank and scratch of rank {rank}",
+            f"adapter and gradient slots, rank {rank}",
             f"2 * {slots} slots * 4 bytes * rank {rank} * {self.rank_parameters:,}",
             2 * slots * self.adapter_bytes(rank),
         )
 
     @property
-    def unit_adapter_bytes(self) -> int:
+    def batch_adapter_bytes(self) -> int:
         """The most bytes of adapters that one batch can have: the least the device must hold."""
-        lattice = self.shape.lattice
-        sizes = (lattice.slots(rank) * self.adapter_bytes(rank) for rank in lattice.rank_classes)
+        static_shapes = self.shape.static_shapes
+        sizes = (
+            static_shapes.slots(rank) * self.adapter_bytes(rank)
+            for rank in static_shapes.rank_buckets
+        )
         return _ADAPTER_COPIES * max(sizes)
 
     def adapters_held(self, room: int) -> str:
-        """Return a text with the number of adapters of each rank class that fit into ``room``."""
+        """Return a text with the number of adapters of each rank bucket that fit into ``room``."""
         counts = (
             f"{room // (_ADAPTER_COPIES * self.adapter_bytes(rank)):,} of rank {rank}"
-            for rank in self.shape.lattice.rank_classes
+            for rank in self.shape.static_shapes.rank_buckets
         )
         return f"{_ADAPTER_COPIES * 4} bytes per parameter: {' or '.join(counts)}"
 
     @property
     def step(self) -> Line:
-        rank = self.shape.lattice.max_rank
+        rank = self.shape.static_shapes.max_rank
         size = _STEP_COPIES * self.adapter_bytes(rank)
         return Line("optimizer step", f"{_STEP_COPIES} adapters of rank {rank}", size)
 
@@ -190,7 +191,7 @@ class Footprint:
             once += self._projected * item
         if remat == "full":
             once += self._attended_bytes
-        tokens = self.shape.lattice.stream
+        tokens = self.shape.static_shapes.micro_batch_tokens
         return Line(
             f"training with remat {remat}",
             f"{tokens:,} tokens * ({c.layers} layers * {kept:,} bytes + {once:,})",
@@ -233,19 +234,19 @@ class Footprint:
 
         An estimate on the high side, since autodiff decides what to keep. Its norms are float32.
         """
-        c, item, lattice = self.config, self.shape.item, self.shape.lattice
+        c, item, static_shapes = self.config, self.shape.item, self.shape.static_shapes
         heads = (c.heads + c.kv_heads) * (c.head_dim + 1) * c.qk_norm
-        rank = lattice.max_rank
+        rank = static_shapes.max_rank
         wide = 4 * (4 * c.hidden + 2 * heads + 4)
         narrow = 2 * c.hidden + c.heads * c.head_dim + 6 * c.intermediate + 7 * rank
-        cast = 0 if item == 4 else rank * self._layer_rank_parameters // lattice.block
-        scales = 4 * 7 * lattice.chunk // lattice.block
+        cast = 0 if item == 4 else rank * self._layer_rank_parameters // static_shapes.block
+        scales = 4 * 7 * static_shapes.chunk // static_shapes.block
         once = 2 * (c.hidden + c.head_dim) * item + scales  # per chunk
-        return wide + item * (narrow + cast + 1) + once // lattice.chunk
+        return wide + item * (narrow + cast + 1) + once // static_shapes.chunk
 
     @property
     def layer_gradients(self) -> Line:
-        c, tokens = self.config, self.shape.lattice.stream
+        c, tokens = self.config, self.shape.static_shapes.micro_batch_tokens
         width = c.hidden + c.heads * c.head_dim + self._projected
         return Line(
             "gradients of a layer",
@@ -263,10 +264,10 @@ class Footprint:
         if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
             return ()
         carried = self.tape.bytes + self.layer_gradients.bytes
-        read = 2 * (self.base.bytes + self.caches.bytes) + self.lanes.bytes
+        read = 2 * (self.base.bytes + self.caches.bytes) + self.decode_slots.bytes
         return (
             Line("float32 copies on a CPU", "4 * training and its gradients", 4 * carried),
-            Line("what is read, in float32", "2 * base weights and caches, and the bank", read),
+            Line("float32 copies of inputs", "2 * (weights and KV pages), adapter slots", read),
         )
 
     @property
@@ -275,23 +276,27 @@ class Footprint:
 
         They are targets, target weights and logprobs, and one of each per-token array.
         """
-        tokens, targets = self.shape.lattice.stream, self.shape.lattice.target_classes[-1]
+        tokens, targets = (
+            self.shape.static_shapes.micro_batch_tokens,
+            self.shape.static_shapes.target_buckets[-1],
+        )
         width = 3 * 4 * targets + 56
         return Line(
-            "micro-batches under way",
+            "micro-batches on the device",
             f"{_UNDER_WAY} * {tokens:,} tokens * {width:,} bytes",
             _UNDER_WAY * tokens * width,
         )
 
     @property
-    def stream(self) -> Line:
+    def micro_batch(self) -> Line:
         """Hidden states into, within and out of the layers.
 
         A pass that leaves no tape (``forward_only``) also has one layer's attention.
         """
-        c, item, tokens = self.config, self.shape.item, self.shape.lattice.stream
+        c, item, tokens = self.config, self.shape.item, self.shape.static_shapes.micro_batch_tokens
         width = (3 * c.hidden + self._projected) * item + self._attended_bytes + _TOKEN_BYTES
-        return Line("a stream on its way", f"{tokens:,} tokens * {width:,} bytes", tokens * width)
+        formula = f"{tokens:,} tokens * {width:,} bytes"
+        return Line("a micro-batch in transfer", formula, tokens * width)
 
     @property
     def chunk(self) -> Line:
@@ -300,15 +305,15 @@ class Footprint:
         A product cannot read a layer's weights from the stack, so they are copied. Adapters are
         gathered, and their gradients take room too.
         """
-        lattice, width = self.shape.lattice, self._layer_width
-        blocks, rank = lattice.chunk // lattice.block, lattice.max_rank
+        static_shapes, width = self.shape.static_shapes, self._layer_width
+        blocks, rank = static_shapes.chunk // static_shapes.block, static_shapes.max_rank
         weights = self.layer_parameters * self.shape.item
         adapters = 2 * blocks * 4 * rank * self._layer_rank_parameters
         return Line(
             "a chunk in its layer",
             f"{weights:,} bytes + 2 * {blocks} blocks' adapters of rank {rank} + "
-            f"{lattice.chunk:,} tokens * {width:,} * 4 bytes",
-            weights + adapters + lattice.chunk * width * 4,
+            f"{static_shapes.chunk:,} tokens * {width:,} * 4 bytes",
+            weights + adapters + static_shapes.chunk * width * 4,
         )
 
     @property
@@ -321,7 +326,7 @@ class Footprint:
     def logits(self) -> Line:
         tokens, vocab = self.head_chunk_tokens, self.config.vocab_size
         return Line(
-            "logits of a chunk and their gradient",
+            "logits of a chunk, with gradient",
             f"2 * {tokens:,} tokens * {vocab:,} * 4 bytes",
             2 * tokens * vocab * 4,
         )
@@ -329,9 +334,9 @@ class Footprint:
     @property
     def head_adapters(self) -> Line:
         """A block's part of an adapter in the head, and its gradient."""
-        rank, width = self.shape.lattice.max_rank, self.config.hidden + self.config.vocab_size
+        rank, width = self.shape.static_shapes.max_rank, self.config.hidden + self.config.vocab_size
         return Line(
-            "an adapter in the head",
+            "an adapter in the LM head",
             f"2 * 4 bytes * rank {rank} * {width:,}",
             2 * 4 * rank * width,
         )
@@ -340,8 +345,8 @@ class Footprint:
     def head_chunk_tokens(self) -> int:
         """Tokens of the largest part of a chunk whose logits fit their room; at least a block."""
         block, blocks = (
-            self.shape.lattice.block,
-            self.shape.lattice.chunk // self.shape.lattice.block,
+            self.shape.static_shapes.block,
+            self.shape.static_shapes.chunk // self.shape.static_shapes.block,
         )
         room = _LOGITS_BYTES // (4 * block * self.config.vocab_size)
         return block * max(n for n in range(1, blocks + 1) if blocks % n == 0 and n <= max(room, 1))
@@ -361,20 +366,20 @@ class Footprint:
     @property
     def caches(self) -> Line:
         """The KV pages, with room for the whole context in every row."""
-        c, lattice, item = self.config, self.shape.lattice, self.shape.item
-        pages = pages_of(lattice, self.shape.sample_rows)
+        c, static_shapes, item = self.config, self.shape.static_shapes, self.shape.item
+        pages = pages_of(static_shapes, self.shape.sample_rows)
         width = 2 * c.layers * c.kv_heads * c.head_dim
         return Line(
-            "sampling pages",
-            f"{pages:,} pages * {lattice.block} tokens * {width:,} * {item} bytes",
-            pages * lattice.block * width * item,
+            "KV pages",
+            f"{pages:,} pages * {static_shapes.block} tokens * {width:,} * {item} bytes",
+            pages * static_shapes.block * width * item,
         )
 
     @property
-    def lanes(self) -> Line:
-        ranks, rows = self.shape.lattice.rank_classes, self.shape.sample_rows
+    def decode_slots(self) -> Line:
+        ranks, rows = self.shape.static_shapes.rank_buckets, self.shape.sample_rows
         return Line(
-            "sampling banks",
+            "adapter slots of sampling",
             f"{rows} rows * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
             f"{self.rank_parameters:,}",
             rows * sum(self.adapter_bytes(rank) for rank in ranks),
@@ -383,9 +388,9 @@ class Footprint:
     @property
     def snapshots(self) -> Line:
         """The adapters that are sampled from, and the base model's adapter of zeros."""
-        low, high = self.shape.lattice.rank_classes[0], self.shape.lattice.max_rank
+        low, high = self.shape.static_shapes.rank_buckets[0], self.shape.static_shapes.max_rank
         return Line(
-            "sampling snapshots",
+            "snapshots",
             f"({self.shape.snapshots} * rank {high} + rank {low}) * 4 bytes * "
             f"{self.rank_parameters:,}",
             self.snapshot_bytes + self.adapter_bytes(low),
@@ -394,7 +399,7 @@ class Footprint:
     @property
     def snapshot_bytes(self) -> int:
         """Bytes of the snapshots without the base model's adapter of zeros."""
-        return self.shape.snapshots * self.adapter_bytes(self.shape.lattice.max_rank)
+        return self.shape.snapshots * self.adapter_bytes(self.shape.static_shapes.max_rank)
 
     @property
     def prompt(self) -> Line:
@@ -403,20 +408,20 @@ class Footprint:
         They are hidden states, what the chunk's attention reads, its scores, and its blocks'
         adapters once more. The rest of a layer uses the room of a chunk of training.
         """
-        c, lattice = self.config, self.shape.lattice
-        blocks = lattice.chunk // lattice.block
+        c, static_shapes = self.config, self.shape.static_shapes
+        blocks = static_shapes.chunk // static_shapes.block
         width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
-        per_block = self._read_per_row + lattice.max_rank * self._layer_rank_parameters
+        per_block = self._read_per_row + static_shapes.max_rank * self._layer_rank_parameters
         return Line(
-            "a chunk of prompts",
-            f"({lattice.chunk:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 bytes",
-            4 * (lattice.chunk * width + blocks * per_block),
+            "prefill of a chunk",
+            f"({static_shapes.chunk:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 B",
+            4 * (static_shapes.chunk * width + blocks * per_block),
         )
 
     @property
     def _round(self) -> int:
         """Positions that attention over pages takes per round."""
-        return pages_per_round(self.shape.device_kind) * self.shape.lattice.block
+        return pages_per_round(self.shape.device_kind) * self.shape.static_shapes.block
 
     @property
     def _read_per_row(self) -> int:
@@ -433,13 +438,11 @@ class Footprint:
         c, rows = self.config, self.shape.sample_rows
         attention = self._read_per_row + _SCORE_COPIES * c.heads * self._round
         width = _DRAWN_COPIES * c.vocab_size + attention + self._layer_width
-        return Line("drawing tokens", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
+        return Line("token draws", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
 
     @property
     def scoring(self) -> Line:
         """Logits of a block of a prompt, and the draws from them."""
-        tokens = self.shape.lattice.block
+        tokens = self.shape.static_shapes.block
         width = _SCORED_COPIES * self.config.vocab_size + _SUMS * _ALTERNATIVES + self._layer_width
-        return Line(
-            "scoring prompts", f"{tokens:,} tokens * {width:,} * 4 bytes", tokens * width * 4
-        )
+        return Line("prompt scores", f"{tokens:,} tokens * {width:,} * 4 bytes", tokens * width * 4)

@@ -9,19 +9,19 @@ which matters because bits depend on parts of it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, Protocol
 
-from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line, Remat
+from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.core.backend_options import PlanRequest, Remat
 from tuneserve_engine.core.shapes import StaticShapes
 
-_RANK_CLASSES = StaticShapes.rank_classes
+_RANK_BUCKETS = StaticShapes.rank_buckets
 _REQUEST_SLOTS = StaticShapes.request_slots
 _CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 1024, StaticShapes.chunk
-_STREAM_TOKENS, _CPU_STREAM_TOKENS = 8192, StaticShapes.tokens
+_MICRO_BATCH_TOKENS, _CPU_MICRO_BATCH_TOKENS = 8192, StaticShapes.requested_tokens
 _LEAST_SLOTS = 4
-_PIECE_CHUNKS = 4
-"""The shortest micro-batch, in chunks: a whole ``StaticShapes.piece``.
+_BIN_CHUNKS = 4
+"""The shortest micro-batch, in chunks: a whole ``StaticShapes.bin_tokens``.
 
 Bits depend on the packing of a bin.
 """
@@ -32,33 +32,6 @@ _KEPT_FREE = 16
 
 class DoesNotFit(ValueError):
     """Not even the smallest plan fits; the message has the arithmetic and the settings to lower."""
-
-
-class PlanSettings(Protocol):
-    """The worker's settings that the planner reads; None leaves the choice to the planner."""
-
-    @property
-    def dtype(self) -> Literal["float32", "bfloat16"]: ...
-    @property
-    def max_context_tokens(self) -> int: ...
-    @property
-    def batch_tokens(self) -> int | None: ...
-    @property
-    def chunk_tokens(self) -> int | None: ...
-    @property
-    def remat(self) -> Literal["auto", "none", "dots", "attention", "full"]: ...
-    @property
-    def max_rank(self) -> int | None: ...
-    @property
-    def request_slots(self) -> int | None: ...
-    @property
-    def sample_rows(self) -> int: ...
-    @property
-    def device_memory_bytes(self) -> int | None: ...
-    @property
-    def adapter_device_bytes(self) -> int | None: ...
-    @property
-    def adapter_host_bytes(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +59,7 @@ class Device:
 class Plan:
     """The decisions, and the arithmetic behind them. The lines add up to ``device_bytes``."""
 
-    lattice: StaticShapes
+    static_shapes: StaticShapes
     remat: Remat
     sample_rows: int
     snapshot_bytes: int  # limit of the snapshots on the device
@@ -99,27 +72,27 @@ class Plan:
     """The lines summed by use, with the names of ``metric_names.FIGURES``."""
 
 
-def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
+def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
     """Return the best plan that fits. Raises ``DoesNotFit``.
 
     If memory is short, the planner first gives up room for snapshots, which can be read again from
     their files. Then it gives up long micro-batches, then the fastest ``remat``, then slots, and
     high ranks last.
     """
-    device_bytes = settings.device_memory_bytes or device.memory_bytes
-    host_bytes = settings.adapter_host_bytes
+    device_bytes = request.device_memory_bytes or device.memory_bytes
+    host_bytes = request.adapter_host_bytes
     if host_bytes is None:
         host_bytes = device.host_bytes
-    for shape in _shapes(config, device, settings):
+    for shape in _shapes(config, device, request):
         footprint = Footprint(config, shape)
         adapters = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
-        if settings.adapter_device_bytes is not None:
-            adapters = min(adapters, settings.adapter_device_bytes)
-        if adapters < footprint.unit_adapter_bytes:
+        if request.adapter_device_bytes is not None:
+            adapters = min(adapters, request.adapter_device_bytes)
+        if adapters < footprint.batch_adapter_bytes:
             continue
         free = device_bytes - footprint.bytes - adapters
         return Plan(
-            lattice=shape.lattice,
+            static_shapes=shape.static_shapes,
             remat=shape.remat,
             sample_rows=shape.sample_rows,
             snapshot_bytes=footprint.snapshot_bytes,
@@ -134,7 +107,7 @@ def plan(config: ModelConfig, device: Device, settings: PlanSettings) -> Plan:
             ),
             memory=_by_use(footprint, adapters, free),
         )
-    raise DoesNotFit(_refusal(footprint, device, device_bytes, settings))
+    raise DoesNotFit(_refusal(footprint, device, device_bytes, request))
 
 
 def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
@@ -149,35 +122,39 @@ def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
     }
 
 
-def _shapes(config: ModelConfig, device: Device, settings: PlanSettings) -> Iterator[EngineShape]:
+def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterator[EngineShape]:
     """Yield every shape that the settings leave open, best first."""
     is_cpu = device.kind == "cpu"
-    context = min(settings.max_context_tokens, config.context_length)
-    chunk = settings.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
-    remats = _FASTEST_FIRST if settings.remat == "auto" else (settings.remat,)
-    default_stream = _CPU_STREAM_TOKENS if is_cpu else _STREAM_TOKENS
-    streams = _halves(settings.batch_tokens, default_stream, max(context, _PIECE_CHUNKS * chunk))
-    rows = settings.sample_rows
+    context = min(request.max_context_tokens, config.context_length)
+    chunk = request.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
+    remats = _FASTEST_FIRST if request.remat == "auto" else (request.remat,)
+    default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
+    lengths = _halves(request.batch_tokens, default_tokens, max(context, _BIN_CHUNKS * chunk))
+    rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
-    for ranks, least_slots in _rank_classes(settings.max_rank):
-        slots_choices = _halves(settings.request_slots, _REQUEST_SLOTS, least_slots)
-        for slots, remat, tokens, kept in product(slots_choices, remats, streams, snapshots):
-            lattice = StaticShapes(
-                context, chunk=chunk, tokens=tokens, request_slots=slots, rank_classes=ranks
+    for ranks, least_slots in _rank_buckets(request.max_rank):
+        slots_choices = _halves(request.request_slots, _REQUEST_SLOTS, least_slots)
+        for slots, remat, tokens, kept in product(slots_choices, remats, lengths, snapshots):
+            static_shapes = StaticShapes(
+                context,
+                chunk=chunk,
+                requested_tokens=tokens,
+                request_slots=slots,
+                rank_buckets=ranks,
             )
-            yield EngineShape(lattice, remat, rows, kept, settings.dtype, device.kind)
+            yield EngineShape(static_shapes, remat, rows, kept, request.dtype, device.kind)
 
 
-def _rank_classes(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:
+def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:
     """Return choices of rank buckets, each with the fewest slots that it may be combined with.
 
     If a rank was set, it is the highest bucket. Otherwise all buckets come first, then fewer,
     without the highest: fewer buckets are better than fewer slots.
     """
     if max_rank is not None:
-        return [((*(rank for rank in _RANK_CLASSES if rank < max_rank), max_rank), 1)]
-    counts = range(len(_RANK_CLASSES), 0, -1)
-    return [(_RANK_CLASSES[:count], 1 if count == 1 else _LEAST_SLOTS) for count in counts]
+        return [((*(rank for rank in _RANK_BUCKETS if rank < max_rank), max_rank), 1)]
+    counts = range(len(_RANK_BUCKETS), 0, -1)
+    return [(_RANK_BUCKETS[:count], 1 if count == 1 else _LEAST_SLOTS) for count in counts]
 
 
 def _halves(asked: int | None, default: int, least: int) -> list[int]:
@@ -190,12 +167,10 @@ def _halves(asked: int | None, default: int, least: int) -> list[int]:
     return sizes
 
 
-def _refusal(
-    footprint: Footprint, device: Device, device_bytes: int, settings: PlanSettings
-) -> str:
+def _refusal(footprint: Footprint, device: Device, device_bytes: int, request: PlanRequest) -> str:
     """Return the reason why the smallest plan does not fit."""
-    unit = footprint.unit_adapter_bytes
-    if (asked := settings.adapter_device_bytes) is not None and asked < unit:
+    unit = footprint.batch_adapter_bytes
+    if (asked := request.adapter_device_bytes) is not None and asked < unit:
         return (
             f"adapter_device_bytes is {asked}; the adapters of one batch take {unit} bytes; raise "
             "it, or lower request_slots or max_rank"
@@ -210,8 +185,8 @@ def _refusal(
     return (
         f"the base model needs at least {gib(needed)} of the {device.kind}'s memory, and "
         f"{gib(device_bytes)} is available:\n{parts}\nChoose a smaller base model or dtype "
-        f"bfloat16; lower max_context_tokens ({settings.max_context_tokens}) or sample_rows "
-        f"({settings.sample_rows}), or any batch_tokens, request_slots and max_rank that you have "
+        f"bfloat16; lower max_context_tokens ({request.max_context_tokens}) or sample_rows "
+        f"({request.sample_rows}), or any batch_tokens, request_slots and max_rank that you have "
         "set; or raise device_memory_bytes if the device has more"
     )
 

@@ -33,7 +33,7 @@ def main() -> int:
     try:
         settings = WorkerSettings()
         config = _read_config(settings.base_model, settings.base_model_revision)
-        found = plan(config, default_device(), settings)
+        found = plan(config, default_device(), settings.plan_request)
     except (ValueError, OSError) as error:
         print(f"tuneserve plan: {error}", file=sys.stderr)
         return REFUSED
@@ -73,16 +73,20 @@ def _kinds(config: ModelConfig, found: Plan) -> dict[str, Any]:
     """
     from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 
-    shapes, lattice = target_shapes(config), found.lattice
+    shapes, static_shapes = target_shapes(config), found.static_shapes
     facts: dict[str, Any] = {}
     for forms in KINDS.values():
         for form, kind in forms.items():
-            of_rank = {rank: adapter_bytes(kind, shapes, rank) for rank in lattice.rank_classes}
+            of_rank = {
+                rank: adapter_bytes(kind, shapes, rank) for rank in static_shapes.rank_buckets
+            }
             own = facts[f"{kind.name} {form}".strip()] = {"bytes_by_rank": of_rank}
             if kind.needs_decomposition:
-                own |= _shared(shapes, lattice.max_rank)
+                own |= _shared(shapes, static_shapes.max_rank)
                 left = found.adapter_device_bytes - own["shared_device_bytes"]
-                own["refused_ranks"] = [r for r in of_rank if lattice.slots(r) * of_rank[r] > left]
+                own["refused_ranks"] = [
+                    r for r in of_rank if static_shapes.slots(r) * of_rank[r] > left
+                ]
     return facts
 
 
@@ -98,15 +102,15 @@ def _shared(shapes: TargetShapes, max_rank: int) -> dict[str, int]:
 
 
 def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
-    lattice = found.lattice
+    static_shapes = found.static_shapes
     return {
         "device": found.device.kind,
         "device_bytes": found.device_bytes,
-        "context_tokens": lattice.context_length,
-        "batch_tokens": lattice.stream,
-        "chunk_tokens": lattice.chunk,
+        "context_tokens": static_shapes.context_length,
+        "batch_tokens": static_shapes.micro_batch_tokens,
+        "chunk_tokens": static_shapes.chunk,
         "remat": found.remat,
-        "request_slots": {rank: lattice.slots(rank) for rank in lattice.rank_classes},
+        "request_slots": {rank: static_shapes.slots(rank) for rank in static_shapes.rank_buckets},
         "sample_rows": found.sample_rows,
         "snapshot_bytes": found.snapshot_bytes,
         "adapter_device_bytes": found.adapter_device_bytes,
@@ -119,16 +123,18 @@ def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
 
 
 def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
-    lattice = found.lattice
-    slots = ", ".join(f"{lattice.slots(rank)} up to rank {rank}" for rank in lattice.rank_classes)
+    static_shapes = found.static_shapes
+    slots = ", ".join(
+        f"{static_shapes.slots(rank)} up to rank {rank}" for rank in static_shapes.rank_buckets
+    )
     yield f"{settings.served_name}, {settings.dtype}, on {found.device.kind}"
     yield (
-        f"training: remat {found.remat}, micro-batches of {lattice.stream} tokens, chunks of "
-        f"{lattice.chunk} tokens"
+        f"training: remat {found.remat}, micro-batches of {static_shapes.micro_batch_tokens} "
+        f"tokens, chunks of {static_shapes.chunk} tokens"
     )
     yield f"requests in one batch: {slots}"
     yield (
-        f"context of {lattice.context_length} tokens, {found.sample_rows} sequences decoded "
+        f"context of {static_shapes.context_length} tokens, {found.sample_rows} sequences decoded "
         "together"
     )
     yield f"adapters in the host's memory: {gib(found.adapter_host_bytes)}"

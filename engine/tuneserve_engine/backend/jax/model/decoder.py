@@ -1,7 +1,7 @@
 """One decoder for Llama 3.x, Qwen2.5 and Qwen3, with stacked layer weights.
 
 Dimension key: L layers, B rows, T positions, D hidden, V vocabulary, N query heads, K key/value
-heads, H head_dim, E entries of a row's table, n blocks of S tokens of a stream.
+heads, H head_dim, E entries of a row's table, n blocks of S tokens of a micro-batch.
 """
 
 from functools import partial
@@ -29,10 +29,11 @@ from tuneserve_engine.backend.jax.model.block import (
     plus_lora,
 )
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.layer_stack import LayerStack, PackedTokens, Remat
+from tuneserve_engine.backend.jax.model.layer_stack import LayerStack, PackedTokens
 from tuneserve_engine.backend.jax.model.layers import inverse_frequencies, rms_norm, rope_tables
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.core.adapter import UNEMBED
+from tuneserve_engine.core.backend_options import Remat
 
 _INIT_STD = 0.02  # the initializer_range of every supported architecture
 
@@ -50,7 +51,7 @@ class TrainingSpace(Protocol):
     """The buffers of a pass in training mode: ``training.tape.Workspace``."""
 
     def forward(
-        self, stack: LayerStack, stream: PackedTokens, lora: LoraRows, x: Array
+        self, stack: LayerStack, packed: PackedTokens, lora: LoraRows, x: Array
     ) -> tuple[Array, Any]:
         """Return the hidden states after the last layer, and what the backward pass needs."""
         ...
@@ -59,9 +60,9 @@ class TrainingSpace(Protocol):
 class Decoder(nnx.Module):
     """The base model.
 
-    After ``train()``, a pass over a stream leaves a tape, as ``remat`` says; after ``eval()``, the
-    mode at construction, a pass leaves nothing. ``block`` and ``chunk_blocks`` are the shapes of
-    streams.
+    After ``train()``, a pass over a micro-batch leaves a tape, as ``remat`` says; after ``eval()``,
+    the mode at construction, a pass leaves nothing. ``block`` and ``chunk_blocks`` are the shapes
+    of micro-batches.
 
     The weights are ``embed`` [V, D], ``layers[name]`` [L, *layer_shapes(config)[name]],
     ``final_norm`` [D] and, unless tied, ``unembed`` [V, D].
@@ -117,8 +118,8 @@ class Decoder(nnx.Module):
         """Run the layers: the only code path through them. Return hidden states and by-products.
 
         The hidden states are those before the final norm. The by-product depends on the mode. Rows
-        that continue from KV pages: the ``Pages`` with their keys and values. A stream in
-        evaluation mode: None. A stream in training mode runs through ``space``: what ``space``
+        that continue from KV pages: the ``Pages`` with their keys and values. A micro-batch in
+        evaluation mode: None. A micro-batch in training mode runs through ``space``: what ``space``
         needs for the backward pass.
         """
         if isinstance(view, Paged):
@@ -130,12 +131,12 @@ class Decoder(nnx.Module):
         return space.forward(stack, view, lora, x)
 
     def stack(self) -> LayerStack:
-        """Return the layers as programs on streams take them."""
+        """Return the layers as programs on micro-batches take them."""
         weights = {name: weight[...] for name, weight in self.layers.items()}
         return LayerStack(self.config, weights, self._rope, self.chunk_blocks, self.remat)
 
     def _rows(self, tokens: Int[Array, "B T"], lora: LoraRows | None) -> Float[Array, "n S D"]:
-        """Run rows as a stream of one datum each, one after the other."""
+        """Run rows as a micro-batch of one datum each, one after the other."""
         count, length = tokens.shape
         size = self.block
         each = -(-length // size)
@@ -150,16 +151,16 @@ class Decoder(nnx.Module):
             return jnp.pad(rows.reshape(count * each, size), ((0, room), (0, 0)))
 
         per_block = jnp.pad(jnp.repeat(row, each), (0, room))
-        stream = PackedTokens(
+        packed = PackedTokens(
             positions=blocks(jnp.where(real, places, 0)),
-            datum=blocks(jnp.where(real, row[:, None], -1)),
+            segment_ids=blocks(jnp.where(real, row[:, None], -1)),
             start=per_block * each,
             blocks=jnp.int32(count * each),
             slot=slot[per_block],
         )
         ids = blocks(jnp.pad(tokens, ((0, 0), (0, each * size - length))))
-        bank = None if lora is None else lora._replace(slot=None)
-        hidden, _ = self.forward_layers(self.embedded(ids), stream, bank)
+        adapter_slots = None if lora is None else lora._replace(slot=None)
+        hidden, _ = self.forward_layers(self.embedded(ids), packed, adapter_slots)
         return hidden[: count * each]
 
     def unstacked(self, lora: LoraRows | None) -> tuple[Layer, ...]:

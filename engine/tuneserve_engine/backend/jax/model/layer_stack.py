@@ -1,8 +1,8 @@
 """Whole sequences through the decoder's layers, chunk by chunk.
 
-A stream of tokens is laid out in blocks; a chunk is a fixed number of blocks. Every matrix product
+A micro-batch is laid out in blocks; a chunk is a fixed number of blocks. Every matrix product
 has the shape of one chunk, and the number of chunks is known only at run time. So one program
-serves every length, and the bits of a request do not depend on what else is in the stream.
+serves every length, and the bits of a request do not depend on what else is in the micro-batch.
 
 Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
 heads, K key/value heads, G = N / K, H head_dim, J slots.
@@ -10,7 +10,7 @@ heads, K key/value heads, G = N / K, H head_dim, J slots.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +35,14 @@ from tuneserve_engine.backend.jax.model.block import (
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.specs import spec
-
-Remat = Literal["none", "dots", "attention", "full"]
-"""The values of a layer that training keeps beside the layer's input.
-
-``none``: all that autodiff asks for. ``dots``: the results of attention and of the products with
-weights. ``attention``: the result of attention. ``full``: nothing.
-"""
+from tuneserve_engine.core.backend_options import Remat
 
 
 class PackedTokens(NamedTuple):
     """The part of a micro-batch that the layers read. ``slot`` is each block's adapter slot."""
 
     positions: Int[Array, "n S"]
-    datum: Int[Array, "n S"]  # -1 on padding
+    segment_ids: Int[Array, "n S"]  # -1 on padding
     start: Int[Array, " n"]  # the first block that this block's tokens see
     blocks: Int[Array, ""]  # number of used blocks
     slot: Int[Array, " n"]
@@ -78,7 +72,7 @@ class LayerStack:
         return self.weights, jnp.arange(self.config.layers, dtype=jnp.int32)
 
     def score(
-        self, x: Float[Array, "n S D"], stream: PackedTokens, bank: LoraRows | None
+        self, x: Float[Array, "n S D"], packed: PackedTokens, adapter_slots: LoraRows | None
     ) -> Float[Array, "n S D"]:
         """Return hidden states after the last layer, without a backward pass.
 
@@ -90,7 +84,7 @@ class LayerStack:
 
         def layer(carry: Any, sliced: Any) -> tuple[Any, None]:
             x, y, attention = carry
-            run = LayerPass(self, stream, bank, *sliced)
+            run = LayerPass(self, packed, adapter_slots, *sliced)
             attention = run.attend(run.project_all(x, 0, attention, 0), 0, 0)
             # Two buffers: if a loop reads and writes one, XLA copies all of it, chunk by chunk.
             y = run.each_chunk(lambda at, y: run.finish(x, at, attention, y), y)
@@ -103,22 +97,22 @@ class LayerStack:
 
 @dataclass(frozen=True)
 class LayerPass:
-    """One layer on one stream: its two functions on a chunk, and its attention on all of it.
+    """One layer on one micro-batch: its two functions on a chunk, and its attention on all of it.
 
     The index of a chunk is its first block. Buffers hold m blocks; ``base`` is the first block of
     this layer.
     """
 
     stack: LayerStack
-    stream: PackedTokens
-    bank: LoraRows | None  # [L, J, ...]
+    packed: PackedTokens
+    adapter_slots: LoraRows | None  # [L, J, ...]
     weights: dict[str, Array]
     number: Int[Array, ""]
 
     def each_chunk(self, body: Callable[[Array, Any], Any], state: Any) -> Any:
         """Run ``body(first block, state)`` for every used chunk."""
         size = self.stack.chunk
-        count = (self.stream.blocks + size - 1) // size
+        count = (self.packed.blocks + size - 1) // size
         return jax.lax.fori_loop(0, count, lambda i, state: body(i * size, state), state)
 
     def part(self, blocks: Array, at: Array) -> Array:
@@ -127,17 +121,19 @@ class LayerPass:
 
     def lora(self, at: Array, targets: Sequence[str]) -> LoraRows | None:
         """Return each block's own adapter for these targets, at this layer."""
-        if self.bank is None:
+        if self.adapter_slots is None:
             return None
-        slot = self.part(self.stream.slot, at)
+        slot = self.part(self.packed.slot, at)
 
         def take(stacked: dict[str, Array]) -> dict[str, Array]:
             return {name: stacked[name][self.number, slot] for name in targets}
 
-        return LoraRows(take(self.bank.a), take(self.bank.b), self.bank.scale[slot])
+        return LoraRows(
+            take(self.adapter_slots.a), take(self.adapter_slots.b), self.adapter_slots.scale[slot]
+        )
 
     def rope(self, at: Array) -> Rope:
-        return self.stack.rope(self.part(self.stream.positions, at))
+        return self.stack.rope(self.part(self.packed.positions, at))
 
     def before(self, x: Array, lora: LoraRows | None, rope: Rope) -> tuple[Array, Array, Array]:
         """Return queries, keys and values of a chunk, in blocks."""
@@ -172,8 +168,8 @@ class LayerPass:
         return attention._replace(attended=attended)
 
     def seen(self) -> Visibility:
-        stream = self.stream
-        return Visibility(stream.datum, stream.positions, stream.start, stream.blocks)
+        packed = self.packed
+        return Visibility(packed.segment_ids, packed.positions, packed.start, packed.blocks)
 
     def finish(self, x: Array, at: Array, attention: Attention, into: Array) -> Array:
         """Return ``into`` with the layer's output of the chunk."""

@@ -1,6 +1,6 @@
 """LoRA adapters as the decoder takes them.
 
-Dimension key: L layers, J slots, B rows, D inputs of a projection, F its outputs, R rank class.
+Dimension key: L layers, J slots, B rows, D inputs of a projection, F its outputs, R rank bucket.
 """
 
 from functools import partial

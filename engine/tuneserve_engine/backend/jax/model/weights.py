@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,8 @@ from safetensors import SafetensorError, safe_open
 from tuneserve_engine.backend.jax.model.block import layer_shapes
 from tuneserve_engine.backend.jax.model.config import ModelConfig, token_ids
 from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.core.backend_options import DType
 from tuneserve_engine.core.hub import BadCheckpoint, resolve_base_model
-
-DType = Literal["float32", "bfloat16"]
 
 _STORED_DTYPES = ("F32", "BF16", "F16")
 _NAMES_SHOWN = 8

@@ -1,6 +1,6 @@
-"""Frozen adapters on the device, and the adapter slots of decoding: one per lane (decode slot).
+"""Frozen adapters on the device, and the adapter slots of decoding: one per decode slot.
 
-Dimension key: L layers, B lanes, D inputs of a projection, F its outputs, R rank class.
+Dimension key: L layers, B decode slots, D inputs of a projection, F its outputs, R rank bucket.
 """
 
 from operator import itemgetter
@@ -19,13 +19,13 @@ Scalar = Array | np.generic
 
 
 class FrozenAdapter(NamedTuple):
-    """A frozen adapter on the device, padded to its rank class; the base model is all zeros."""
+    """A frozen adapter on the device, padded to its rank bucket; the base model is all zeros."""
 
     weights: LoraWeights
     scale: Scalar
 
     @property
-    def rank_class(self) -> int:
+    def rank_bucket(self) -> int:
         return int(next(iter(self.weights.a.values())).shape[-1])
 
     def one_row(self) -> LoraRows:
@@ -35,7 +35,7 @@ class FrozenAdapter(NamedTuple):
 
 
 class DecodeAdapters(NamedTuple):
-    """The adapters of all lanes: lane b's adapter is at index b.
+    """The adapters of all decode slots: slot b's adapter is at index b.
 
     Every layer has its own arrays, like the base weights for decoding: see ``Decoder.unstacked``.
     """
@@ -51,29 +51,31 @@ class DecodeAdapters(NamedTuple):
         return LoraRows(*self.unembed, self.scale)
 
 
-def adopt(bank: DecodeAdapters, lane: Int[Array, ""], adapter: FrozenAdapter) -> DecodeAdapters:
-    """Return the bank with the adapter in the lane's slot."""
+def set_slot_adapter(
+    adapters: DecodeAdapters, slot: Int[Array, ""], adapter: FrozenAdapter
+) -> DecodeAdapters:
+    """Return the adapter slots with the adapter in the slot's slot."""
 
     def place(slots: Array, new: Array) -> Array:
-        updated: Array = jax.lax.dynamic_update_index_in_dim(slots, new, lane, axis=0)
+        updated: Array = jax.lax.dynamic_update_index_in_dim(slots, new, slot, axis=0)
         return updated
 
     layers, unembed = _by_layer(adapter.weights)
     return DecodeAdapters(
-        layers=jax.tree.map(place, bank.layers, layers),
-        unembed=jax.tree.map(place, bank.unembed, unembed),
-        scale=bank.scale.at[lane].set(jnp.asarray(adapter.scale)),
+        layers=jax.tree.map(place, adapters.layers, layers),
+        unembed=jax.tree.map(place, adapters.unembed, unembed),
+        scale=adapters.scale.at[slot].set(jnp.asarray(adapter.scale)),
     )
 
 
-def empty_bank(weights: LoraWeights, *, lanes: int) -> DecodeAdapters:
-    """Return zeros for all lanes, in the shapes of these weights."""
+def empty_adapters(weights: LoraWeights, *, slots: int) -> DecodeAdapters:
+    """Return zeros for all decode slots, in the shapes of these weights."""
 
-    def slots(x: Array) -> Array:
-        return jnp.zeros((lanes, *x.shape), x.dtype)
+    def zeros(x: Array) -> Array:
+        return jnp.zeros((slots, *x.shape), x.dtype)
 
-    layers, unembed = jax.tree.map(slots, _by_layer(weights))
-    return DecodeAdapters(layers, unembed, jnp.zeros(lanes, jnp.float32))
+    layers, unembed = jax.tree.map(zeros, _by_layer(weights))
+    return DecodeAdapters(layers, unembed, jnp.zeros(slots, jnp.float32))
 
 
 def adapter_specs(shapes: TargetShapes, rank: int) -> Any:

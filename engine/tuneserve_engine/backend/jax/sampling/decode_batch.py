@@ -1,10 +1,10 @@
 """The sequences that decode together: each one's prompt is prefilled, then it decodes to its end.
 
-A fixed number of lanes (decode slots) of one rank class decode together. A free lane goes to the
+A fixed number of decode slots of one rank bucket decode together. A free slot goes to the
 next sequence, of any tenant. Prompts are prefilled in chunks of blocks that belong to any of the
-lanes; a part that has been prefilled already is not prefilled again.
+decode slots; a part that has been prefilled already is not prefilled again.
 
-Dimension key: B lanes, n blocks of a chunk, S positions of a block, U steps per dispatch.
+Dimension key: B decode slots, n blocks of a chunk, S positions of a block, U steps per dispatch.
 """
 
 from collections.abc import Iterator
@@ -36,18 +36,18 @@ from tuneserve_engine.backend.jax.sampling.programs import (
     Programs,
     TopTokens,
     no_blocks,
-    no_lanes,
-    no_questions,
     no_rows,
+    no_score_request,
+    no_slots,
 )
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.sampling.stop_criteria import StopCriteria, StopReason
 
-_MOST = 3
-"""Lanes that must decode for each lane in prefill before prefill gives way to decoding."""
+_DECODING_PER_PREFILL = 3
+"""Decode slots that must decode for each slot in prefill before prefill gives way to decoding."""
 _CHUNKS_IN_A_ROW = 4
-"""Most chunks of prompts in a row before decoding continues, however few lanes decode.
+"""Most chunks of prompts in a row before decoding continues, however few decode slots decode.
 
 Without this limit, a tenant that keeps sending long prompts would stall all decoding.
 """
@@ -57,24 +57,24 @@ Without this limit, a tenant that keeps sending long prompts would stall all dec
 class DecodedSequence:
     """A sequence being sampled.
 
-    Its prompt except the last token is prefilled into ``parts``; what follows goes to its ``own``
-    pages. ``answers`` collects what is asked about the prompt.
+    Its prompt except the last token is prefilled into ``prefix_pages``; what follows goes to its
+    ``private_pages`` pages. ``prompt_logprobs`` collects what is asked about the prompt.
     """
 
     request: SamplingRequest
     sample: int
     snapshot: Snapshot
-    watch: StopCriteria
-    answers: PromptLogprobs | None = None
-    parts: list[PrefixPage] = field(default_factory=list)
-    own: list[int] = field(default_factory=list)
+    stop_criteria: StopCriteria
+    prompt_logprobs: PromptLogprobs | None = None
+    prefix_pages: list[PrefixPage] = field(default_factory=list)
+    private_pages: list[int] = field(default_factory=list)
     read: int = 0  # number of parts that are prefilled
-    read_tokens: int = 0  # tokens prefilled for this sequence
-    cache_hits: int | None = None  # tokens in the cache when the sequence first got a lane
+    prefilled_tokens: int = 0  # tokens prefilled for this sequence
+    cache_hits: int | None = None  # tokens in the cache when the sequence first got a decode slot
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[AnyArray, AnyArray]] = field(default_factory=list)
-    told: int = 0  # tokens that ``news`` has returned
+    reported: int = 0  # tokens that ``take_new_tokens`` has returned
     stop_reason: StopReason | None = None
 
     @property
@@ -88,23 +88,25 @@ class DecodedSequence:
         self.logprobs.append(logprob)
         if top is not None:
             self.top.append(top)
-        self.stop_reason = self.watch.push(token)
+        self.stop_reason = self.stop_criteria.push(token)
         return self.stop_reason is not None
 
     @property
     def work(self) -> float:
         """The work done for the sequence: see ``SampleProgress``."""
-        return len(self.tokens) + self.read_tokens / PROMPT_TOKENS_PER_STEP
+        return len(self.tokens) + self.prefilled_tokens / PROMPT_TOKENS_PER_STEP
 
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None, "a sequence was left unfinished"
         tokens, logprobs, top = self._since(0)
         return SampledSequence(tokens, logprobs, self.stop_reason, top)
 
-    def news(self) -> TokenDelta | None:
+    def take_new_tokens(self) -> TokenDelta | None:
         """Return what was drawn since the previous call; None if nothing was."""
-        start, self.told = self.told, len(self.tokens)
-        return TokenDelta(self.sample, start, *self._since(start)) if start < self.told else None
+        start, self.reported = self.reported, len(self.tokens)
+        return (
+            TokenDelta(self.sample, start, *self._since(start)) if start < self.reported else None
+        )
 
     def _since(self, start: int) -> tuple[IntArray, FloatArray, TopK | None]:
         """Return tokens, logprobs and the most likely ids, from a position on."""
@@ -124,13 +126,13 @@ class Counts:
     """Counters of sampling since the start."""
 
     prompt_tokens: int = 0  # tokens to prefill before the first is drawn, cached ones included
-    prompt_tokens_read: int = 0  # tokens that were prefilled
+    prompt_tokens_prefilled: int = 0  # tokens that were prefilled
     tokens: int = 0  # tokens drawn and kept
-    lane_steps: int = 0  # steps of all lanes, idle ones included
+    slot_steps: int = 0  # steps of all decode slots, idle ones included
 
 
 class KvCache:
-    """The KV pages and the base model's weights by layer, which all rank classes share.
+    """The KV pages and the base model's weights by layer, which all rank buckets share.
 
     Both are put on the device when first needed.
     """
@@ -166,248 +168,266 @@ class KvCache:
 
 
 class DecodeBatch:
-    """The lanes (decode slots) of one rank class."""
+    """The decode slots of one rank bucket."""
 
-    def __init__(self, programs: Programs, cache: KvCache, *, lanes: int, rank_class: int) -> None:
+    def __init__(self, programs: Programs, cache: KvCache, *, slots: int, rank_bucket: int) -> None:
         self._programs = programs
         self._cache = cache
-        self._rank_class = rank_class
-        self._drafts: list[DecodedSequence | None] = [None] * lanes
-        self._adapted: list[str | None] = [None] * lanes  # snapshot of each lane's adapter slot
-        self._reading: list[int] = []  # lanes in prefill, in the order of their arrival
+        self._rank_bucket = rank_bucket
+        self._sequences: list[DecodedSequence | None] = [None] * slots
+        self._adapted: list[str | None] = [None] * slots  # snapshot of each slot's adapter slot
+        self._prefilling: list[int] = []  # decode slots in prefill, in the order of their arrival
         self._put_off = False  # whether a chunk was put off for one dispatch
         self._in_a_row = 0  # chunks prefilled since the last decoding
-        self._bank: DecodeAdapters | None = None
-        self._state = no_lanes(lanes, programs.table_width)
+        self._adapters: DecodeAdapters | None = None
+        self._state = no_slots(slots, programs.table_width)
 
     @property
-    def reading(self) -> int:
+    def prefilling(self) -> int:
         """The number of sequences in prefill."""
-        return len(self._reading)
+        return len(self._prefilling)
 
     @property
-    def writing(self) -> int:
+    def decoding(self) -> int:
         """The number of sequences that decode."""
-        return len(self.drafts) - len(self._reading)
+        return len(self.sequences) - len(self._prefilling)
 
     @property
-    def drafts(self) -> list[DecodedSequence]:
-        """The sequences that have a lane."""
-        return [draft for draft in self._drafts if draft is not None]
+    def sequences(self) -> list[DecodedSequence]:
+        """The sequences that have a decode slot."""
+        return [sequence for sequence in self._sequences if sequence is not None]
 
     @property
-    def are_full(self) -> bool:
-        return None not in self._drafts
+    def is_full(self) -> bool:
+        return None not in self._sequences
 
-    def enter(self, draft: DecodedSequence) -> bool:
-        """Give the sequence a lane and pages. Returns False if there are too few."""
-        lane = next((lane for lane, held in enumerate(self._drafts) if held is None), None)
-        if lane is None:
+    def admit(self, sequence: DecodedSequence) -> bool:
+        """Give the sequence a decode slot and pages. Returns False if there are too few."""
+        slot = next((slot for slot, held in enumerate(self._sequences) if held is None), None)
+        if slot is None:
             return False
-        size, context = self._programs.block, draft.context
-        scope = f"{draft.request.owner}/{draft.snapshot.name}"
-        names = prefix_hashes(scope, draft.request.prompt[:context], size)
-        last = context + draft.request.max_tokens - 1
-        own = last // size - context // size + 1 if draft.request.max_tokens else 0
-        reserved = self._cache.pool.reserve(names, own)
+        size, context = self._programs.block, sequence.context
+        scope = f"{sequence.request.owner}/{sequence.snapshot.name}"
+        names = prefix_hashes(scope, sequence.request.prompt[:context], size)
+        last = context + sequence.request.max_tokens - 1
+        private_pages = last // size - context // size + 1 if sequence.request.max_tokens else 0
+        reserved = self._cache.pool.reserve(names, private_pages)
         if reserved is None:
             return False
-        draft.parts, draft.own = reserved
-        if draft.answers is None and draft.cache_hits is None:
-            hits = sum(part.written for part in draft.parts)
-            draft.cache_hits = min(hits * size, context)
-        self._adopt(lane, draft.snapshot)
-        self._drafts[lane] = draft
-        self._state.table[lane] = 0
-        self._state.table[lane, : len(draft.parts)] = [part.page for part in draft.parts]
-        self._reading.append(lane)
+        sequence.prefix_pages, sequence.private_pages = reserved
+        if sequence.prompt_logprobs is None and sequence.cache_hits is None:
+            hits = sum(part.written for part in sequence.prefix_pages)
+            sequence.cache_hits = min(hits * size, context)
+        self._set_slot_adapter(slot, sequence.snapshot)
+        self._sequences[slot] = sequence
+        self._state.table[slot] = 0
+        self._state.table[slot, : len(sequence.prefix_pages)] = [
+            part.page for part in sequence.prefix_pages
+        ]
+        self._prefilling.append(slot)
         return True
 
-    def leave(self, draft: DecodedSequence) -> None:
-        """Take the sequence's lane and pages back, if it has them; it cannot continue."""
-        lane = next((lane for lane, held in enumerate(self._drafts) if held is draft), None)
-        if lane is not None:
-            self._free(lane)
+    def evict(self, sequence: DecodedSequence) -> None:
+        """Take the sequence's slot and pages back, if it has them; it cannot continue."""
+        slot = next((slot for slot, held in enumerate(self._sequences) if held is sequence), None)
+        if slot is not None:
+            self._free(slot)
 
-    def _adopt(self, lane: int, snapshot: Snapshot) -> None:
-        if self._bank is not None and self._adapted[lane] == snapshot.name:
+    def _set_slot_adapter(self, slot: int, snapshot: Snapshot) -> None:
+        if self._adapters is not None and self._adapted[slot] == snapshot.name:
             return
         adapter = self._cache.snapshots.on_device(snapshot)
-        if self._bank is None:
-            self._bank = self._programs.empty_bank(self._rank_class, adapter.weights)
-        self._bank = self._programs.adopt(self._rank_class, self._bank, np.int32(lane), adapter)
-        self._adapted[lane] = snapshot.name
+        if self._adapters is None:
+            self._adapters = self._programs.empty_adapters(self._rank_bucket, adapter.weights)
+        self._adapters = self._programs.set_slot_adapter(
+            self._rank_bucket, self._adapters, np.int32(slot), adapter
+        )
+        self._adapted[slot] = snapshot.name
 
     # --- reading --------------------------------------------------------------------------------
 
     def advance(self) -> None:
         """Prefill a chunk of the prompts and decode a few tokens."""
-        if self._should_read():
+        if self._should_prefill():
             self.read()
             self._in_a_row += 1
-        if self._most_write or (self.writing and self._in_a_row >= _CHUNKS_IN_A_ROW):
+        if self._most_decode or (self.decoding and self._in_a_row >= _CHUNKS_IN_A_ROW):
             self.write()
             self._in_a_row = 0
 
     @property
-    def _most_write(self) -> bool:
-        """Whether most lanes decode. Before that, filling lanes is worth more than using a few."""
-        return self.writing > 0 and self.writing >= _MOST * self.reading
+    def _most_decode(self) -> bool:
+        """Whether most decode slots decode. Before that, filling decode slots is worth more than
+        using a few.
+        """
+        return self.decoding > 0 and self.decoding >= _DECODING_PER_PREFILL * self.prefilling
 
-    def _should_read(self) -> bool:
+    def _should_prefill(self) -> bool:
         """Return whether to prefill now.
 
         A chunk that would not be full waits for one dispatch of decoding: meanwhile other prompts
         may arrive to share it.
         """
         unread = [
-            sum(not part.written or draft.answers is not None for part in draft.parts[draft.read :])
-            for lane in self._reading
-            if (draft := self._drafts[lane])
+            sum(
+                not part.written or sequence.prompt_logprobs is not None
+                for part in sequence.prefix_pages[sequence.read :]
+            )
+            for slot in self._prefilling
+            if (sequence := self._sequences[slot])
         ]
         is_full, begins = sum(unread) >= self._programs.blocks, 0 in unread
-        self._put_off = self._most_write and not (is_full or begins or self._put_off)
+        self._put_off = self._most_decode and not (is_full or begins or self._put_off)
         return bool(unread) and not self._put_off
 
     def read(self) -> None:
         """Prefill one chunk of the waiting prompts; sequences with a whole prompt then decode."""
         blocks = no_blocks(self._programs.blocks, self._programs.block, self._programs.table_width)
         chosen = []
-        for number, (lane, draft) in enumerate(self._next_parts()):
-            part = draft.request.prompt[: draft.context][draft.read * self._programs.block :]
+        for number, (slot, sequence) in enumerate(self._next_pages_to_prefill()):
+            part = sequence.request.prompt[: sequence.context][
+                sequence.read * self._programs.block :
+            ]
             part = part[: self._programs.block]
             blocks.tokens[number, : len(part)] = part
-            blocks.start[number] = draft.read * self._programs.block
-            blocks.table[number] = self._state.table[lane]
-            blocks.lane[number] = lane
-            self._cache.counts.prompt_tokens_read += len(part)
-            draft.read_tokens += len(part)
-            chosen.append((draft, draft.read))
-            draft.parts[draft.read].written = True
-            draft.read += 1
+            blocks.start[number] = sequence.read * self._programs.block
+            blocks.table[number] = self._state.table[slot]
+            blocks.slot[number] = slot
+            self._cache.counts.prompt_tokens_prefilled += len(part)
+            sequence.prefilled_tokens += len(part)
+            chosen.append((sequence, sequence.read))
+            sequence.prefix_pages[sequence.read].written = True
+            sequence.read += 1
         if chosen:
             pages, hidden = self._programs.prefill(
-                self._rank_class, self._cache.take(), self._cache.weights, self._bank, blocks
+                self._rank_bucket, self._cache.take(), self._cache.weights, self._adapters, blocks
             )
             self._cache.put(pages)
-            self._score(chosen, hidden, blocks.lane)
-        for lane in list(self._reading):
-            held = self._drafts[lane]
+            self._score(chosen, hidden, blocks.slot)
+        for slot in list(self._prefilling):
+            held = self._sequences[slot]
             assert held is not None
-            if held.read < len(held.parts):
+            if held.read < len(held.prefix_pages):
                 continue
             if held.request.max_tokens:
-                self._reading.remove(lane)
-                self._begin(lane, held)
+                self._prefilling.remove(slot)
+                self._start_decoding(slot, held)
             else:  # only the prompt was to be scored
                 held.stop_reason = "length"
-                self._free(lane)
+                self._free(slot)
 
-    def _next_parts(self) -> Iterator[tuple[int, DecodedSequence]]:
-        """Yield the lanes and sequences whose next part goes into this chunk.
+    def _next_pages_to_prefill(self) -> Iterator[tuple[int, DecodedSequence]]:
+        """Yield the decode slots and sequences whose next part goes into this chunk.
 
         The caller must count a part as prefilled before it asks for the next. Parts that exist
         already are skipped, unless there are questions about them.
         """
         left = self._programs.blocks
-        for lane in self._reading:
-            draft = self._drafts[lane]
-            assert draft is not None
-            while draft.read < len(draft.parts):
-                if draft.parts[draft.read].written and draft.answers is None:
-                    draft.read += 1
+        for slot in self._prefilling:
+            sequence = self._sequences[slot]
+            assert sequence is not None
+            while sequence.read < len(sequence.prefix_pages):
+                if (
+                    sequence.prefix_pages[sequence.read].written
+                    and sequence.prompt_logprobs is None
+                ):
+                    sequence.read += 1
                 elif left:
                     left -= 1
-                    yield lane, draft
+                    yield slot, sequence
                 else:
                     break
 
     def _score(
-        self, chosen: list[tuple[DecodedSequence, int]], hidden: Any, lane: AnyArray
+        self, chosen: list[tuple[DecodedSequence, int]], hidden: Any, slot: AnyArray
     ) -> None:
-        asking = [(number, *each) for number, each in enumerate(chosen) if each[0].answers]
+        asking = [(number, *each) for number, each in enumerate(chosen) if each[0].prompt_logprobs]
         if not asking:
             return
-        questions = no_questions(self._programs.blocks, self._programs.block)
-        for number, draft, part in asking:
-            assert draft.answers is not None
-            draft.answers.ask(questions, number, part)
-        scores = self._programs.score(self._rank_class, hidden, self._bank, lane, questions)
-        for number, draft, part in asking:
-            assert draft.answers is not None
-            draft.answers.add(part, number, scores)
+        score_request = no_score_request(self._programs.blocks, self._programs.block)
+        for number, sequence, part in asking:
+            assert sequence.prompt_logprobs is not None
+            sequence.prompt_logprobs.ask(score_request, number, part)
+        scores = self._programs.score(
+            self._rank_bucket, hidden, self._adapters, slot, score_request
+        )
+        for number, sequence, part in asking:
+            assert sequence.prompt_logprobs is not None
+            sequence.prompt_logprobs.add(part, number, scores)
 
-    def _begin(self, lane: int, draft: DecodedSequence) -> None:
+    def _start_decoding(self, slot: int, sequence: DecodedSequence) -> None:
         """Start decoding the sequence, into pages of its own."""
         size = self._programs.block
-        if draft.context % size:
-            self._cache.copy(draft.parts[-1].page, draft.own[0])
-        first = draft.context // size
-        self._state.table[lane, first : first + len(draft.own)] = draft.own
-        _set_row(self._state.rows, lane, draft)
-        self._state.tokens[lane] = draft.request.prompt[-1]
-        self._state.positions[lane] = draft.context
-        self._state.step[lane] = 0
+        if sequence.context % size:
+            self._cache.copy(sequence.prefix_pages[-1].page, sequence.private_pages[0])
+        first = sequence.context // size
+        self._state.table[slot, first : first + len(sequence.private_pages)] = (
+            sequence.private_pages
+        )
+        _set_row(self._state.rows, slot, sequence)
+        self._state.tokens[slot] = sequence.request.prompt[-1]
+        self._state.positions[slot] = sequence.context
+        self._state.step[slot] = 0
 
     # --- writing --------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Decode a few tokens of every sequence in one dispatch; drop those after its end."""
-        writing = [
-            (lane, draft)
-            for lane, draft in enumerate(self._drafts)
-            if draft is not None and lane not in self._reading
+        decoding = [
+            (slot, sequence)
+            for slot, sequence in enumerate(self._sequences)
+            if sequence is not None and slot not in self._prefilling
         ]
-        top_asked = any(draft.request.topk_sample for _, draft in writing)
+        top_asked = any(sequence.request.topk_sample for _, sequence in decoding)
         state = self._state._replace(top=np.bool_(top_asked))
         decoded: Decoded = self._programs.decode(
-            self._rank_class, self._cache.take(), self._cache.weights, self._bank, state
+            self._rank_bucket, self._cache.take(), self._cache.weights, self._adapters, state
         )
         self._cache.put(decoded.pages)
         tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
         top = jax.device_get(decoded.top) if top_asked else None
         counts = self._cache.counts
-        counts.lane_steps += tokens.size
-        for lane, draft in writing:
+        counts.slot_steps += tokens.size
+        for slot, sequence in decoding:
             for step in range(len(tokens)):
                 counts.tokens += 1
-                row = _best(top, step, lane, draft.request.topk_sample)
-                if draft.push(int(tokens[step, lane]), float(logprobs[step, lane]), row):
-                    self._free(lane)
+                row = _best(top, step, slot, sequence.request.topk_sample)
+                if sequence.push(int(tokens[step, slot]), float(logprobs[step, slot]), row):
+                    self._free(slot)
                     break
             else:
-                self._state.tokens[lane] = draft.tokens[-1]
-                self._state.positions[lane] += len(tokens)
-                self._state.step[lane] += len(tokens)
+                self._state.tokens[slot] = sequence.tokens[-1]
+                self._state.positions[slot] += len(tokens)
+                self._state.step[slot] += len(tokens)
 
-    def _free(self, lane: int) -> None:
-        draft = self._drafts[lane]
-        assert draft is not None
-        self._cache.pool.release(draft.parts, draft.own)
-        self._drafts[lane] = None
-        if lane in self._reading:
-            self._reading.remove(lane)
-        self._state.positions[lane] = -1
-        self._state.table[lane] = 0
-        _set_row(self._state.rows, lane, None)
+    def _free(self, slot: int) -> None:
+        sequence = self._sequences[slot]
+        assert sequence is not None
+        self._cache.pool.release(sequence.prefix_pages, sequence.private_pages)
+        self._sequences[slot] = None
+        if slot in self._prefilling:
+            self._prefilling.remove(slot)
+        self._state.positions[slot] = -1
+        self._state.table[slot] = 0
+        _set_row(self._state.rows, slot, None)
 
 
-def _set_row(rows: RowParams, lane: int, draft: DecodedSequence | None) -> None:
-    if draft is None:
+def _set_row(rows: RowParams, slot: int, sequence: DecodedSequence | None) -> None:
+    if sequence is None:
         for values, idle in zip(rows, no_rows(1), strict=True):
-            values[lane] = idle[0]
+            values[slot] = idle[0]
         return
-    request = draft.request
-    rows.seed[lane] = seed_halves(request.seed)
-    rows.sample[lane] = draft.sample
-    rows.temperature[lane] = request.temperature
-    rows.top_k[lane] = request.top_k
-    rows.top_p[lane] = request.top_p
+    request = sequence.request
+    rows.seed[slot] = seed_halves(request.seed)
+    rows.sample[slot] = sequence.sample
+    rows.temperature[slot] = request.temperature
+    rows.top_k[slot] = request.top_k
+    rows.top_p[slot] = request.top_p
 
 
-def _best(top: TopTokens | None, step: int, lane: int, k: int) -> tuple[AnyArray, AnyArray] | None:
+def _best(top: TopTokens | None, step: int, slot: int, k: int) -> tuple[AnyArray, AnyArray] | None:
     """Return ids and logprobs [k] of one token, or None if they were not asked for."""
     if top is None or not k:
         return None
-    # Copies: a view would keep the arrays of all lanes alive.
-    return top.ids[step, lane, :k].copy(), top.logprobs[step, lane, :k].copy()
+    # Copies: a view would keep the arrays of all decode slots alive.
+    return top.ids[step, slot, :k].copy(), top.logprobs[step, slot, :k].copy()

@@ -13,12 +13,12 @@ from tuneserve_engine.backend.jax.attention.page_table import UNUSED_PAGE, table
 from tuneserve_engine.core.shapes import StaticShapes
 
 
-def pages_of(lattice: StaticShapes, lanes: int) -> int:
-    """Return the number of pages with which every lane (decode slot) can be as long as the context.
+def pages_of(static_shapes: StaticShapes, slots: int) -> int:
+    """Return the number of pages with which every decode slot can be as long as the context.
 
-    Includes one more page per lane, for a copy of the last page of its prompt, and the unused page.
+    Includes one more page per slot, for a copy of the last page of its prompt, and the unused page.
     """
-    return lanes * (table_width(lattice.context_length, lattice.block) + 1) + 1
+    return slots * (table_width(static_shapes.context_length, static_shapes.block) + 1) + 1
 
 
 @dataclass
@@ -50,16 +50,17 @@ class KvPageAllocator:
         return len(self._free) + len(self._idle)
 
     def reserve(
-        self, prefix_hashes: Sequence[bytes], own: int
+        self, prefix_hashes: Sequence[bytes], private_pages: int
     ) -> tuple[list[PrefixPage], list[int]] | None:
-        """Reserve the prompt pages with these digests, and ``own`` pages for this sequence alone.
+        """Reserve the prompt pages with these digests, and ``private_pages`` pages for this
+        sequence alone.
 
         Prompt pages that exist are shared with the sequences that use them. Returns None if there
         are not enough pages.
         """
         missing = len(set(prefix_hashes) - self._parts.keys())
         idle = sum(digest in self._idle for digest in set(prefix_hashes))
-        if missing + own > self.room - idle:
+        if missing + private_pages > self.room - idle:
             return None
         for (
             digest
@@ -67,11 +68,13 @@ class KvPageAllocator:
             if digest in self._parts:
                 self._idle.pop(digest, None)
                 self._parts[digest].users += 1
-        return [self._part(digest) for digest in prefix_hashes], [self._page() for _ in range(own)]
+        return [self._part(digest) for digest in prefix_hashes], [
+            self._page() for _ in range(private_pages)
+        ]
 
-    def release(self, parts: Sequence[PrefixPage], own: Sequence[int]) -> None:
+    def release(self, parts: Sequence[PrefixPage], private_pages: Sequence[int]) -> None:
         """Give back what ``reserve`` returned. Pages that were never written are forgotten."""
-        self._free.extend(own)
+        self._free.extend(private_pages)
         for part in reversed(parts):  # the last part of a chain is evicted first
             part.users -= 1
             if part.users:

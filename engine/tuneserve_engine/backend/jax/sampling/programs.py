@@ -1,11 +1,11 @@
 """The sampler's programs: pure functions of a model and arrays, for a closed set of shapes.
 
-A request's options are arguments or rows of arrays of fixed width, never part of a shape. A lane
+A request's options are arguments or rows of arrays of fixed width, never part of a shape. A slot
 is a decode slot.
 
-Dimension key: B lanes, n blocks of a chunk of prompts, S positions of a block, which is a page, J
-entries of a row of the table, V vocabulary, D hidden, K ids per position, Q choices per position, U
-steps per dispatch.
+Dimension key: B decode slots, n blocks of a chunk of prompts, S positions of a block, which is a
+page, J entries of a row of the table, V vocabulary, D hidden, K ids per position, Q choices per
+position, U steps per dispatch.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from tuneserve_engine.backend.jax.sampling.adapter_slots import (
     DecodeAdapters,
     Scalar,
     adapter_specs,
-    adopt,
-    empty_bank,
+    empty_adapters,
+    set_slot_adapter,
 )
 from tuneserve_engine.backend.jax.sampling.logits import (
     AnyArray,
@@ -44,8 +44,8 @@ from tuneserve_engine.backend.jax.sampling.logits import (
 from tuneserve_engine.core.shapes import StaticShapes
 
 STEPS_PER_DISPATCH = 4
-"""Tokens that each lane decodes per dispatch, before the host looks: they share its cost."""
-CHOICES = 64
+"""Tokens that each slot decodes per dispatch, before the host looks: they share its cost."""
+MAX_TOP_TOKENS = 64
 """Entries of a top-k or of alternatives that are computed, whatever k is asked for.
 
 It is also the most ids to score beside a prompt's own tokens. The cost is a few percent of that of
@@ -61,15 +61,15 @@ class TopTokens(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Parts of prompts, of one lane or several, that are prefilled together."""
+    """Parts of prompts, of one slot or several, that are prefilled together."""
 
     tokens: AnyArray  # [n, S] int32
     start: AnyArray  # [n] int32 the position of the first token; -S for an unused block
-    table: AnyArray  # [n, J] int32 the lane's table
-    lane: AnyArray  # [n] int32
+    table: AnyArray  # [n, J] int32 the slot's table
+    slot: AnyArray  # [n] int32
 
 
-class PromptQuestions(NamedTuple):
+class PromptScoreRequest(NamedTuple):
     """The questions about each position of a chunk's blocks."""
 
     ids: AnyArray  # [n, S, K] int32, -1 = none
@@ -81,7 +81,7 @@ class PromptQuestions(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-    """The answers to ``PromptQuestions``."""
+    """The answers to ``PromptScoreRequest``."""
 
     logprobs: AnyArray  # [n, S, K] float32
     top: TopTokens  # [n, S, Q]
@@ -89,14 +89,14 @@ class PromptScores(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """The state of every lane before its next tokens are decoded."""
+    """The state of every slot before its next tokens are decoded."""
 
     tokens: AnyArray  # [B] int32 the last token of its sequence
-    positions: AnyArray  # [B] int32 position of that token; -1 in an idle lane
+    positions: AnyArray  # [B] int32 position of that token; -1 in an idle slot
     step: AnyArray  # [B] int32 number of the token to draw, 0 = the first after the prompt
     table: AnyArray  # [B, J] int32 the pages of its sequence
     rows: RowParams
-    top: Scalar  # bool: whether a lane asks for the most likely ids
+    top: Scalar  # bool: whether a decode slot asks for the most likely ids
 
 
 class Decoded(NamedTuple):
@@ -111,38 +111,40 @@ class Decoded(NamedTuple):
 class Programs:
     """The sampler's part of a process's programs.
 
-    The key of programs with adapters is the rank class; the key of the others is ``()``.
+    The key of programs with adapters is the rank bucket; the key of the others is ``()``.
     """
 
     def __init__(
         self,
         programs: ProgramRegistry,
         model: Decoder,
-        lattice: StaticShapes,
+        static_shapes: StaticShapes,
         *,
-        lanes: int,
+        slots: int,
         pages: int,
     ) -> None:
-        self.blocks = lattice.chunk // lattice.block
-        self.block = lattice.block
-        self.table_width = table_width(lattice.context_length, lattice.block)
+        self.blocks = static_shapes.chunk // static_shapes.block
+        self.block = static_shapes.block
+        self.table_width = table_width(static_shapes.context_length, static_shapes.block)
         dtype = model.unembedding().dtype
-        make_bank = partial(empty_bank, lanes=lanes)
-        make_pages = partial(_empty_pages, model.config, pages, lattice.block, dtype)
-        use = "samples, by rank class"
+        make_bank = partial(empty_adapters, slots=slots)
+        make_pages = partial(_empty_pages, model.config, pages, static_shapes.block, dtype)
+        use = "samples, by rank bucket"
         self.prefill = programs.add("prefill", _prefill, use=use, model=model, donate=(0,))
         self.score = programs.add("score", _score, use=use, model=model)
         self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
-        self.adopt = programs.add("adopt", adopt, use=use, donate=(0,))
-        self.empty_bank = programs.add("empty_bank", make_bank, use=use)
+        self.set_slot_adapter = programs.add(
+            "set_slot_adapter", set_slot_adapter, use=use, donate=(0,)
+        )
+        self.empty_adapters = programs.add("empty_bank", make_bank, use=use)
         use = "samples, all of them"
         self.copy = programs.add("copy", _copy, use=use, donate=(0,))
         self.empty_pages = programs.add("empty_pages", make_pages, use=use)
         self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
-        self._declare(model, lattice.rank_classes, lanes, jax.eval_shape(make_pages))
+        self._declare(model, static_shapes.rank_buckets, slots, jax.eval_shape(make_pages))
 
     def _declare(
-        self, model: Decoder, rank_classes: tuple[int, ...], lanes: int, pages: Any
+        self, model: Decoder, rank_buckets: tuple[int, ...], slots: int, pages: Any
     ) -> None:
         """Declare everything that sampling can ever call. ``pages`` is a ``Pages`` of specs."""
         config, shapes = model.config, target_shapes(model.config)
@@ -150,40 +152,40 @@ class Programs:
         weights = jax.eval_shape(partial(_unstacked, model))
         hidden = _spec((self.blocks, self.block, config.hidden), pages.k[0].dtype)
         blocks = no_blocks(self.blocks, self.block, self.table_width)
-        questions = no_questions(self.blocks, self.block)
+        score_request = no_score_request(self.blocks, self.block)
         self.unstacked.declare(())
         self.empty_pages.declare(())
         self.copy.declare((), pages, index, index)
-        for order, rank in enumerate(rank_classes):
+        for order, rank in enumerate(rank_buckets):
             adapter = adapter_specs(shapes, rank)
-            bank = jax.eval_shape(partial(empty_bank, lanes=lanes), adapter.weights)
-            state = no_lanes(lanes, self.table_width)
-            self.prefill.declare(rank, pages, weights, bank, blocks, order=order)
-            self.decode.declare(rank, pages, weights, bank, state, order=order)
-            self.score.declare(rank, hidden, bank, blocks.lane, questions, order=order)
-            self.adopt.declare(rank, bank, index, adapter, order=order)
-            self.empty_bank.declare(rank, adapter.weights, order=order)
+            adapters = jax.eval_shape(partial(empty_adapters, slots=slots), adapter.weights)
+            state = no_slots(slots, self.table_width)
+            self.prefill.declare(rank, pages, weights, adapters, blocks, order=order)
+            self.decode.declare(rank, pages, weights, adapters, state, order=order)
+            self.score.declare(rank, hidden, adapters, blocks.slot, score_request, order=order)
+            self.set_slot_adapter.declare(rank, adapters, index, adapter, order=order)
+            self.empty_adapters.declare(rank, adapter.weights, order=order)
 
 
-def no_rows(lanes: int) -> RowParams:
+def no_rows(slots: int) -> RowParams:
     """Return greedy rows without limits: the cheapest to draw."""
     return RowParams(
-        seed=np.zeros((lanes, 2), np.uint32),
-        sample=np.zeros(lanes, np.int32),
-        temperature=np.zeros(lanes, np.float32),
-        top_k=np.full(lanes, -1, np.int32),
-        top_p=np.ones(lanes, np.float32),
+        seed=np.zeros((slots, 2), np.uint32),
+        sample=np.zeros(slots, np.int32),
+        temperature=np.zeros(slots, np.float32),
+        top_k=np.full(slots, -1, np.int32),
+        top_p=np.ones(slots, np.float32),
     )
 
 
-def no_lanes(lanes: int, width: int) -> DecodeState:
-    """Return the state of idle lanes."""
+def no_slots(slots: int, width: int) -> DecodeState:
+    """Return the state of idle decode slots."""
     return DecodeState(
-        tokens=np.zeros(lanes, np.int32),
-        positions=np.full(lanes, -1, np.int32),
-        step=np.zeros(lanes, np.int32),
-        table=np.zeros((lanes, width), np.int32),
-        rows=no_rows(lanes),
+        tokens=np.zeros(slots, np.int32),
+        positions=np.full(slots, -1, np.int32),
+        step=np.zeros(slots, np.int32),
+        table=np.zeros((slots, width), np.int32),
+        rows=no_rows(slots),
         top=np.bool_(False),
     )
 
@@ -194,14 +196,14 @@ def no_blocks(blocks: int, size: int, width: int) -> Blocks:
         tokens=np.zeros((blocks, size), np.int32),
         start=np.full(blocks, -size, np.int32),
         table=np.zeros((blocks, width), np.int32),
-        lane=np.zeros(blocks, np.int32),
+        slot=np.zeros(blocks, np.int32),
     )
 
 
-def no_questions(blocks: int, size: int) -> PromptQuestions:
+def no_score_request(blocks: int, size: int) -> PromptScoreRequest:
     """Return blocks about which nothing is asked."""
-    return PromptQuestions(
-        ids=np.full((blocks, size, 1 + CHOICES), -1, np.int32),
+    return PromptScoreRequest(
+        ids=np.full((blocks, size, 1 + MAX_TOP_TOKENS), -1, np.int32),
         top=np.zeros(blocks, np.bool_),
         alternatives=np.zeros(blocks, np.bool_),
         seed=np.zeros((blocks, 2), np.uint32),
@@ -211,16 +213,17 @@ def no_questions(blocks: int, size: int) -> PromptQuestions:
 
 
 def _prefill(
-    model: Decoder, pages: Pages, weights: tuple[Any, ...], bank: DecodeAdapters, blocks: Blocks
+    model: Decoder, pages: Pages, weights: tuple[Any, ...], adapters: DecodeAdapters, blocks: Blocks
 ) -> tuple[Pages, Float[Array, "n S D"]]:
     """Fill a page with the keys and values of each block; return hidden states, to be scored.
 
     A block may follow another block of its prompt in the same chunk.
     """
     size = blocks.tokens.shape[1]
-    start, lane = jnp.asarray(blocks.start), jnp.asarray(blocks.lane)
+    start, slot = jnp.asarray(blocks.start), jnp.asarray(blocks.slot)
     layers = tuple(
-        Layer(mine, bank.of_layer(index)._replace(slot=lane)) for index, mine in enumerate(weights)
+        Layer(mine, adapters.of_layer(index)._replace(slot=slot))
+        for index, mine in enumerate(weights)
     )
     positions = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     view = Paged(positions, jnp.asarray(blocks.table), pages, layers)
@@ -231,17 +234,17 @@ def _prefill(
 def _score(
     model: Decoder,
     hidden: Float[Array, "n S D"],
-    bank: DecodeAdapters,
-    lane: Int[Array, " n"],
-    asked: PromptQuestions,
+    adapters: DecodeAdapters,
+    slot: Int[Array, " n"],
+    asked: PromptScoreRequest,
 ) -> PromptScores:
     """Score a chunk's hidden states, one block's logits at a time; logits never reach the host."""
-    adapters = bank.of_unembedding()
+    unembed = adapters.of_unembedding()
 
     def block(given: Any) -> PromptScores:
-        hidden, lane, asked = given
+        hidden, slot, asked = given
         mine = LoraRows(
-            *jax.tree.map(lambda x: x[lane][None], (adapters.a, adapters.b, adapters.scale))
+            *jax.tree.map(lambda x: x[slot][None], (unembed.a, unembed.b, unembed.scale))
         )
         logits = model.logits(hidden[None], mine)[0]
         count = logits.shape[0]
@@ -249,13 +252,13 @@ def _score(
         alternatives = _if(
             asked.alternatives,
             lambda: TopTokens(
-                *draw_alternatives(logits, asked.seed, asked.positions, temperature, CHOICES)
+                *draw_alternatives(logits, asked.seed, asked.positions, temperature, MAX_TOP_TOKENS)
             ),
         )
         top = _if(asked.top, lambda: _top(logits, jnp.ones(count, jnp.float32)))
         return PromptScores(token_logprobs(logits, asked.ids), top, alternatives)
 
-    scores: PromptScores = jax.lax.map(block, (hidden, lane, jax.tree.map(jnp.asarray, asked)))
+    scores: PromptScores = jax.lax.map(block, (hidden, slot, jax.tree.map(jnp.asarray, asked)))
     return scores
 
 
@@ -265,12 +268,16 @@ def _unstacked(model: Decoder) -> tuple[Any, ...]:
 
 
 def _decode(
-    model: Decoder, pages: Pages, weights: tuple[Any, ...], bank: DecodeAdapters, lanes: DecodeState
+    model: Decoder,
+    pages: Pages,
+    weights: tuple[Any, ...],
+    adapters: DecodeAdapters,
+    slots: DecodeState,
 ) -> Decoded:
-    """Decode the next tokens of every lane; the results of idle lanes are to be ignored."""
-    positions, step = jnp.asarray(lanes.positions), jnp.asarray(lanes.step)
-    temperature, table = jnp.asarray(lanes.rows.temperature), jnp.asarray(lanes.table)
-    layers = tuple(Layer(mine, bank.of_layer(index)) for index, mine in enumerate(weights))
+    """Decode the next tokens of every slot; the results of idle decode slots are to be ignored."""
+    positions, step = jnp.asarray(slots.positions), jnp.asarray(slots.step)
+    temperature, table = jnp.asarray(slots.rows.temperature), jnp.asarray(slots.table)
+    layers = tuple(Layer(mine, adapters.of_layer(index)) for index, mine in enumerate(weights))
 
     def one(
         carry: tuple[Array, Pages], number: Array
@@ -278,13 +285,13 @@ def _decode(
         tokens, pages = carry
         at = jnp.where(positions < 0, -1, positions + number)
         hidden, pages = model.continued(tokens[:, None], Paged(at[:, None], table, pages, layers))
-        logits = model.logits(hidden, bank.of_unembedding())[:, 0]
-        tokens, logprobs = draw(logits, step + number, lanes.rows)
-        top = _if(lanes.top, lambda: _top(logits, temperature))
+        logits = model.logits(hidden, adapters.of_unembedding())[:, 0]
+        tokens, logprobs = draw(logits, step + number, slots.rows)
+        top = _if(slots.top, lambda: _top(logits, temperature))
         return (tokens, pages), (tokens, logprobs, top)
 
     numbers = jnp.arange(STEPS_PER_DISPATCH, dtype=jnp.int32)
-    (_, pages), drawn = jax.lax.scan(one, (jnp.asarray(lanes.tokens), pages), numbers)
+    (_, pages), drawn = jax.lax.scan(one, (jnp.asarray(slots.tokens), pages), numbers)
     return Decoded(pages, *drawn)
 
 
@@ -309,7 +316,7 @@ def _empty_pages(config: ModelConfig, pages: int, size: int, dtype: DTypeLike) -
 
 
 def _top(logits: Float[Array, "B V"], temperature: Float[Array, " B"]) -> TopTokens:
-    return TopTokens(*top_logprobs(logits, temperature, min(CHOICES, logits.shape[-1])))
+    return TopTokens(*top_logprobs(logits, temperature, min(MAX_TOP_TOKENS, logits.shape[-1])))
 
 
 def _if(asked: AnyArray | Scalar, choices: Callable[[], TopTokens]) -> TopTokens:

@@ -10,7 +10,11 @@ import numpy as np
 
 from tuneserve_engine.backend.base import FloatArray, IntArray, SampleResult, SamplingRequest, TopK
 from tuneserve_engine.backend.jax.sampling.logits import seed_halves
-from tuneserve_engine.backend.jax.sampling.programs import PromptQuestions, PromptScores, TopTokens
+from tuneserve_engine.backend.jax.sampling.programs import (
+    PromptScoreRequest,
+    PromptScores,
+    TopTokens,
+)
 
 
 class PromptLogprobs:
@@ -32,15 +36,15 @@ class PromptLogprobs:
             or request.alt_tokens
         )
 
-    def ask(self, questions: PromptQuestions, number: int, part: int) -> None:
+    def ask(self, score_request: PromptScoreRequest, number: int, part: int) -> None:
         """Write the questions about a part of the prompt to row ``number`` of the chunk."""
         rows = self._rows(part)
-        questions.ids[number, : rows.stop - rows.start, : self._ids.shape[1]] = self._ids[rows]
-        questions.top[number] = self._request.topk_prompt > 0
-        questions.alternatives[number] = self._request.alt_tokens > 0
-        questions.seed[number] = seed_halves(self._request.seed)
-        questions.positions[number] = rows.start + 1 + np.arange(self._block)
-        questions.temperature[number] = self._request.temperature
+        score_request.ids[number, : rows.stop - rows.start, : self._ids.shape[1]] = self._ids[rows]
+        score_request.top[number] = self._request.topk_prompt > 0
+        score_request.alternatives[number] = self._request.alt_tokens > 0
+        score_request.seed[number] = seed_halves(self._request.seed)
+        score_request.positions[number] = rows.start + 1 + np.arange(self._block)
+        score_request.temperature[number] = self._request.temperature
 
     def add(self, part: int, number: int, scores: PromptScores) -> None:
         """Keep the scores of row ``number`` of a chunk, to be fetched with the result.

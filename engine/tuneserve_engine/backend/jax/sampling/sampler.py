@@ -26,7 +26,7 @@ from tuneserve_engine.backend.jax.sampling.decode_batch import (
     KvCache,
 )
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
-from tuneserve_engine.backend.jax.sampling.programs import CHOICES, Programs
+from tuneserve_engine.backend.jax.sampling.programs import MAX_TOP_TOKENS, Programs
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.sampling.stop_criteria import StopCriteria, TextDecoder
@@ -40,29 +40,29 @@ class JaxSampler:
     At most ``snapshot_bytes`` of the snapshots, or one of them, are on the device. A request's
     tokens and logprobs have the same bits alone and beside any other requests: all products have
     one shape, and a sequence attends to its own pages only. All programs are declared at
-    construction; no call compiles anything else. ``lanes`` is the number of decode slots.
+    construction; no call compiles anything else. ``batch`` is the number of decode slots.
     """
 
     def __init__(  # noqa: PLR0913
         self,
         programs: ProgramRegistry,
         model: Decoder,
-        lattice: StaticShapes,
+        static_shapes: StaticShapes,
         tokenizer: TextDecoder | None,
         *,
-        lanes: int,
+        slots: int,
         snapshot_bytes: int,
         snapshot_host_bytes: int = sys.maxsize,
     ) -> None:
-        self._lattice = lattice
+        self._static_shapes = static_shapes
         self._tokenizer = tokenizer
-        self._lane_count = lanes
+        self._slot_count = slots
         self._vocab_size = model.config.vocab_size
-        self._pages = pages_of(lattice, lanes)
-        self._programs = Programs(programs, model, lattice, lanes=lanes, pages=self._pages)
+        self._pages = pages_of(static_shapes, slots)
+        self._programs = Programs(programs, model, static_shapes, slots=slots, pages=self._pages)
         self.snapshots = Snapshots(
             target_shapes(model.config),
-            lattice,
+            static_shapes,
             device_bytes=snapshot_bytes,
             host_bytes=snapshot_host_bytes,
         )
@@ -84,83 +84,85 @@ class JaxSampler:
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         """Return one result per request, in order. Nothing runs if one of them cannot."""
-        self._keep({})
+        self._drop_all_but({})
         for request in requests:
-            self._run(request)
+            self._new_request(request)
         asked = {str(number): request for number, request in enumerate(requests)}
-        ended = self.sample_for(asked, _never).ended
-        results = [ended[name] for name in asked]
+        finished = self.sample_until(asked, _never).finished
+        results = [finished[name] for name in asked]
         assert all(isinstance(result, SampleResult) for result in results)
         return results  # type: ignore[return-value]
 
-    def sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
-        """See ``Backend.sample_for``.
+        """See ``Backend.sample_until``.
 
         If the device has no room, evict all snapshots from it and try once more from the start.
         """
         try:
-            return translate_device_errors(self._sample_for, asked, is_over)
+            return translate_device_errors(self._sample_until, asked, should_yield)
         except OutOfMemory:
             if not self.snapshots.leave_device():
                 raise
-        return self._sample_for(asked, is_over)
+        return self._sample_until(asked, should_yield)
 
-    def _sample_for(
-        self, asked: Mapping[str, SamplingRequest], is_over: Callable[[], bool]
+    def _sample_until(
+        self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
-        ended: dict[str, SampleResult | EngineError] = {}
-        self._keep(asked)
+        finished: dict[str, SampleResult | EngineError] = {}
+        self._drop_all_but(asked)
         new: dict[str, _RunningRequest] = {}
-        for name in [name for name in asked if name not in self._under_way]:
+        for name in [name for name in asked if name not in self._running]:
             try:
-                new[name] = self._run(asked[name])
+                new[name] = self._new_request(asked[name])
             except EngineError as error:
-                ended[name] = error
-        self._under_way |= new
-        self.counts.prompt_tokens += sum(run.drafts[0].context for run in new.values())
+                finished[name] = error
+        self._running |= new
+        self.counts.prompt_tokens += sum(run.sequences[0].context for run in new.values())
         # The longest of the new requests first: otherwise it would run alone in the end.
-        drafts = [draft for run in new.values() for draft in run.drafts]
-        for draft in sorted(drafts, key=lambda draft: -draft.request.max_tokens):
-            self._waiting.setdefault(_place(draft), deque()).append(draft)
+        sequences = [sequence for run in new.values() for sequence in run.sequences]
+        for sequence in sorted(sequences, key=lambda sequence: -sequence.request.max_tokens):
+            self._waiting.setdefault(_queue_key(sequence), deque()).append(sequence)
         self._held = {
-            draft.snapshot.name: draft.snapshot
-            for run in self._under_way.values()
-            for draft in run.drafts
+            sequence.snapshot.name: sequence.snapshot
+            for run in self._running.values()
+            for sequence in run.sequences
         }
-        self.snapshots.settle()
-        runs = dict(self._under_way)
+        self.snapshots.release_pins()
+        runs = dict(self._running)
         before = {name: run.work for name, run in runs.items()}
-        while self._under_way:
+        while self._running:
             self._advance()
-            for name in [name for name, run in self._under_way.items() if not run.left]:
-                ended[name] = self._under_way.pop(name).result()
-            if is_over():
+            for name in [name for name, run in self._running.items() if not run.remaining]:
+                finished[name] = self._running.pop(name).result()
+            if should_yield():
                 break
-        left = {name: run.left for name, run in self._under_way.items()}
+        remaining = {name: run.remaining for name, run in self._running.items()}
         work = {name: run.work - before[name] for name, run in runs.items()}
-        drawn = {name: run.news() for name, run in self._under_way.items() if asked[name].stream}
+        new_tokens = {
+            name: run.take_new_tokens() for name, run in self._running.items() if asked[name].stream
+        }
         return SampleProgress(
-            ended, left, work, {name: each for name, each in drawn.items() if each}
+            finished, remaining, work, {name: each for name, each in new_tokens.items() if each}
         )
 
-    def _keep(self, asked: Collection[str]) -> None:
+    def _drop_all_but(self, asked: Collection[str]) -> None:
         """Drop running requests that are not in ``asked``."""
-        for name in self._under_way.keys() - set(asked):
-            for draft in self._under_way.pop(name).drafts:
-                queue = self._waiting.get(_place(draft), ())
-                if draft in queue:
-                    self._take(_place(draft), draft)
+        for name in self._running.keys() - set(asked):
+            for sequence in self._running.pop(name).sequences:
+                queue = self._waiting.get(_queue_key(sequence), ())
+                if sequence in queue:
+                    self._remove_waiting(_queue_key(sequence), sequence)
                 else:
-                    self._lanes(draft.snapshot.rank_class).leave(draft)
+                    self._batch_for(sequence.snapshot.rank_bucket).evict(sequence)
 
     def _advance(self) -> None:
-        """Prefill a chunk of the prompts and decode a few tokens, for every rank class."""
+        """Prefill a chunk of the prompts and decode a few tokens, for every rank bucket."""
         try:
             self._admit()
-            for lanes in self._lanes_of.values():
-                lanes.advance()
+            for batch in self._decode_batches.values():
+                batch.advance()
         except BaseException:  # pages may be consumed: their content is lost
             self._forget_all()
             raise
@@ -168,67 +170,69 @@ class JaxSampler:
     def _forget_all(self) -> None:
         """Drop all running requests and everything that the device holds for them."""
         self._cache = KvCache(self._programs, self._pages, self.snapshots, self.counts)
-        self._lanes_of: dict[int, DecodeBatch] = {}
+        self._decode_batches: dict[int, DecodeBatch] = {}
         self._waiting: dict[tuple[int, str], deque[DecodedSequence]] = {}
-        self._under_way: dict[str, _RunningRequest] = {}
+        self._running: dict[str, _RunningRequest] = {}
 
     def _admit(self) -> None:
-        """Give lanes to waiting sequences.
+        """Give decode slots to waiting sequences.
 
-        Within a rank class, the owner with the fewest lanes is first, then first come, first
-        served. An owner without a lane gets one from the owner with the most. If there are too few
-        pages for a sequence, later sequences of its rank class wait too.
+        Within a rank bucket, the owner with the fewest decode slots is first, then first come,
+        first served. An owner without a decode slot gets one from the owner with the most. If there
+        are too few pages for a sequence, later sequences of its rank bucket wait too.
         """
         full: set[int] = set()
-        while places := [place for place in self._waiting if place[0] not in full]:
+        while keys := [key for key in self._waiting if key[0] not in full]:
             held = Counter(
-                _place(each) for lanes in self._lanes_of.values() for each in lanes.drafts
+                _queue_key(each)
+                for batch in self._decode_batches.values()
+                for each in batch.sequences
             )
-            place = min(places, key=lambda place: held[place])
-            lanes, draft = self._lanes(place[0]), self._waiting[place][0]
-            if lanes.are_full and not held[place]:
-                self._displace(lanes)
-            if lanes.enter(draft):
-                self._take(place, draft)
-                if place in self._waiting:  # among owners with equally many lanes, rotate
-                    self._waiting[place] = self._waiting.pop(place)
+            key = min(keys, key=lambda key: held[key])
+            batch, sequence = self._batch_for(key[0]), self._waiting[key][0]
+            if batch.is_full and not held[key]:
+                self._displace(batch)
+            if batch.admit(sequence):
+                self._remove_waiting(key, sequence)
+                if key in self._waiting:  # among owners with equally many decode slots, rotate
+                    self._waiting[key] = self._waiting.pop(key)
             else:
-                full.add(place[0])
+                full.add(key[0])
 
-    def _take(self, place: tuple[int, str], draft: DecodedSequence) -> None:
+    def _remove_waiting(self, key: tuple[int, str], sequence: DecodedSequence) -> None:
         """Remove the sequence from the waiting ones."""
-        self._waiting[place].remove(draft)
-        if not self._waiting[place]:
-            del self._waiting[place]
+        self._waiting[key].remove(sequence)
+        if not self._waiting[key]:
+            del self._waiting[key]
 
-    def _displace(self, lanes: DecodeBatch) -> None:
-        """Take a lane from the owner with the most lanes, if it has more than one.
+    def _displace(self, batch: DecodeBatch) -> None:
+        """Take a decode slot from the owner with the most decode slots, if it has more than one.
 
         The owner's sequence with the least work done is restarted when its turn comes; its tokens
         will be the same.
         """
-        owners = Counter(draft.request.owner for draft in lanes.drafts)
+        owners = Counter(sequence.request.owner for sequence in batch.sequences)
         owner, count = owners.most_common(1)[0]
         if count == 1:
             return
-        mine = [draft for draft in lanes.drafts if draft.request.owner == owner]
-        loser = min(mine, key=lambda draft: draft.work)
-        lanes.leave(loser)
-        anew = self._draft(loser.request, loser.snapshot, loser.sample)
+        mine = [sequence for sequence in batch.sequences if sequence.request.owner == owner]
+        loser = min(mine, key=lambda sequence: sequence.work)
+        batch.evict(loser)
+        anew = self._new_sequence(loser.request, loser.snapshot, loser.sample)
         anew.cache_hits = loser.cache_hits
-        for run in self._under_way.values():
-            if loser in run.drafts:
+        for run in self._running.values():
+            if loser in run.sequences:
                 run.restart(loser, anew)
-        self._waiting.setdefault(_place(anew), deque()).appendleft(anew)
+        self._waiting.setdefault(_queue_key(anew), deque()).appendleft(anew)
 
-    def _lanes(self, rank_class: int) -> DecodeBatch:
-        if rank_class not in self._lanes_of:
-            self._lanes_of[rank_class] = DecodeBatch(
-                self._programs, self._cache, lanes=self._lane_count, rank_class=rank_class
+    def _batch_for(self, rank_bucket: int) -> DecodeBatch:
+        if rank_bucket not in self._decode_batches:
+            self._decode_batches[rank_bucket] = DecodeBatch(
+                self._programs, self._cache, slots=self._slot_count, rank_bucket=rank_bucket
             )
-        return self._lanes_of[rank_class]
+        return self._decode_batches[rank_bucket]
 
-    def _run(self, request: SamplingRequest) -> "_RunningRequest":
+    def _new_request(self, request: SamplingRequest) -> "_RunningRequest":
         _check_widths(request)
         # Python's numbers are wider than the device's; values beyond its range mean its limit.
         request = replace(
@@ -239,12 +243,18 @@ class JaxSampler:
             topk_sample=min(request.topk_sample, self._vocab_size),
         )
         snapshot, count = self._snapshot(request.snapshot_id), request.num_samples
-        return _RunningRequest([self._draft(request, snapshot, sample) for sample in range(count)])
+        return _RunningRequest(
+            [self._new_sequence(request, snapshot, sample) for sample in range(count)]
+        )
 
-    def _draft(self, request: SamplingRequest, snapshot: Snapshot, sample: int) -> DecodedSequence:
+    def _new_sequence(
+        self, request: SamplingRequest, snapshot: Snapshot, sample: int
+    ) -> DecodedSequence:
         asks = sample == 0 and PromptLogprobs.are_asked(request)
-        answers = PromptLogprobs(request, self._lattice.block) if asks else None
-        return DecodedSequence(request, sample, snapshot, self._watch(request), answers)
+        prompt_logprobs = PromptLogprobs(request, self._static_shapes.block) if asks else None
+        return DecodedSequence(
+            request, sample, snapshot, self._stop_criteria(request), prompt_logprobs
+        )
 
     def _snapshot(self, snapshot_id: str | None) -> Snapshot:
         if snapshot_id is None:
@@ -254,7 +264,7 @@ class JaxSampler:
             raise ServerError(f"snapshot {snapshot_id!r} is not loaded; load it again, then sample")
         return snapshot
 
-    def _watch(self, request: SamplingRequest) -> StopCriteria:
+    def _stop_criteria(self, request: SamplingRequest) -> StopCriteria:
         return StopCriteria(
             max_tokens=request.max_tokens,
             stop_tokens=request.stop_tokens,
@@ -267,33 +277,35 @@ class JaxSampler:
 class _RunningRequest:
     """A request that has not ended."""
 
-    drafts: list[DecodedSequence]
+    sequences: list[DecodedSequence]
     lost: float = 0.0  # work on sequences that were restarted
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """The number of sequences that have not ended."""
-        return sum(draft.stop_reason is None for draft in self.drafts)
+        return sum(sequence.stop_reason is None for sequence in self.sequences)
 
     @property
     def work(self) -> float:
-        return self.lost + sum(draft.work for draft in self.drafts)
+        return self.lost + sum(sequence.work for sequence in self.sequences)
 
-    def news(self) -> list[TokenDelta]:
+    def take_new_tokens(self) -> list[TokenDelta]:
         """Return what was drawn since the previous call."""
-        found = [draft.news() for draft in self.drafts]
+        found = [sequence.take_new_tokens() for sequence in self.sequences]
         return [each for each in found if each is not None]
 
-    def restart(self, draft: DecodedSequence, anew: DecodedSequence) -> None:
-        self.lost += draft.work
-        self.drafts[self.drafts.index(draft)] = anew
+    def restart(self, sequence: DecodedSequence, anew: DecodedSequence) -> None:
+        self.lost += sequence.work
+        self.sequences[self.sequences.index(sequence)] = anew
 
     def result(self) -> SampleResult:
-        first = self.drafts[0]
-        scores = SampleResult(()) if first.answers is None else first.answers.result()
+        first = self.sequences[0]
+        scores = (
+            SampleResult(()) if first.prompt_logprobs is None else first.prompt_logprobs.result()
+        )
         return replace(
             scores,
-            sequences=tuple(draft.result() for draft in self.drafts),
+            sequences=tuple(sequence.result() for sequence in self.sequences),
             prompt_cache_hit_tokens=first.cache_hits or 0,
         )
 
@@ -302,16 +314,16 @@ def _never() -> bool:
     return False
 
 
-def _place(draft: DecodedSequence) -> tuple[int, str]:
-    """Return the rank class and the owner of the sequence."""
-    return draft.snapshot.rank_class, draft.request.owner
+def _queue_key(sequence: DecodedSequence) -> tuple[int, str]:
+    """Return the rank bucket and the owner of the sequence."""
+    return sequence.snapshot.rank_bucket, sequence.request.owner
 
 
 def _check_widths(request: SamplingRequest) -> None:
     targets = 0 if request.targets is None else request.targets.shape[1]
     widest = max(request.topk_prompt, request.topk_sample, request.alt_tokens, targets)
-    if widest > CHOICES:
+    if widest > MAX_TOP_TOKENS:
         raise UserError(
             f"a sample asks for {widest} top, alternative or target tokens per position; at most "
-            f"{CHOICES} are computed; ask for fewer"
+            f"{MAX_TOP_TOKENS} are computed; ask for fewer"
         )

@@ -21,7 +21,7 @@ class Snapshot:
 
     name: str
     state: AdapterState
-    rank_class: int
+    rank_bucket: int
 
     @property
     def size(self) -> int:
@@ -31,50 +31,57 @@ class Snapshot:
 NO_ADAPTER = AdapterState(
     AdapterConfig(1, 0.0, 0, train_attn=False, train_mlp=False, train_unembed=False), {}
 )
-"""The base model as an adapter of zeros, so that its rows can share lanes with other adapters'."""
+"""The base model as an adapter of zeros, so that its rows can share decode slots with other
+adapters'.
+"""
 
 
 class Snapshots:
     """The snapshots of a process, in two LRU caches.
 
     The device holds at most ``device_bytes`` of them, or one. The host holds at most ``host_bytes``
-    and, beyond that, the snapshots put in or looked up since the last ``settle``.
+    and, beyond that, the snapshots put in or looked up since the last ``release_pins``.
     """
 
     def __init__(
-        self, shapes: TargetShapes, lattice: StaticShapes, *, device_bytes: int, host_bytes: int
+        self,
+        shapes: TargetShapes,
+        static_shapes: StaticShapes,
+        *,
+        device_bytes: int,
+        host_bytes: int,
     ) -> None:
         self._shapes = shapes
-        self._lattice = lattice
-        self._sizes = {rank: weights_bytes(shapes, rank) for rank in lattice.rank_classes}
+        self._static_shapes = static_shapes
+        self._sizes = {rank: weights_bytes(shapes, rank) for rank in static_shapes.rank_buckets}
         self._device_bytes = device_bytes
         self._host_bytes = host_bytes
         self._host: OrderedDict[str, Snapshot] = OrderedDict()  # least recently used first
         self._device: OrderedDict[str, FrozenAdapter] = OrderedDict()  # least recently used first
-        self._wanted: set[str] = set()
-        self.base_model = Snapshot("", NO_ADAPTER, lattice.rank_class(1))
+        self._pinned: set[str] = set()
+        self.base_model = Snapshot("", NO_ADAPTER, static_shapes.rank_bucket(1))
 
     def put(self, name: str, state: AdapterState) -> None:
         """Keep a copy of the weights. Raises ``UserError`` if they do not fit the base model."""
         check_state(state, self._shapes)
         weights = {tensor: values.copy() for tensor, values in state.weights.items()}
-        rank_class = self._lattice.rank_class(state.config.rank)
-        self._host[name] = Snapshot(name, AdapterState(state.config, weights), rank_class)
+        rank_bucket = self._static_shapes.rank_bucket(state.config.rank)
+        self._host[name] = Snapshot(name, AdapterState(state.config, weights), rank_bucket)
         self._host.move_to_end(name)
         self._device.pop(name, None)
-        self._wanted.add(name)
+        self._pinned.add(name)
         self._make_room()
 
     def get(self, name: str) -> Snapshot | None:
         """Return the snapshot, or None if it is not on the host."""
         if name in self._host:
             self._host.move_to_end(name)
-            self._wanted.add(name)
+            self._pinned.add(name)
         return self._host.get(name)
 
-    def settle(self) -> None:
+    def release_pins(self) -> None:
         """Stop protecting the snapshots that were put in or looked up so far, and evict."""
-        self._wanted.clear()
+        self._pinned.clear()
         self._make_room()
 
     def on_device(self, snapshot: Snapshot) -> FrozenAdapter:
@@ -86,7 +93,7 @@ class Snapshots:
         if snapshot.name in self._device:
             self._device.move_to_end(snapshot.name)
             return self._device[snapshot.name]
-        room = self._device_bytes - self._sizes[snapshot.rank_class]
+        room = self._device_bytes - self._sizes[snapshot.rank_bucket]
         while self._device and self._on_device_bytes() > room:
             self._device.popitem(last=False)
         while (adapter := self._loaded(snapshot)) is None:
@@ -102,7 +109,7 @@ class Snapshots:
 
     def _make_room(self) -> None:
         size = sum(snapshot.size for snapshot in self._host.values())
-        for name in [name for name in self._host if name not in self._wanted]:
+        for name in [name for name in self._host if name not in self._pinned]:
             if size <= self._host_bytes:
                 break
             size -= self._host.pop(name).size
@@ -112,7 +119,7 @@ class Snapshots:
         state = snapshot.state
         try:
             weights = translate_device_errors(
-                restored_weights, state, self._shapes, snapshot.rank_class
+                restored_weights, state, self._shapes, snapshot.rank_bucket
             )
         except OutOfMemory:
             if not self._device:
@@ -121,7 +128,7 @@ class Snapshots:
         return FrozenAdapter(weights, np.float32(kind_of(state.config).scale(state.config)))
 
     def _on_device_bytes(self) -> int:
-        return sum(self._sizes[adapter.rank_class] for adapter in self._device.values())
+        return sum(self._sizes[adapter.rank_bucket] for adapter in self._device.values())
 
 
 def _bytes(tensors: Tensors) -> int:

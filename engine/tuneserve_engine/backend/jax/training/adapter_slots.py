@@ -1,10 +1,10 @@
 """The adapters of a batch's requests side by side, and the sums of the requests' gradients.
 
-Bank (adapter slots) and scratch (gradients) are allocated once per rank class and live for ever.
+Adapter slots and gradient slots are allocated once per rank bucket and live for ever.
 Requests come and go by slot. Slot numbers are inputs of the programs, so no program is compiled for
 one slot.
 
-Dimension key: L layers, J slots, D inputs of a projection, F its outputs, R rank class.
+Dimension key: L layers, J slots, D inputs of a projection, F its outputs, R rank bucket.
 """
 
 from functools import partial
@@ -34,32 +34,32 @@ class AdapterSlots(NamedTuple):
     trained: Bool[Array, " J"]  # whether the slot's adapter trains the unembedding
 
 
-def new_bank(shapes: TargetShapes, rank_class: int, slots: int) -> AdapterSlots:
-    """Return a bank whose slots are all the base model."""
-    a, b = new_scratch(shapes, rank_class, slots)
+def new_adapter_slots(shapes: TargetShapes, rank_bucket: int, slots: int) -> AdapterSlots:
+    """Return adapter slots that are all the base model."""
+    a, b = new_gradient_slots(shapes, rank_bucket, slots)
     scale, trained = jax.device_put((host_zeros((slots,)), np.zeros(slots, np.bool_)))
     return AdapterSlots(a, b, scale, trained)
 
 
-def new_scratch(shapes: TargetShapes, rank_class: int, slots: int) -> LoraWeights:
-    """Return zero gradients by slot, shaped as the bank: ``a[target]`` and ``b[target]``."""
+def new_gradient_slots(shapes: TargetShapes, rank_bucket: int, slots: int) -> LoraWeights:
+    """Return zero gradients by slot: ``a[target]`` and ``b[target]``, as in ``AdapterSlots``."""
     a, b = {}, {}
     for name, (*layers, inputs, outputs) in shapes.items():
         stack = (*(layers or (1,)), slots)
-        a[name] = host_zeros((*stack, inputs, rank_class))
-        b[name] = host_zeros((*stack, rank_class, outputs))
+        a[name] = host_zeros((*stack, inputs, rank_bucket))
+        b[name] = host_zeros((*stack, rank_bucket, outputs))
     return LoraWeights(*jax.device_put((a, b)))
 
 
 @partial(jax.jit, donate_argnums=0)
-def place(
-    bank: AdapterSlots,
+def write_slot(
+    adapter_slots: AdapterSlots,
     slot: Slot,
     weights: LoraWeights,
     scale: Float[Array, ""] | np.float32,
     trained: Flag,
 ) -> AdapterSlots:
-    """Return the bank, donated, with a copy of an adapter in the slot."""
+    """Return the adapter slots, donated, with a copy of an adapter in the slot."""
 
     def put(name: str, buffer: Array, array: Array) -> Array:
         layers = array[None] if name == UNEMBED else array
@@ -67,43 +67,45 @@ def place(
         return placed
 
     return AdapterSlots(
-        a={name: put(name, bank.a[name], x) for name, x in weights.a.items()},
-        b={name: put(name, bank.b[name], x) for name, x in weights.b.items()},
-        scale=bank.scale.at[slot].set(scale),
-        trained=bank.trained.at[slot].set(trained),
+        a={name: put(name, adapter_slots.a[name], x) for name, x in weights.a.items()},
+        b={name: put(name, adapter_slots.b[name], x) for name, x in weights.b.items()},
+        scale=adapter_slots.scale.at[slot].set(scale),
+        trained=adapter_slots.trained.at[slot].set(trained),
     )
 
 
 @jax.jit
-def finite_sum(
-    accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag
+def is_sum_finite(
+    accumulator: LoraWeights, gradient_slots: LoraWeights, slot: Slot, trained: Flag
 ) -> Bool[Array, ""]:
     """Return whether accumulator plus gradient is finite everywhere.
 
-    ``trained`` says whether the adapter trains the unembedding. If not, the scratch holds an
-    earlier request's gradient there.
+    ``trained`` says whether the adapter trains the unembedding. If not, the slot holds an earlier
+    request's gradient there.
     """
-    total = _sum(accumulator, scratch, slot, trained)
+    total = _sum(accumulator, gradient_slots, slot, trained)
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(total)]))
 
 
 @partial(jax.jit, donate_argnums=0)
-def add(
-    accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag, finite: Flag
+def accumulate_slot(
+    accumulator: LoraWeights, gradient_slots: LoraWeights, slot: Slot, trained: Flag, finite: Flag
 ) -> LoraWeights:
     """Return the accumulator, donated, plus the slot's gradient.
 
-    Unless ``finite``, the result of ``finite_sum``, the accumulator keeps its bits. One program for
-    both would need room for the sum beside the accumulator; this one works in place.
+    Unless ``finite``, the result of ``is_sum_finite``, the accumulator keeps its bits. One program
+    for both would need room for the sum beside the accumulator; this one works in place.
     """
-    total = _sum(accumulator, scratch, slot, trained)
+    total = _sum(accumulator, gradient_slots, slot, trained)
     kept: LoraWeights = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), total, accumulator
     )
     return kept
 
 
-def _sum(accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Flag) -> LoraWeights:
+def _sum(
+    accumulator: LoraWeights, gradient_slots: LoraWeights, slot: Slot, trained: Flag
+) -> LoraWeights:
     def plus(name: str, old: Array, buffer: Array) -> Array:
         gradient: Array = jax.lax.dynamic_index_in_dim(buffer, slot, 1, keepdims=False)
         if name != UNEMBED:
@@ -111,6 +113,6 @@ def _sum(accumulator: LoraWeights, scratch: LoraWeights, slot: Slot, trained: Fl
         return jnp.where(trained, old + gradient[0], old)
 
     return LoraWeights(
-        a={name: plus(name, x, scratch.a[name]) for name, x in accumulator.a.items()},
-        b={name: plus(name, x, scratch.b[name]) for name, x in accumulator.b.items()},
+        a={name: plus(name, x, gradient_slots.a[name]) for name, x in accumulator.a.items()},
+        b={name: plus(name, x, gradient_slots.b[name]) for name, x in accumulator.b.items()},
     )

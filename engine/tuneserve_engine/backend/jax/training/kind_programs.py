@@ -1,6 +1,6 @@
 """Programs for kinds of adapters other than LoRA: their (A, B) pairs, and their optimizer step.
 
-Dimension key: L layers, R rank class, K directions of a decomposition.
+Dimension key: L layers, R rank bucket, K directions of a decomposition.
 """
 
 import threading
@@ -52,11 +52,11 @@ class KindPrograms:
     """
 
     def __init__(
-        self, programs: ProgramRegistry, shapes: TargetShapes, lattice: StaticShapes
+        self, programs: ProgramRegistry, shapes: TargetShapes, static_shapes: StaticShapes
     ) -> None:
         self._programs = programs
         self._shapes = shapes
-        self._lattice = lattice
+        self._static_shapes = static_shapes
         self._pairs: dict[str, Program] = {}
         self._steps: dict[str, Program] = {}
         self._prepared: set[str] = set()
@@ -64,7 +64,7 @@ class KindPrograms:
         for kind in (kind for forms in KINDS.values() for kind in forms.values() if kind.program):
             name = kind.program
             if name not in self._pairs:
-                use = f"adapters of {kind.name} by rank class"
+                use = f"adapters of {kind.name} by rank bucket"
                 self._pairs[name] = programs.add(
                     f"pairs_{name}", partial(pairs_of, kind, shapes), use=use
                 )
@@ -77,7 +77,7 @@ class KindPrograms:
         if not adapter.kind.program:
             return adapter.weights  # type: ignore[return-value]
         run = self._pairs[adapter.kind.program]
-        pairs: LoraWeights = run(adapter.rank_class, adapter.weights, adapter.frozen)
+        pairs: LoraWeights = run(adapter.rank_bucket, adapter.weights, adapter.frozen)
         return pairs
 
     def step(self, adapter: TrainingAdapter) -> Callable[..., SteppedAdapter] | None:
@@ -88,7 +88,7 @@ class KindPrograms:
 
         def run(*args: Any) -> SteppedAdapter:
             stepped: SteppedAdapter = self._steps[program](
-                adapter.rank_class, *args, adapter.frozen
+                adapter.rank_bucket, *args, adapter.frozen
             )
             return stepped
 
@@ -108,19 +108,19 @@ class KindPrograms:
         return not kind.program or kind.program in self._prepared
 
     def _declare(self, kind: AdapterKind) -> None:
-        for order, rank_class in enumerate(self._lattice.rank_classes):
-            specs = step_specs(kind, self._shapes, rank_class, self._lattice.max_rank)
+        for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
+            specs = step_specs(kind, self._shapes, rank_bucket, self._static_shapes.max_rank)
             own, *_, frozen = specs
-            self._pairs[kind.program].declare(rank_class, own, frozen, order=order)
-            self._steps[kind.program].declare(rank_class, *specs, order=order)
+            self._pairs[kind.program].declare(rank_bucket, own, frozen, order=order)
+            self._steps[kind.program].declare(rank_bucket, *specs, order=order)
 
 
 def step_specs(
-    kind: AdapterKind, shapes: TargetShapes, rank_class: int, max_rank: int
+    kind: AdapterKind, shapes: TargetShapes, rank_bucket: int, max_rank: int
 ) -> tuple[Any, ...]:
     """Return specs of the arguments of ``kind_step`` after ``shapes``, to compile it with."""
-    own = in_tree(specs_of(part_shapes(shapes, rank_class, kind)))
-    pairs = in_tree(specs_of(part_shapes(shapes, rank_class, LORA)))
+    own = in_tree(specs_of(part_shapes(shapes, rank_bucket, kind)))
+    pairs = in_tree(specs_of(part_shapes(shapes, rank_bucket, LORA)))
     frozen = None
     if kind.needs_decomposition:
         frozen = {

@@ -1,12 +1,12 @@
 """From the last hidden states to logprobs, losses and their gradient, chunk by chunk.
 
-The logits of a stream never exist as a whole. Every loss is elementwise in the logprobs, so a
+The logits of a micro-batch never exist as a whole. Every loss is elementwise in the logprobs, so a
 chunk's loss gradient is known while its logits are in memory. A token costs two products with the
 vocabulary; its logits are neither kept nor recomputed. Every chunk has one shape, and only used
 chunks run, so that a request's bits depend neither on its place nor on its neighbours.
 
-Dimension key: n blocks of the stream, C blocks of a chunk, S tokens of a block, K targets per
-token, D hidden, V vocabulary, J slots, R rank class.
+Dimension key: n blocks of the micro-batch, C blocks of a chunk, S tokens of a block, K targets per
+token, D hidden, V vocabulary, J slots, R rank bucket.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class HeadTrained(NamedTuple):
     logprobs: Float[Array, "n S K"]
     loss: Float[Array, "n S"]
     gradient: Float[Array, "n S D"]  # with respect to the hidden states before the final norm
-    scratch: dict[str, Array]
+    gradient_slots: dict[str, Array]
 
 
 def head_chunk_blocks(block: int, chunk: int, vocab_size: int) -> int:
@@ -91,15 +91,15 @@ def score_lm_head(  # noqa: PLR0913
     Logprobs are float32; they are NaN for target ids out of range.
     """
     run = _HeadPass(head, adapters, eps, chunk_blocks)
-    stream = run.stream(x, targets, inputs, blocks, used)
+    rows = run.rows(x, targets, inputs, blocks, used)
 
     def one(at: Array, out: HeadScored) -> HeadScored:
-        part = stream.part(at, chunk_blocks)
+        part = rows.part(at, chunk_blocks)
         lp = run.logits(part).logprobs(part)
         loss, _ = loss_and_gradient(lp, part.log_ratio, part.inputs)
         return _put(out, HeadScored(lp, loss), at)
 
-    return run.each_chunk(used, one, _blank(stream))
+    return run.each_chunk(used, one, _blank(rows))
 
 
 def train_lm_head(  # noqa: PLR0913
@@ -110,40 +110,41 @@ def train_lm_head(  # noqa: PLR0913
     adapters: HeadAdapters,
     blocks: BlockOwners,
     used: Int[Array, ""],
-    scratch: dict[str, Array],
+    gradient_slots: dict[str, Array],
     *,
     eps: float,
     chunk_blocks: int,
 ) -> HeadTrained:
-    """Return what ``score_lm_head`` returns, the gradient of the losses' sum, and the scratch.
+    """Return what ``score_lm_head`` returns, the gradient of the losses' sum, and the gradient
+    slots.
 
-    The gradient is with respect to ``x``. The scratch holds each request's gradient of its
+    The gradient is with respect to ``x``. the gradient slots holds each request's gradient of its
     adapter's part of the head: zero if the adapter does not train it.
     """
     run = _HeadPass(head, adapters, eps, chunk_blocks)
-    stream = run.stream(x, targets, inputs, blocks, used)
+    rows = run.rows(x, targets, inputs, blocks, used)
 
     def one(at: Array, state: tuple[HeadScored, Array, Any]) -> Any:
-        out, gradient, scratch = state
-        part = stream.part(at, chunk_blocks)
-        scratch = _clear(scratch, part.owners)
+        out, gradient, gradient_slots = state
+        part = rows.part(at, chunk_blocks)
+        gradient_slots = _clear(gradient_slots, part.owners)
         logits = run.logits(part)
         lp = logits.logprobs(part)
         loss, by_lp = loss_and_gradient(lp, part.log_ratio, part.inputs)
         moves = jnp.any(by_lp != 0, axis=2)
         nothing = jnp.zeros(part.x.shape, jnp.float32)
-        by_x, scratch = lax.cond(
+        by_x, gradient_slots = lax.cond(
             jnp.any(moves),
-            lambda scratch: run.reverse(part, logits, by_lp, scratch),
-            lambda scratch: (nothing, scratch),
-            scratch,
+            lambda gradient_slots: run.reverse(part, logits, by_lp, gradient_slots),
+            lambda gradient_slots: (nothing, gradient_slots),
+            gradient_slots,
         )
         by_x = jnp.where(moves[..., None], by_x, 0.0).astype(x.dtype)
-        return _put(out, HeadScored(lp, loss), at), _put(gradient, by_x, at), scratch
+        return _put(out, HeadScored(lp, loss), at), _put(gradient, by_x, at), gradient_slots
 
-    state = (_blank(stream), jnp.zeros_like(x), scratch)
-    out, gradient, scratch = run.each_chunk(used, one, state)
-    return HeadTrained(*out, gradient, scratch)
+    state = (_blank(rows), jnp.zeros_like(x), gradient_slots)
+    out, gradient, gradient_slots = run.each_chunk(used, one, state)
+    return HeadTrained(*out, gradient, gradient_slots)
 
 
 class _Blocks(NamedTuple):
@@ -198,7 +199,7 @@ class _HeadPass(NamedTuple):
     eps: float
     chunk: int  # C
 
-    def stream(
+    def rows(
         self, x: Array, targets: Array, inputs: LossInputs, owners: BlockOwners, used: Array
     ) -> _Blocks:
         """Return the blocks, with the log ratios of their sequences."""
@@ -208,12 +209,12 @@ class _HeadPass(NamedTuple):
         owners = owners._replace(is_first=owners.is_first & is_used, is_used=is_used)
         trained = self.adapters.trained[owners.slot] & is_used
         log_ratio = jnp.zeros(x.shape[:2], jnp.float32)
-        stream = _Blocks(x, targets, inputs, log_ratio, owners, trained)
+        rows = _Blocks(x, targets, inputs, log_ratio, owners, trained)
 
         is_gspo = inputs.valid & (inputs.loss_id == GSPO_ID)
 
         def measure(at: Array, lp: Array) -> Array:
-            part = stream.part(at, self.chunk)
+            part = rows.part(at, self.chunk)
             return _put(lp, self.logits(part).logprobs(part)[..., 0], at)
 
         def one(at: Array, lp: Array) -> Array:
@@ -224,7 +225,7 @@ class _HeadPass(NamedTuple):
         def measured() -> Array:
             return sequence_log_ratios(self.each_chunk(used, one, log_ratio), inputs)
 
-        return stream._replace(log_ratio=lax.cond(jnp.any(is_gspo), measured, lambda: log_ratio))
+        return rows._replace(log_ratio=lax.cond(jnp.any(is_gspo), measured, lambda: log_ratio))
 
     def each_chunk(self, used: Array, body: Callable[[Array, State], State], state: State) -> State:
         """Run ``body(first block, state)`` for every chunk with a used block."""
@@ -257,11 +258,11 @@ class _HeadPass(NamedTuple):
         return a, b, normed[block] @ a * scale
 
     def reverse(
-        self, part: _Blocks, logits: _Logits, by_lp: Array, scratch: dict[str, Array]
+        self, part: _Blocks, logits: _Logits, by_lp: Array, gradient_slots: dict[str, Array]
     ) -> tuple[Array, dict[str, Array]]:
-        """Return the gradient by the chunk's hidden states, float32, and the scratch.
+        """Return the gradient by the chunk's hidden states, float32, and the gradient slots.
 
-        The adapters' gradients of the chunk are added to the scratch.
+        The adapters' gradients of the chunk are added to the gradient slots.
         """
         dz = logits.gradient(part.targets, by_lp)
         by_normed = lax.dot_general(
@@ -273,7 +274,7 @@ class _HeadPass(NamedTuple):
         moves = jnp.any(by_lp != 0, axis=(1, 2))
 
         def add(block: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
-            by_normed, scratch = state
+            by_normed, gradient_slots = state
             a, b, low = self.low(part, logits.normed, block)
             scale = self.adapters.scale[part.owners.slot[block]]
             by_low = jnp.einsum("SV,RV->SR", dz[block], b) * scale
@@ -283,10 +284,10 @@ class _HeadPass(NamedTuple):
             }
             owner = part.owners.part(block, 1)._replace(is_first=jnp.zeros(1, bool))
             by_normed = by_normed.at[block].add(jnp.einsum("SR,DR->SD", by_low, a))
-            return by_normed, add_blocks(scratch, gradients, jnp.int32(0), owner)
+            return by_normed, add_blocks(gradient_slots, gradients, jnp.int32(0), owner)
 
-        by_normed, scratch = _each(part.trained & moves, add, (by_normed, scratch))
-        return self._through_norm(part.x, by_normed), scratch
+        by_normed, gradient_slots = _each(part.trained & moves, add, (by_normed, gradient_slots))
+        return self._through_norm(part.x, by_normed), gradient_slots
 
     def _through_norm(self, x: Array, by_normed: Array) -> Array:
         wide, norm = x.astype(jnp.float32), self.head.norm.astype(jnp.float32)
@@ -295,14 +296,14 @@ class _HeadPass(NamedTuple):
         return by_x
 
 
-def _clear(scratch: dict[str, Array], owners: BlockOwners) -> dict[str, Array]:
+def _clear(gradient_slots: dict[str, Array], owners: BlockOwners) -> dict[str, Array]:
     """Write zeros to the slot of every request whose first block is in this chunk."""
 
-    def clear(block: Array, scratch: dict[str, Array]) -> dict[str, Array]:
-        zeros = {name: jnp.zeros((1, *x.shape[2:]), x.dtype) for name, x in scratch.items()}
-        return add_blocks(scratch, zeros, jnp.int32(0), owners.part(block, 1))
+    def clear(block: Array, gradient_slots: dict[str, Array]) -> dict[str, Array]:
+        zeros = {name: jnp.zeros((1, *x.shape[2:]), x.dtype) for name, x in gradient_slots.items()}
+        return add_blocks(gradient_slots, zeros, jnp.int32(0), owners.part(block, 1))
 
-    return _each(owners.is_first, clear, scratch)
+    return _each(owners.is_first, clear, gradient_slots)
 
 
 def _each(chosen: Bool[Array, " C"], body: Callable[[Array, State], State], state: State) -> State:
@@ -320,9 +321,9 @@ def _each(chosen: Bool[Array, " C"], body: Callable[[Array, State], State], stat
     return result
 
 
-def _blank(stream: _Blocks) -> HeadScored:
+def _blank(rows: _Blocks) -> HeadScored:
     return HeadScored(
-        jnp.zeros(stream.targets.shape, jnp.float32), jnp.zeros(stream.x.shape[:2], jnp.float32)
+        jnp.zeros(rows.targets.shape, jnp.float32), jnp.zeros(rows.x.shape[:2], jnp.float32)
     )
 
 

@@ -18,7 +18,7 @@ class LossInputs(NamedTuple):
     """The part of a micro-batch that losses read.
 
     ``valid`` is False on padding, where no other field counts. ``datum`` tells the datums of a
-    stream apart; the tokens of a datum are contiguous.
+    micro-batch apart; the tokens of a datum are contiguous.
     """
 
     valid: Bool[Array, "n S"]
@@ -30,7 +30,7 @@ class LossInputs(NamedTuple):
     sequence_mask: Float[Array, "n S"]
     beta: Float[Array, "n S"]
     loss_id: Int[Array, "n S"]
-    datum: Int[Array, "n S"]
+    segment_ids: Int[Array, "n S"]
 
 
 class TokenLoss(NamedTuple):
@@ -160,7 +160,7 @@ def sequence_log_ratios(first_lp: Float[Array, "n S"], inputs: LossInputs) -> Fl
     nor on what else they hold.
     """
     counted = inputs.valid & (inputs.sequence_mask != 0)
-    datum = jnp.where(inputs.valid, inputs.datum, -1)
+    datum = jnp.where(inputs.valid, inputs.segment_ids, -1)
     summands = jnp.stack(
         [jnp.where(counted, first_lp - inputs.old_logprobs, 0.0), counted.astype(first_lp.dtype)],
         axis=1,

@@ -1,9 +1,10 @@
-"""The programs of training: a stream of tokens to logprobs, losses and every request's gradient.
+"""The programs of training: a micro-batch of tokens to logprobs, losses and every request's
+gradient.
 
-All functions are pure. Each program is compiled once per rank class and number of targets. Nothing
+All functions are pure. Each program is compiled once per rank bucket and number of targets. Nothing
 else of a request is part of a program: not its length, its loss or its hyper-parameters.
 
-Dimension key: n blocks of the stream, S tokens of a block, K targets per token, D hidden.
+Dimension key: n blocks of the micro-batch, S tokens of a block, K targets per token, D hidden.
 """
 
 from collections.abc import Collection
@@ -42,7 +43,9 @@ class DeviceMicroBatch(NamedTuple):
     owners: BlockOwners
 
     @classmethod
-    def of(cls, batch: MicroBatch, block: int, begun: Collection[int] = ()) -> "DeviceMicroBatch":
+    def from_host(
+        cls, micro_batch: MicroBatch, block: int, begun: Collection[int] = ()
+    ) -> "DeviceMicroBatch":
         """Return the batch's arrays, not copied: they are sent when the program is called.
 
         ``begun`` are the requests with a block in an earlier micro-batch of their ``TrainBatch``.
@@ -51,24 +54,24 @@ class DeviceMicroBatch(NamedTuple):
         def rows(x: Any) -> Any:
             return x.reshape(-1, block, *x.shape[1:])
 
-        request = batch.block_request
+        request = micro_batch.block_request
         used = request >= 0
         first = np.zeros_like(used)
         starts = np.unique(request, return_index=True)
         for index, at in zip(*(part.tolist() for part in starts), strict=True):
             first[at] = index >= 0 and index not in begun
         slot = np.maximum(request, 0)
-        fields = {name: rows(getattr(batch, name)) for name in _OF_TOKENS}
-        inputs = LossInputs(valid=rows(batch.datum >= 0), **fields)
+        fields = {name: rows(getattr(micro_batch, name)) for name in _OF_TOKENS}
+        inputs = LossInputs(valid=rows(micro_batch.segment_ids >= 0), **fields)
         return cls(
-            tokens=rows(batch.tokens),
-            targets=rows(batch.targets),
+            tokens=rows(micro_batch.tokens),
+            targets=rows(micro_batch.targets),
             inputs=inputs,
             layers=PackedTokens(
-                rows(batch.positions),
-                fields["datum"],
-                batch.block_start,  # type: ignore[arg-type]
-                np.int32(batch.blocks),  # type: ignore[arg-type]
+                rows(micro_batch.positions),
+                fields["segment_ids"],
+                micro_batch.first_visible_block,  # type: ignore[arg-type]
+                np.int32(micro_batch.blocks),  # type: ignore[arg-type]
                 slot,  # type: ignore[arg-type]
             ),
             owners=BlockOwners(slot, first, used),  # type: ignore[arg-type]
@@ -90,73 +93,88 @@ class TrainedMicroBatch(NamedTuple):
 
     out: ScoredMicroBatch
     space: Any  # Workspace: its K are key/value heads
-    scratch: LoraWeights
+    gradient_slots: LoraWeights
 
 
 def train_micro_batch(
-    model: Decoder, space: Any, scratch: LoraWeights, bank: AdapterSlots, stream: DeviceMicroBatch
+    model: Decoder,
+    space: Any,
+    gradient_slots: LoraWeights,
+    adapter_slots: AdapterSlots,
+    micro_batch: DeviceMicroBatch,
 ) -> TrainedMicroBatch:
-    """Return losses of the stream; add each request's gradient to the scratch of its slot.
+    """Return losses of the micro-batch; add each request's gradient to the gradient slots of its
+    slot.
 
-    A request's first block of the batch overwrites what the scratch held. ``space`` is a
+    A request's first block of the batch overwrites what the gradient slots held. ``space`` is a
     ``Workspace``; the model is in training mode.
     """
     hidden, taped = model.forward_layers(
-        model.embedded(stream.tokens), stream.layers, _rows(bank), space=space
+        model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots), space=space
     )
     head = train_lm_head(
-        *_head_inputs(model, hidden, stream, bank),
-        stream.layers.blocks,
-        {"a": scratch.a[UNEMBED], "b": scratch.b[UNEMBED]},
+        *_head_inputs(model, hidden, micro_batch, adapter_slots),
+        micro_batch.layers.blocks,
+        {"a": gradient_slots.a[UNEMBED], "b": gradient_slots.b[UNEMBED]},
         eps=model.config.rms_eps,
         chunk_blocks=_head_blocks(model),
     )
-    scratch = LoraWeights(
-        {**scratch.a, UNEMBED: head.scratch["a"]}, {**scratch.b, UNEMBED: head.scratch["b"]}
+    gradient_slots = LoraWeights(
+        {**gradient_slots.a, UNEMBED: head.gradient_slots["a"]},
+        {**gradient_slots.b, UNEMBED: head.gradient_slots["b"]},
     )
     # Into the given buffer: one that nothing reads would not be reused, donated or not.
     space = taped.space._replace(dx=put(taped.space.dx, 0, head.gradient))
-    space, scratch = taped.run.reverse(space, scratch, stream.owners)
-    return TrainedMicroBatch(ScoredMicroBatch(head.logprobs, head.loss), space, scratch)
+    space, gradient_slots = taped.run.reverse(space, gradient_slots, micro_batch.owners)
+    return TrainedMicroBatch(ScoredMicroBatch(head.logprobs, head.loss), space, gradient_slots)
 
 
 def score_micro_batch(
-    model: Decoder, bank: AdapterSlots, stream: DeviceMicroBatch
+    model: Decoder, adapter_slots: AdapterSlots, micro_batch: DeviceMicroBatch
 ) -> ScoredMicroBatch:
-    """Score a stream as ``train_micro_batch``, without gradients, in evaluation mode."""
-    hidden, _ = model.forward_layers(model.embedded(stream.tokens), stream.layers, _rows(bank))
+    """Score a micro-batch as ``train_micro_batch``, without gradients, in evaluation mode."""
+    hidden, _ = model.forward_layers(
+        model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots)
+    )
     head = score_lm_head(
-        *_head_inputs(model, hidden, stream, bank),
-        stream.layers.blocks,
+        *_head_inputs(model, hidden, micro_batch, adapter_slots),
+        micro_batch.layers.blocks,
         eps=model.config.rms_eps,
         chunk_blocks=_head_blocks(model),
     )
     return ScoredMicroBatch(head.logprobs, head.loss)
 
 
-def space_shapes(model: Decoder, bank: Any, blocks: int) -> Any:
-    """Return shapes of the ``Workspace`` for ``blocks`` blocks; only the bank's shapes matter."""
+def space_shapes(model: Decoder, adapter_slots: Any, blocks: int) -> Any:
+    """Return shapes of the ``Workspace`` for ``blocks`` blocks; only the shapes of the adapter
+    slots matter.
+    """
     dtype = model.embed[...].dtype
-    rows = LoraRows(bank.a, bank.b, bank.scale)
+    rows = LoraRows(adapter_slots.a, adapter_slots.b, adapter_slots.scale)
     return workspace_shapes(model.stack(), rows, blocks=blocks, size=model.block, dtype=dtype)
 
 
-def _rows(bank: AdapterSlots) -> LoraRows:
-    return LoraRows(bank.a, bank.b, bank.scale)
+def _rows(adapter_slots: AdapterSlots) -> LoraRows:
+    return LoraRows(adapter_slots.a, adapter_slots.b, adapter_slots.scale)
 
 
 def _head_inputs(
-    model: Decoder, hidden: Array, stream: DeviceMicroBatch, bank: AdapterSlots
+    model: Decoder, hidden: Array, micro_batch: DeviceMicroBatch, adapter_slots: AdapterSlots
 ) -> tuple[LmHead, Array, Array, LossInputs, HeadAdapters, BlockOwners]:
-    adapters = HeadAdapters(bank.a[UNEMBED][0], bank.b[UNEMBED][0], bank.scale, bank.trained)
+    adapters = HeadAdapters(
+        adapter_slots.a[UNEMBED][0],
+        adapter_slots.b[UNEMBED][0],
+        adapter_slots.scale,
+        adapter_slots.trained,
+    )
     head = LmHead(model.unembedding(), model.final_norm[...])
     return (
         head,
         hidden,
-        jnp.asarray(stream.targets),
-        stream.inputs,
+        jnp.asarray(micro_batch.targets),
+        micro_batch.inputs,
         adapters,
-        stream.owners,
+        micro_batch.owners,
     )
 
 

@@ -1,4 +1,4 @@
-"""The buffers of a rank class, and the slots of them that each running batch has."""
+"""The buffers of a rank bucket, and the slots of them that each running batch has."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,23 +14,27 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     TrainingAdapter,
     Weights,
 )
-from tuneserve_engine.backend.jax.training import adapter_slots as banks
-from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    AdapterSlots,
+    new_adapter_slots,
+    new_gradient_slots,
+)
 
 
 class RankSlots:
-    """The adapter slots (``bank``) and gradient buffers (``scratch``) of a rank class.
+    """The adapter slots (``adapter_slots``) and gradient buffers (``gradient_slots``) of a rank
+    bucket.
 
-    Both are allocated when first needed. ``held`` maps each slot of the bank to the weights that it
+    Both are allocated when first needed. ``held`` maps each adapter slot to the weights that it
     holds. Programs take both buffers and give them back, so an exception may leave neither: then
     ``spoil`` drops them, and the new ``version`` shows running batches that their gradients are
     lost.
     """
 
-    def __init__(self, shapes: TargetShapes, rank_class: int, count: int) -> None:
-        self.rank_class = rank_class
-        self.bank: AdapterSlots | None = None
-        self.scratch: LoraWeights | None = None
+    def __init__(self, shapes: TargetShapes, rank_bucket: int, count: int) -> None:
+        self.rank_bucket = rank_bucket
+        self.adapter_slots: AdapterSlots | None = None
+        self.gradient_slots: LoraWeights | None = None
         self.held: dict[int, Weights] = {}
         self.version = 0
         self._shapes = shapes
@@ -39,15 +43,15 @@ class RankSlots:
 
     def allocate(self) -> None:
         """Allocate the buffers that do not exist."""
-        if self.bank is None:
+        if self.adapter_slots is None:
             self.held.clear()
-            self.bank = banks.new_bank(self._shapes, self.rank_class, self._count)
-        if self.scratch is None:
-            self.scratch = banks.new_scratch(self._shapes, self.rank_class, self._count)
+            self.adapter_slots = new_adapter_slots(self._shapes, self.rank_bucket, self._count)
+        if self.gradient_slots is None:
+            self.gradient_slots = new_gradient_slots(self._shapes, self.rank_bucket, self._count)
 
     def spoil(self) -> None:
         """Drop the buffers, and with them the gradients of all running batches."""
-        self.bank = self.scratch = None
+        self.adapter_slots = self.gradient_slots = None
         self.version += 1
 
     @contextmanager
@@ -66,17 +70,17 @@ class RankSlots:
         finally:
             self._taken = taken
             if aside is not None:
-                self._come_back(*aside)
+                self._restore(*aside)
 
     def _set_aside(self) -> tuple[int, Any]:
         # Copies: device_get may return views, and programs will write to the buffers.
-        return self.version, jax.tree.map(np.array, jax.device_get(self.scratch))
+        return self.version, jax.tree.map(np.array, jax.device_get(self.gradient_slots))
 
-    def _come_back(self, version: int, scratch: Any) -> None:
-        """Put the saved scratch back on the device, unless the buffers were spoiled meanwhile."""
+    def _restore(self, version: int, gradient_slots: Any) -> None:
+        """Put the saved gradients back on the device, unless the buffers were spoiled meanwhile."""
         if self.version == version:
-            self.scratch = None  # frees the memory of this one before the other is allocated
-            self.scratch = jax.device_put(scratch)
+            self.gradient_slots = None  # frees the memory of this one before the other is allocated
+            self.gradient_slots = jax.device_put(gradient_slots)
 
 
 class BatchSlots(NamedTuple):
@@ -91,12 +95,12 @@ class BatchSlots(NamedTuple):
         return shifted
 
 
-class Disturbed(Exception):
+class GradientsLost(Exception):
     """The gradients of a batch are lost: a batch that interrupted it failed on the device.
 
     The batch's ``adapters`` have not changed.
     """
 
     def __init__(self, adapters: Sequence[TrainingAdapter]) -> None:
-        super().__init__("a unit that came in between failed on the device")
+        super().__init__("a batch that ran in between failed on the device")
         self.adapters = adapters

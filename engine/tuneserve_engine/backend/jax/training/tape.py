@@ -3,7 +3,7 @@
 ``jax.grad`` over the layers would hold every layer's adapter gradients at once, and JAX cannot
 reverse a loop whose length is known only at run time. So the backward pass is explicit. Layer by
 layer, from the last, it recomputes what the tape does not hold and adds each block's adapter
-gradients to the scratch of the block's request. Inside a chunk, autodiff does the work.
+gradients to the gradient slots of the block's request. Inside a chunk, autodiff does the work.
 
 Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
 heads, K key/value heads, G = N / K, H head_dim, J slots.
@@ -60,10 +60,10 @@ class Workspace(NamedTuple):
     dqkv: AttentionGradient
 
     def forward(
-        self, stack: LayerStack, stream: PackedTokens, lora: LoraRows, x: Float[Array, "n S D"]
+        self, stack: LayerStack, packed: PackedTokens, lora: LoraRows, x: Float[Array, "n S D"]
     ) -> tuple[Float[Array, "n S D"], "Taped"]:
         """Return the hidden states after the last layer, and the tape for the backward pass."""
-        run = TrainingPass(stack, stream, lora)
+        run = TrainingPass(stack, packed, lora)
         hidden, tape = run.forward(self.tape, x)
         return hidden, Taped(run, self._replace(tape=tape))
 
@@ -71,11 +71,11 @@ class Workspace(NamedTuple):
 class TrainingPass:
     """One micro-batch through the layers and back, within the tracing of one program."""
 
-    def __init__(self, stack: LayerStack, stream: PackedTokens, bank: LoraRows) -> None:
+    def __init__(self, stack: LayerStack, packed: PackedTokens, adapter_slots: LoraRows) -> None:
         self._stack = stack
-        self._stream = stream
-        self._bank = bank
-        self._n = stream.slot.shape[0]
+        self._stream = packed
+        self._bank = adapter_slots
+        self._n = packed.slot.shape[0]
         self._before, self._after = _Residuals(), _Residuals()
         remat = stack.remat
         self._keeps_attended = remat != "full"
@@ -89,19 +89,19 @@ class TrainingPass:
         return x, tape
 
     def reverse(
-        self, space: Workspace, scratch: LoraWeights, blocks: BlockOwners
+        self, space: Workspace, gradient_slots: LoraWeights, blocks: BlockOwners
     ) -> tuple[Workspace, LoraWeights]:
         """Take ``space.dx`` from the gradient by the output to that by the input.
 
-        The gradients by the adapters are added to the scratch.
+        The gradients by the adapters are added to the gradient slots.
         """
         if not self._stack.config.layers:
-            return space, scratch
+            return space, gradient_slots
         step = partial(self._layer_reverse, blocks)
-        (space, scratch), _ = jax.lax.scan(
-            step, (space, scratch), self._stack.layers(), reverse=True
+        (space, gradient_slots), _ = jax.lax.scan(
+            step, (space, gradient_slots), self._stack.layers(), reverse=True
         )
-        return space, scratch
+        return space, gradient_slots
 
     # --- one layer ------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class TrainingPass:
         return (y, tape._replace(after=residuals)), None
 
     def _layer_reverse(self, blocks: BlockOwners, carry: Any, sliced: Any) -> Any:
-        space, scratch = carry
+        space, gradient_slots = carry
         run = LayerPass(self._stack, self._stream, self._bank, *sliced)
         x_base, base, attended_base = self._bases(run)
         tape = space.tape
@@ -144,20 +144,24 @@ class TrainingPass:
             tape = tape._replace(attention=attention)
 
         def after(at: Array, state: Any) -> Any:
-            dx, dattended, scratch = state
+            dx, dattended, gradient_slots = state
             attended = run.part(tape.attention.attended.out, attended_base + at)
             pull = self._after_pullback(tape, run, at, run.part(tape.x, x_base + at), attended)
             by_x, by_attended, by_ab = pull(run.part(dx, at))
-            scratch = _add(scratch, by_ab, run, blocks, at)
-            return put(dx, at, by_x), put(dattended, at, by_attended), scratch
+            gradient_slots = _add(gradient_slots, by_ab, run, blocks, at)
+            return put(dx, at, by_x), put(dattended, at, by_attended), gradient_slots
 
         def before(at: Array, state: Any) -> Any:
-            dx, scratch = state
+            dx, gradient_slots = state
             pull = self._before_pullback(tape, run, at, run.part(tape.x, x_base + at))
             by_x, by_ab = pull(tuple(run.part(d, at) for d in dqkv))
-            return put(dx, at, run.part(dx, at) + by_x), _add(scratch, by_ab, run, blocks, at)
+            return put(dx, at, run.part(dx, at) + by_x), _add(
+                gradient_slots, by_ab, run, blocks, at
+            )
 
-        dx, dattended, scratch = run.each_chunk(after, (space.dx, space.dattended, scratch))
+        dx, dattended, gradient_slots = run.each_chunk(
+            after, (space.dx, space.dattended, gradient_slots)
+        )
         dqkv = attend_blocks_backward(
             tape.attention.q,
             tape.attention.k,
@@ -169,8 +173,8 @@ class TrainingPass:
             base=base,
             attended_base=attended_base,
         )
-        dx, scratch = run.each_chunk(before, (dx, scratch))
-        return (Workspace(tape, dx, dattended, dqkv), scratch), None
+        dx, gradient_slots = run.each_chunk(before, (dx, gradient_slots))
+        return (Workspace(tape, dx, dattended, dqkv), gradient_slots), None
 
     def _bases(self, run: LayerPass) -> tuple[Array, Array | int, Array | int]:
         """Return the layer's first blocks in the buffers of inputs, of q, k and v, and of outputs.
@@ -299,21 +303,21 @@ class _Residuals:
 
 
 def _add(
-    scratch: LoraWeights, by_ab: _Ab, run: LayerPass, blocks: BlockOwners, at: Array
+    gradient_slots: LoraWeights, by_ab: _Ab, run: LayerPass, blocks: BlockOwners, at: Array
 ) -> LoraWeights:
-    """Return the scratch with the chunk's gradients added."""
+    """Return the gradient slots with the chunk's gradients added."""
     mine = blocks.part(at, run.stack.chunk)
     a, b = (
         {**whole, **add_blocks({n: whole[n] for n in by}, by, run.number, mine)}
-        for whole, by in zip(scratch, by_ab, strict=True)
+        for whole, by in zip(gradient_slots, by_ab, strict=True)
     )
     return LoraWeights(a, b)
 
 
 def workspace_shapes(
-    stack: LayerStack, bank: Any, *, blocks: int, size: int, dtype: DTypeLike
+    stack: LayerStack, adapter_slots: Any, *, blocks: int, size: int, dtype: DTypeLike
 ) -> Any:
-    """Return shapes of the ``Workspace`` for streams of ``blocks`` blocks of ``size`` tokens."""
+    """Return the shapes of a ``Workspace`` for ``blocks`` blocks of ``size`` tokens."""
     config = stack.config
     layers = config.layers
     one = attention_shapes(config, blocks, size, dtype)
@@ -325,7 +329,7 @@ def workspace_shapes(
     remat = stack.remat
     qkv = times(layers if remat in ("none", "dots") else 1, one)
     attended = times(1 if remat == "full" else layers, one.attended)
-    before, after = _residual_shapes(stack, bank, size, dtype)
+    before, after = _residual_shapes(stack, adapter_slots, size, dtype)
     chunks = layers * (blocks // stack.chunk)
     stacked = partial(jax.tree.map, lambda s: spec((chunks, *s.shape), s.dtype))
     tape = Tape(
@@ -338,7 +342,7 @@ def workspace_shapes(
 
 
 def _residual_shapes(
-    stack: LayerStack, bank: Any, size: int, dtype: DTypeLike
+    stack: LayerStack, adapter_slots: Any, size: int, dtype: DTypeLike
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return shapes of the residuals of a chunk before and after attention.
 
@@ -348,12 +352,12 @@ def _residual_shapes(
     if not config.layers:
         return (), ()
 
-    def trace(weights: dict[str, Array], bank: LoraRows, x: Array, attended: Array) -> Any:
+    def trace(weights: dict[str, Array], adapter_slots: LoraRows, x: Array, attended: Array) -> Any:
         tokens, blocks = jnp.zeros((chunk, size), jnp.int32), jnp.zeros(chunk, jnp.int32)
-        stream = PackedTokens(tokens, tokens, blocks, jnp.int32(0), blocks)
+        packed = PackedTokens(tokens, tokens, blocks, jnp.int32(0), blocks)
         layer = {name: stacked[0] for name, stacked in weights.items()}
-        run = LayerPass(stack, stream, bank, layer, jnp.int32(0))
-        training = TrainingPass(stack, stream, bank)
+        run = LayerPass(stack, packed, adapter_slots, layer, jnp.int32(0))
+        training = TrainingPass(stack, packed, adapter_slots)
         first = jnp.int32(0)
         return (
             training._before_of(run, first, x)[1],
@@ -363,6 +367,6 @@ def _residual_shapes(
     x = spec((chunk, size, config.hidden), dtype)
     attended = attention_shapes(config, chunk, size, dtype).attended.out
     shapes: tuple[tuple[Any, ...], tuple[Any, ...]] = jax.eval_shape(
-        trace, stack.weights, bank, x, attended
+        trace, stack.weights, adapter_slots, x, attended
     )
     return shapes

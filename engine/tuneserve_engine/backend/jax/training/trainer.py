@@ -31,9 +31,13 @@ from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.specs import spec
-from tuneserve_engine.backend.jax.training import adapter_slots as banks
 from tuneserve_engine.backend.jax.training.adamw import adamw_step, start_step, step_scalars
-from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    AdapterSlots,
+    accumulate_slot,
+    is_sum_finite,
+    write_slot,
+)
 from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, specs_of
 from tuneserve_engine.backend.jax.training.programs import (
     DeviceMicroBatch,
@@ -42,7 +46,7 @@ from tuneserve_engine.backend.jax.training.programs import (
     space_shapes,
     train_micro_batch,
 )
-from tuneserve_engine.backend.jax.training.slots import BatchSlots, Disturbed, RankSlots
+from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
 from tuneserve_engine.core.shapes import StaticShapes, multiple_from
@@ -60,38 +64,42 @@ After that, the batch runs without interruptions, and all other work waits for i
 class Trainer:
     """Runs batches and optimizer steps on adapters that the caller owns.
 
-    The workspace of the backward pass and each rank class's bank (adapter slots) and scratch
+    The workspace of the backward pass and each rank bucket's adapter slots and gradient slots
     (gradients) are allocated once, when first needed: programs take them and give them back.
     """
 
-    def __init__(self, programs: ProgramRegistry, model: Decoder, lattice: StaticShapes) -> None:
-        self._lattice = lattice
+    def __init__(
+        self, programs: ProgramRegistry, model: Decoder, static_shapes: StaticShapes
+    ) -> None:
+        self._static_shapes = static_shapes
         self._shapes = target_shapes(model.config)
-        by = "by rank class, targets per token and blocks"
+        by = "by rank bucket, targets per token and blocks"
         model.eval()  # type: ignore[no-untyped-call]
         self._score = programs.add(
-            "score_stream", score_micro_batch, use=f"forward {by}", model=model
+            "score_micro_batch", score_micro_batch, use=f"forward {by}", model=model
         )
         model.train()  # type: ignore[no-untyped-call]
         self._train = programs.add(
-            "train_stream",
+            "train_micro_batch",
             train_micro_batch,
             use=f"forward_backward {by}",
             model=model,
             donate=(0, 1),
         )
-        gradients = "forward_backward by rank class"
-        self._place = programs.add("place", banks.place, use=gradients, donate=(0,))
-        self._finite = programs.add("finite_sum", banks.finite_sum, use=gradients)
-        self._add = programs.add("add", banks.add, use=gradients, donate=(0,))
-        self._step = programs.add(
-            "adamw_step", adamw_step, use="optim_step by rank class", donate=(0, 1, 2, 3)
+        gradients = "forward_backward by rank bucket"
+        self._write_slot = programs.add("write_slot", write_slot, use=gradients, donate=(0,))
+        self._is_sum_finite = programs.add("is_sum_finite", is_sum_finite, use=gradients)
+        self._accumulate_slot = programs.add(
+            "accumulate_slot", accumulate_slot, use=gradients, donate=(0,)
         )
-        self._kinds = KindPrograms(programs, self._shapes, lattice)
+        self._step = programs.add(
+            "adamw_step", adamw_step, use="optim_step by rank bucket", donate=(0, 1, 2, 3)
+        )
+        self._kinds = KindPrograms(programs, self._shapes, static_shapes)
         self._space_shapes = partial(space_shapes, model)
         self._space: Workspace | None = None
         self._slots: dict[int, RankSlots] = {}
-        self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank class
+        self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank bucket
         self.tokens_trained = self.tokens_computed = 0
         """Tokens of all batches so far (``forward_only`` too), without and with padding."""
         self.policy_tokens, self.policy_gap = 0, 0.0
@@ -100,57 +108,57 @@ class Trainer:
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
-    def forward_backward(
+    def run_batch(
         self,
-        unit: TrainBatch,
+        batch: TrainBatch,
         adapters: Sequence[TrainingAdapter],
-        between: Callable[[], Sequence[TrainingAdapter]] | None = None,
+        interrupt: Callable[[], Sequence[TrainingAdapter]] | None = None,
     ) -> TrainResult:
         """Run the batch on its requests' adapters; see ``Backend.forward_backward``.
 
-        ``between`` may call this method for other adapters. It returns the batch's adapters, which
-        may have been evicted and loaded again meanwhile. No gradient is added to an accumulator
-        before all micro-batches have run: a batch whose gradients are lost, because a batch that
-        interrupted it failed, restarts.
+        ``interrupt`` may call this method for other adapters. It returns the batch's adapters,
+        which may have been evicted and loaded again meanwhile. No gradient is added to an
+        accumulator before all micro-batches have run: a batch whose gradients are lost, because a
+        batch that interrupted it failed, restarts.
         """
         for _ in range(_ATTEMPTS):
             try:
-                return self._forward_backward(unit, adapters, between)
-            except Disturbed as disturbed:
-                logger.warning("%s; a unit of %d requests begins anew", disturbed, len(adapters))
-                assert between is not None
-                adapters = disturbed.adapters
-        return self._forward_backward(unit, adapters, None)
+                return self._try_batch(batch, adapters, interrupt)
+            except GradientsLost as lost:
+                logger.warning("%s; a batch of %d requests starts again", lost, len(adapters))
+                assert interrupt is not None
+                adapters = lost.adapters
+        return self._try_batch(batch, adapters, None)
 
-    def _forward_backward(
+    def _try_batch(
         self,
-        unit: TrainBatch,
+        batch: TrainBatch,
         adapters: Sequence[TrainingAdapter],
-        between: Callable[[], Sequence[TrainingAdapter]] | None,
+        interrupt: Callable[[], Sequence[TrainingAdapter]] | None,
     ) -> TrainResult:
-        rank_class = adapters[0].rank_class
-        with self._slots_of(rank_class).claimed(len(adapters)) as place:
-            running = _Running(unit, place, len(adapters))
+        rank_bucket = adapters[0].rank_bucket
+        with self._rank_slots(rank_bucket).claimed(len(adapters)) as claimed:
+            running = _Running(batch, claimed, len(adapters))
             try:
                 # Waits here: a failure on the device comes before an accumulator is touched.
-                adapters = self._run_all(running, adapters, between)
-            except Disturbed:
+                adapters = self._run_micro_batches(running, adapters, interrupt)
+            except GradientsLost:
                 raise
             except Exception:
                 # A program returns its buffers before it has run: if it fails, they are spoiled.
                 self._space = None
-                place.slots.spoil()
+                claimed.slots.spoil()
                 raise
             finite = running.finite
-            if not unit.forward_only:
+            if not batch.forward_only:
                 accumulators = [adapter.accumulator for adapter in adapters]
-                commit = partial(self._commit, adapters, place, finite)
+                commit = partial(self._commit, adapters, claimed, finite)
                 finite = translate_device_errors(commit, donated=accumulators)
         return TrainResult(tuple(running.outputs), tuple(finite))
 
     def start_step(self, adapter: TrainingAdapter, params: AdamwParams) -> Array:
         """Take one step with the adapter and return the gradient's norm; wait for neither."""
-        run = self._kinds.step(adapter) or partial(self._step, adapter.rank_class)
+        run = self._kinds.step(adapter) or partial(self._step, adapter.rank_bucket)
         return start_step(adapter, params, run)
 
     def prepare(self, kind: AdapterKind) -> None:
@@ -160,63 +168,72 @@ class Trainer:
     def is_prepared(self, kind: AdapterKind) -> bool:
         return self._kinds.is_prepared(kind)
 
-    def _run_all(
+    def _run_micro_batches(
         self,
         running: "_Running",
         adapters: Sequence[TrainingAdapter],
-        between: Callable[[], Sequence[TrainingAdapter]] | None,
+        interrupt: Callable[[], Sequence[TrainingAdapter]] | None,
     ) -> Sequence[TrainingAdapter]:
         """Run the micro-batches and wait for all of them.
 
         Returns the batch's adapters as they are afterwards.
         """
-        place = running.place
-        self._fill(place, adapters)
-        version = place.slots.version
+        claimed = running.claimed
+        self._write_adapters(claimed, adapters)
+        version = claimed.slots.version
         dispatched: tuple[MicroBatch, ScoredMicroBatch] | None = None
         begun: set[int] = set()
-        for batch in running.unit.batches:
+        for micro_batch in running.batch.micro_batches:
             # Sent while the previous micro-batch runs.
-            shifted = batch._replace(block_request=place.shifted(batch.block_request))
-            stream = jax.device_put(DeviceMicroBatch.of(shifted, self._lattice.block, begun))
+            shifted = micro_batch._replace(block_request=claimed.shifted(micro_batch.block_request))
+            device_batch = jax.device_put(
+                DeviceMicroBatch.from_host(shifted, self._static_shapes.block, begun)
+            )
             if dispatched is not None:
-                self._take_in(running, *dispatched)
-                if between is not None:
-                    adapters = between()
-                    if place.slots.version != version:
-                        raise Disturbed(adapters)
-                    self._fill(place, adapters)
+                self._wait_for(running, *dispatched)
+                if interrupt is not None:
+                    adapters = interrupt()
+                    if claimed.slots.version != version:
+                        raise GradientsLost(adapters)
+                    self._write_adapters(claimed, adapters)
             begun |= set(shifted.block_request.tolist())
-            used = batch.blocks * self._lattice.block
-            self.tokens_trained += int(np.count_nonzero(batch.datum >= 0))
-            self.tokens_computed += multiple_from(used, self._lattice.chunk)
-            dispatched = batch, self._run(stream, place.slots, running.unit.forward_only)
+            used = micro_batch.blocks * self._static_shapes.block
+            self.tokens_trained += int(np.count_nonzero(micro_batch.segment_ids >= 0))
+            self.tokens_computed += multiple_from(used, self._static_shapes.chunk)
+            dispatched = (
+                micro_batch,
+                self._dispatch(device_batch, claimed.slots, running.batch.forward_only),
+            )
         if dispatched is not None:
-            self._take_in(running, *dispatched)
+            self._wait_for(running, *dispatched)
         return adapters
 
-    def _take_in(self, running: "_Running", batch: MicroBatch, out: ScoredMicroBatch) -> None:
+    def _wait_for(
+        self, running: "_Running", micro_batch: MicroBatch, out: ScoredMicroBatch
+    ) -> None:
         """Wait for a micro-batch and add its output to the batch's."""
-        output = running.take(batch, out)
-        gaps = _policy_gaps(batch, output)
+        output = running.add_output(micro_batch, out)
+        gaps = _policy_gaps(micro_batch, output)
         self.policy_tokens += gaps.size
         self.policy_gap += float(gaps.sum(dtype=np.float64))
 
-    def _run(self, stream: Any, slots: RankSlots, is_scored: bool) -> ScoredMicroBatch:
+    def _dispatch(
+        self, device_batch: Any, slots: RankSlots, forward_only: bool
+    ) -> ScoredMicroBatch:
         """Dispatch one micro-batch."""
-        blocks, _, targets = stream.targets.shape
-        key = (slots.rank_class, targets, blocks)
-        if is_scored:
-            out: ScoredMicroBatch = self._score(key, slots.bank, stream)
+        blocks, _, targets = device_batch.targets.shape
+        key = (slots.rank_bucket, targets, blocks)
+        if forward_only:
+            out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
             return out
-        space, scratch = self._workspace(blocks, slots.rank_class), slots.scratch
-        self._space = slots.scratch = None  # donated: an exception leaves neither
-        trained = self._train(key, space, scratch, slots.bank, stream)
-        self._space, slots.scratch = trained.space, trained.scratch
+        space, gradient_slots = self._workspace(blocks, slots.rank_bucket), slots.gradient_slots
+        self._space = slots.gradient_slots = None  # donated: an exception leaves neither
+        trained = self._train(key, space, gradient_slots, slots.adapter_slots, device_batch)
+        self._space, slots.gradient_slots = trained.space, trained.gradient_slots
         return trained.out  # type: ignore[no-any-return]
 
     def _commit(
-        self, adapters: Sequence[TrainingAdapter], place: BatchSlots, finite: list[bool]
+        self, adapters: Sequence[TrainingAdapter], claimed: BatchSlots, finite: list[bool]
     ) -> list[bool]:
         """Add each finite request's gradient to its adapter's accumulator, in order.
 
@@ -226,34 +243,36 @@ class Trainer:
         for index, adapter in enumerate(adapters):
             if not finite[index]:
                 continue
-            key, slot = adapter.rank_class, np.int32(place.first + index)
-            rest = (place.slots.scratch, slot, np.bool_(UNEMBED in adapter.config.targets))
-            checks[index] = self._finite(key, adapter.accumulator, *rest)
-            adapter.accumulator = self._add(key, adapter.accumulator, *rest, checks[index])
+            key, slot = adapter.rank_bucket, np.int32(claimed.first + index)
+            rest = (claimed.slots.gradient_slots, slot, np.bool_(UNEMBED in adapter.config.targets))
+            checks[index] = self._is_sum_finite(key, adapter.accumulator, *rest)
+            adapter.accumulator = self._accumulate_slot(
+                key, adapter.accumulator, *rest, checks[index]
+            )
         checked = jax.device_get(checks)
         jax.block_until_ready([adapter.accumulator for adapter in adapters])  # type: ignore[no-untyped-call]
         for index, is_added in checked.items():
             adapters[index].accumulated |= bool(is_added)
         return [ok and bool(checked[index]) for index, ok in enumerate(finite)]
 
-    def _slots_of(self, rank_class: int) -> RankSlots:
-        if rank_class not in self._slots:
-            count = self._lattice.slots(rank_class)
-            self._slots[rank_class] = RankSlots(self._shapes, rank_class, count)
-        return self._slots[rank_class]
+    def _rank_slots(self, rank_bucket: int) -> RankSlots:
+        if rank_bucket not in self._slots:
+            count = self._static_shapes.slots(rank_bucket)
+            self._slots[rank_bucket] = RankSlots(self._shapes, rank_bucket, count)
+        return self._slots[rank_bucket]
 
-    def _fill(self, place: BatchSlots, adapters: Sequence[TrainingAdapter]) -> None:
-        """Put request i's adapter into the i-th of the batch's slots in the bank."""
-        slots = place.slots
+    def _write_adapters(self, claimed: BatchSlots, adapters: Sequence[TrainingAdapter]) -> None:
+        """Put request i's adapter into the i-th of the batch's adapter slots."""
+        slots = claimed.slots
         slots.allocate()
-        for slot, adapter in enumerate(adapters, place.first):
+        for slot, adapter in enumerate(adapters, claimed.first):
             if slots.held.get(slot) is adapter.weights:
                 continue
             pairs = self._kinds.pairs(adapter)
-            bank, slots.bank = slots.bank, None
-            slots.bank = self._place(
-                slots.rank_class,
-                bank,
+            adapter_slots, slots.adapter_slots = slots.adapter_slots, None
+            slots.adapter_slots = self._write_slot(
+                slots.rank_bucket,
+                adapter_slots,
                 np.int32(slot),
                 pairs,
                 adapter.scale,
@@ -261,53 +280,63 @@ class Trainer:
             )
             slots.held[slot] = adapter.weights
 
-    def _workspace(self, blocks: int, rank_class: int) -> Workspace:
-        """Return the workspace for streams of ``blocks`` blocks; only one exists at a time."""
-        shapes = self._shapes_of_space(blocks, rank_class)
+    def _workspace(self, blocks: int, rank_bucket: int) -> Workspace:
+        """Return the workspace for ``blocks`` blocks; only one exists at a time."""
+        shapes = self._shapes_of_space(blocks, rank_bucket)
         if self._space is None or jax.tree.map(_shape, self._space) != shapes:
             self._space = None
             self._space = jax.device_put(jax.tree.map(_blank, shapes))
         return self._space
 
-    def _shapes_of_space(self, blocks: int, rank_class: int) -> Any:
-        if (blocks, rank_class) not in self._spaces:
-            bank = self._bank_specs(rank_class)
-            self._spaces[blocks, rank_class] = self._space_shapes(bank, blocks)
-        return self._spaces[blocks, rank_class]
+    def _shapes_of_space(self, blocks: int, rank_bucket: int) -> Any:
+        if (blocks, rank_bucket) not in self._spaces:
+            adapter_slots = self._adapter_slots_specs(rank_bucket)
+            self._spaces[blocks, rank_bucket] = self._space_shapes(adapter_slots, blocks)
+        return self._spaces[blocks, rank_bucket]
 
     # --- what is compiled ahead -----------------------------------------------------------------
 
     def _declare(self) -> None:
         """Declare all programs, low ranks and single targets first: most requests use those."""
-        blocks = self._lattice.stream // self._lattice.block
+        blocks = self._static_shapes.micro_batch_tokens // self._static_shapes.block
         index, flag = np.int32(0), np.bool_(False)
-        for order, rank_class in enumerate(self._lattice.rank_classes):
-            bank = self._bank_specs(rank_class)
-            scratch = LoraWeights(bank.a, bank.b)
-            weights = self._adapter_specs(rank_class)
-            for targets in self._lattice.target_classes:
-                stream = _stream_specs(self._lattice, targets)
-                key, late = (rank_class, targets, blocks), order + (targets > 1)
-                space = self._shapes_of_space(blocks, rank_class)
-                self._train.declare(key, space, scratch, bank, stream, order=late)
-                self._score.declare(key, bank, stream, order=late + 1)
-            self._place.declare(rank_class, bank, index, weights, np.float32(0), flag, order=order)
-            self._finite.declare(rank_class, weights, scratch, index, flag, order=order)
-            self._add.declare(rank_class, weights, scratch, index, flag, flag, order=order)
+        for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
+            adapter_slots = self._adapter_slots_specs(rank_bucket)
+            gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
+            weights = self._adapter_specs(rank_bucket)
+            for targets in self._static_shapes.target_buckets:
+                device_batch = _micro_batch_specs(self._static_shapes, targets)
+                key, late = (rank_bucket, targets, blocks), order + (targets > 1)
+                space = self._shapes_of_space(blocks, rank_bucket)
+                self._train.declare(
+                    key, space, gradient_slots, adapter_slots, device_batch, order=late
+                )
+                self._score.declare(key, adapter_slots, device_batch, order=late + 1)
+            self._write_slot.declare(
+                rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
+            )
+            self._is_sum_finite.declare(
+                rank_bucket, weights, gradient_slots, index, flag, order=order
+            )
+            self._accumulate_slot.declare(
+                rank_bucket, weights, gradient_slots, index, flag, flag, order=order
+            )
             scalars = step_scalars(AdamwParams(), 1)
-            self._step.declare(rank_class, weights, weights, weights, weights, scalars, order=order)
+            self._step.declare(
+                rank_bucket, weights, weights, weights, weights, scalars, order=order
+            )
 
-    def _bank_specs(self, rank_class: int) -> Any:
-        count = self._lattice.slots(rank_class)
+    def _adapter_slots_specs(self, rank_bucket: int) -> Any:
+        count = self._static_shapes.slots(rank_bucket)
         a, b = {}, {}
         for name, (*layers, inputs, outputs) in self._shapes.items():
             stack = (*(layers or (1,)), count)
-            a[name] = _float32((*stack, inputs, rank_class))
-            b[name] = _float32((*stack, rank_class, outputs))
+            a[name] = _float32((*stack, inputs, rank_bucket))
+            b[name] = _float32((*stack, rank_bucket, outputs))
         return AdapterSlots(a, b, _float32((count,)), spec((count,), np.bool_))
 
-    def _adapter_specs(self, rank_class: int) -> Any:
-        return in_tree(specs_of(part_shapes(self._shapes, rank_class, LORA)))
+    def _adapter_specs(self, rank_bucket: int) -> Any:
+        return in_tree(specs_of(part_shapes(self._shapes, rank_bucket, LORA)))
 
 
 class _Running:
@@ -316,9 +345,9 @@ class _Running:
     A request is finite if the losses and logprobs of all its tokens are.
     """
 
-    def __init__(self, unit: TrainBatch, place: BatchSlots, requests: int) -> None:
-        self.unit = unit
-        self.place = place
+    def __init__(self, batch: TrainBatch, claimed: BatchSlots, requests: int) -> None:
+        self.batch = batch
+        self.claimed = claimed
         self.outputs: list[MicroBatchOutput] = []
         self._finite = np.ones(requests, np.bool_)
 
@@ -326,30 +355,37 @@ class _Running:
     def finite(self) -> list[bool]:
         return [bool(ok) for ok in self._finite]
 
-    def take(self, batch: MicroBatch, out: ScoredMicroBatch) -> MicroBatchOutput:
+    def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> MicroBatchOutput:
         """Wait for the micro-batch's output and return it."""
         output = _fetched(out)
         bad = ~(np.isfinite(output.logprobs).all(axis=1) & np.isfinite(output.loss))
-        bad &= batch.datum >= 0
-        blocks = bad.reshape(len(batch.block_request), -1).any(axis=1)
-        self._finite[batch.block_request[blocks]] = False
+        bad &= micro_batch.segment_ids >= 0
+        blocks = bad.reshape(len(micro_batch.block_request), -1).any(axis=1)
+        self._finite[micro_batch.block_request[blocks]] = False
         self.outputs.append(output)
         return output
 
 
-def _policy_gaps(batch: MicroBatch, out: MicroBatchOutput) -> FloatArray:
+def _policy_gaps(micro_batch: MicroBatch, out: MicroBatchOutput) -> FloatArray:
     """Return the absolute differences between sampled and current logprobs, all finite.
 
     Covers tokens of policy losses with an advantage other than 0.
     """
-    counts = (batch.datum >= 0) & (batch.loss_id != _CROSS_ENTROPY) & (batch.advantages != 0)
-    gaps: FloatArray = np.abs(out.logprobs[counts, 0] - batch.old_logprobs[counts])
+    counts = (
+        (micro_batch.segment_ids >= 0)
+        & (micro_batch.loss_id != _CROSS_ENTROPY)
+        & (micro_batch.advantages != 0)
+    )
+    gaps: FloatArray = np.abs(out.logprobs[counts, 0] - micro_batch.old_logprobs[counts])
     return gaps[np.isfinite(gaps)]
 
 
-def _stream_specs(lattice: StaticShapes, targets: int) -> Any:
+def _micro_batch_specs(static_shapes: StaticShapes, targets: int) -> Any:
     """Return a blank micro-batch: only the shapes matter to the programs."""
-    n, blocks = lattice.stream, lattice.stream // lattice.block
+    n, blocks = (
+        static_shapes.micro_batch_tokens,
+        static_shapes.micro_batch_tokens // static_shapes.block,
+    )
 
     def ints(*shape: int) -> IntArray:
         return np.zeros(shape, np.int32)
@@ -358,10 +394,10 @@ def _stream_specs(lattice: StaticShapes, targets: int) -> Any:
         return np.zeros(shape, np.float32)
 
     fields = {name: floats(n) for name in MicroBatch._fields}
-    fields |= {name: ints(n) for name in ("tokens", "positions", "datum", "loss_id")}  # type: ignore[misc]
-    fields |= {name: ints(blocks) for name in ("block_request", "block_start")}  # type: ignore[misc]
+    fields |= {name: ints(n) for name in ("tokens", "positions", "segment_ids", "loss_id")}  # type: ignore[misc]
+    fields |= {name: ints(blocks) for name in ("block_request", "first_visible_block")}  # type: ignore[misc]
     fields |= {"targets": ints(n, targets), "weights": floats(n, targets), "blocks": 0}  # type: ignore[dict-item]
-    return DeviceMicroBatch.of(MicroBatch(**fields), lattice.block)  # type: ignore[arg-type]
+    return DeviceMicroBatch.from_host(MicroBatch(**fields), static_shapes.block)  # type: ignore[arg-type]
 
 
 def _float32(shape: tuple[int, ...]) -> Any:

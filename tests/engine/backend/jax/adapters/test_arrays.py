@@ -115,7 +115,7 @@ def test_before_the_first_step_there_are_no_moments():
 
 
 def test_the_bytes_of_an_adapter_are_counted_before_it_is_made():
-    adapter = on_device(random_state(2), rank_class=8)
+    adapter = on_device(random_state(2), rank_bucket=8)
     assert adapter_bytes(SMALL, 8) == sum(array.nbytes for array in arrays_of(adapter))
 
 

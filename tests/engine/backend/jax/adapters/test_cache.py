@@ -23,7 +23,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
 from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
 from tuneserve_engine.backend.jax.training.adamw import start_step
-from tuneserve_engine.backend.jax.training.adapter_slots import new_bank, place
+from tuneserve_engine.backend.jax.training.adapter_slots import new_adapter_slots, write_slot
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
 from tuneserve_engine.core.errors import ServerError, UserError
 
@@ -33,7 +33,7 @@ ONE = adapter_bytes(SMALL, 8)
 PARAMS = AdamwParams(learning_rate=0.1, weight_decay=0.1)
 
 
-def rank_class(rank: int) -> int:
+def rank_bucket(rank: int) -> int:
     return next(x for x in RANK_CLASSES if rank <= x)
 
 
@@ -94,19 +94,21 @@ def train(adapter: TrainingAdapter, seed: int) -> None:
         gradient = {
             name: random.standard_normal(x.shape, np.float32) for name, x in weights.items()
         }
-        padded = on_device(AdapterState(config, gradient), adapter.rank_class).weights
+        padded = on_device(AdapterState(config, gradient), adapter.rank_bucket).weights
         trained = np.bool_(UNEMBED in config.targets)
-        bank = new_bank(SMALL, adapter.rank_class, 2)
-        bank = place(bank, np.int32(1), padded, np.float32(1), trained)
-        scratch = LoraWeights(bank.a, bank.b)
-        adapter.accumulator, _ = commit(adapter.accumulator, scratch, 1, trained=bool(trained))
+        adapter_slots = new_adapter_slots(SMALL, adapter.rank_bucket, 2)
+        adapter_slots = write_slot(adapter_slots, np.int32(1), padded, np.float32(1), trained)
+        gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
+        adapter.accumulator, _ = commit(
+            adapter.accumulator, gradient_slots, 1, trained=bool(trained)
+        )
         adapter.accumulated = True
     if seed % 2:
         start_step(adapter, PARAMS)
 
 
 def check_limits(pager: AdapterCache, directory: Path, asked: Sequence[str]) -> None:
-    with pager._turn(), pager._state:
+    with pager._exclusive(), pager._state:
         entries = dict(pager._entries)
         device = {name: x.device_bytes for name, x in entries.items() if x.device is not None}
         host = sum(x.host_bytes for x in entries.values() if x.host is not None)
@@ -141,8 +143,8 @@ def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
             name, rank = names[number % len(names)], int(random.integers(1, 9))
             stepped, accumulated = int(random.integers(2)), bool(random.integers(2))
             state = random_state(number, rank, step=stepped, accumulated=accumulated)
-            pager.put(name, state, rank_class(rank))
-            model.adapters[name] = on_device(state, rank_class(rank))
+            pager.put(name, state, rank_bucket(rank))
+            model.adapters[name] = on_device(state, rank_bucket(rank))
         elif call == "get":
             asked = some
             for name, adapter in zip(some, pager.get(some), strict=True):
@@ -153,20 +155,20 @@ def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
                 train(adapter, gradient)
                 train(model.adapters[name], gradient)
         elif call == "ahead":
-            pager.look_ahead([*some, "nobody"])
+            pager.prefetch([*some, "nobody"])
         elif call == "state":
             assert same(
                 pager.state(some[0], optimizer=True, accumulator=True), model.state(some[0])
             )
         elif call == "drop":
-            pager.drop(some[0])
+            pager.remove(some[0])
             del model.adapters[some[0]]
         assert set(pager.ids) == model.adapters.keys()
         check_limits(pager, tmp_path, asked)
     for name in model.adapters:
         assert same(pager.state(name, optimizer=True, accumulator=True), model.state(name))
         assert bits(pager.get([name])[0]) == bits(model.adapters[name])
-    assert pager.paged_in > 5 and pager.paged_out > 5
+    assert pager.loads > 5 and pager.evictions > 5
 
 
 def test_calls_and_look_aheads_at_once_lose_no_step(pager_of: Callable[..., AdapterCache]):
@@ -174,13 +176,13 @@ def test_calls_and_look_aheads_at_once_lose_no_step(pager_of: Callable[..., Adap
     names = [f"adapter {number}" for number in range(9)]
     put(pager, *names)
 
-    def look_ahead(seed: int) -> None:
+    def prefetch(seed: int) -> None:
         random = np.random.default_rng(seed)
         while not done.is_set():
-            pager.look_ahead(random.choice(names, 4).tolist())
+            pager.prefetch(random.choice(names, 4).tolist())
             time.sleep(0.001)
 
-    threads = [threading.Thread(target=look_ahead, args=(seed,)) for seed in (1, 2)]
+    threads = [threading.Thread(target=prefetch, args=(seed,)) for seed in (1, 2)]
     for thread in threads:
         thread.start()
     try:
@@ -254,7 +256,7 @@ def test_the_least_recently_used_leaves_first(pager_of: Callable[..., AdapterCac
     for name in ("a", "b", "a", "c"):
         pager.get([name])
     assert on_the_device(pager) == ["a", "c"]
-    assert (pager.paged_in, pager.paged_out) == (3, 1)
+    assert (pager.loads, pager.evictions) == (3, 1)
 
 
 def test_what_was_asked_for_stays_until_the_next_call_even_beyond_the_limit(
@@ -264,7 +266,7 @@ def test_what_was_asked_for_stays_until_the_next_call_even_beyond_the_limit(
     put(pager, "a", "b", "c", "d")
     adapters = pager.get(["a", "b", "c", "a"])
     assert adapters[0] is adapters[3]
-    pager.look_ahead(["d"])
+    pager.prefetch(["d"])
     settle(pager)
     assert on_the_device(pager) == ["b", "c", "a"]
     pager.get(["a"])
@@ -316,7 +318,7 @@ def test_what_is_no_more_leaves_the_device_at_once(
     put(pager, "a", "b")
     (adapter,) = pager.get(["a"])
     if what == "dropped":
-        pager.drop("a")
+        pager.remove("a")
     else:
         pager.put("a", random_state(9), 8)
     assert all(array.is_deleted() for array in arrays_of(adapter))
@@ -331,7 +333,7 @@ def test_looking_ahead_brings_the_next_adapters_so_that_nobody_waits(
     pager = pager_of(3)
     put(pager, "a", "b", "c", "d", "e")
     pager.get(["a"])
-    pager.look_ahead(["d", "e"])
+    pager.prefetch(["d", "e"])
     settle(pager)
     assert on_the_device(pager) == ["a", "e", "d"]
     monkeypatch.setattr(paging, "restored_adapter", None)  # nothing is brought in any more
@@ -347,10 +349,10 @@ def test_looking_ahead_spares_what_is_in_use_and_what_is_more_urgent(
     put(pager, "a", "b", "c", "d", "e")
     pager.get(["b", "c"])
     pager.get(["a"])
-    pager.look_ahead(["d", "c", "e", "b"])
+    pager.prefetch(["d", "c", "e", "b"])
     settle(pager)
     assert set(on_the_device(pager)) == {"a", "c", "d"}
-    assert pager.paged_out == 1
+    assert pager.evictions == 1
 
 
 def test_looking_ahead_pages_nothing_out_in_vain(pager_of: Callable[..., AdapterCache]):
@@ -359,7 +361,7 @@ def test_looking_ahead_pages_nothing_out_in_vain(pager_of: Callable[..., Adapter
     put(pager, "large", "other")
     pager.get(["small"])
     pager.get(["large"])
-    pager.look_ahead(["other"])
+    pager.prefetch(["other"])
     settle(pager)
     assert on_the_device(pager) == ["small", "large"]
 
@@ -370,9 +372,9 @@ def test_a_new_list_replaces_what_is_left_of_the_old_one(
     pager, gate = pager_of(5), Gate(paging.restored_adapter)
     monkeypatch.setattr(paging, "restored_adapter", gate)
     put(pager, "a", "b", "c", "d")
-    pager.look_ahead(["a", "b", "c"])
+    pager.prefetch(["a", "b", "c"])
     gate.reached.wait()
-    pager.look_ahead(["d"])
+    pager.prefetch(["d"])
     gate.open.set()
     settle(pager)
     assert on_the_device(pager) == ["a", "d"]
@@ -399,7 +401,7 @@ def moving(
     put(pager, "a", "b", "c")
     pager.get(["a"])
     monkeypatch.setattr(paging, "restored_adapter", gate)
-    pager.look_ahead(["b", "c"])
+    pager.prefetch(["b", "c"])
     gate.reached.wait()
     yield pager, gate
     gate.open.set()
@@ -409,7 +411,7 @@ def moving(
 def test_what_is_on_the_device_is_had_while_something_moves(moving: tuple[AdapterCache, Gate]):
     pager, _ = moving
     assert pager.get(["a"])[0].config.seed == 0
-    pager.look_ahead(["c"])
+    pager.prefetch(["c"])
     assert set(pager.ids) == {"a", "b", "c"}
 
 
@@ -420,13 +422,13 @@ def test_who_needs_what_is_on_its_way_gets_it_when_it_is_there(moving: tuple[Ada
     assert pager.get(["b"])[0].config.seed == 1
     assert time.monotonic() - started_s >= 0.15
     assert pager.waited_s >= 0.15
-    assert pager.paged_in == 2
+    assert pager.loads == 2
 
 
 def test_an_adapter_that_is_dropped_on_its_way_is_gone(moving: tuple[AdapterCache, Gate]):
     pager, gate = moving
     threading.Timer(0.1, gate.open.set).start()
-    pager.drop("b")
+    pager.remove("b")
     settle(pager)
     assert set(pager.ids) == {"a", "c"}
     with pytest.raises(ServerError, match="'b' is not on this device"):
@@ -441,7 +443,7 @@ def test_an_unknown_adapter_is_named(pager_of: Callable[..., AdapterCache]):
     put(pager, "a")
     for call in (
         lambda: pager.get(["a", "b"]),
-        lambda: pager.drop("b"),
+        lambda: pager.remove("b"),
         lambda: pager.state("b", optimizer=True, accumulator=True),
     ):
         with pytest.raises(ServerError, match=r"'b' is not on this device \(1 are\)"):
@@ -468,13 +470,13 @@ def test_a_file_that_cannot_be_read_needs_another_process(
     file.unlink()
     if damage == "short":
         file.write_bytes(content[:-5])
-    pager.look_ahead(["a"])
+    pager.prefetch(["a"])
     settle(pager)
     with pytest.raises(DeviceFailed, match=f"could not be read from {file}"):
         pager.get(["a"])
     file.write_bytes(content)
     put(pager, "b", seed=1)
-    pager.look_ahead(["b"])  # the background has survived
+    pager.prefetch(["b"])  # the background has survived
     settle(pager)
     assert on_the_device(pager) == ["b"]
     assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
@@ -548,7 +550,7 @@ def test_a_file_that_cannot_be_deleted_keeps_nobody_from_training(
     monkeypatch.setattr(Path, "unlink", read_only)
     for seed, name in ((0, "a"), (1, "b")):
         assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
-    pager.drop("a")
+    pager.remove("a")
 
 
 def test_a_device_without_room_is_told_to_who_needs_it_and_may_have_room_later(
@@ -561,12 +563,12 @@ def test_a_device_without_room_is_told_to_who_needs_it_and_may_have_room_later(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(paging, "restored_adapter", full)
-    pager.look_ahead(["a"])
+    pager.prefetch(["a"])
     settle(pager)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         pager.get(["a"])
     monkeypatch.undo()
-    pager.look_ahead(["a"])
+    pager.prefetch(["a"])
     settle(pager)
     assert on_the_device(pager) == ["a"]
     assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))

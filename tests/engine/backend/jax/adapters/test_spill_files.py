@@ -67,7 +67,7 @@ def test_a_folder_goes_with_its_owner(root: str | None, tmp_path: Path):
 
 def test_a_backend_leaves_no_folder(new_backend: Callable[[], JaxBackend]):
     backend = new_backend()
-    path = backend._pages.path
+    path = backend._spill_folder.path
     assert path.is_dir()
     del backend
     gc.collect()

@@ -99,7 +99,7 @@ class Stream(NamedTuple):
     gradients: AttentionGradient
 
 
-def stream(
+def packed(
     inputs: Inputs, seen: Visibility, shape: Shape, dtype: jnp.dtype = jnp.float32
 ) -> Stream:
     """Unused blocks hold NaN."""
@@ -197,7 +197,7 @@ def test_values_and_gradients_equal_a_dense_reference(
     seen = visibility(PIECES, shape.block, capacity=13)
     tokens = int(seen.blocks) * shape.block
     inputs = numbers(tokens, shape)
-    got = results(RUN[implementation](stream(inputs, seen, shape)), shape)
+    got = results(RUN[implementation](packed(inputs, seen, shape)), shape)
     datum, position = (np.asarray(x).reshape(-1)[:tokens] for x in seen[:2])
     want = dense(inputs, datum, position, shape.block)
     assert_close(Results(*(x[:tokens] for x in got)), want, relative=1e-5)
@@ -208,7 +208,7 @@ def test_values_and_gradients_equal_torch(implementation: Implementation) -> Non
     lengths = [37, 100, 5, 50]
     seen = visibility([lengths], REAL.block, capacity=3)
     inputs = numbers(sum(lengths), REAL)
-    got = results(RUN[implementation](stream(inputs, seen, REAL)), REAL)
+    got = results(RUN[implementation](packed(inputs, seen, REAL)), REAL)
     begins = 0
     for length in lengths:
         part = slice(begins, begins + length)
@@ -231,7 +231,7 @@ def test_bfloat16_differs_by_its_rounding_only(implementation: Implementation) -
     tokens = int(seen.blocks) * SMALL.block
     rounded = [jnp.asarray(x, jnp.bfloat16) for x in numbers(tokens, SMALL)]
     inputs = Inputs(*(np.asarray(x.astype(jnp.float32)) for x in rounded))
-    at = stream(inputs, seen, SMALL, jnp.dtype(jnp.bfloat16))
+    at = packed(inputs, seen, SMALL, jnp.dtype(jnp.bfloat16))
     attended, gradients = RUN[implementation](at)
     assert attended.logsumexp.dtype == jnp.float32
     assert {x.dtype for x in (attended.out, *gradients)} == {jnp.dtype(jnp.bfloat16)}
@@ -256,7 +256,7 @@ def test_bits_depend_on_the_own_piece_alone(implementation: Implementation) -> N
         parts += [mine, padding, *(part for x in after for part in (x, rest))]
         pieces = [[130]] * len(before) + [own] + [[130]] * len(after)
         whole = Inputs(*(np.concatenate(field) for field in zip(*parts, strict=True)))
-        at = stream(whole, visibility(pieces, REAL.block, capacity), REAL)
+        at = packed(whole, visibility(pieces, REAL.block, capacity), REAL)
         got = results(RUN[implementation](at), REAL)
         return Results(*(x[begins : begins + sum(own)] for x in got))
 
@@ -277,7 +277,7 @@ def test_bits_depend_on_the_own_piece_alone(implementation: Implementation) -> N
 def test_unused_blocks_are_neither_read_nor_written(implementation: Implementation) -> None:
     seen = visibility(PIECES, SMALL.block, capacity=13)
     used = int(seen.blocks)
-    at = stream(numbers(used * SMALL.block, SMALL), seen, SMALL)
+    at = packed(numbers(used * SMALL.block, SMALL), seen, SMALL)
     seven = jax.tree.map(lambda x: jnp.full_like(x, 7), (at.attended, at.gradients))
     for result in jax.tree.leaves(
         RUN[implementation](at._replace(attended=seven[0], gradients=seven[1]))
@@ -290,7 +290,7 @@ def test_unused_blocks_are_neither_read_nor_written(implementation: Implementati
 def test_buffers_of_several_layers_are_used_in_place(implementation: Implementation) -> None:
     seen = visibility(PIECES, SMALL.block, capacity=12)
     used = int(seen.blocks)
-    at = stream(numbers(used * SMALL.block, SMALL), seen, SMALL)
+    at = packed(numbers(used * SMALL.block, SMALL), seen, SMALL)
     want = RUN[implementation](at)
 
     def among(x: jax.Array, index: int, count: int) -> jax.Array:
@@ -333,7 +333,7 @@ def test_layouts_are_differentiated_through() -> None:
 def test_no_score_outlives_its_block() -> None:
     capacity, block = 32, 64
     seen = visibility([[capacity * block]], block, capacity)
-    at = stream(numbers(capacity * block, REAL), seen, REAL)
+    at = packed(numbers(capacity * block, REAL), seen, REAL)
     memory = RUN["blocks"].lower(at).compile().memory_analysis()
     scores = (capacity * block) ** 2 * 4
     assert memory.temp_size_in_bytes < scores / 4
@@ -343,7 +343,7 @@ def test_no_score_outlives_its_block() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_kernels_are_lowered_for_a_gpu(shape: Shape, dtype: jnp.dtype) -> None:
     seen = visibility([[150, 100]], shape.block, capacity=5)
-    at = stream(numbers(250, shape), seen, shape, jnp.dtype(dtype))
+    at = packed(numbers(250, shape), seen, shape, jnp.dtype(dtype))
     options = {"base": 0, "attended_base": 0, "interpret": False}
 
     def both(at: Stream) -> AttentionGradient:
@@ -363,7 +363,7 @@ def test_kernels_do_not_grow_with_the_group() -> None:
     def products(groups: int) -> int:
         shape = SMALL._replace(groups=groups)
         seen = visibility([[15, 10]], shape.block, capacity=5)
-        at = stream(numbers(25, shape), seen, shape)
+        at = packed(numbers(25, shape), seen, shape)
         return str(jax.make_jaxpr(run("kernels"))(at)).count("dot_general")
 
     assert products(1) == products(GROUPS[-1]) > 0
@@ -380,14 +380,14 @@ def test_a_datum_has_the_same_bits_wherever_it_begins(
     def out(datums: Sequence[int], part: slice) -> list[np.ndarray]:
         padding = [(0, -sum(datums) % REAL.block), (0, 0), (0, 0)]
         mine = Inputs(*(np.pad(x[part], padding) for x in inputs))
-        at = stream(mine, visibility([datums], REAL.block, 8), REAL, jnp.dtype(dtype))
+        at = packed(mine, visibility([datums], REAL.block, 8), REAL, jnp.dtype(dtype))
         attended, _ = RUN[implementation](at)
         values = np.asarray(token_rows(attended.out, REAL.block).astype(jnp.float32))
         return np.split(values.reshape(8 * REAL.block, -1)[: sum(datums)], np.cumsum(datums)[:-1])
 
-    packed = out(lengths, slice(None))
+    together = out(lengths, slice(None))
     begins = 0
-    for length, among in zip(lengths, packed, strict=True):
+    for length, among in zip(lengths, together, strict=True):
         (alone,) = out([length], slice(begins, begins + length))
         np.testing.assert_array_equal(among, alone, err_msg=f"{length} from {begins} on")
         begins += length

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.engine.conftest import LATTICE
+from tests.engine.conftest import STATIC_SHAPES
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
 from tuneserve_engine.backend.jax.adapters.arrays import TrainingAdapter, adapter_bytes
@@ -44,7 +44,9 @@ def assert_same(a: AdapterState, b: AdapterState) -> None:
 def narrow(base_model: Path, backend: JaxBackend) -> JaxBackend:
     """Has room for two adapters of rank 8 on its device."""
     room = AdapterRoom(device_bytes=2 * adapter_bytes(backend._shapes, 8))
-    return JaxBackend(str(base_model), name="tiny", tokenizer_id="t", lattice=LATTICE, room=room)
+    return JaxBackend(
+        str(base_model), name="tiny", tokenizer_id="t", static_shapes=STATIC_SHAPES, room=room
+    )
 
 
 def with_gradient(backend: JaxBackend, name: str, seed: int) -> None:
@@ -65,16 +67,16 @@ def test_no_more_adapters_step_at_once_than_the_device_has_room_for(
     for each in (narrow, backend):
         for seed, name in enumerate(names):
             with_gradient(each, name, seed)
-    get, asked, most = narrow._pager.get, [], 0
+    get, asked, most = narrow._adapters.get, [], 0
 
     def noting(adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
         nonlocal most
         adapters = get(adapter_ids)
         asked.append(list(adapter_ids))
-        most = max(most, narrow._pager.on_device)
+        most = max(most, narrow._adapters.on_device)
         return adapters
 
-    monkeypatch.setattr(narrow._pager, "get", noting)
+    monkeypatch.setattr(narrow._adapters, "get", noting)
     got = narrow.optim_steps([(name, STEP) for name in names])
     assert asked == [names[:2], names[2:4], names[4:]]
     assert most == 2
@@ -89,7 +91,7 @@ def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
     names = [f"waiting {number}" for number in range(4)]
     for seed, name in enumerate(names):
         with_gradient(narrow, name, seed)
-    get, asked = narrow._pager.get, []
+    get, asked = narrow._adapters.get, []
 
     def cramped(adapter_ids: Sequence[str]) -> list[TrainingAdapter]:
         asked.append(list(adapter_ids))
@@ -98,7 +100,7 @@ def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
         )
         return adapters
 
-    monkeypatch.setattr(narrow._pager, "get", cramped)
+    monkeypatch.setattr(narrow._adapters, "get", cramped)
     results = narrow.optim_steps([(name, STEP) for name in names])
     monkeypatch.undo()
     assert asked == [names[:2], names[2:], [names[2]], [names[3]]]
@@ -115,20 +117,20 @@ def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
 
 def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
     backend: JaxBackend,
+    micro_batch_of: Any,
     batch_of: Any,
-    unit_of: Any,
     datum: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The buffers that a program is to give back are there before it has run."""
     for name in ("unlucky", "undisturbed"):
         backend.create_adapter(name, CONFIG)
-    batch = batch_of((0, datum(1, 11)))
+    micro_batch = micro_batch_of((0, datum(1, 11)))
     train = backend._trainer._train
 
     def fail_later(*args: Any) -> Any:
         trained = train(*args)
-        for array in jax.tree.leaves((trained.space, trained.scratch)):
+        for array in jax.tree.leaves((trained.space, trained.gradient_slots)):
             array.delete()
         monkeypatch.setattr(jax, "device_get", exhausted)
         return trained
@@ -136,11 +138,11 @@ def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
     before = state_of(backend, "unlucky")
     monkeypatch.setattr(backend._trainer, "_train", fail_later)
     with pytest.raises(OutOfMemory):
-        backend.forward_backward(unit_of(["unlucky"], [batch]))
+        backend.forward_backward(batch_of(["unlucky"], [micro_batch]))
     monkeypatch.undo()
     assert_same(state_of(backend, "unlucky"), before)
     for name in ("unlucky", "undisturbed"):
-        backend.forward_backward(unit_of([name], [batch]))
+        backend.forward_backward(batch_of([name], [micro_batch]))
     assert state_of(backend, "unlucky").accumulator
     assert_same(state_of(backend, "unlucky"), state_of(backend, "undisturbed"))
 
@@ -148,16 +150,16 @@ def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
 @pytest.mark.parametrize(("program", "forward_only"), [("_train", False), ("_score", True)])
 def test_one_micro_batch_runs_at_a_time_and_in_between_the_device_is_free(
     backend: JaxBackend,
+    micro_batch_of: Any,
     batch_of: Any,
-    unit_of: Any,
     datum: Any,
     monkeypatch: pytest.MonkeyPatch,
     program: str,
     forward_only: bool,
 ) -> None:
     backend.create_adapter("many", CONFIG)
-    batches = [batch_of((0, datum(seed, 5 + seed))) for seed in range(5)]
-    under_way: list[Any] = []
+    micro_batches = [micro_batch_of((0, datum(seed, 5 + seed))) for seed in range(5)]
+    running_samples: list[Any] = []
     most = 0
     run: Callable[..., Any] = getattr(backend._trainer, program)
     fetch = jax.device_get
@@ -165,54 +167,56 @@ def test_one_micro_batch_runs_at_a_time_and_in_between_the_device_is_free(
     def noting(*args: Any) -> Any:
         nonlocal most
         result = run(*args)
-        under_way.append(result if forward_only else result.out)
-        most = max(most, len(under_way))
+        running_samples.append(result if forward_only else result.out)
+        most = max(most, len(running_samples))
         return result
 
     def fetched(tree: Any) -> Any:
-        under_way[:] = [each for each in under_way if each is not tree]
+        running_samples[:] = [each for each in running_samples if each is not tree]
         return fetch(tree)
 
     monkeypatch.setattr(backend._trainer, program, noting)
     monkeypatch.setattr(jax, "device_get", fetched)
-    unit = unit_of(["many"], batches, forward_only=forward_only)
+    batch = batch_of(["many"], micro_batches, forward_only=forward_only)
     between: list[int] = []
-    together = backend.forward_backward(unit, lambda: between.append(len(under_way))).outputs
-    assert (most, under_way, between) == (1, [], [0, 0, 0, 0])
+    together = backend.forward_backward(batch, lambda: between.append(len(running_samples))).outputs
+    assert (most, running_samples, between) == (1, [], [0, 0, 0, 0])
     monkeypatch.undo()
-    for batch, output in zip(batches, together, strict=True):
-        alone = backend.forward_backward(unit_of(["many"], [batch], forward_only=True)).outputs[0]
-        used = batch.datum >= 0
+    for micro_batch, output in zip(micro_batches, together, strict=True):
+        alone = backend.forward_backward(
+            batch_of(["many"], [micro_batch], forward_only=True)
+        ).outputs[0]
+        used = micro_batch.segment_ids >= 0
         np.testing.assert_allclose(output.loss[used], alone.loss[used], rtol=1e-5)
 
 
 def test_tokens_are_counted_without_and_with_padding(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> None:
     """Blocks have 8 tokens, chunks 16."""
     backend.create_adapter("counted", CONFIG)
-    batches = [
-        batch_of((0, datum(1, 11)), (1, datum(2, 3), datum(3, 9))),
-        batch_of((1, datum(4, 5))),
+    micro_batches = [
+        micro_batch_of((0, datum(1, 11)), (1, datum(2, 3), datum(3, 9))),
+        micro_batch_of((1, datum(4, 5))),
     ]
     names = ("tokens_trained_total", "tokens_computed_total")
     before = [backend.figures[name] for name in names]
-    backend.forward_backward(unit_of(["counted"] * 2, batches))
+    backend.forward_backward(batch_of(["counted"] * 2, micro_batches))
     assert [backend.figures[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]
 
 
 def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
-    backend: JaxBackend, batch_of: Any, unit_of: Any, datum: Any
+    backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> None:
     """Of tokens of policy losses that have an advantage; the rest was not sampled."""
     backend.create_adapter("compared", CONFIG)
     old = np.linspace(-3, -1, 11)
     advantages = np.array([0, 0, 0, 1, -1, 0.5, 0, 2, 1, 1, 0])
     policy = datum(1, 11, "ppo", old_logprobs=old, advantages=advantages)
-    batch = batch_of((0, policy), (1, datum(2, 9)))
+    micro_batch = micro_batch_of((0, policy), (1, datum(2, 9)))
     names = ("policy_tokens_total", "policy_logprob_gap_total")
     before = [backend.figures[name] for name in names]
-    result = backend.forward_backward(unit_of(["compared"] * 2, [batch]))
+    result = backend.forward_backward(batch_of(["compared"] * 2, [micro_batch]))
     found = result.outputs[0].logprobs[:11, 0]
     expected = np.abs(found - old)[advantages != 0]
     tokens, gap = (backend.figures[name] - was for name, was in zip(names, before, strict=True))

@@ -17,7 +17,11 @@ from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.sampling.programs import Programs
-from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots, new_bank, new_scratch
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    AdapterSlots,
+    new_adapter_slots,
+    new_gradient_slots,
+)
 from tuneserve_engine.backend.jax.training.lm_head import head_chunk_blocks
 from tuneserve_engine.backend.jax.training.programs import (
     DeviceMicroBatch,
@@ -54,12 +58,14 @@ LLAMA = replace(
 )
 MODELS = pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=lambda c: c.architecture)
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-LATTICE = StaticShapes(48, block=8, chunk=16, tokens=64, request_slots=6, rank_classes=(2, 4))
-BLOCKS = LATTICE.stream // LATTICE.block
+STATIC_SHAPES = StaticShapes(
+    48, block=8, chunk=16, requested_tokens=64, request_slots=6, rank_buckets=(2, 4)
+)
+BLOCKS = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
 
 
 def footprint(config: ModelConfig, **changes: Any) -> Footprint:
-    shape = EngineShape(LATTICE, "dots", 8, 8, "float32", "cpu")
+    shape = EngineShape(STATIC_SHAPES, "dots", 8, 8, "float32", "cpu")
     return Footprint(config, replace(shape, **changes))
 
 
@@ -69,27 +75,33 @@ def size(arrays: Any) -> int:
 
 
 def decoder(
-    config: ModelConfig, dtype: Any, remat: Any = "dots", lattice: StaticShapes = LATTICE
+    config: ModelConfig,
+    dtype: Any,
+    remat: Any = "dots",
+    static_shapes: StaticShapes = STATIC_SHAPES,
 ) -> Decoder:
     graph, shapes = nnx.split(
         nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     )
     model = nnx.merge(graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
-    model.block, model.chunk_blocks = lattice.block, lattice.chunk // lattice.block
+    model.block, model.chunk_blocks = (
+        static_shapes.block,
+        static_shapes.chunk // static_shapes.block,
+    )
     model.remat = remat
     return model
 
 
-def bank(
-    config: ModelConfig, lattice: StaticShapes = LATTICE, rank: int | None = None
+def adapter_slots(
+    config: ModelConfig, static_shapes: StaticShapes = STATIC_SHAPES, rank: int | None = None
 ) -> AdapterSlots:
-    rank = rank or lattice.max_rank
-    return new_bank(target_shapes(config), rank, lattice.slots(rank))
+    rank = rank or static_shapes.max_rank
+    return new_adapter_slots(target_shapes(config), rank, static_shapes.slots(rank))
 
 
 def workspace(config: ModelConfig, dtype: Any, remat: Any) -> Workspace:
     """Shapes of what training holds."""
-    shapes: Workspace = space_shapes(decoder(config, dtype, remat), bank(config), BLOCKS)
+    shapes: Workspace = space_shapes(decoder(config, dtype, remat), adapter_slots(config), BLOCKS)
     return shapes
 
 
@@ -102,21 +114,26 @@ def test_the_base_weights_are_those_of_the_decoder(config: ModelConfig, dtype: A
 
 @MODELS
 def test_bank_and_scratch_have_a_slot_for_every_request_of_a_unit(config: ModelConfig) -> None:
-    for rank in LATTICE.rank_classes:
-        held = bank(config, rank=rank)
-        scratch = new_scratch(target_shapes(config), rank, LATTICE.slots(rank))
-        assert footprint(config).bank(rank).bytes == size((held.a, held.b)) + size(scratch)
+    for rank in STATIC_SHAPES.rank_buckets:
+        held = adapter_slots(config, rank=rank)
+        gradient_slots = new_gradient_slots(target_shapes(config), rank, STATIC_SHAPES.slots(rank))
+        assert footprint(config).adapter_slots(rank).bytes == size((held.a, held.b)) + size(
+            gradient_slots
+        )
 
 
 @MODELS
 def test_an_adapter_has_four_copies(config: ModelConfig) -> None:
     counted = footprint(config)
-    for rank in LATTICE.rank_classes:
+    for rank in STATIC_SHAPES.rank_buckets:
         adapter = new_adapter(AdapterConfig(1, 1.0, 0), target_shapes(config), rank)
         copies = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
         assert [size(copy) for copy in copies] == [counted.adapter_bytes(rank)] * 4
-    unit = max(LATTICE.slots(rank) * counted.adapter_bytes(rank) for rank in LATTICE.rank_classes)
-    assert counted.unit_adapter_bytes == 4 * unit
+    unit = max(
+        STATIC_SHAPES.slots(rank) * counted.adapter_bytes(rank)
+        for rank in STATIC_SHAPES.rank_buckets
+    )
+    assert counted.batch_adapter_bytes == 4 * unit
 
 
 @MODELS
@@ -143,17 +160,17 @@ def test_training_that_computes_nothing_again_is_not_underestimated(
 
 @pytest.mark.parametrize("vocab_size", [61, 8192, 151_936, 1_000_000])
 def test_the_head_takes_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
-    lattice = replace(LATTICE, block=64, chunk=1024)
-    counted = footprint(replace(QWEN3, vocab_size=vocab_size), lattice=lattice)
+    static_shapes = replace(STATIC_SHAPES, block=64, chunk=1024)
+    counted = footprint(replace(QWEN3, vocab_size=vocab_size), static_shapes=static_shapes)
     blocks = head_chunk_blocks(64, 1024, vocab_size)
     assert counted.head_chunk_tokens == 64 * blocks
     assert counted.logits.bytes == 2 * 64 * blocks * vocab_size * 4
 
 
 def test_micro_batches_take_their_arrays_and_those_of_the_next_besides() -> None:
-    stream = DeviceMicroBatch.of(nobodys(LATTICE), LATTICE.block)
-    logprobs, loss = 4 * LATTICE.stream * 64, 4 * LATTICE.stream
-    real = 2 * (size(stream) + logprobs + loss)
+    micro_batch = DeviceMicroBatch.from_host(nobodys(STATIC_SHAPES), STATIC_SHAPES.block)
+    logprobs, loss = 4 * STATIC_SHAPES.micro_batch_tokens * 64, 4 * STATIC_SHAPES.micro_batch_tokens
+    real = 2 * (size(micro_batch) + logprobs + loss)
     assert real <= footprint(QWEN3).batches.bytes <= 1.05 * real
 
 
@@ -167,9 +184,12 @@ class Sampling:
     programs: Programs
 
     @classmethod
-    def of(cls, config: ModelConfig, lattice: StaticShapes, dtype: Any) -> "Sampling":
-        model, pages = decoder(config, dtype, lattice=lattice), pages_of(lattice, ROWS)
-        return cls(Programs(ProgramRegistry(), model, lattice, lanes=ROWS, pages=pages))
+    def of(cls, config: ModelConfig, static_shapes: StaticShapes, dtype: Any) -> "Sampling":
+        model, pages = (
+            decoder(config, dtype, static_shapes=static_shapes),
+            pages_of(static_shapes, ROWS),
+        )
+        return cls(Programs(ProgramRegistry(), model, static_shapes, slots=ROWS, pages=pages))
 
     def arguments(self, name: str, which: int = -1) -> list[int]:
         """Bytes of each."""
@@ -191,15 +211,15 @@ def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
     config: ModelConfig, dtype: Any
 ) -> None:
     counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
-    sampling = Sampling.of(config, LATTICE, dtype)
+    sampling = Sampling.of(config, STATIC_SHAPES, dtype)
     pages, weights, *_ = sampling.arguments("decode")
     banks = sum(sampling.arguments("decode", which)[2] for which in range(2))
-    *_, snapshot = sampling.arguments("adopt")
-    *_, empty = sampling.arguments("adopt", which=0)
+    *_, snapshot = sampling.arguments("set_slot_adapter")
+    *_, empty = sampling.arguments("set_slot_adapter", which=0)
     scale = 4
     assert counted.unstacked.bytes == weights
     assert counted.caches.bytes == pages
-    assert counted.lanes.bytes == banks - 2 * ROWS * scale  # each rank class has its own
+    assert counted.decode_slots.bytes == banks - 2 * ROWS * scale  # each rank class has its own
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
 
@@ -209,11 +229,11 @@ def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
 UNLIKE = replace(QWEN3, hidden=64, intermediate=160, head_dim=16, vocab_size=400)
 """All of its sizes differ."""
 SHAPES = {
-    "usual": (UNLIKE, LATTICE),
-    "long": (replace(UNLIKE, context_length=512), replace(LATTICE, context_length=512)),
-    "many words": (replace(UNLIKE, vocab_size=8000), LATTICE),
-    "wide layers": (replace(UNLIKE, hidden=256, intermediate=640), LATTICE),
-    "high ranks": (UNLIKE, replace(LATTICE, rank_classes=(2, 64))),
+    "usual": (UNLIKE, STATIC_SHAPES),
+    "long": (replace(UNLIKE, context_length=512), replace(STATIC_SHAPES, context_length=512)),
+    "many words": (replace(UNLIKE, vocab_size=8000), STATIC_SHAPES),
+    "wide layers": (replace(UNLIKE, hidden=256, intermediate=640), STATIC_SHAPES),
+    "high ranks": (UNLIKE, replace(STATIC_SHAPES, rank_buckets=(2, 64))),
 }
 EVERY_SHAPE = pytest.mark.parametrize("name", SHAPES)
 
@@ -222,59 +242,66 @@ EVERY_SHAPE = pytest.mark.parametrize("name", SHAPES)
 @EVERY_SHAPE
 def test_programs_of_training_need_no_more_besides_than_is_planned(name: str, dtype: Any) -> None:
     """With 64 targets per token, whose arrays are the largest."""
-    config, lattice = SHAPES[name]
-    counted = footprint(config, dtype=dtype, lattice=lattice)
-    lines = (counted.stream, counted.chunk, counted.logits, counted.head_adapters)
+    config, static_shapes = SHAPES[name]
+    counted = footprint(config, dtype=dtype, static_shapes=static_shapes)
+    lines = (counted.micro_batch, counted.chunk, counted.logits, counted.head_adapters)
     planned = sum(line.bytes for line in (*lines, *counted.wide_copies))
-    trained, scored = temporaries(config, lattice, dtype)
+    trained, scored = temporaries(config, static_shapes, dtype)
     assert trained <= planned
     assert scored <= planned
 
 
-def temporaries(config: ModelConfig, lattice: StaticShapes, dtype: Any) -> tuple[int, int]:
+def temporaries(config: ModelConfig, static_shapes: StaticShapes, dtype: Any) -> tuple[int, int]:
     """Bytes that the programs of a gradient and of scores need while they run."""
-    model, held = decoder(config, dtype, lattice=lattice), bank(config, lattice)
-    space = space_shapes(model, held, lattice.stream // lattice.block)
-    scratch = new_scratch(target_shapes(config), lattice.max_rank, lattice.slots(lattice.max_rank))
-    stream = DeviceMicroBatch.of(nobodys(lattice), lattice.block)
+    model, held = (
+        decoder(config, dtype, static_shapes=static_shapes),
+        adapter_slots(config, static_shapes),
+    )
+    space = space_shapes(model, held, static_shapes.micro_batch_tokens // static_shapes.block)
+    gradient_slots = new_gradient_slots(
+        target_shapes(config), static_shapes.max_rank, static_shapes.slots(static_shapes.max_rank)
+    )
+    micro_batch = DeviceMicroBatch.from_host(nobodys(static_shapes), static_shapes.block)
     model.train()
     graph, weights = nnx.split(model)
 
     def train(weights: Any, *args: Any) -> Any:
         return train_micro_batch(nnx.merge(graph, weights), *args)
 
-    training = jax.jit(train, donate_argnums=(1, 2)).lower(weights, space, scratch, held, stream)
+    training = jax.jit(train, donate_argnums=(1, 2)).lower(
+        weights, space, gradient_slots, held, micro_batch
+    )
     model.eval()
     scoring_graph, _ = nnx.split(model)
 
     def score(weights: Any, *args: Any) -> Any:
         return score_micro_batch(nnx.merge(scoring_graph, weights), *args)
 
-    scoring = jax.jit(score).lower(weights, held, stream)
+    scoring = jax.jit(score).lower(weights, held, micro_batch)
     trained, scored = (
         each.compile().memory_analysis().temp_size_in_bytes for each in (training, scoring)
     )
     return trained, scored
 
 
-def nobodys(lattice: StaticShapes) -> MicroBatch:
+def nobodys(static_shapes: StaticShapes) -> MicroBatch:
     """A micro-batch of padding, with 64 targets per token."""
-    tokens, targets = lattice.stream, lattice.target_classes[-1]
+    tokens, targets = static_shapes.micro_batch_tokens, static_shapes.target_buckets[-1]
     whole, real = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
     fields: dict[str, Any] = dict.fromkeys(MicroBatch._fields, real)
-    fields |= dict.fromkeys(("tokens", "positions", "datum", "loss_id"), whole)
+    fields |= dict.fromkeys(("tokens", "positions", "segment_ids", "loss_id"), whole)
     fields |= {"targets": np.zeros((tokens, targets), np.int32), "blocks": 0}
     fields |= {"weights": np.zeros((tokens, targets), np.float32)}
-    fields |= dict.fromkeys(("block_request", "block_start"), whole[:: lattice.block])
+    fields |= dict.fromkeys(("block_request", "first_visible_block"), whole[:: static_shapes.block])
     return MicroBatch(**fields)
 
 
 @DTYPES
 @EVERY_SHAPE
 def test_programs_of_sampling_need_no_more_besides_than_is_planned(name: str, dtype: Any) -> None:
-    config, lattice = SHAPES[name]
-    counted = footprint(config, dtype=dtype, lattice=lattice, sample_rows=ROWS)
-    sampling = Sampling.of(config, lattice, dtype)
+    config, static_shapes = SHAPES[name]
+    counted = footprint(config, dtype=dtype, static_shapes=static_shapes, sample_rows=ROWS)
+    sampling = Sampling.of(config, static_shapes, dtype)
     wide = sum(line.bytes for line in counted.wide_copies)
     assert sampling.takes("prefill") <= counted.prompt.bytes + counted.chunk.bytes + wide
     assert sampling.takes("decode") <= counted.drawing.bytes + wide

@@ -14,6 +14,7 @@ from tuneserve_engine.backend.jax.memory.device import machine_bytes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, DoesNotFit, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.core.backend_options import PlanRequest
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.settings.worker import WorkerSettings
 from tuneserve_engine.telemetry.metric_names import FIGURES
@@ -27,7 +28,7 @@ LARGE = Device("cpu", 64 * GIB, 16 * GIB)
 
 
 def planned(memory: int = 64 * GIB, config: ModelConfig = MODEL, **settings: Any) -> Plan:
-    return plan(config, LARGE, WorkerSettings(device_memory_bytes=memory, **settings))
+    return plan(config, LARGE, PlanRequest(device_memory_bytes=memory, **settings))
 
 
 @cache
@@ -46,13 +47,13 @@ def downwards(**settings: Any) -> list[Plan]:
 def test_with_enough_memory_everything_has_its_default() -> None:
     found = planned()
     assert (found.remat, found.sample_rows) == ("dots", 8)
-    assert found.lattice == StaticShapes(2048)
+    assert found.static_shapes == StaticShapes(2048)
     assert found.adapter_host_bytes == 16 * GIB
 
 
 def test_an_accelerator_has_longer_chunks_and_streams() -> None:
-    found = plan(MODEL, Device("gpu", 64 * GIB, GIB), WorkerSettings())
-    assert (found.lattice.chunk, found.lattice.stream) == (1024, 8192)
+    found = plan(MODEL, Device("gpu", 64 * GIB, GIB), PlanRequest())
+    assert (found.static_shapes.chunk, found.static_shapes.micro_batch_tokens) == (1024, 8192)
 
 
 def test_the_lines_are_all_of_the_memory() -> None:
@@ -67,7 +68,7 @@ def test_the_lines_are_all_of_the_memory() -> None:
 
 def test_memory_that_lacks_costs_first_what_is_kept_then_slots_then_ranks() -> None:
     chosen = [
-        (found.lattice.rank_classes, found.lattice.request_slots, found.remat)
+        (found.static_shapes.rank_buckets, found.static_shapes.request_slots, found.remat)
         for found in downwards()
     ]
     ranks = [len(classes) for classes, _, _ in chosen]
@@ -86,8 +87,8 @@ def test_memory_that_lacks_costs_first_what_is_kept_then_slots_then_ranks() -> N
 def test_room_for_snapshots_is_the_first_to_go_and_never_less_than_for_one() -> None:
     counts = [
         (
-            (each.lattice.rank_classes, each.lattice.request_slots, each.remat),
-            each.lattice.stream,
+            (each.static_shapes.rank_buckets, each.static_shapes.request_slots, each.remat),
+            each.static_shapes.micro_batch_tokens,
             snapshots(each),
         )
         for each in downwards()
@@ -104,19 +105,22 @@ def snapshots(found: Plan) -> float:
     """How many of the highest ranks there is room for."""
     layer = 2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1536)
     per_rank = 4 * (8 * layer + 512 + 8192)
-    return found.snapshot_bytes / (found.lattice.max_rank * per_rank)
+    return found.snapshot_bytes / (found.static_shapes.max_rank * per_rank)
 
 
 def test_every_plan_has_room_for_the_adapters_of_a_unit() -> None:
     for found in downwards():
-        lattice = found.lattice
-        shape = EngineShape(lattice, found.remat, 8, 1, "float32", "cpu")
-        assert found.adapter_device_bytes >= Footprint(MODEL, shape).unit_adapter_bytes
+        static_shapes = found.static_shapes
+        shape = EngineShape(static_shapes, found.remat, 8, 1, "float32", "cpu")
+        assert found.adapter_device_bytes >= Footprint(MODEL, shape).batch_adapter_bytes
 
 
 def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> None:
     for context, least in ((300, 1024), (2048, 2048)):
-        lengths = {found.lattice.stream for found in downwards(max_context_tokens=context)}
+        lengths = {
+            found.static_shapes.micro_batch_tokens
+            for found in downwards(max_context_tokens=context)
+        }
         assert max(lengths) == 4096 and min(lengths) == least
 
 
@@ -137,12 +141,12 @@ def test_what_was_asked_for_is_kept(asked: dict[str, Any]) -> None:
     found = planned(**asked)
     kept = {
         "remat": found.remat,
-        "batch_tokens": found.lattice.stream,
-        "chunk_tokens": found.lattice.chunk,
-        "request_slots": found.lattice.request_slots,
+        "batch_tokens": found.static_shapes.micro_batch_tokens,
+        "chunk_tokens": found.static_shapes.chunk,
+        "request_slots": found.static_shapes.request_slots,
         "adapter_device_bytes": found.adapter_device_bytes,
         "adapter_host_bytes": found.adapter_host_bytes,
-        "max_context_tokens": found.lattice.context_length,
+        "max_context_tokens": found.static_shapes.context_length,
     }
     assert {name: kept[name] for name in asked} == asked
 
@@ -164,15 +168,15 @@ def test_more_requests_than_a_unit_ever_has_are_refused() -> None:
     ],
 )
 def test_the_highest_rank_ends_the_classes(max_rank: int, classes: tuple[int, ...]) -> None:
-    assert planned(max_rank=max_rank).lattice.rank_classes == classes
+    assert planned(max_rank=max_rank).static_shapes.rank_buckets == classes
 
 
 def test_a_rank_that_was_asked_for_is_not_dropped() -> None:
-    assert {found.lattice.max_rank for found in downwards(max_rank=128)} == {128}
+    assert {found.static_shapes.max_rank for found in downwards(max_rank=128)} == {128}
 
 
 def test_a_context_longer_than_the_models_is_the_models() -> None:
-    assert planned(max_context_tokens=10**6).lattice.context_length == 2048
+    assert planned(max_context_tokens=10**6).static_shapes.context_length == 2048
 
 
 def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.conftest import LATTICE, TINY
+from tests.engine.conftest import STATIC_SHAPES, TINY
 from tuneserve_engine.adapters import kinds
 from tuneserve_engine.adapters.kinds import KINDS, adapter_bytes, decomposition_bytes
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
@@ -55,7 +55,7 @@ def test_a_device_without_room_for_what_they_share_refuses_the_first_of_them(bas
     shapes = target_shapes(ModelConfig.from_hf(TINY))
     room = AdapterRoom(device_bytes=adapter_bytes(KINDS["lora"][""], shapes, 8))
     backend = JaxBackend(
-        str(base_model), name="tiny", tokenizer_id="none", lattice=LATTICE, room=room
+        str(base_model), name="tiny", tokenizer_id="none", static_shapes=STATIC_SHAPES, room=room
     )
     backend.create_adapter("lora", AdapterConfig(8, 1.0, 0))
     with pytest.raises(

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from tests.engine.backend.jax.training.packed_case import (
     TINY,
     adapter_of,
-    bank_of,
+    adapter_slots_of,
     buffers,
     gradient,
     model_of,
@@ -80,8 +80,10 @@ def row(datum: Callable[..., Row]) -> Row:
 
 
 @pytest.fixture(scope="module")
-def batch(batch_of: Callable[..., MicroBatch], datum: Callable[..., Row], row: Row) -> MicroBatch:
-    return batch_of((0, datum(2, 9)), (SLOT, row))
+def micro_batch(
+    micro_batch_of: Callable[..., MicroBatch], datum: Callable[..., Row], row: Row
+) -> MicroBatch:
+    return micro_batch_of((0, datum(2, 9)), (SLOT, row))
 
 
 class Plain(NamedTuple):
@@ -128,10 +130,10 @@ def autodiff(row: Row) -> Callable[[int], Any]:
     return cache(lambda layers: by_autodiff(layers, row))
 
 
-def mine(batch: MicroBatch, blocks: Any) -> np.ndarray:
+def mine(micro_batch: MicroBatch, blocks: Any) -> np.ndarray:
     """The tokens of the datum in question, of [n, S, ...]."""
     flat = np.asarray(blocks).reshape(-1, *blocks.shape[2:])
-    return flat[: len(batch.datum)][batch.datum == 1]
+    return flat[: len(micro_batch.segment_ids)][micro_batch.segment_ids == 1]
 
 
 def assert_close(found: Any, wanted: Any, what: str, part: float = 1e-5) -> None:
@@ -143,53 +145,61 @@ def assert_close(found: Any, wanted: Any, what: str, part: float = 1e-5) -> None
     )
 
 
-def rows_of(bank: AdapterSlots) -> LoraRows:
-    return LoraRows(bank.a, bank.b, bank.scale)
+def rows_of(adapter_slots: AdapterSlots) -> LoraRows:
+    return LoraRows(adapter_slots.a, adapter_slots.b, adapter_slots.scale)
 
 
 @jax.jit
 def taped(
-    model: Decoder, space: Any, bank: AdapterSlots, stream: DeviceMicroBatch
+    model: Decoder, space: Any, adapter_slots: AdapterSlots, device_micro_batch: DeviceMicroBatch
 ) -> tuple[Array, Array]:
     """The hidden states after the last layer, and those that the tape has."""
-    x = model.embedded(stream.tokens)
-    hidden, left = model.forward_layers(x, stream.layers, rows_of(bank), space=space)
+    x = model.embedded(device_micro_batch.tokens)
+    hidden, left = model.forward_layers(
+        x, device_micro_batch.layers, rows_of(adapter_slots), space=space
+    )
     return hidden, left.space.tape.x
 
 
 @jax.jit
-def scored(model: Decoder, bank: AdapterSlots, stream: DeviceMicroBatch) -> Array:
-    x = model.embedded(stream.tokens)
-    return model.forward_layers(x, stream.layers, rows_of(bank))[0]
+def scored(
+    model: Decoder, adapter_slots: AdapterSlots, device_micro_batch: DeviceMicroBatch
+) -> Array:
+    x = model.embedded(device_micro_batch.tokens)
+    return model.forward_layers(x, device_micro_batch.layers, rows_of(adapter_slots))[0]
 
 
-def bank(layers: int) -> AdapterSlots:
+def adapter_slots(layers: int) -> AdapterSlots:
     neighbour = adapter_of(5, replace(TINY, layers=layers))
-    return bank_of({0: neighbour, SLOT: adapter(layers)}, replace(TINY, layers=layers))
+    return adapter_slots_of({0: neighbour, SLOT: adapter(layers)}, replace(TINY, layers=layers))
 
 
 @pytest.mark.acceptance("C1")
-def test_the_tape_has_every_hidden_state_of_a_plain_loop(batch: MicroBatch, autodiff: Any) -> None:
-    decoder, filled = model(2), bank(2)
+def test_the_tape_has_every_hidden_state_of_a_plain_loop(
+    micro_batch: MicroBatch, autodiff: Any
+) -> None:
+    decoder, filled = model(2), adapter_slots(2)
     space, _ = buffers(decoder, filled, np.nan)
-    stream = DeviceMicroBatch.of(batch, decoder.block)
-    last, tape = taped(decoder, space, filled, stream)
+    device_micro_batch = DeviceMicroBatch.from_host(micro_batch, decoder.block)
+    last, tape = taped(decoder, space, filled, device_micro_batch)
     states = [*np.split(np.asarray(tape), 2), last]
     wanted = autodiff(2)[0].hidden
     for number, (found, want) in enumerate(zip(states, wanted, strict=True)):
-        assert_close(mine(batch, found), want[0], f"hidden state {number}")
+        assert_close(mine(micro_batch, found), want[0], f"hidden state {number}")
 
 
 @pytest.mark.acceptance("C1")
 @pytest.mark.parametrize("layers", [0, 1, 2])
 def test_scoring_and_pages_have_the_hidden_states_of_a_plain_loop(
-    layers: int, batch: MicroBatch, row: Row, autodiff: Any
+    layers: int, micro_batch: MicroBatch, row: Row, autodiff: Any
 ) -> None:
     """Hidden state l is what the first l layers give."""
-    decoder, filled = evaluating(layers), bank(layers)
+    decoder, filled = evaluating(layers), adapter_slots(layers)
     wanted = autodiff(2)[0].hidden[layers]
-    stream = DeviceMicroBatch.of(batch, decoder.block)
-    assert_close(mine(batch, scored(decoder, filled, stream)), wanted[0], "scoring")
+    device_micro_batch = DeviceMicroBatch.from_host(micro_batch, decoder.block)
+    assert_close(
+        mine(micro_batch, scored(decoder, filled, device_micro_batch)), wanted[0], "scoring"
+    )
     rows = LoraRows(
         *({n: x[0] if n == UNEMBED else x for n, x in s.items()} for s in filled[:2]),
         filled.scale,
@@ -202,15 +212,16 @@ def test_scoring_and_pages_have_the_hidden_states_of_a_plain_loop(
 
 @pytest.mark.acceptance("C1")
 def test_training_without_a_layer_has_the_logprobs_and_gradients_of_autodiff(
-    batch: MicroBatch, autodiff: Any
+    micro_batch: MicroBatch, autodiff: Any
 ) -> None:
-    decoder, filled = model(0), bank(0)
-    space, scratch = buffers(decoder, filled, np.nan)
-    trained = train(decoder, space, scratch, filled, DeviceMicroBatch.of(batch, decoder.block))
+    decoder, filled = model(0), adapter_slots(0)
+    space, gradient_slots = buffers(decoder, filled, np.nan)
+    sent = DeviceMicroBatch.from_host(micro_batch, decoder.block)
+    trained = train(decoder, space, gradient_slots, filled, sent)
     found, by_weights, by_x = autodiff(0)
-    assert_close(mine(batch, trained.out.logprobs)[:, 0], found.logprobs, "logprobs")
-    assert_close(mine(batch, trained.space.dx), by_x[0], "by the embeddings")
-    got, rank = gradient(trained.scratch, SLOT, adapter(0)), adapter(0).config.rank
+    assert_close(mine(micro_batch, trained.out.logprobs)[:, 0], found.logprobs, "logprobs")
+    assert_close(mine(micro_batch, trained.space.dx), by_x[0], "by the embeddings")
+    got, rank = gradient(trained.gradient_slots, SLOT, adapter(0)), adapter(0).config.rank
     assert_close(got[f"{UNEMBED}.A"], by_weights.a[UNEMBED][..., :rank], "A")
     assert_close(got[f"{UNEMBED}.B"], by_weights.b[UNEMBED][..., :rank, :], "B")
 
@@ -245,14 +256,14 @@ attend.defvjp(attend_and_keep, attend_back)
 
 @jax.jit
 def ordinary(
-    model: Decoder, bank: LoraRows, stream: PackedTokens, x: Array, by_y: Array
+    model: Decoder, adapter_slots: LoraRows, device_micro_batch: PackedTokens, x: Array, by_y: Array
 ) -> tuple[Array, LoraRows]:
     """``jax.grad`` over a scan of checkpointed layers, chunk by chunk as the engine does them: by
     the first layer's input, and by the bank."""
     stack = model.stack()
 
-    def layer(x: Array, sliced: Any, bank: LoraRows) -> Array:
-        run = LayerPass(stack, stream, bank, *sliced)
+    def layer(x: Array, sliced: Any, adapter_slots: LoraRows) -> Array:
+        run = LayerPass(stack, device_micro_batch, adapter_slots, *sliced)
         chunks = jnp.arange(0, x.shape[0], stack.chunk)
 
         def each(function: Callable[[Array], Any]) -> Any:
@@ -265,41 +276,48 @@ def ordinary(
         out = attend(*each(before), run.seen())
         return each(lambda at: run.after(run.part(x, at), run.part(out, at), run.lora(at, AFTER)))
 
-    def loss(x: Array, bank: LoraRows) -> Array:
-        checkpointed = jax.checkpoint(partial(layer, bank=bank))
+    def loss(x: Array, adapter_slots: LoraRows) -> Array:
+        checkpointed = jax.checkpoint(partial(layer, adapter_slots=adapter_slots))
         y, _ = jax.lax.scan(lambda x, sliced: (checkpointed(x, sliced), None), x, stack.layers())
         return (y * by_y).sum()
 
-    return jax.grad(loss, argnums=(0, 1))(x, bank)
+    return jax.grad(loss, argnums=(0, 1))(x, adapter_slots)
 
 
 @jax.jit
 def explicit(
-    model: Decoder, buffers: Any, bank: LoraRows, stream: DeviceMicroBatch, x: Array, by_y: Array
+    model: Decoder,
+    buffers: Any,
+    adapter_slots: LoraRows,
+    device_micro_batch: DeviceMicroBatch,
+    x: Array,
+    by_y: Array,
 ) -> tuple[Array, LoraWeights]:
     """The engine's."""
-    space, scratch = buffers
-    _, taped = model.forward_layers(x, stream.layers, bank, space=space)
-    space, scratch = taped.run.reverse(taped.space._replace(dx=by_y), scratch, stream.owners)
-    return space.dx, scratch
+    space, gradient_slots = buffers
+    _, taped = model.forward_layers(x, device_micro_batch.layers, adapter_slots, space=space)
+    space, gradient_slots = taped.run.reverse(
+        taped.space._replace(dx=by_y), gradient_slots, device_micro_batch.owners
+    )
+    return space.dx, gradient_slots
 
 
 @pytest.mark.acceptance("W3")
 def test_the_explicit_backward_pass_gives_what_autodiff_over_the_layers_gives(
-    batch: MicroBatch,
+    micro_batch: MicroBatch,
 ) -> None:
-    decoder, filled = model(2), bank(2)
-    stream = jax.device_put(DeviceMicroBatch.of(batch, decoder.block))
-    x = decoder.embedded(stream.tokens)
-    valid = np.arange(x.shape[0])[:, None, None] < batch.blocks
+    decoder, filled = model(2), adapter_slots(2)
+    device_micro_batch = jax.device_put(DeviceMicroBatch.from_host(micro_batch, decoder.block))
+    x = decoder.embedded(device_micro_batch.tokens)
+    valid = np.arange(x.shape[0])[:, None, None] < micro_batch.blocks
     by_y = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape) * valid, jnp.float32)
-    by_x, scratch = explicit(
-        decoder, buffers(decoder, filled, np.nan), rows_of(filled), stream, x, by_y
+    by_x, gradient_slots = explicit(
+        decoder, buffers(decoder, filled, np.nan), rows_of(filled), device_micro_batch, x, by_y
     )
-    wanted_x, wanted = ordinary(decoder, rows_of(filled), stream.layers, x, by_y)
-    used = int(batch.blocks)
+    wanted_x, wanted = ordinary(decoder, rows_of(filled), device_micro_batch.layers, x, by_y)
+    used = int(micro_batch.blocks)
     assert_close(np.asarray(by_x)[:used], wanted_x[:used], "by the input", 1e-6)
-    for found, want in ((scratch.a, wanted.a), (scratch.b, wanted.b)):
+    for found, want in ((gradient_slots.a, wanted.a), (gradient_slots.b, wanted.b)):
         for name in PROJECTIONS:
             for slot in (0, SLOT):
                 assert_close(found[name][:, slot], want[name][:, slot], f"{name} {slot}", 1e-6)

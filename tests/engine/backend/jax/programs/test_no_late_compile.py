@@ -18,7 +18,9 @@ from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack
 
 CONTEXT, VOCAB = 24, 61
-LATTICE = StaticShapes(CONTEXT, block=4, chunk=8, tokens=128, request_slots=8, rank_classes=(8, 32))
+STATIC_SHAPES = StaticShapes(
+    CONTEXT, block=4, chunk=8, requested_tokens=128, request_slots=8, rank_buckets=(8, 32)
+)
 """Datums of up to three chunks, and sequences of up to six pages."""
 ROOM_BYTES, SNAPSHOT_BYTES = 1_000_000, 200_000
 """On the device, for 16 adapters of 75 or 300 KB each; and half of it on the host. And for two or
@@ -46,7 +48,7 @@ def ready(spoken_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JaxBa
         str(spoken_model),
         name="tiny",
         tokenizer_id="tiny",
-        lattice=LATTICE,
+        static_shapes=STATIC_SHAPES,
         sample_rows=2,
         room=room,
     )
@@ -98,10 +100,10 @@ def _train(
         PackingRequest(name, rank, _data(LOSS_NAMES[(turn + i) % len(LOSS_NAMES)], lengths, random))
         for i, (name, rank) in enumerate(tenants)
     ]
-    for packed in pack(requests, backend.lattice):
-        result = backend.forward_backward(packed.unit)
+    for packed in pack(requests, backend.static_shapes):
+        result = backend.forward_backward(packed.batch)
         assert all(result.finite)
-    backend.look_ahead([name for name, _ in tenants])
+    backend.prefetch([name for name, _ in tenants])
     params = AdamwParams(
         learning_rate=float(random.uniform(0, 1e-3)),
         weight_decay=float(random.choice([0.0, 0.1])),

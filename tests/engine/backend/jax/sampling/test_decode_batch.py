@@ -32,12 +32,12 @@ def after(steps: int) -> Callable[[], bool]:
     """True when it has been asked so often."""
     left = steps
 
-    def is_over() -> bool:
+    def should_yield() -> bool:
         nonlocal left
         left -= 1
         return left <= 0
 
-    return is_over
+    return should_yield
 
 
 def to_the_end(
@@ -50,11 +50,11 @@ def to_the_end(
     ended: dict[str, Any] = {}
     left = dict(asked)
     while left:
-        given = sampler.sample_for(left, after(steps))
+        given = sampler.sample_until(left, after(steps))
         if listener is not None:
             listener.hear(given)
-        ended |= given.ended
-        left = {name: left[name] for name in given.left}
+        ended |= given.finished
+        left = {name: left[name] for name in given.remaining}
     return ended
 
 
@@ -80,12 +80,12 @@ def test_a_random_schedule_changes_no_bit_of_a_request(
         for _ in range(min(random.randrange(5), len(waiting))):
             name = waiting.pop()
             asked[name] = everyone[name]
-        given = sampler.sample_for(asked, after(random.randint(1, 6)))
-        assert given.ended.keys() | given.left.keys() == asked.keys()
-        assert all(asked[name].stream for name in given.drawn)
+        given = sampler.sample_until(asked, after(random.randint(1, 6)))
+        assert given.finished.keys() | given.remaining.keys() == asked.keys()
+        assert all(asked[name].stream for name in given.new_tokens)
         listener.hear(given)
-        ended |= given.ended
-        asked = {name: asked[name] for name in given.left}
+        ended |= given.finished
+        asked = {name: asked[name] for name in given.remaining}
         if asked and give_ups:
             give_ups -= 1
             name = random.choice(sorted(asked))
@@ -101,26 +101,26 @@ def test_a_part_does_what_it_says(sampler: JaxSampler) -> None:
     """Three sequences of 11 tokens from a prompt of 5, four at a time, in four lanes."""
     sampler._forget_all()
     one = request(5, num_samples=3, max_tokens=11)
-    first = sampler.sample_for({"one": one}, after(1))
+    first = sampler.sample_until({"one": one}, after(1))
     # One read the prompt, the others share it; then all wrote four tokens.
     assert first == SampleProgress({}, {"one": 3}, {"one": 4 / 32 + 3 * 4})
-    second = sampler.sample_for({"one": one}, after(1))
+    second = sampler.sample_until({"one": one}, after(1))
     assert second == SampleProgress({}, {"one": 3}, {"one": 3 * 4})
-    third = sampler.sample_for({"one": one}, after(1))
+    third = sampler.sample_until({"one": one}, after(1))
     assert third.work == {"one": 3 * 3}
-    assert third.left == {}
-    assert third.ended.keys() == {"one"}
-    assert sampler.sample_for({}, after(1)) == SampleProgress({}, {}, {})
+    assert third.remaining == {}
+    assert third.finished.keys() == {"one"}
+    assert sampler.sample_until({}, after(1)) == SampleProgress({}, {}, {})
 
 
 def test_what_is_not_asked_for_any_more_is_given_up_with_its_lanes(sampler: JaxSampler) -> None:
     long = request(5, num_samples=LANES + 2, max_tokens=40, stop_tokens=frozenset())
-    sampler.sample_for({"long": long}, after(1))
-    assert sum(len(lanes.drafts) for lanes in sampler._lanes_of.values()) == LANES
+    sampler.sample_until({"long": long}, after(1))
+    assert sum(len(slots.sequences) for slots in sampler._decode_batches.values()) == LANES
     short = request(7, max_tokens=1)
-    given = sampler.sample_for({"short": short}, after(1))
-    assert given.ended.keys() == {"short"}
-    assert not any(lanes.drafts for lanes in sampler._lanes_of.values())
+    given = sampler.sample_until({"short": short}, after(1))
+    assert given.finished.keys() == {"short"}
+    assert not any(slots.sequences for slots in sampler._decode_batches.values())
     assert not sampler._waiting
 
 
@@ -132,14 +132,14 @@ def test_an_owner_without_a_lane_gets_one_of_whoever_has_most(sampler: JaxSample
     light = request(7, max_tokens=4, owner="light")
     asked = {"flood": flood}
     listener = Listener()
-    given = sampler.sample_for(asked, after(2))
+    given = sampler.sample_until(asked, after(2))
     work = given.work["flood"]
     listener.hear(given)
-    given = sampler.sample_for(asked | {"light": light}, after(2))
+    given = sampler.sample_until(asked | {"light": light}, after(2))
     work += given.work["flood"]
     listener.hear(given)
-    assert given.ended.keys() == {"light"}
-    assert given.left == {"flood": 3 * LANES}
+    assert given.finished.keys() == {"light"}
+    assert given.remaining == {"flood": 3 * LANES}
     ended = to_the_end(sampler, asked, listener=listener)
     assert_same_bits(ended["flood"], want)
     listener.assert_heard("flood", want)
@@ -151,10 +151,10 @@ def test_a_single_lane_of_an_owner_is_not_taken(sampler: JaxSampler) -> None:
         owner: request(5, max_tokens=20, owner=owner, stop_tokens=frozenset())
         for owner in "abcd"[:LANES]
     }
-    sampler.sample_for(asked, after(1))
+    sampler.sample_until(asked, after(1))
     one_more = request(5, max_tokens=1, owner="e")
-    given = sampler.sample_for(asked | {"e": one_more}, after(1))
-    assert given.left == dict.fromkeys([*asked, "e"], 1)
+    given = sampler.sample_until(asked | {"e": one_more}, after(1))
+    assert given.remaining == dict.fromkeys([*asked, "e"], 1)
     assert given.work["e"] == 0
     assert to_the_end(sampler, asked | {"e": one_more}).keys() == {*asked, "e"}
 
@@ -166,13 +166,13 @@ def test_more_owners_than_lanes_take_turns(sampler: JaxSampler) -> None:
         owner: request(5, num_samples=40, max_tokens=8, owner=owner, stop_tokens=never)
         for owner in "abcd"[:LANES]
     }
-    sampler.sample_for(asked, after(1))
+    sampler.sample_until(asked, after(1))
     asked["e"] = request(5, max_tokens=1, owner="e", stop_tokens=never)
     for _ in range(4):  # two dispatches end those that have lanes; one reads, one writes
-        given = sampler.sample_for(asked, after(1))
-        asked = {name: asked[name] for name in given.left}
+        given = sampler.sample_until(asked, after(1))
+        asked = {name: asked[name] for name in given.remaining}
     assert "e" not in asked
-    sampler.sample_for({}, after(1))
+    sampler.sample_until({}, after(1))
 
 
 def test_prompts_without_end_do_not_keep_others_from_writing(
@@ -190,7 +190,7 @@ def test_prompts_without_end_do_not_keep_others_from_writing(
         monkeypatch.setattr(sampler._programs, name, call)
 
     writer = request(3, max_tokens=40, owner="a", stop_tokens=frozenset())
-    sampler.sample_for({"writer": writer}, after(2))
+    sampler.sample_until({"writer": writer}, after(2))
     noted("prefill")
     noted("decode")
     asked = {"writer": writer}
@@ -198,20 +198,20 @@ def test_prompts_without_end_do_not_keep_others_from_writing(
         prompt = (request(60).prompt + number) % 67
         asked[str(number)] = replace(request(60, max_tokens=1, owner="b"), prompt=prompt)
     while "writer" in asked:
-        given = sampler.sample_for(asked, after(1))
-        asked = {name: asked[name] for name in given.left}
+        given = sampler.sample_until(asked, after(1))
+        asked = {name: asked[name] for name in given.remaining}
     assert "p" * 4 + "d" in "".join(done)
     assert "p" * 5 not in "".join(done)
-    sampler.sample_for({}, after(1))
+    sampler.sample_until({}, after(1))
 
 
 def test_a_request_that_cannot_run_ends_alone(
     sampler: JaxSampler, alone: list[SampleResult]
 ) -> None:
     asked = {"0": COMPANY[0], "gone": request(snapshot_id="gone"), "1": COMPANY[1]}
-    first = sampler.sample_for(asked, after(1))
-    assert first.ended.keys() == {"gone"}
-    assert "not loaded" in str(first.ended["gone"])
+    first = sampler.sample_until(asked, after(1))
+    assert first.finished.keys() == {"gone"}
+    assert "not loaded" in str(first.finished["gone"])
     ended = to_the_end(sampler, {name: asked[name] for name in "01"})
     assert_same_bits(ended["0"], alone[0])
     assert_same_bits(ended["1"], alone[1])
@@ -223,7 +223,7 @@ def test_what_goes_on_after_its_snapshot_was_dropped_keeps_its_weights(
 ) -> None:
     one = request(6, snapshot_id=tenant, num_samples=LANES + 1, max_tokens=9)
     (want,) = sampler.sample([one])
-    sampler.sample_for({"one": one}, after(1))
+    sampler.sample_until({"one": one}, after(1))
     held = sampler.snapshots._host.pop(tenant)
     sampler.snapshots.leave_device()
     assert sampler.has_snapshot(tenant), "else it would be read from its file for every slice"
@@ -237,7 +237,7 @@ def test_a_failure_on_the_device_loses_what_was_under_way_and_nothing_else(
     sampler: JaxSampler, alone: list[SampleResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {str(number): one for number, one in enumerate(COMPANY)}
-    sampler.sample_for(asked, after(2))
+    sampler.sample_until(asked, after(2))
 
     def broken(*_: object) -> None:
         raise RuntimeError("the device is on fire")
@@ -245,7 +245,7 @@ def test_a_failure_on_the_device_loses_what_was_under_way_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(sampler._programs, "decode", broken)
         with pytest.raises(RuntimeError, match="on fire"):
-            sampler.sample_for(asked, after(2))
+            sampler.sample_until(asked, after(2))
     ended = to_the_end(sampler, asked, steps=3)
     for number, want in enumerate(alone):
         assert_same_bits(ended[str(number)], want)

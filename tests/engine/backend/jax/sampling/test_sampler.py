@@ -19,7 +19,11 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import programs as sample_programs
-from tuneserve_engine.backend.jax.sampling.programs import CHOICES, STEPS_PER_DISPATCH, Programs
+from tuneserve_engine.backend.jax.sampling.programs import (
+    MAX_TOP_TOKENS,
+    STEPS_PER_DISPATCH,
+    Programs,
+)
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError, UserError
@@ -39,7 +43,7 @@ CONFIG = ModelConfig(
     context_length=64,
     qk_norm=True,
 )
-LATTICE = StaticShapes(CONFIG.context_length, block=8, chunk=16, rank_classes=(2, 32))
+STATIC_SHAPES = StaticShapes(CONFIG.context_length, block=8, chunk=16, rank_buckets=(2, 32))
 """Sequences of up to eight pages."""
 RANK_BYTES = 4 * (16 + 32 + 2 * (16 + 16) + 32 + 16 + 3 * (16 + 24) + 16 + 67)
 """Of a snapshot, per rank of its class: inputs and outputs of every target."""
@@ -64,7 +68,10 @@ def model() -> Decoder:
     # The default standard deviation of 0.02 gives near-uniform logits that hide mistakes.
     state = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, nnx.state(decoder))
     nnx.update(decoder, state)
-    decoder.block, decoder.chunk_blocks = LATTICE.block, LATTICE.chunk // LATTICE.block
+    decoder.block, decoder.chunk_blocks = (
+        STATIC_SHAPES.block,
+        STATIC_SHAPES.chunk // STATIC_SHAPES.block,
+    )
     return decoder
 
 
@@ -75,7 +82,9 @@ def programs() -> ProgramRegistry:
 
 @pytest.fixture(scope="module")
 def sampler(programs: ProgramRegistry, model: Decoder) -> JaxSampler:
-    sampler = JaxSampler(programs, model, LATTICE, Letters(), lanes=LANES, snapshot_bytes=ROOMY)
+    sampler = JaxSampler(
+        programs, model, STATIC_SHAPES, Letters(), slots=LANES, snapshot_bytes=ROOMY
+    )
     programs.compile_ahead(threads=2)
     assert programs.wait(300)
     assert programs.figures["programs_failed"] == 0
@@ -243,7 +252,9 @@ def test_a_prompt_that_is_only_scored_has_the_logprobs_of_one_that_goes_on(
 @pytest.mark.timeout(120)
 def test_a_single_lane_has_room_for_the_longest_sequence(model: Decoder) -> None:
     """The last part of its prompt is there twice: as it was read, and to be written behind."""
-    sampler = JaxSampler(ProgramRegistry(), model, LATTICE, None, lanes=1, snapshot_bytes=ROOMY)
+    sampler = JaxSampler(
+        ProgramRegistry(), model, STATIC_SHAPES, None, slots=1, snapshot_bytes=ROOMY
+    )
     for length in (58, 63, 57):
         (full,) = sampler.sample([request(length, max_tokens=64 - length)])
         assert len(full.sequences[0].tokens) == 64 - length
@@ -256,7 +267,9 @@ def test_what_cannot_be_compiled_fails_who_needs_it_and_nobody_else(
         raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
 
     monkeypatch.setattr(sample_programs, "token_logprobs", broken)
-    sampler = JaxSampler(ProgramRegistry(), model, LATTICE, None, lanes=LANES, snapshot_bytes=ROOMY)
+    sampler = JaxSampler(
+        ProgramRegistry(), model, STATIC_SHAPES, None, slots=LANES, snapshot_bytes=ROOMY
+    )
     for _ in range(2):
         with pytest.raises(ServerError, match=r"cannot run score 2, .*no such instruction"):
             sampler.sample([request(9, prompt_logprobs=True)])
@@ -286,7 +299,7 @@ def test_many_samples_of_a_prompt_cost_one_prefill(
     # 44 and 45 tokens are read before the first is drawn, in blocks of 8.
     assert sorted(parts) == sorted(2 * [0, 8, 16, 24, 32, 40])
     assert sampler.counts.prompt_tokens - before.prompt_tokens == 44 + 45
-    assert sampler.counts.prompt_tokens_read - before.prompt_tokens_read == 44 + 45
+    assert sampler.counts.prompt_tokens_prefilled - before.prompt_tokens_prefilled == 44 + 45
 
 
 def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
@@ -329,7 +342,7 @@ def test_a_lane_is_refilled_before_the_longest_sequence_ends(
     sampler.sample([long, request(4, num_samples=alone, max_tokens=3)])
     assert len(calls) == alone
     assert sampler.counts.tokens - before.tokens == (LANES - 1) * 13 + alone * 3
-    assert sampler.counts.lane_steps - before.lane_steps == alone * STEPS_PER_DISPATCH * LANES
+    assert sampler.counts.slot_steps - before.slot_steps == alone * STEPS_PER_DISPATCH * LANES
 
 
 @pytest.mark.parametrize("string", [True, False])
@@ -346,7 +359,7 @@ def test_a_stop_ends_a_sequence_within_four_steps_of_it(
     (stopped,) = sampler.sample([request(9, seed=5, max_tokens=40, **stop)])
     np.testing.assert_array_equal(stopped.sequences[0].tokens, tokens[:3])
     assert stopped.sequences[0].stop_reason == "stop"
-    assert sampler.counts.lane_steps - before.lane_steps == STEPS_PER_DISPATCH * LANES
+    assert sampler.counts.slot_steps - before.slot_steps == STEPS_PER_DISPATCH * LANES
 
 
 def test_scores_without_company_of_a_prompt_of_one_token_are_empty(sampler: JaxSampler) -> None:
@@ -390,7 +403,7 @@ def test_more_choices_than_programs_compute_are_refused(
 
 
 def test_programs_compute_as_many_choices_as_the_wire_allows() -> None:
-    assert CHOICES == MAX_TOP_K
+    assert MAX_TOP_TOKENS == MAX_TOP_K
 
 
 @st.composite
@@ -438,8 +451,8 @@ def test_decoding_needs_no_room_for_weights(model: Decoder) -> None:
     def temporary_bytes(layers: int) -> int:
         config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
         deep = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
-        lattice = StaticShapes(16, block=8, chunk=16, rank_classes=(2,))
-        programs = Programs(ProgramRegistry(), deep, lattice, lanes=LANES, pages=9)
+        static_shapes = StaticShapes(16, block=8, chunk=16, rank_buckets=(2,))
+        programs = Programs(ProgramRegistry(), deep, static_shapes, slots=LANES, pages=9)
         (shape,) = programs.decode.shapes()
         return int(shape.compiled().memory_analysis().temp_size_in_bytes)
 

@@ -8,9 +8,9 @@ import pytest
 from tests.engine.backend.jax.sampling.test_sampler import (
     CONFIG,
     LANES,
-    LATTICE,
     RANK_BYTES,
     ROOMY,
+    STATIC_SHAPES,
     assert_same_bits,
     model,
     programs,
@@ -38,11 +38,11 @@ def kept(
 ) -> Snapshots:
     """Those of these names, of rank 2, and nobody wants them any more."""
     found = Snapshots(
-        target_shapes(CONFIG), LATTICE, device_bytes=device_bytes, host_bytes=host_bytes
+        target_shapes(CONFIG), STATIC_SHAPES, device_bytes=device_bytes, host_bytes=host_bytes
     )
     for name in names:
         found.put(name, state(rank=rank, seed=ord(name)))
-    found.settle()
+    found.release_pins()
     return found
 
 
@@ -75,7 +75,7 @@ def test_what_is_wanted_stays_on_the_host_whatever_its_size() -> None:
     for name in "cd":
         snapshots.put(name, state(rank=2, seed=1))
     assert on_host(snapshots) == "cd"
-    snapshots.settle()
+    snapshots.release_pins()
     assert on_host(snapshots) == "d"
 
 
@@ -163,9 +163,9 @@ def sampler_of(model: Decoder, *, device_bytes: int, host_bytes: int) -> JaxSamp
     return JaxSampler(
         ProgramRegistry(),
         model,
-        LATTICE,
+        STATIC_SHAPES,
         None,
-        lanes=LANES,
+        slots=LANES,
         snapshot_bytes=device_bytes,
         snapshot_host_bytes=host_bytes,
     )
@@ -179,13 +179,13 @@ def test_a_request_begins_again_although_its_snapshot_is_nowhere_else(
     asked = {name: request(snapshot_id=name, max_tokens=20) for name in "ab"}
     for name in "ab":
         small.load_snapshot(name, state(rank=2, seed=ord(name)))
-    small.sample_for(asked, lambda: True)
+    small.sample_until(asked, lambda: True)
     assert on_host(small.snapshots) == "b"
     monkeypatch.setattr(small._programs, "decode", Full(small._programs.decode, 1))
-    given = small.sample_for(asked, lambda: False)
+    given = small.sample_until(asked, lambda: False)
     for name, one in asked.items():
         small.load_snapshot(name, state(rank=2, seed=ord(name)))
-        got = given.ended[name]
+        got = given.finished[name]
         assert not isinstance(got, Exception)
         assert_same_bits(got, small.sample([one])[0])
 

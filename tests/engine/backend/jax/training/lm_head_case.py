@@ -89,7 +89,7 @@ def adapters_of(sizes: Sizes) -> HeadAdapters:
     return HeadAdapters(*(jnp.asarray(x) for x in (a, b, scale, trained)))
 
 
-def stale_scratch(sizes: Sizes, value: float = np.nan) -> dict[str, Array]:
+def stale_gradient_slots(sizes: Sizes, value: float = np.nan) -> dict[str, Array]:
     shapes = {"a": (1, J, sizes.hidden, R), "b": (1, J, R, sizes.vocabulary)}
     return {name: jnp.full(shape, value, jnp.float32) for name, shape in shapes.items()}
 
@@ -113,20 +113,20 @@ def micro_of(
     }  # fmt: skip
     arrays["targets"] = np.full((tokens, sizes.targets), 2, np.int32)
     arrays["loss_id"] = np.zeros(tokens, np.int32)
-    arrays["datum"] = np.full(tokens, -1, np.int32)
+    arrays["segment_ids"] = np.full(tokens, -1, np.int32)
     used = max(place + r.blocks(sizes) for place, r in zip(places, requests, strict=True))
-    arrays["datum"][used * sizes.block :] = 0
+    arrays["segment_ids"][used * sizes.block :] = 0
     slots = BlockOwners(np.full(n, J - 1, np.int32), np.arange(n) >= used, np.arange(n) >= used)
     for number, (place, request) in enumerate(zip(places, requests, strict=True)):
         start, count = place * sizes.block, sum(request.lengths)
         for name, values in numbers_of(request, sizes).items():
             arrays[name][start : start + count] = values
         ids = 10 * number + np.repeat(np.arange(len(request.lengths)), request.lengths)
-        arrays["datum"][start : start + count] = ids
+        arrays["segment_ids"][start : start + count] = ids
         mine = slice(place, place + request.blocks(sizes))
         slots.slot[mine], slots.is_used[mine] = request.slot, True
         slots.is_first[place] = True
-    arrays["valid"] = arrays["datum"] >= 0
+    arrays["valid"] = arrays["segment_ids"] >= 0
     shaped = {name: x.reshape(n, sizes.block, *x.shape[1:]) for name, x in arrays.items()}
     inputs = LossInputs(*(shaped[name] for name in LossInputs._fields))
     return Micro(shaped["x"], shaped["targets"], inputs, slots, np.int32(used))
@@ -154,11 +154,20 @@ def numbers_of(request: Request, sizes: Sizes) -> dict[str, np.ndarray]:
 
 @partial(jax.jit, static_argnames="chunk")
 def train(
-    head: LmHead, micro: Micro, adapters: HeadAdapters, scratch: dict[str, Array], chunk: int
+    head: LmHead, micro: Micro, adapters: HeadAdapters, gradient_slots: dict[str, Array], chunk: int
 ) -> HeadTrained:
     x, targets, inputs, blocks, used = micro
     return train_lm_head(
-        head, x, targets, inputs, adapters, blocks, used, scratch, eps=EPS, chunk_blocks=chunk
+        head,
+        x,
+        targets,
+        inputs,
+        adapters,
+        blocks,
+        used,
+        gradient_slots,
+        eps=EPS,
+        chunk_blocks=chunk,
     )
 
 

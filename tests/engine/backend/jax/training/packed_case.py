@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from flax import nnx
 
-from tests.engine.conftest import LATTICE, Row
+from tests.engine.conftest import STATIC_SHAPES, Row
 from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import (
@@ -28,9 +28,9 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     AdapterSlots,
-    new_bank,
-    new_scratch,
-    place,
+    new_adapter_slots,
+    new_gradient_slots,
+    write_slot,
 )
 from tuneserve_engine.backend.jax.training.programs import (
     DeviceMicroBatch,
@@ -58,7 +58,7 @@ TINY = ModelConfig(
 
 
 def model_of(config: ModelConfig = TINY, remat: str = "dots") -> Decoder:
-    """In training mode, with blocks and chunks of ``LATTICE`` and every weight random."""
+    """In training mode, with blocks and chunks of ``STATIC_SHAPES`` and every weight random."""
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     random = np.random.default_rng(0)
     for path, weight in nnx.to_flat_state(nnx.state(model)):
@@ -66,7 +66,10 @@ def model_of(config: ModelConfig = TINY, remat: str = "dots") -> Decoder:
         value = ("norm" in str(path)) + noise
         weight[...] = jnp.asarray(value, jnp.float32)
         nnx.update(model, nnx.from_flat_state([(path, weight)]))
-    model.block, model.chunk_blocks = LATTICE.block, LATTICE.chunk // LATTICE.block
+    model.block, model.chunk_blocks = (
+        STATIC_SHAPES.block,
+        STATIC_SHAPES.chunk // STATIC_SHAPES.block,
+    )
     model.remat = remat  # type: ignore[assignment]
     model.train()
     return model
@@ -87,14 +90,16 @@ def adapter_of(
     return restored_adapter(AdapterState(lora, weights), shapes, RANK_CLASS)
 
 
-def bank_of(adapters: Mapping[int, TrainingAdapter], config: ModelConfig = TINY) -> AdapterSlots:
+def adapter_slots_of(
+    adapters: Mapping[int, TrainingAdapter], config: ModelConfig = TINY
+) -> AdapterSlots:
     """With adapters by slot."""
-    bank = new_bank(target_shapes(config), RANK_CLASS, SLOTS)
+    adapter_slots = new_adapter_slots(target_shapes(config), RANK_CLASS, SLOTS)
     for slot, adapter in adapters.items():
         trained = np.bool_(UNEMBED in adapter.config.targets)
         scale = adapter.scale
-        bank = place(bank, np.int32(slot), adapter.weights, scale, trained)
-    return bank
+        adapter_slots = write_slot(adapter_slots, np.int32(slot), adapter.weights, scale, trained)
+    return adapter_slots
 
 
 class Ran(NamedTuple):
@@ -102,7 +107,7 @@ class Ran(NamedTuple):
 
     outs: list[ScoredMicroBatch]
     space: Any
-    scratch: LoraWeights
+    gradient_slots: LoraWeights
 
 
 train = jax.jit(train_micro_batch, donate_argnums=(1, 2))
@@ -112,7 +117,7 @@ score = jax.jit(score_micro_batch)
 def run(
     model: Decoder,
     adapters: Mapping[int, TrainingAdapter],
-    *batches: MicroBatch,
+    *micro_batches: MicroBatch,
     stale: float = np.nan,
     after: Ran | None = None,
 ) -> Ran:
@@ -120,15 +125,23 @@ def run(
 
     A request's number may be any slot: nothing says that lower ones are in use.
     """
-    bank = bank_of(adapters, model.config)
-    space, scratch = (after.space, after.scratch) if after else buffers(model, bank, stale)
+    adapter_slots = adapter_slots_of(adapters, model.config)
+    space, gradient_slots = (
+        (after.space, after.gradient_slots) if after else buffers(model, adapter_slots, stale)
+    )
     outs, begun = [], set[int]()
-    for batch in batches:
-        trained = train(model, space, scratch, bank, DeviceMicroBatch.of(batch, model.block, begun))
-        space, scratch = trained.space, trained.scratch
-        begun |= set(batch.block_request.tolist())
+    for micro_batch in micro_batches:
+        trained = train(
+            model,
+            space,
+            gradient_slots,
+            adapter_slots,
+            DeviceMicroBatch.from_host(micro_batch, model.block, begun),
+        )
+        space, gradient_slots = trained.space, trained.gradient_slots
+        begun |= set(micro_batch.block_request.tolist())
         outs.append(flat(trained.out))
-    return Ran(outs, space, scratch)
+    return Ran(outs, space, gradient_slots)
 
 
 def flat(out: ScoredMicroBatch) -> ScoredMicroBatch:
@@ -136,19 +149,21 @@ def flat(out: ScoredMicroBatch) -> ScoredMicroBatch:
     return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), out)
 
 
-def buffers(model: Decoder, bank: AdapterSlots, stale: float) -> tuple[Any, LoraWeights]:
+def buffers(model: Decoder, adapter_slots: AdapterSlots, stale: float) -> tuple[Any, LoraWeights]:
     """Workspace and scratch."""
     full = partial(jax.tree.map, lambda x: jnp.full(x.shape, stale, x.dtype))
-    shapes = space_shapes(model, bank, LATTICE.stream // LATTICE.block)
-    return full(shapes), full(new_scratch(target_shapes(model.config), RANK_CLASS, SLOTS))
+    shapes = space_shapes(
+        model, adapter_slots, STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
+    )
+    return full(shapes), full(new_gradient_slots(target_shapes(model.config), RANK_CLASS, SLOTS))
 
 
-def gradient(scratch: LoraWeights, slot: int, adapter: TrainingAdapter) -> Tensors:
+def gradient(gradient_slots: LoraWeights, slot: int, adapter: TrainingAdapter) -> Tensors:
     """One request's, by the names of ``AdapterState.weights`` and without padding."""
     rank = adapter.config.rank
     found: Tensors = {}
     for name in adapter.config.targets:
-        a, b = (np.asarray(side[name])[:, slot] for side in scratch)
+        a, b = (np.asarray(side[name])[:, slot] for side in gradient_slots)
         found |= {f"{name}.A": a[..., :rank], f"{name}.B": b[:, :rank]}
         assert not a[..., rank:].any() and not b[:, rank:].any(), name
     return {name: x[0] if UNEMBED in name else x for name, x in found.items()}

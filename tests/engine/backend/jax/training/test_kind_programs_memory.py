@@ -52,7 +52,7 @@ def size(shape: tuple[int, ...]) -> int:
 def test_a_step_reuses_all_it_is_given_and_takes_little_more(form: str, pairs: float):
     """As much as so many pairs of the rank: four of an adapter's are the limit."""
     kind = KINDS["osft"][form]
-    programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_classes=(RANK,)))
+    programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_buckets=(RANK,)))
     programs._declare(kind)
     (step,) = programs._steps[kind.program].shapes()
     memory = step.compiled().memory_analysis()
@@ -142,8 +142,8 @@ def test_what_all_share_is_on_the_device_once_and_goes_with_the_last_of_them(pag
         (lambda: pager.get(["lora"]), lora),
         (lambda: pager.get(["a"]), lora + SHARED + first),
         (lambda: pager.get(["b", "lora"]), lora + SHARED + first + second),
-        (lambda: pager.drop("a"), lora + SHARED + second),
-        (lambda: pager.drop("b"), lora),
+        (lambda: pager.remove("a"), lora + SHARED + second),
+        (lambda: pager.remove("b"), lora),
     ]
     assert frozen.bytes == SHARED
     for do, taken in expected:

@@ -24,7 +24,7 @@ from tests.engine.backend.jax.training.lm_head_case import (
     micro_of,
     numbers_of,
     score,
-    stale_scratch,
+    stale_gradient_slots,
     train,
 )
 from tuneserve_engine.backend.base import LOSS_NAMES
@@ -71,7 +71,7 @@ def close(found: Any, expected: Any) -> None:
 
 def tokens_of(array: Any, micro: Micro, number: int) -> np.ndarray:
     """The valid tokens of the request of that number."""
-    mine = (micro.inputs.datum // 10 == number) & micro.inputs.valid
+    mine = (micro.inputs.segment_ids // 10 == number) & micro.inputs.valid
     mine[int(micro.used) :] = False
     return np.asarray(array)[mine]
 
@@ -79,7 +79,7 @@ def tokens_of(array: Any, micro: Micro, number: int) -> np.ndarray:
 def check(requests: Sequence[Request], sizes: Sizes, *, n: int, chunk: int) -> None:
     micro = micro_of(requests, sizes, n=n)
     head, adapters = head_of(sizes), adapters_of(sizes)
-    out = train(head, micro, adapters, stale_scratch(sizes), chunk)
+    out = train(head, micro, adapters, stale_gradient_slots(sizes), chunk)
     scored = score(head, micro, adapters, chunk)
     for number, request in enumerate(requests):
         expected = full_logits(request, sizes)
@@ -92,8 +92,8 @@ def check(requests: Sequence[Request], sizes: Sizes, *, n: int, chunk: int) -> N
                 tokens_of(loss, micro, number).sum(), expected.loss, rtol=1e-5, atol=1e-5
             )
         if adapters.trained[request.slot]:
-            close(out.scratch["a"][0, request.slot], expected.a)
-            close(out.scratch["b"][0, request.slot], expected.b)
+            close(out.gradient_slots["a"][0, request.slot], expected.a)
+            close(out.gradient_slots["b"][0, request.slot], expected.b)
 
 
 # --- the numbers ---------------------------------------------------------------------------------
@@ -140,15 +140,21 @@ def test_bfloat16_weights_and_states_give_the_numbers_of_float32_ones():
     wide = LmHead(*(x.astype(jnp.float32) for x in head))
     adapters = adapters_of(SMALL)
 
-    found = train(head, narrow, adapters, stale_scratch(SMALL), 4)
+    found = train(head, narrow, adapters, stale_gradient_slots(SMALL), 4)
     exact = train(
-        wide, micro._replace(x=narrow.x.astype(jnp.float32)), adapters, stale_scratch(SMALL), 4
+        wide,
+        micro._replace(x=narrow.x.astype(jnp.float32)),
+        adapters,
+        stale_gradient_slots(SMALL),
+        4,
     )
 
     assert found.gradient.dtype == jnp.bfloat16 and found.logprobs.dtype == jnp.float32
     np.testing.assert_allclose(found.logprobs, exact.logprobs, atol=0.05)
     pairs = [(found.gradient.astype(jnp.float32), exact.gradient)]
-    pairs += [(found.scratch[name][0, 0], exact.scratch[name][0, 0]) for name in ("a", "b")]
+    pairs += [
+        (found.gradient_slots[name][0, 0], exact.gradient_slots[name][0, 0]) for name in ("a", "b")
+    ]
     for mine, theirs in pairs:
         assert jnp.linalg.norm(mine - theirs) < 0.01 * jnp.linalg.norm(theirs)
 
@@ -159,9 +165,9 @@ def test_bfloat16_weights_and_states_give_the_numbers_of_float32_ones():
 @pytest.mark.acceptance("H5")
 def test_requests_with_a_frozen_head_get_zeros_and_other_slots_are_not_touched():
     requests = (MIXED[0], MIXED[1])  # slot 0 trains its head, slot 1 does not
-    stale = stale_scratch(SMALL, 7.0)
+    stale = stale_gradient_slots(SMALL, 7.0)
     out = train(head_of(SMALL), micro_of(requests, SMALL, n=16), adapters_of(SMALL), stale, 4)
-    for name, buffer in out.scratch.items():
+    for name, buffer in out.gradient_slots.items():
         assert np.all(np.asarray(buffer[0, 1]) == 0)
         np.testing.assert_array_equal(buffer[0, 2:], stale[name][0, 2:])
         assert np.any(np.asarray(buffer[0, 0]) != 7)
@@ -173,9 +179,9 @@ def test_a_request_adds_to_what_its_earlier_micro_batches_left():
     both = (Request(1, 0, (40,)), Request(2, 2, (24,)))
     micro = micro_of(both, SMALL, n=16)
     again = micro._replace(blocks=micro.blocks._replace(is_first=np.zeros(16, bool)))
-    once = train(head, micro, adapters, stale_scratch(SMALL), 4).scratch
+    once = train(head, micro, adapters, stale_gradient_slots(SMALL), 4).gradient_slots
     held = {name: np.array(x) for name, x in once.items()}
-    twice = train(head, again, adapters, once, 4).scratch
+    twice = train(head, again, adapters, once, 4).gradient_slots
     for name in ("a", "b"):
         for slot in (0, 2):
             close(twice[name][0, slot], 2 * held[name][0, slot])
@@ -185,7 +191,7 @@ def test_tokens_without_a_gradient_move_nothing_at_all():
     """Weights of zero: the chunk with no other token is not even looked at backwards."""
     micro = micro_of([Request(1, 0, (64,))], SMALL, n=16)
     micro.inputs.weights[:5] = 0
-    out = train(head_of(SMALL), micro, adapters_of(SMALL), stale_scratch(SMALL), 4)
+    out = train(head_of(SMALL), micro, adapters_of(SMALL), stale_gradient_slots(SMALL), 4)
     gradient = np.asarray(out.gradient)
     assert np.all(gradient[:5] == 0) and np.any(gradient[5:8] != 0)
     assert np.all(np.asarray(out.logprobs)[:5] != 0)
@@ -193,7 +199,7 @@ def test_tokens_without_a_gradient_move_nothing_at_all():
 
 def test_padding_and_unused_blocks_give_zeros():
     micro = micro_of(MIXED, SMALL, n=16)
-    out = train(head_of(SMALL), micro, adapters_of(SMALL), stale_scratch(SMALL), 4)
+    out = train(head_of(SMALL), micro, adapters_of(SMALL), stale_gradient_slots(SMALL), 4)
     padding = ~micro.inputs.valid
     padding[int(micro.used) :] = True
     for array in out[:3]:
@@ -211,12 +217,12 @@ def bits_of(mine: Request, others: Sequence[Request], at: Sequence[int], **given
     """Everything that ``mine`` gets in a stream of 16 blocks, when it and the others lie there."""
     micro = micro_of([mine, *others], REAL, n=16, at=at)
     adapters = given.get("adapters", adapters_of(REAL))
-    scratch = given.get("scratch", stale_scratch(REAL))
-    out = train(head_of(REAL), micro, adapters, scratch, 4)
+    gradient_slots = given.get("scratch", stale_gradient_slots(REAL))
+    out = train(head_of(REAL), micro, adapters, gradient_slots, 4)
     scored = score(head_of(REAL), micro, adapters, 4)
     arrays = [*out[:3], *scored]
     return [tokens_of(x, micro, 0) for x in arrays] + [
-        np.asarray(x[0, mine.slot]) for x in out.scratch.values()
+        np.asarray(x[0, mine.slot]) for x in out.gradient_slots.values()
     ]
 
 
@@ -252,5 +258,7 @@ def test_neighbours_full_of_nan_change_no_bit(mine: Request):
 
 @pytest.mark.acceptance("S5")
 def test_what_an_earlier_unit_left_in_the_scratch_changes_no_bit():
-    clean = bits_of(MINE, [], [0], scratch=stale_scratch(REAL, 0.0))
-    assert_equal_bits(clean, bits_of(MINE, [], [0], scratch=stale_scratch(REAL, np.nan)))
+    clean = bits_of(MINE, [], [0], gradient_slots=stale_gradient_slots(REAL, 0.0))
+    assert_equal_bits(
+        clean, bits_of(MINE, [], [0], gradient_slots=stale_gradient_slots(REAL, np.nan))
+    )

@@ -29,7 +29,7 @@ from tests.engine.backend.jax.training.lm_head_case import (
     head_of,
     micro_of,
     score,
-    stale_scratch,
+    stale_gradient_slots,
     train,
 )
 from tuneserve_engine.backend.jax.training.lm_head import HeadAdapters, LmHead, head_chunk_blocks
@@ -42,7 +42,7 @@ def test_at_eight_chunks_the_head_takes_a_fifth_of_full_logits_memory(targets: i
     micro = micro_of([Request(1, 0, (2048,))], sizes, n=32)
     head, adapters = head_of(sizes), adapters_of(sizes)
     donating = jax.jit(train, static_argnums=4, donate_argnums=3)
-    chunked = donating.lower(head, micro, adapters, stale_scratch(sizes), 4).compile()
+    chunked = donating.lower(head, micro, adapters, stale_gradient_slots(sizes), 4).compile()
 
     @partial(jax.grad, argnums=0)
     def full(x: Array, head: LmHead, targets: Array, weights: Array) -> Array:
@@ -67,10 +67,10 @@ def test_the_scratch_is_updated_in_place():
     adapters = HeadAdapters(big["a"][0], big["b"][0], jnp.ones(J), jnp.ones(J, bool))
     donating = jax.jit(train, static_argnums=4, donate_argnums=3)
     compiled = donating.lower(head_of(sizes), micro, adapters, big, 1).compile()
-    scratch = sum(x.nbytes for x in big.values())
-    one_slot = scratch // J
+    gradient_slots = sum(x.nbytes for x in big.values())
+    one_slot = gradient_slots // J
     logits = 4 * 64 * 4096
-    assert compiled.memory_analysis().alias_size_in_bytes == scratch
+    assert compiled.memory_analysis().alias_size_in_bytes == gradient_slots
     assert temp_bytes(compiled) < one_slot + 4 * logits + 4 * micro.x.nbytes
 
 

@@ -67,7 +67,7 @@ def laid_out(drawn: dict[str, Any]) -> dict[str, np.ndarray]:
     datum[: sum(lengths)] = np.repeat(np.arange(B), lengths)
     shape = (BLOCKS, S)
     fields: dict[str, np.ndarray] = {
-        "datum": datum.reshape(shape),
+        "segment_ids": datum.reshape(shape),
         "valid": datum.reshape(shape) >= 0,
     }
     for name in (*LossInputs._fields[1:-1], "lp"):
@@ -133,7 +133,7 @@ def inputs_of(loss: str, blocks: int = 1, size: int = 1, **given: Any) -> LossIn
         valid=np.ones(shape, bool),
         weights=np.full((*shape, 1), given.get("weights", 0.0), np.float32),
         loss_id=np.full(shape, LOSS_NAMES.index(loss), np.int32),
-        datum=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
         **{name: np.full(shape, value, np.float32) for name, value in values.items()},
     )
 
@@ -188,7 +188,7 @@ def test_a_sequence_over_many_blocks_has_one_ratio_at_all_its_tokens():
         1,
         2,
     )  # from the middle of a block to that of another, and to the end
-    inputs = inputs._replace(datum=datum.reshape(7, 64))
+    inputs = inputs._replace(segment_ids=datum.reshape(7, 64))
 
     found = np.asarray(ratios(lp, inputs)).reshape(-1)
 
@@ -203,7 +203,7 @@ def test_a_sequences_ratio_has_the_same_bits_elsewhere_and_beside_nan():
     lp, old = random.normal(-3, 1, (2, 3, 64)).astype(np.float32)
     alone = inputs_of("gspo", 3, 64)._replace(old_logprobs=old)
     beside = inputs_of("gspo", 8, 64, old_logprobs=math.nan)._replace(
-        datum=np.repeat(np.int32([4, 5, 6, 6, 6, 7, 7, 8]), 64).reshape(8, 64)
+        segment_ids=np.repeat(np.int32([4, 5, 6, 6, 6, 7, 7, 8]), 64).reshape(8, 64)
     )
     beside.old_logprobs[2:5] = old
     values = np.pad(lp, [(2, 3), (0, 0)], constant_values=np.nan)

@@ -21,7 +21,11 @@ from tuneserve_engine.backend.jax.model.block import Layer, after_attention, bef
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.lora import LoraRows
-from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots, new_bank, new_scratch
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    AdapterSlots,
+    new_adapter_slots,
+    new_gradient_slots,
+)
 from tuneserve_engine.backend.jax.training.programs import (
     DeviceMicroBatch,
     space_shapes,
@@ -48,7 +52,7 @@ class Takes(NamedTuple):
 
     workspace: int
     temporary: int
-    live: int  # at once, beyond weights, bank and scratch
+    live: int  # at once, beyond weights and slots
     weights: int  # of the layers
 
 
@@ -56,9 +60,9 @@ class Case(NamedTuple):
     """A model and the arguments of one micro-batch."""
 
     model: Decoder
-    bank: AdapterSlots
-    scratch: LoraWeights
-    stream: DeviceMicroBatch
+    adapter_slots: AdapterSlots
+    gradient_slots: LoraWeights
+    micro_batch: DeviceMicroBatch
 
 
 def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
@@ -67,8 +71,13 @@ def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
     model.remat = remat  # type: ignore[assignment]
     model.train()
     shapes = target_shapes(model.config)
-    stream = DeviceMicroBatch.of(MicroBatch(**empty(TOKENS, BLOCK), blocks=0), BLOCK)
-    return Case(model, new_bank(shapes, RANK, SLOTS), new_scratch(shapes, RANK, SLOTS), stream)
+    micro_batch = DeviceMicroBatch.from_host(MicroBatch(**empty(TOKENS, BLOCK), blocks=0), BLOCK)
+    return Case(
+        model,
+        new_adapter_slots(shapes, RANK, SLOTS),
+        new_gradient_slots(shapes, RANK, SLOTS),
+        micro_batch,
+    )
 
 
 def takes(compiled: Any, case: Case, workspace: int) -> Takes:
@@ -76,7 +85,7 @@ def takes(compiled: Any, case: Case, workspace: int) -> Takes:
     live = memory.argument_size_in_bytes + memory.output_size_in_bytes
     live += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     weights = nbytes(nnx.state(case.model.layers))
-    live -= weights + nbytes((case.bank, case.scratch))
+    live -= weights + nbytes((case.adapter_slots, case.gradient_slots))
     return Takes(workspace, memory.temp_size_in_bytes, live, weights)
 
 
@@ -84,9 +93,11 @@ def takes(compiled: Any, case: Case, workspace: int) -> Takes:
 def training(layers: int, remat: str, config: ModelConfig = CONFIG) -> Takes:
     """The program of training, with the workspace and the scratch donated."""
     case = case_of(layers, remat, config)
-    space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
+    space = space_shapes(case.model, case.adapter_slots, TOKENS // BLOCK)
     program = jax.jit(train_micro_batch, donate_argnums=(1, 2))
-    compiled = program.lower(case.model, space, case.scratch, case.bank, case.stream).compile()
+    compiled = program.lower(
+        case.model, space, case.gradient_slots, case.adapter_slots, case.micro_batch
+    ).compile()
     workspace = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(space))
     return takes(compiled, case, workspace)
 
@@ -101,14 +112,18 @@ def autodiff(layers: int) -> Takes:
     config = case.model.config
 
     def added(
-        model: Decoder, scratch: LoraWeights, bank: AdapterSlots, x: Array, slot: Array
+        model: Decoder,
+        gradient_slots: LoraWeights,
+        adapter_slots: AdapterSlots,
+        x: Array,
+        slot: Array,
     ) -> Any:
         rope = model.stack().rope(jnp.broadcast_to(jnp.arange(BLOCK)[None], x.shape[:2]))
 
         @jax.checkpoint
         def layer(x: Array, sliced: Any) -> Any:
             weights, a, b = sliced
-            parts = Layer(weights, LoraRows(a, b, bank.scale, slot))
+            parts = Layer(weights, LoraRows(a, b, adapter_slots.scale, slot))
             q, k, v = before_attention(config, parts, x, rope)
             attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
             attended = attended.reshape(*x.shape[:2], -1)
@@ -118,19 +133,23 @@ def autodiff(layers: int) -> Takes:
             y, _ = jax.lax.scan(layer, x, (model.stack().weights, *adapters))
             return jnp.square(y).sum()
 
-        return jax.tree.map(jnp.add, scratch, jax.grad(loss)(LoraWeights(bank.a, bank.b)))
+        return jax.tree.map(
+            jnp.add, gradient_slots, jax.grad(loss)(LoraWeights(adapter_slots.a, adapter_slots.b))
+        )
 
     def of_layers(side: dict[str, Array]) -> dict[str, Array]:
         return {name: side[name] for name in PROJECTIONS}
 
     case = case._replace(
-        bank=case.bank._replace(a=of_layers(case.bank.a), b=of_layers(case.bank.b)),
-        scratch=LoraWeights(*map(of_layers, case.scratch)),
+        adapter_slots=case.adapter_slots._replace(
+            a=of_layers(case.adapter_slots.a), b=of_layers(case.adapter_slots.b)
+        ),
+        gradient_slots=LoraWeights(*map(of_layers, case.gradient_slots)),
     )
     x = jnp.zeros((TOKENS // BLOCK, BLOCK, CONFIG.hidden))
     slot = jnp.zeros(TOKENS // BLOCK, jnp.int32)
     program = jax.jit(added, donate_argnums=1)
-    compiled = program.lower(case.model, case.scratch, case.bank, x, slot).compile()
+    compiled = program.lower(case.model, case.gradient_slots, case.adapter_slots, x, slot).compile()
     return takes(compiled, case, 0)
 
 
@@ -181,9 +200,11 @@ def test_the_program_of_a_deep_model_has_the_operations_of_a_flat_ones() -> None
 
     def operations(layers: int) -> Counter[str]:
         case = case_of(layers, "dots")
-        space = space_shapes(case.model, case.bank, TOKENS // BLOCK)
+        space = space_shapes(case.model, case.adapter_slots, TOKENS // BLOCK)
         program = jax.jit(train_micro_batch, donate_argnums=(1, 2))
-        lowered = program.lower(case.model, space, case.scratch, case.bank, case.stream)
+        lowered = program.lower(
+            case.model, space, case.gradient_slots, case.adapter_slots, case.micro_batch
+        )
         return Counter(re.findall(r"stablehlo\.\w+", lowered.as_text()))
 
     flat = operations(4)

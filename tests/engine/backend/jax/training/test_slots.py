@@ -24,11 +24,11 @@ from tests.support.adapters import (
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAdapter, new_adapter
 from tuneserve_engine.backend.jax.training.adamw import start_step
 from tuneserve_engine.backend.jax.training.adapter_slots import (
-    add,
-    finite_sum,
-    new_bank,
-    new_scratch,
-    place,
+    accumulate_slot,
+    is_sum_finite,
+    new_adapter_slots,
+    new_gradient_slots,
+    write_slot,
 )
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams, AdapterConfig
 
@@ -39,14 +39,14 @@ LARGEST = np.finfo(np.float32).max
 
 def scratch_of(seed: int) -> LoraWeights:
     """Random numbers in every slot."""
-    return random_like(new_scratch(SMALL, RANK, SLOTS), seed)
+    return random_like(new_gradient_slots(SMALL, RANK, SLOTS), seed)
 
 
-def with_entry(scratch: LoraWeights, slot: int, target: str, value: float) -> LoraWeights:
+def with_entry(gradient_slots: LoraWeights, slot: int, target: str, value: float) -> LoraWeights:
     """A copy with one other number in the slot."""
-    array = np.array(scratch.a[target])
+    array = np.array(gradient_slots.a[target])
     array[-1, slot, 2, 1] = value
-    return LoraWeights(scratch.a | {target: jax.device_put(array)}, scratch.b)
+    return LoraWeights(gradient_slots.a | {target: jax.device_put(array)}, gradient_slots.b)
 
 
 def slot_of(buffers: LoraWeights, slot: int) -> list[np.ndarray]:
@@ -54,26 +54,35 @@ def slot_of(buffers: LoraWeights, slot: int) -> list[np.ndarray]:
 
 
 def test_an_empty_bank_is_zeros_with_a_leading_axis_for_the_unembedding():
-    bank, scratch = new_bank(SMALL, RANK, SLOTS), new_scratch(SMALL, RANK, SLOTS)
-    assert bank.a["o_proj"].shape == scratch.a["o_proj"].shape == (3, SLOTS, 5, RANK)
-    assert bank.b["o_proj"].shape == scratch.b["o_proj"].shape == (3, SLOTS, RANK, 7)
-    assert bank.a[UNEMBED].shape == (1, SLOTS, 7, RANK)
-    assert bank.b[UNEMBED].shape == (1, SLOTS, RANK, 11)
-    assert bank.scale.shape == bank.trained.shape == (SLOTS,)
-    assert not any(leaf.any() for leaf in jax.tree.leaves((bank, scratch)))
+    adapter_slots, gradient_slots = (
+        new_adapter_slots(SMALL, RANK, SLOTS),
+        new_gradient_slots(SMALL, RANK, SLOTS),
+    )
+    assert (
+        adapter_slots.a["o_proj"].shape == gradient_slots.a["o_proj"].shape == (3, SLOTS, 5, RANK)
+    )
+    assert (
+        adapter_slots.b["o_proj"].shape == gradient_slots.b["o_proj"].shape == (3, SLOTS, RANK, 7)
+    )
+    assert adapter_slots.a[UNEMBED].shape == (1, SLOTS, 7, RANK)
+    assert adapter_slots.b[UNEMBED].shape == (1, SLOTS, RANK, 11)
+    assert adapter_slots.scale.shape == adapter_slots.trained.shape == (SLOTS,)
+    assert not any(leaf.any() for leaf in jax.tree.leaves((adapter_slots, gradient_slots)))
 
 
 @pytest.mark.acceptance("S7")
 def test_placing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
-    bank = new_bank(SMALL, RANK, SLOTS)
-    places = pointers(bank.a, bank.b)
+    adapter_slots = new_adapter_slots(SMALL, RANK, SLOTS)
+    places = pointers(adapter_slots.a, adapter_slots.b)
     one, two = on_device(random_state(2)), on_device(random_state(3, rank=7))
     for slot, adapter, scale in ((2, one, 5.0), (0, two, 0.5), (2, two, 0.25), (0, one, 2.0)):
         trained = np.bool_(UNEMBED in adapter.config.targets)
-        bank = place(bank, np.int32(slot), adapter.weights, np.float32(scale), trained)
-    np.testing.assert_array_equal(bank.scale, np.array([2, 0, 0.25, 0], np.float32))
-    np.testing.assert_array_equal(bank.trained, [True, False, False, False])
-    for parts, slot, adapter in ((bank, 0, one), (bank, 2, two)):
+        adapter_slots = write_slot(
+            adapter_slots, np.int32(slot), adapter.weights, np.float32(scale), trained
+        )
+    np.testing.assert_array_equal(adapter_slots.scale, np.array([2, 0, 0.25, 0], np.float32))
+    np.testing.assert_array_equal(adapter_slots.trained, [True, False, False, False])
+    for parts, slot, adapter in ((adapter_slots, 0, one), (adapter_slots, 2, two)):
         for name in SMALL:
             for buffer, array in (
                 (parts.a[name], adapter.weights.a[name]),
@@ -82,27 +91,29 @@ def test_placing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
                 rows = np.asarray(array)[None] if name == UNEMBED else array
                 np.testing.assert_array_equal(buffer[:, slot], rows)
     for slot in (1, 3):
-        assert not any(leaf.any() for leaf in slot_of(LoraWeights(bank.a, bank.b), slot))
-    assert pointers(bank.a, bank.b) == places
+        assert not any(
+            leaf.any() for leaf in slot_of(LoraWeights(adapter_slots.a, adapter_slots.b), slot)
+        )
+    assert pointers(adapter_slots.a, adapter_slots.b) == places
 
 
 def test_a_commit_adds_the_slots_gradient_and_nothing_of_its_neighbours():
-    adapter, scratch = on_device(random_state(2)), scratch_of(1)
+    adapter, gradient_slots = on_device(random_state(2)), scratch_of(1)
     for slot in (0, 1, 3):
-        scratch = with_entry(scratch, slot, "q_proj", np.nan)
+        gradient_slots = with_entry(gradient_slots, slot, "q_proj", np.nan)
     want = [
         np.asarray(old) + (new if new.ndim == old.ndim else new[0])
         for old, new in zip(
             jax.tree.leaves(adapter.accumulator),
-            (x[0] if len(x) == 1 else x for x in slot_of(scratch, 2)),
+            (x[0] if len(x) == 1 else x for x in slot_of(gradient_slots, 2)),
             strict=True,
         )
     ]
-    before = bits(scratch)
-    accumulator, finite = commit(adapter.accumulator, scratch, 2)
+    before = bits(gradient_slots)
+    accumulator, finite = commit(adapter.accumulator, gradient_slots, 2)
     assert finite
     assert bits(accumulator) == [x.tobytes() for x in want]
-    assert bits(scratch) == before
+    assert bits(gradient_slots) == before
 
 
 @pytest.mark.acceptance("S6")
@@ -114,32 +125,36 @@ def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, valu
     if value == LARGEST:  # finite, but twice it is not
         accumulator.a[target] = accumulator.a[target].at[..., 2, 1].set(LARGEST)
     before, places = bits(accumulator), pointers(accumulator)
-    scratch = with_entry(scratch_of(1), 1, target, value)
-    accumulator, finite = commit(accumulator, scratch, 1)
+    gradient_slots = with_entry(scratch_of(1), 1, target, value)
+    accumulator, finite = commit(accumulator, gradient_slots, 1)
     assert not finite
     assert bits(accumulator) == before and pointers(accumulator) == places
-    accumulator, finite = commit(accumulator, scratch, 0)
+    accumulator, finite = commit(accumulator, gradient_slots, 0)
     assert finite and bits(accumulator) != before
 
 
 def test_an_adapter_without_unembedding_ignores_what_lies_in_the_slot_there():
     adapter = on_device(random_state(3))
-    scratch = with_entry(scratch_of(1), 1, UNEMBED, np.nan)
-    accumulator, finite = commit(adapter.accumulator, scratch, 1, trained=False)
+    gradient_slots = with_entry(scratch_of(1), 1, UNEMBED, np.nan)
+    accumulator, finite = commit(adapter.accumulator, gradient_slots, 1, trained=False)
     assert finite
     assert not accumulator.a[UNEMBED].any() and not accumulator.b[UNEMBED].any()
     np.testing.assert_array_equal(
         accumulator.a["q_proj"],
         np.asarray(on_device(random_state(3)).accumulator.a["q_proj"])
-        + np.asarray(scratch.a["q_proj"])[:, 1],
+        + np.asarray(gradient_slots.a["q_proj"])[:, 1],
     )
 
 
 def test_another_slot_scale_or_flag_compiles_nothing():
     def once(slot: int, scale: float, flag: np.bool_, seed: int) -> None:
         adapter = on_device(random_state(seed))
-        place(
-            new_bank(SMALL, RANK, SLOTS), np.int32(slot), adapter.weights, np.float32(scale), flag
+        write_slot(
+            new_adapter_slots(SMALL, RANK, SLOTS),
+            np.int32(slot),
+            adapter.weights,
+            np.float32(scale),
+            flag,
         )
         commit(adapter.accumulator, scratch_of(seed), slot, trained=bool(flag))
 
@@ -152,24 +167,26 @@ def test_another_slot_scale_or_flag_compiles_nothing():
 
 def test_a_hundred_commits_and_ten_steps_allocate_nothing():
     adapters = [on_device(random_state(seed)) for seed in (2, 4)]
-    bank, scratch = new_bank(SMALL, RANK, SLOTS), scratch_of(1)
+    adapter_slots, gradient_slots = new_adapter_slots(SMALL, RANK, SLOTS), scratch_of(1)
 
-    def unit(bank, number: int):
+    def unit(adapter_slots, number: int):
         for slot, adapter in enumerate(adapters):
-            bank = place(bank, np.int32(slot), adapter.weights, np.float32(number), YES)
-            adapter.accumulator, _ = commit(adapter.accumulator, scratch, slot)
+            adapter_slots = write_slot(
+                adapter_slots, np.int32(slot), adapter.weights, np.float32(number), YES
+            )
+            adapter.accumulator, _ = commit(adapter.accumulator, gradient_slots, slot)
         if number % 5 == 4:
             for adapter in adapters:
                 start_step(adapter, AdamwParams())
-        return bank
+        return adapter_slots
 
     for number in range(5):
-        bank = unit(bank, number)
-    everything = [*adapters, bank.a, bank.b, scratch]
+        adapter_slots = unit(adapter_slots, number)
+    everything = [*adapters, adapter_slots.a, adapter_slots.b, gradient_slots]
     places, arrays = pointers(*everything), settled()
     for number in range(50):
-        bank = unit(bank, number)
-        assert pointers(*adapters, bank.a, bank.b, scratch) == places
+        adapter_slots = unit(adapter_slots, number)
+        assert pointers(*adapters, adapter_slots.a, adapter_slots.b, gradient_slots) == places
         assert live() == arrays
     assert [adapter.step for adapter in adapters] == [5 + 11, 5 + 11]
 
@@ -181,30 +198,30 @@ def memory(program, *args: object):
 def bench_adapter() -> tuple[TrainingAdapter, LoraWeights]:
     shapes = shapes_of(4, 64, 96, 256)
     adapter = new_adapter(AdapterConfig(RANK, 16.0, 1), shapes, RANK)
-    return adapter, new_scratch(shapes, RANK, SLOTS)
+    return adapter, new_gradient_slots(shapes, RANK, SLOTS)
 
 
 @pytest.mark.acceptance("S3")
 def test_placing_and_adding_work_in_place_without_room_of_their_own():
-    adapter, scratch = bench_adapter()
-    bank = new_bank(shapes_of(4, 64, 96, 256), RANK, SLOTS)
+    adapter, gradient_slots = bench_adapter()
+    adapter_slots = new_adapter_slots(shapes_of(4, 64, 96, 256), RANK, SLOTS)
     slot = np.int32(1)
-    placing = memory(place, bank, slot, adapter.weights, np.float32(1), YES)
-    assert placing.alias_size_in_bytes == nbytes(bank)
+    placing = memory(write_slot, adapter_slots, slot, adapter.weights, np.float32(1), YES)
+    assert placing.alias_size_in_bytes == nbytes(adapter_slots)
     assert placing.temp_size_in_bytes <= 1024
-    adding = memory(add, adapter.accumulator, scratch, slot, YES, YES)
+    adding = memory(accumulate_slot, adapter.accumulator, gradient_slots, slot, YES, YES)
     assert adding.alias_size_in_bytes == nbytes(adapter.accumulator)
     assert adding.temp_size_in_bytes <= 1024
-    checking = memory(finite_sum, adapter.accumulator, scratch, slot, YES)
+    checking = memory(is_sum_finite, adapter.accumulator, gradient_slots, slot, YES)
     assert checking.temp_size_in_bytes <= 0.3 * nbytes(adapter.accumulator)
 
 
 def test_one_program_that_adds_and_checks_would_need_room_for_the_sum():
     @partial(jax.jit, donate_argnums=0)
-    def both(accumulator: LoraWeights, scratch: LoraWeights, slot):
-        finite = finite_sum(accumulator, scratch, slot, YES)
-        return add(accumulator, scratch, slot, YES, finite), finite
+    def both(accumulator: LoraWeights, gradient_slots: LoraWeights, slot):
+        finite = is_sum_finite(accumulator, gradient_slots, slot, YES)
+        return accumulate_slot(accumulator, gradient_slots, slot, YES, finite), finite
 
-    adapter, scratch = bench_adapter()
-    needs = memory(both, adapter.accumulator, scratch, jnp.int32(1))
+    adapter, gradient_slots = bench_adapter()
+    needs = memory(both, adapter.accumulator, gradient_slots, jnp.int32(1))
     assert needs.temp_size_in_bytes >= nbytes(adapter.accumulator)

@@ -17,7 +17,7 @@ from tests.engine.backend.jax.training.packed_case import (
     TINY,
     Ran,
     adapter_of,
-    bank_of,
+    adapter_slots_of,
     flat,
     gradient,
     model_of,
@@ -38,8 +38,8 @@ from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
 from tuneserve_engine.core.shapes import StaticShapes
 
-LATTICE = StaticShapes(
-    128, block=8, chunk=16, tokens=128, request_slots=SLOTS, rank_classes=(RANK_CLASS,)
+STATIC_SHAPES = StaticShapes(
+    128, block=8, chunk=16, requested_tokens=128, request_slots=SLOTS, rank_buckets=(RANK_CLASS,)
 )
 ADAPTERS = {0: adapter_of(4), 1: adapter_of(5, unembed=False), 2: adapter_of(4)}
 """By slot: three requests of two adapters, of which one does not train the unembedding."""
@@ -64,10 +64,10 @@ def requests(datum: Datum) -> dict[int, list[Row]]:
 
 
 @pytest.fixture(scope="module")
-def mixed(batch_of: BatchOf, requests: dict[int, list[Row]]) -> MicroBatch:
+def mixed(micro_batch_of: BatchOf, requests: dict[int, list[Row]]) -> MicroBatch:
     """13 blocks of 16: the last chunk in use is half full, and the first request comes twice."""
     first, second, third = requests.values()
-    return batch_of((0, *first[:2]), (1, *second), (2, *third), (0, first[2]))
+    return micro_batch_of((0, *first[:2]), (1, *second), (2, *third), (0, first[2]))
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +76,21 @@ def ran(mixed: MicroBatch) -> Callable[[str], Ran]:
     return cache(lambda remat: run(model(TINY, remat), ADAPTERS, mixed))
 
 
-def tokens_of(batch: MicroBatch, slot: int) -> np.ndarray:
+def tokens_of(micro_batch: MicroBatch, slot: int) -> np.ndarray:
     """Where the request's tokens are in the stream."""
-    mine = np.repeat(batch.block_request == slot, LATTICE.block)
-    return np.flatnonzero(mine & (batch.datum >= 0))
+    mine = np.repeat(micro_batch.block_request == slot, STATIC_SHAPES.block)
+    return np.flatnonzero(mine & (micro_batch.segment_ids >= 0))
 
 
 def bits(
-    ran: Ran, batches: list[MicroBatch], slot: int, adapter: TrainingAdapter
+    ran: Ran, micro_batches: list[MicroBatch], slot: int, adapter: TrainingAdapter
 ) -> dict[str, bytes]:
     """Everything of one request: logprobs, losses and gradient."""
-    found = {name: x.tobytes() for name, x in gradient(ran.scratch, slot, adapter).items()}
+    found = {name: x.tobytes() for name, x in gradient(ran.gradient_slots, slot, adapter).items()}
     for field in ("logprobs", "loss"):
         parts = [
-            getattr(out, field)[tokens_of(batch, slot)]
-            for out, batch in zip(ran.outs, batches, strict=True)
+            getattr(out, field)[tokens_of(micro_batch, slot)]
+            for out, micro_batch in zip(ran.outs, micro_batches, strict=True)
         ]
         assert np.isfinite(np.concatenate(parts)).all()
         found[field] = np.concatenate(parts).tobytes()
@@ -116,7 +116,7 @@ def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
         places = tokens_of(mixed, slot)
         assert_close(got.outs[0].logprobs[places, 0], np.concatenate(logprobs), "logprobs")
         assert_close(got.outs[0].loss[places], np.concatenate(losses), "loss")
-        found = gradient(got.scratch, slot, ADAPTERS[slot])
+        found = gradient(got.gradient_slots, slot, ADAPTERS[slot])
         assert found.keys() == wanted.keys()
         for name, want in wanted.items():
             assert np.abs(want).max() > 1e-3, name
@@ -142,20 +142,22 @@ def test_keeping_products_gives_the_same_logprobs_and_other_roundings_of_the_gra
         places = tokens_of(mixed, slot)
         for got, want in zip(kept.outs[0], everything.outs[0], strict=True):
             np.testing.assert_array_equal(got[places], want[places])
-        wanted = gradient(everything.scratch, slot, adapter)
-        for name, found in gradient(kept.scratch, slot, adapter).items():
+        wanted = gradient(everything.gradient_slots, slot, adapter)
+        for name, found in gradient(kept.gradient_slots, slot, adapter).items():
             assert_close(found, wanted[name], name, 1e-6)
 
 
 @pytest.mark.acceptance("C1")
-def test_one_layer_is_enough(batch_of: BatchOf, requests: dict[int, list[Row]]) -> None:
+def test_one_layer_is_enough(micro_batch_of: BatchOf, requests: dict[int, list[Row]]) -> None:
     config = replace(TINY, layers=1)
     decoder, adapter = model(config), adapter_of(4, config)
-    batch = batch_of((0, *requests[0]))
-    got = run(decoder, {0: adapter}, batch)
+    micro_batch = micro_batch_of((0, *requests[0]))
+    got = run(decoder, {0: adapter}, micro_batch)
     logprobs, _, wanted = reference(decoder, adapter, requests[0])
-    assert_close(got.outs[0].logprobs[tokens_of(batch, 0), 0], np.concatenate(logprobs), "logprobs")
-    for name, found in gradient(got.scratch, 0, adapter).items():
+    assert_close(
+        got.outs[0].logprobs[tokens_of(micro_batch, 0), 0], np.concatenate(logprobs), "logprobs"
+    )
+    for name, found in gradient(got.gradient_slots, 0, adapter).items():
         assert_close(found, wanted[name], name)
 
 
@@ -169,7 +171,13 @@ def evaluating() -> Decoder:
 def test_scoring_gives_the_logprobs_and_losses_of_training(
     ran: Callable[[str], Ran], mixed: MicroBatch
 ) -> None:
-    scored = flat(score(evaluating(), bank_of(ADAPTERS), DeviceMicroBatch.of(mixed, LATTICE.block)))
+    scored = flat(
+        score(
+            evaluating(),
+            adapter_slots_of(ADAPTERS),
+            DeviceMicroBatch.from_host(mixed, STATIC_SHAPES.block),
+        )
+    )
     trained = ran("dots").outs[0]
     for slot in ADAPTERS:
         places = tokens_of(mixed, slot)
@@ -182,11 +190,11 @@ def test_rows_and_decoding_give_the_logprobs_of_training(
     ran: Callable[[str], Ran], mixed: MicroBatch, requests: dict[int, list[Row]]
 ) -> None:
     (row,), places, before = requests[1], tokens_of(mixed, 1), 11
-    decoder, bank = evaluating(), bank_of(ADAPTERS)
+    decoder, adapter_slots = evaluating(), adapter_slots_of(ADAPTERS)
     lora = LoraRows(
-        {name: x[0] if name == UNEMBED else x for name, x in bank.a.items()},
-        {name: x[0] if name == UNEMBED else x for name, x in bank.b.items()},
-        bank.scale,
+        {name: x[0] if name == UNEMBED else x for name, x in adapter_slots.a.items()},
+        {name: x[0] if name == UNEMBED else x for name, x in adapter_slots.b.items()},
+        adapter_slots.scale,
         jnp.asarray([1], jnp.int32),
     )
     tokens = jnp.asarray([row.tokens], jnp.int32)
@@ -213,30 +221,30 @@ def test_rows_and_decoding_give_the_logprobs_of_training(
 
 @pytest.mark.acceptance("W4")
 def test_neighbours_place_and_slot_change_no_bit_of_a_request(
-    batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
+    micro_batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
 ) -> None:
     rows, mine, other = requests[0], ADAPTERS[0], ADAPTERS[1]
-    lone = batch_of((0, *rows))
+    lone = micro_batch_of((0, *rows))
     want = bits(run(model(), {0: mine}, lone), [lone], 0, mine)
-    behind = batch_of((1, datum(7, 9)), (0, *rows), (1, datum(8, 2)))
-    further = batch_of((1, datum(8, 24)), (3, datum(7, 30)), (0, *rows))
-    for batch in (behind, further):
-        got = run(model(), {0: mine, 1: other, 3: other}, batch)
-        assert bits(got, [batch], 0, mine) == want
-    slot = batch_of((0, datum(7, 9)), (3, *rows))
+    behind = micro_batch_of((1, datum(7, 9)), (0, *rows), (1, datum(8, 2)))
+    further = micro_batch_of((1, datum(8, 24)), (3, datum(7, 30)), (0, *rows))
+    for micro_batch in (behind, further):
+        got = run(model(), {0: mine, 1: other, 3: other}, micro_batch)
+        assert bits(got, [micro_batch], 0, mine) == want
+    slot = micro_batch_of((0, datum(7, 9)), (3, *rows))
     assert bits(run(model(), {0: other, 3: mine}, slot), [slot], 3, mine) == want
 
 
 def test_the_streams_that_pieces_are_spread_over_change_no_bit(
-    batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
+    micro_batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
 ) -> None:
     first, second, third = requests[0]
     mine, other = ADAPTERS[0], ADAPTERS[1]
-    together = [batch_of((0, first, second), (0, third))]
+    together = [micro_batch_of((0, first, second), (0, third))]
     want = bits(run(model(), {0: mine}, *together), together, 0, mine)
     apart = [
-        batch_of((1, datum(7, 41)), (0, first, second)),
-        batch_of((0, third), (1, datum(8, 9))),
+        micro_batch_of((1, datum(7, 41)), (0, first, second)),
+        micro_batch_of((0, third), (1, datum(8, 9))),
     ]
     assert bits(run(model(), {0: mine, 1: other}, *apart), apart, 0, mine) == want
 
@@ -253,13 +261,13 @@ def test_a_neighbour_of_nan_changes_no_bit(ran: Callable[[str], Ran], mixed: Mic
 @pytest.mark.acceptance("S5")
 @pytest.mark.parametrize("remat", REMATS)
 def test_what_earlier_units_left_in_the_buffers_changes_no_bit(
-    remat: str, ran: Callable[[str], Ran], batch_of: BatchOf, datum: Datum, mixed: MicroBatch
+    remat: str, ran: Callable[[str], Ran], micro_batch_of: BatchOf, datum: Datum, mixed: MicroBatch
 ) -> None:
     """``ran`` began with NaN everywhere."""
     clean = run(model(TINY, remat), ADAPTERS, mixed, stale=0.0)
-    longer = batch_of((2, datum(20, 40)), (0, datum(21, 50)), (1, datum(22, 30)))
-    unit = run(model(TINY, remat), ADAPTERS, longer)
-    second = run(model(TINY, remat), ADAPTERS, mixed, after=unit)
+    longer = micro_batch_of((2, datum(20, 40)), (0, datum(21, 50)), (1, datum(22, 30)))
+    batch = run(model(TINY, remat), ADAPTERS, longer)
+    second = run(model(TINY, remat), ADAPTERS, mixed, after=batch)
     for slot, adapter in ADAPTERS.items():
         want = bits(ran(remat), [mixed], slot, adapter)
         assert bits(clean, [mixed], slot, adapter) == want
@@ -267,7 +275,7 @@ def test_what_earlier_units_left_in_the_buffers_changes_no_bit(
 
 
 def test_only_slots_in_use_get_a_gradient(ran: Callable[[str], Ran]) -> None:
-    for side in ran("dots").scratch:
+    for side in ran("dots").gradient_slots:
         for name, buffer in side.items():
             assert np.isnan(buffer[:, 3]).all(), name
 
@@ -277,25 +285,25 @@ def test_only_slots_in_use_get_a_gradient(ran: Callable[[str], Ran]) -> None:
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
-    return Trainer(ProgramRegistry(), model_of(), LATTICE)
+    return Trainer(ProgramRegistry(), model_of(), STATIC_SHAPES)
 
 
 def test_a_unit_adds_each_requests_gradient_to_its_adapter(
     trainer: Trainer,
     ran: Callable[[str], Ran],
-    batch_of: BatchOf,
-    unit_of: Callable[..., Any],
+    micro_batch_of: BatchOf,
+    batch_of: Callable[..., Any],
     mixed: MicroBatch,
 ) -> None:
     a, b = adapter_of(4), adapter_of(5, unembed=False)
-    result = trainer.forward_backward(unit_of("aba", [mixed]), [a, b, a])
+    result = trainer.run_batch(batch_of("aba", [mixed]), [a, b, a])
     assert result.finite == (True, True, True) and a.accumulated and b.accumulated
     for number, field in enumerate(("logprobs", "loss")):
         want = ran("dots").outs[0][number]
         for slot in ADAPTERS:
             places = tokens_of(mixed, slot)
             np.testing.assert_array_equal(getattr(result.outputs[0], field)[places], want[places])
-    parts = [gradient(ran("dots").scratch, slot, ADAPTERS[slot]) for slot in range(3)]
+    parts = [gradient(ran("dots").gradient_slots, slot, ADAPTERS[slot]) for slot in range(3)]
     for name, array in accumulated(a).items():
         np.testing.assert_array_equal(array, parts[0][name] + parts[2][name], err_msg=name)
     for name, array in accumulated(b).items():
@@ -311,11 +319,11 @@ def accumulated(adapter: TrainingAdapter) -> dict[str, np.ndarray]:
 
 
 def test_a_neighbour_of_nan_is_left_out_alone(
-    trainer: Trainer, unit_of: Callable[..., Any], mixed: MicroBatch
+    trainer: Trainer, batch_of: Callable[..., Any], mixed: MicroBatch
 ) -> None:
     def gradients(second: TrainingAdapter) -> tuple[tuple[bool, ...], list[bytes]]:
         first, third = adapter_of(4), adapter_of(4)
-        result = trainer.forward_backward(unit_of("abc", [mixed]), [first, second, third])
+        result = trainer.run_batch(batch_of("abc", [mixed]), [first, second, third])
         found = [accumulated(adapter) for adapter in (first, third)]
         return result.finite, [x.tobytes() for each in found for x in each.values()]
 
@@ -329,15 +337,15 @@ def test_a_neighbour_of_nan_is_left_out_alone(
 
 @pytest.mark.acceptance("W5")
 def test_a_second_window_of_requests_equals_the_first_one(
-    trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
+    trainer: Trainer, micro_batch_of: BatchOf, datum: Datum, batch_of: Callable[..., Any]
 ) -> None:
     """The step between them counts, and moves no weight."""
     mine, other = adapter_of(4), adapter_of(5, unembed=False)
 
     def window() -> list[bytes]:
         for number in range(2):
-            batch = batch_of((0, datum(20 + number, 19)), (1, datum(30 + number, 5)))
-            trainer.forward_backward(unit_of("ab", [batch]), [mine, other])
+            micro_batch = micro_batch_of((0, datum(20 + number, 19)), (1, datum(30 + number, 5)))
+            trainer.run_batch(batch_of("ab", [micro_batch]), [mine, other])
         found = [x.tobytes() for each in (mine, other) for x in accumulated(each).values()]
         for each in (mine, other):
             trainer.start_step(each, AdamwParams(learning_rate=0.0)).block_until_ready()
@@ -351,14 +359,19 @@ def test_a_second_window_of_requests_equals_the_first_one(
 
 @pytest.mark.acceptance("S7")
 def test_a_step_leaves_the_bits_of_bank_scratch_and_others(
-    trainer: Trainer, unit_of: Callable[..., Any], mixed: MicroBatch
+    trainer: Trainer, batch_of: Callable[..., Any], mixed: MicroBatch
 ) -> None:
     adapters = [adapter_of(4), adapter_of(5, unembed=False), adapter_of(7)]
-    trainer.forward_backward(unit_of("abc", [mixed]), adapters)
+    trainer.run_batch(batch_of("abc", [mixed]), adapters)
     slots = trainer._slots[RANK_CLASS]
 
     def others() -> list[bytes]:
-        rest = (slots.bank, slots.scratch, arrays_of(adapters[0]), arrays_of(adapters[2]))
+        rest = (
+            slots.adapter_slots,
+            slots.gradient_slots,
+            arrays_of(adapters[0]),
+            arrays_of(adapters[2]),
+        )
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(rest)]
 
     before, mine = others(), [x.tobytes() for x in accumulated(adapters[1]).values()]
@@ -369,26 +382,26 @@ def test_a_step_leaves_the_bits_of_bank_scratch_and_others(
 
 @pytest.mark.acceptance("S1", "S2")
 def test_a_hundred_units_and_ten_steps_allocate_nothing(
-    trainer: Trainer, batch_of: BatchOf, datum: Datum, unit_of: Callable[..., Any]
+    trainer: Trainer, micro_batch_of: BatchOf, datum: Datum, batch_of: Callable[..., Any]
 ) -> None:
     adapters = [adapter_of(4), adapter_of(5, unembed=False)]
 
     def places() -> list[int]:
         slots = trainer._slots[RANK_CLASS]
-        return pointers(trainer._space, slots.bank, slots.scratch, *adapters)
+        return pointers(trainer._space, slots.adapter_slots, slots.gradient_slots, *adapters)
 
-    def unit(number: int) -> None:
+    def batch(number: int) -> None:
         pieces = [(i, datum(10 * number + i, 5 + 3 * (number % 19))) for i in range(2)]
-        trainer.forward_backward(unit_of("ab", [batch_of(*pieces)]), adapters)
+        trainer.run_batch(batch_of("ab", [micro_batch_of(*pieces)]), adapters)
         if number % 10 == 9:
             for adapter in adapters:
                 trainer.start_step(adapter, AdamwParams()).block_until_ready()
 
     for number in range(10):
-        unit(number)
+        batch(number)
     before, arrays = places(), settled()
     for number in range(10, 10 + 100):
-        unit(number)
+        batch(number)
         assert places() == before
         assert live() == arrays
     assert [adapter.step for adapter in adapters] == [1 + 10, 1 + 10]
