@@ -51,7 +51,7 @@ def echo(settings: CommonSettings) -> None:
             lease = await queue.lease("bench", "bench", INFO)
             cursor = 0
             while True:
-                jobs = await queue.take(lease.epoch, after=cursor, max_jobs=256)
+                jobs = await queue.take_jobs(lease.epoch, after=cursor, max_jobs=256)
                 cursor = jobs[-1].release
                 await queue.finish(lease.epoch, [Outcome(job.request_id, BODY) for job in jobs])
 

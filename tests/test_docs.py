@@ -9,10 +9,10 @@ import pytest
 
 from tuneserve_engine.settings.common import TINY_MODEL, CommonSettings
 from tuneserve_engine.settings.worker import WorkerSettings
-from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 from tuneserve_server import errors
 from tuneserve_server.app import AT_ROOT, PREFIX, ROUTERS
-from tuneserve_server.metric_names import API_FIGURES
+from tuneserve_server.metric_names import API_METRICS
 from tuneserve_server.settings import ApiSettings
 
 ROOT = Path(__file__).parent.parent
@@ -60,12 +60,12 @@ def test_every_route_is_documented_and_no_other():
 def test_every_figure_is_documented_with_its_meaning_and_no_other():
     rows = re.findall(r"^\| `tuneserve_(\w+)` \| (.*) \|$", documented("api.md"), re.M)
     meanings = {name: meaning for name, meaning in rows if name != "workers"}
-    assert meanings == FIGURES | API_FIGURES
+    assert meanings == WORKER_METRICS | API_METRICS
     assert "workers" in dict(rows)
 
 
 def test_dashboard_and_alerts_ask_for_figures_that_there_are():
-    known = {f"tuneserve_{name}" for name in [*FIGURES, *API_FIGURES, "workers"]}
+    known = {f"tuneserve_{name}" for name in [*WORKER_METRICS, *API_METRICS, "workers"]}
     known |= {f"{name}_bucket" for name in known if name.endswith("_duration_seconds")}
     dashboard = json.loads(documented("grafana/tuneserve.json"))
     asked = [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]

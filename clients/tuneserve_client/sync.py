@@ -38,7 +38,7 @@ class LoopThread:
         self._scheduling = threading.Lock()
         self._is_stopping = False
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run_coroutine(self, work: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine and return its result; an interrupted wait cancels the coroutine."""
         with self._scheduling:
             if self.is_stopped:
@@ -64,7 +64,7 @@ class LoopThread:
             self._loop.create_task(items.aclose())
         elif not self.is_stopped:
             with suppress(RuntimeError):  # the client was closed, or the generator is being read
-                self.run(items.aclose())
+                self.run_coroutine(items.aclose())
 
     @property
     def is_stopped(self) -> bool:
@@ -110,7 +110,7 @@ class Future(_Sync[AsyncFuture[T]]):
         Raises ``RequestFailed`` if the request ended in an error, and ``TimeoutError`` after
         ``timeout`` seconds: the request still runs then.
         """
-        return self._thread.run(self._inner.result(timeout))
+        return self._thread.run_coroutine(self._inner.result(timeout))
 
     @property
     def request_id(self) -> str:
@@ -119,7 +119,7 @@ class Future(_Sync[AsyncFuture[T]]):
         Waits until the server has accepted the request. From then on the request will run, even if
         this process ends.
         """
-        return self._thread.run(self._inner.accepted())
+        return self._thread.run_coroutine(self._inner.accepted())
 
     def done(self) -> bool:
         """Return whether the result, or the error, is here. The first call starts to fetch it."""
@@ -127,14 +127,14 @@ class Future(_Sync[AsyncFuture[T]]):
         async def done() -> bool:
             return self._inner.done()
 
-        return self._thread.run(done())
+        return self._thread.run_coroutine(done())
 
     def cancel(self) -> None:
         """Cancel a sample.
 
         Raises ``InvalidRequest`` for other requests, which run in order.
         """
-        self._thread.run(self._inner.cancel())
+        self._thread.run_coroutine(self._inner.cancel())
 
 
 def _waits(
@@ -310,7 +310,7 @@ class Client(_Sync[AsyncClient]):
         if self._thread.is_stopped:
             return
         try:
-            self._thread.run(self._inner.close(errored=errored))
+            self._thread.run_coroutine(self._inner.close(errored=errored))
         finally:
             self._thread.stop()
 

@@ -129,29 +129,29 @@ async def create_key(new: NewKey, request: Request, store: StoreDep) -> KeyMade:
         name=new.name,
         expires_s=None if new.expires_days is None else now_s + new.expires_days * _DAY_S,
     )
-    await store.put_new(TenantRecord(new.tenant, new.tenant, now_s))
-    await store.put(key)
+    await store.put_new_record(TenantRecord(new.tenant, new.tenant, now_s))
+    await store.put_record(key)
     logger.info("made key %s of tenant %s", key.key, key.tenant)
     return KeyMade(key=f"tml-{key_id}-{secret}", **_shown(key))
 
 
 @router.get("/keys")
 async def list_keys(store: StoreDep) -> list[KeyShown]:
-    return [KeyShown(**_shown(key)) for key in (await store.page(KeyRecord)).items]
+    return [KeyShown(**_shown(key)) for key in (await store.page_of_records(KeyRecord)).items]
 
 
 @router.post("/keys/{key_id}/revoke")
 async def revoke_key(key_id: str, store: StoreDep) -> KeyShown:
-    key = await store.get(KeyRecord, key_id)
+    key = await store.get_record(KeyRecord, key_id)
     if key is None:
         raise errors.UnknownResource(
             "no key has this id; the id is the middle part of tml-<id>-<secret>, and tuneserve "
             "keys list shows it"
         )
     if key.revoked_s is None:
-        await store.update(Update("key", key_id, {"revoked_s": time.time()}))
+        await store.update_record(Update("key", key_id, {"revoked_s": time.time()}))
         logger.info("revoked key %s of tenant %s", key.key, key.tenant)
-    return KeyShown(**_shown(await store.get(KeyRecord, key_id) or key))
+    return KeyShown(**_shown(await store.get_record(KeyRecord, key_id) or key))
 
 
 # --- tenants ------------------------------------------------------------------------------------
@@ -164,13 +164,13 @@ def _tenant_shown(tenant: TenantRecord) -> TenantShown:
 
 @router.get("/tenants")
 async def list_tenants(store: StoreDep) -> list[TenantShown]:
-    found = sorted((await store.page(TenantRecord)).items, key=lambda each: each.key)
+    found = sorted((await store.page_of_records(TenantRecord)).items, key=lambda each: each.key)
     return [_tenant_shown(tenant) for tenant in found]
 
 
 @router.get("/tenants/{name}")
 async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
-    tenant = await store.get(TenantRecord, name)
+    tenant = await store.get_record(TenantRecord, name)
     if tenant is None:
         raise errors.UnknownResource(
             "no tenant of this name has a key, a weight or limits; tuneserve tenants list shows "
@@ -181,8 +181,8 @@ async def get_tenant(name: TenantName, store: StoreDep) -> TenantShown:
 
 @router.patch("/tenants/{name}")
 async def change_tenant(name: TenantName, change: TenantChange, store: StoreDep) -> TenantShown:
-    await store.put_new(TenantRecord(name, name, time.time()))
-    await store.update(Update("tenant", name, change.model_dump(exclude_unset=True)))
+    await store.put_new_record(TenantRecord(name, name, time.time()))
+    await store.update_record(Update("tenant", name, change.model_dump(exclude_unset=True)))
     return await get_tenant(name, store)
 
 
@@ -200,7 +200,7 @@ class FilesShown(_Body):
 @router.get("/files")
 async def get_files(request: Request) -> FilesShown:
     unused: UnusedFiles = request.app.state.unused
-    return FilesShown(**await unused.figures())
+    return FilesShown(**await unused.status())
 
 
 @router.post("/files/clean")

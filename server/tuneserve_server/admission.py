@@ -51,17 +51,17 @@ class JobKey:
         return cls(kind, model.key, seq, model.base_model, model.key, seq)
 
 
-async def admit(caller: Caller, place: JobKey, payload: bytes, *records: Record) -> str:
+async def submit_job(caller: Caller, place: JobKey, payload: bytes, *records: Record) -> str:
     """Submit the request as a job and return its request id, once the job is durable."""
     return await _submit(caller, place, payload, *records)
 
 
-async def reject(caller: Caller, place: JobKey, error: UserError) -> str:
+async def submit_rejection(caller: Caller, place: JobKey, error: UserError) -> str:
     """Submit a rejected job and return the request id under which the client reads the reason."""
-    return await _submit(caller, place, b"", rejection=Rejection.of(error))
+    return await _submit(caller, place, b"", rejection=Rejection.from_error(error))
 
 
-async def admit_command(
+async def submit_command(
     caller: Caller, place: JobKey, build: Callable[[], Awaitable[Command]]
 ) -> str:
     """Admit the command that ``build`` returns, or reject it with the ``UserError`` it raises.
@@ -71,7 +71,7 @@ async def admit_command(
     try:
         command = await build()
     except UserError as error:
-        return await reject(caller, place, error)
+        return await submit_rejection(caller, place, error)
     saves = None
     if isinstance(command, SaveWeights) and (record := command.checkpoint or command.sampler):
         saves = Saves(record.key, record.size_bytes)
@@ -103,9 +103,9 @@ async def _submit(
     )
     if rejection is None:
         await _check_budget(caller, job)
-    logs.note(model_id=job.model_id)
+    logs.add_fields(model_id=job.model_id)
     submitted = await caller.store.submit(job, *records)
-    logs.note(request_id=submitted.request_id)
+    logs.add_fields(request_id=submitted.request_id)
     if submitted.waits:
         logger.warning(
             "model %s waits for room: tenant %s is at its limit of models in use "

@@ -170,9 +170,9 @@ async def _services(
     disk = DiskGuard(disks, settings.min_free_bytes)
     served = BaseModels(store, settings.served_name)
     door = Authenticator(store, secret, require_keys=settings.require_keys)
-    body_memory, texts = BodyMemory.of(settings), Texts(settings.text_memory_bytes)
-    counted.tell("body_memory_used_bytes", lambda: body_memory.used)
-    counted.tell("text_memory_used_bytes", lambda: texts.memory.held)
+    body_memory, texts = BodyMemory.from_settings(settings), Texts(settings.text_memory_bytes)
+    counted.record_request("body_memory_used_bytes", lambda: body_memory.used)
+    counted.record_request("text_memory_used_bytes", lambda: texts.memory.held)
     await door.wants_keys()  # cached now, in case the store is unreachable later
     unused = UnusedFiles(store, files, settings.unused_policy)
     await unused.prove()

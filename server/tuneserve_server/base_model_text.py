@@ -126,7 +126,7 @@ class Texts:
         async with self.memory.taken(tenant, size) if size > _FREE_BYTES else nullcontext():
             return await finished(loop.run_in_executor(self._threads, call))
 
-    async def of(self, info: BaseModelInfo) -> BaseText:
+    async def load_base_text(self, info: BaseModelInfo) -> BaseText:
         """Return the base model's tokenizer, loading it on first use.
 
         Raises ``ModelUnavailable``; the next call tries again.

@@ -30,7 +30,7 @@ class BaseModels:
     ) -> None:
         self._fallback = fallback  # the only name until a worker has reported its own
         self._clock = clock
-        self._served = CachedQuery(lambda: store.served(), fresh_s, clock)
+        self._served = CachedQuery(lambda: store.base_models(), fresh_s, clock)
 
     async def known(self) -> list[ServedModel]:
         """Return every base model that a worker has served at any time."""
@@ -86,7 +86,7 @@ def _around(known: list[ServedModel], now_s: float) -> list[ServedModel]:
 
 def warming(served: ServedModel) -> str | None:
     """Return how far the base model's workers have compiled ahead, or None if all are ready."""
-    cold = [each for each in served.figures.values() if each.get("ready", 1.0) == 0.0]
+    cold = [each for each in served.metrics.values() if each.get("ready", 1.0) == 0.0]
     if not cold:
         return None
     compiled, programs = (
@@ -99,7 +99,7 @@ def decomposing(served: ServedModel) -> str | None:
     """Return how far workers have decomposed the base model's weights, or None if none does."""
     parts = [
         (each.get("weights_decomposed", 0.0), each.get("weights_to_decompose", 0.0))
-        for each in served.figures.values()
+        for each in served.metrics.values()
     ]
     under_way = [(done, weights) for done, weights in parts if done < weights]
     if not under_way:
@@ -110,7 +110,7 @@ def decomposing(served: ServedModel) -> str | None:
 
 def failing(served: ServedModel) -> str | None:
     """Return how many programs the base model's workers cannot compile, or None if all compile."""
-    broken = [each for each in served.figures.values() if each.get("programs_failed", 0.0)]
+    broken = [each for each in served.metrics.values() if each.get("programs_failed", 0.0)]
     if not broken:
         return None
     failed, programs = (

@@ -117,7 +117,7 @@ class Caller(Services):
         try:
             return await self.owned(SamplerRecord, key)
         except UnknownResource:
-            session = await self.store.get(SessionRecord, key.rpartition(":sample:")[0])
+            session = await self.store.get_record(SessionRecord, key.rpartition(":sample:")[0])
             if session is not None and session.tenant == self.tenant:
                 await self.open_session(session.key)
                 raise UnknownResource(
@@ -133,7 +133,7 @@ async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:
 
     Raises the same ``UnknownResource`` for a record that is missing, expired or another tenant's.
     """
-    record = await store.get(record_type, key)
+    record = await store.get_record(record_type, key)
     expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
     if record is None or record.tenant != tenant or expired:
         raise UnknownResource(
@@ -165,7 +165,7 @@ async def _caller(
         if scheme.lower() == "bearer":
             api_key = token.strip()
     login = await _login(services, api_key, request.client.host if request.client else "")
-    logs.note(tenant=login.tenant)
+    logs.add_fields(tenant=login.tenant)
     request.state.tenant = login.tenant  # the error handlers note failures under it
     scopes.check(request, login.scopes)
     return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
@@ -173,7 +173,7 @@ async def _caller(
 
 async def _login(services: Services, api_key: str | None, address: str) -> Identity:
     try:
-        return await services.door.enter(api_key, address)
+        return await services.door.authenticate(api_key, address)
     except (StoreFailed, ConnectionError):
         await services.polls.pause(_AWAY_S)
         raise

@@ -31,7 +31,7 @@ class Heartbeats:
         """Note that a sampler is in use; does nothing if the sampler does not exist."""
         await self._note("sampler", key, "used_s")
 
-    async def note(self, session_id: str) -> None:
+    async def record_sign(self, session_id: str) -> None:
         await self._note("session", session_id, "last_seen_s")
 
     async def _note(self, record: str, key: str, field: str) -> None:
@@ -43,7 +43,7 @@ class Heartbeats:
         if len(self._noted_s) > _MOST_NOTED:
             del self._noted_s[next(iter(self._noted_s))]
         try:
-            await self._store.update(Update(record, key, {field: self._clock()}))
+            await self._store.update_record(Update(record, key, {field: self._clock()}))
         except BaseException:
             self._noted_s.pop(key, None)  # the next poll tries again
             raise

@@ -5,7 +5,7 @@ The workers' metrics are in ``tuneserve_engine.telemetry.metric_names``.
 
 PREFIX = "tuneserve_"
 
-HTTP_FIGURES = {
+HTTP_METRICS = {
     "http_requests_total": "The number of requests answered by this API process, by method, route "
     "and status.",
     "http_request_duration_seconds": "The time that these requests took, answers included. A poll "
@@ -13,20 +13,20 @@ HTTP_FIGURES = {
     "body_memory_used_bytes": "The part of `body_memory_bytes` that incoming request bodies take.",
     "text_memory_used_bytes": "The part of `text_memory_bytes` that texts being tokenized take.",
 }
-STORE_FIGURES = {
+STORE_METRICS = {
     "store_unfinished_requests": "The number of requests that have not ended.",
     "store_logged_requests": "The number of ended requests that are stored for replay in case "
     "their worker dies. Each recovery point makes older ones unnecessary.",
     "store_recovery_points": "The number of recovery points of all models.",
 }
-FILES_FIGURES = {
+FILES_METRICS = {
     "unused_files_kept": "1 while unused files are kept until the operator decides: `healthz` "
     "gives the reason.",
 }
-TENANT_FIGURES = {
+TENANT_METRICS = {
     "tenant_device_seconds_total": "The device time that the tenant's requests took.",
     "tenant_unfinished_requests": "The number of the tenant's requests that have not ended.",
 }
 """The metrics by tenant, shown with the setting ``tenant_metrics``."""
 
-API_FIGURES = HTTP_FIGURES | STORE_FIGURES | FILES_FIGURES | TENANT_FIGURES
+API_METRICS = HTTP_METRICS | STORE_METRICS | FILES_METRICS | TENANT_METRICS

@@ -43,7 +43,7 @@ class _ApiServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(settings: ApiSettings) -> int:
+def serve_api(settings: ApiSettings) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status of the process."""
     logs.start("api", settings)
     settle_permissions(settings)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tuneserve_engine.store.base import Store, StoreStats
-from tuneserve_server.metric_names import PREFIX, STORE_FIGURES, TENANT_FIGURES
+from tuneserve_server.metric_names import PREFIX, STORE_METRICS, TENANT_METRICS
 
 MOST_TENANTS = 200
 OTHERS = "others"
@@ -33,11 +33,11 @@ class StoreMetrics:
 
     async def metrics(self) -> list[Metric]:
         if self._clock() - self._asked_s >= _FRESH_S:
-            figures = await self._store.figures()
-            self._metrics = list(_of_store(figures))
+            stats = await self._store.stats()
+            self._metrics = list(_of_store(stats))
             if self._tenants:
                 used = {each.tenant: each.total.device_s for each in await self._store.usage()}
-                self._metrics += self._of_tenants(used, figures.unfinished)
+                self._metrics += self._of_tenants(used, stats.unfinished)
             self._asked_s = self._clock()
         return self._metrics
 
@@ -45,7 +45,7 @@ class StoreMetrics:
         self, used: Mapping[str, float], unfinished: Mapping[str, int]
     ) -> Iterable[Metric]:
         values = (used, unfinished)
-        for (name, meaning), of in zip(TENANT_FIGURES.items(), values, strict=True):
+        for (name, meaning), of in zip(TENANT_METRICS.items(), values, strict=True):
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             metric = family(f"{PREFIX}{name}", meaning, labels=["tenant"])
             shown: dict[str, float] = {}
@@ -62,7 +62,7 @@ class StoreMetrics:
         return tenant if tenant in self._named else OTHERS
 
 
-def _of_store(figures: StoreStats) -> Iterable[Metric]:
-    values = (sum(figures.unfinished.values()), figures.logged, figures.points)
-    for (name, meaning), value in zip(STORE_FIGURES.items(), values, strict=True):
+def _of_store(stats: StoreStats) -> Iterable[Metric]:
+    values = (sum(stats.unfinished.values()), stats.logged, stats.points)
+    for (name, meaning), value in zip(STORE_METRICS.items(), values, strict=True):
         yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value=value)

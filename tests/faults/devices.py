@@ -104,7 +104,7 @@ class JaxDevice:
         logger = logging.getLogger("tuneserve_engine")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        task = asyncio.create_task(worker.run())
+        task = asyncio.create_task(worker.run_until_stopped())
         try:
             yield
             assert not task.done(), task.exception()

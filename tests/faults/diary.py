@@ -82,7 +82,7 @@ class Watched:
         entry = replace(entry, ended="ok")
         if method == "lease":
             entry = replace(entry, epoch=answer.epoch)
-        elif method == "take":
+        elif method == "take_jobs":
             for job in answer:
                 if job.model_id is not None:
                     entry.taken[job.model_id] = job.release

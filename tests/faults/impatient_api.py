@@ -18,4 +18,4 @@ class Impatient(ApiSettings):
 if __name__ == "__main__":
     sweeper._GRACE_S = 0.0
     awake._LEAST_S = 0.5
-    raise SystemExit(serve.run(Impatient()))
+    raise SystemExit(serve.serve_api(Impatient()))

@@ -106,7 +106,7 @@ async def _work(life: Life) -> None:
             policy=policy,
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.stop)
-        await running.run()
+        await running.run_until_stopped()
 
 
 def _watching(

@@ -135,7 +135,7 @@ class World:
         store = MemoryStore(clock=lambda: START_S + loop.time(), policy=policy)
         self.store = store
         for tenant in tenants:
-            await store.put(tenant.session_record())
+            await store.put_record(tenant.session_record())
         background = [
             asyncio.create_task(self._keep_worker(f"worker-{n}"))
             for n in range(self.faults.workers)
@@ -163,7 +163,7 @@ class World:
 
     async def _check(self, tenants: list[Tenant], clients: list[Client]) -> None:
         for tenant, client in zip(tenants, clients, strict=True):
-            model = await self.store.get(ModelRecord, tenant.model_id)
+            model = await self.store.get_record(ModelRecord, tenant.model_id)
             assert model is not None and not model.diverged, f"{tenant.model_id} is {model}"
             assert len(client.results) == 2 + sum(
                 len(tenant.round(i)) + len(tenant.samples(i)) for i in range(tenant.rounds)
@@ -187,7 +187,7 @@ class World:
                 name=name,
                 policy=policy,
             )
-            task = asyncio.create_task(worker.run())
+            task = asyncio.create_task(worker.run_until_stopped())
             lives_s = self.draw.expovariate(1 / self.faults.crash_s) if self.faults.crash_s else 1e9
             await asyncio.wait([task], timeout=lives_s)
             if task.done() and not isinstance(task.exception(), Fenced):

@@ -9,7 +9,7 @@ from tuneserve_engine.worker import __main__ as process
 
 WEIGHT_S = "TEST_WEIGHT_S"
 """In the environment: how long a weight takes at least."""
-_of = SvdProcess.of
+_of = SvdProcess.decompose
 
 
 def _slowly(*args: Any) -> Any:
@@ -18,5 +18,5 @@ def _slowly(*args: Any) -> Any:
 
 
 if __name__ == "__main__":
-    SvdProcess.of = _slowly  # type: ignore[method-assign]
+    SvdProcess.decompose = _slowly  # type: ignore[method-assign]
     os._exit(process.main())

@@ -36,7 +36,7 @@ UNITS = "units.jsonl"
 class SlowBackend(FakeBackend):
     def __init__(self) -> None:
         super().__init__()
-        self._static_shapes = replace(self._static_shapes, chunk=CHUNK, tokens=CHUNK)
+        self._static_shapes = replace(self._static_shapes, chunk=CHUNK, requested_tokens=CHUNK)
 
     def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         started_s = time.monotonic()
@@ -89,7 +89,7 @@ async def main(data_dir: Path) -> None:
     executor = JobExecutor(backend, files)
     worker = Worker(connect, executor, backend.info, name="worker", scheduler=scheduler)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
-    await worker.run()
+    await worker.run_until_stopped()
 
 
 if __name__ == "__main__":

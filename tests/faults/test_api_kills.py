@@ -219,7 +219,7 @@ def test_a_unit_that_does_not_end_is_abandoned_and_no_death_is_counted(tmp_path:
         async with opened(settings) as store:
             process = life.start()
             try:
-                await store.put(tenant.session_record())
+                await store.put_record(tenant.session_record())
                 job, records = tenant.creation()
                 jobs = [await store.submit(job, *records)]
                 body = gradient_body([SLOW, 1], [1, 2], None)

@@ -71,7 +71,7 @@ async def ended(store: Store, job: Job, *records: Any) -> Outcome:
 async def gradients(store: Store, tenant: Tenant, token: int) -> list[Outcome]:
     """A model's creation and its gradients: a good one, a deadly one, a good one; and a step."""
     job, records = tenant.creation()
-    await store.put(tenant.session_record())
+    await store.put_record(tenant.session_record())
     outcomes = [await ended(store, job, *records)]
     good, another, step, *_ = tenant.round(0)
     deadly = replace(another, payload=gradient_body([token, 1], [1, 2], None))
@@ -86,7 +86,7 @@ async def creation(store: Store, tenant: Tenant) -> list[Outcome]:
     outcomes = await asyncio.gather(
         ended(store, deadly, *records), ended(store, tenant.round(0)[0])
     )
-    model = await store.get(ModelRecord, tenant.model_id)
+    model = await store.get_record(ModelRecord, tenant.model_id)
     assert model is not None and model.status is ModelStatus.FAILED
     return list(outcomes)
 
@@ -107,7 +107,7 @@ async def sample(store: Store, tenant: Tenant, token: int) -> list[Outcome]:
 
 
 async def train(store: Store, tenant: Tenant) -> dict[tuple[str, int], bytes]:
-    await store.put(tenant.session_record())
+    await store.put_record(tenant.session_record())
     client = Client(tenant, store, no_pause, random.Random(tenant.number))
     await client.run()
     return client.results

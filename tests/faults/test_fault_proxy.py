@@ -110,11 +110,14 @@ async def stored(data_dir: Path, run: Run) -> tuple[list[Any], dict[str, int]]:
     """The states that the tenant saved, to the bit, and how many records of each kind it has."""
     store = await SqliteStore.open(data_dir / "store.db")
     try:
-        records = [await store.get(CheckpointRecord, path) for path in run.paths]
+        records = [await store.get_record(CheckpointRecord, path) for path in run.paths]
         tenant = records[0].tenant
-        states = [checkpoint.read(data_dir / "files" / record.file_id, BASE) for record in records]
+        states = [
+            checkpoint.read_checkpoint(data_dir / "files" / record.file_id, BASE)
+            for record in records
+        ]
         counts = {
-            kind.__name__: (await store.page(kind, tenant=tenant)).total
+            kind.__name__: (await store.page_of_records(kind, tenant=tenant)).total
             for kind in (SessionRecord, ModelRecord, CheckpointRecord)
         }
     finally:

@@ -100,11 +100,11 @@ async def play_group(store: Store, settings: CommonSettings, index: int) -> dict
 
     tenants = [Tenant(3 * index + n, FAKE_INFO.name, ROUNDS) for n in range(3)]
     for tenant in tenants:
-        await store.put(tenant.session_record())
+        await store.put_record(tenant.session_record())
     clients = [Client(tenant, store, pause, random.Random(index)) for tenant in tenants]
     await asyncio.gather(*(client.run() for client in clients))
     for tenant in tenants:
-        model = await store.get(ModelRecord, tenant.model_id)
+        model = await store.get_record(ModelRecord, tenant.model_id)
         assert model is not None and not model.diverged
     root = Path(settings.files_dir)
     return {

@@ -105,13 +105,13 @@ async def train(
     async def pause() -> None:
         # Called between any two things that a client does: a good place for somebody else to die.
         if progress.is_time_to_die(sum(len(client.results) for client in clients), draw):
-            while progress.kills == kills and (await store.figures()).points < len(tenants):
+            while progress.kills == kills and (await store.stats()).points < len(tenants):
                 await asyncio.sleep(0.01)
             worker.kill()
 
     async with opened(settings) as store:
         for tenant in tenants:
-            await store.put(tenant.session_record())
+            await store.put_record(tenant.session_record())
         clients = [
             Client(tenant, store, pause, random.Random(n)) for n, tenant in enumerate(tenants)
         ]
@@ -152,7 +152,7 @@ class Progress:
 
 async def check_models(store: Store, tenants: list[Tenant]) -> None:
     for tenant in tenants:
-        model = await store.get(ModelRecord, tenant.model_id)
+        model = await store.get_record(ModelRecord, tenant.model_id)
         assert model is not None and not model.diverged, f"{tenant.model_id} diverged"
 
 

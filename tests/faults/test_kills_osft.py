@@ -57,7 +57,7 @@ class Play:
     async def run(self) -> None:
         lora, *osft = self.clients
         for client in self.clients:
-            await self._store.put(client.tenant.session_record())
+            await self._store.put_record(client.tenant.session_record())
         async with asyncio.TaskGroup() as playing:
             for client in osft:
                 playing.create_task(client.run())
@@ -75,7 +75,7 @@ class Play:
             await asyncio.sleep(0.01)
         self._worker.set(point_steps=1)
         self._worker.kill()
-        while (await self._store.figures()).points < len(self.clients):
+        while (await self._store.stats()).points < len(self.clients):
             await asyncio.sleep(0.01)
         self._worker.kill()
 
@@ -138,7 +138,7 @@ def test_a_worker_that_is_told_to_stop_does_not_decompose_to_the_end(
     async def scenario() -> None:
         settings = CommonSettings(data_dir=tmp_path)
         async with opened(settings) as store:
-            await store.put(OSFT.session_record())
+            await store.put_record(OSFT.session_record())
             job, records = OSFT.creation()
             creation = (await store.submit(job, *records)).request_id
             monkeypatch.setenv(WEIGHT_S, "1")

@@ -62,7 +62,7 @@ class Placements:
             if entry.method == "lease" and entry.ended == "ok":
                 self.epochs.setdefault(entry.name, []).append(entry.epoch)
                 self.held.setdefault(entry.epoch, set())
-            elif entry.method == "release" and not entry.ended:
+            elif entry.method == "unassign" and not entry.ended:
                 self.held[entry.epoch].discard(entry.model)
             for model, release in entry.taken.items():
                 self._took(entry.epoch, model, release)
@@ -268,7 +268,7 @@ class Training:
 
     async def __aenter__(self) -> "Training":
         for client in self.clients.values():
-            await self._store.put(client.tenant.session_record())
+            await self._store.put_record(client.tenant.session_record())
             self._running.append(asyncio.create_task(client.run()))
         return self
 

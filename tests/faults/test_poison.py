@@ -73,7 +73,7 @@ class World:
 
     async def play(self, tenant: Tenant, *requests: tuple[JobKind, bytes]) -> None:
         """A model with everybody's seed is created, and does this, all sent at once."""
-        await self.store.put(tenant.session_record())
+        await self.store.put_record(tenant.session_record())
         job, (model,) = tenant.creation()
         config = replace(tenant.config, seed=SEED)
         job = replace(job, payload=encode(CreateModel(tenant.base_model, config)))
@@ -99,7 +99,7 @@ class World:
         return JobKind.SAVE_WEIGHTS, encode(SaveWeights(kind, file, record))
 
     def state(self, tenant: Tenant) -> AdapterState:
-        return checkpoint.read(self.files / tenant.final_file, tenant.base_model)
+        return checkpoint.read_checkpoint(self.files / tenant.final_file, tenant.base_model)
 
     def bits(self, tenant: Tenant) -> list[object]:
         return state_bits(self.files / tenant.final_file, tenant.base_model)
@@ -107,7 +107,7 @@ class World:
     # --- who is there -------------------------------------------------------------------------
 
     async def healthy(self, tenant: Tenant) -> None:
-        await self.store.put(tenant.session_record())
+        await self.store.put_record(tenant.session_record())
         client = Client(tenant, self.store, no_pause, random.Random(tenant.number))
         await client.run()
         self.results[tenant.name] = client.results

@@ -95,7 +95,7 @@ async def work(store: RedisStore) -> None:
     cursor = 0
     while True:
         try:
-            jobs = await store.take(epoch, after=cursor, max_jobs=8)
+            jobs = await store.take_jobs(epoch, after=cursor, max_jobs=8)
         except AWAY:
             await asyncio.sleep(0.02)
             continue

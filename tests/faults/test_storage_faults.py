@@ -282,7 +282,7 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
     waiting = asyncio.create_task(store.wait(first.request_id, 10))
     await asyncio.sleep(0)
     assert (
-        await store.get(SessionRecord, "s") is None
+        await store.get_record(SessionRecord, "s") is None
     )  # by now the wait has looked, too, and is parked
     session = SessionRecord("s", "alice", 1.0, 1.0, user_metadata={"about": "x" * 50_000})
     for _ in range(3):
@@ -290,12 +290,12 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
             for refused in (
                 lambda: store.submit(job(2)),
                 lambda: store.finish(epoch, [Outcome(first.request_id, b"r" * 50_000)]),
-                lambda: store.put(session),
+                lambda: store.put_record(session),
             ):
                 with pytest.raises(StoreFailed):
                     await refused()
-            assert [each.seq for each in await store.take(epoch, after=0, max_jobs=9)] == [1]
-            assert await store.get(SessionRecord, "s") is None
+            assert [each.seq for each in await store.take_jobs(epoch, after=0, max_jobs=9)] == [1]
+            assert await store.get_record(SessionRecord, "s") is None
             assert not waiting.done()
     # What was refused left nothing behind, in the counters of the limits neither.
     seqs = range(2, POLICY.model_jobs + 1)
@@ -307,7 +307,7 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
     again = await SqliteStore.open(tmp_path / "store.db", policy=POLICY)
     assert (await again.submit(job(8))).duplicate
     epoch = (await again.lease("worker", "another process", INFO)).epoch
-    left = await again.take(epoch, after=0, max_jobs=9)
+    left = await again.take_jobs(epoch, after=0, max_jobs=9)
     assert [(each.seq, each.payload) for each in left] == [(n, job(n).payload) for n in seqs]
     await again.close()
 
@@ -327,6 +327,6 @@ async def test_calls_that_share_a_full_commit_all_fail_and_all_can_be_repeated(
         assert {type(each) for each in await submit_all()} == {StoreFailed}
     assert [each.duplicate for each in await submit_all()] == [False] * 5
     epoch = (await store.lease("worker", "process", INFO)).epoch
-    taken = await store.take(epoch, after=0, max_jobs=9)
+    taken = await store.take_jobs(epoch, after=0, max_jobs=9)
     assert [each.seq for each in taken] == [1, 2, 3, 4, 5]
     await store.close()

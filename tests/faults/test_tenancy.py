@@ -276,7 +276,7 @@ async def let_in(api: Api, key: str) -> None:
     _, name, secret = key.split("-")
     digest = auth.digest(api.services.secret, name, secret)
     scopes = [Scope.TRAIN, Scope.SAMPLE]
-    await api.services.store.put(KeyRecord(name, name, name, digest, scopes, time.time()))
+    await api.services.store.put_record(KeyRecord(name, name, name, digest, scopes, time.time()))
 
 
 open_only = pytest.mark.parametrize("tenancy", ["open"], indirect=True)

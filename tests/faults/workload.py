@@ -285,7 +285,7 @@ def state_bits(directory: object, base_model: str) -> list[object]:
     """Everything in a saved state, as bytes."""
     from tuneserve_engine.adapters import checkpoint
 
-    state = checkpoint.read(directory, base_model)  # type: ignore[arg-type]
+    state = checkpoint.read_checkpoint(directory, base_model)  # type: ignore[arg-type]
     groups = (state.weights, state.first_moment, state.second_moment, state.accumulator)
     return [
         state.step,

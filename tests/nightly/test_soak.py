@@ -256,7 +256,7 @@ def saves(server: LocalServer, steps: Sequence[Step]) -> list[list[object]]:
         store = await open_store(settings)
         try:
             found = [
-                await store.get(CheckpointRecord, each.told["path"])
+                await store.get_record(CheckpointRecord, each.told["path"])
                 for each in steps
                 if "path" in each.told
             ]

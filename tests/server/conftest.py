@@ -55,7 +55,7 @@ class Api:
         self.backend = backend(info)
         executor = JobExecutor(self.backend, self.services.files)
         worker = Worker(connect, executor, info, name=name)
-        running = asyncio.create_task(worker.run())
+        running = asyncio.create_task(worker.run_until_stopped())
         self._workers[name] = worker, running
         while not worker.session.is_up:
             assert not running.done(), running.exception()

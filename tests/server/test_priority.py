@@ -11,7 +11,7 @@ from tuneserve_server.settings import ApiSettings
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
 def test_threads_that_decompress_leave_the_processor_to_a_worker(settings: ApiSettings) -> None:
-    memory, own = BodyMemory.of(settings), os.getpriority(os.PRIO_PROCESS, 0)
+    memory, own = BodyMemory.from_settings(settings), os.getpriority(os.PRIO_PROCESS, 0)
     theirs = memory.threads.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
     memory.stop()
     assert theirs == min(own + 10, 19)

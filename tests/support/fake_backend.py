@@ -114,7 +114,7 @@ class FakeBackend:
         return 0.0
 
     @property
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         return {"adapters": len(self._adapters)}
 
     def is_prepared(self, config: AdapterConfig) -> bool:

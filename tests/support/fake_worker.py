@@ -45,7 +45,7 @@ async def main(data_dir: Path, info: BaseModelInfo = FAKE_INFO) -> None:
 
     worker = Worker(connect, JobExecutor(backend, files), backend.info, name="worker")
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
-    await worker.run()
+    await worker.run_until_stopped()
 
 
 if __name__ == "__main__":

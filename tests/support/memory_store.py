@@ -27,7 +27,7 @@ class InlineCommit:
         create_tables(self._connection, _SECRET)
         self._closed = False
 
-    def call(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
+    def run_operation(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
         """The result of ``operation``, or what it raised; there already."""
         if self._closed:
             raise ConnectionError("the store is closed")

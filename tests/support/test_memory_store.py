@@ -23,7 +23,7 @@ def test_two_runs_are_alike() -> None:
         store = MemoryStore(clock=lambda: 5.0)
         epoch = (await store.lease("worker", "process", INFO)).epoch
         await asyncio.gather(*(store.submit(sample(seq)) for seq in (3, 1, 2)))
-        taken = await store.take(epoch, after=0, max_jobs=10)
+        taken = await store.take_jobs(epoch, after=0, max_jobs=10)
         await store.close()
         return taken
 
@@ -69,7 +69,7 @@ def test_a_closed_store_refuses_calls_and_an_error_of_sqlite_is_a_failure() -> N
     async def main() -> None:
         store = MemoryStore()
         with pytest.raises(StoreFailed, match="no such table: absent") as failed:
-            await store._call(lambda tx: tx.run("DELETE FROM absent"))
+            await store._call(lambda tx: tx.execute("DELETE FROM absent"))
         assert isinstance(failed.value.__cause__, sqlite3.Error)
         await store.close()
         with pytest.raises(ConnectionError, match="closed"):

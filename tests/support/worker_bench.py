@@ -140,7 +140,7 @@ class Bench:
         executor = JobExecutor(self.backend, FileStore(self.root / "files"))
         connect = self.line.connect
         self.worker = Worker(connect, executor, FAKE_INFO, name=name, policy=self.policy)
-        self.task = asyncio.create_task(self.worker.run())
+        self.task = asyncio.create_task(self.worker.run_until_stopped())
 
     async def kill(self) -> None:
         """Ends the worker as a crash does: it tells nobody."""

@@ -45,7 +45,9 @@ def to_members(
     return {MEMBER: tensor_file.encoded(tensors, metadata | ({_NAME: name} if name else {}))}
 
 
-def read(directory: Path, base_model: str, revision: str = "", *, name: str = "") -> AdapterState:
+def read_checkpoint(
+    directory: Path, base_model: str, revision: str = "", *, name: str = ""
+) -> AdapterState:
     """Return the state saved in ``directory``, bit for bit.
 
     Messages call it ``name``, or by default the name that it was saved under.

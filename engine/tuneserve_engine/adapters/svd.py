@@ -319,7 +319,7 @@ class BaseWeightSvd:
                     told = f"{name} of layer {layer} has the shape {weight.shape}"
                     raise ValueError(f"{told}, not {(inputs, outputs)}")
                 try:
-                    found = triples.of(weight)
+                    found = triples.decompose(weight)
                 except np.linalg.LinAlgError as error:
                     raise np.linalg.LinAlgError(f"{name} of layer {layer}: {error}") from error
                 for file, content in zip(files, found, strict=True):

@@ -46,7 +46,7 @@ class SvdProcess:
             self._process.kill()
             _closed(self._process)
 
-    def of(self, weight: Weight) -> tuple[bytes, bytes, bytes]:
+    def decompose(self, weight: Weight) -> tuple[bytes, bytes, bytes]:
         """Return ``u`` [K, F], ``s`` [K] and ``v`` [K, D] of Wᵀ [D, F], float32, the weakest first.
 
         Computed in float64: in float32 the directions of small singular values are orthogonal to

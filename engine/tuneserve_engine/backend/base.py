@@ -211,8 +211,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def figures(self) -> Mapping[str, float]:
-        """Gauges and counters by the names in ``metric_names.FIGURES``. Thread-safe."""
+    def metrics(self) -> Mapping[str, float]:
+        """Gauges and counters by the names in ``metric_names.WORKER_METRICS``. Thread-safe."""
         ...
 
     def is_prepared(self, config: AdapterConfig) -> bool:

@@ -49,7 +49,7 @@ class Rejection:
     no_room: bool = False
 
     @classmethod
-    def of(cls, error: EngineError) -> "Rejection":
+    def from_error(cls, error: EngineError) -> "Rejection":
         return cls(str(error), error.category, error.no_room)
 
 

@@ -82,7 +82,7 @@ class _Datum:
     mask: np.ndarray[Any, Any]
     logprobs: np.ndarray[Any, Any]
 
-    def take(self, span: _Span, source: Source) -> None:
+    def take_spans(self, span: _Span, source: Source) -> None:
         """Mark the targets of the span as sampled, with the logprobs of the sequence."""
         self.mask[span.part] = 1.0
         self.logprobs[span.part] = source.logprobs[span.offset :][: span.length]
@@ -120,7 +120,7 @@ class Provenance:
             for span in datum.losses:
                 yield datum, span, True
 
-    def take(self, sources: Mapping[str, Source]) -> None:
+    def take_sequences(self, sources: Mapping[str, Source]) -> None:
         """Check the spans that name these sequences, and keep the logprobs of sampled targets.
 
         ``sources`` is by sequence id. Raises ``UserError`` for a span that does not match its
@@ -131,7 +131,7 @@ class Provenance:
                 if is_loss:
                     _check(span, source, datum.targets, "target")
                     if span.is_sampled:
-                        datum.take(span, source)
+                        datum.take_spans(span, source)
                 else:
                     _check(span, source, datum.tokens, "input")
 

@@ -61,7 +61,7 @@ class Totals:
     flops: float = 0.0
 
     @classmethod
-    def of(cls, usage: Usage) -> "Totals":
+    def from_usage(cls, usage: Usage) -> "Totals":
         """Return the totals of one request."""
         return cls(1, *(getattr(usage, name) for name in TOTALLED[1:]))
 

@@ -49,7 +49,7 @@ class ServedModel:
     info: BaseModelInfo
     workers: int  # alive now
     seen_s: float  # last sign of life of any of its workers
-    figures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by worker
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by worker
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
+    async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
         """Extend the lease by its time to live.
 
         Returns three things. The models placed here that the worker should give up with
@@ -180,7 +180,7 @@ class Queue(Protocol):
         its process restarts, which only costs the worker a sample run in vain. The tenants'
         weights.
 
-        ``figures`` are the worker's metrics and replace those of the last renewal. The store may
+        ``metrics`` are the worker's metrics and replace those of the last renewal. The store may
         lose them when its process restarts.
 
         Also ends the leases that have run out: jobs noted by ``begin`` count an attempt, jobs with
@@ -188,14 +188,14 @@ class Queue(Protocol):
         """
         ...
 
-    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+    async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         """Return unfinished, released jobs placed here with ``release > after``, oldest first.
 
         Waits until there is one. Reading changes nothing: ``after`` is the caller's cursor.
         """
         ...
 
-    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
+    async def note_running(self, epoch: int, request_ids: Sequence[str]) -> None:
         """Note the requests that this worker runs from now on, replacing the last note.
 
         The store may lose the note when its process restarts: the note serves to count attempts
@@ -203,7 +203,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def progress(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
+    async def publish_tokens(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
         """Send parts of running samples to the current ``listen`` subscribers.
 
         Nothing is stored, and a part may be lost on its way. Needs no lease: every worker that runs
@@ -222,11 +222,11 @@ class Queue(Protocol):
         """
         ...
 
-    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+    async def recovery_points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
         """Return the model's kept recovery points, newest first: two at most."""
         ...
 
-    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+    async def read_log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
         """Return the requests that changed the model's state from position ``start`` on, in order.
 
         Returns as many as one message carries, and an empty list at the end of the log.
@@ -241,7 +241,7 @@ class Queue(Protocol):
         """
         ...
 
-    async def release(self, epoch: int, model_id: str) -> None:
+    async def unassign(self, epoch: int, model_id: str) -> None:
         """Give the model up: its waiting and future jobs are placed again."""
         ...
 
@@ -295,7 +295,7 @@ class Store(Queue, Protocol):
         """
         ...
 
-    def listen(self, streams: Iterable[str]) -> Subscription:
+    def subscribe(self, streams: Iterable[str]) -> Subscription:
         """Subscribe to the parts that workers send by ``progress`` for these streams.
 
         Stream names must be unique. Call this before the sample is submitted: parts sent earlier
@@ -328,7 +328,7 @@ class Store(Queue, Protocol):
         """
         ...
 
-    async def join(self, sampler_key: str) -> int | None:
+    async def join_sampler(self, sampler_key: str) -> int | None:
         """Return a unique number for one more client of a sampling session.
 
         Returns None if the session does not exist.
@@ -343,22 +343,22 @@ class Store(Queue, Protocol):
         """
         ...
 
-    async def put(self, record: Record) -> None:
+    async def put_record(self, record: Record) -> None:
         """Insert or replace the record."""
         ...
 
-    async def put_new(self, record: R) -> R:
+    async def put_new_record(self, record: R) -> R:
         """Insert the record, or return the one already stored under this key.
 
         Raises ``LimitReached`` for a session or a sampler over a limit.
         """
         ...
 
-    async def update(self, *updates: Update) -> None: ...
+    async def update_record(self, *updates: Update) -> None: ...
 
-    async def get(self, record_type: type[R], key: str) -> R | None: ...
+    async def get_record(self, record_type: type[R], key: str) -> R | None: ...
 
-    async def page(
+    async def page_of_records(
         self,
         record_type: type[R],
         *,
@@ -370,7 +370,7 @@ class Store(Queue, Protocol):
         """Return a page of records, newest first."""
         ...
 
-    async def kept(self, tenant: str, key: str = "") -> CheckpointUsage:
+    async def checkpoint_usage(self, tenant: str, key: str = "") -> CheckpointUsage:
         """Return what the tenant keeps, except the checkpoint or unnamed save with this key."""
         ...
 
@@ -378,7 +378,7 @@ class Store(Queue, Protocol):
         """Return the tenant's samplers that have weights of their own, in any order."""
         ...
 
-    async def delete(self, record_type: type[R], key: str) -> None:
+    async def delete_record(self, record_type: type[R], key: str) -> None:
         """Delete the record.
 
         Deleting the last checkpoint of a model whose session is forgotten also deletes the model.
@@ -437,9 +437,9 @@ class Store(Queue, Protocol):
 
     async def request(self, request_id: str) -> RequestState | None: ...
 
-    async def figures(self) -> StoreStats: ...
+    async def stats(self) -> StoreStats: ...
 
-    async def served(self) -> list[ServedModel]:
+    async def base_models(self) -> list[ServedModel]:
         """Return every base model that a worker has ever leased with, sorted by name."""
         ...
 

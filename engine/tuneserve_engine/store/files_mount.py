@@ -58,7 +58,7 @@ async def check_shared(directory: Path, store: Store, shown: str = "of this serv
     files = open_files(directory)
     # Read before the store is asked: its other processes leave files only once it knows the mark.
     found, present = ownership.marks(files), files.ids()
-    known = await store.get(DirectoryRecord, FILES)
+    known = await store.get_record(DirectoryRecord, FILES)
     if known is None:
         mark = identity_of(await store.secret())
         if mark not in found:
@@ -67,7 +67,7 @@ async def check_shared(directory: Path, store: Store, shown: str = "of this serv
             if not is_own and (present or found):
                 raise _taken(directory, len(present), shown)
             files.leave_note(f"{MARK}{mark}")  # first: a process that knows the mark must find it
-        known = await store.put_new(DirectoryRecord(FILES, mark))
+        known = await store.put_new_record(DirectoryRecord(FILES, mark))
     if known.mark not in ownership.marks(files):
         raise StoreUnusable(
             f"{directory} is not the directory of files that belongs to the store: {MARK}"

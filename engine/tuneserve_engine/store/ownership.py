@@ -292,7 +292,7 @@ class Ownership:
             )
         mark = facts.mark or facts.identity
         await asyncio.to_thread(self._files.leave_note, f"{MARK}{mark}")
-        await self._store.put_new(DirectoryRecord(FILES, mark))
+        await self._store.put_new_record(DirectoryRecord(FILES, mark))
         reached = max((each.generation for each in facts.claims), default=0)
         await self._claim(facts, max(reached, *facts.generations, 0) + 1)
         for other in set(facts.marks) - {mark}:
@@ -307,19 +307,21 @@ class Ownership:
         # The directory is read first: the store learns of each claim before the directory does.
         found = await asyncio.to_thread(found_in, self._files, now_s)
         secret, seat = await self._store.secret(), await self._store.seat()
-        return facts_of(found, secret, seat, (await self._store.page(DirectoryRecord)).items)
+        return facts_of(
+            found, secret, seat, (await self._store.page_of_records(DirectoryRecord)).items
+        )
 
     # --- the seat ---------------------------------------------------------------------------------
 
     async def _take_seat(self, facts: Facts) -> None:
         if facts.known_seat is None:
-            await self._store.put_new(DirectoryRecord(SEAT, facts.seat, parent=FILES))
+            await self._store.put_new_record(DirectoryRecord(SEAT, facts.seat, parent=FILES))
         elif facts.has_moved and facts.seat not in self._files.notes(MOVED):
             await asyncio.to_thread(self._files.leave_note, f"{MOVED}{facts.seat}")
 
     async def _settle(self, seat: str) -> None:
         """Record the store's place as settled: from now on no other store can name its files."""
-        await self._store.put(DirectoryRecord(SEAT, seat, parent=FILES))
+        await self._store.put_record(DirectoryRecord(SEAT, seat, parent=FILES))
         for each in self._files.notes(MOVED):
             self._files.remove_note(f"{MOVED}{each}")
         forget(self._files, "moved-")
@@ -341,7 +343,7 @@ class Ownership:
 
     async def _claim(self, facts: Facts, generation: int) -> None:
         nonce = secrets.token_hex(4)
-        stored = await self._store.put_new(
+        stored = await self._store.put_new_record(
             DirectoryRecord(f"{FILES}@{generation}", nonce, parent=FILES)
         )
         claim = Claim(facts.identity, generation, stored.mark)
@@ -352,7 +354,7 @@ class Ownership:
                 await asyncio.to_thread(self._files.remove_note, old.note)
         for each in facts.generations:
             if each < generation - 1:  # keep the last but one: another process may have read it
-                await self._store.delete(DirectoryRecord, f"{FILES}@{each}")
+                await self._store.delete_record(DirectoryRecord, f"{FILES}@{each}")
 
     async def _dispute(self, facts: Facts) -> None:
         """Leave or renew a note that this store, which is not the owner, is alive."""

@@ -17,12 +17,12 @@ class Subscription:
         self._parts: TokenEvents = []
         self._news = asyncio.Event()
 
-    def add(self, stream: str, parts: Iterable[EncodedTokenDelta]) -> None:
+    def add_deltas(self, stream: str, parts: Iterable[EncodedTokenDelta]) -> None:
         self._parts += [(stream, part) for part in parts]
         if self._parts:
             self._news.set()
 
-    async def take(self) -> TokenEvents:
+    async def take_deltas(self) -> TokenEvents:
         """Return the parts since the last call; waits until there is one."""
         await self._news.wait()
         self._news.clear()
@@ -42,14 +42,14 @@ class TokenBroker:
         """Whether there is any subscription."""
         return bool(self._heard)
 
-    def listen(self, streams: Iterable[str]) -> Subscription:
+    def subscribe(self, streams: Iterable[str]) -> Subscription:
         heard = Subscription()
         for stream in streams:
             self._heard[stream] = heard
         return heard
 
-    def tell(self, parts: Mapping[str, Sequence[EncodedTokenDelta]]) -> None:
+    def publish(self, parts: Mapping[str, Sequence[EncodedTokenDelta]]) -> None:
         for stream, told in parts.items():
             heard = self._heard.get(stream)
             if heard is not None:
-                heard.add(stream, told)
+                heard.add_deltas(stream, told)

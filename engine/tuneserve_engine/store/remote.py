@@ -70,7 +70,7 @@ class _Method:
         self._names = tuple(hints)
         self._types = tuple[tuple(hints.values())]  # type: ignore[misc]
 
-    async def run(self, queue: Queue, raw: msgspec.Raw) -> Any:
+    async def call_method(self, queue: Queue, raw: msgspec.Raw) -> Any:
         values = msgspec.msgpack.decode(raw, type=self._types)
         return await getattr(queue, self.name)(**dict(zip(self._names, values, strict=True)))
 
@@ -88,7 +88,7 @@ async def serve(queue: Queue, socket_path: Path | str) -> AsyncIterator[None]:
     connections: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(_Connection(queue, reader, writer).run())
+        task = asyncio.create_task(_Connection(queue, reader, writer).serve_calls())
         connections.add(task)
         task.add_done_callback(connections.discard)
         # Closed here too: a task that is cancelled before it starts would leave it open.
@@ -118,7 +118,7 @@ class _Connection:
         self._writer = writer
         self._calls: dict[int, asyncio.Task[None]] = {}
 
-    async def run(self) -> None:
+    async def serve_calls(self) -> None:
         try:
             while True:
                 frame = await _read_frame(self._reader)
@@ -147,7 +147,9 @@ class _Connection:
         try:
             if method not in _METHODS:
                 raise ValueError(f"unknown method {method}; run the worker's release here too")
-            frame = _frame([call_id, True, await _METHODS[method].run(self._queue, arguments)])
+            frame = _frame(
+                [call_id, True, await _METHODS[method].call_method(self._queue, arguments)]
+            )
         except Exception as error:
             if not isinstance(
                 error, (Fenced, StoreFailed, StoreUnusable, ConnectionError)
@@ -272,32 +274,32 @@ class RemoteQueue:
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         return cast(Lease, await self._call("lease", name, owner, info))
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
-        return cast(Renewal, await self._call("renew", epoch, figures))
+    async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
+        return cast(Renewal, await self._call("renew", epoch, metrics))
 
-    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
-        return cast(list[Job], await self._call("take", epoch, after, max_jobs))
+    async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+        return cast(list[Job], await self._call("take_jobs", epoch, after, max_jobs))
 
-    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
-        await self._call("begin", epoch, request_ids)
+    async def note_running(self, epoch: int, request_ids: Sequence[str]) -> None:
+        await self._call("note_running", epoch, request_ids)
 
-    async def progress(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
-        await self._call("progress", parts)
+    async def publish_tokens(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
+        await self._call("publish_tokens", parts)
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
         await self._call("finish", epoch, outcomes)
 
-    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
-        return cast(list[RecoveryPoint], await self._call("points", epoch, model_id))
+    async def recovery_points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+        return cast(list[RecoveryPoint], await self._call("recovery_points", epoch, model_id))
 
-    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
-        return cast(list[LogEntry], await self._call("log", epoch, model_id, start))
+    async def read_log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+        return cast(list[LogEntry], await self._call("read_log", epoch, model_id, start))
 
     async def save_point(self, epoch: int, point: RecoveryPoint) -> None:
         await self._call("save_point", epoch, point)
 
-    async def release(self, epoch: int, model_id: str) -> None:
-        await self._call("release", epoch, model_id)
+    async def unassign(self, epoch: int, model_id: str) -> None:
+        await self._call("unassign", epoch, model_id)
 
     async def resign(self, epoch: int) -> None:
         await self._call("resign", epoch)

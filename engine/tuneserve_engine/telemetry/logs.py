@@ -69,19 +69,19 @@ def begin() -> None:
     _about.set({})
 
 
-def note(**fields: str | None) -> None:
+def add_fields(**fields: str | None) -> None:
     """Add fields to the lines that follow; a no-op before ``begin``."""
     noted = _about.get()
     if noted is not None:
         noted |= {name: value for name, value in fields.items() if value is not None}
 
 
-def noted() -> dict[str, Any]:
+def noted_fields() -> dict[str, Any]:
     """Return the fields noted since ``begin``."""
     return dict(_about.get() or {})
 
 
-def of(job: Job) -> dict[str, Any]:
+def job_fields(job: Job) -> dict[str, Any]:
     """Return the ``extra`` of a line about a job."""
     fields = {"request_id": job.request_id, "tenant": job.tenant}
     return fields if job.model_id is None else fields | {"model_id": job.model_id}
@@ -102,7 +102,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        known = {**noted(), **vars(record)}
+        known = {**noted_fields(), **vars(record)}
         line |= {name: known[name] for name in FIELDS if name in known}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

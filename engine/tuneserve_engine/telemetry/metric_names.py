@@ -3,7 +3,7 @@
 Metrics that end in ``_total`` only grow while the process lives; the others go up and down.
 """
 
-FIGURES = {
+WORKER_METRICS = {
     "ready": "1 once every program is compiled or has failed to compile. The worker takes requests "
     "before that, too.",
     "programs": "The number of programs that requests can need.",

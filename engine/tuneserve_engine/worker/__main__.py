@@ -91,7 +91,7 @@ async def _work(
         backend.static_shapes, context=backend.info.context_length, decode_slots=backend.sample_rows
     )
     tracer = open_tracer("worker", settings)
-    settling = pauses.Settling(lambda: backend.figures["programs_compiled"])
+    settling = pauses.Settling(lambda: backend.metrics["programs_compiled"])
 
     def renewed() -> None:
         pulse.touch()
@@ -116,7 +116,7 @@ async def _work(
                 points=PointPolicy(interval_s=settings.point_s, steps=settings.point_steps),
                 renew_s=settings.lease_ttl_s / 3,
                 renewed=renewed,
-                figures=lambda: backend.figures,
+                metrics=lambda: backend.metrics,
                 peak_flops=settings.device_peak_flops or 0.0,
                 observers=[WorkerTraces(tracer)] if tracer else [],
             ),
@@ -125,7 +125,7 @@ async def _work(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
         pauses.shorten()
-        await worker.run()
+        await worker.run_until_stopped()
         logger.info("stopped")
 
 

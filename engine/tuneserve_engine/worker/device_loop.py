@@ -64,7 +64,7 @@ class DeviceLoop:
         self._pending = services.pending
         self._clock = services.clock
         self._device = device
-        self._decoded = PayloadPrefetcher(executor.decode, decoder)
+        self._decoded = PayloadPrefetcher(executor.decode_payload, decoder)
         self._slices: list[_TimeSlice] = []  # the stack: each runs inside the one before it
         self._calls: deque[_Call] = deque()  # for the device's thread, outside the batches
         self._sampling: dict[str, RunningSample] = {}
@@ -105,7 +105,7 @@ class DeviceLoop:
         """Release the device's thread from waiting for the event loop, which ends."""
         self._ended.set()
 
-    async def run(self) -> None:
+    async def run_batches(self) -> None:
         """Run batches until ``stop``; return when all results have been taken."""
         idle_since_s = self._clock()
         while not self._stopping.is_set():
@@ -147,7 +147,7 @@ class DeviceLoop:
 
     async def _start_batch(self, batch: Sequence[Job]) -> None:
         new = [job for job in batch if job.request_id not in self._sampling]
-        self._pending.remove(new)
+        self._pending.remove_jobs(new)
         self._services.start_jobs(new, len(batch) - 1)
         self._on_device = batch if batch[0].kind == JobKind.SAMPLE else ()
         await self._services.report_running(batch)
@@ -194,7 +194,7 @@ class DeviceLoop:
     def _run_call(self) -> None:
         """Run the oldest waiting call, unless it already ran between micro-batches."""
         if self._calls:
-            self._calls.popleft().run()
+            self._calls.popleft().run_call()
 
     def _should_yield(self, slice_: "_TimeSlice") -> bool:
         is_awaited = (
@@ -309,7 +309,7 @@ class _Call(NamedTuple):
     call: Callable[[], Any]
     result: "Future[Any]"
 
-    def run(self) -> None:
+    def run_call(self) -> None:
         if not self.result.set_running_or_notify_cancel():
             return
         try:

@@ -27,7 +27,7 @@ class StoreSession:
     """A lease under ``name``, kept by renewing it every ``renew_s``.
 
     ``connect`` returns a connected queue, and is called again whenever the connection is lost.
-    ``renewed`` is called with the store's answer to each renewal; each renewal reports ``figures``
+    ``renewed`` is called with the store's answer to each renewal; each renewal reports ``metrics``
     to the store.
     """
 
@@ -38,14 +38,14 @@ class StoreSession:
         info: BaseModelInfo,
         renewed: Callable[[Renewal], None],
         renew_s: float,
-        figures: Callable[[], Mapping[str, float]] = dict,
+        metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._connect = connect
         self._name = name
         self._info = info
         self._renewed = renewed
         self._renew_s = renew_s
-        self._figures = figures
+        self._metrics = metrics
         self._owner = uuid.uuid4().hex
         self._epoch: int | None = None
         self._queue: Queue | None = None
@@ -61,7 +61,7 @@ class StoreSession:
         """The epoch of the lease; 0 before the first lease."""
         return self._epoch or 0
 
-    async def keep(self, *traffic: Call[None]) -> None:
+    async def run_session(self, *traffic: Call[None]) -> None:
         """Connect, take the lease and run ``traffic`` beside the renewals; repeat when it fails.
 
         Never returns. Raises ``Fenced`` or ``LeaseLost`` if another worker has taken over.
@@ -96,7 +96,7 @@ class StoreSession:
 
     async def _renew(self, queue: Queue, epoch: int) -> None:
         while True:
-            self._renewed(await queue.renew(epoch, dict(self._figures())))
+            self._renewed(await queue.renew(epoch, dict(self._metrics())))
             await asyncio.sleep(self._renew_s)
 
     async def call(self, call: Call[T]) -> T:

@@ -21,7 +21,7 @@ class PendingJobs:
         self._samples = 0
         self.arrived = asyncio.Event()
 
-    def add(self, jobs: Iterable[Job]) -> None:
+    def add_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self._samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
             self._pending[job.request_id] = job
@@ -36,7 +36,7 @@ class PendingJobs:
         loop = asyncio.get_running_loop()
         futures = {entry.job.request_id: loop.create_future() for entry in entries}
         self._replays |= futures
-        self.add(
+        self.add_jobs(
             replace(
                 entry.job,
                 halvings=entry.halvings,
@@ -65,17 +65,17 @@ class PendingJobs:
     def withdraw(self, model_id: str) -> list[Job]:
         """Remove the model's jobs and return them, in order."""
         mine = [job for job in self.in_order() if job.model_id == model_id]
-        self.remove(mine)
+        self.remove_jobs(mine)
         return mine
 
-    def remove(self, jobs: Iterable[Job]) -> None:
+    def remove_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             del self._pending[job.request_id]
             self._samples -= job.kind == JobKind.SAMPLE
 
-    def drop(self, request_ids: Iterable[str]) -> None:
+    def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Remove the jobs of these requests, if they wait."""
-        self.remove([self._pending[name] for name in request_ids if name in self._pending])
+        self.remove_jobs([self._pending[name] for name in request_ids if name in self._pending])
 
     def finish_replay(self, job: Job, outcome: Outcome) -> None:
         future = self._replays.pop(job.request_id)

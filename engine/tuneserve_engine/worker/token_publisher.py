@@ -44,4 +44,4 @@ class TokenPublisher:
 
 
 async def _send(new_tokens: dict[str, list[EncodedTokenDelta]], queue: Queue, _: int) -> None:
-    await queue.progress(new_tokens)
+    await queue.publish_tokens(new_tokens)

@@ -63,7 +63,7 @@ class WorkerPolicy:
 
     ``device``, ``decoder``, ``host`` and ``disk`` make executors that run one call at a time each,
     so that encoding one client's result does not wait for decoding another client's long request.
-    ``renewed`` is called after every renewal of the lease; each renewal reports ``figures`` to the
+    ``renewed`` is called after every renewal of the lease; each renewal reports ``metrics`` to the
     store. ``peak_flops`` is the device's peak in FLOP/s, 0 if unknown. ``observers`` hear of every
     job's events.
     """
@@ -76,7 +76,7 @@ class WorkerPolicy:
     host: Callable[[], Executor] = _one_thread
     disk: Callable[[], Executor] = _one_thread
     renewed: Callable[[], None] = _nothing
-    figures: Callable[[], Mapping[str, float]] = dict
+    metrics: Callable[[], Mapping[str, float]] = dict
     peak_flops: float = 0.0
     observers: Sequence[JobObserver] = ()
 
@@ -133,7 +133,7 @@ class Worker:
         )
         self._models = ModelManager(executor, policy.points, services)
         self._on_renewed = policy.renewed
-        self._backend_metrics = policy.figures
+        self._backend_metrics = policy.metrics
         self._peak_flops = policy.peak_flops
         self._reported: tuple[list[str], float] = ([], 0.0)  # running requests, and when
         self._cursor = 0
@@ -155,7 +155,7 @@ class Worker:
         self._stopping.set()
         self._device_loop.stop()
 
-    async def run(self) -> None:
+    async def run_until_stopped(self) -> None:
         """Run jobs until ``stop``, then return.
 
         A batch that is still running ``STOP_S`` after ``stop`` is abandoned. Raises ``Fenced`` or
@@ -163,9 +163,9 @@ class Worker:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                device_loop = self._tasks.create_task(self._device_loop.run())
+                device_loop = self._tasks.create_task(self._device_loop.run_batches())
                 self._tasks.create_task(self._deliver())
-                self._tasks.create_task(self.session.keep(self._take_jobs, self._finish))
+                self._tasks.create_task(self.session.run_session(self._take_jobs, self._finish))
                 self._tasks.create_task(self._models.save_points_forever())
                 self._tasks.create_task(self._stop_after(device_loop))
         except BaseExceptionGroup as group:
@@ -226,7 +226,7 @@ class Worker:
         Waiting jobs are not run and running samples are given up. Jobs on the device run to their
         end, but nothing waits for their outcomes: the store takes only the cost from them.
         """
-        self.pending.drop(request_ids)
+        self.pending.drop_requests(request_ids)
         self._device_loop.cancel(request_ids)
         self._drop(request_ids)
         self._wake_stored()
@@ -241,14 +241,14 @@ class Worker:
         while True:
             async with self._taking:
                 jobs = await self._unless_paused(
-                    queue.take(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
+                    queue.take_jobs(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
                 )
             for observer in self._observers:
                 observer.on_arrived(jobs)
             for job in jobs:
                 self._cursor = job.release
                 if job.model_id is None:
-                    self.pending.add([job])
+                    self.pending.add_jobs([job])
                 else:
                     self._models.route(job)
             self._device_loop.prefetch()
@@ -332,7 +332,7 @@ class Worker:
         self._ledger.move_to_overhead(request_ids)
         self._drop(request_ids)
         if request_ids:  # clear the report, so that no request is blamed for a death from here on
-            self.spawn(self.session.notify(lambda queue, epoch: queue.begin(epoch, [])))
+            self.spawn(self.session.notify(lambda queue, epoch: queue.note_running(epoch, [])))
 
     async def _report_running(self, batch: Sequence[Job]) -> None:
         """Report the running requests to the store, without waiting for its answer.
@@ -349,7 +349,7 @@ class Worker:
         if is_slice and ids == self._reported[0] and now_s < self._reported[1] + _REPORT_S:
             return
         self._reported = ids, now_s
-        self.spawn(self.session.notify(lambda queue, epoch: queue.begin(epoch, ids)))
+        self.spawn(self.session.notify(lambda queue, epoch: queue.note_running(epoch, ids)))
         await asyncio.sleep(0)  # so that the report is sent before the batch starts
 
     # --- results --------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class Worker:
 def _log_failure(job: Job, rejection: Rejection, batch_id: str) -> None:
     """Log that a job failed, without the message, which may quote the tenant's request."""
     message = "%s of %s failed: %s error, request %s"
-    extra = {**logs.of(job), "batch_id": batch_id}
+    extra = {**logs.job_fields(job), "batch_id": batch_id}
     name = job.model_id or job.scope
     logger.info(message, job.kind, name, rejection.category, job.request_id, extra=extra)
 

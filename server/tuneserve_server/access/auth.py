@@ -88,7 +88,7 @@ def _refused() -> KeyRefused:
 
 async def has_keys(store: Store) -> bool:
     """Return whether a key was ever made. Revoked keys stay, so this never becomes false again."""
-    return (await store.page(KeyRecord, limit=0)).total > 0
+    return (await store.page_of_records(KeyRecord, limit=0)).total > 0
 
 
 async def _read(reading: Awaitable[T], known: T | None) -> T:
@@ -121,13 +121,13 @@ class KeyCache:
         """Return whether the key existed when it was last looked up."""
         return self._known.get(key_id, (0.0, 0.0, None))[2] is not None
 
-    async def get(self, key_id: str) -> KeyRecord | None:
+    async def find_key(self, key_id: str) -> KeyRecord | None:
         now_s = self._clock()
         looked_s, read_s, known = self._known.get(key_id, (-math.inf, -math.inf, None))
         if now_s - looked_s < FRESH_S:
             return known
         in_use = now_s - looked_s < GRACE_S and now_s - read_s < LONGEST_GRACE_S
-        found = await _read(self._store.get(KeyRecord, key_id), known if in_use else None)
+        found = await _read(self._store.get_record(KeyRecord, key_id), known if in_use else None)
         self._known[key_id] = (now_s, read_s if found is known and in_use else now_s, found)
         self._known.move_to_end(key_id)
         if len(self._known) > MOST_KNOWN:
@@ -149,7 +149,7 @@ class RateLimit:
     def is_over(self, address: str) -> bool:
         return self._left_now(_network(address)) < 1
 
-    def note(self, address: str) -> None:
+    def record_failure(self, address: str) -> None:
         network = _network(address)
         self._left[network] = (self._clock(), max(self._left_now(network) - 1, 0.0))
         self._left.move_to_end(network)
@@ -207,7 +207,7 @@ class Authenticator:
             self._looked_s = now_s
         return self._keyed
 
-    async def enter(self, api_key: str | None, address: str) -> Identity:
+    async def authenticate(self, api_key: str | None, address: str) -> Identity:
         """Return the identity of an API key that comes from ``address``.
 
         Raises ``KeyRefused``, or ``TooManyLogins`` for an address with too many failed logins.
@@ -224,13 +224,13 @@ class Authenticator:
         if is_over and not self._keys.knows(key_id):
             if self._lookups.is_over(address):
                 raise TooManyLogins()
-            self._lookups.note(address)
-        key = await self._keys.get(key_id) if parts else None
+            self._lookups.record_failure(address)
+        key = await self._keys.find_key(key_id) if parts else None
         given = digest(self._pepper, key_id, secret)
         is_right = hmac.compare_digest(given, _NO_DIGEST if key is None else key.digest)
         if key is None or not is_right or not key.is_valid(self._wall_clock()):
             if is_over:
                 raise TooManyLogins()
-            self._failures.note(address)
+            self._failures.record_failure(address)
             raise _refused()
         return Identity(key.tenant, frozenset(key.scopes))

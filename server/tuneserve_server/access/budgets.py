@@ -79,7 +79,7 @@ class Budgets:
         now_s = self._clock()
         known = self._known.get(tenant)
         if known is None or now_s - known.asked_s >= _FRESH_S:
-            own = await self._store.get(TenantRecord, tenant)
+            own = await self._store.get_record(TenantRecord, tenant)
             limit_s = self._limits_s.get(tenant)
             if own is not None and own.device_s_a_day is not None:
                 limit_s = own.device_s_a_day

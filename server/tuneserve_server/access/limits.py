@@ -101,7 +101,7 @@ async def check_room(
 
     The tenant's other checkpoints count, by number and by bytes, and so do ``needed_bytes``.
     """
-    kept, most = await store.kept(tenant, key), await most_kept(store, policy, tenant)
+    kept, most = await store.checkpoint_usage(tenant, key), await most_kept(store, policy, tenant)
     refusal = refusals.keeps_too_much(kept, most, needed_bytes)
     if refusal is not None:
         raise UserError(refusal.message)
@@ -109,4 +109,4 @@ async def check_room(
 
 async def most_kept(store: Store, policy: StorePolicy, tenant: str) -> CheckpointUsage:
     """Return the number and the total bytes of checkpoints that the tenant may keep."""
-    return refusals.most_kept(await store.get(TenantRecord, tenant), policy)
+    return refusals.most_kept(await store.get_record(TenantRecord, tenant), policy)

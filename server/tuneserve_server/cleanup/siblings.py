@@ -57,7 +57,9 @@ class Siblings:
 
         ``was_away`` says that this process could not hear the others since the last call.
         """
-        found = {each.key: each for each in (await self._store.page(ProcessRecord)).items}
+        found = {
+            each.key: each for each in (await self._store.page_of_records(ProcessRecord)).items
+        }
         await self._note(found.pop(self._key, None))
         lasts, over_s, now_s = False, 0.0, self._clock()
         for each in found.values():
@@ -71,7 +73,7 @@ class Siblings:
                 if silent_s > self._late_s and not was_away:
                     over_s = max(over_s, silent_s)
             elif silent_s > DEAD_S:
-                await self._store.delete(ProcessRecord, each.key)
+                await self._store.delete_record(ProcessRecord, each.key)
             elif silent_s > self._late_s:
                 lasts = True
         self._signs = {key: sign for key, sign in self._signs.items() if key in found}
@@ -80,12 +82,12 @@ class Siblings:
     async def _note(self, known: ProcessRecord | None) -> None:
         seen_s = self._wall()
         if known is not None:  # an update is possible even in a full store
-            await self._store.update(Update("process", self._key, {"seen_s": seen_s}))
+            await self._store.update_record(Update("process", self._key, {"seen_s": seen_s}))
             return
         with suppress(StoreFailed):
-            await self._store.put(ProcessRecord(self._key, seen_s))
+            await self._store.put_record(ProcessRecord(self._key, seen_s))
 
     async def leave(self) -> None:
         """Delete the record of this process, which ends for good."""
         with suppress(StoreFailed, ConnectionError):
-            await self._store.delete(ProcessRecord, self._key)
+            await self._store.delete_record(ProcessRecord, self._key)

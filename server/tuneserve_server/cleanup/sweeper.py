@@ -169,8 +169,8 @@ async def date_back(store: Store, now_s: float, by_s: float) -> None:
     """
     offset, total = 0, 1
     while offset < total:
-        page = await store.page(CheckpointRecord, limit=_PAGE, offset=offset)
-        await store.update(
+        page = await store.page_of_records(CheckpointRecord, limit=_PAGE, offset=offset)
+        await store.update_record(
             *(_dated(each, now_s, by_s) for each in page.items if each.created_s > now_s)
         )
         offset, total = offset + _PAGE, page.total

@@ -27,7 +27,7 @@ async def make_room(store: Store, settings: ApiSettings, new: SamplerRecord) -> 
     sample keeps its own file.
     """
     most = await most_kept(store, settings.store_policy, new.tenant)
-    kept = await store.kept(new.tenant, new.key)
+    kept = await store.checkpoint_usage(new.tenant, new.key)
     if refusals.keeps_too_much(kept, most) is None:
         return
     saves = [each for each in await store.unnamed_saves(new.tenant) if each.key != new.key]
@@ -35,7 +35,7 @@ async def make_room(store: Store, settings: ApiSettings, new: SamplerRecord) -> 
     for each in sorted(_older([*saves, new], settings.unnamed_saves), key=lambda it: it.used_s):
         if 0 <= now_s - each.used_s < settings.unnamed_save_s:
             continue  # in use; a time in the future was stored before the clock was set back
-        await store.delete(SamplerRecord, each.key)
+        await store.delete_record(SamplerRecord, each.key)
         kept = CheckpointUsage(kept.count - 1, kept.size_bytes - each.size_bytes)
         if refusals.keeps_too_much(kept, most) is None:
             return
@@ -48,14 +48,14 @@ async def adopt(store: Store, files: FileStore) -> None:
     """
     offset, total = 0, 1
     while offset < total:
-        page = await store.page(SamplerRecord, limit=_PAGE, offset=offset)
+        page = await store.page_of_records(SamplerRecord, limit=_PAGE, offset=offset)
         offset, total = offset + _PAGE, page.total
         for each in page.items:
             if each.is_save and not each.used_s:
                 found: dict[str, float] = {"used_s": time.time()}
                 with suppress(OSError):
                     found["size_bytes"] = await asyncio.to_thread(files.size, each.file_id or "")
-                await store.update(Update("sampler", each.key, found))
+                await store.update_record(Update("sampler", each.key, found))
 
 
 def _older(saves: Iterable[SamplerRecord], newest: int) -> list[SamplerRecord]:

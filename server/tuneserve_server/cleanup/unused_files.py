@@ -120,7 +120,7 @@ class UnusedFiles:
             await self.prove()
             return adopted
 
-    async def figures(self) -> dict[str, Any]:
+    async def status(self) -> dict[str, Any]:
         """Return the numbers of files and of quarantined files, and why unused files are kept."""
         present = await asyncio.to_thread(self._files.ids)
         groups = await asyncio.to_thread(self._files.set_aside_groups)

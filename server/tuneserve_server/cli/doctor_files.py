@@ -79,7 +79,7 @@ async def _problem(settings: ApiSettings) -> Problem | None:
             before_new=refuse,
         )
         try:
-            if await store.get(DirectoryRecord, ownership.FILES) is None:
+            if await store.get_record(DirectoryRecord, ownership.FILES) is None:
                 raise _New
             facts, problem = await Ownership(files, store).look()
             return problem or _first_of(facts)

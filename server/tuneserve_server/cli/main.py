@@ -132,7 +132,7 @@ def up(given: Given) -> None:
     keeper = supervisor.Supervisor(children, say, supervisor.RestartPolicy(), ended)
 
     async def run() -> int:
-        return await keeper.run(lambda: asyncio.create_task(report_progress(settings, say)))
+        return await keeper.supervise(lambda: asyncio.create_task(report_progress(settings, say)))
 
     raise typer.Exit(asyncio.run(run()))
 
@@ -140,7 +140,7 @@ def up(given: Given) -> None:
 @_command(ApiSettings)
 def api(given: Given) -> None:
     """Start the API process alone."""
-    raise typer.Exit(serve.run(_settings(ApiSettings, given)))
+    raise typer.Exit(serve.serve_api(_settings(ApiSettings, given)))
 
 
 @_command(WorkerSettings)

@@ -87,7 +87,7 @@ class Supervisor:
         self._running: dict[str, asyncio.subprocess.Process] = {}
         self._was_ready = False
 
-    async def run(self, ready: Callable[[], "asyncio.Task[None]"] | None = None) -> int:
+    async def supervise(self, ready: Callable[[], "asyncio.Task[None]"] | None = None) -> int:
         """Run the children until a signal or until a child is given up; return the exit status.
 
         The status is 0 after SIGTERM or SIGINT, else that of the child given up. ``ready`` runs

@@ -18,7 +18,7 @@ from rich.text import Text
 from tuneserve_client import Client, TuneserveError
 from tuneserve_server.cli.options import HERE, ApiKey, AsJson, Url, connected
 from tuneserve_server.cli.output import print_json, print_json_line
-from tuneserve_server.metric_names import PREFIX, STORE_FIGURES
+from tuneserve_server.metric_names import PREFIX, STORE_METRICS
 
 Worker = tuple[str, str]
 """A base model and the name of one of its workers; the name may be empty if there is only one."""
@@ -39,7 +39,7 @@ def top(
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     with connected(url, api_key, name="top") as client:
         watch = TopWindow()
-        watch.add(look(client))
+        watch.add_counters(look(client))
         looks = _every(client, watch, interval)
         if once or not (as_json or console.is_terminal):
             facts, _ = next(looks)
@@ -66,7 +66,7 @@ def look(client: Client) -> TopSample:
     for family in text_string_to_metric_families(client.metrics()):
         for sample in family.samples:
             name = sample.name.removeprefix(PREFIX)
-            if name in STORE_FIGURES:
+            if name in STORE_METRICS:
                 store[name] = sample.value
             elif "worker" in sample.labels:  # empty for a base model's first worker
                 worker = (sample.labels["base_model"], sample.labels["worker"])
@@ -80,7 +80,7 @@ class TopWindow:
     def __init__(self) -> None:
         self._looks: deque[TopSample] = deque()
 
-    def add(self, one: TopSample) -> None:
+    def add_counters(self, one: TopSample) -> None:
         self._looks.append(one)
         while len(self._looks) > 2 and one.at_s - self._looks[1].at_s >= _WINDOW_S:
             self._looks.popleft()
@@ -124,7 +124,7 @@ def _every(client: Client, watch: TopWindow, interval_s: float) -> Iterator[tupl
         yield watch.facts(), problem
         time.sleep(interval_s)
         try:
-            watch.add(look(client))
+            watch.add_counters(look(client))
             problem = None
         except TuneserveError as error:
             problem = str(error)

@@ -77,7 +77,7 @@ def _take(asked: Provenance, found: Mapping[SampleKey, bytes], wanted: _Wanted) 
     size = 0
     for key, body in found.items():
         named = _named(body, wanted[key], asked.first[key])
-        asked.take(named)
+        asked.take_sequences(named)
         size += sum(len(each.drawn.tokens) + len(each.drawn.logprobs) for each in named.values())
     return size
 

@@ -40,12 +40,12 @@ class Curve:
         self._loss_sum = self._count = 0.0  # of gradients since the last step
 
     @classmethod
-    def of(cls, points: Iterable[CurvePoint]) -> Self:
+    def from_points(cls, points: Iterable[CurvePoint]) -> Self:
         curve = cls()
-        curve.add(points)
+        curve.add_points(points)
         return curve
 
-    def add(self, points: Iterable[CurvePoint]) -> None:
+    def add_points(self, points: Iterable[CurvePoint]) -> None:
         """Add the points after the newest known point; the others are known."""
         for point in points:
             if point.position <= self.position:
@@ -102,7 +102,7 @@ class CurveReader:
         is_last = not was_asked and idle_s > self._news_s
         if was_asked or (not self._is_whole and (is_last or self._is_due(now_s))):
             points = await store.curve(model.key, after=self.curve.position)
-            self.curve.add(points)
+            self.curve.add_points(points)
             self._last_request_s, self._is_whole, self._read_s = (
                 model.last_request_s,
                 is_last,

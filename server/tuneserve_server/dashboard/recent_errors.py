@@ -30,7 +30,7 @@ class RecentErrors:
         self._clock = clock
         self._of: OrderedDict[str, OrderedDict[tuple[str, str, str], RecentError]] = OrderedDict()
 
-    def note(self, tenant: str, code: str, text: str, where: str) -> None:
+    def record_error(self, tenant: str, code: str, text: str, where: str) -> None:
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
         own = self._of.setdefault(tenant, OrderedDict())
         self._of.move_to_end(tenant)

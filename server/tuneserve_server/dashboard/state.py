@@ -76,7 +76,7 @@ class Rates:
         self._clock = clock
         self._looks: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
 
-    def add(self, counters: Counters) -> None:
+    def add_counters(self, counters: Counters) -> None:
         now_s = self._clock()
         self._looks = {key: self._looks.get(key, deque()) for key in counters}
         for key, now in counters.items():
@@ -87,7 +87,7 @@ class Rates:
             while len(looks) > 2 and now_s - looks[1][0] >= _WINDOW_S:
                 looks.popleft()
 
-    def of(self, key: str) -> dict[str, float]:
+    def rates_of(self, key: str) -> dict[str, float]:
         """Return the rates by the counters' names."""
         looks = self._looks.get(key)
         if not looks or looks[-1][0] <= looks[0][0]:

@@ -26,7 +26,7 @@ V = TypeVar("V")
 MOST_RUNS = 24
 MOST_VIEWERS, MOST_VIEWERS_OF_TENANT = 256, 16
 TICK_S = 1.0
-_FIGURES_S = 2.0
+_STATS_S = 2.0
 _USAGE_S = 3.0  # for all tenants, it is a sum over the day's models
 _LISTED = 100  # models read; the most recently used are shown
 _KEPT = 1024  # views, curves and names; a long curve takes 100 KB
@@ -48,7 +48,7 @@ class Dashboard:
         self._curves: OrderedDict[str, CurveReader] = OrderedDict()
         self._names: OrderedDict[str, str] = OrderedDict()
         self._worked = Rates(clock)
-        self.figures = CachedQuery(lambda: store.figures(), _FIGURES_S, clock)
+        self.stats = CachedQuery(lambda: store.stats(), _STATS_S, clock)
 
     @contextmanager
     def viewed(self, tenant: str) -> Iterator[None]:
@@ -81,7 +81,7 @@ class Dashboard:
 
         async def ask_usage() -> Sequence[TenantUsage]:
             found = await self._store.usage(tenant, time.time())
-            used.add({each.tenant: {_DEVICE_S: each.total.device_s} for each in found})
+            used.add_counters({each.tenant: {_DEVICE_S: each.total.device_s} for each in found})
             return found
 
         usage = CachedQuery(ask_usage, _USAGE_S, self._clock)
@@ -89,38 +89,38 @@ class Dashboard:
 
         async def ask() -> DashboardState:
             nonlocal shown_s
-            asked_s, figures = await self.figures.dated()
+            asked_s, stats = await self.stats.dated()
             totals = {each.tenant: each.total for each in await usage.get()}
-            names = {*totals, *figures.unfinished} if tenant is None else {tenant}
-            tenants = [_tenant(name, totals, figures, used) for name in names]
+            names = {*totals, *stats.unfinished} if tenant is None else {tenant}
+            tenants = [_tenant(name, totals, stats, used) for name in names]
             tenants.sort(key=lambda each: (-each.device_s, each.name))
-            runs, curves = await self._runs(tenant, figures, asked_s)
+            runs, curves = await self._runs(tenant, stats, asked_s)
             shown_s = {each: shown_s.get(each, time.time()) for each in curves}
             look = DashboardState(runs, tenants, curves, shown_s)
             if tenant is not None:
                 return look
-            return replace(look, workers=self._workers(await self._served.known()), store=figures)
+            return replace(look, workers=self._workers(await self._served.known()), store=stats)
 
         return CachedQuery(ask, 0.9 * TICK_S, self._clock)
 
     async def _runs(
-        self, tenant: str | None, figures: StoreStats, asked_s: float
+        self, tenant: str | None, stats: StoreStats, asked_s: float
     ) -> tuple[list[Run], dict[str, Curve]]:
-        page = await self._store.page(ModelRecord, tenant=tenant, limit=_LISTED)
+        page = await self._store.page_of_records(ModelRecord, tenant=tenant, limit=_LISTED)
         used = sorted(page.items, key=lambda each: -each.last_request_s)[:MOST_RUNS]
         models = sorted(used, key=lambda each: -each.created_s)
         runs = [_run(each, await self._name(each.parent)) for each in models]
         curves = {}
         for each in models:
             reading = _kept(self._curves, each.key, lambda: CurveReader(self._clock))
-            idle_s = -math.inf if figures.unfinished.get(each.tenant) else asked_s
+            idle_s = -math.inf if stats.unfinished.get(each.tenant) else asked_s
             curves[each.key] = await reading.go_on(self._store, each, idle_s)
         return runs, curves
 
     async def _name(self, session_key: str) -> str:
         """Return the client's name of its session, which never changes."""
         if session_key not in self._names:
-            session = await self._store.get(SessionRecord, session_key)
+            session = await self._store.get_record(SessionRecord, session_key)
             self._names[session_key] = _short((session and session.display_name) or "")
         return _kept(self._names, session_key, str)
 
@@ -128,11 +128,11 @@ class Dashboard:
         workers = {
             f"{model.info.name} {worker}": (model.info.name, worker, told)
             for model in served
-            for worker, told in model.figures.items()
+            for worker, told in model.metrics.items()
         }
-        self._worked.add({key: _counters(told) for key, (_, _, told) in workers.items()})
+        self._worked.add_counters({key: _counters(told) for key, (_, _, told) in workers.items()})
         return [
-            WorkerShown(name, base_model, told, self._worked.of(key))
+            WorkerShown(name, base_model, told, self._worked.rates_of(key))
             for key, (base_model, name, told) in workers.items()
         ]
 
@@ -171,13 +171,13 @@ def _short(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
-def _tenant(name: str, totals: Mapping[str, Totals], figures: StoreStats, used: Rates) -> TenantRow:
+def _tenant(name: str, totals: Mapping[str, Totals], stats: StoreStats, used: Rates) -> TenantRow:
     total = totals.get(name, Totals())
     return TenantRow(
         name=name,
-        unfinished=figures.unfinished.get(name, 0),
+        unfinished=stats.unfinished.get(name, 0),
         device_s=total.device_s,
-        device_rate=used.of(name).get(_DEVICE_S),
+        device_rate=used.rates_of(name).get(_DEVICE_S),
         trained_tokens=total.trained_tokens,
         sampled_tokens=total.sampled_tokens,
     )

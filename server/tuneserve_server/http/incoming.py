@@ -88,7 +88,7 @@ class BodyMemory:
         return self.arriving.held + self.held.held
 
     @classmethod
-    def of(cls, settings: ApiSettings) -> "BodyMemory":
+    def from_settings(cls, settings: ApiSettings) -> "BodyMemory":
         def part(what: str, share: float) -> Shares:
             total = Limit(int(settings.body_memory_bytes * share), "body_memory_bytes")
             own = Limit(int(settings.tenant_body_memory_bytes * share), "tenant_body_memory_bytes")
@@ -121,7 +121,7 @@ class SentJson:
         """Return ``parse`` of the body; a large body is parsed in its turn and in a thread."""
         if _size(self.pieces) <= _LARGE_BYTES:
             return parse(b"".join(self.pieces))
-        async with self.memory.turns.of(self.tenant):
+        async with self.memory.turns.wait_for_turn(self.tenant):
             await asyncio.sleep(self.parsed_bytes / _PARSED_BYTES_S)
             return await finished(asyncio.to_thread(lambda: parse(self._joined())))
 

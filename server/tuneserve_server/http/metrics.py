@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tuneserve_engine.telemetry import logs
-from tuneserve_server.metric_names import HTTP_FIGURES, PREFIX
+from tuneserve_server.metric_names import HTTP_METRICS, PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +25,17 @@ class HttpMetrics:
         labels = ["method", "route"]
         name = "http_requests_total"
         self.requests = Counter(
-            f"{PREFIX}{name}", HTTP_FIGURES[name], [*labels, "status"], registry=self.registry
+            f"{PREFIX}{name}", HTTP_METRICS[name], [*labels, "status"], registry=self.registry
         )
         name = "http_request_duration_seconds"
-        meaning = HTTP_FIGURES[name]
+        meaning = HTTP_METRICS[name]
         self.seconds = Histogram(
             f"{PREFIX}{name}", meaning, labels, registry=self.registry, buckets=_BUCKETS_S
         )
 
-    def tell(self, name: str, read: Callable[[], float]) -> None:
+    def record_request(self, name: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read when the metrics are collected."""
-        gauge = Gauge(f"{PREFIX}{name}", HTTP_FIGURES[name], registry=self.registry)
+        gauge = Gauge(f"{PREFIX}{name}", HTTP_METRICS[name], registry=self.registry)
         gauge.set_function(read)
 
 

@@ -65,7 +65,7 @@ class Shares:
         """The bytes that all tenants hold now."""
         return self._of.total()
 
-    def of(self, tenant: str) -> int:
+    def held_by(self, tenant: str) -> int:
         return self._of[tenant]
 
     @property

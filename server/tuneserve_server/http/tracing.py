@@ -53,7 +53,7 @@ class TraceRequests:
         context = self._tracer.context(given)
         span = self._tracer.start(scope["method"], context=context, kind=SpanKind.SERVER)
         mine = set_span_in_context(span, context)
-        logs.note(trace_id=f"{span.get_span_context().trace_id:032x}")
+        logs.add_fields(trace_id=f"{span.get_span_context().trace_id:032x}")
 
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -72,7 +72,7 @@ class TraceRequests:
         span.update_name(f"{method} {route}")
         span.set_attribute("http.request.method", method)
         span.set_attribute("http.route", route)
-        for name, value in logs.noted().items():
+        for name, value in logs.noted_fields().items():
             if name in _ABOUT:
                 span.set_attribute(f"tuneserve.{name}", value)
         span.end()

@@ -14,7 +14,7 @@ class Turns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
 
     @asynccontextmanager
-    async def of(self, tenant: str) -> AsyncIterator[None]:
+    async def wait_for_turn(self, tenant: str) -> AsyncIterator[None]:
         await self._take(tenant)
         try:
             yield

@@ -26,7 +26,7 @@ from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, SampleCommand, encode
 from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord
 from tuneserve_engine.store.pubsub import Subscription, TokenEvents
-from tuneserve_server.admission import JobKey, admit
+from tuneserve_server.admission import JobKey, submit_job
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.base_models import is_same
 from tuneserve_server.commands import common as commands
@@ -138,11 +138,11 @@ class _Generation:
         reading = self.reading
         return StreamedChoices(self.commands, reading.text, reading.eos, scored=reading.scored)
 
-    async def admit(self) -> None:
+    async def submit(self) -> None:
         name = self.target.info.name
         for index, sample in enumerate(self.commands):
             place = JobKey(JobKind.SAMPLE, self.key, index, name)
-            self.request_ids.append(await admit(self.caller, place, encode(sample)))
+            self.request_ids.append(await submit_job(self.caller, place, encode(sample)))
 
     async def give_up(self) -> None:
         """Cancel the jobs whose results have not arrived."""
@@ -222,9 +222,9 @@ async def _generate(
     if request.stream:
         samples = [replace(each, stream=f"{key}/{index}") for index, each in enumerate(samples)]
     generation = _Generation(caller, request, target, shape, samples, [], key)
-    heard = caller.store.listen(each.stream for each in samples if each.stream)
+    heard = caller.store.subscribe(each.stream for each in samples if each.stream)
     try:
-        await generation.admit()
+        await generation.submit()
         if not request.stream:
             return await _whole(http, generation)
     except BaseException:
@@ -259,7 +259,7 @@ async def _target(caller: Caller, asked: str) -> _Target:
         raise ModelUnavailable(
             f"no worker has served {name!r} yet; send the request again when a worker is ready"
         )
-    return _Target(info, await caller.texts.of(info), file_id)
+    return _Target(info, await caller.texts.load_base_text(info), file_id)
 
 
 async def _checkpoint(caller: Caller, asked: str) -> CheckpointRecord:
@@ -329,14 +329,14 @@ async def _stream(generation: _Generation, heard: Subscription) -> AsyncGenerato
                     answers.append(news)
                     said = speech.end(news)
                 else:
-                    said = await asyncio.to_thread(speech.hear, news)
+                    said = await asyncio.to_thread(speech.add_deltas, news)
                 for index, choice, is_first in said:
                     for piece in shape.pieces(index, choice, is_first=is_first):
                         yield _event({**head, "choices": [piece], **unknown})
     except Exception as error:
         failed = as_api_error(error)
         caller = generation.caller
-        caller.recent.note(caller.tenant, failed.code, str(failed), "stream")
+        caller.recent.record_error(caller.tenant, failed.code, str(failed), "stream")
         if failed.status >= 500:
             logger.error("a stream failed: %s", error, exc_info=failed is not error)
         yield _event(openai_failure(failed).model_dump())
@@ -358,7 +358,7 @@ async def list_models(caller: CallerDep) -> Response:
     """List the base models, and the caller's checkpoints to sample from, newest first."""
     entries = [_base_entry(each.info.name) for each in await caller.served.offered()]
     entries = entries or [_base_entry(caller.settings.served_name)]
-    page = await caller.store.page(CheckpointRecord, tenant=caller.tenant)
+    page = await caller.store.page_of_records(CheckpointRecord, tenant=caller.tenant)
     now_s = time.time()
     entries += [
         _checkpoint_entry(each)

@@ -18,7 +18,7 @@ from tuneserve_server.openai.responses import (
 )
 
 
-def certain(text: str, start: int, stops: Sequence[str]) -> int:
+def stable_prefix_length(text: str, start: int, stops: Sequence[str]) -> int:
     """Return the length of the text that is final: no stop string can begin in it.
 
     The text up to ``start`` is known to be final.
@@ -49,7 +49,7 @@ class StreamedChoice:
         self._scored: list[ScoredToken] | None = [] if scored else None
         self._said = self._said_tokens = 0
 
-    def hear(self, part: EncodedTokenDelta) -> None:
+    def add_deltas(self, part: EncodedTokenDelta) -> None:
         """Take the new tokens of the part; none of them if an earlier part was lost."""
         known = len(self._spoken.tokens) - part.start
         if known < 0:
@@ -66,7 +66,7 @@ class StreamedChoice:
     def more(self) -> Choice | None:
         """Return the text that can be sent and has not been, or None."""
         text, start, first = self._spoken.text, self._said, self._said_tokens
-        self._said = certain(text, start, self._stops)
+        self._said = stable_prefix_length(text, start, self._stops)
         if self._said == start:
             return None
         scored = None
@@ -117,13 +117,13 @@ class StreamedChoices:
         self._begun: set[int] = set()
         self._ended = 0  # choices; they end in order
 
-    def hear(self, told: TokenEvents) -> list[tuple[int, Choice, bool]]:
+    def add_deltas(self, told: TokenEvents) -> list[tuple[int, Choice, bool]]:
         """Take token events and return the pieces that can be sent now."""
         heard: dict[int, None] = {}
         for stream, part in told:
             index = self._first[stream] + part.sequence
             if index >= self._ended:
-                self._choices[index].hear(part)
+                self._choices[index].add_deltas(part)
                 heard[index] = None
         found = [(index, self._choices[index].more()) for index in heard]
         return [(index, more, self._is_first(index)) for index, more in found if more is not None]

@@ -67,7 +67,7 @@ async def results(
 
 async def _before(waiting: asyncio.Future[Outcome | None], heard: Subscription) -> TokenEvents:
     """Return the token events heard before ``waiting`` ends, or none once it has ended."""
-    listening = asyncio.ensure_future(heard.take())
+    listening = asyncio.ensure_future(heard.take_deltas())
     try:
         await asyncio.wait((waiting, listening), return_when=asyncio.FIRST_COMPLETED)
         return listening.result() if listening.done() else []

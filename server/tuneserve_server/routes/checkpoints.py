@@ -9,7 +9,7 @@ from tuneserve_client.wire import types
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, LoadWeights, SaveWeights, encode
 from tuneserve_engine.core.records import CheckpointRecord, ModelRecord
-from tuneserve_server.admission import JobKey, admit, admit_command, reject
+from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
 from tuneserve_server.cleanup.unnamed_saves import make_room
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
@@ -42,7 +42,7 @@ async def _save(
         return save
 
     place = JobKey.after(JobKind.SAVE_WEIGHTS, model, keys.seq_id)
-    request_id = await admit_command(caller, place, command)
+    request_id = await submit_command(caller, place, command)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 
@@ -100,7 +100,7 @@ async def load_weights(caller: CallerDep, sent: SentJsonDep) -> Response:
         return commands.load(checkpoint, optimizer=request.optimizer)
 
     place = JobKey.after(JobKind.LOAD_WEIGHTS, model, keys.seq_id)
-    request_id = await admit_command(caller, place, command)
+    request_id = await submit_command(caller, place, command)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 
@@ -116,12 +116,14 @@ async def _load_new(caller: Caller, sent: SentJson) -> Response:
         user_metadata = commands.metadata(request.user_metadata)
         commands.check_adapter(checkpoint, user_metadata)
     except UserError as error:
-        request_id = await reject(caller, without_model(JobKind.LOAD_WEIGHTS, keys), error)
+        request_id = await submit_rejection(
+            caller, without_model(JobKind.LOAD_WEIGHTS, keys), error
+        )
         return reply(types.FutureResponse(request_id=request_id))
     place = new_place(JobKind.LOAD_WEIGHTS, keys, served_name)
     model = new_model(session, place, checkpoint.config, user_metadata)
     payload = encode(commands.load(checkpoint, optimizer=request.optimizer, creates=True))
-    request_id = await admit(caller, place, payload, model)
+    request_id = await submit_job(caller, place, payload, model)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 

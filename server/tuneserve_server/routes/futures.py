@@ -98,8 +98,8 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
     tenant, scope = await caller.store.job_key(request_id) or (None, "")
     if tenant != caller.tenant:
         raise UnknownResource(_NO_REQUEST)
-    logs.note(request_id=request_id)
-    await caller.last_seen.note(scope.partition(":")[0])
+    logs.add_fields(request_id=request_id)
+    await caller.last_seen.record_sign(scope.partition(":")[0])
     if ":sample:" in scope:
         await caller.last_seen.note_sampler(scope)
     return scope
@@ -130,7 +130,7 @@ async def _state(caller: Caller, request_id: str, scope: str) -> tuple[QueueStat
 
 
 async def _most_models(caller: Caller) -> int:
-    own = await caller.store.get(TenantRecord, caller.tenant)
+    own = await caller.store.get_record(TenantRecord, caller.tenant)
     limit = None if own is None else own.max_models
     return caller.settings.max_tenant_models if limit is None else limit
 
@@ -142,10 +142,10 @@ async def _waiting(caller: Caller, scope: str) -> ModelRecord | SamplerRecord | 
     because it waits the longest.
     """
     if ":train:" in scope:
-        return await caller.store.get(ModelRecord, scope)
+        return await caller.store.get_record(ModelRecord, scope)
     if ":sample:" in scope:
-        return await caller.store.get(SamplerRecord, scope)
-    models = (await caller.store.page(ModelRecord, parent=scope)).items
+        return await caller.store.get_record(SamplerRecord, scope)
+    models = (await caller.store.page_of_records(ModelRecord, parent=scope)).items
     creating = [each for each in models if each.status is ModelStatus.CREATING]
     return max(creating, key=_needs_directions, default=None)
 
@@ -160,7 +160,7 @@ def _needs_directions(record: ModelRecord | SamplerRecord | None) -> bool:
 def _answer(caller: Caller, outcome: Outcome) -> Response:
     if outcome.rejection is not None:
         rejection = outcome.rejection
-        caller.recent.note(caller.tenant, rejection.category, rejection.message, "result")
+        caller.recent.record_error(caller.tenant, rejection.category, rejection.message, "result")
         failed = {"error": rejection.message, "category": rejection.category}
         return JSONResponse(failed, headers=request_cost.headers(outcome.usage))
     headers = request_cost.headers(outcome.usage)
@@ -229,7 +229,7 @@ async def _own_client(caller: Caller, target: types.SamplingTarget) -> SamplerCl
     key = target.sampling_session_id
     with suppress(SessionClosed):  # results of earlier requests are still available
         await caller.sampler(key)
-    await caller.last_seen.note(key.partition(":")[0])
+    await caller.last_seen.record_sign(key.partition(":")[0])
     await caller.last_seen.note_sampler(key)
     return SamplerClient(caller.tenant, key, target.cloned_sampler_id)
 

@@ -85,7 +85,9 @@ def _known_to(request: Request, checkpoints: list[CheckpointRecord]) -> list[Che
 
 
 async def _run_body(caller: Caller, model: ModelRecord) -> types.TrainingRunResponse:
-    page = await caller.store.page(CheckpointRecord, tenant=caller.tenant, parent=model.key)
+    page = await caller.store.page_of_records(
+        CheckpointRecord, tenant=caller.tenant, parent=model.key
+    )
     newest: dict[CheckpointKind, types.CheckpointResponse] = {}
     for checkpoint in _live(page.items):
         newest.setdefault(checkpoint.kind, _checkpoint_body(checkpoint))
@@ -110,7 +112,9 @@ async def _run_body(caller: Caller, model: ModelRecord) -> types.TrainingRunResp
 async def list_training_runs(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
     """List the caller's models, newest first."""
     limit = min(limit, _MOST_LISTED)
-    page = await caller.store.page(ModelRecord, tenant=caller.tenant, limit=limit, offset=offset)
+    page = await caller.store.page_of_records(
+        ModelRecord, tenant=caller.tenant, limit=limit, offset=offset
+    )
     runs = [await _run_body(caller, model) for model in page.items]
     cursor = types.Cursor(offset=offset, limit=limit, total_count=page.total)
     return reply(types.TrainingRunsResponse(training_runs=runs, cursor=cursor))
@@ -133,7 +137,9 @@ async def get_training_run(model_id: str, caller: CallerDep) -> Response:
 )
 async def list_model_checkpoints(request: Request, model_id: str, caller: CallerDep) -> Response:
     """List a model's checkpoints, newest first, or the checkpoint of an import."""
-    page = await caller.store.page(CheckpointRecord, tenant=caller.tenant, parent=model_id)
+    page = await caller.store.page_of_records(
+        CheckpointRecord, tenant=caller.tenant, parent=model_id
+    )
     if not page.items:
         await caller.owned(ModelRecord, model_id)
     checkpoints = [_checkpoint_body(c) for c in _known_to(request, _live(page.items))]
@@ -146,7 +152,7 @@ async def list_checkpoints(
 ) -> Response:
     """List the caller's checkpoints of all models, newest first."""
     limit = min(limit, _MOST_LISTED)
-    page = await caller.store.page(
+    page = await caller.store.page_of_records(
         CheckpointRecord, tenant=caller.tenant, limit=limit, offset=offset
     )
     return reply(
@@ -165,7 +171,7 @@ async def _addressed(caller: Caller, model_id: str, kind: str, name: str) -> Che
 async def delete_checkpoint(model_id: str, kind: str, name: str, caller: CallerDep) -> Response:
     """Delete the checkpoint; its file is deleted once nothing uses it."""
     checkpoint = await _addressed(caller, model_id, kind, name)
-    await caller.store.delete(CheckpointRecord, checkpoint.key)
+    await caller.store.delete_record(CheckpointRecord, checkpoint.key)
     return JSONResponse({})
 
 
@@ -181,7 +187,7 @@ async def set_ttl(
     checkpoint = await _addressed(caller, model_id, kind, name)
     request = await sent.parsed(types.TtlRequest)
     expires_s = commands.checked_ttl(request.ttl_seconds, time.time())
-    await caller.store.update(Update("checkpoint", checkpoint.key, {"expires_s": expires_s}))
+    await caller.store.update_record(Update("checkpoint", checkpoint.key, {"expires_s": expires_s}))
     return JSONResponse({})
 
 
@@ -193,7 +199,7 @@ async def publish(
     """Mark the checkpoint public or not. Other tenants gain no access to it on this server."""
     checkpoint = await _addressed(caller, model_id, kind, name)
     public = request.method == "POST"
-    await caller.store.update(Update("checkpoint", checkpoint.key, {"public": public}))
+    await caller.store.update_record(Update("checkpoint", checkpoint.key, {"public": public}))
     return JSONResponse({})
 
 
@@ -255,7 +261,7 @@ def _links(
 @router.get("/sessions", response_model=types.SessionsResponse)
 async def list_sessions(caller: CallerDep, limit: Limit = 20, offset: Offset = 0) -> Response:
     """List the caller's sessions, newest first."""
-    page = await caller.store.page(
+    page = await caller.store.page_of_records(
         SessionRecord, tenant=caller.tenant, limit=min(limit, _MOST_LISTED), offset=offset
     )
     return reply(types.SessionsResponse(sessions=[session.key for session in page.items]))
@@ -273,10 +279,10 @@ async def get_session(
     """
     session = await caller.owned(SessionRecord, session_id)
     window = {"limit": min(limit, _MOST_LISTED), "offset": offset}
-    models = await caller.store.page(
+    models = await caller.store.page_of_records(
         ModelRecord, tenant=caller.tenant, parent=session.key, **window
     )
-    samplers = await caller.store.page(
+    samplers = await caller.store.page_of_records(
         SamplerRecord, tenant=caller.tenant, parent=session.key, **window
     )
     return reply(

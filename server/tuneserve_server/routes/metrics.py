@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tuneserve_engine.store.base import ServedModel
-from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 from tuneserve_server.cleanup.unused_files import UnusedFiles
 from tuneserve_server.dependencies import ServicesDep
-from tuneserve_server.metric_names import FILES_FIGURES, PREFIX
+from tuneserve_server.metric_names import FILES_METRICS, PREFIX
 
 router = APIRouter()
 
@@ -27,7 +27,7 @@ async def metrics(services: ServicesDep) -> Response:
 
 
 def _of_files(unused: UnusedFiles) -> Iterable[Metric]:
-    for name, meaning in FILES_FIGURES.items():
+    for name, meaning in FILES_METRICS.items():
         yield GaugeMetricFamily(f"{PREFIX}{name}", meaning, value=unused.problem is not None)
 
 
@@ -51,11 +51,11 @@ class _Told(Collector):
         for model in self._served:
             workers.add_metric([model.info.name], model.workers)
         yield workers
-        for name, meaning in FIGURES.items():
+        for name, meaning in WORKER_METRICS.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             metric = family(f"{PREFIX}{name}", meaning, labels=["base_model", "worker"])
             for model in self._served:
-                for worker, figures in model.figures.items():
-                    if name in figures:
-                        metric.add_metric([model.info.name, worker], figures[name])
+                for worker, values in model.metrics.items():
+                    if name in values:
+                        metric.add_metric([model.info.name, worker], values[name])
             yield metric

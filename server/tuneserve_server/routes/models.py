@@ -9,7 +9,7 @@ from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import CreateModel, JobKind, encode
 from tuneserve_engine.core.records import ModelRecord, SessionRecord
-from tuneserve_server.admission import JobKey, admit, reject
+from tuneserve_server.admission import JobKey, submit_job, submit_rejection
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import (
@@ -76,12 +76,14 @@ async def create_model(caller: CallerDep, sent: SentJsonDep) -> Response:
         config = await commands.adapter_config(caller, served_name, request)
         user_metadata = commands.metadata(request.user_metadata)
     except UserError as error:
-        request_id = await reject(caller, without_model(JobKind.CREATE_MODEL, keys), error)
+        request_id = await submit_rejection(
+            caller, without_model(JobKind.CREATE_MODEL, keys), error
+        )
         return reply(types.FutureResponse(request_id=request_id))
     place = new_place(JobKind.CREATE_MODEL, keys, served_name)
     model = new_model(session, place, config, user_metadata)
     payload = encode(CreateModel(served_name, config))
-    request_id = await admit(caller, place, payload, model)
+    request_id = await submit_job(caller, place, payload, model)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 

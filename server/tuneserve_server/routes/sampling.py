@@ -9,7 +9,7 @@ from tuneserve_client.wire import types
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, SampleCommand
 from tuneserve_engine.core.records import SamplerRecord
-from tuneserve_server.admission import JobKey, admit_command
+from tuneserve_server.admission import JobKey, submit_command
 from tuneserve_server.commands import common as commands
 from tuneserve_server.commands.sampling import sample_command, sequence_ids
 from tuneserve_server.dependencies import CallerDep, SentJsonDep, reply
@@ -48,7 +48,7 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
     served_name = await caller.served.resolve(asked)
     if checkpoint is not None:
         commands.check_base_model(checkpoint, served_name)
-    sampler = await caller.store.put_new(
+    sampler = await caller.store.put_new_record(
         SamplerRecord(
             key=commands.sampler_key(session.key, request.sampling_session_seq_id),
             tenant=caller.tenant,
@@ -63,7 +63,7 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
         # The session may have ended meanwhile, with its samplers deleted before this one came.
         await caller.open_session(session.key)
     except SessionClosed:
-        await caller.store.delete(SamplerRecord, sampler.key)
+        await caller.store.delete_record(SamplerRecord, sampler.key)
         raise
     return reply(types.SamplingSessionResponse(sampling_session_id=sampler.key))
 
@@ -81,7 +81,7 @@ async def join_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respons
     """
     request = await sent.parsed(types.JoinSamplingSessionRequest)
     sampler = await caller.sampler(request.sampling_session_id)
-    number = await caller.store.join(sampler.key)
+    number = await caller.store.join_sampler(sampler.key)
     if number is None:
         raise UnknownResource(
             "this sampling session has just ended; create another in a new session"
@@ -128,7 +128,7 @@ async def asample(caller: CallerDep, sent: SentJsonDep) -> Response:
         return replace(found, record=record)
 
     place = JobKey(JobKind.SAMPLE, sampler.key, keys.seq_id, sampler.base_model)
-    request_id = await admit_command(caller, place, command)
+    request_id = await submit_command(caller, place, command)
     count = keys.num_samples if isinstance(keys.num_samples, int) else 1
     return reply(
         types.SampleFutureResponse(

@@ -63,7 +63,7 @@ async def create_session(
     caller.check_store()
     caller.disk.check()
     now_s = time.time()
-    session = await caller.store.put_new(
+    session = await caller.store.put_new_record(
         SessionRecord(
             key=_session_id(caller, x_idempotency_key),
             tenant=caller.tenant,
@@ -96,7 +96,7 @@ async def session_heartbeat(http: Request, caller: CallerDep) -> Response:
     """Keep the session alive. Answers 410 once the session has ended, and clients stop then."""
     request = await short(http, caller, types.SessionHeartbeatRequest)
     session = await caller.open_session(request.session_id)
-    await caller.store.update(Update("session", session.key, {"last_seen_s": time.time()}))
+    await caller.store.update_record(Update("session", session.key, {"last_seen_s": time.time()}))
     return reply(types.SessionHeartbeatResponse())
 
 
@@ -117,7 +117,7 @@ async def finish_session(session_id: str, caller: CallerDep, sent: SentJsonDep) 
 
 async def _check_without_models(caller: Caller, session: SessionRecord) -> None:
     """Raise ``ScopeMissing`` if the session has models: they would end with it."""
-    if (await caller.store.page(ModelRecord, parent=session.key, limit=0)).total:
+    if (await caller.store.page_of_records(ModelRecord, parent=session.key, limit=0)).total:
         scopes.need(frozenset({Scope.TRAIN}), caller.scopes)
 
 

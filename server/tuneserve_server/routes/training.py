@@ -8,7 +8,7 @@ from tuneserve_client.wire.proto.scan import RequestHead, read_head
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, OptimStep
 from tuneserve_engine.core.records import ModelRecord
-from tuneserve_server.admission import JobKey, admit, admit_command, reject
+from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
 from tuneserve_server.commands import common as commands
 from tuneserve_server.commands import recorded
 from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, incoming, reply, whole
@@ -51,19 +51,19 @@ async def _admit(caller: Caller, message: bytes) -> tuple[str, str]:
     if head.whole and head.loss == recorded.LOSS:
         return model.key, await _admit_recorded(caller, place, model, message)
     if head.whole:
-        return model.key, await admit(caller, place, message)
+        return model.key, await submit_job(caller, place, message)
     problem = UserError("the body is not a whole ForwardBackwardRequest message; send all of it")
-    return model.key, await reject(caller, place, problem)
+    return model.key, await submit_rejection(caller, place, problem)
 
 
 async def _admit_recorded(caller: Caller, place: JobKey, model: ModelRecord, message: bytes) -> str:
     """Admit a request that names recorded samples, joined with their recordings."""
-    async with caller.body_memory.lookups.of(caller.tenant):
+    async with caller.body_memory.lookups.wait_for_turn(caller.tenant):
         try:
             message = await recorded.joined(caller, model, message)
         except UserError as error:
-            return await reject(caller, place, error)
-        return await admit(caller, place, message)
+            return await submit_rejection(caller, place, error)
+        return await submit_job(caller, place, message)
 
 
 async def _addressed(caller: Caller, head: RequestHead) -> tuple[ModelRecord, int]:
@@ -85,7 +85,7 @@ async def _spend(caller: Caller, head: RequestHead, error: UserError) -> None:
         model, seq_id = await _addressed(caller, head)
     except Malformed:
         return
-    await reject(caller, JobKey.after(JobKind.FORWARD_BACKWARD, model, seq_id), error)
+    await submit_rejection(caller, JobKey.after(JobKind.FORWARD_BACKWARD, model, seq_id), error)
 
 
 @router.post(
@@ -103,5 +103,5 @@ async def optim_step(caller: CallerDep, sent: SentJsonDep) -> Response:
         return OptimStep(commands.adam_params(body.accepted(parsed)))
 
     place = JobKey.after(JobKind.OPTIM_STEP, model, keys.seq_id)
-    request_id = await admit_command(caller, place, command)
+    request_id = await submit_command(caller, place, command)
     return reply(types.FutureResponse(request_id=request_id, model_id=model.key))

@@ -49,7 +49,7 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
     commands.check_name("name", name)
     origin = _origin(caller, x_idempotency_key)
     key = f"tinker://{origin}/{CheckpointKind.TRAINING.value}/{name}"
-    known = await caller.store.get(CheckpointRecord, key)
+    known = await caller.store.get_record(CheckpointRecord, key)
     if known is not None:
         return _answer(known)
     now_s = time.time()
@@ -66,7 +66,7 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
             *(caller.store, caller.settings.store_policy, caller.tenant, key),
             needed_bytes=adapter.size,
         )
-        kept = await caller.imports.keep(adapter)
+        kept = await caller.imports.store_adapter(adapter)
     checkpoint = CheckpointRecord(
         key=key,
         tenant=caller.tenant,
@@ -80,7 +80,7 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
         size_bytes=kept.size,
         expires_s=expires_s,
     )
-    stored = await caller.store.put_new(checkpoint)
+    stored = await caller.store.put_new_record(checkpoint)
     if stored.file_id != kept.file_id:  # the same import came twice at once
         await asyncio.to_thread(caller.files.delete, kept.file_id)
     return _answer(stored)

@@ -117,7 +117,7 @@ class PeftUploads:
         """Return the adapter, checked against this base model. Raises ``UserError``."""
         return await self._in_thread(lambda: upload.weights.adapter(upload.config, info, seed))
 
-    async def keep(self, adapter: PeftAdapter) -> StoredAdapter:
+    async def store_adapter(self, adapter: PeftAdapter) -> StoredAdapter:
         """Write the adapter as a checkpoint's file.
 
         Raises ``UserError``, and ``DiskFull`` before writing if the disk has no room for it beside

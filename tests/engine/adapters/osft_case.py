@@ -148,7 +148,7 @@ def train(
 
     def step(_: jax.Array, carry: tuple[Parts, Any]) -> tuple[Parts, Any]:
         parts, state = carry
-        pair, pull = jax.vjp(lambda parts: kind.pair(parts, frozen), parts)
+        pair, pull = jax.vjp(lambda parts: kind.lora_pair(parts, frozen), parts)
         (gradient,) = pull(jax.grad(task.loss)(pair))
         with jax.numpy_dtype_promotion("standard"):
             updates, state = optimizer.update(kind.project(gradient, frozen), state, parts)
@@ -158,7 +158,7 @@ def train(
     @jax.jit
     def run(parts: Parts) -> tuple[Parts, jax.Array]:
         parts, _ = jax.lax.fori_loop(0, steps, step, (parts, optimizer.init(parts)))
-        return parts, task.loss(kind.pair(parts, frozen))
+        return parts, task.loss(kind.lora_pair(parts, frozen))
 
     parts, loss = run(jax.tree.map(jnp.asarray, dict(parts)))
     return jax.tree.map(np.asarray, parts), float(loss)

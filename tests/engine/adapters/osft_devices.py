@@ -60,7 +60,7 @@ def _figures(
     frozen = base.frozen(RANK)
     basis, other = ("u", "v") if project is left else ("v", "u")
     placed = {basis: place(getattr(frozen, basis), basis_on)}
-    placed |= {name: place(getattr(frozen, name), "") for name in (other, "s", "kept")}
+    placed |= {name: place(getattr(frozen, name), "") for name in (other, "s", "trainable_mask")}
     given = place(x, x_on), SvdFactors(**placed)
     compiled = jax.jit(project, out_shardings=given[0].sharding).lower(*given).compile()
     found = np.asarray(compiled(*given))

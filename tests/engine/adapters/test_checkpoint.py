@@ -77,7 +77,9 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path, moments: bool) -> None:
     odd = np.array([-0.0, 1e-45, 3e38, np.pi, np.nan, np.inf], np.float32)
     saved.weights["q_proj.A"].flat[:6] = odd
     saved.weights["q_proj.B"] = np.asfortranarray(saved.weights["q_proj.B"])
-    loaded = checkpoint.read(on_disk(tmp_path, checkpoint.to_members(saved, "base")), "base")
+    loaded = checkpoint.read_checkpoint(
+        on_disk(tmp_path, checkpoint.to_members(saved, "base")), "base"
+    )
     assert (loaded.config, loaded.step) == (saved.config, saved.step)
     assert_same_bits(loaded.weights, saved.weights)
     assert_same_bits(loaded.first_moment, saved.first_moment)
@@ -85,33 +87,35 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path, moments: bool) -> None:
 
 
 def test_loaded_tensors_can_be_written_to(tmp_path: Path) -> None:
-    loaded = checkpoint.read(on_disk(tmp_path, checkpoint.to_members(state(), "base")), "base")
+    loaded = checkpoint.read_checkpoint(
+        on_disk(tmp_path, checkpoint.to_members(state(), "base")), "base"
+    )
     loaded.weights["q_proj.A"] += 1
 
 
 def test_a_state_of_another_base_model_is_refused_though_its_shapes_fit(tmp_path: Path) -> None:
     on_disk(tmp_path, checkpoint.to_members(state(), "org/chat"))
     with pytest.raises(UserError, match=r"trained on 'org/chat' and this server runs 'org/base'"):
-        checkpoint.read(tmp_path, "org/base")
+        checkpoint.read_checkpoint(tmp_path, "org/base")
 
 
 def test_a_state_of_another_revision_is_refused(tmp_path: Path) -> None:
     on_disk(tmp_path, checkpoint.to_members(state(), "org/base", "aaa"))
     with pytest.raises(UserError, match=r"on revision aaa of 'org/base' and this server runs bbb"):
-        checkpoint.read(tmp_path, "org/base", "bbb")
+        checkpoint.read_checkpoint(tmp_path, "org/base", "bbb")
     for known in ("aaa", ""):
-        checkpoint.read(tmp_path, "org/base", known)
+        checkpoint.read_checkpoint(tmp_path, "org/base", known)
 
 
 def test_a_state_that_names_no_revision_is_read_with_any(tmp_path: Path) -> None:
     on_disk(tmp_path, checkpoint.to_members(state(), "org/base"))
-    assert checkpoint.read(tmp_path, "org/base", "bbb").step == state().step
+    assert checkpoint.read_checkpoint(tmp_path, "org/base", "bbb").step == state().step
 
 
 def test_a_file_that_is_gone_is_the_users_to_solve(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "never"):
         with pytest.raises(UserError, match="deleted or has expired; load another"):
-            checkpoint.read(directory, "base")
+            checkpoint.read_checkpoint(directory, "base")
 
 
 def whole() -> bytes:
@@ -181,14 +185,14 @@ def test_a_large_header_is_not_parsed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(checkpoint, "safe_open", lambda *_, **__: pytest.fail("it was parsed"))
     (tmp_path / checkpoint.MEMBER).write_bytes(struct.pack("<Q", 2**20 + 1) + b"{")
     with pytest.raises(ServerError, match="claims 1048577 bytes; at most 1048576"):
-        checkpoint.read(tmp_path, "base")
+        checkpoint.read_checkpoint(tmp_path, "base")
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_file_is_our_fault_and_says_so(tmp_path: Path, damage: str) -> None:
     (tmp_path / checkpoint.MEMBER).write_bytes(DAMAGED[damage]())
     with pytest.raises(ServerError, match=r"checkpoint (is damaged|format is)"):
-        checkpoint.read(tmp_path, "base")
+        checkpoint.read_checkpoint(tmp_path, "base")
 
 
 def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
@@ -200,7 +204,7 @@ def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
     for at in rng.integers(0, 2000, 300).tolist():
         path.write_bytes(data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :])
         try:
-            checkpoint.read(tmp_path, "base")
+            checkpoint.read_checkpoint(tmp_path, "base")
         except ServerError:
             pass
         except UserError as error:
@@ -215,7 +219,7 @@ def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
     for at in cuts:
         (tmp_path / checkpoint.MEMBER).write_bytes(data[:at])
         with pytest.raises(ServerError, match="checkpoint is damaged"):
-            checkpoint.read(tmp_path, "base")
+            checkpoint.read_checkpoint(tmp_path, "base")
 
 
 def test_a_file_of_random_bytes_is_damaged(tmp_path: Path) -> None:
@@ -225,7 +229,7 @@ def test_a_file_of_random_bytes_is_damaged(tmp_path: Path) -> None:
         for data in (garbage, struct.pack("<Q", size) + garbage, b"\0" * size):
             (tmp_path / checkpoint.MEMBER).write_bytes(data)
             with pytest.raises(ServerError, match="checkpoint is damaged"):
-                checkpoint.read(tmp_path, "base")
+                checkpoint.read_checkpoint(tmp_path, "base")
 
 
 def test_no_edit_of_the_header_gets_through_as_another_kind_of_error(tmp_path: Path) -> None:
@@ -243,7 +247,7 @@ def test_no_edit_of_the_header_gets_through_as_another_kind_of_error(tmp_path: P
             struct.pack("<Q", len(header)) + bytes(header) + data[8 + size :]
         )
         try:
-            checkpoint.read(tmp_path, "base")
+            checkpoint.read_checkpoint(tmp_path, "base")
         except ServerError:
             pass
         except UserError as error:
@@ -257,7 +261,7 @@ def test_an_unreadable_file_is_our_fault(tmp_path: Path, monkeypatch: pytest.Mon
     on_disk(tmp_path, checkpoint.to_members(state(), "base"))
     monkeypatch.setattr(checkpoint, "safe_open", fail)
     with pytest.raises(ServerError, match="Input/output error"):
-        checkpoint.read(tmp_path, "base")
+        checkpoint.read_checkpoint(tmp_path, "base")
 
 
 # --- PEFT's format -------------------------------------------------------------------------------

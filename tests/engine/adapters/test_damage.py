@@ -80,12 +80,12 @@ def test_no_flipped_bit_of_a_state_is_loaded(tmp_path: Path, of: str) -> None:
     for changed in flips(data):
         path.write_bytes(changed)
         with pytest.raises(FileDamaged, match=f"{tmp_path.name}/{MEMBER}: .*; load another"):
-            checkpoint.read(tmp_path, "base")
+            checkpoint.read_checkpoint(tmp_path, "base")
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(FileDamaged, match=f"checkpoint {name} is damaged.* have its checksum"):
-        checkpoint.read(tmp_path, "base")
+        checkpoint.read_checkpoint(tmp_path, "base")
     path.write_bytes(data)
-    loaded = checkpoint.read(tmp_path, "base")
+    loaded = checkpoint.read_checkpoint(tmp_path, "base")
     for group in ("weights", "first_moment", "second_moment", "accumulator"):
         assert_same_bits(getattr(loaded, group), getattr(saved, group))
 
@@ -99,7 +99,7 @@ def test_no_flipped_bit_of_an_imported_adapter_is_loaded(tmp_path: Path) -> None
     for changed in flips(path.read_bytes()):
         path.write_bytes(changed)
         with pytest.raises(FileDamaged):
-            checkpoint.read(tmp_path, PEFT_INFO.name)
+            checkpoint.read_checkpoint(tmp_path, PEFT_INFO.name)
 
 
 @pytest.mark.parametrize("member", [CONFIG_NAME, WEIGHTS_NAME])
@@ -130,7 +130,7 @@ def test_files_of_releases_without_checksums_are_read_and_handed_out(tmp_path: P
         {f"weights/{n}": x for n, x in saved.weights.items()}, metadata_of(CONFIG, "base", 0)
     )
     (tmp_path / MEMBER).write_bytes(old)
-    assert_same_bits(checkpoint.read(tmp_path, "base").weights, saved.weights)
+    assert_same_bits(checkpoint.read_checkpoint(tmp_path, "base").weights, saved.weights)
     (tmp_path / WEIGHTS_NAME).write_bytes(save({"x": np.zeros(2, "f4")}, {"format": "pt"}))
     (tmp_path / CONFIG_NAME).write_bytes(b"{}")
     for member in (WEIGHTS_NAME, CONFIG_NAME, "adapter_model.safetensors.age"):
@@ -146,7 +146,7 @@ def test_a_file_whose_checksums_were_cut_out_is_not_taken_for_an_old_one(tmp_pat
         text = json.dumps(header | {"__metadata__": kept}).encode()
         (tmp_path / MEMBER).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
         with pytest.raises(FileDamaged, match="header"):
-            checkpoint.read(tmp_path, "base")
+            checkpoint.read_checkpoint(tmp_path, "base")
 
 
 def test_others_read_a_file_with_checksums(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ async def undamaged_points(bench: Bench, damaged: set[str]) -> list[RecoveryPoin
     """The two that are kept, once both are of files that this test has not damaged."""
     while True:
         await pointed(bench, count=2)
-        points = await bench.store.points(bench.worker.session.epoch, "a")
+        points = await bench.store.recovery_points(bench.worker.session.epoch, "a")
         if damaged.isdisjoint(point.file_id for point in points):
             return points
         await asyncio.sleep(0.01)

@@ -70,7 +70,7 @@ def imported(
     adapter = checked(folder, data, config, before=before)
     (folder / "kept").mkdir()
     adapter.write(folder / "kept" / MEMBER)
-    return checkpoint.read(folder / "kept", INFO.name)
+    return checkpoint.read_checkpoint(folder / "kept", INFO.name)
 
 
 def checked(

@@ -118,7 +118,7 @@ def test_an_adapter_is_given_as_many_directions_as_its_rank_says(tmp_path: Path)
     kept = made(tmp_path)
     for config, rank in ((config_of(3), 3), (config_of(1, unfreeze_ratio="0.25"), 2)):
         frozen = kept.frozen(config, "o_proj")
-        np.testing.assert_array_equal(frozen.kept, [1.0] * rank + [0.0] * (8 - rank))
+        np.testing.assert_array_equal(frozen.trainable_mask, [1.0] * rank + [0.0] * (8 - rank))
         np.testing.assert_array_equal(frozen.lowest(rank)[1], kept.arrays("o_proj")[1][:, :rank])
 
 
@@ -570,7 +570,7 @@ def test_too_little_memory_is_told_with_what_a_weight_takes(
 
 def test_the_kernel_would_end_the_process_that_decomposes_and_not_the_worker():
     with SvdProcess() as triples:
-        triples.of(np.eye(3))
+        triples.decompose(np.eye(3))
         assert triples._process is not None
         pid = triples._process.pid
         assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
@@ -583,7 +583,7 @@ def test_a_process_that_ends_otherwise_is_told_with_its_status(monkeypatch: pyte
         SvdProcess() as triples,
         pytest.raises(ServerError, match="ended with status 1; ask again"),
     ):
-        triples.of(np.eye(3))
+        triples.decompose(np.eye(3))
 
 
 def test_files_that_were_cut_off_are_told_by_name(tmp_path: Path):

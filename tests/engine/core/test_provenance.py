@@ -79,7 +79,7 @@ def joined(body: bytes, sources: Any) -> bytes:
     """Joined with the sequences that it names, one after the other."""
     asked = Provenance(body, "s")
     for each in asked.samples:
-        asked.take({each: sources[each]})
+        asked.take_sequences({each: sources[each]})
     return asked.joined()
 
 

@@ -52,7 +52,7 @@ async def test_without_an_address_the_store_is_a_file_in_the_data_directory(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 2**40))
     settings = CommonSettings(data_dir=tmp_path / "new", lease_ttl_s=9, job_attempts=5)
     store = await open_store(settings)
-    assert await store.served() == []
+    assert await store.base_models() == []
     await store.close()
     assert (tmp_path / "new" / "store.db").is_file()
     assert opened_with == [StorePolicy(lease_ttl_s=9.0, job_attempts=5)]
@@ -87,7 +87,7 @@ async def test_a_worker_reaches_the_sqlite_store_of_the_api_process(tmp_path: Pa
             queue = await connect()
             lease = await queue.lease("worker", "me", FAKE_INFO)
         assert lease.resumed
-        assert [each.workers for each in await store.served()] == [1]
+        assert [each.workers for each in await store.base_models()] == [1]
     await store.close()
 
 

@@ -84,7 +84,7 @@ async def test_the_store_that_made_the_directory_owns_it_and_goes_on_to(place: P
     store = await place.start()
     assert await place.kind(store) is None
     assert len(ownership.claims(place.files)) == 1
-    known = (await store.page(DirectoryRecord, parent="files")).items
+    known = (await store.page_of_records(DirectoryRecord, parent="files")).items
     assert {each.key for each in known} == {"files@5", "files@6", "seat"}
 
 
@@ -270,7 +270,7 @@ async def test_files_put_back_from_a_backup_under_a_newer_store_are_kept(place: 
 async def test_a_process_killed_between_store_and_directory_changes_nothing(place: Place) -> None:
     store = await place.start()
     for generation in (1, 2, 3):
-        await store.put(DirectoryRecord(f"files@{generation}", "ab", parent="files"))
+        await store.put_record(DirectoryRecord(f"files@{generation}", "ab", parent="files"))
         assert await place.kind(store) is None
         assert {each.generation for each in ownership.claims(place.files)} == {generation}
 
@@ -385,7 +385,7 @@ async def test_an_empty_redis_does_not_start_on_files_of_another(tmp_path: Path)
 
 async def test_a_store_from_before_there_were_marks_keeps_its_files(place: Place) -> None:
     store = await place.start()
-    await store.delete(DirectoryRecord, "files")
+    await store.delete_record(DirectoryRecord, "files")
     await store.close()
     for path in place.settings.files_dir.glob(".*"):
         path.rmdir()
@@ -393,7 +393,7 @@ async def test_a_store_from_before_there_were_marks_keeps_its_files(place: Place
     with pytest.raises(StoreUnusable):
         await place.start()
     store = await SqliteStore.open(place.settings.store_file)
-    await store.put(checkpoint(file_id=A))
+    await store.put_record(checkpoint(file_id=A))
     await store.close()
     store = await place.start()
     assert await place.kind(store) is None

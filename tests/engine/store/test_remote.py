@@ -68,7 +68,7 @@ def test_finish_runs_while_a_take_is_parked(tmp_path: Path) -> None:
     async def main() -> None:
         parking = Parking()
         async with serve(parking, tmp_path / "q"), connected(tmp_path / "q") as queue:
-            taking = asyncio.create_task(queue.take(1, after=0, max_jobs=1))
+            taking = asyncio.create_task(queue.take_jobs(1, after=0, max_jobs=1))
             await asyncio.sleep(0.02)
             update = Update("model", "m", {"status": "ready", "n": [1, 2.5, None, b"\xff"]})
             sent = [
@@ -87,7 +87,7 @@ def test_a_cancelled_take_is_cancelled_on_the_other_side(tmp_path: Path) -> None
     async def main() -> None:
         parking = Parking()
         async with serve(parking, tmp_path / "q"), connected(tmp_path / "q") as queue:
-            taking = asyncio.create_task(queue.take(1, after=0, max_jobs=1))
+            taking = asyncio.create_task(queue.take_jobs(1, after=0, max_jobs=1))
             await asyncio.sleep(0.02)
             assert parking.parked == 1
             taking.cancel()
@@ -104,7 +104,7 @@ def test_a_worker_that_disappears_leaves_no_call_behind(tmp_path: Path) -> None:
         parking = Parking()
         async with serve(parking, tmp_path / "q"):
             async with connected(tmp_path / "q") as queue:
-                taking = asyncio.create_task(queue.take(1, after=0, max_jobs=1))
+                taking = asyncio.create_task(queue.take_jobs(1, after=0, max_jobs=1))
                 await asyncio.sleep(0.02)
             with pytest.raises(ConnectionError, match="closed here"):
                 await taking
@@ -134,7 +134,7 @@ def test_a_lost_connection_fails_what_is_pending_and_what_comes_after(tmp_path: 
             await queue.finish(1, [])
         async with serve(Parking(), tmp_path / "q"):
             await queue.connect(5)
-            takes = [asyncio.create_task(queue.take(1, after=n, max_jobs=1)) for n in range(3)]
+            takes = [asyncio.create_task(queue.take_jobs(1, after=n, max_jobs=1)) for n in range(3)]
             await asyncio.sleep(0.02)
         for each in await asyncio.gather(*takes, return_exceptions=True):
             assert isinstance(each, ConnectionError)
@@ -154,8 +154,10 @@ def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path)
             await queue.connect(5)
             lease = await queue.lease("worker", "worker", INFO)
             ids = [(await store.submit(sample(seq))).request_id for seq in (1, 2)]
-            first, second = await queue.take(lease.epoch, after=0, max_jobs=10)
-            taking = asyncio.create_task(queue.take(lease.epoch, after=second.release, max_jobs=10))
+            first, second = await queue.take_jobs(lease.epoch, after=0, max_jobs=10)
+            taking = asyncio.create_task(
+                queue.take_jobs(lease.epoch, after=second.release, max_jobs=10)
+            )
             await asyncio.sleep(0.02)
         await store.close()
         with pytest.raises(ConnectionError):
@@ -167,7 +169,9 @@ def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path)
         async with serve(store, tmp_path / "q"):
             await connecting
             assert await queue.lease("worker", "worker", INFO) == Lease(lease.epoch, resumed=True)
-            taking = asyncio.create_task(queue.take(lease.epoch, after=second.release, max_jobs=10))
+            taking = asyncio.create_task(
+                queue.take_jobs(lease.epoch, after=second.release, max_jobs=10)
+            )
             await queue.finish(lease.epoch, [Outcome(first.request_id, b"computed before")])
             assert await store.wait(ids[0], 5) == Outcome(ids[0], b"computed before")
             await store.submit(sample(3))
@@ -244,8 +248,8 @@ def test_a_message_too_large_is_refused_and_the_connection_goes_on(
             with pytest.raises(ValueError, match="finish or take fewer jobs"):
                 await queue.finish(1, [Outcome("req_a", bytes(1000))])
             with pytest.raises(ValueError, match="which allows 1000"):
-                await queue.take(1, after=0, max_jobs=100)
-            assert len(await queue.take(1, after=0, max_jobs=1)) == 1
+                await queue.take_jobs(1, after=0, max_jobs=100)
+            assert len(await queue.take_jobs(1, after=0, max_jobs=1)) == 1
 
     with caplog.at_level(logging.CRITICAL):
         asyncio.run(main())

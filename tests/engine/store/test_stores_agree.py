@@ -149,7 +149,7 @@ class Script:
             limit_s = self.patience_s
         try:
             async with asyncio.timeout(limit_s):
-                return await store.take(epoch, after=0, max_jobs=most)
+                return await store.take_jobs(epoch, after=0, max_jobs=most)
         except TimeoutError:
             self.patience_s = 0.05
             return []
@@ -222,7 +222,7 @@ class Script:
 
     def do_join(self) -> Call:
         key = f"{self.pick(SESSIONS)}:sample:{self.pick((0, 1))}"
-        return lambda store: store.join(key)
+        return lambda store: store.join_sampler(key)
 
     def do_lease(self) -> Call:
         name, owner, info = self.pick("vw"), self.pick("pq"), self.pick(INFOS)
@@ -234,7 +234,7 @@ class Script:
 
     def do_begin(self) -> Call:
         epoch, ids = self.pick(self.epochs), self.random.sample(self.ids, min(3, len(self.ids)))
-        return lambda store: store.begin(epoch, ids)
+        return lambda store: store.note_running(epoch, ids)
 
     def do_resign(self) -> Call:
         epoch = self.pick(self.epochs)
@@ -246,15 +246,15 @@ class Script:
 
     def do_release(self) -> Call:
         epoch, model_id = self.pick(self.epochs), self.pick(MODELS)
-        return lambda store: store.release(epoch, model_id)
+        return lambda store: store.unassign(epoch, model_id)
 
     def do_points(self) -> Call:
         epoch, model_id = self.pick(self.epochs), self.pick(MODELS)
-        return lambda store: store.points(epoch, model_id)
+        return lambda store: store.recovery_points(epoch, model_id)
 
     def do_log(self) -> Call:
         epoch, model_id, start = self.pick(self.epochs), self.pick(MODELS), self.pick((0, 2))
-        return lambda store: store.log(epoch, model_id, start=start)
+        return lambda store: store.read_log(epoch, model_id, start=start)
 
     def do_save_point(self) -> Call:
         epoch, n = self.pick(self.epochs), self.random.randrange(6)
@@ -276,8 +276,8 @@ class Script:
         )
         if self.random.random() < 0.5:
             new = self.pick((new, sampler(f"s:sample:{self.random.randrange(9)}")))
-            return lambda store: store.put_new(new)
-        return lambda store: store.put(record)
+            return lambda store: store.put_new_record(new)
+        return lambda store: store.put_record(record)
 
     def do_update(self) -> Call:
         seen = Update("session", self.pick(SESSIONS), {"last_seen_s": self.clock.now_s})
@@ -286,17 +286,17 @@ class Script:
         updates = self.pick(((seen,), (seen, status), (status,), (seen, wrong)))
 
         async def update(store: Store) -> Any:
-            if wrong in updates and await store.get(ModelRecord, wrong.key) is None:
+            if wrong in updates and await store.get_record(ModelRecord, wrong.key) is None:
                 return None  # what does not fit a missing record is nobody's business
             with contextlib.suppress(ValueError):  # the words are msgspec's
-                return await store.update(*updates)
+                return await store.update_record(*updates)
             return "refused"
 
         return update
 
     def do_delete(self) -> Call:
         key = checkpoint(self.pick("ab")).key
-        return lambda store: store.delete(CheckpointRecord, key)
+        return lambda store: store.delete_record(CheckpointRecord, key)
 
     def do_page(self) -> Call:
         kind, tenant = (
@@ -305,7 +305,7 @@ class Script:
         )
         parent = self.pick((None, "s", "s:train:0"))
         limit, offset = self.pick((None, 1, 2)), self.pick((0, 1))
-        return lambda store: store.page(
+        return lambda store: store.page_of_records(
             kind, tenant=tenant, parent=parent, limit=limit, offset=offset
         )
 
@@ -320,7 +320,7 @@ class Script:
         return lambda store: store.sweep(now_s, SWEEP)
 
     def do_served(self) -> Call:
-        return lambda store: store.served()
+        return lambda store: store.base_models()
 
     def do_used(self) -> Call:
         tenant, since_s = self.pick((None, "alice", "bob")), self.pick((0.0, 2 * START_S))
@@ -333,7 +333,7 @@ class Script:
                 state = replace(
                     state, usage=replace(state.usage, total_s=round(state.usage.total_s))
                 )
-            return [await store.usage(tenant, since_s), curve, state, await store.figures()]
+            return [await store.usage(tenant, since_s), curve, state, await store.stats()]
 
         return used
 
@@ -377,7 +377,7 @@ class RecordingScript(Script):
 
     def sampler(self) -> Call:
         made = sampler(self.scope())
-        return lambda store: store.put(made)
+        return lambda store: store.put_record(made)
 
     def sweep(self) -> Call:
         now_s = self.clock.now_s
@@ -388,7 +388,7 @@ class RecordingScript(Script):
         key = self.pick(SESSIONS)
 
         async def end(store: Store) -> None:
-            await store.put(session(key, last_seen_s=self.clock.now_s))
+            await store.put_record(session(key, last_seen_s=self.clock.now_s))
             if self.clock.now_s % 3 < 1:
                 await store.end_session(key, "success")
 

@@ -44,7 +44,7 @@ def test_a_line_names_its_time_level_process_logger_and_message(stream: io.Strin
 
 def test_a_line_about_a_job_has_its_names_and_not_its_body(stream: io.StringIO) -> None:
     job = Job("alice", JobKind.OPTIM_STEP, "m", 1, BODY, model_id="m", request_id="r")
-    logging.getLogger("of_a_test").error("failed", extra={**logs.of(job), "secret": "s"})
+    logging.getLogger("of_a_test").error("failed", extra={**logs.job_fields(job), "secret": "s"})
     (line,) = lines(stream)
     assert [line[name] for name in ("request_id", "tenant", "model_id")] == ["r", "alice", "m"]
     assert "secret" not in line and BODY.decode() not in stream.getvalue()
@@ -64,7 +64,7 @@ def test_an_exception_is_one_field(stream: io.StringIO) -> None:
 def test_what_was_noted_is_in_every_line_until_something_else_begins(stream: io.StringIO) -> None:
     logger = logging.getLogger("of_a_test")
     logs.begin()
-    logs.note(tenant="alice", model_id=None)
+    logs.add_fields(tenant="alice", model_id=None)
     logger.warning("one")
     logs.begin()
     logger.warning("two")

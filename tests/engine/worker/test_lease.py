@@ -43,7 +43,7 @@ def test_a_link_that_is_ended_while_it_loses_the_store_ends() -> None:
                 await asyncio.sleep(0.01)
 
         link = StoreSession(connect, "worker", FAKE_INFO, lambda _: None, 1.0)
-        keeping = asyncio.create_task(link.keep(traffic))
+        keeping = asyncio.create_task(link.run_session(traffic))
         await asyncio.wait_for(unwinding.wait(), TIMEOUT_S)
         keeping.cancel()
         done, _ = await asyncio.wait({keeping}, timeout=TIMEOUT_S)
@@ -66,6 +66,6 @@ def test_a_worker_that_the_store_refuses_ends_with_its_reason() -> None:
 
         link = StoreSession(connect, "worker", FAKE_INFO, lambda _: None, 1.0)
         with pytest.raises(StoreUnusable, match="another revision"):
-            await asyncio.wait_for(link.keep(), TIMEOUT_S)
+            await asyncio.wait_for(link.run_session(), TIMEOUT_S)
 
     asyncio.run(scenario())

@@ -13,7 +13,7 @@ from tests.support.memory_store import MemoryStore
 from tuneserve_engine.store.base import Queue, Store
 from tuneserve_engine.store.files import FileStore
 from tuneserve_engine.store.remote import RemoteQueue, serve
-from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.lease import StoreSession
 from tuneserve_engine.worker.worker import Worker, WorkerPolicy
@@ -34,8 +34,8 @@ class Counting:
 
 
 async def told(store: Store) -> dict[str, float]:
-    (served,) = await store.served()
-    return dict(served.figures.get("worker", {}))
+    (served,) = await store.base_models()
+    return dict(served.metrics.get("worker", {}))
 
 
 async def until(happened: Callable[[], bool]) -> None:
@@ -45,21 +45,21 @@ async def until(happened: Callable[[], bool]) -> None:
 
 
 async def renew_thrice(store: Store, queue: Queue) -> None:
-    figures = Counting()
+    metrics = Counting()
 
     async def connect() -> Queue:
         return queue
 
-    link = StoreSession(connect, "worker", FAKE_INFO, lambda _: None, 0.01, figures)
-    keeping = asyncio.create_task(link.keep())
-    await until(lambda: len(figures.looks) >= 3)
+    link = StoreSession(connect, "worker", FAKE_INFO, lambda _: None, 0.01, metrics)
+    keeping = asyncio.create_task(link.run_session())
+    await until(lambda: len(metrics.looks) >= 3)
     await until(lambda: link.is_up)
     keeping.cancel()
     with suppress(asyncio.CancelledError):
         await keeping
     found = await told(store)
     assert found["ready"] == 0.0
-    assert figures.looks[-1] - 1 <= found["units_total"] <= figures.looks[-1]
+    assert metrics.looks[-1] - 1 <= found["units_total"] <= metrics.looks[-1]
 
 
 def test_every_renewal_tells_the_store_the_figures_of_the_moment() -> None:
@@ -93,13 +93,13 @@ def test_a_worker_tells_every_figure_and_no_other(tmp_path: Path, backend: "JaxB
         JobExecutor(backend, FileStore(tmp_path)),
         backend.info,
         name="worker",
-        policy=WorkerPolicy(figures=lambda: backend.figures),
+        policy=WorkerPolicy(metrics=lambda: backend.metrics),
     )
     compiling_ahead = {"ready"}
     from_the_first_osft_on = {"weights_to_decompose", "weights_decomposed"}
     told = worker._metrics().keys()
-    assert told | compiling_ahead | from_the_first_osft_on == FIGURES.keys()
+    assert told | compiling_ahead | from_the_first_osft_on == WORKER_METRICS.keys()
 
 
 def test_every_name_can_be_a_metric() -> None:
-    assert all(re.fullmatch(r"[a-z][a-z_]*[a-z]", name) for name in FIGURES)
+    assert all(re.fullmatch(r"[a-z][a-z_]*[a-z]", name) for name in WORKER_METRICS)

@@ -70,7 +70,7 @@ class Listener:
         """Returns when so many tokens of every sequence have been heard."""
         async with asyncio.timeout(TIMEOUT_S):
             while min(map(len, self.tokens)) < count:
-                for _, part in await self._heard.take():
+                for _, part in await self._heard.take_deltas():
                     message = wire.SampledSequence.FromString(part.drawn)
                     tokens = np.frombuffer(message.tokens, "<i4").tolist()
                     assert len(message.logprobs or b"") == len(message.tokens)
@@ -84,7 +84,7 @@ class Listener:
 def test_tokens_are_heard_before_the_last_is_drawn(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
-        listener = Listener(bench.store.listen(["one"]))
+        listener = Listener(bench.store.subscribe(["one"]))
         request_id = await asked(bench, "one")
         for count in range(1, TOKENS):
             backend.draw(1)
@@ -102,7 +102,7 @@ def test_tokens_are_heard_before_the_last_is_drawn(tmp_path: Path) -> None:
 def test_a_worker_that_takes_a_sample_over_tells_of_it_from_its_start(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
-        listener = Listener(bench.store.listen(["one"]))
+        listener = Listener(bench.store.subscribe(["one"]))
         request_id = await asked(bench, "one")
         backend.draw(3)
         await listener.until(3)
@@ -119,14 +119,14 @@ def test_a_worker_that_takes_a_sample_over_tells_of_it_from_its_start(tmp_path: 
 def test_what_the_store_does_not_hear_is_lost_and_the_worker_goes_on(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
-        bench.line.breaks = {"progress": ["before"]}
-        heard = bench.store.listen(["one"])
+        bench.line.breaks = {"publish_tokens": ["before"]}
+        heard = bench.store.subscribe(["one"])
         request_id = await asked(bench, "one")
         backend.draw(1)
-        await until(lambda: "progress" in bench.line.calls)
+        await until(lambda: "publish_tokens" in bench.line.calls)
         backend.draw(1)
         async with asyncio.timeout(TIMEOUT_S):
-            told = await heard.take()
+            told = await heard.take_deltas()
         assert [part.start for _, part in told] == [1, 1]
         backend.draw(TOKENS)
         await bench.ok(request_id)
@@ -141,13 +141,13 @@ def test_one_message_at_a_time_carries_all_that_has_come_meanwhile(
 
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
-        listener = Listener(bench.store.listen(["one"]))
+        listener = Listener(bench.store.subscribe(["one"]))
         request_id = await asked(bench, "one")
         backend.draw(1)
         await listener.until(1)
         backend.draw(TOKENS - 2)
         await listener.until(TOKENS - 1)
-        assert bench.line.calls.count("progress") == 2
+        assert bench.line.calls.count("publish_tokens") == 2
         backend.draw(1)
         await bench.ok(request_id)
 
@@ -159,7 +159,7 @@ def test_nothing_is_told_of_samples_that_nobody_listens_to(tmp_path: Path) -> No
         backend = await begun(bench)
         backend.draw(TOKENS)
         await bench.ok(await bench.sample("b", 1))
-        assert "progress" not in bench.line.calls
+        assert "publish_tokens" not in bench.line.calls
 
     run(tmp_path, scenario)
 
@@ -178,7 +178,7 @@ def test_numbers_that_will_fail_the_sample_are_not_told(tmp_path: Path) -> None:
         backend.draw(TOKENS)
         rejection = (await bench.outcome(request_id)).rejection
         assert rejection is not None and "not finite" in rejection.message
-        assert "progress" not in bench.line.calls
+        assert "publish_tokens" not in bench.line.calls
 
     run(tmp_path, scenario)
 

@@ -61,9 +61,9 @@ def test_jobs_pass_from_the_store_through_the_device_and_back(tmp_path: Path) ->
         assert json.loads(await bench.ok(saved)) == {"path": "tinker://a/weights/one"}
         sequences = deserialize_sample_response(await bench.ok(sampled)).sequences
         assert [each.tokens for each in sequences] == [[3, 4]]
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and model.status is ModelStatus.READY
-        stored = await bench.store.get(CheckpointRecord, "tinker://a/weights/one")
+        stored = await bench.store.get_record(CheckpointRecord, "tinker://a/weights/one")
         assert stored is not None and stored.size_bytes > 0
 
     run(tmp_path, scenario)
@@ -117,7 +117,7 @@ def test_a_failed_creation_rejects_what_was_sent_after_it(tmp_path: Path) -> Non
         for request, fragment in ((created, "rank is 999"), (gradient, "its creation failed")):
             rejection = (await bench.outcome(request)).rejection
             assert rejection is not None and fragment in rejection.message
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and model.status is ModelStatus.FAILED
         await bench.ok(await bench.create("b"))
 
@@ -145,9 +145,9 @@ def test_a_weight_in_the_store_reaches_the_scheduler_with_the_next_renewal(tmp_p
         await bench.ok(await bench.create("a"))
         scheduler = bench.worker._scheduler
         assert scheduler._weight("a") == 1.0
-        await bench.store.put(TenantRecord("a", "a", 0.0, weight=3.0))
+        await bench.store.put_record(TenantRecord("a", "a", 0.0, weight=3.0))
         await until(lambda: scheduler._weight("a") == 3.0)
-        await bench.store.update(Update("tenant", "a", {"weight": None}))
+        await bench.store.update_record(Update("tenant", "a", {"weight": None}))
         await until(lambda: scheduler._weight("a") == 1.0)
 
     run(tmp_path, scenario, WorkerPolicy(renew_s=0.05))
@@ -159,14 +159,22 @@ def test_a_weight_in_the_store_reaches_the_scheduler_with_the_next_renewal(tmp_p
 def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
-        await until(lambda: bench.line.calls[-1] == "take" or "finish" in bench.line.calls)
+        await until(lambda: bench.line.calls[-1] == "take_jobs" or "finish" in bench.line.calls)
         await asyncio.sleep(0.05)
         before = list(bench.line.calls)
         await asyncio.sleep(0.3)
         assert bench.line.calls == before  # for as long as the lease need not be renewed
-        assert before == ["connect", "lease", "renew", "take", "take", "begin", "finish"]
+        assert before == [
+            "connect",
+            "lease",
+            "renew",
+            "take_jobs",
+            "take_jobs",
+            "note_running",
+            "finish",
+        ]
         await bench.ok(await bench.gradient("a"))
-        assert bench.line.calls[len(before) :] == ["take", "begin", "finish"]
+        assert bench.line.calls[len(before) :] == ["take_jobs", "note_running", "finish"]
 
     run(tmp_path, scenario)
 
@@ -180,7 +188,7 @@ def test_results_that_fit_no_one_message_are_stored_in_several(
         bench.backend.gate.clear()
         await bench.ok(await bench.create("a"))
         requests = [await bench.gradient("a") for _ in range(6)]
-        await until(lambda: bench.line.calls.count("take") >= 2)
+        await until(lambda: bench.line.calls.count("take_jobs") >= 2)
         bench.backend.gate.set()
         sizes = [len(await bench.ok(request)) for request in requests]
         assert all(50 < size < 150 for size in sizes)
@@ -195,9 +203,9 @@ def test_jobs_are_taken_while_a_unit_runs(tmp_path: Path) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
         running = await bench.gradient("a")
-        takes = bench.line.calls.count("take")
+        takes = bench.line.calls.count("take_jobs")
         waiting = [await bench.sample("b", seq) for seq in range(3)]
-        await until(lambda: bench.line.calls.count("take") > takes)
+        await until(lambda: bench.line.calls.count("take_jobs") > takes)
         bench.backend.gate.set()
         for request in (running, *waiting):
             await bench.ok(request)
@@ -210,7 +218,7 @@ def test_a_result_does_not_wait_while_another_request_is_decoded(
 ) -> None:
     """A request of half a million tokens takes a third of a second to decode."""
     begun, advance, slow = threading.Event(), threading.Event(), set[str]()
-    decode = JobExecutor.decode
+    decode = JobExecutor.decode_payload
 
     def decode_slowly(self: JobExecutor, job: Job) -> Any:
         if job.model_id in slow:
@@ -274,12 +282,12 @@ def undisturbed(root: Path) -> dict[str, Any]:
 
 BREAKS: list[dict[str, list[str]]] = [
     {"lease": ["before", "after"]},
-    {"take": ["before", "", "after"]},
-    {"take": ["after", "after", "after"]},
+    {"take_jobs": ["before", "", "after"]},
+    {"take_jobs": ["after", "after", "after"]},
     {"finish": ["before"]},
     {"finish": ["after"]},
     {"finish": ["", "after", "before", "after"]},
-    {"lease": ["", "before", "after"], "take": ["", "after"], "finish": ["after", "before"]},
+    {"lease": ["", "before", "after"], "take_jobs": ["", "after"], "finish": ["after", "before"]},
 ]
 
 
@@ -325,7 +333,7 @@ def test_a_store_that_fails_is_tried_again_and_costs_no_model(
     monkeypatch.setattr(link_module, "RETRY_S", 0.01)
 
     async def scenario(bench: Bench) -> None:
-        bench.line.breaks = {"finish": ["full", "full"], "take": ["", "full"]}
+        bench.line.breaks = {"finish": ["full", "full"], "take_jobs": ["", "full"]}
         assert await training_run(bench, no_cut) == wanted
 
     wanted = undisturbed(tmp_path / "undisturbed")
@@ -339,7 +347,7 @@ def test_random_breaks_change_nothing(tmp_path: Path, seed: int) -> None:
     async def scenario(bench: Bench) -> None:
         bench.line.breaks = {
             method: choose.choices(["", "before", "after"], [3, 1, 1], k=12)
-            for method in ("lease", "renew", "begin", "take", "finish")
+            for method in ("lease", "renew", "note_running", "take_jobs", "finish")
         }
 
         async def cut(_: int) -> None:

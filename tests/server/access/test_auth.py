@@ -59,16 +59,16 @@ class Store(MemoryStore):
 
     async def get(self, record_type: type[R], key: str) -> R | None:
         await self._ask()
-        return await super().get(record_type, key)
+        return await super().get_record(record_type, key)
 
     async def page(self, *args: Any, **options: Any) -> Any:
         await self._ask()
-        return await super().page(*args, **options)
+        return await super().page_of_records(*args, **options)
 
     async def make(self, key_id: str = "a", secret: str = SECRET, **fields: Any) -> str:
         values = {"tenant": "alice", "parent": "alice", "created_s": NOW_S, **fields}
         values.setdefault("scopes", [Scope.TRAIN, Scope.SAMPLE])
-        await self.put(KeyRecord(key_id, digest=digest(PEPPER, key_id, secret), **values))
+        await self.put_record(KeyRecord(key_id, digest=digest(PEPPER, key_id, secret), **values))
         return f"tml-{key_id}-{secret}"
 
 
@@ -91,14 +91,14 @@ def door(store: Store, clock: Clock) -> Authenticator:
 
 async def said_to(door: Authenticator, key: str | None, address: str = HERE) -> ApiError:
     with pytest.raises((KeyRefused, TooManyLogins)) as refusal:
-        await door.enter(key, address)
+        await door.authenticate(key, address)
     error: ApiError = refusal.value
     return error
 
 
 async def is_let_in(door: Authenticator, key: str, address: str = HERE) -> bool:
     try:
-        await door.enter(key, address)
+        await door.authenticate(key, address)
     except KeyRefused:
         return False
     return True
@@ -124,9 +124,11 @@ async def test_a_right_key_is_its_tenant_with_its_scopes(store: Store, door: Aut
     both = await store.make("a")
     one = await store.make("b", tenant="bob", scopes=[Scope.SAMPLE])
     another = await store.make("c", "7" * 64)
-    assert await door.enter(both, HERE) == Identity("alice", frozenset({Scope.TRAIN, Scope.SAMPLE}))
-    assert await door.enter(one, HERE) == Identity("bob", frozenset({Scope.SAMPLE}))
-    assert (await door.enter(another, HERE)).tenant == "alice"
+    assert await door.authenticate(both, HERE) == Identity(
+        "alice", frozenset({Scope.TRAIN, Scope.SAMPLE})
+    )
+    assert await door.authenticate(one, HERE) == Identity("bob", frozenset({Scope.SAMPLE}))
+    assert (await door.authenticate(another, HERE)).tenant == "alice"
 
 
 async def test_whatever_is_wrong_with_a_key_is_answered_alike(
@@ -180,7 +182,7 @@ async def test_a_revoked_key_is_refused_within_five_seconds_by_every_process(
     for _ in range(100):  # busy all the time
         clock.now_s += 0.1
         assert [await is_let_in(door, key) for door in doors] == [True, True]
-    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    await store.update_record(Update("key", "a", {"revoked_s": clock.now_s}))
     revoked_s = clock.now_s
     refused: set[Authenticator] = set()
     while len(refused) < 2:
@@ -196,7 +198,7 @@ async def test_a_key_that_was_idle_is_looked_up_before_it_is_used_again(
 ) -> None:
     key = await store.make("a")
     assert await is_let_in(door, key)
-    await store.update(Update("key", "a", {"revoked_s": NOW_S}))
+    await store.update_record(Update("key", "a", {"revoked_s": NOW_S}))
     clock.now_s += 3600
     assert not await is_let_in(door, key)
 
@@ -233,7 +235,7 @@ async def test_while_the_store_is_away_a_key_that_is_known_is_good(
     while clock.now_s < NOW_S + 800:  # in use all the time
         assert await is_let_in(door, known)
         with pytest.raises(StoreFailed):
-            await door.enter(other, HERE)
+            await door.authenticate(other, HERE)
         clock.now_s += 40
     assert not await is_let_in(door, known), "it has expired"
     store.is_away = False
@@ -251,7 +253,7 @@ async def test_a_key_that_was_not_read_for_long_is_not_trusted_though_it_is_in_u
         assert await is_let_in(door, key)
         clock.now_s += 30
     with pytest.raises(StoreFailed):
-        await door.enter(key, HERE)
+        await door.authenticate(key, HERE)
 
 
 async def test_while_the_store_is_away_a_key_that_was_idle_is_not_trusted(
@@ -263,7 +265,7 @@ async def test_while_the_store_is_away_a_key_that_was_idle_is_not_trusted(
     store.is_away = True
     clock.now_s += 61
     with pytest.raises(StoreFailed):
-        await door.enter(key, HERE)
+        await door.authenticate(key, HERE)
 
 
 async def test_a_store_that_does_not_answer_holds_up_nobody_who_is_known(
@@ -279,7 +281,7 @@ async def test_a_store_that_does_not_answer_holds_up_nobody_who_is_known(
     waiting = asyncio.create_task(is_let_in(door, key))
     await asyncio.sleep(0.2)
     assert not waiting.done(), "nobody knows whether it was revoked since"
-    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    await store.update_record(Update("key", "a", {"revoked_s": clock.now_s}))
     store.answers.set()
     assert not await asyncio.wait_for(waiting, 5)
 
@@ -298,12 +300,14 @@ def test_without_keys_a_text_that_begins_like_one_names_a_tenant() -> None:
 async def test_the_first_key_closes_the_door_for_all_others(store: Store, clock: Clock) -> None:
     door = Authenticator(store, PEPPER, require_keys=False, clock=clock, wall_clock=clock)
     assert not await door.wants_keys()
-    assert await door.enter("tml-you", HERE) == Identity(open_tenant("tml-you"), frozenset(Scope))
+    assert await door.authenticate("tml-you", HERE) == Identity(
+        open_tenant("tml-you"), frozenset(Scope)
+    )
     key = await store.make("a")
     clock.now_s += 2.0
     assert not await is_let_in(door, "tml-you")
     assert await is_let_in(door, key)
-    await store.update(Update("key", "a", {"revoked_s": clock.now_s}))
+    await store.update_record(Update("key", "a", {"revoked_s": clock.now_s}))
     clock.now_s += 60
     for shut in (door, Authenticator(store, PEPPER, require_keys=False, clock=clock)):
         assert await shut.wants_keys()
@@ -315,21 +319,21 @@ async def test_an_open_door_looks_for_keys_every_other_second_only(
 ) -> None:
     door = Authenticator(store, PEPPER, require_keys=False, clock=clock)
     for _ in range(10):
-        await door.enter("tml-you", HERE)
+        await door.authenticate("tml-you", HERE)
     assert store.asked == 1
     store.is_away = True
     for _ in range(10):
         clock.now_s += 40
-        await door.enter("tml-you", HERE)  # it was open, and there is nothing to be had
+        await door.authenticate("tml-you", HERE)  # it was open, and there is nothing to be had
     clock.now_s += 61
     with pytest.raises(StoreFailed):
-        await door.enter("tml-you", HERE)
+        await door.authenticate("tml-you", HERE)
 
 
 async def test_nobody_is_let_in_before_the_store_was_asked_for_keys(store: Store) -> None:
     store.is_away = True
     with pytest.raises(StoreFailed):
-        await Authenticator(store, PEPPER, require_keys=False).enter("tml-you", HERE)
+        await Authenticator(store, PEPPER, require_keys=False).authenticate("tml-you", HERE)
 
 
 # --- failed logins --------------------------------------------------------------------------------
@@ -380,12 +384,12 @@ def test_failures_are_forgotten_by_and_by() -> None:
     clock = Clock()
     failures = RateLimit(LOGINS_PER_S, clock)
     for _ in range(50):
-        failures.note(HERE)
+        failures.record_failure(HERE)
     assert failures.is_over(HERE)
     clock.now_s += 0.15
     assert not failures.is_over(HERE)
     clock.now_s += 3600
     for _ in range(10):
         assert not failures.is_over(HERE)
-        failures.note(HERE)
+        failures.record_failure(HERE)
     assert failures.is_over(HERE)

@@ -251,7 +251,7 @@ async def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
     assert KEY.fullmatch(made["key"])
     listed = await operator.ok("GET", "/keys")
     assert [made] == [{**each, "key": made["key"]} for each in listed]
-    stored = await api.services.store.get(KeyRecord, made["id"])
+    stored = await api.services.store.get_record(KeyRecord, made["id"])
     assert stored is not None
     for text in (json.dumps(listed), repr(stored)):
         assert secret not in text

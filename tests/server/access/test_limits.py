@@ -116,7 +116,7 @@ async def room(
 ) -> None:
     store = MemoryStore()
     for each in (*kept, *([own] if own else [])):
-        await store.put(each)
+        await store.put_record(each)
     try:
         await check_room(store, settings(**limits).store_policy, saved.tenant, saved.key)
     finally:
@@ -179,8 +179,8 @@ async def test_a_session_is_noted_at_most_every_half_minute() -> None:
     seen = Heartbeats(cast(Store, store), clock, clock)
     for now_s in (100.0, 101.0, 129.9, 130.0, 159.0):
         clock.now_s = now_s
-        await seen.note("s-1")
-    await seen.note("s-2")
+        await seen.record_sign("s-1")
+    await seen.record_sign("s-2")
     assert store.updates == [
         Update("session", "s-1", {"last_seen_s": 100.0}),
         Update("session", "s-1", {"last_seen_s": 130.0}),
@@ -193,7 +193,7 @@ async def test_what_the_store_did_not_hear_is_told_again() -> None:
     seen = Heartbeats(cast(Store, store), clock, clock)
     store.fails = True
     with pytest.raises(ConnectionError):
-        await seen.note("s-1")
+        await seen.record_sign("s-1")
     store.fails = False
-    await seen.note("s-1")
+    await seen.record_sign("s-1")
     assert len(store.updates) == 1

@@ -56,7 +56,7 @@ class Life:
         for _ in range(int(seconds / SWEEP_S)):
             self.wall_s += SWEEP_S
             self.passed_s += SWEEP_S
-            await self.store.update(Update("session", heard, {"last_seen_s": self.wall_s}))
+            await self.store.update_record(Update("session", heard, {"last_seen_s": self.wall_s}))
             await self.sweep()
 
     async def sweep(self) -> None:
@@ -66,14 +66,14 @@ class Life:
 
     async def begin(self, *names: str) -> None:
         for name in names:
-            await self.store.put(session(name, last_seen_s=self.wall_s))
-            await self.store.put(sampler(f"{name}:sample:0"))
+            await self.store.put_record(session(name, last_seen_s=self.wall_s))
+            await self.store.put_record(sampler(f"{name}:sample:0"))
             job = sample(1, scope=f"{name}:sample:0")
             self.samples[name] = (await self.store.submit(job)).request_id
 
     async def are_there(self, name: str) -> tuple[bool, bool]:
         """Whether the session goes on, and its sample waits."""
-        found = await self.store.get(SessionRecord, name)
+        found = await self.store.get_record(SessionRecord, name)
         assert found is not None
         return found.ended is None, await self.store.wait(self.samples[name], 0) is None
 
@@ -136,8 +136,8 @@ async def test_nothing_ends_early_or_late_when_this_process_is_stopped_or_the_cl
 
 
 async def test_a_request_that_is_missed_has_its_time_awake_to_come(life: Life) -> None:
-    await life.store.put(session("s", last_seen_s=life.wall_s))
-    await life.store.put(model())
+    await life.store.put_record(session("s", last_seen_s=life.wall_s))
+    await life.store.put_record(model())
     held = (await life.store.submit(job(2, "s:train:0"))).request_id
     await life.passes(40)
     life.wall_s += 3600
@@ -225,19 +225,19 @@ def test_a_clock_that_drifts_is_no_absence() -> None:
 async def test_times_of_the_future_are_dated_back_after_a_start(life: Life) -> None:
     """The clock was set back while no process ran: what is noted would last longer by as much."""
     later_s = life.wall_s + 3600
-    await life.store.put(session("s", last_seen_s=later_s))
-    await life.store.put(checkpoint("c", created_s=later_s, expires_s=later_s + 100))
+    await life.store.put_record(session("s", last_seen_s=later_s))
+    await life.store.put_record(checkpoint("c", created_s=later_s, expires_s=later_s + 100))
     unused = UnusedFiles(life.store, life.files)
     awake = AwakeTime(SWEEP_S, wall=lambda: life.wall_s, clock=lambda: life.passed_s)
     again = asyncio.create_task(sweep_forever(life.store, unused, POLICY, SWEEP_S, awake))
     await asyncio.sleep(0)
     await life.sweep()
     await life.sweep()
-    found = await life.store.get(CheckpointRecord, checkpoint("c").key)
+    found = await life.store.get_record(CheckpointRecord, checkpoint("c").key)
     assert found is not None and found.expires_s is not None
     assert found.created_s <= life.wall_s
     assert 90 <= found.expires_s - life.wall_s <= 100
-    seen = await life.store.get(SessionRecord, "s")
+    seen = await life.store.get_record(SessionRecord, "s")
     assert seen is not None and seen.last_seen_s <= life.wall_s
     again.cancel()
     await asyncio.gather(again, return_exceptions=True)
@@ -289,7 +289,7 @@ async def test_a_process_that_is_away_for_long_is_dead() -> None:
     await processes.both()
     found = [(await processes.look()).lasts for _ in range(150)]
     assert found == [False] * 3 + [True] * 117 + [False] * 30  # ten minutes
-    assert (await processes.store.page(ProcessRecord)).total == 1
+    assert (await processes.store.page_of_records(ProcessRecord)).total == 1
     await processes.store.close()
 
 

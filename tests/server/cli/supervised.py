@@ -38,7 +38,7 @@ async def main() -> int:
             await tell_killed(settings, "worker")
 
     supervisor = Supervisor(children, say, policy, ended)
-    return await supervisor.run(lambda: asyncio.create_task(report_progress(settings, say)))
+    return await supervisor.supervise(lambda: asyncio.create_task(report_progress(settings, say)))
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def test_rates_are_means_over_the_last_twenty_seconds() -> None:
 
     def at(second: float, busy_s: float, tokens: float) -> dict[str, Any]:
         told = {"device_seconds_total": busy_s, "tokens_trained_total": tokens}
-        watch.add(TopSample(second, {}, {}, {("tiny", ""): told}))
+        watch.add_counters(TopSample(second, {}, {}, {("tiny", ""): told}))
         (worker,) = watch.facts()["workers"]
         return dict(worker)
 

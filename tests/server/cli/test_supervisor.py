@@ -224,7 +224,7 @@ def supervise(*statuses: int) -> tuple[int, list[str]]:
         for i, status in enumerate(statuses)
     ]
     policy = RestartPolicy(most_young_deaths=3, first_delay_s=0.01)
-    return asyncio.run(Supervisor(specs, said.append, policy).run()), said
+    return asyncio.run(Supervisor(specs, said.append, policy).supervise()), said
 
 
 def test_a_child_that_keeps_dying_is_given_up_with_its_status() -> None:
@@ -246,7 +246,7 @@ def test_children_that_were_ready_once_are_started_again_for_ever() -> None:
         policy = RestartPolicy(most_young_deaths=3, first_delay_s=0.01, longest_delay_s=0.01)
         supervisor = Supervisor([dying], said.append, policy)
         was_ready = asyncio.sleep(0)
-        running = asyncio.create_task(supervisor.run(lambda: asyncio.create_task(was_ready)))
+        running = asyncio.create_task(supervisor.supervise(lambda: asyncio.create_task(was_ready)))
         async with asyncio.timeout(20):
             while len(said) < 6:
                 await asyncio.sleep(0.01)

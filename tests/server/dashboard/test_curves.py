@@ -17,7 +17,7 @@ def steps(numbers: Sequence[int], start: int = 0) -> Iterator[CurvePoint]:
 
 
 def test_a_long_curve_keeps_its_ends_and_every_so_many_th_row() -> None:
-    curve = Curve.of(steps(range(1, 3 * MOST_ROWS + 1)))
+    curve = Curve.from_points(steps(range(1, 3 * MOST_ROWS + 1)))
     places = [row.x for row in curve.rows]
     assert MOST_ROWS / 2 <= len(places) <= MOST_ROWS
     assert places == list(range(1, 3 * MOST_ROWS + 1, 4))
@@ -27,9 +27,11 @@ def test_a_long_curve_keeps_its_ends_and_every_so_many_th_row() -> None:
 def test_points_are_taken_once_and_the_axis_only_grows() -> None:
     curve = Curve()
     for _ in range(2):
-        curve.add(steps([1, 2, 3]))
+        curve.add_points(steps([1, 2, 3]))
     assert [row.x for row in curve.rows] == [1, 2, 3]
-    curve.add(steps([1, 2], start=100))  # the state was loaded with an optimizer that had not begun
+    curve.add_points(
+        steps([1, 2], start=100)
+    )  # the state was loaded with an optimizer that had not begun
     assert [row.x for row in curve.rows] == [1, 2, 3, 4, 5]
 
 
@@ -41,7 +43,7 @@ def test_losses_without_weights_are_told_by_token_and_steps_without_gradients_ha
         CurvePoint("optim_step", 4, step=1),
         CurvePoint("optim_step", 5, step=2),
     ]
-    assert [row.loss for row in Curve.of(points).rows] == [1.0, None]
+    assert [row.loss for row in Curve.from_points(points).rows] == [1.0, None]
 
 
 def test_each_gradient_counts_by_its_weights_or_else_by_its_tokens() -> None:
@@ -50,22 +52,22 @@ def test_each_gradient_counts_by_its_weights_or_else_by_its_tokens() -> None:
         CurvePoint("forward_backward", 2, loss_sum=-30.0, tokens=1000, weight=0.0),
         CurvePoint("optim_step", 3, step=1),
     ]
-    assert [row.loss for row in Curve.of(points).rows] == [170 / 1100]
+    assert [row.loss for row in Curve.from_points(points).rows] == [170 / 1100]
 
 
 def test_rates_are_of_the_last_seconds() -> None:
     now_s = 0.0
     rates = Rates(lambda: now_s)
-    rates.add({"a": {"n": 0.0}})
-    assert rates.of("a") == {}
+    rates.add_counters({"a": {"n": 0.0}})
+    assert rates.rates_of("a") == {}
     for count in range(1, 61):
         now_s = float(count)
-        rates.add({"a": {"n": 2.0 * count if count <= 30 else 60.0 + 5 * (count - 30)}})
-        assert count > 30 or rates.of("a") == {"n": 2.0}
-    assert rates.of("a") == {"n": 5.0}
+        rates.add_counters({"a": {"n": 2.0 * count if count <= 30 else 60.0 + 5 * (count - 30)}})
+        assert count > 30 or rates.rates_of("a") == {"n": 2.0}
+    assert rates.rates_of("a") == {"n": 5.0}
     now_s += 60  # nobody has looked meanwhile
-    rates.add({"a": {"n": 300.0}})
-    assert rates.of("a") == {}
+    rates.add_counters({"a": {"n": 300.0}})
+    assert rates.rates_of("a") == {}
 
 
 def test_a_rate_is_told_as_soon_as_what_is_new_or_began_again_was_seen_twice() -> None:
@@ -74,20 +76,20 @@ def test_a_rate_is_told_as_soon_as_what_is_new_or_began_again_was_seen_twice() -
     seen: list[Any] = [{"a": 10.0}, {}, {"a": 20.0}, {"a": 21.0}, {"a": 3.0, "b": 5.0}]
     for values in [*seen, {"a": 5.0, "b": 9.0}]:
         now_s += 1
-        rates.add({key: {"n": value} for key, value in values.items()})
+        rates.add_counters({key: {"n": value} for key, value in values.items()})
         if values == {"a": 21.0}:
-            assert rates.of("a") == {"n": 1.0}
+            assert rates.rates_of("a") == {"n": 1.0}
         if values == {"a": 3.0, "b": 5.0}:
-            assert rates.of("a") == rates.of("b") == {}
-    assert (rates.of("a"), rates.of("b")) == ({"n": 2.0}, {"n": 4.0})
+            assert rates.rates_of("a") == rates.rates_of("b") == {}
+    assert (rates.rates_of("a"), rates.rates_of("b")) == ({"n": 2.0}, {"n": 4.0})
 
 
 def test_one_tenants_errors_push_out_only_its_own() -> None:
     now_s = iter(range(1000))
     recent = RecentErrors(lambda: float(next(now_s)))
-    recent.note("quiet", "code", "text", "/route")
+    recent.record_error("quiet", "code", "text", "/route")
     for number in range(2 * MOST_OF_TENANT):
-        recent.note("loud", "code", f"text {number} {'x' * 1000}", "/route")
+        recent.record_error("loud", "code", f"text {number} {'x' * 1000}", "/route")
     assert len(recent.newest("loud", 100)) == MOST_OF_TENANT
     assert [each.tenant for each in recent.newest("quiet", 100)] == ["quiet"]
     newest = recent.newest(None, 2)

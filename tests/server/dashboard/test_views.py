@@ -316,7 +316,7 @@ async def test_points_are_seen_that_come_while_nobody_looks(api: Any) -> None:
     await api.stop_worker()
     now_s = 0.0
     live = Dashboard(api.services.store, api.services.served, clock=lambda: now_s)
-    await live.figures.get()  # that there is nothing left to do, which is true no longer
+    await live.stats.get()  # that there is nothing left to do, which is true no longer
     answer = await api.post("/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
     now_s = 1.0
     assert (await live.look(None)).curves[model].rows == []

@@ -61,7 +61,7 @@ async def test_a_body_that_comes_byte_by_byte_is_kept_in_few_pieces() -> None:
     request = Request({"type": "http", "headers": []}, receive)
     settings = ApiSettings()
     async with AsyncExitStack() as stack:
-        memory = BodyMemory.of(settings)
+        memory = BodyMemory.from_settings(settings)
         sent = await Incoming(request, settings, memory, "a", stack).json()
         assert len(sent.pieces) == 1
         assert await sent.read(lambda raw: raw) == body
@@ -70,7 +70,7 @@ async def test_a_body_that_comes_byte_by_byte_is_kept_in_few_pieces() -> None:
 async def test_other_requests_come_between_while_the_structure_of_a_body_is_checked() -> None:
     """16 MB of escapes took 0.17 s in one step, in which no other thread runs."""
     raw = b'{"tags": ["' + b"\\\\" * 7_900_000 + b'"], "x": [' + b"[]," * 40 + b"1]}"
-    memory = BodyMemory.of(ApiSettings())
+    memory = BodyMemory.from_settings(ApiSettings())
     ticks = 0
 
     async def tick() -> None:

@@ -49,7 +49,7 @@ async def test_a_tenant_has_its_limit_and_another_its_own() -> None:
     first, second, other = (Holder(memory, tenant, 40) for tenant in "aab")
     await settle()
     assert (first.has, second.has, other.has) == (True, False, True)
-    assert (memory.of("a"), memory.held) == (40, 80)
+    assert (memory.held_by("a"), memory.held) == (40, 80)
     await first.end()
     await settle()
     assert second.has
@@ -151,7 +151,7 @@ async def test_all_is_given_back_however_it_ends() -> None:
         nonlocal most
         tenant = rng.choice("abcd")
         async with memory.taken(tenant, rng.randint(1, 50)):
-            most = max(most, memory.held, 2 * memory.of(tenant))
+            most = max(most, memory.held, 2 * memory.held_by(tenant))
             if rng.random() < 0.2:
                 raise RuntimeError
             await asyncio.sleep(rng.choice([0, 0.001]))

@@ -35,7 +35,7 @@ class Traced:
         @app.post(f"{PREFIX}/models/{{model_id}}")
         @app.post(f"{PREFIX}/retrieve_future")
         async def work(request: Request) -> str:
-            logs.note(tenant="alice", request_id="r")
+            logs.add_fields(tenant="alice", request_id="r")
             await request.body()
             return traceparent()
 

@@ -18,7 +18,7 @@ class Line:
         self._now = 0
 
     async def take(self, tenant: str) -> None:
-        async with self.turns.of(tenant):
+        async with self.turns.wait_for_turn(tenant):
             self._now += 1
             assert self._now == 1
             self.had.append(tenant)
@@ -57,7 +57,7 @@ async def test_one_that_is_given_up_is_passed_by() -> None:
     await line.end(3)
     assert "".join(line.had) == "acb"
     await asyncio.gather(first, *rest)
-    await asyncio.wait_for(line.turns.of("d").__aenter__(), 1)
+    await asyncio.wait_for(line.turns.wait_for_turn("d").__aenter__(), 1)
 
 
 async def test_a_turn_that_comes_as_it_is_given_up_goes_to_the_next() -> None:
@@ -75,6 +75,6 @@ async def test_a_turn_that_comes_as_it_is_given_up_goes_to_the_next() -> None:
 async def test_a_turn_ends_with_an_error_too() -> None:
     turns = Turns()
     with pytest.raises(ZeroDivisionError):
-        async with turns.of("a"):
+        async with turns.wait_for_turn("a"):
             raise ZeroDivisionError
-    await asyncio.wait_for(turns.of("b").__aenter__(), 1)
+    await asyncio.wait_for(turns.wait_for_turn("b").__aenter__(), 1)

@@ -14,7 +14,7 @@ from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.errors import ApiError
 from tuneserve_server.openai.responses import AnswerReader, Choice, SampledAnswer, read_answer
-from tuneserve_server.openai.streaming import StreamedChoices, certain
+from tuneserve_server.openai.streaming import StreamedChoices, stable_prefix_length
 
 WORDS = ["plain", " words", " naïve", "🎉", "🏴‍☠️", "日本語", "\n\n", "  ", "é", "a", "aa", "�", "𐍈"]
 TOP = 2
@@ -150,7 +150,7 @@ def test_what_is_said_on_the_way_and_at_the_end_is_the_whole_answer(
     said: dict[int, Any] = {}
     waiting = list(answers)
     for named in mixed(random, streams):
-        added(said, speech.hear([named]))
+        added(said, speech.add_deltas([named]))
         if random.random() < 0.02 and waiting:
             added(said, speech.end(waiting.pop(0)))
     for answer in waiting:
@@ -168,7 +168,7 @@ def test_no_character_is_said_in_halves_and_all_are_said_at_once(
     speech = StreamedChoices([SampleCommand([1], 0, stream="a")], text, [eos], scored=True)
     heard = ""
     for place in range(len(tokens) + 1):
-        for _, piece, _ in speech.hear(
+        for _, piece, _ in speech.add_deltas(
             [("a", EncodedTokenDelta(0, place, cut(whole, place, place + 1)))]
         ):
             heard += piece.text
@@ -190,12 +190,14 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
         ("aaa", 1, ["aab"], 1),
         ("abc", 3, ["cd"], 3),
     ]:
-        assert certain(said, start, stops) == size, (said, start, stops)
+        assert stable_prefix_length(said, start, stops) == size, (said, start, stops)
 
 
 def test_an_answer_that_is_another_than_was_said_is_refused(text: BaseText) -> None:
     speech = StreamedChoices([SampleCommand([1], 0, stream="a")], text, [], scored=False)
     whole = sequence(Random(1), text.encode("one"), False)
-    assert speech.hear([("a", EncodedTokenDelta(0, 0, cut(whole, 0, len(whole.tokens) // 4)))])
+    assert speech.add_deltas(
+        [("a", EncodedTokenDelta(0, 0, cut(whole, 0, len(whole.tokens) // 4)))]
+    )
     with pytest.raises(ApiError, match="began again"):
         speech.end(SampledAnswer([Choice("other", "length", None)], 1, 1, 0))

@@ -8,14 +8,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_backend import FAKE_INFO
 from tuneserve_engine.core.adapter import BaseModelInfo
-from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 from tuneserve_server.cli.readiness import report_progress
-from tuneserve_server.metric_names import API_FIGURES
+from tuneserve_server.metric_names import API_METRICS
 
 pytestmark = pytest.mark.anyio
 
 Sample = tuple[str, str | None]  # base model, worker
-OF_THE_API = {f"tuneserve_{name}".removesuffix("_total") for name in API_FIGURES}
+OF_THE_API = {f"tuneserve_{name}".removesuffix("_total") for name in API_METRICS}
 
 
 async def lease(
@@ -72,10 +72,11 @@ async def test_the_figures_of_every_worker_are_shown_with_its_base_model(api: An
 
 
 async def test_every_figure_has_its_kind(api: Any) -> None:
-    await lease(api, "one", dict.fromkeys(FIGURES, 1.0))
+    await lease(api, "one", dict.fromkeys(WORKER_METRICS, 1.0))
     shown = await kinds(api)
     assert shown == {"tuneserve_workers": "gauge"} | {
-        f"tuneserve_{name}": "counter" if name.endswith("_total") else "gauge" for name in FIGURES
+        f"tuneserve_{name}": "counter" if name.endswith("_total") else "gauge"
+        for name in WORKER_METRICS
     }
     assert (await scrape(api)).keys() == shown.keys()
 

@@ -183,12 +183,12 @@ async def test_a_budget_of_its_own_goes_before_that_of_the_settings_at_once() ->
     for tenant in "ab":
         await spent(store, tenant, 4.0)
         await budgets.check(tenant, JobKind.SAMPLE)
-        await store.put_new(TenantRecord(tenant, tenant, now_s, device_s_a_day=3.0))
+        await store.put_new_record(TenantRecord(tenant, tenant, now_s, device_s_a_day=3.0))
     now_s += 1
     for tenant in "ab":
         with pytest.raises(BudgetUsedUp, match=r"used 4\.0 device seconds today, .* is 3 a"):
             await budgets.check(tenant, JobKind.SAMPLE)
-        await store.update(Update("tenant", tenant, {"device_s_a_day": None}))
+        await store.update_record(Update("tenant", tenant, {"device_s_a_day": None}))
     now_s += 1
     for tenant, limit_ms in (("a", 100_000.0), ("b", None)):
         await budgets.check(tenant, JobKind.SAMPLE)

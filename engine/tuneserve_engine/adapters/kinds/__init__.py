@@ -69,7 +69,7 @@ def validated(config: AdapterConfig, shapes: TargetShapes, max_rank: int) -> Ada
                 f"{', '.join(options) or 'none'}"
             )
     kind = kind_of(config)
-    config = kind.resolved(config, shapes)
+    config = kind.validated_options(config, shapes)
     if config.rank > max_rank:
         error = UserError(
             f"this adapter has rank {config.rank}; this server takes 1 to {max_rank}; "

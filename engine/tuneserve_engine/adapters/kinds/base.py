@@ -35,11 +35,11 @@ class SvdFactors(NamedTuple):
     u: Array  # [L, K, F]
     s: Array  # [L, K]
     v: Array  # [L, K, D]
-    kept: Array  # [K]
+    trainable_mask: Array  # [K]
 
     def lowest(self, rank: int) -> tuple[Array, Array, Array]:
         """Return U0 [L, R, F], S0 [L, R] and V0 [L, R, D]: zero beyond the adapter's own rank."""
-        kept = self.kept[:rank]
+        kept = self.trainable_mask[:rank]
         rows = kept[None, :, None]
         return (
             self.u[..., :rank, :] * rows,
@@ -75,7 +75,7 @@ class AdapterKind(Protocol):
         """The options that clients may set: names and descriptions."""
         ...
 
-    def resolved(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
+    def validated_options(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
         """Return the configuration with the highest rank of its targets, and without the targets
         that this kind does not train.
 
@@ -91,7 +91,7 @@ class AdapterKind(Protocol):
         """Return the factor of x A B."""
         ...
 
-    def parts(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays trained for a target, padded to the rank.
 
         Returns an empty dictionary if the kind never trains a target of this shape.
@@ -107,7 +107,7 @@ class AdapterKind(Protocol):
         """
         ...
 
-    def pair(self, parts: Parts, frozen: SvdFactors | None) -> tuple[Array, Array]:
+    def lora_pair(self, parts: Parts, frozen: SvdFactors | None) -> tuple[Array, Array]:
         """Return A [L, D, R] and B [L, R, F]."""
         ...
 
@@ -121,7 +121,9 @@ def parameters(kind: AdapterKind, config: AdapterConfig, shapes: TargetShapes) -
     return sum(
         math.prod(part)
         for target in config.targets
-        for part in kind.parts(shapes[target], kind.rank(config, shapes[target])).values()
+        for part in kind.parameter_shapes(
+            shapes[target], kind.rank(config, shapes[target])
+        ).values()
     )
 
 
@@ -132,7 +134,9 @@ def adapter_bytes(kind: AdapterKind, shapes: TargetShapes, rank: int) -> int:
     pair.
     """
     own = sum(
-        math.prod(part) for shape in shapes.values() for part in kind.parts(shape, rank).values()
+        math.prod(part)
+        for shape in shapes.values()
+        for part in kind.parameter_shapes(shape, rank).values()
     )
     pairs = sum(math.prod(layers) * (i + o) * rank for *layers, i, o in shapes.values())
     return 4 * (3 * own + pairs)

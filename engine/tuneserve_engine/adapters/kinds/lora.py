@@ -18,7 +18,7 @@ class Lora:
     needs_decomposition = False
     options: Mapping[str, str] = {}
 
-    def resolved(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
+    def validated_options(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
         check_targets(config)
         return config
 
@@ -28,17 +28,17 @@ class Lora:
     def scale(self, config: AdapterConfig) -> float:
         return config.alpha / config.rank
 
-    def parts(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
         *layers, inputs, outputs = shape
         return {"A": (*layers, inputs, rank), "B": (*layers, rank, outputs)}
 
     def initial(
         self, config: AdapterConfig, index: int, shape: tuple[int, ...], frozen: SvdFactors | None
     ) -> Parts:
-        a, b = self.parts(shape, config.rank).values()
+        a, b = self.parameter_shapes(shape, config.rank).values()
         return {"A": initial_a(config.seed, index, a), "B": np.zeros(b, np.float32)}
 
-    def pair(self, parts: Parts, frozen: SvdFactors | None) -> tuple[Array, Array]:
+    def lora_pair(self, parts: Parts, frozen: SvdFactors | None) -> tuple[Array, Array]:
         return parts["A"], parts["B"]
 
     def project(self, parts: Parts, frozen: SvdFactors | None) -> Parts:

@@ -49,7 +49,7 @@ class Osft:
         self.form = form
         self.program = f"osft_{form}"
 
-    def resolved(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
+    def validated_options(self, config: AdapterConfig, shapes: TargetShapes) -> AdapterConfig:
         options = {**config.options, FORM: self.form}  # explicit and default form compare equal
         config = replace(config, train_unembed=False, options=options)
         _check_ratio(config)
@@ -94,7 +94,7 @@ class Osft:
     def scale(self, config: AdapterConfig) -> float:
         return 1.0
 
-    def parts(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
         if len(shape) < 3:
             return {}
         layers, inputs, outputs = shape
@@ -110,12 +110,13 @@ class Osft:
         rank = self.rank(config, shape)
         if self.form != "factors":
             return {
-                name: np.zeros(part, np.float32) for name, part in self.parts(shape, rank).items()
+                name: np.zeros(part, np.float32)
+                for name, part in self.parameter_shapes(shape, rank).items()
             }
         u, s, v = _given(frozen).lowest(rank)
         return {"U": u, "S": s, "V": v}
 
-    def pair(self, parts: Parts, frozen: SvdFactors | None) -> tuple[Array, Array]:
+    def lora_pair(self, parts: Parts, frozen: SvdFactors | None) -> tuple[Array, Array]:
         frozen = _given(frozen)
         u0, s0, v0 = frozen.lowest(next(iter(parts.values())).shape[1])
         if _is_tall(frozen):
@@ -152,13 +153,13 @@ def left(x: Array, frozen: SvdFactors) -> Array:
     directions is made.
     """
     is_longer = frozen.u.shape[-1] > frozen.v.shape[-1]
-    return _projected(x, frozen.u, frozen.kept, is_longer)
+    return _projected(x, frozen.u, frozen.trainable_mask, is_longer)
 
 
 def right(x: Array, frozen: SvdFactors) -> Array:
     """Return x [L, R, D] without the strong right directions; see ``left``."""
     is_longer = frozen.v.shape[-1] > frozen.u.shape[-1]
-    return _projected(x, frozen.v, frozen.kept, is_longer)
+    return _projected(x, frozen.v, frozen.trainable_mask, is_longer)
 
 
 def _projected(x: Array, directions: Array, kept: Array, is_longer: bool) -> Array:

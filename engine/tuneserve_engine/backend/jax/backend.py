@@ -47,10 +47,10 @@ from tuneserve_engine.core.backend_options import BackendOptions, DType, Remat
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.hub import resolve_base_model, revision_of
 from tuneserve_engine.core.shapes import StaticShapes
-from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 
 _UNLIMITED_BYTES = 1 << 62
-_MEMORY = [name for name in FIGURES if name.startswith("memory_")]
+_MEMORY = [name for name in WORKER_METRICS if name.startswith("memory_")]
 
 Stepped = dict[str, Mapping[str, float] | Exception]
 """By adapter: the metrics of its step, or the error that prevented it."""
@@ -240,7 +240,7 @@ class JaxBackend:
         if kind_of(config).needs_decomposition:
             self._need_directions()
             config = replace(config, frozen=self._svd.decomposition.id)
-        self._put(adapter_id, new_state(config, self._shapes, self._svd.of))
+        self._put(adapter_id, new_state(config, self._shapes, self._svd.svd_factors))
 
     def _need_directions(self) -> None:
         """Require the decomposition if ``prepare`` makes it; otherwise make it here.
@@ -255,7 +255,7 @@ class JaxBackend:
     def _put(self, adapter_id: str, state: AdapterState) -> None:
         rank_bucket = self._static_shapes.rank_bucket(state.config.rank)
         self._check_room(state.config, rank_bucket)
-        translate_device_errors(self._adapters.put, adapter_id, state, rank_bucket)
+        translate_device_errors(self._adapters.register, adapter_id, state, rank_bucket)
 
     def _check_room(self, config: AdapterConfig, rank_bucket: int) -> None:
         """Raise ``UserError`` if the device has too little room for adapters of this kind.
@@ -286,7 +286,7 @@ class JaxBackend:
         if kind_of(state.config).needs_decomposition:
             self._svd.decomposition.require()
             self._svd.decomposition.check(state.config)
-        return exported(state, self._shapes, self._svd.of)
+        return exported(state, self._shapes, self._svd.svd_factors)
 
     def delete_adapter(self, adapter_id: str) -> None:
         self._adapters.remove(adapter_id)
@@ -378,13 +378,13 @@ class JaxBackend:
         return self._adapters.waited_s
 
     @property
-    def figures(self) -> Mapping[str, float]:
-        """Gauges and counters by the names in ``metric_names.FIGURES``."""
+    def metrics(self) -> Mapping[str, float]:
+        """Gauges and counters by the names in ``metric_names.WORKER_METRICS``."""
         pager, sampled = self._adapters, self._sampler.counts
         decomposition = self._svd.decomposition
         is_at_work = decomposition.is_at_work
         return {
-            **self._programs.figures,
+            **self._programs.metrics,
             **self.memory,
             "weights_to_decompose": decomposition.weights if is_at_work else 0,
             "weights_decomposed": decomposition.done if is_at_work else 0,

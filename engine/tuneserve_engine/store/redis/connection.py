@@ -102,7 +102,7 @@ class Server:
                 way_out = "" if isinstance(error, Unsafe) else "; see the store's address"
                 raise StoreUnusable(f"Redis cannot be the store: {error}{way_out}") from error
 
-    async def run(self, step: str, *args: Any, now: str = "") -> Any:
+    async def run_script(self, step: str, *args: Any, now: str = "") -> Any:
         """Run the script of ``step`` and return its answer."""
         code = script(step)
         call = self._client.execute_command

@@ -236,7 +236,7 @@ def outcome(result: Outcome) -> dict[str, Any]:
     found: dict[str, Any] = {"id": result.request_id, "ctype": result.content_type}
     found["updates"] = [update(change) for change in result.updates]
     if result.usage is not None:
-        totals = Totals.of(result.usage)
+        totals = Totals.from_usage(result.usage)
         found["usage"] = _json(result.usage)
         found["sums"] = {name: getattr(totals, name) for name in TOTALLED}
     if result.point is not None:
@@ -344,7 +344,7 @@ def read_parts(packed: bytes) -> dict[str, list[EncodedTokenDelta]]:
 # --- workers ------------------------------------------------------------------------------------
 
 
-def read_figures(told: Sequence[bytes]) -> dict[str, dict[str, float]]:
+def read_metrics(told: Sequence[bytes]) -> dict[str, dict[str, float]]:
     """Decode the figures of workers in ``name, JSON text, …``."""
     pairs = zip(told[::2], told[1::2], strict=True)
     return {name.decode(): msgspec.json.decode(text) for name, text in pairs}

@@ -70,7 +70,7 @@ class RedisNotifications:
         waiting = self._waiting.setdefault(request_id, set())
         waiting.add(future)
         try:
-            (row,) = await self._server.run("outcomes", request_id)
+            (row,) = await self._server.run_script("outcomes", request_id)
             known = forms.read_outcome(request_id, row)
             if known is not None:
                 return known
@@ -121,7 +121,7 @@ class RedisNotifications:
             return
         if message.startswith(_PROGRESS):
             if self.streams.are_heard:  # every process gets the parts of every stream
-                self.streams.tell(forms.read_parts(message.removeprefix(_PROGRESS)))
+                self.streams.publish(forms.read_parts(message.removeprefix(_PROGRESS)))
             return
         placed, *ended = message.decode().split(" ")
         if placed == "1":
@@ -146,7 +146,7 @@ class RedisNotifications:
             # Removed before the look: a request that ends during the look is added again.
             self._ended.difference_update(chunk)
             try:
-                rows = await self._server.run("outcomes", *chunk)
+                rows = await self._server.run_script("outcomes", *chunk)
             except (ConnectionError, StoreFailed):
                 self._ended.update(chunk)
                 await asyncio.sleep(RETRY_S)

@@ -105,7 +105,7 @@ class RedisStore:
         store = cls(server, clock, policy)
         try:
             await server.check()
-            if await server.run("format") is None:
+            if await server.run_script("format") is None:
                 before_new()
             await store._make()
             await store._news.start()
@@ -133,7 +133,7 @@ class RedisStore:
         server = Server(url, prefix, durability_asserted)
         try:
             await server.check()
-            found = await server.run("format")
+            found = await server.run_script("format")
             forms.check_format(str(forms.FORMAT).encode() if found is None else found)
             return server.checker.durability
         finally:
@@ -158,7 +158,7 @@ class RedisStore:
         """Run a script and return its answer."""
         self._news.check_open()
         now = "" if self._clock is None else repr(self._clock())
-        return await self._server.run(step, *args, now=now)
+        return await self._server.run_script(step, *args, now=now)
 
     async def _run_leased(self, step: str, epoch: int, *args: Any) -> Any:
         """Run a worker's script and return its answer. Raises ``Fenced`` if the lease is over."""
@@ -211,10 +211,10 @@ class RedisStore:
                 CheckpointUsage(count, size, coming), CheckpointUsage(*most)
             )
         elif rule == b"ended":
-            session = await self.get(SessionRecord, answer[1].decode())
+            session = await self.get_record(SessionRecord, answer[1].decode())
             found = None if session is None else refusals.ended_session(session)
         else:
-            model = await self.get(ModelRecord, job.model_id or "")
+            model = await self.get_record(ModelRecord, job.model_id or "")
             found = None if model is None else refusals.dead_model(model, job.kind)
         if found is None:
             raise ConnectionError(
@@ -230,8 +230,8 @@ class RedisStore:
         self._news.check_open()
         return await self._news.outcome(request_id, timeout_s)
 
-    def listen(self, streams: Iterable[str]) -> Subscription:
-        return self._news.streams.listen(streams)
+    def subscribe(self, streams: Iterable[str]) -> Subscription:
+        return self._news.streams.subscribe(streams)
 
     # --- clients that sample --------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class RedisStore:
             chunk = request_ids[start : start + most]
             await self._run("acknowledge", forms.client(client), *chunk)
 
-    async def join(self, sampler_key: str) -> int | None:
+    async def join_sampler(self, sampler_key: str) -> int | None:
         number: int | None = await self._run("join", sampler_key)
         return number
 
@@ -278,13 +278,13 @@ class RedisStore:
             raise StoreUnusable(refusals.other_revision(info.name, known, info.revision))
         return Lease(epoch, resumed=bool(resumed))
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
-        told = b"" if figures is None else msgspec.json.encode(figures)
+    async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
+        told = b"" if metrics is None else msgspec.json.encode(metrics)
         *lists, weights = await self._run_leased("renew", epoch, self._lease_policy, told)
         leaving, cancelled = ([each.decode() for each in found] for found in lists)
         return Renewal(leaving, cancelled, forms.read_weights(weights))
 
-    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+    async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:
             placed = self._news.placed  # taken before the read: jobs placed during it wake us too
             rows = await self._run_leased(
@@ -294,10 +294,10 @@ class RedisStore:
                 return [forms.read_job(row) for row in rows]
             await placed.wait()
 
-    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
+    async def note_running(self, epoch: int, request_ids: Sequence[str]) -> None:
         await self._run_leased("begin", epoch, *request_ids)
 
-    async def progress(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
+    async def publish_tokens(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
         await self._run("progress", forms.pack(parts))
 
     async def finish(self, epoch: int, outcomes: Sequence[Outcome]) -> None:
@@ -309,11 +309,11 @@ class RedisStore:
         await self._run_leased("finish", epoch, packed, *limits, *bodies)
         failpoint("store-after-commit")
 
-    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+    async def recovery_points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
         stored = await self._run_leased("points", epoch, model_id)
         return [forms.read_point(each) for each in stored]
 
-    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+    async def read_log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
         fields = forms.pack(forms.JOB_FIELDS)
         rows = await self._run_leased("log", epoch, model_id, start, refusals.TAKE_BYTES, fields)
         return [forms.read_entry(row) for row in rows]
@@ -333,7 +333,7 @@ class RedisStore:
             f"a recovery point of {point.model_id} at position {point.position}, but {why[reason]}"
         )
 
-    async def release(self, epoch: int, model_id: str) -> None:
+    async def unassign(self, epoch: int, model_id: str) -> None:
         await self._run_leased("release", epoch, model_id)
 
     async def resign(self, epoch: int) -> None:
@@ -358,17 +358,17 @@ class RedisStore:
     async def request(self, request_id: str) -> RequestState | None:
         return forms.read_request(await self._run("request", request_id))
 
-    async def figures(self) -> StoreStats:
+    async def stats(self) -> StoreStats:
         unfinished, logged, points = await self._run("figures")
         pairs = zip(unfinished[::2], unfinished[1::2], strict=True)
         return StoreStats({name.decode(): jobs for name, jobs in pairs}, logged, points)
 
     # --- records --------------------------------------------------------------------------------
 
-    async def put(self, record: Record) -> None:
+    async def put_record(self, record: Record) -> None:
         await self._run("put", forms.pack(forms.record(record)))
 
-    async def put_new(self, record: R) -> R:
+    async def put_new_record(self, record: R) -> R:
         rate = refusals.rate_of(record, self._policy)
         new = forms.pack(forms.with_tenant(record))
         what, *found = await self._run("create", new, forms.pack(self._policy), rate)
@@ -382,14 +382,14 @@ class RedisStore:
             refusals.check_rate(record, self._policy, float(found[0]))
         return record
 
-    async def update(self, *updates: Update) -> None:
+    async def update_record(self, *updates: Update) -> None:
         await self._run("update", forms.pack([forms.update(each) for each in updates]))
 
-    async def get(self, record_type: type[R], key: str) -> R | None:
+    async def get_record(self, record_type: type[R], key: str) -> R | None:
         fields = await self._run("get", RECORD_NAME[record_type], key)
         return forms.read_record(record_type, fields)
 
-    async def page(
+    async def page_of_records(
         self,
         record_type: type[R],
         *,
@@ -405,7 +405,7 @@ class RedisStore:
         items = (forms.read_record(record_type, row) for row in rows)
         return Page([item for item in items if item is not None], total)
 
-    async def kept(self, tenant: str, key: str = "") -> CheckpointUsage:
+    async def checkpoint_usage(self, tenant: str, key: str = "") -> CheckpointUsage:
         count, size, coming = await self._run("kept", tenant, forms.listed(tenant), key)
         return CheckpointUsage(count, int(size), coming)
 
@@ -414,7 +414,7 @@ class RedisStore:
         found = (forms.read_record(SamplerRecord, row) for row in rows)
         return [each for each in found if each is not None]
 
-    async def delete(self, record_type: type[R], key: str) -> None:
+    async def delete_record(self, record_type: type[R], key: str) -> None:
         await self._run("delete", RECORD_NAME[record_type], key)
 
     # --- the rest -------------------------------------------------------------------------------
@@ -425,14 +425,14 @@ class RedisStore:
     async def sweep(self, now_s: float, policy: SweepPolicy) -> None:
         await sweep(self, self._run, now_s, policy, self._policy.tenant_models)
 
-    async def served(self) -> list[ServedModel]:
+    async def base_models(self) -> list[ServedModel]:
         rows = await self._run("served", self._policy.lease_ttl_s)
         found = [
             ServedModel(
                 msgspec.json.decode(info, type=BaseModelInfo),
                 workers,
                 float(seen_s),
-                forms.read_figures(told),
+                forms.read_metrics(told),
             )
             for _, info, workers, seen_s, told in rows
         ]

@@ -26,7 +26,7 @@ async def end_session(
     """End a session that was last seen before ``before_s``."""
     secret = await store.secret()
     while True:
-        models = (await store.page(ModelRecord, parent=key)).items
+        models = (await store.page_of_records(ModelRecord, parent=key)).items
         held = forms.rejection(refusals.gap_at_end(key, reason))
         known = {each.key: {"unload": _unload(secret, each), "held": held} for each in models}
         text = msgspec.json.encode(reason)

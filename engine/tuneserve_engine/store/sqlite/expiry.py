@@ -9,7 +9,7 @@ from tuneserve_engine.core.records import CheckpointRecord, SamplerRecord, Sessi
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.sqlite import records, retention
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.jobs import drop
+from tuneserve_engine.store.sqlite.jobs import drop_jobs
 from tuneserve_engine.store.sqlite.lifecycle import end_session
 from tuneserve_engine.store.sqlite.schema import EXPIRES, IS_OPEN, LAST_SEEN, UNFINISHED
 
@@ -33,7 +33,7 @@ def date_back(tx: Transaction, now_s: float, by_s: float) -> int:
     """Move times of the future back, in one step; return how many were moved."""
     done = 0
     for table, key, change, time in _DATED:
-        done += tx.run(
+        done += tx.execute(
             f"UPDATE {table} SET {change} WHERE {key} IN "
             f"(SELECT {key} FROM {table} WHERE {time} > ?2 LIMIT ?3)",
             *(by_s, now_s, refusals.RECORDS_AT_ONCE),
@@ -47,7 +47,7 @@ def end_silent_sessions(tx: Transaction, before_s: float) -> int:
     Returns how many records changed; 0 when no such session is left.
     """
     done = 0
-    for (key,) in tx.all(
+    for (key,) in tx.fetch_all(
         f"SELECT key FROM records WHERE type = 'session' AND {IS_OPEN} = 1 AND {LAST_SEEN} < ? "
         "LIMIT ?",
         before_s,
@@ -61,7 +61,7 @@ def end_silent_sessions(tx: Transaction, before_s: float) -> int:
 
 def delete_expired(tx: Transaction, now_s: float) -> int:
     """Delete expired checkpoints, in one step; return how many were deleted."""
-    due = tx.all(
+    due = tx.fetch_all(
         "SELECT key FROM records INDEXED BY checkpoints_by_expiry "
         f"WHERE type = 'checkpoint' AND {EXPIRES} <= ? LIMIT ?",
         now_s,
@@ -86,15 +86,15 @@ def drop_silent_samples(tx: Transaction, silence: Silence, after: str) -> str | 
     that is done, for the next call; None when all are done.
     """
     left = refusals.RECORDS_AT_ONCE
-    scopes = tx.all(
+    scopes = tx.fetch_all(
         f"SELECT DISTINCT scope FROM jobs WHERE kind = 'sample' AND {UNFINISHED} AND scope > ? "
         "ORDER BY scope LIMIT ?",
         after,
         left,
     )
     for (scope,) in scopes:
-        sampler = records.get(tx, SamplerRecord, scope)
-        session = None if sampler is None else records.get(tx, SessionRecord, sampler.parent)
+        sampler = records.get_record(tx, SamplerRecord, scope)
+        session = None if sampler is None else records.get_record(tx, SessionRecord, sampler.parent)
         if session is not None and session.last_seen_s < silence.before_s:
             left -= _drop(tx, scope, session, silence.ttl_s, left)
             if left <= 0:  # there may be more
@@ -104,11 +104,11 @@ def drop_silent_samples(tx: Transaction, silence: Silence, after: str) -> str | 
 
 
 def _drop(tx: Transaction, scope: str, session: SessionRecord, ttl_s: float, most: int) -> int:
-    waiting = tx.all(
+    waiting = tx.fetch_all(
         "SELECT request_id FROM jobs "
         f"WHERE kind = 'sample' AND scope = ? AND tenant = ? AND {UNFINISHED} LIMIT ?",
         *(scope, session.tenant, most),
     )
     for (request_id,) in waiting:
-        drop(tx, request_id, refusals.silent(session.key, ttl_s))
+        drop_jobs(tx, request_id, refusals.silent(session.key, ttl_s))
     return len(waiting)

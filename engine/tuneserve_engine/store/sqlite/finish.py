@@ -11,7 +11,7 @@ from tuneserve_engine.store.sqlite import placement, recordings, records
 from tuneserve_engine.store.sqlite import recovery_points as points
 from tuneserve_engine.store.sqlite import usage as usages
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.jobs import end, end_model, is_unfinished
+from tuneserve_engine.store.sqlite.jobs import end_job, end_model, is_unfinished
 from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 
@@ -19,7 +19,7 @@ def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
     placement.check_epoch(tx, epoch)
     owners: dict[str, tuple[str, str]] = {}
     for each in outcomes:
-        row = tx.one(
+        row = tx.fetch_one(
             "SELECT tenant, COALESCE(model_id, base_model), "
             f"worker IS NOT ? AND {UNFINISHED} FROM jobs WHERE request_id = ?",
             epoch,
@@ -42,27 +42,27 @@ def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
             continue
         if each.usage is not None:
             owner = owners[each.request_id]
-            spent[owner] = spent.get(owner, Totals()) + Totals.of(each.usage)
-    usages.add(tx, spent)
+            spent[owner] = spent.get(owner, Totals()) + Totals.from_usage(each.usage)
+    usages.add_usage(tx, spent)
 
 
 def _finish_one(tx: Transaction, result: Outcome) -> None:
     result = _unless_taken(tx, result)
     checkpoint, sampler = result.checkpoint, result.sampler
     if checkpoint is not None and result.rejection is None:
-        records.delete(tx, CheckpointRecord, checkpoint.key)  # overwritten: listed as new
-        records.put(tx, checkpoint)
+        records.delete_record(tx, CheckpointRecord, checkpoint.key)  # overwritten: listed as new
+        records.put_record(tx, checkpoint)
     if sampler is not None and result.rejection is None:
-        session = records.get(tx, SessionRecord, sampler.parent)
+        session = records.get_record(tx, SessionRecord, sampler.parent)
         if session is None or not session.ended:
-            records.put(tx, sampler)
+            records.put_record(tx, sampler)
         else:
             records.release(tx, sampler.file_id)
-    end(tx, result)
+    end_job(tx, result)
     if result.recording and result.rejection is None:
-        recordings.put(tx, result.request_id, result.recording)
+        recordings.put_recording(tx, result.request_id, result.recording)
     for change in result.updates:
-        record = records.update(tx, change)
+        record = records.update_record(tx, change)
         status = change.changes.get("status")
         if not isinstance(record, ModelRecord):
             continue
@@ -78,7 +78,7 @@ def _unless_taken(tx: Transaction, result: Outcome) -> Outcome:
     checkpoint = result.checkpoint
     if checkpoint is None or result.overwrite or result.rejection is not None:
         return result
-    taken = records.get(tx, CheckpointRecord, checkpoint.key)
+    taken = records.get_record(tx, CheckpointRecord, checkpoint.key)
     if taken is None or taken.has_expired(tx.now_s):
         return result
     exists = refusals.checkpoint_exists(checkpoint.key)

@@ -35,7 +35,7 @@ class CommitEvents:
     over: list[int] = field(default_factory=list)  # epochs that have ended
     shrunk: bool = False  # pages were freed: shorten the files at once
 
-    def add(self, other: "CommitEvents") -> None:
+    def merge(self, other: "CommitEvents") -> None:
         self.take = self.take or other.take
         self.ended += other.ended
         self.completed |= other.completed
@@ -52,15 +52,15 @@ class Transaction:
         self.now_s = now_s
         self.news = CommitEvents()
 
-    def run(self, sql: str, *values: Any) -> int:
+    def execute(self, sql: str, *values: Any) -> int:
         """Run a statement and return the number of rows changed."""
         return self._connection.execute(sql, values).rowcount
 
-    def one(self, sql: str, *values: Any) -> Row | None:
+    def fetch_one(self, sql: str, *values: Any) -> Row | None:
         row: Row | None = self._connection.execute(sql, values).fetchone()
         return row
 
-    def all(self, sql: str, *values: Any) -> list[Row]:
+    def fetch_all(self, sql: str, *values: Any) -> list[Row]:
         return self._connection.execute(sql, values).fetchall()
 
     def holds_file(self) -> bool:
@@ -71,7 +71,7 @@ class Transaction:
         """End the hold of the file; see ``database.write_into_file``."""
         return write_into_file(self._connection)
 
-    def each(self, sql: str, *values: Any) -> Iterable[Row]:
+    def iterate(self, sql: str, *values: Any) -> Iterable[Row]:
         """Yield rows as they are read, for results that may be too large to hold."""
         return self._connection.execute(sql, values)
 
@@ -120,7 +120,7 @@ class GroupCommit:
         self._thread.start()
         await opened
 
-    def call(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
+    def run_operation(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
         """Return a future of the operation's result, or of its exception, once it is durable.
 
         An operation that ``grows`` the store raises ``StoreFailed`` while the disk is full.
@@ -173,7 +173,7 @@ class GroupCommit:
             write_into_file(connection)  # room is needed: this ends a check of the file
             _write_back(connection)
             others, more = commit(connection, left, self._clock())
-            news.add(more)
+            news.merge(more)
             for n, result in zip(again, others, strict=True):
                 results[n] = result
         return results, news
@@ -226,7 +226,7 @@ def commit(
             transaction = Transaction(connection, now_s)
             results.append(_run(connection, each.operation, transaction))
             if not isinstance(results[-1], Exception):
-                news.add(transaction.news)
+                news.merge(transaction.news)
         if connection.total_changes == before:
             connection.execute("COMMIT")
         else:

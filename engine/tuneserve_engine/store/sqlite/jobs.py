@@ -27,7 +27,7 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 def submit(
     tx: Transaction, policy: StorePolicy, job: Job, new_records: Sequence[Record]
 ) -> Submitted:
-    known = tx.one(
+    known = tx.fetch_one(
         "SELECT request_id, kind FROM jobs WHERE tenant = ? AND scope = ? AND seq = ?",
         job.tenant,
         job.scope,
@@ -39,7 +39,7 @@ def submit(
         return Submitted(known[0], duplicate=True)
     refused = _ended_session(tx, new_records)
     waits = False
-    model = None if job.model_id is None else records.get(tx, ModelRecord, job.model_id)
+    model = None if job.model_id is None else records.get_record(tx, ModelRecord, job.model_id)
     no_place = _no_place(tx, job, model)
     position = None if no_place else job.position
     rejection = job.rejection or refused or no_place or limits.no_room_to_keep(tx, job, policy)
@@ -53,9 +53,9 @@ def submit(
         if any(isinstance(record, ModelRecord) for record in new_records):
             waits = limits.must_wait(tx, job, policy)
         if model is not None:
-            records.put(tx, replace(model, last_request_s=tx.now_s))
+            records.put_record(tx, replace(model, last_request_s=tx.now_s))
         for record in new_records:
-            records.put(tx, record)
+            records.put_record(tx, record)
     return Submitted(_enter(tx, job, waits=waits), duplicate=False, waits=waits)
 
 
@@ -66,7 +66,7 @@ def _ended_session(tx: Transaction, new_records: Sequence[Record]) -> Rejection 
     """
     for record in new_records:
         session = (
-            records.get(tx, SessionRecord, record.parent)
+            records.get_record(tx, SessionRecord, record.parent)
             if isinstance(record, ModelRecord)
             else None
         )
@@ -97,7 +97,7 @@ def _enter(tx: Transaction, job: Job, *, waits: bool = False) -> str:
         job = replace(job, base_model=_open_lane(tx, job))
     n = _insert(tx, job, request_id)
     if job.rejection is not None:
-        end(tx, Outcome(request_id, rejection=job.rejection))
+        end_job(tx, Outcome(request_id, rejection=job.rejection))
     elif job.position is None or job.model_id is None:
         placement.make_ready(tx, n, job.model_id, job.base_model)
     if waits or job.model_id is None:
@@ -114,18 +114,18 @@ def _open_lane(tx: Transaction, job: Job) -> str:
     """
     model_id = job.model_id or ""
     if job.rejection is None:
-        row = tx.one(
+        row = tx.fetch_one(
             "UPDATE lanes SET park = 0, requested_s = ? WHERE model_id = ? RETURNING base_model",
             tx.now_s,
             model_id,
         )
     else:
-        row = tx.one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
+        row = tx.fetch_one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
     if row is not None:
         return str(row[0])
-    model = records.get(tx, ModelRecord, model_id)
+    model = records.get_record(tx, ModelRecord, model_id)
     base_model = job.base_model if model is None else model.base_model
-    tx.run(
+    tx.execute(
         "INSERT INTO lanes (model_id, tenant, base_model, next, park, jobs, bytes, requested_s) "
         "VALUES (?, ?, ?, 0, 0, 0, 0, ?)",
         model_id,
@@ -138,7 +138,7 @@ def _open_lane(tx: Transaction, job: Job) -> str:
 
 def _insert(tx: Transaction, job: Job, request_id: str) -> int:
     """Store the job as held and count it; return its row number."""
-    row = tx.one(
+    row = tx.fetch_one(
         "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
         "state, release, attempts, size, created_s, trace, saves) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?, ?) RETURNING n",
@@ -157,7 +157,7 @@ def _insert(tx: Transaction, job: Job, request_id: str) -> int:
     )
     assert row is not None
     if job.rejection is None:
-        tx.run("INSERT INTO payloads VALUES (?, ?)", row[0], job.payload)
+        tx.execute("INSERT INTO payloads VALUES (?, ?)", row[0], job.payload)
     limits.count(tx, job.tenant, job.model_id, 1, len(job.payload))
     return int(row[0])
 
@@ -170,7 +170,7 @@ def unload(tx: Transaction, model: ModelRecord) -> None:
 
 
 def _next_position(tx: Transaction, model_id: str) -> int:
-    row = tx.one("SELECT next FROM lanes WHERE model_id = ?", model_id)
+    row = tx.fetch_one("SELECT next FROM lanes WHERE model_id = ?", model_id)
     return 0 if row is None else int(row[0])
 
 
@@ -179,7 +179,7 @@ def advance(tx: Transaction, model_id: str, position: int) -> None:
 
     Spent positions count as present, and are taken from their jobs.
     """
-    while row := tx.one(
+    while row := tx.fetch_one(
         "SELECT n, state, base_model FROM jobs WHERE model_id = ? AND position = ?",
         model_id,
         position,
@@ -188,14 +188,14 @@ def advance(tx: Transaction, model_id: str, position: int) -> None:
         if state == "held":
             placement.make_ready(tx, n, model_id, base_model)
         else:
-            tx.run("UPDATE jobs SET position = NULL WHERE n = ?", n)
+            tx.execute("UPDATE jobs SET position = NULL WHERE n = ?", n)
         position += 1
-    tx.run("UPDATE lanes SET next = ? WHERE model_id = ?", position, model_id)
+    tx.execute("UPDATE lanes SET next = ? WHERE model_id = ?", position, model_id)
 
 
 def use_up(tx: Transaction, model_id: str) -> None:
     """Take the positions from jobs that ended ahead of their turn: the turn will not come."""
-    tx.run(
+    tx.execute(
         "UPDATE jobs SET position = NULL WHERE model_id = ? AND position >= ?",
         model_id,
         _next_position(tx, model_id),
@@ -230,11 +230,11 @@ def _job(row: Row) -> Job:
     )
 
 
-def take(tx: Transaction, epoch: int, after: int, max_jobs: int) -> list[Job]:
+def take_jobs(tx: Transaction, epoch: int, after: int, max_jobs: int) -> list[Job]:
     placement.check_epoch(tx, epoch)
     jobs: list[Job] = []
     size = 0
-    for row in tx.each(
+    for row in tx.iterate(
         f"SELECT {_JOB} FROM jobs CROSS JOIN payloads ON job = n "
         "WHERE state = 'ready' AND worker = ? AND release > ? ORDER BY release LIMIT ?",
         epoch,
@@ -249,11 +249,11 @@ def take(tx: Transaction, epoch: int, after: int, max_jobs: int) -> list[Job]:
     return jobs
 
 
-def log(tx: Transaction, epoch: int, model_id: str, start: int) -> list[LogEntry]:
+def read_log(tx: Transaction, epoch: int, model_id: str, start: int) -> list[LogEntry]:
     placement.check_epoch(tx, epoch)
     entries: list[LogEntry] = []
     size = 0
-    for *columns, digest, halvings in tx.each(
+    for *columns, digest, halvings in tx.iterate(
         f"SELECT {_JOB}, digest, halvings FROM jobs CROSS JOIN payloads ON job = n "
         "WHERE model_id = ? AND position >= ? AND digest IS NOT NULL ORDER BY position",
         model_id,
@@ -272,7 +272,7 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
 
     Raises ``KeyError`` for an unknown request, and ``ResultDropped``.
     """
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT state, category, error, content_type, body, usage, created_s, finished_s FROM jobs "
         "WHERE request_id = ?",
         request_id,
@@ -290,8 +290,8 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
     return Outcome(request_id, body, content_type, usage=usage)
 
 
-def key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
-    row = tx.one("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id)
+def job_key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
+    row = tx.fetch_one("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id)
     return None if row is None else (row[0], row[1])
 
 
@@ -299,7 +299,7 @@ def key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
 
 
 def is_unfinished(tx: Transaction, request_id: str) -> bool:
-    row = tx.one(f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", request_id)
+    row = tx.fetch_one(f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", request_id)
     return row is not None
 
 
@@ -310,21 +310,21 @@ def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
     placement.unplace(tx, model_id)
 
 
-def drop(tx: Transaction, request_id: str, rejection: Rejection) -> None:
+def drop_jobs(tx: Transaction, request_id: str, rejection: Rejection) -> None:
     """End an unfinished sample; its worker learns of it with the next renewal."""
-    row = tx.one("SELECT worker FROM jobs WHERE request_id = ?", request_id)
+    row = tx.fetch_one("SELECT worker FROM jobs WHERE request_id = ?", request_id)
     assert row is not None, f"{request_id} is unknown"
-    end(tx, Outcome(request_id, rejection=rejection))
+    end_job(tx, Outcome(request_id, rejection=rejection))
     if row[0] is not None:
         tx.news.cancelled.append((row[0], request_id))
 
 
-def end(tx: Transaction, result: Outcome) -> None:
+def end_job(tx: Transaction, result: Outcome) -> None:
     """Store how an unfinished job ended, and announce it.
 
     The payload is dropped, unless the job changed its model's state: then replay may need it.
     """
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size, created_s FROM jobs "
         f"WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
@@ -338,7 +338,7 @@ def end(tx: Transaction, result: Outcome) -> None:
     stored = Outcome(result.request_id, result.body, result.content_type, usage=usage)
     if rejection is not None:
         stored = Outcome(result.request_id, rejection=rejection, usage=usage)
-    tx.run(
+    tx.execute(
         "UPDATE jobs SET state = 'done', category = ?, error = ?, content_type = ?, body = ?, "
         "digest = ?, halvings = ?, completion = ?, usage = ?, finished_s = ? WHERE n = ?",
         None if rejection is None else rejection.category,
@@ -357,10 +357,10 @@ def end(tx: Transaction, result: Outcome) -> None:
     if kind == JobKind.SAVE_WEIGHTS and rejection is not None:
         records.release_file_of(tx, n)
     if not is_kept:
-        tx.run("DELETE FROM payloads WHERE job = ?", n)
+        tx.execute("DELETE FROM payloads WHERE job = ?", n)
     limits.count(tx, tenant, model_id, -1, -size)
     if model_id is None:
-        tx.run("UPDATE workers SET samples = samples - 1 WHERE epoch = ?", worker)
+        tx.execute("UPDATE workers SET samples = samples - 1 WHERE epoch = ?", worker)
     elif kind == JobKind.UNLOAD_MODEL:
         points.forget(tx, model_id)
         retention.forget_orphan(tx, model_id)
@@ -376,8 +376,8 @@ def end_jobs_of(
     states: Iterable[str] = ("held", "ready"),
 ) -> None:
     """End the model's unfinished jobs in these states."""
-    for request_id, state in tx.all(
+    for request_id, state in tx.fetch_all(
         f"SELECT request_id, state FROM jobs WHERE model_id = ? AND {UNFINISHED}", model_id
     ):
         if state in states:
-            end(tx, Outcome(request_id, rejection=rejection))
+            end_job(tx, Outcome(request_id, rejection=rejection))

@@ -16,7 +16,7 @@ from tuneserve_engine.store.errors import StoreUnusable
 from tuneserve_engine.store.sqlite import placement, records
 from tuneserve_engine.store.sqlite import recovery_points as points
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.jobs import end, end_model
+from tuneserve_engine.store.sqlite.jobs import end_job, end_model
 
 _KILLS = 1000
 """The most requests whose kills are remembered."""
@@ -27,13 +27,13 @@ class Leases:
     """The leases' policy, and their state that is in memory only.
 
     ``running`` has the requests of each epoch's last ``begin``. It need not be durable: if a worker
-    dies together with this process, its jobs are not known to be the cause. ``figures`` has the
+    dies together with this process, its jobs are not known to be the cause. ``metrics`` has the
     metrics of each epoch's last ``renew``.
     """
 
     policy: StorePolicy
     running: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    figures: dict[int, dict[str, float]] = field(default_factory=dict)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     kills: dict[str, int] = field(default_factory=dict)
     """Attempts, by request, that ended because the worker was killed from outside. In memory only:
     after a restart of this process they count as other attempts do."""
@@ -42,15 +42,15 @@ class Leases:
         info = _of_known_revision(tx, info)
         self._forgive_silence(tx)
         self._note_served(tx, info)
-        row = tx.one("SELECT epoch, owner FROM workers WHERE name = ?", name)
+        row = tx.fetch_one("SELECT epoch, owner FROM workers WHERE name = ?", name)
         if row is not None and row[1] == owner:
-            tx.run("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
+            tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
             return Lease(row[0], resumed=True)
         orphaned = {info.name}
         if row is not None:
             orphaned.add(self._end(tx, row[0], died=True))
         epoch = records.next_of(tx, "epoch")
-        tx.run(
+        tx.execute(
             "INSERT INTO workers VALUES (?, ?, ?, ?, 0, ?)", epoch, name, owner, info.name, tx.now_s
         )
         for base_model in sorted(orphaned):
@@ -58,15 +58,15 @@ class Leases:
         return Lease(epoch, resumed=False)
 
     def renew(
-        self, tx: Transaction, epoch: int, figures: dict[str, float] | None = None
+        self, tx: Transaction, epoch: int, metrics: dict[str, float] | None = None
     ) -> tuple[list[str], dict[str, float]]:
         """Extend the lease. Returns the models to be released, and the tenants' weights."""
         placement.check_epoch(tx, epoch)
-        if figures is not None:
-            self.figures[epoch] = figures
+        if metrics is not None:
+            self.metrics[epoch] = metrics
         self._forgive_silence(tx)
-        tx.run("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, epoch)
-        silent = tx.all(
+        tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, epoch)
+        silent = tx.fetch_all(
             "SELECT epoch FROM workers WHERE seen_s < ?", tx.now_s - self.policy.lease_ttl_s
         )
         for base_model in sorted({self._end(tx, each, died=True) for (each,) in silent}):
@@ -78,7 +78,7 @@ class Leases:
         placement.place_waiting(tx, self._end(tx, epoch, died=False))
 
     def killed(self, tx: Transaction, name: str) -> None:
-        row = tx.one("SELECT epoch FROM workers WHERE name = ?", name)
+        row = tx.fetch_one("SELECT epoch FROM workers WHERE name = ?", name)
         if row is None:
             return
         for request_id in self.running.get(row[0], ()):
@@ -87,15 +87,15 @@ class Leases:
             del self.kills[next(iter(self.kills))]
         placement.place_waiting(tx, self._end(tx, row[0], died=True))
 
-    def begin(self, tx: Transaction, epoch: int, request_ids: Sequence[str]) -> None:
+    def note_running(self, tx: Transaction, epoch: int, request_ids: Sequence[str]) -> None:
         placement.check_epoch(tx, epoch)
-        live = {each for (each,) in tx.all("SELECT epoch FROM workers")}
+        live = {each for (each,) in tx.fetch_all("SELECT epoch FROM workers")}
         self.running = {each: ids for each, ids in self.running.items() if each in live}
         self.running[epoch] = tuple(request_ids)
 
-    def served(self, tx: Transaction) -> list[ServedModel]:
+    def base_models(self, tx: Transaction) -> list[ServedModel]:
         alive_s = tx.now_s - self.policy.lease_ttl_s
-        rows = tx.all(
+        rows = tx.fetch_all(
             "SELECT info, MAX(served.seen_s, IFNULL(MAX(workers.seen_s), 0)), "
             "COUNT(*) FILTER (WHERE workers.seen_s >= ?) "
             "FROM served LEFT JOIN workers USING (base_model) "
@@ -114,11 +114,11 @@ class Leases:
     ) -> defaultdict[str, dict[str, dict[str, float]]]:
         """Return the figures of the workers that are alive, by base model and name."""
         told: defaultdict[str, dict[str, dict[str, float]]] = defaultdict(dict)
-        for epoch, name, base_model in tx.all(
+        for epoch, name, base_model in tx.fetch_all(
             "SELECT epoch, name, base_model FROM workers WHERE seen_s >= ?", alive_s
         ):
-            if epoch in self.figures:
-                told[base_model][name] = self.figures[epoch]
+            if epoch in self.metrics:
+                told[base_model][name] = self.metrics[epoch]
         return told
 
     def _forgive_silence(self, tx: Transaction) -> None:
@@ -129,17 +129,17 @@ class Leases:
         from now.
         """
         for table in ("workers", "served"):
-            tx.run(f"UPDATE {table} SET seen_s = ? WHERE seen_s > ?", tx.now_s, tx.now_s)
-        row = tx.one(
+            tx.execute(f"UPDATE {table} SET seen_s = ? WHERE seen_s > ?", tx.now_s, tx.now_s)
+        row = tx.fetch_one(
             "SELECT MAX(seen_s) "
             "FROM (SELECT seen_s FROM workers UNION ALL SELECT seen_s FROM served)"
         )
         assert row is not None
         if row[0] is not None and row[0] < tx.now_s - self.policy.lease_ttl_s / 2:
-            tx.run("UPDATE workers SET seen_s = ?", tx.now_s)
+            tx.execute("UPDATE workers SET seen_s = ?", tx.now_s)
 
     def _note_served(self, tx: Transaction, info: BaseModelInfo) -> None:
-        tx.run(
+        tx.execute(
             "INSERT OR REPLACE INTO served (base_model, seen_s, info) VALUES (?, ?, ?)",
             info.name,
             tx.now_s,
@@ -153,14 +153,16 @@ class Leases:
         """
         if died:
             self._count_attempts(tx, epoch)
-        row = tx.one("SELECT base_model, seen_s FROM workers WHERE epoch = ?", epoch)
+        row = tx.fetch_one("SELECT base_model, seen_s FROM workers WHERE epoch = ?", epoch)
         assert row is not None
         base_model, seen_s = row
-        tx.run("DELETE FROM workers WHERE epoch = ?", epoch)
-        self.figures.pop(epoch, None)
-        tx.run("UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model)
-        tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
-        tx.run("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)
+        tx.execute("DELETE FROM workers WHERE epoch = ?", epoch)
+        self.metrics.pop(epoch, None)
+        tx.execute(
+            "UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model
+        )
+        tx.execute("UPDATE lanes SET worker = NULL, park = 0 WHERE worker = ?", epoch)
+        tx.execute("UPDATE jobs SET worker = NULL WHERE state = 'ready' AND worker = ?", epoch)
         tx.news.take = True  # waiting takes of the epoch must learn that it is over
         tx.news.over.append(epoch)
         return str(base_model)
@@ -168,7 +170,7 @@ class Leases:
     def _count_attempts(self, tx: Transaction, epoch: int) -> None:
         """Count an attempt for the epoch's running jobs, and end those with too many attempts."""
         for request_id in self.running.get(epoch, ()):
-            row = tx.one(
+            row = tx.fetch_one(
                 "UPDATE jobs SET attempts = attempts + 1 "
                 "WHERE request_id = ? AND state = 'ready' AND worker = ? "
                 "RETURNING attempts, model_id",
@@ -180,7 +182,7 @@ class Leases:
             own, most = row[0] - self.kills.get(request_id, 0), refusals.MOST_DEATHS
             if own >= self.policy.job_attempts or row[0] >= max(most, self.policy.job_attempts):
                 self.kills.pop(request_id, None)
-                end(tx, Outcome(request_id, rejection=refusals.fatal(row[0])))
+                end_job(tx, Outcome(request_id, rejection=refusals.fatal(row[0])))
                 _fail_if_never_created(tx, row[1])
 
 
@@ -189,7 +191,7 @@ def _of_known_revision(tx: Transaction, info: BaseModelInfo) -> BaseModelInfo:
 
     Raises ``StoreUnusable`` if the info has another revision.
     """
-    row = tx.one("SELECT info FROM served WHERE base_model = ?", info.name)
+    row = tx.fetch_one("SELECT info FROM served WHERE base_model = ?", info.name)
     known = "" if row is None else msgspec.json.decode(row[0], type=BaseModelInfo).revision
     if known and info.revision and known != info.revision:
         raise StoreUnusable(refusals.other_revision(info.name, known, info.revision))
@@ -198,9 +200,9 @@ def _of_known_revision(tx: Transaction, info: BaseModelInfo) -> BaseModelInfo:
 
 def _fail_if_never_created(tx: Transaction, model_id: str | None) -> None:
     """Mark the model as failed if its creation has ended for good without success."""
-    model = None if model_id is None else records.get(tx, ModelRecord, model_id)
+    model = None if model_id is None else records.get_record(tx, ModelRecord, model_id)
     if model is not None and model.status is ModelStatus.CREATING:
-        records.put(tx, replace(model, status=ModelStatus.FAILED))
+        records.put_record(tx, replace(model, status=ModelStatus.FAILED))
         end_model(tx, model.key, refusals.failed(model.key))
         points.forget(tx, model.key)
 
@@ -211,11 +213,11 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     These are the models to be parked. If another worker of the base model has at least two models
     fewer, there are at least as many as half the difference.
     """
-    models = tx.all(
+    models = tx.fetch_all(
         "SELECT model_id, park FROM lanes WHERE worker = ? ORDER BY park DESC, jobs > 0, model_id",
         epoch,
     )
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT MIN((SELECT COUNT(*) FROM lanes WHERE lanes.worker = other.epoch)) "
         "FROM workers AS other JOIN workers AS this USING (base_model) "
         "WHERE this.epoch = ? AND other.epoch != ?",
@@ -228,11 +230,11 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     return [model_id for model_id, _ in models[: max(parked, surplus)]]
 
 
-def release(tx: Transaction, epoch: int, model_id: str) -> None:
+def unassign(tx: Transaction, epoch: int, model_id: str) -> None:
     placement.check_epoch(tx, epoch)
     if placement.worker_of(tx, model_id) != epoch:
         return
-    row = tx.one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
+    row = tx.fetch_one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
     assert row is not None
     placement.unplace(tx, model_id)
     placement.place_waiting(tx, row[0])

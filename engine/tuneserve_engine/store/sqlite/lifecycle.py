@@ -24,24 +24,24 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
     The session has ended when the result is below ``most``. The session's own record changes last,
     so that ending the session again makes up for a missing step.
     """
-    session = records.get(tx, SessionRecord, key)
+    session = records.get_record(tx, SessionRecord, key)
     if session is None or session.ended:
         return 0
     done = _delete_samplers(tx, key, most)
     if done < most:
         done += recordings.end_session(tx, key, most - done)
-    for (body,) in tx.all(_ALIVE, key, most - done):
+    for (body,) in tx.fetch_all(_ALIVE, key, most - done):
         model = records.decode(ModelRecord, body)
-        records.put(tx, replace(model, status=ModelStatus.ENDED))
+        records.put_record(tx, replace(model, status=ModelStatus.ENDED))
         end_jobs_of(tx, model.key, refusals.gap_at_end(key, reason), states=("held",))
         use_up(tx, model.key)
         _unload(tx, model)
         done += 1
     if done == most:
         return done
-    for (body,) in tx.all(_DEAD, key):
+    for (body,) in tx.fetch_all(_DEAD, key):
         _unload(tx, records.decode(ModelRecord, body))
-    records.put(tx, replace(session, ended=reason))
+    records.put_record(tx, replace(session, ended=reason))
     return done + 1
 
 
@@ -52,7 +52,7 @@ _DEAD = f"{_MODELS} {_STATUS} NOT IN ('creating', 'ready', 'ended')"
 
 
 def _delete_samplers(tx: Transaction, session: str, most: int) -> int:
-    return tx.run(
+    return tx.execute(
         "DELETE FROM records WHERE n IN "
         "(SELECT n FROM records WHERE type = 'sampler' AND parent = ? LIMIT ?)",
         *(session, most),
@@ -62,7 +62,7 @@ def _delete_samplers(tx: Transaction, session: str, most: int) -> int:
 def _unload(tx: Transaction, model: ModelRecord) -> None:
     """Queue the model's unload if a worker may hold it; otherwise drop its recovery points and
     payloads."""
-    lane = tx.one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model.key)
+    lane = tx.fetch_one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model.key)
     if lane is None or lane == (None, 0):
         points.forget(tx, model.key)
     else:
@@ -70,13 +70,13 @@ def _unload(tx: Transaction, model: ModelRecord) -> None:
 
 
 def sweep(tx: Transaction, now_s: float, policy: SweepPolicy, store_policy: StorePolicy) -> None:
-    for (model_id,) in tx.all(
+    for (model_id,) in tx.fetch_all(
         f"SELECT model_id FROM jobs JOIN lanes USING (model_id) WHERE {UNFINISHED} "
         "AND state = 'held' GROUP BY model_id HAVING MIN(created_s) < ? AND MIN(position) > next",
         now_s - policy.gap_ttl_s,
     ):
         _give_up_gap(tx, model_id, policy.gap_ttl_s)
-    tx.run(
+    tx.execute(
         "UPDATE lanes SET park = 1 WHERE worker IS NOT NULL AND jobs = 0 AND requested_s < ?",
         now_s - policy.park_s,
     )
@@ -97,10 +97,10 @@ def _create_waiting(tx: Transaction, policy: StorePolicy) -> None:
 
 def _give_up_gap(tx: Transaction, model_id: str, waited_s: float) -> None:
     """End all held jobs of the model: no ``optim_step`` may run without the data before it."""
-    lane = tx.one("SELECT next FROM lanes WHERE model_id = ?", model_id)
+    lane = tx.fetch_one("SELECT next FROM lanes WHERE model_id = ?", model_id)
     expected = lane[0] if lane else 0
     missing, highest = [], expected
-    for position, seq, state in tx.all(
+    for position, seq, state in tx.fetch_all(
         "SELECT position, seq, state FROM jobs WHERE model_id = ? AND position >= ? "
         "ORDER BY position",
         model_id,
@@ -113,7 +113,7 @@ def _give_up_gap(tx: Transaction, model_id: str, waited_s: float) -> None:
         if state == "held":
             highest = position
     end_jobs_of(tx, model_id, refusals.gap(missing, waited_s), states=("held",))
-    tx.run(
+    tx.execute(
         "UPDATE jobs SET position = NULL WHERE model_id = ? AND position BETWEEN ? AND ?",
         model_id,
         lane[0] if lane else 0,
@@ -129,7 +129,7 @@ def files_in_use(tx: Transaction) -> set[str]:
     """
     found = {
         file_id
-        for (file_id,) in tx.all(
+        for (file_id,) in tx.fetch_all(
             "SELECT json_extract(body, '$.file_id') FROM records "
             "WHERE type IN ('checkpoint', 'sampler') UNION SELECT file_id FROM points"
         )
@@ -138,7 +138,7 @@ def files_in_use(tx: Transaction) -> set[str]:
         f"kind IN ('save_weights', 'load_weights', 'sample') AND {UNFINISHED}",
         "kind = 'load_weights' AND digest IS NOT NULL",
     ):
-        for (payload,) in tx.each(
+        for (payload,) in tx.iterate(
             f"SELECT payload FROM jobs CROSS JOIN payloads ON job = n WHERE {of_commands}"
         ):
             found.add(msgspec.msgpack.decode(payload, type=records.Command).file_id)
@@ -146,9 +146,9 @@ def files_in_use(tx: Transaction) -> set[str]:
 
 
 def released_files(tx: Transaction) -> set[str]:
-    return {file_id for (file_id,) in tx.all("SELECT file_id FROM released")}
+    return {file_id for (file_id,) in tx.fetch_all("SELECT file_id FROM released")}
 
 
 def forget_released(tx: Transaction, file_ids: Iterable[str]) -> None:
     for file_id in file_ids:
-        tx.run("DELETE FROM released WHERE file_id = ?", file_id)
+        tx.execute("DELETE FROM released WHERE file_id = ?", file_id)

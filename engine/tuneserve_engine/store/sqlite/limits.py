@@ -34,14 +34,14 @@ def _tenant(tenant: str) -> str:
 
 def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: int) -> None:
     """Add to the counts of unfinished jobs and bytes of the server, the tenant and the model."""
-    tx.run(
+    tx.execute(
         "INSERT INTO counts VALUES (?, ?, ?), (?, ?, ?) ON CONFLICT (scope) DO UPDATE SET "
         "jobs = jobs + excluded.jobs, bytes = bytes + excluded.bytes",
         *(_SERVER, jobs, size),
         *(_tenant(tenant), jobs, size),
     )
     if model_id is not None:
-        tx.run(
+        tx.execute(
             "UPDATE lanes SET jobs = jobs + ?, bytes = bytes + ? WHERE model_id = ?",
             jobs,
             size,
@@ -57,12 +57,12 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
     server = (policy.server_jobs, policy.server_bytes)
     _check("the server", job, _counts(tx, _SERVER), server, 10)
     try:
-        own = records.get(tx, TenantRecord, job.tenant)
+        own = records.get_record(tx, TenantRecord, job.tenant)
         jobs = own.max_jobs if own is not None else None
         tenant = (policy.tenant_jobs if jobs is None else jobs, policy.tenant_bytes)
         _check("your key", job, _counts(tx, _tenant(job.tenant)), tenant, 5)
         if job.model_id is not None:
-            row = tx.one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
+            row = tx.fetch_one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
             model = (policy.model_jobs, policy.model_bytes)
             _check(f"model {job.model_id}", job, _as_counts(row), model, 2)
     except LimitReached:
@@ -73,11 +73,11 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
 def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy) -> None:
     """Count a job that ends at once. Raises ``LimitReached`` if its tenant had too many."""
     scope = f"refusals {job.tenant}"
-    row = tx.one("SELECT bytes FROM counts WHERE scope = ?", scope)
+    row = tx.fetch_one("SELECT bytes FROM counts WHERE scope = ?", scope)
     level_s, wait_s = refusals.level_of_refusals(0.0 if row is None else row[0], tx.now_s, policy)
     if wait_s > 0 and not _is_awaited(tx, job):
         raise refusals.too_many_refusals(why, policy.tenant_refusals, wait_s)
-    tx.run(
+    tx.execute(
         "INSERT INTO counts VALUES (?1, 0, ?2) ON CONFLICT (scope) DO UPDATE SET bytes = ?2",
         scope,
         level_s,
@@ -85,7 +85,7 @@ def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy
 
 
 def _counts(tx: Transaction, scope: str) -> _Counts:
-    return _as_counts(tx.one("SELECT jobs, bytes FROM counts WHERE scope = ?", scope))
+    return _as_counts(tx.fetch_one("SELECT jobs, bytes FROM counts WHERE scope = ?", scope))
 
 
 def _as_counts(row: Row | None) -> _Counts:
@@ -108,7 +108,7 @@ def _is_awaited(tx: Transaction, job: Job) -> bool:
     if job.model_id is None or job.position is None:
         return False
     of_model = "AND model_id = ?1"
-    row = tx.one(
+    row = tx.fetch_one(
         f"SELECT EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'held' {of_model}), "
         f"EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'ready' {of_model}), "
         "(SELECT next FROM lanes WHERE model_id = ?1)",
@@ -121,7 +121,7 @@ def no_room_to_keep(tx: Transaction, job: Job, policy: StorePolicy) -> Rejection
     """Return why the tenant has no room for the job's save; None if it has, or none is needed."""
     if job.saves is None:
         return None
-    own = records.get(tx, TenantRecord, job.tenant)
+    own = records.get_record(tx, TenantRecord, job.tenant)
     most = refusals.most_kept(own, policy)
     return refusals.keeps_too_much(kept(tx, job.tenant, job.saves.key), most)
 
@@ -129,7 +129,7 @@ def no_room_to_keep(tx: Transaction, job: Job, policy: StorePolicy) -> Rejection
 def kept(tx: Transaction, tenant: str, key: str) -> CheckpointUsage:
     """Return what the tenant keeps or is about to keep, except the record of this key."""
     rows = [
-        tx.one(f"SELECT COUNT(*), TOTAL({size}) FROM {table} WHERE {where}", tenant, *values)
+        tx.fetch_one(f"SELECT COUNT(*), TOTAL({size}) FROM {table} WHERE {where}", tenant, *values)
         for size, table, where, values in (
             (
                 SIZE,
@@ -153,7 +153,7 @@ def must_wait(tx: Transaction, job: Job, policy: StorePolicy) -> bool:
 
     Raises ``LimitReached`` if as many of the tenant's models wait as may.
     """
-    waiting = len(tx.all(_WAITING, job.tenant))
+    waiting = len(tx.fetch_all(_WAITING, job.tenant))
     if not waiting and make_room(tx, job.tenant, policy):
         return False
     if waiting >= policy.waiting_models or job.position is None:
@@ -167,20 +167,20 @@ def make_room(tx: Transaction, tenant: str, policy: StorePolicy) -> bool:
     If the tenant has as many as it may, marks the longest idle ones to be parked. Returns False and
     marks none if too few are idle.
     """
-    surplus = len(tx.all(_IN_USE, tenant)) - _most_models(tx, tenant, policy) + 1
+    surplus = len(tx.fetch_all(_IN_USE, tenant)) - _most_models(tx, tenant, policy) + 1
     if surplus <= 0:
         return True
-    idle = tx.all(f"{_IN_USE} AND jobs = 0 ORDER BY requested_s LIMIT ?", tenant, surplus)
+    idle = tx.fetch_all(f"{_IN_USE} AND jobs = 0 ORDER BY requested_s LIMIT ?", tenant, surplus)
     if len(idle) < surplus:
         return False
     for (model_id,) in idle:
-        tx.run("UPDATE lanes SET park = 1 WHERE model_id = ?", model_id)
+        tx.execute("UPDATE lanes SET park = 1 WHERE model_id = ?", model_id)
     return True
 
 
 def waiting_models(tx: Transaction) -> list[Row]:
     """Return tenant, id and first position of the models that wait for room, oldest first."""
-    found = tx.all(
+    found = tx.fetch_all(
         "SELECT n, jobs.tenant, model_id, position FROM jobs INDEXED BY jobs_unfinished "
         f"JOIN lanes USING (model_id) WHERE {UNFINISHED} AND {_WAITS}"
     )
@@ -188,7 +188,7 @@ def waiting_models(tx: Transaction) -> list[Row]:
 
 
 def _most_models(tx: Transaction, tenant: str, policy: StorePolicy) -> int:
-    own = records.get(tx, TenantRecord, tenant)
+    own = records.get_record(tx, TenantRecord, tenant)
     models = own.max_models if own is not None else None
     return policy.tenant_models if models is None else models
 
@@ -217,27 +217,27 @@ def put_new(tx: Transaction, policy: StorePolicy, new: R) -> R:
 
     Raises ``LimitReached`` if the tenant may not create one more now.
     """
-    stored = records.get(tx, type(new), new.key)
+    stored = records.get_record(tx, type(new), new.key)
     if stored is not None:
         return stored
     _check_record(tx, new, policy)
-    records.put(tx, new)
+    records.put_record(tx, new)
     return new
 
 
 def _check_record(tx: Transaction, new: Record, policy: StorePolicy) -> None:
     if isinstance(new, SessionRecord):
         of_all = f"SELECT COUNT(*) FROM records WHERE type = 'session' AND {IS_OPEN} = 1"
-        row = tx.one(f"SELECT ({of_all}), ({of_all} AND tenant = ?)", new.tenant)
+        row = tx.fetch_one(f"SELECT ({of_all}), ({of_all} AND tenant = ?)", new.tenant)
         assert row is not None
         refusals.check_sessions(row[0], row[1], policy)
     if isinstance(new, SamplerRecord):
         of = "SELECT COUNT(*) FROM records WHERE type = 'sampler' AND"
-        row = tx.one(f"SELECT ({of} parent = ?), ({of} tenant = ?)", new.parent, new.tenant)
+        row = tx.fetch_one(f"SELECT ({of} parent = ?), ({of} tenant = ?)", new.parent, new.tenant)
         assert row is not None
         refusals.check_samplers(new.parent, row[0], row[1], policy)
     if rate := refusals.rate_of(new, policy):
-        row = tx.one(
+        row = tx.fetch_one(
             "SELECT json_extract(body, '$.created_s') FROM records WHERE type = ? AND tenant = ? "
             "ORDER BY n DESC LIMIT 1 OFFSET ?",
             RECORD_NAME[type(new)],

@@ -10,7 +10,7 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 
 def check_epoch(tx: Transaction, epoch: int) -> None:
-    if tx.one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:
+    if tx.fetch_one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:
         raise Fenced(
             f"lease epoch {epoch} is over: another process has this worker's name, or it was "
             "silent for too long and others have its models; stop this worker"
@@ -19,7 +19,7 @@ def check_epoch(tx: Transaction, epoch: int) -> None:
 
 def make_ready(tx: Transaction, n: int, model_id: str | None, base_model: str) -> None:
     """Release the held job ``n``, and place it if there is a worker for it."""
-    tx.run(
+    tx.execute(
         "UPDATE jobs SET state = 'ready', worker = ?, release = ? WHERE n = ?",
         _worker(tx, model_id, base_model),
         records.next_of(tx, "release"),
@@ -30,7 +30,7 @@ def make_ready(tx: Transaction, n: int, model_id: str | None, base_model: str) -
 
 def place_waiting(tx: Transaction, base_model: str) -> None:
     """Place the released jobs that have no worker, in their order, and their models."""
-    for n, model_id in tx.all(
+    for n, model_id in tx.fetch_all(
         "SELECT n, model_id FROM jobs WHERE state = 'ready' AND worker IS NULL AND base_model = ? "
         "ORDER BY release",
         base_model,
@@ -38,7 +38,7 @@ def place_waiting(tx: Transaction, base_model: str) -> None:
         worker = _worker(tx, model_id, base_model)
         if worker is None:
             return  # no worker serves this base model: all jobs wait for one
-        tx.run(
+        tx.execute(
             "UPDATE jobs SET worker = ?, release = ? WHERE n = ?",
             worker,
             records.next_of(tx, "release"),
@@ -49,12 +49,12 @@ def place_waiting(tx: Transaction, base_model: str) -> None:
 
 def unplace(tx: Transaction, model_id: str) -> None:
     """Take the model and its released jobs from their worker."""
-    tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE model_id = ?", model_id)
-    tx.run(f"UPDATE jobs SET worker = NULL WHERE model_id = ? AND {UNFINISHED}", model_id)
+    tx.execute("UPDATE lanes SET worker = NULL, park = 0 WHERE model_id = ?", model_id)
+    tx.execute(f"UPDATE jobs SET worker = NULL WHERE model_id = ? AND {UNFINISHED}", model_id)
 
 
 def worker_of(tx: Transaction, model_id: str) -> int | None:
-    row = tx.one("SELECT worker FROM lanes WHERE model_id = ?", model_id)
+    row = tx.fetch_one("SELECT worker FROM lanes WHERE model_id = ?", model_id)
     return None if row is None else row[0]
 
 
@@ -64,7 +64,7 @@ def _worker(tx: Transaction, model_id: str | None, base_model: str) -> int | Non
     It is the worker of the job's model, or else the one with the fewest samples or models.
     """
     if model_id is None:
-        row = tx.one(
+        row = tx.fetch_one(
             "UPDATE workers SET samples = samples + 1 WHERE epoch = (SELECT epoch FROM workers "
             "WHERE base_model = ? ORDER BY samples, epoch LIMIT 1) RETURNING epoch",
             base_model,
@@ -73,12 +73,12 @@ def _worker(tx: Transaction, model_id: str | None, base_model: str) -> int | Non
     placed = worker_of(tx, model_id)
     if placed is not None:
         return placed
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT epoch FROM workers WHERE base_model = ? ORDER BY "
         "(SELECT COUNT(*) FROM lanes WHERE lanes.worker = workers.epoch), epoch LIMIT 1",
         base_model,
     )
     if row is None:
         return None
-    tx.run("UPDATE lanes SET worker = ? WHERE model_id = ?", row[0], model_id)
+    tx.execute("UPDATE lanes SET worker = ? WHERE model_id = ?", row[0], model_id)
     return int(row[0])

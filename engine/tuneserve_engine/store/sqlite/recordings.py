@@ -11,9 +11,9 @@ _COUNTED = "recorded "
 """The prefix of the scopes in ``counts`` with a tenant's number of recordings and their bytes."""
 
 
-def put(tx: Transaction, request_id: str, body: bytes) -> None:
+def put_recording(tx: Transaction, request_id: str, body: bytes) -> None:
     """Store a sample's recording, unless its session has ended and its sampler is gone."""
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT jobs.tenant, scope, seq, parent FROM jobs "
         "JOIN records ON type = 'sampler' AND key = scope AND records.tenant = jobs.tenant "
         "WHERE request_id = ?",
@@ -25,19 +25,21 @@ def put(tx: Transaction, request_id: str, body: bytes) -> None:
     earlier = _row(tx, tenant, SampleKey(scope, seq))
     if earlier is not None:  # its request was forgotten
         _drop(tx, earlier[0], Gone.UNUSED)
-        tx.run("DELETE FROM recordings WHERE n = ?", earlier[0])
+        tx.execute("DELETE FROM recordings WHERE n = ?", earlier[0])
     size = len(body) + refusals.RECORDING_BYTES
-    row = tx.one(
+    row = tx.fetch_one(
         "INSERT INTO recordings (tenant, scope, seq, session, size, used_s) "
         "VALUES (?, ?, ?, ?, ?, ?) RETURNING n",
         *(tenant, scope, seq, session, size, tx.now_s),
     )
     assert row is not None
-    tx.run("INSERT INTO recorded VALUES (?, ?)", row[0], body)
+    tx.execute("INSERT INTO recorded VALUES (?, ?)", row[0], body)
     _count(tx, tenant, 1, size)
 
 
-def read(tx: Transaction, tenant: str, samples: Sequence[SampleKey]) -> list[bytes | Gone]:
+def read_recordings(
+    tx: Transaction, tenant: str, samples: Sequence[SampleKey]
+) -> list[bytes | Gone]:
     found: list[bytes | Gone] = []
     total = 0
     for key in samples:
@@ -49,16 +51,16 @@ def read(tx: Transaction, tenant: str, samples: Sequence[SampleKey]) -> list[byt
         total += size
         if found and total > refusals.RECORDINGS_BYTES:
             break
-        body = tx.one("SELECT body FROM recorded WHERE recording = ?", n)
+        body = tx.fetch_one("SELECT body FROM recorded WHERE recording = ?", n)
         assert body is not None
-        tx.run("UPDATE recordings SET used_s = ? WHERE n = ?", tx.now_s, n)
+        tx.execute("UPDATE recordings SET used_s = ? WHERE n = ?", tx.now_s, n)
         found.append(body[0])
     return found
 
 
 def end_session(tx: Transaction, session: str, most: int) -> int:
     """Mark up to ``most`` recordings of the session to be dropped first; return how many."""
-    return tx.run(
+    return tx.execute(
         "UPDATE recordings SET used_s = 0 WHERE n IN (SELECT n FROM recordings "
         "WHERE session = ? AND gone IS NULL AND used_s > 0 LIMIT ?)",
         *(session, most),
@@ -71,7 +73,7 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> int:
     Handles a bounded number at once; returns how many.
     """
     left, done = refusals.DROPPED_BYTES, 0
-    for n, size in tx.all(
+    for n, size in tx.fetch_all(
         "SELECT n, size FROM recordings WHERE gone IS NULL AND used_s < ? ORDER BY used_s LIMIT ?",
         now_s - policy.recording_ttl_s,
         refusals.DROPPED_AT_ONCE,
@@ -81,7 +83,7 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> int:
         left -= size
         done += 1
         _drop(tx, n, Gone.UNUSED)
-    for scope, count, total in tx.all(
+    for scope, count, total in tx.fetch_all(
         "SELECT scope, jobs, bytes FROM counts WHERE scope BETWEEN ? AND ? AND bytes > ?",
         _COUNTED,
         _COUNTED + "\U0010ffff",
@@ -90,7 +92,7 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> int:
         most = min(count - 1, refusals.DROPPED_AT_ONCE)  # keep a tenant's only one
         tenant, over = scope.removeprefix(_COUNTED), total - policy.recording_bytes
         done += _make_room(tx, tenant, over, most)
-    return done + tx.run(
+    return done + tx.execute(
         "DELETE FROM recordings WHERE n IN (SELECT n FROM recordings WHERE gone IS NOT NULL "
         "AND used_s < ? ORDER BY used_s LIMIT ?)",
         now_s - 2 * policy.recording_ttl_s,
@@ -101,7 +103,7 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> int:
 def _make_room(tx: Transaction, tenant: str, over: int, most: int) -> int:
     """Drop the tenant's least recently used recordings; return how many."""
     over, done = min(over, refusals.DROPPED_BYTES), 0
-    for n, size in tx.all(
+    for n, size in tx.fetch_all(
         "SELECT n, size FROM recordings WHERE tenant = ? AND gone IS NULL "
         "ORDER BY used_s, n LIMIT ?",
         tenant,
@@ -116,7 +118,7 @@ def _make_room(tx: Transaction, tenant: str, over: int, most: int) -> int:
 
 
 def _row(tx: Transaction, tenant: str, key: SampleKey) -> Row | None:
-    return tx.one(
+    return tx.fetch_one(
         "SELECT n, size, gone FROM recordings WHERE tenant = ? AND scope = ? AND seq = ?",
         tenant,
         key.scope,
@@ -125,18 +127,18 @@ def _row(tx: Transaction, tenant: str, key: SampleKey) -> Row | None:
 
 
 def _drop(tx: Transaction, n: int, why: Gone) -> None:
-    row = tx.one(
+    row = tx.fetch_one(
         "UPDATE recordings SET gone = ? WHERE n = ? AND gone IS NULL RETURNING tenant, size",
         why.value,
         n,
     )
     if row is not None:
-        tx.run("DELETE FROM recorded WHERE recording = ?", n)
+        tx.execute("DELETE FROM recorded WHERE recording = ?", n)
         _count(tx, row[0], -1, -row[1])
 
 
 def _count(tx: Transaction, tenant: str, recordings: int, size: int) -> None:
-    tx.run(
+    tx.execute(
         "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT (scope) DO UPDATE SET "
         "jobs = jobs + excluded.jobs, bytes = bytes + excluded.bytes",
         *(_COUNTED + tenant, recordings, size),

@@ -22,14 +22,14 @@ from tuneserve_engine.store.sqlite.schema import IS_SAVE, SAVES
 
 
 def meta(tx: Transaction, name: str) -> Any:
-    row = tx.one("SELECT value FROM meta WHERE name = ?", name)
+    row = tx.fetch_one("SELECT value FROM meta WHERE name = ?", name)
     assert row is not None
     return row[0]
 
 
 def next_of(tx: Transaction, name: str) -> int:
     """Increase a counter by one and return its new value."""
-    row = tx.one("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)
+    row = tx.fetch_one("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)
     assert row is not None
     return int(row[0])
 
@@ -38,9 +38,9 @@ def decode(record_type: type[R], body: str) -> R:
     return msgspec.json.decode(body, type=record_type)
 
 
-def put(tx: Transaction, record: Record) -> None:
+def put_record(tx: Transaction, record: Record) -> None:
     """Insert or replace the record; a replaced record keeps its place in listings."""
-    tx.run(
+    tx.execute(
         "INSERT INTO records (type, key, tenant, parent, body) VALUES (?, ?, ?, ?, ?) "
         "ON CONFLICT (type, key) DO UPDATE SET "
         "tenant = excluded.tenant, parent = excluded.parent, body = excluded.body",
@@ -52,18 +52,18 @@ def put(tx: Transaction, record: Record) -> None:
     )
 
 
-def get(tx: Transaction, record_type: type[R], key: str) -> R | None:
-    row = tx.one(
+def get_record(tx: Transaction, record_type: type[R], key: str) -> R | None:
+    row = tx.fetch_one(
         "SELECT body FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key
     )
     return None if row is None else decode(record_type, row[0])
 
 
-def delete(tx: Transaction, record_type: type[R], key: str) -> None:
-    tx.run("DELETE FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key)
+def delete_record(tx: Transaction, record_type: type[R], key: str) -> None:
+    tx.execute("DELETE FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key)
 
 
-def page(
+def page_of_records(
     tx: Transaction,
     record_type: type[R],
     tenant: str | None = None,
@@ -77,19 +77,19 @@ def page(
             where += f" AND {column} = ?"
             values.append(value)
     limit, offset = window
-    rows = tx.all(
+    rows = tx.fetch_all(
         f"SELECT body FROM records WHERE {where} ORDER BY n DESC LIMIT ? OFFSET ?",
         *values,
         -1 if limit is None else limit,
         offset,
     )
-    count = tx.one(f"SELECT COUNT(*) FROM records WHERE {where}", *values)
+    count = tx.fetch_one(f"SELECT COUNT(*) FROM records WHERE {where}", *values)
     assert count is not None
     return Page([decode(record_type, body) for (body,) in rows], count[0])
 
 
 def unnamed_saves(tx: Transaction, tenant: str) -> list[SamplerRecord]:
-    rows = tx.all(f"SELECT body FROM {SAVES} WHERE tenant = ? AND {IS_SAVE}", tenant)
+    rows = tx.fetch_all(f"SELECT body FROM {SAVES} WHERE tenant = ? AND {IS_SAVE}", tenant)
     return [decode(SamplerRecord, body) for (body,) in rows]
 
 
@@ -102,30 +102,32 @@ class Command(msgspec.Struct):
 def release(tx: Transaction, file_id: str | None) -> None:
     """Note a file that no record will name. Triggers note the files of deleted records."""
     if file_id is not None:
-        tx.run("INSERT OR IGNORE INTO released VALUES (?)", file_id)
+        tx.execute("INSERT OR IGNORE INTO released VALUES (?)", file_id)
 
 
 def release_file_of(tx: Transaction, job: int) -> None:
     """Note the file that the save with this row number was to write, and may have written."""
     with suppress(msgspec.MsgspecError):
-        for (payload,) in tx.all("SELECT payload FROM payloads WHERE job = ?", job):
+        for (payload,) in tx.fetch_all("SELECT payload FROM payloads WHERE job = ?", job):
             release(tx, msgspec.msgpack.decode(payload, type=Command).file_id)
 
 
 def weights(tx: Transaction) -> dict[str, float]:
     """Return the weights of the tenants that have one of their own."""
-    rows = tx.all("SELECT key, json_extract(body, '$.weight') FROM records WHERE type = 'tenant'")
+    rows = tx.fetch_all(
+        "SELECT key, json_extract(body, '$.weight') FROM records WHERE type = 'tenant'"
+    )
     return {tenant: float(weight) for tenant, weight in rows if weight is not None}
 
 
-def update(tx: Transaction, change: Update) -> Record | None:
+def update_record(tx: Transaction, change: Update) -> Record | None:
     """Update a record and return it; None if it does not exist.
 
     A model that has ended, failed or was lost keeps that status: its worker may report the creation
     after the session is over.
     """
     record_type = RECORD_TYPES[change.record]
-    stored = get(tx, record_type, change.key)
+    stored = get_record(tx, record_type, change.key)
     if stored is None:
         return None
     known = {field.name for field in dataclasses.fields(record_type)} - {"key"}
@@ -138,5 +140,5 @@ def update(tx: Transaction, change: Update) -> Record | None:
         changes.pop("status", None)
     merged = msgspec.to_builtins(stored) | msgspec.to_builtins(changes)
     record = msgspec.convert(merged, type=record_type)
-    put(tx, record)
+    put_record(tx, record)
     return record

@@ -11,9 +11,9 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 KEPT = 2  # the newest, and one to fall back on
 
 
-def points(tx: Transaction, epoch: int, model_id: str) -> list[RecoveryPoint]:
+def recovery_points(tx: Transaction, epoch: int, model_id: str) -> list[RecoveryPoint]:
     check_epoch(tx, epoch)
-    rows = tx.all(
+    rows = tx.fetch_all(
         "SELECT model_id, position, file_id, numerics_id FROM points WHERE model_id = ? "
         "ORDER BY n DESC",
         model_id,
@@ -25,39 +25,39 @@ def save_point(tx: Transaction, epoch: int, point: RecoveryPoint) -> None:
     check_epoch(tx, epoch)
     if not _is_here(tx, epoch, point.model_id):
         return
-    newest = next(iter(points(tx, epoch, point.model_id)), None)
+    newest = next(iter(recovery_points(tx, epoch, point.model_id)), None)
     if point == newest:  # a repeated call: the first answer was lost
         return
     _check_position(tx, point)
-    tx.run(
+    tx.execute(
         "INSERT INTO points (model_id, position, file_id, numerics_id) VALUES (?, ?, ?, ?)",
         point.model_id,
         point.position,
         point.file_id,
         point.numerics_id,
     )
-    kept = tx.all(
+    kept = tx.fetch_all(
         "SELECT n, position FROM points WHERE model_id = ? ORDER BY n DESC LIMIT ?",
         point.model_id,
         KEPT,
     )
     if len(kept) == KEPT:
         oldest, position = kept[-1]
-        tx.run("DELETE FROM points WHERE model_id = ? AND n < ?", point.model_id, oldest)
+        tx.execute("DELETE FROM points WHERE model_id = ? AND n < ?", point.model_id, oldest)
         _drop_payloads(tx, point.model_id, position)
 
 
 def _is_here(tx: Transaction, epoch: int, model_id: str) -> bool:
     """Return whether the model may still be restored, and no other worker has it."""
-    lane = tx.one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model_id)
-    model = records.get(tx, ModelRecord, model_id)
+    lane = tx.fetch_one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model_id)
+    model = records.get_record(tx, ModelRecord, model_id)
     if lane is None or model is None or lane[0] not in (None, epoch):
         return False
     return model.status in refusals.ALIVE or lane != (None, 0)
 
 
 def _check_position(tx: Transaction, point: RecoveryPoint) -> None:
-    row = tx.one(
+    row = tx.fetch_one(
         f"SELECT next, (SELECT MIN(position) FROM jobs WHERE model_id = ?1 AND {UNFINISHED}), "
         "(SELECT MAX(position) FROM points WHERE model_id = ?1) FROM lanes WHERE model_id = ?1",
         point.model_id,
@@ -79,8 +79,8 @@ def _check_position(tx: Transaction, point: RecoveryPoint) -> None:
 
 def forget(tx: Transaction, model_id: str) -> None:
     """Drop the points and payloads of a model that will not be restored."""
-    tx.run("UPDATE lanes SET worker = NULL, park = 0 WHERE model_id = ?", model_id)
-    tx.run("DELETE FROM points WHERE model_id = ?", model_id)
+    tx.execute("UPDATE lanes SET worker = NULL, park = 0 WHERE model_id = ?", model_id)
+    tx.execute("DELETE FROM points WHERE model_id = ?", model_id)
     _drop_payloads(tx, model_id, None)
 
 
@@ -88,5 +88,5 @@ def _drop_payloads(tx: Transaction, model_id: str, position: int | None) -> None
     """Drop the payloads kept for replay, before this position, or all of them if it is None."""
     where = "model_id = ?1 AND digest IS NOT NULL AND (?2 IS NULL OR position < ?2)"
     values = (model_id, position)
-    tx.run(f"DELETE FROM payloads WHERE job IN (SELECT n FROM jobs WHERE {where})", *values)
-    tx.run(f"UPDATE jobs SET digest = NULL, halvings = NULL WHERE {where}", *values)
+    tx.execute(f"DELETE FROM payloads WHERE job IN (SELECT n FROM jobs WHERE {where})", *values)
+    tx.execute(f"UPDATE jobs SET digest = NULL, halvings = NULL WHERE {where}", *values)

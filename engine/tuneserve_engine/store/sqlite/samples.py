@@ -9,25 +9,25 @@ from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import Completion, SamplerClient
 from tuneserve_engine.store.sqlite import records
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.jobs import drop, is_unfinished
+from tuneserve_engine.store.sqlite.jobs import drop_jobs, is_unfinished
 
 # Worded as in the index ``jobs_completed``, so that SQLite uses it.
 _OF_CLIENT = "tenant = ? AND scope = ? AND seq / 1000000000 = ?"
 
 
 def cancel(tx: Transaction, request_id: str) -> bool:
-    row = tx.one("SELECT kind FROM jobs WHERE request_id = ?", request_id)
+    row = tx.fetch_one("SELECT kind FROM jobs WHERE request_id = ?", request_id)
     if row is None:
         raise KeyError(request_id)
     if row[0] != JobKind.SAMPLE:
         return False
     if is_unfinished(tx, request_id):
-        drop(tx, request_id, refusals.cancelled())
+        drop_jobs(tx, request_id, refusals.cancelled())
     return True
 
 
 def completions(tx: Transaction, client: SamplerClient, after: int, limit: int) -> list[Completion]:
-    rows = tx.all(
+    rows = tx.fetch_all(
         "SELECT request_id, completion, error IS NOT NULL, LENGTH(body) FROM jobs "
         f"WHERE completion > ? AND {_OF_CLIENT} ORDER BY completion LIMIT ?",
         after,
@@ -44,7 +44,7 @@ def completions(tx: Transaction, client: SamplerClient, after: int, limit: int) 
 
 def acknowledge(tx: Transaction, client: SamplerClient, request_ids: Sequence[str]) -> None:
     for request_id in request_ids:
-        tx.run(
+        tx.execute(
             "UPDATE jobs SET state = 'expired', error = NULL, category = NULL, body = NULL, "
             "completion = NULL "
             f"WHERE request_id = ? AND completion IS NOT NULL AND {_OF_CLIENT}",
@@ -55,10 +55,10 @@ def acknowledge(tx: Transaction, client: SamplerClient, request_ids: Sequence[st
         )
 
 
-def join(tx: Transaction, sampler_key: str) -> int | None:
-    sampler = records.get(tx, SamplerRecord, sampler_key)
+def join_sampler(tx: Transaction, sampler_key: str) -> int | None:
+    sampler = records.get_record(tx, SamplerRecord, sampler_key)
     if sampler is None:
         return None
     joined = replace(sampler, clients=sampler.clients + 1)
-    records.put(tx, joined)
+    records.put_record(tx, joined)
     return joined.clients

@@ -79,7 +79,9 @@ class Committer(Protocol):
     It announces the changes of a commit before the callers resume.
     """
 
-    def call(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]": ...
+    def run_operation(
+        self, operation: Operation[T], *, grows: bool = False
+    ) -> "asyncio.Future[T]": ...
 
     async def stop(self) -> None: ...
 
@@ -134,7 +136,7 @@ class SqlStore:
 
     async def _run(self, operation: Operation[T], *, grows: bool) -> T:
         try:
-            return await self._commit.call(operation, grows=grows)
+            return await self._commit.run_operation(operation, grows=grows)
         except sqlite3.Error as error:
             if is_corruption(error):
                 self._note_damage(damaged(self._path, str(error)))
@@ -171,10 +173,10 @@ class SqlStore:
     async def submit(self, job: Job, *new_records: Record) -> Submitted:
         return await self._add(jobs.submit, self._policy, job, new_records)
 
-    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+    async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:
             news = self._news  # taken before the read: jobs released during the read wake us too
-            found = await self._call(jobs.take, epoch, after, max_jobs)
+            found = await self._call(jobs.take_jobs, epoch, after, max_jobs)
             if found:
                 return found
             await news.wait()
@@ -198,14 +200,14 @@ class SqlStore:
             if not waiting:
                 del self._waiting[request_id]
 
-    async def progress(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
-        self._streams.tell(parts)
+    async def publish_tokens(self, parts: dict[str, list[EncodedTokenDelta]]) -> None:
+        self._streams.publish(parts)
 
-    def listen(self, streams: Iterable[str]) -> Subscription:
-        return self._streams.listen(streams)
+    def subscribe(self, streams: Iterable[str]) -> Subscription:
+        return self._streams.subscribe(streams)
 
     async def job_key(self, request_id: str) -> tuple[str, str] | None:
-        return await self._call(jobs.key, request_id)
+        return await self._call(jobs.job_key, request_id)
 
     async def cancel(self, request_id: str) -> bool:
         return await self._call(samples.cancel, request_id)
@@ -223,35 +225,35 @@ class SqlStore:
         for start in range(0, len(request_ids), most):
             await self._call(samples.acknowledge, client, request_ids[start : start + most])
 
-    async def join(self, sampler_key: str) -> int | None:
-        return await self._call(samples.join, sampler_key)
+    async def join_sampler(self, sampler_key: str) -> int | None:
+        return await self._call(samples.join_sampler, sampler_key)
 
     async def recordings(self, tenant: str, samples: Sequence[SampleKey]) -> list[bytes | Gone]:
-        return await self._call(recordings.read, tenant, samples)
+        return await self._call(recordings.read_recordings, tenant, samples)
 
     # --- workers and their models ---------------------------------------------------------------
 
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         return await self._call(self._leases.lease, name, owner, info)
 
-    async def renew(self, epoch: int, figures: dict[str, float] | None = None) -> Renewal:
-        leaving, weights = await self._call(self._leases.renew, epoch, figures)
+    async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
+        leaving, weights = await self._call(self._leases.renew, epoch, metrics)
         return Renewal(leaving, self._cancelled.pop(epoch, []), weights)
 
-    async def begin(self, epoch: int, request_ids: Sequence[str]) -> None:
-        await self._call(self._leases.begin, epoch, request_ids)
+    async def note_running(self, epoch: int, request_ids: Sequence[str]) -> None:
+        await self._call(self._leases.note_running, epoch, request_ids)
 
-    async def points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
-        return await self._call(points.points, epoch, model_id)
+    async def recovery_points(self, epoch: int, model_id: str) -> list[RecoveryPoint]:
+        return await self._call(points.recovery_points, epoch, model_id)
 
-    async def log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
-        return await self._call(jobs.log, epoch, model_id, start)
+    async def read_log(self, epoch: int, model_id: str, *, start: int) -> list[LogEntry]:
+        return await self._call(jobs.read_log, epoch, model_id, start)
 
     async def save_point(self, epoch: int, point: RecoveryPoint) -> None:
         await self._call(points.save_point, epoch, point)
 
-    async def release(self, epoch: int, model_id: str) -> None:
-        await self._call(leases.release, epoch, model_id)
+    async def unassign(self, epoch: int, model_id: str) -> None:
+        await self._call(leases.unassign, epoch, model_id)
 
     async def resign(self, epoch: int) -> None:
         await self._call(self._leases.resign, epoch)
@@ -259,8 +261,8 @@ class SqlStore:
     async def killed(self, name: str) -> None:
         await self._call(self._leases.killed, name)
 
-    async def served(self) -> list[ServedModel]:
-        return await self._call(self._leases.served)
+    async def base_models(self) -> list[ServedModel]:
+        return await self._call(self._leases.base_models)
 
     # --- what was used --------------------------------------------------------------------------
 
@@ -273,24 +275,24 @@ class SqlStore:
     async def request(self, request_id: str) -> RequestState | None:
         return await self._call(usages.request, request_id)
 
-    async def figures(self) -> StoreStats:
-        return await self._call(usages.figures)
+    async def stats(self) -> StoreStats:
+        return await self._call(usages.store_stats)
 
     # --- records --------------------------------------------------------------------------------
 
-    async def put(self, record: Record) -> None:
-        await self._add(records.put, record)
+    async def put_record(self, record: Record) -> None:
+        await self._add(records.put_record, record)
 
-    async def put_new(self, record: R) -> R:
+    async def put_new_record(self, record: R) -> R:
         return await self._add(lambda tx: limits.put_new(tx, self._policy, record))
 
-    async def update(self, *updates: Update) -> None:
-        await self._call(lambda tx: [records.update(tx, each) for each in updates])
+    async def update_record(self, *updates: Update) -> None:
+        await self._call(lambda tx: [records.update_record(tx, each) for each in updates])
 
-    async def get(self, record_type: type[R], key: str) -> R | None:
-        return await self._call(lambda tx: records.get(tx, record_type, key))
+    async def get_record(self, record_type: type[R], key: str) -> R | None:
+        return await self._call(lambda tx: records.get_record(tx, record_type, key))
 
-    async def page(
+    async def page_of_records(
         self,
         record_type: type[R],
         *,
@@ -300,16 +302,16 @@ class SqlStore:
         offset: int = 0,
     ) -> Page[R]:
         return await self._call(
-            lambda tx: records.page(tx, record_type, tenant, parent, (limit, offset))
+            lambda tx: records.page_of_records(tx, record_type, tenant, parent, (limit, offset))
         )
 
-    async def kept(self, tenant: str, key: str = "") -> CheckpointUsage:
+    async def checkpoint_usage(self, tenant: str, key: str = "") -> CheckpointUsage:
         return await self._call(limits.kept, tenant, key)
 
     async def unnamed_saves(self, tenant: str) -> list[SamplerRecord]:
         return await self._call(records.unnamed_saves, tenant)
 
-    async def delete(self, record_type: type[R], key: str) -> None:
+    async def delete_record(self, record_type: type[R], key: str) -> None:
         await self._call(lambda tx: retention.delete(tx, record_type, key))
 
     # --- the rest -------------------------------------------------------------------------------

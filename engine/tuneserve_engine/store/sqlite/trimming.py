@@ -79,7 +79,7 @@ def _drop_samples(silence: expiry.Silence, after: str, tx: Transaction) -> str |
 
 def _drop_results(tx: Transaction, before_s: float) -> int:
     dropped = size = 0
-    for n, length in tx.all(
+    for n, length in tx.fetch_all(
         "SELECT n, LENGTH(body) FROM jobs WHERE state = 'done' AND finished_s < ? "
         "ORDER BY finished_s LIMIT ?",
         before_s,
@@ -88,7 +88,7 @@ def _drop_results(tx: Transaction, before_s: float) -> int:
         size += length or 0
         if dropped and size > RESULT_BYTES_AT_ONCE:
             break
-        tx.run(
+        tx.execute(
             "UPDATE jobs SET state = 'expired', error = NULL, category = NULL, body = NULL "
             "WHERE n = ?",
             n,
@@ -98,7 +98,7 @@ def _drop_results(tx: Transaction, before_s: float) -> int:
 
 
 def _forget_requests(before_s: float, most: int, tx: Transaction) -> int:
-    return tx.run(
+    return tx.execute(
         "DELETE FROM jobs WHERE n IN (SELECT n FROM jobs "
         f"WHERE {FORGETTABLE} AND finished_s < ? ORDER BY finished_s LIMIT ?)",
         before_s,
@@ -108,13 +108,15 @@ def _forget_requests(before_s: float, most: int, tx: Transaction) -> int:
 
 def _vacuum(tx: Transaction) -> int:
     """Remove unused pages from the end of the file; return how many."""
-    row = tx.one("SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count")
+    row = tx.fetch_one(
+        "SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count"
+    )
     assert row is not None
     unused, pages = row
     surplus = min(int(unused) - max(SLACK_PAGES, int(pages) // 16), PAGES_AT_ONCE)
     for _ in range(surplus):
         # One page per call: the statement returns after each page that it frees.
-        tx.run("PRAGMA incremental_vacuum(1)")
+        tx.execute("PRAGMA incremental_vacuum(1)")
     return max(surplus, 0)
 
 

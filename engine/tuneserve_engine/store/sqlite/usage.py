@@ -48,7 +48,7 @@ def comes_late(tx: Transaction, outcome: Outcome) -> bool:
     """
     if outcome.usage is None:
         return False
-    noted = tx.run(
+    noted = tx.execute(
         f"UPDATE jobs SET usage = ? WHERE request_id = ? AND usage IS NULL AND NOT {UNFINISHED}",
         encoded(outcome.usage),
         outcome.request_id,
@@ -56,12 +56,12 @@ def comes_late(tx: Transaction, outcome: Outcome) -> bool:
     return noted > 0
 
 
-def add(tx: Transaction, spent: Mapping[tuple[str, str], Totals]) -> None:
+def add_usage(tx: Transaction, spent: Mapping[tuple[str, str], Totals]) -> None:
     """Add usage to today's sums, by tenant and name of the model (or base model)."""
     day = day_of(tx.now_s)
     marks = ", ".join("?" * (3 + len(TOTALLED)))
     for (tenant, name), totals in spent.items():
-        tx.run(
+        tx.execute(
             f"INSERT INTO usage (tenant, day, name, {_SUMS}) VALUES ({marks}) "
             f"ON CONFLICT (tenant, day, name) DO UPDATE SET {_ADDED}",
             *(tenant, day, name),
@@ -73,7 +73,7 @@ def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsa
     of_tenant, values = ("", []) if tenant is None else ("AND tenant = ?", [tenant])
     sums = ", ".join(f"SUM({each})" for each in TOTALLED)
     found: dict[str, TenantUsage] = {}
-    for name, model, *numbers in tx.all(
+    for name, model, *numbers in tx.fetch_all(
         f"SELECT tenant, name, {sums} FROM usage WHERE day >= ? {of_tenant} "
         "GROUP BY tenant, name ORDER BY tenant, name",
         day_of(since_s),
@@ -85,7 +85,7 @@ def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsa
 
 def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
     """Add the point to the model's curve, and drop every second point when the curve is full."""
-    row = tx.one(
+    row = tx.fetch_one(
         "INSERT INTO curves VALUES (?, ?, 1) "
         "ON CONFLICT (model_id, kind) DO UPDATE SET points = points + 1 RETURNING points",
         model_id,
@@ -96,19 +96,19 @@ def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
     if n % stride(n):
         return
     text = msgspec.json.encode(replace(point, time_s=tx.now_s)).decode()
-    tx.run(
+    tx.execute(
         "INSERT INTO curve_points VALUES (?, ?, ?, ?, ?)",
         *(model_id, point.kind, n, point.position, text),
     )
     if n >= MOST_POINTS and stride(n) != stride(n - 1):
-        tx.run(
+        tx.execute(
             "DELETE FROM curve_points WHERE model_id = ? AND kind = ? AND n % ?",
             *(model_id, point.kind, stride(n)),
         )
 
 
 def curve(tx: Transaction, model_id: str, after: int) -> list[CurvePoint]:
-    rows = tx.all(
+    rows = tx.fetch_all(
         "SELECT point FROM curve_points WHERE model_id = ? AND position > ? ORDER BY position",
         model_id,
         after,
@@ -117,7 +117,7 @@ def curve(tx: Transaction, model_id: str, after: int) -> list[CurvePoint]:
 
 
 def request(tx: Transaction, request_id: str) -> RequestState | None:
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT tenant, kind, scope, state, error IS NOT NULL, created_s, finished_s, usage "
         "FROM jobs WHERE request_id = ?",
         request_id,
@@ -132,12 +132,12 @@ def request(tx: Transaction, request_id: str) -> RequestState | None:
     return replace(found, failed=bool(failed), usage=usage)
 
 
-def figures(tx: Transaction) -> StoreStats:
+def store_stats(tx: Transaction) -> StoreStats:
     tenants: Counter[str] = Counter()
-    for scope, jobs in tx.all("SELECT scope, jobs FROM counts WHERE jobs > 0"):
+    for scope, jobs in tx.fetch_all("SELECT scope, jobs FROM counts WHERE jobs > 0"):
         if scope.startswith(_TENANT):
             tenants[scope.removeprefix(_TENANT)] = jobs
-    row = tx.one(
+    row = tx.fetch_one(
         "SELECT (SELECT COUNT(*) FROM jobs WHERE digest IS NOT NULL), (SELECT COUNT(*) FROM points)"
     )
     assert row is not None

@@ -100,14 +100,14 @@ class JobExecutor:
     def has_streams(self) -> bool:
         return self._samples.has_streams
 
-    def decode(self, job: Job) -> TrainingData:
+    def decode_payload(self, job: Job) -> TrainingData:
         """Return the checked data of a ``forward_backward``.
 
         Touches no model, so any thread may call it.
         """
         return training_wire.decode_request(job.payload, self._backend.info)
 
-    def preparation(self, of: Job | AdapterConfig) -> Preparation | None:
+    def pending_preparation(self, of: Job | AdapterConfig) -> Preparation | None:
         """Return the work to do before a job can create a model, or an adapter of this
         configuration; None if there is none."""
         return pending_preparation(self._backend, of)
@@ -155,7 +155,7 @@ class JobExecutor:
         with self._timer.time_batch():
             on_micro_batch_done()
 
-    def capture(self, model_id: str) -> tuple[AdapterState, int] | None:
+    def capture_model(self, model_id: str) -> tuple[AdapterState, int] | None:
         """Return the model's whole state and its log position; None if the model is not here."""
         model = self._models.get(model_id)
         if model is None:
@@ -163,7 +163,7 @@ class JobExecutor:
         state = self._backend.adapter_state(model_id, optimizer=True, accumulator=True)
         return state, model.position
 
-    def restore(self, model_id: str, state: AdapterState, position: int) -> None:
+    def restore_model(self, model_id: str, state: AdapterState, position: int) -> None:
         """Load a captured model onto the device."""
         self._backend.load_adapter(model_id, state)
         self._models[model_id] = DeviceModel(state.config, position, state.step)
@@ -178,11 +178,11 @@ class JobExecutor:
             raise ServerError("its log does not start with its creation")
         model.position = max(model.position, position)
 
-    def write(self, file_id: str, state: AdapterState) -> None:
+    def write_state(self, file_id: str, state: AdapterState) -> None:
         """Write a captured state to a file. Touches no model, so any thread may call it."""
         self._files.write(file_id, self._members(state))
 
-    def forget(self, model_id: str) -> None:
+    def forget_model(self, model_id: str) -> None:
         """Free everything that the model holds here; a no-op if the model is not here."""
         if self._models.pop(model_id, None) is not None:
             self._backend.delete_adapter(model_id)
@@ -238,7 +238,7 @@ class JobExecutor:
 
     def _data(self, job: Job, decoded: "Future[TrainingData] | None") -> TrainingData:
         if decoded is None or decoded.cancel():  # not begun: decode here rather than wait
-            return self.decode(job)
+            return self.decode_payload(job)
         return decoded.result()
 
     def _gradient_outcome(self, job: Job, result: DeferredOutcome | Exception) -> DeferredOutcome:
@@ -262,7 +262,7 @@ class JobExecutor:
                 logger.warning(
                     "%s steps although a forward_backward before it failed",
                     job.model_id,
-                    extra=logs.of(job),
+                    extra=logs.job_fields(job),
                 )
                 model.missing_gradients = False
             steps[job.request_id] = job, params
@@ -270,7 +270,7 @@ class JobExecutor:
         for (job, params), result in zip(steps.values(), results, strict=True):
             if isinstance(result, OutOfMemory) and len(steps) > 1:
                 message = "no room for %s's step, taking it alone: %s"
-                logger.warning(message, job.model_id, result, extra=logs.of(job))
+                logger.warning(message, job.model_id, result, extra=logs.job_fields(job))
                 (answers[job.request_id],) = self._run_together_or_alone([job], self._optim_steps)
             else:
                 model = self._model(job)
@@ -300,15 +300,17 @@ class JobExecutor:
 
         The arrays of a training checkpoint are those of its own adapter kind.
         """
-        return self._backend.exported(self.read(file_id))
+        return self._backend.exported(self.read_state(file_id))
 
-    def read(self, file_id: str, name: str = "") -> AdapterState:
+    def read_state(self, file_id: str, name: str = "") -> AdapterState:
         """Return the state in a file; errors about a damaged file call it ``name``.
 
         Touches no model, so any thread may call it.
         """
         info = self._backend.info
-        return checkpoint.read(self._files.path(file_id), info.name, info.revision, name=name)
+        return checkpoint.read_checkpoint(
+            self._files.path(file_id), info.name, info.revision, name=name
+        )
 
     def _members(self, state: AdapterState, name: str = "") -> dict[str, bytes]:
         info = self._backend.info
@@ -370,7 +372,7 @@ class JobExecutor:
     def _load_weights(self, job: Job) -> Outcome:
         command = jobs.decode(job.payload, jobs.LoadWeights)
         creates = command.config is not None
-        state = self.read(command.file_id, command.path)
+        state = self.read_state(command.file_id, command.path)
         if not creates:
             check_same_shape(self._config(job), state.config, command.path)
         if command.optimizer and not state.first_moment:
@@ -389,7 +391,7 @@ class JobExecutor:
         return replace(in_json(job, body), changed=True)
 
     def _unload_model(self, job: Job) -> Outcome:
-        self.forget(job.model_id or "")
+        self.forget_model(job.model_id or "")
         return in_json(job, {})
 
 

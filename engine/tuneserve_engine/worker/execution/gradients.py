@@ -139,7 +139,7 @@ class GradientRunner:
         job = requests[0].job
         if isinstance(error, OutOfMemory) and halvings < MAX_HALVINGS:
             message = "no room for %s, halved %d times: %s"
-            logger.warning(message, job.kind, halvings, error, extra=logs.of(job))
+            logger.warning(message, job.kind, halvings, error, extra=logs.job_fields(job))
             full = _OutOfRoom(error, tokens)
             return self.run_requests(requests, on_micro_batch_done, halvings + 1, full)
         return {job.request_id: error}

@@ -74,9 +74,11 @@ def failure(job: Job, error: Exception) -> Outcome:
         return rejected(job, error)
     name = job.model_id or job.scope
     if isinstance(error, OutOfMemory):
-        logger.warning("no room for %s of %s: %s", job.kind, name, error, extra=logs.of(job))
+        logger.warning(
+            "no room for %s of %s: %s", job.kind, name, error, extra=logs.job_fields(job)
+        )
         return rejected(job, _no_room(job.kind))
-    logger.error("%s of %s failed", job.kind, name, exc_info=error, extra=logs.of(job))
+    logger.error("%s of %s failed", job.kind, name, exc_info=error, extra=logs.job_fields(job))
     return rejected(job, ServerError(f"internal error while running {job.kind}; see the log"))
 
 
@@ -105,7 +107,7 @@ def _no_room(kind: JobKind) -> EngineError:
 def rejected(job: Job, error: EngineError) -> Outcome:
     """Return the failure as an outcome; a model whose first job failed is marked failed."""
     updates = (status(job, ModelStatus.FAILED),) if job.position == 0 else ()
-    return Outcome(job.request_id, rejection=Rejection.of(error), updates=updates)
+    return Outcome(job.request_id, rejection=Rejection.from_error(error), updates=updates)
 
 
 def protobuf(job: Job, body: bytes) -> Outcome:

@@ -54,23 +54,23 @@ class ModelManager:
         assert model_id is not None
         model = self._models.get(model_id)
         if model is None and job.kind == JobKind.UNLOAD_MODEL:
-            self._services.pending.add([job])  # an unload needs no restore first
+            self._services.pending.add_jobs([job])  # an unload needs no restore first
         elif model is None and job.position == 0:
             self._create(model_id, job)
         elif model is None:
             self._models[model_id] = model = HostedModel(is_ready=False, held=[job])
             self._services.spawn(self._restore(model_id, model))
         elif model.is_ready and not model.is_leaving:
-            self._services.pending.add([job])
+            self._services.pending.add_jobs([job])
         else:
             model.held.append(job)
 
     def _create(self, model_id: str, job: Job) -> None:
         """Pass the model's first job on, once the state shared by adapters of its kind is made."""
-        preparation = self._executor.preparation(job)
+        preparation = self._executor.pending_preparation(job)
         self._models[model_id] = model = HostedModel(is_ready=preparation is None)
         if preparation is None:
-            self._services.pending.add([job])
+            self._services.pending.add_jobs([job])
         else:
             model.held.append(job)
             self._services.spawn(self._prepare(model, preparation))
@@ -81,7 +81,7 @@ class ModelManager:
 
     def _make_ready(self, model: HostedModel) -> None:
         model.is_ready = True
-        self._services.pending.add(model.take_held())
+        self._services.pending.add_jobs(model.take_held())
 
     def restored_for(self, replayed: Job) -> str:
         """Return the id of the request for which a logged job is replayed."""
@@ -144,7 +144,7 @@ class ModelManager:
         no_room = replace(no_room, message=f"{no_room.message} (it said: {why})")
         unloads = [job for job in model.held if job.kind == JobKind.UNLOAD_MODEL]
         others = [job for job in model.held if job.kind != JobKind.UNLOAD_MODEL]
-        self._services.pending.add(unloads)
+        self._services.pending.add_jobs(unloads)
         self._services.offer([Outcome(job.request_id, rejection=no_room) for job in others])
 
     # --- handing over ---------------------------------------------------------------------------
@@ -169,9 +169,9 @@ class ModelManager:
                 message = "%s stays here: its state was not written: %s"
                 logger.error(message, model_id, error, extra=log_extra(model_id))
                 model.is_leaving = False
-                self._services.pending.add(model.take_held())
+                self._services.pending.add_jobs(model.take_held())
                 return
-            await self._services.on_device(partial(self._executor.forget, model_id))
+            await self._services.on_device(partial(self._executor.forget_model, model_id))
             await self._release(model_id, model)
             logger.info("%s is saved and handed over", model_id, extra=log_extra(model_id))
 
@@ -179,7 +179,7 @@ class ModelManager:
         async def release() -> None:
             if self._models.get(model_id) is not model:
                 return  # a request came meanwhile
-            await self._services.session.call(lambda queue, epoch: queue.release(epoch, model_id))
+            await self._services.session.call(lambda queue, epoch: queue.unassign(epoch, model_id))
             self._models.pop(model_id, None)  # the store delivers its held jobs again
 
         # A take in flight could deliver jobs from before the release after jobs from after it.

@@ -37,7 +37,7 @@ class Recovery:
         """
         try:
             points = await self._services.session.call(
-                lambda queue, epoch: queue.points(epoch, model_id)
+                lambda queue, epoch: queue.recovery_points(epoch, model_id)
             )
             start = await self._load_point(model_id, model, points)
             count = await self._replay(model_id, model, start)
@@ -46,7 +46,7 @@ class Recovery:
                 mark = partial(self._executor.mark_executed, model_id, position)
                 await self._services.on_device(mark)
         except (EngineError, OutOfMemory):
-            await self._services.on_device(partial(self._executor.forget, model_id))
+            await self._services.on_device(partial(self._executor.forget_model, model_id))
             raise
         return count
 
@@ -68,13 +68,15 @@ class Recovery:
                     extra=log_extra(model_id),
                 )
             try:
-                state = await self._services.on_disk(partial(self._executor.read, point.file_id))
+                state = await self._services.on_disk(
+                    partial(self._executor.read_state, point.file_id)
+                )
             except EngineError as error:
                 self._note_bad_point(model, point, error)
                 continue
             try:
-                await run_preparation(self._executor.preparation(state.config))
-                restore = partial(self._executor.restore, model_id, state, point.position)
+                await run_preparation(self._executor.pending_preparation(state.config))
+                restore = partial(self._executor.restore_model, model_id, state, point.position)
                 await self._services.on_device(restore)
             except EngineError as error:
                 raise OutOfMemory(str(error)) from error
@@ -104,7 +106,7 @@ class Recovery:
         count = 0
         while entries := await self._log_page(model_id, start):
             if start == 0:
-                await run_preparation(self._executor.preparation(entries[0].job))
+                await run_preparation(self._executor.pending_preparation(entries[0].job))
             outcomes = await self._services.pending.replay(entries, model.held[0].attempts)
             for entry, outcome in zip(entries, outcomes, strict=True):
                 if outcome.rejection is not None and outcome.rejection.no_room:
@@ -128,5 +130,5 @@ class Recovery:
 
     async def _log_page(self, model_id: str, start: int) -> list[LogEntry]:
         return await self._services.session.call(
-            lambda queue, epoch: queue.log(epoch, model_id, start=start)
+            lambda queue, epoch: queue.read_log(epoch, model_id, start=start)
         )

@@ -83,7 +83,9 @@ class RecoveryPoints:
             model = self._models.get(model_id)
             if model is None or model.changed_s is None:
                 return
-            captured = await self._services.on_device(partial(self._executor.capture, model_id))
+            captured = await self._services.on_device(
+                partial(self._executor.capture_model, model_id)
+            )
             if captured is None:
                 return
             state, position = captured
@@ -121,7 +123,7 @@ class RecoveryPoints:
         failpoint("point-before-file")
         file_id = new_file_id()
         started_s = self._services.clock()
-        await self._services.on_disk(partial(self._executor.write, file_id, state))
+        await self._services.on_disk(partial(self._executor.write_state, file_id, state))
         self._writing_s = self._services.clock() - started_s
         failpoint("point-after-file")
         point = RecoveryPoint(model_id, position, file_id, self._executor.numerics_id)

@@ -109,7 +109,7 @@ def test_osft_leaves_the_unembedding_as_it_is():
     config = AdapterConfig(4, 1.0, 0, kind="osft", train_unembed=True)
     assert "unembed" not in validated(config, SHAPES, 32).targets
     for kind in KINDS["osft"].values():
-        assert kind.parts(SHAPES["unembed"], 4) == {}
+        assert kind.parameter_shapes(SHAPES["unembed"], 4) == {}
 
 
 @pytest.mark.parametrize("ratio", ["0", "0.0", "-0.5", "1", "1.0", "2", "nan", "inf", "abc", ""])

@@ -73,8 +73,8 @@ def test_frozen_and_trained_triples_rebuild_the_weight_and_its_outputs(
 def test_a_fresh_adapter_changes_nothing_at_all(form: str, shape: tuple[int, int], room: int):
     base, kind = base_of(shape), Osft(form)
     frozen = base.padded(RANK, room)
-    parts = fit(started(form, base, base.frozen(RANK)), kind.parts(base.shape, room))
-    a, b = jax.jit(kind.pair)(parts, frozen)
+    parts = fit(started(form, base, base.frozen(RANK)), kind.parameter_shapes(base.shape, room))
+    a, b = jax.jit(kind.lora_pair)(parts, frozen)
     long = b if shape[0] >= shape[1] else a
     assert a.shape == (2, shape[1], room) and b.shape == (2, room, shape[0])
     np.testing.assert_array_equal(long, np.zeros_like(long))
@@ -87,7 +87,7 @@ def test_padding_changes_no_number_beyond_rounding_and_stays_zero(
 ):
     base, kind = base_of(shape), Osft(form)
     room = 80
-    wide = kind.parts(base.shape, room)
+    wide = kind.parameter_shapes(base.shape, room)
     fresh = fit(started(form, base, base.frozen(RANK)), wide)
     found, _ = train(kind, fresh, base.padded(RANK, room), task_of(base), 50)
     for name, part in fit(trained(form, shape), wide).items():
@@ -108,7 +108,8 @@ def test_a_gradient_is_that_of_the_dense_change_without_strong_directions(
     by_v = np.eye(shape[1])[None] - strong_v.mT @ strong_v
     random = np.random.default_rng(2)
     own = {
-        name: random.standard_normal(part) for name, part in kind.parts(base.shape, RANK).items()
+        name: random.standard_normal(part)
+        for name, part in kind.parameter_shapes(base.shape, RANK).items()
     }
     g = random.standard_normal(base.w.shape)
     if form == "factors":
@@ -126,7 +127,7 @@ def test_a_gradient_is_that_of_the_dense_change_without_strong_directions(
         expected = {"X": u0 @ g @ by_v}
 
     def projected(parts: Parts) -> Parts:
-        (a, b), pull = jax.vjp(lambda parts: kind.pair(parts, frozen), parts)
+        (a, b), pull = jax.vjp(lambda parts: kind.lora_pair(parts, frozen), parts)
         (pulled,) = pull((g.mT @ b.mT, a.mT @ g.mT))
         return kind.project(pulled, frozen)
 
@@ -150,7 +151,7 @@ def test_fifty_steps_of_adamw_leave_the_strong_directions_alone(form: str, shape
 @shapes
 def test_the_pair_is_the_change_of_the_factors(form: str, shape: tuple[int, int]):
     frozen, parts = base_of(shape).frozen(RANK), trained(form, shape)
-    a, b = jax.jit(Osft(form).pair)(parts, frozen)
+    a, b = jax.jit(Osft(form).lora_pair)(parts, frozen)
     delta = change(parts, frozen, RANK)
     found = (np.asarray(a, np.float64) @ np.asarray(b, np.float64)).mT
     assert np.linalg.norm(found - delta) <= 1e-5 * np.linalg.norm(delta)

@@ -165,14 +165,14 @@ class Bench:
         kind = JobKind.UNLOAD_MODEL
         mark = Job("mark", kind, "mark", next(self.marks), base_model="tiny")
         marked = (await self.store.submit(mark)).request_id
-        taken = await self.queue.take(self.epoch, after=0, max_jobs=20_000)
+        taken = await self.queue.take_jobs(self.epoch, after=0, max_jobs=20_000)
         assert taken.pop().request_id == marked
         await self.finish(Outcome(marked))
         return [each.seq for each in taken]
 
     async def take(self, epoch: int | None = None, after: int = 0) -> list[Job]:
         """Everything that this worker has to do; waits until there is something."""
-        return await self.queue.take(epoch or self.epoch, after=after, max_jobs=20_000)
+        return await self.queue.take_jobs(epoch or self.epoch, after=after, max_jobs=20_000)
 
     async def has_nothing(self, epoch: int, after: int = 0) -> bool:
         """Whether a take of this worker waits."""
@@ -198,7 +198,7 @@ class Bench:
         return outcome.rejection
 
     async def status(self, model_id: str = "s:train:0") -> ModelStatus:
-        stored = await self.store.get(ModelRecord, model_id)
+        stored = await self.store.get_record(ModelRecord, model_id)
         assert stored is not None
         return stored.status
 

@@ -30,16 +30,16 @@ class DurabilityContract(Contract):
         async def before() -> tuple[dict[int, str], bytes]:
             async with self.bench(tmp_path) as bench:
                 await bench.lease()
-                await bench.store.put(session())
+                await bench.store.put_record(session())
                 await bench.submit(1, 2, 4)
                 await bench.finish(Outcome(bench.ids[1], b"result", "application/x-protobuf"))
                 return bench.ids, await bench.store.secret()
 
         async def after(ids: dict[int, str], secret: bytes) -> None:
             async with self.bench(tmp_path) as bench:
-                assert await bench.store.served() == [ServedModel(INFO, 1, START_S)]
+                assert await bench.store.base_models() == [ServedModel(INFO, 1, START_S)]
                 assert await bench.lease() == Lease(1, resumed=True)
-                assert await bench.store.get(SessionRecord, "s") == session()
+                assert await bench.store.get_record(SessionRecord, "s") == session()
                 want = Outcome(ids[1], b"result", "application/x-protobuf")
                 assert await bench.ended(ids[1]) == want
                 assert await bench.store.submit(job(4)) == Submitted(ids[4], duplicate=True)
@@ -56,7 +56,7 @@ class DurabilityContract(Contract):
         async def before() -> None:
             async with self.bench(tmp_path) as bench:
                 await bench.lease()
-                await bench.store.put(sampler())
+                await bench.store.put_record(sampler())
                 submitted = await bench.store.submit(sample(1))
                 await bench.finish(Outcome(submitted.request_id, b"result", recording=b"drawn"))
 
@@ -80,21 +80,21 @@ class DurabilityContract(Contract):
         async def before() -> None:
             async with self.bench(tmp_path, policy) as bench:
                 await bench.lease()
-                await bench.store.put(model())
+                await bench.store.put_record(model())
                 await bench.submit(1, 2)
                 await bench.finish_changed(1, 2)
                 await bench.queue.save_point(bench.epoch, point(1))
                 await bench.submit(3)
                 await bench.store.submit(sample(1))
                 for _ in range(2):
-                    await bench.queue.begin(bench.epoch, [bench.ids[3]])
+                    await bench.queue.note_running(bench.epoch, [bench.ids[3]])
                     await bench.lease(f"process {bench.epoch}")
 
         async def after() -> None:
             async with self.bench(tmp_path, policy) as bench:
                 assert await bench.lease("yet another") == Lease(4, resumed=False)
-                assert await bench.queue.points(4, "s:train:0") == [point(1)]
-                log = await bench.queue.log(4, "s:train:0", start=1)
+                assert await bench.queue.recovery_points(4, "s:train:0") == [point(1)]
+                log = await bench.queue.read_log(4, "s:train:0", start=1)
                 assert [each.job.seq for each in log] == [2]
                 taken = await bench.take()
                 assert [(each.seq, each.attempts) for each in taken] == [(3, 2), (1, 0)]
@@ -116,8 +116,8 @@ class DurabilityContract(Contract):
         async def play() -> None:
             async with self.bench(tmp_path) as bench:
                 await bench.lease()
-                await bench.store.put(sampler())
-                assert [await bench.store.join("s:sample:0") for _ in "12"] == [1, 2]
+                await bench.store.put_record(sampler())
+                assert [await bench.store.join_sampler("s:sample:0") for _ in "12"] == [1, 2]
                 jobs = [await bench.store.submit(sample(10**9 + n)) for n in range(3)]
                 ids = [each.request_id for each in jobs]
                 await bench.store.cancel(ids[0])
@@ -125,7 +125,7 @@ class DurabilityContract(Contract):
                 before = await told(bench)
             async with self.bench(tmp_path) as bench:
                 assert await bench.lease() == Lease(1, resumed=True)
-                assert await bench.store.join("s:sample:0") == 3
+                assert await bench.store.join_sampler("s:sample:0") == 3
                 assert await told(bench) == before
                 await bench.finish(Outcome(ids[0], b"in vain"), Outcome(ids[2], b"x"))
                 (*_, last) = await told(bench)

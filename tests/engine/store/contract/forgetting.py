@@ -71,17 +71,17 @@ class ForgettingContract(Contract):
 
     @scenario
     async def test_a_forgotten_request_of_a_model_comes_too_late(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1, 2)
         await bench.finish(Outcome(bench.ids[1], b"x"), Outcome(bench.ids[2], b"x"))
         await forget(bench)
-        before = await bench.store.get(ModelRecord, "s:train:0")
+        before = await bench.store.get_record(ModelRecord, "s:train:0")
         for times in (1, 2):  # what is left of a resend is forgotten in its turn
             again = await bench.store.submit(job(1))
             assert again == Submitted(bench.ids[1], duplicate=False), times
             assert "the next seq_id is 3" in (await bench.rejection(again.request_id)).message
             assert (await bench.store.submit(job(1))).duplicate
-            assert await bench.store.get(ModelRecord, "s:train:0") == before
+            assert await bench.store.get_record(ModelRecord, "s:train:0") == before
             assert await bench.released() == []
             await forget(bench)
             assert await is_known(bench, 1) == [False]
@@ -101,12 +101,12 @@ class ForgettingContract(Contract):
         await bench.submit(2)
         await bench.finish(Outcome(bench.ids[2], b"x"))
         await forget(bench)
-        before = await bench.store.get(ModelRecord, "s:train:0")
+        before = await bench.store.get_record(ModelRecord, "s:train:0")
         assert before is not None and before.status is ModelStatus.READY
         again = await bench.store.submit(creation, new)
         assert not again.duplicate
         assert "was created long ago" in (await bench.rejection(again.request_id)).message
-        assert await bench.store.get(ModelRecord, "s:train:0") == before
+        assert await bench.store.get_record(ModelRecord, "s:train:0") == before
         await bench.submit(3)
         assert await bench.released() == [3]
 
@@ -119,7 +119,7 @@ class ForgettingContract(Contract):
         no = Rejection("no room", "server")
         await bench.finish(Outcome(created.request_id, rejection=no, updates=(failed,)))
         for status in (ModelStatus.FAILED, ModelStatus.LOST, ModelStatus.ENDED):
-            await bench.store.put(model(status=status))
+            await bench.store.put_record(model(status=status))
             await forget(bench)
             again = await bench.store.submit(creation, new)
             assert not again.duplicate
@@ -129,8 +129,8 @@ class ForgettingContract(Contract):
 
     @scenario
     async def test_a_forgotten_sample_is_sampled_again(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(sampler())
+        await bench.store.put_record(session())
+        await bench.store.put_record(sampler())
         first = await bench.store.submit(sample(1))
         await bench.finish(Outcome(first.request_id, b"first"))
         await forget(bench)
@@ -144,19 +144,19 @@ class ForgettingContract(Contract):
 
     @scenario
     async def test_what_replay_may_need_is_not_forgotten(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(1, 2, 3)
         await bench.finish_changed(1, 2, 3)
-        log = await bench.queue.log(bench.epoch, "s:train:0", start=0)
+        log = await bench.queue.read_log(bench.epoch, "s:train:0", start=0)
         await forget(bench)
-        assert await bench.queue.log(bench.epoch, "s:train:0", start=0) == log
+        assert await bench.queue.read_log(bench.epoch, "s:train:0", start=0) == log
         assert (await bench.store.submit(job(1))).duplicate
         await bench.queue.save_point(bench.epoch, point(1))
         await bench.queue.save_point(bench.epoch, point(3))
         await bench.store.sweep(bench.clock.now_s, POLICY)
         assert await is_known(bench, 1, 2, 3) == [False, True, True]
-        assert await bench.queue.log(bench.epoch, "s:train:0", start=0) == log[1:]
+        assert await bench.queue.read_log(bench.epoch, "s:train:0", start=0) == log[1:]
         await bench.store.end_session("s", "success")
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
         await bench.store.sweep(bench.clock.now_s, POLICY)
@@ -192,8 +192,8 @@ class ForgettingContract(Contract):
 
     @scenario
     async def test_nobody_comes_to_the_positions_of_a_dead_model(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(2, 4, rejection=Rejection("bad"))
         await bench.submit(5)
         await forget(bench)
@@ -206,7 +206,7 @@ class ForgettingContract(Contract):
 
     @scenario
     async def test_a_failed_model_leaves_no_positions_behind(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1, 4)
         await bench.submit(3, rejection=Rejection("bad"))
         failed = Update("model", "s:train:0", {"status": ModelStatus.FAILED})

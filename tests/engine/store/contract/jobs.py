@@ -67,14 +67,14 @@ class JobsContract(Contract):
         await bench.store.submit(replace(sample(7), trace=traced))
         await bench.store.submit(sample(8))
         await bench.store.submit(replace(sample(7), trace=traced[:-2] + "00"))  # a resend
-        taken = await bench.queue.take(bench.epoch, after=0, max_jobs=10)
+        taken = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=10)
         assert [(each.seq, each.trace) for each in taken] == [(7, traced), (8, "")]
 
     @scenario
     async def test_release_numbers_rise_in_the_order_of_execution(self, bench: Bench) -> None:
         await bench.submit(3, 1, 2)
         await bench.store.submit(sample(9))
-        taken = await bench.queue.take(bench.epoch, after=0, max_jobs=10)
+        taken = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=10)
         assert [each.seq for each in taken] == [1, 2, 3, 9]
         releases = [each.release for each in taken]
         assert releases == sorted(set(releases)) and releases[0] > 0
@@ -83,7 +83,7 @@ class JobsContract(Contract):
     async def test_a_job_comes_out_as_it_went_in(self, bench: Bench) -> None:
         sent = sample(10**18, payload=bytes(range(256)) * 1000, tenant="bob")
         request_id = (await bench.store.submit(sent)).request_id
-        (taken,) = await bench.queue.take(bench.epoch, after=0, max_jobs=10)
+        (taken,) = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=10)
         assert replace(taken, release=0) == replace(sent, request_id=request_id)
         assert await bench.store.job_key(request_id) == ("bob", "s:sample:0")
         assert await bench.store.job_key("req_unknown") is None
@@ -95,11 +95,11 @@ class JobsContract(Contract):
         self, bench: Bench
     ) -> None:
         first = await bench.store.submit(create(), model())
-        await bench.store.update(Update("model", "s:train:0", {"last_request_s": 1.0}))
+        await bench.store.update_record(Update("model", "s:train:0", {"last_request_s": 1.0}))
         again = await bench.store.submit(replace(create(), payload=b"other"), model())
         assert again == Submitted(first.request_id, duplicate=True)
         assert not first.duplicate
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.last_request_s == 1.0
         assert len(await bench.released()) == 1
 
@@ -160,7 +160,7 @@ class JobsContract(Contract):
             (ModelStatus.ENDED, "user", "create a new session"),
             (ModelStatus.LOST, "server", "create a new model from your last checkpoint"),
         ):
-            await bench.store.put(model(status=status))
+            await bench.store.put_record(model(status=status))
             bench.ids.clear()
             await bench.submit(len(words))
             (request_id,) = bench.ids.values()
@@ -188,7 +188,7 @@ class JobsContract(Contract):
     async def test_a_model_that_cannot_be_restored_ends_what_waits_for_it(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1, 2, 4)
         lost = Update("model", "s:train:0", {"status": ModelStatus.LOST})
         no = Rejection("cannot be read", "server")
@@ -205,24 +205,24 @@ class JobsContract(Contract):
 
     @scenario
     async def test_no_model_enters_an_ended_session(self, bench: Bench) -> None:
-        await bench.store.put(session(ended="success"))
+        await bench.store.put_record(session(ended="success"))
         submitted = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
         assert "session s has ended" in (await bench.rejection(submitted.request_id)).message
-        assert await bench.store.get(ModelRecord, "s:train:0") is None
+        assert await bench.store.get_record(ModelRecord, "s:train:0") is None
 
     @scenario
     async def test_a_request_marks_its_model_as_in_use(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         bench.clock.now_s += 50
         await bench.submit(1)
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.last_request_s == START_S + 50
 
     # --- take and wait ------------------------------------------------------------------------
 
     @scenario
     async def test_a_parked_take_returns_when_a_job_is_released(self, bench: Bench) -> None:
-        taking = asyncio.create_task(bench.queue.take(bench.epoch, after=0, max_jobs=10))
+        taking = asyncio.create_task(bench.queue.take_jobs(bench.epoch, after=0, max_jobs=10))
         await bench.submit(2)
         done, _ = await asyncio.wait([taking], timeout=0.05)
         assert not done
@@ -234,9 +234,9 @@ class JobsContract(Contract):
     @scenario
     async def test_taking_changes_nothing_but_the_cursor(self, bench: Bench) -> None:
         await bench.submit(1, 2, 3)
-        first = await bench.queue.take(bench.epoch, after=0, max_jobs=2)
-        assert first == await bench.queue.take(bench.epoch, after=0, max_jobs=2)
-        rest = await bench.queue.take(bench.epoch, after=first[-1].release, max_jobs=2)
+        first = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=2)
+        assert first == await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=2)
+        rest = await bench.queue.take_jobs(bench.epoch, after=first[-1].release, max_jobs=2)
         assert [each.seq for each in first + rest] == [1, 2, 3]
 
     @scenario
@@ -249,7 +249,9 @@ class JobsContract(Contract):
     async def test_a_cancelled_take_loses_nothing(self, bench: Bench) -> None:
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(bench.queue.take(bench.epoch, after=0, max_jobs=1), 0.02)
+                await asyncio.wait_for(
+                    bench.queue.take_jobs(bench.epoch, after=0, max_jobs=1), 0.02
+                )
         await bench.submit(1)
         assert await bench.released() == [1]
 
@@ -299,7 +301,7 @@ class JobsContract(Contract):
         )
         outcome = await bench.ended(bench.ids[1])
         assert outcome is not None and outcome.body == b"first"
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) is None
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) is None
 
     @scenario
     async def test_a_job_that_waits_for_an_earlier_one_is_nobodys_to_finish(
@@ -313,9 +315,9 @@ class JobsContract(Contract):
 
     @scenario
     async def test_a_fenced_worker_writes_nothing(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         await bench.store.submit(sample(1))
-        (taken,) = await bench.queue.take(bench.epoch, after=0, max_jobs=1)
+        (taken,) = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=1)
         old = bench.epoch
         await bench.lease("another worker")
         update = Update("session", "s", {"sdk_version": "changed"})
@@ -325,9 +327,9 @@ class JobsContract(Contract):
         with pytest.raises(Fenced, match=f"epoch {old} is over"):
             await bench.queue.finish(old, [outcome])
         assert await bench.ended(taken.request_id) is None
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) is None
-        assert await bench.store.get(SamplerRecord, sampler().key) is None
-        assert await bench.store.get(SessionRecord, "s") == session()
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) is None
+        assert await bench.store.get_record(SamplerRecord, sampler().key) is None
+        assert await bench.store.get_record(SessionRecord, "s") == session()
 
     @scenario
     async def test_records_change_with_the_result(self, bench: Bench) -> None:
@@ -342,9 +344,9 @@ class JobsContract(Contract):
                 updates=(Update("model", "s:train:0", {"status": "ready"}),),
             )
         )
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) == checkpoint()
-        assert await bench.store.get(SamplerRecord, sampler().key) == sampler(file_id="f")
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) == checkpoint()
+        assert await bench.store.get_record(SamplerRecord, sampler().key) == sampler(file_id="f")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.status is ModelStatus.READY
 
     @scenario
@@ -360,33 +362,33 @@ class JobsContract(Contract):
             f"checkpoint {old.key} already exists; pass overwrite=true or choose another name",
             "user",
         )
-        assert await bench.store.get(CheckpointRecord, old.key) == old
-        assert await bench.store.get(SamplerRecord, sampler().key) is None
+        assert await bench.store.get_record(CheckpointRecord, old.key) == old
+        assert await bench.store.get_record(SamplerRecord, sampler().key) is None
         await bench.finish(Outcome(bench.ids[3], b"3", checkpoint=new, overwrite=True))
-        assert await bench.store.get(CheckpointRecord, old.key) == new
+        assert await bench.store.get_record(CheckpointRecord, old.key) == new
 
     @scenario
     async def test_a_save_under_a_taken_name_still_reports_what_else_changed(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(model())
-        await bench.store.put(checkpoint(file_id="old"))
+        await bench.store.put_record(model())
+        await bench.store.put_record(checkpoint(file_id="old"))
         await bench.submit(1)
         diverged = Update("model", "s:train:0", {"diverged": True})
         new = checkpoint(file_id="new")
         await bench.finish(Outcome(bench.ids[1], b"1", checkpoint=new, updates=(diverged,)))
         assert "exists" in (await bench.rejection(bench.ids[1])).message
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.diverged
 
     @scenario
     async def test_the_name_of_an_expired_checkpoint_is_free(self, bench: Bench) -> None:
-        await bench.store.put(checkpoint(file_id="old", expires_s=START_S))
+        await bench.store.put_record(checkpoint(file_id="old", expires_s=START_S))
         await bench.submit(1)
         new = checkpoint(file_id="new")
         await bench.finish(Outcome(bench.ids[1], b"1", checkpoint=new))
         assert (await bench.ended(bench.ids[1])).rejection is None  # type: ignore[union-attr]
-        assert await bench.store.get(CheckpointRecord, new.key) == new
+        assert await bench.store.get_record(CheckpointRecord, new.key) == new
 
     @scenario
     async def test_one_bad_call_spoils_no_other(self, bench: Bench) -> None:

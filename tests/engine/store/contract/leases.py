@@ -58,9 +58,9 @@ class LeasesContract(Contract):
     @scenario
     async def test_a_renewal_tells_the_weights_of_tenants_that_have_one(self, bench: Bench) -> None:
         for record in (tenant("alice", weight=0.5), tenant("bob"), tenant("carol", weight=3.0)):
-            await bench.store.put(record)
+            await bench.store.put_record(record)
         assert (await bench.queue.renew(bench.epoch)).weights == {"alice": 0.5, "carol": 3.0}
-        await bench.store.update(
+        await bench.store.update_record(
             Update("tenant", "alice", {"weight": None}), Update("tenant", "bob", {"weight": 2})
         )
         assert (await bench.queue.renew(bench.epoch)).weights == {"bob": 2.0, "carol": 3.0}
@@ -75,8 +75,8 @@ class LeasesContract(Contract):
 
     @scenario
     async def test_an_epoch_that_is_over_can_do_nothing(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(1)
         request_id = (await bench.store.submit(sample(1))).request_id
         old = bench.epoch
@@ -90,24 +90,24 @@ class LeasesContract(Contract):
         )
         calls: list[Callable[[Queue], Awaitable[object]]] = [
             lambda queue: queue.renew(old),
-            lambda queue: queue.take(old, after=0, max_jobs=1),
-            lambda queue: queue.begin(old, [request_id]),
+            lambda queue: queue.take_jobs(old, after=0, max_jobs=1),
+            lambda queue: queue.note_running(old, [request_id]),
             lambda queue: queue.finish(old, [outcome]),
             lambda queue: queue.finish(old, []),
-            lambda queue: queue.points(old, "s:train:0"),
-            lambda queue: queue.log(old, "s:train:0", start=0),
+            lambda queue: queue.recovery_points(old, "s:train:0"),
+            lambda queue: queue.read_log(old, "s:train:0", start=0),
             lambda queue: queue.save_point(old, point(0)),
-            lambda queue: queue.release(old, "s:train:0"),
+            lambda queue: queue.unassign(old, "s:train:0"),
             lambda queue: queue.resign(old),
         ]
         for call in calls:
             with pytest.raises(Fenced, match=f"epoch {old} is over"):
                 await call(bench.queue)
         assert await bench.ended(request_id) is None
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) is None
-        assert await bench.store.get(SamplerRecord, sampler().key) is None
-        assert await bench.store.get(SessionRecord, "s") == session()
-        assert await bench.queue.points(bench.epoch, "s:train:0") == []
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) is None
+        assert await bench.store.get_record(SamplerRecord, sampler().key) is None
+        assert await bench.store.get_record(SessionRecord, "s") == session()
+        assert await bench.queue.recovery_points(bench.epoch, "s:train:0") == []
         assert keys(await bench.take()) == [("s:train:0", 1), ("s:sample:0", 1)]
 
     @scenario
@@ -224,7 +224,7 @@ class LeasesContract(Contract):
         await bench.submit(1, 2)
         await bench.store.submit(sample(1))
         second = await bench.join("second")
-        await bench.queue.begin(bench.epoch, [bench.ids[1]])
+        await bench.queue.note_running(bench.epoch, [bench.ids[1]])
         await bench.queue.resign(bench.epoch)
         taken = await bench.take(second)
         assert keys(taken) == [("s:train:0", 1), ("s:train:0", 2), ("s:sample:0", 1)]
@@ -238,11 +238,11 @@ class LeasesContract(Contract):
     @scenario
     async def test_what_a_worker_died_with_counts_an_attempt(self, bench: Bench) -> None:
         await bench.submit(1, 2)
-        await bench.queue.begin(bench.epoch, [bench.ids[2]])
-        await bench.queue.begin(bench.epoch, [bench.ids[1]])  # in place of the last note
+        await bench.queue.note_running(bench.epoch, [bench.ids[2]])
+        await bench.queue.note_running(bench.epoch, [bench.ids[1]])  # in place of the last note
         await kill(bench)
         assert [each.attempts for each in await bench.take()] == [1, 0]
-        await bench.queue.begin(bench.epoch, [bench.ids[1], "req_unknown"])
+        await bench.queue.note_running(bench.epoch, [bench.ids[1], "req_unknown"])
         await kill(bench)
         assert [each.attempts for each in await bench.take()] == [2, 0]
         await kill(bench)  # before it noted anything
@@ -251,7 +251,7 @@ class LeasesContract(Contract):
     @scenario
     async def test_silence_is_a_death_too(self, bench: Bench) -> None:
         await bench.submit(1, 2)
-        await bench.queue.begin(bench.epoch, [bench.ids[1]])
+        await bench.queue.note_running(bench.epoch, [bench.ids[1]])
         second = await bench.join("second")
         await bench.pass_time(7, second)
         assert [each.attempts for each in await bench.take(second)] == [1, 0]
@@ -264,7 +264,7 @@ class LeasesContract(Contract):
         waiting = asyncio.create_task(bench.store.wait(bench.ids[1], 10))
         for _ in range(3):
             assert await bench.ended(bench.ids[1]) is None
-            await bench.queue.begin(bench.epoch, [bench.ids[1]])
+            await bench.queue.note_running(bench.epoch, [bench.ids[1]])
             await kill(bench)
         rejection = await bench.rejection(bench.ids[1])
         assert rejection.category == "server"
@@ -279,7 +279,7 @@ class LeasesContract(Contract):
         request_id = (await bench.store.submit(sample(1))).request_id
         for _ in range(2):
             assert await bench.ended(request_id) is None
-            await bench.queue.begin(bench.epoch, [request_id])
+            await bench.queue.note_running(bench.epoch, [request_id])
             await kill(bench)
         assert "2 workers" in (await bench.rejection(request_id)).message
 
@@ -288,7 +288,7 @@ class LeasesContract(Contract):
         created = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
         await bench.submit(1)
         for _ in range(3):
-            await bench.queue.begin(bench.epoch, [created.request_id])
+            await bench.queue.note_running(bench.epoch, [created.request_id])
             await kill(bench)
         assert "3 workers" in (await bench.rejection(created.request_id)).message
         assert "its creation failed" in (await bench.rejection(bench.ids[1])).message
@@ -302,7 +302,7 @@ class LeasesContract(Contract):
         await bench.submit(1, 2)
         await bench.queue.killed("nobody")
         for number in range(5):
-            await bench.queue.begin(bench.epoch, [bench.ids[1]])
+            await bench.queue.note_running(bench.epoch, [bench.ids[1]])
             await bench.queue.killed("worker")
             with pytest.raises(Fenced):
                 await bench.queue.renew(bench.epoch)
@@ -310,7 +310,7 @@ class LeasesContract(Contract):
         assert [each.attempts for each in await bench.take()] == [5, 0]
         for _ in range(3):
             assert await bench.ended(bench.ids[1]) is None
-            await bench.queue.begin(bench.epoch, [bench.ids[1]])
+            await bench.queue.note_running(bench.epoch, [bench.ids[1]])
             await kill(bench)
         assert "8 workers stopped" in (await bench.rejection(bench.ids[1])).message
         assert await bench.released() == [2]
@@ -321,7 +321,7 @@ class LeasesContract(Contract):
         await bench.submit(1, 2)
         for number in range(refusals.MOST_DEATHS):
             assert await bench.ended(bench.ids[1]) is None
-            await bench.queue.begin(bench.epoch, [bench.ids[1]])
+            await bench.queue.note_running(bench.epoch, [bench.ids[1]])
             await bench.queue.killed("worker")
             await bench.lease(f"{number}th process")
         assert f"{refusals.MOST_DEATHS} workers" in (await bench.rejection(bench.ids[1])).message
@@ -330,12 +330,12 @@ class LeasesContract(Contract):
     @scenario
     async def test_only_a_death_counts(self, bench: Bench) -> None:
         await bench.submit(1, 2)
-        await bench.queue.begin(bench.epoch, list(bench.ids.values()))
+        await bench.queue.note_running(bench.epoch, list(bench.ids.values()))
         await bench.finish(Outcome(bench.ids[1], b"done"))
         for _ in range(5):
             bench.clock.now_s += 10
             assert (await bench.lease("worker")).resumed
-        await bench.queue.begin(bench.epoch, [])
+        await bench.queue.note_running(bench.epoch, [])
         await kill(bench, times=5)
         assert await bench.ended(bench.ids[1]) == Outcome(bench.ids[1], b"done")
         assert [each.attempts for each in await bench.take()] == [0]
@@ -344,6 +344,6 @@ class LeasesContract(Contract):
     async def test_a_note_of_what_is_placed_elsewhere_counts_nothing(self, bench: Bench) -> None:
         await bench.submit(1)
         second = await bench.join("second")
-        await bench.queue.begin(second, [bench.ids[1]])
+        await bench.queue.note_running(second, [bench.ids[1]])
         await bench.pass_time(7, bench.epoch)
         assert [each.attempts for each in await bench.take()] == [0]

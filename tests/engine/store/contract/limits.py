@@ -179,7 +179,7 @@ class LimitsContract(Contract):
 
     @staged(StorePolicy(model_jobs=1, tenant_jobs=2, server_jobs=2))
     async def test_a_rejected_request_needs_no_room(self, bench: Bench) -> None:
-        await bench.store.put(model("s:train:1", status=ModelStatus.ENDED))
+        await bench.store.put_record(model("s:train:1", status=ModelStatus.ENDED))
         await bench.submit(1)
         await bench.store.submit(sample(1))
         await bench.submit(2, rejection=Rejection("bad"))
@@ -192,8 +192,8 @@ class LimitsContract(Contract):
 
     @staged(StorePolicy(model_jobs=1, tenant_jobs=1, server_jobs=1))
     async def test_no_limit_keeps_a_model_from_being_unloaded(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(1)
         await bench.store.end_session("s", "success")
         assert len(await bench.take()) == 2
@@ -205,7 +205,7 @@ class LimitsContract(Contract):
         first = (await bench.store.submit(sample(1))).request_id
         with pytest.raises(LimitReached):
             await bench.store.submit(create(), model(status=ModelStatus.CREATING))
-        assert await bench.store.get(ModelRecord, "s:train:0") is None
+        assert await bench.store.get_record(ModelRecord, "s:train:0") is None
         await bench.finish(Outcome(first))
         assert not (await bench.store.submit(create(), model())).duplicate
         assert [each.kind for each in await bench.take()] == [JobKind.CREATE_MODEL]
@@ -215,9 +215,9 @@ class LimitsContract(Contract):
         async def is_full() -> bool:
             return await is_refused(bench, sample(99))
 
-        await bench.store.put(model())
-        await bench.store.put(session())
-        await bench.store.put(sampler())
+        await bench.store.put_record(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(sampler())
         await bench.submit(2, 3)
         assert await is_full()
         await bench.store.sweep(START_S + 601, SweepPolicy(sample_ttl_s=10**9))  # a gap
@@ -228,7 +228,7 @@ class LimitsContract(Contract):
         await bench.submit(4, 5)
         assert await is_full()
         for _ in range(3):  # deaths
-            await bench.queue.begin(bench.epoch, [bench.ids[4]])
+            await bench.queue.note_running(bench.epoch, [bench.ids[4]])
             await bench.lease(f"{bench.epoch + 1}th process")
         await bench.submit(7)
         assert await is_full()
@@ -238,7 +238,7 @@ class LimitsContract(Contract):
         await bench.submit(1, 3, model_id="s:train:1")
         assert await is_full()
         failed = Update("model", "s:train:1", {"status": ModelStatus.FAILED})
-        await bench.store.put(model("s:train:1"))
+        await bench.store.put_record(model("s:train:1"))
         no = Rejection("no")
         await bench.finish(Outcome(bench.ids[1], rejection=no, updates=(failed,)))
         await bench.store.submit(sample(3))
@@ -262,19 +262,19 @@ class LimitsContract(Contract):
         with pytest.raises(LimitReached, match="2 models in use, which is the limit") as refused:
             await bench.store.submit(create("s:train:2"), third)
         assert 1 <= refused.value.retry_after_s <= 30
-        assert await bench.store.get(ModelRecord, "s:train:2") is None
+        assert await bench.store.get_record(ModelRecord, "s:train:2") is None
         bobs = model("t:train:0", tenant="bob", status=ModelStatus.CREATING)
         await bench.store.submit(create("t:train:0", tenant="bob"), bobs)
-        await bench.store.put_new(session())
+        await bench.store.put_new_record(session())
         await bench.store.submit(sample(1), sampler("s:sample:1"))
-        assert await bench.store.get(SamplerRecord, "s:sample:1") is not None
+        assert await bench.store.get_record(SamplerRecord, "s:sample:1") is not None
 
     # --- of one tenant ----------------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_jobs=2, tenant_models=1, waiting_models=0))
     async def test_a_tenants_own_limits_go_before_those_of_all(self, bench: Bench) -> None:
-        await bench.store.put(tenant(max_jobs=3, max_models=2))
-        await bench.store.put(tenant("bob", max_jobs=0, max_checkpoints=7))
+        await bench.store.put_record(tenant(max_jobs=3, max_models=2))
+        await bench.store.put_record(tenant("bob", max_jobs=0, max_checkpoints=7))
         for n in (0, 1):
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key))
@@ -289,7 +289,7 @@ class LimitsContract(Contract):
 
     @staged(StorePolicy(tenant_jobs=2, tenant_models=1, waiting_models=0))
     async def test_a_limit_that_a_tenant_does_not_have_is_that_of_all(self, bench: Bench) -> None:
-        await bench.store.put(tenant(weight=2.0))
+        await bench.store.put_record(tenant(weight=2.0))
         await bench.store.submit(create(), model())
         with pytest.raises(LimitReached, match="1 models in use"):
             await bench.store.submit(create("s:train:1"), model("s:train:1"))
@@ -300,7 +300,7 @@ class LimitsContract(Contract):
     async def test_a_parked_model_leaves_room_for_another(self, bench: Bench) -> None:
         await bench.store.submit(create(), model())
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.store.submit(create("s:train:1"), model("s:train:1"))
         with pytest.raises(LimitReached):  # nothing of it has ended
             await bench.store.submit(create("s:train:2"), model("s:train:2"))
@@ -331,7 +331,7 @@ class LimitsContract(Contract):
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key))
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
-        await bench.store.put(tenant(max_models=2))
+        await bench.store.put_record(tenant(max_models=2))
         await bench.store.submit(create("s:train:3"), model("s:train:3"))
         assert len((await bench.queue.renew(bench.epoch)).leaving) == 2
 
@@ -346,7 +346,7 @@ class LimitsContract(Contract):
             update = Update("model", key, {"status": status})
             no = Rejection("no")
             await bench.finish(Outcome(created.request_id, rejection=no, updates=(update,)))
-        await bench.store.put(session("t"))
+        await bench.store.put_record(session("t"))
         await bench.store.submit(create("t:train:0"), model("t:train:0"))
         with pytest.raises(LimitReached):
             await bench.store.submit(create("s:train:9"), model("s:train:9"))
@@ -402,7 +402,7 @@ class LimitsContract(Contract):
     @staged(StorePolicy(tenant_models=1, waiting_models=1))
     async def test_a_session_that_ends_ends_the_wait_of_its_models(self, bench: Bench) -> None:
         for key in ("s", "t", "u"):
-            await bench.store.put(session(key))
+            await bench.store.put_record(session(key))
         await _created(bench, 0)
         second = await _created(bench, 0, "t")
         await bench.store.end_session("t", "success")
@@ -419,7 +419,7 @@ class LimitsContract(Contract):
     @staged(StorePolicy(tenant_models=1, waiting_models=2))
     async def test_a_higher_limit_lets_models_in_that_wait(self, bench: Bench) -> None:
         submitted = [await _created(bench, n) for n in range(3)]
-        await bench.store.put(tenant(max_models=2))
+        await bench.store.put_record(tenant(max_models=2))
         await bench.store.sweep(bench.clock.now_s, SweepPolicy())
         assert await _waiting(bench, *submitted) == ["ready", "ready", "held"]
 
@@ -431,4 +431,4 @@ class LimitsContract(Contract):
             await bench.store.submit(sample(seq))
         assert await is_refused(bench, sample(10_000), "1024")
         await bench.queue.save_point(bench.epoch, point(0, "unknown"))
-        assert await bench.store.get(SessionRecord, "s") is None
+        assert await bench.store.get_record(SessionRecord, "s") is None

@@ -87,7 +87,7 @@ class PlacementContract(Contract):
     @scenario
     async def test_a_job_needs_the_base_model_of_its_model(self, bench: Bench) -> None:
         other = await bench.join("other", OTHER)
-        await bench.store.put(model(base_model="other"))
+        await bench.store.put_record(model(base_model="other"))
         await bench.submit(1, base_model="")
         (taken,) = await bench.take(other)
         assert (taken.seq, taken.base_model) == (1, "other")
@@ -164,14 +164,14 @@ class PlacementContract(Contract):
         await bench.submit(1, 2, 4)
         seen = await bench.take()
         second = await bench.join("second")
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         # Both have no model now; a tie goes to the worker that has been here longer.
         again = await bench.take(after=seen[-1].release)
         assert [each.seq for each in again] == [1, 2]
         await bench.submit(1, model_id="s:train:1")  # the second worker's
         await bench.submit(1, model_id="s:train:2")  # the first worker's
-        await bench.queue.release(bench.epoch, "s:train:2")
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:2")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.submit(3)
         mine, others = await bench.take(), await bench.take(second)
         assert sorted(keys(mine + others)) == [
@@ -191,7 +191,7 @@ class PlacementContract(Contract):
         await bench.submit(1)
         await bench.submit(1, model_id="s:train:1")
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         second = await bench.join("second")
         await bench.submit(2)
         assert keys(await bench.take(second)) == [("s:train:0", 2)]
@@ -201,8 +201,8 @@ class PlacementContract(Contract):
         await bench.submit(1)
         second = await bench.join("second")
         before = await bench.take()
-        await bench.queue.release(second, "s:train:0")
-        await bench.queue.release(second, "unknown")
+        await bench.queue.unassign(second, "s:train:0")
+        await bench.queue.unassign(second, "unknown")
         assert await bench.take() == before
 
     @scenario
@@ -219,7 +219,7 @@ class PlacementContract(Contract):
         assert (await bench.queue.renew(bench.epoch)).leaving == orders
         assert (await bench.queue.renew(second)).leaving == []
         for key in orders:
-            await bench.queue.release(bench.epoch, key)
+            await bench.queue.unassign(bench.epoch, key)
         assert keys(await bench.take(second)) == [(MODELS[0], 1)]
         await bench.submit(2, model_id=MODELS[3])
         assert keys(await bench.take(second)) == [(MODELS[0], 1), (MODELS[3], 2)]
@@ -252,12 +252,12 @@ class PlacementContract(Contract):
 
     @scenario
     async def test_a_parked_model_comes_back_with_its_next_request(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1)
         await bench.finish(Outcome(bench.ids[1]))
         await bench.store.sweep(START_S + 1000, SweepPolicy())
         assert (await bench.queue.renew(bench.epoch)).leaving == ["s:train:0"]
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         assert (await bench.queue.renew(bench.epoch)).leaving == []
         await bench.submit(2)
         assert [each.seq for each in await bench.take()] == [2]
@@ -284,17 +284,17 @@ class PlacementContract(Contract):
         await bench.join("apart", replace(second, name="tiny-b"))
         found = {
             each.info.name: (each.info.revision, each.workers)
-            for each in await bench.store.served()
+            for each in await bench.store.base_models()
         }
         assert found == {"tiny": ("a" * 40, 4), "tiny-b": ("b" * 40, 1)}
 
     @scenario
     async def test_served_names_every_base_model_and_who_is_alive(self, bench: Bench) -> None:
-        assert await bench.store.served() == [ServedModel(INFO, 1, START_S)]
+        assert await bench.store.base_models() == [ServedModel(INFO, 1, START_S)]
         other = await bench.join("other", OTHER)
         bench.clock.now_s += 3
         await bench.join("second")
-        assert await bench.store.served() == [
+        assert await bench.store.base_models() == [
             ServedModel(OTHER, 1, START_S),
             ServedModel(INFO, 2, START_S + 3),
         ]
@@ -303,7 +303,7 @@ class PlacementContract(Contract):
         newer = replace(INFO, context_length=2048)
         await bench.join("third", newer)
         bench.clock.now_s += 1  # the first was silent for 7 s, the time to live is 6
-        assert await bench.store.served() == [
+        assert await bench.store.base_models() == [
             ServedModel(OTHER, 0, START_S),
             ServedModel(newer, 2, START_S + 6),
         ]
@@ -312,28 +312,28 @@ class PlacementContract(Contract):
     async def test_workers_tell_figures_until_they_are_gone(self, bench: Bench) -> None:
         second = await bench.join("second")
         other = await bench.join("other", OTHER)
-        assert [each.figures for each in await bench.store.served()] == [{}, {}]
+        assert [each.metrics for each in await bench.store.base_models()] == [{}, {}]
         await bench.queue.renew(bench.epoch, {"units_total": 1.0, "adapters": 2.0})
         await bench.queue.renew(bench.epoch, {"units_total": 3.5e9})  # in place of those before
         await bench.queue.renew(second, {})
         await bench.queue.renew(other, {"ready": 0.0})
         await bench.queue.renew(other)  # nothing new
-        told = {each.info.name: each.figures for each in await bench.store.served()}
+        told = {each.info.name: each.metrics for each in await bench.store.base_models()}
         assert told == {
             INFO.name: {"worker": {"units_total": 3.5e9}, "second": {}},
             OTHER.name: {"other": {"ready": 0.0}},
         }
         await bench.queue.resign(other)
         await bench.pass_time(7, second)  # the first was silent for longer than the time to live
-        left = {each.info.name: each.figures for each in await bench.store.served()}
+        left = {each.info.name: each.metrics for each in await bench.store.base_models()}
         assert left == {INFO.name: {"second": {}}, OTHER.name: {}}
 
     @scenario
     async def test_figures_of_a_worker_that_is_silent_are_old(self, bench: Bench) -> None:
         await bench.queue.renew(bench.epoch, {"ready": 1.0})
         bench.clock.now_s += 7
-        (served,) = await bench.store.served()
-        assert (served.workers, served.figures) == (0, {})
+        (served,) = await bench.store.base_models()
+        assert (served.workers, served.metrics) == (0, {})
 
     @scenario
     async def test_a_successor_does_not_tell_what_the_worker_before_told(
@@ -341,19 +341,19 @@ class PlacementContract(Contract):
     ) -> None:
         await bench.queue.renew(bench.epoch, {"units_total": 7.0})
         await bench.lease("another")
-        (served,) = await bench.store.served()
-        assert served.figures == {}
+        (served,) = await bench.store.base_models()
+        assert served.metrics == {}
 
     @staged(leased=False)
     async def test_nothing_is_served_before_the_first_worker(self, bench: Bench) -> None:
-        assert await bench.store.served() == []
+        assert await bench.store.base_models() == []
 
     @scenario
     async def test_a_failed_or_ended_model_leaves_its_place_to_others(self, bench: Bench) -> None:
         """Its worker would seem to have more than it has."""
         await bench.join("second")
         for n in range(3):
-            await bench.store.put(model(f"s:train:{n}"))
+            await bench.store.put_record(model(f"s:train:{n}"))
         await bench.submit(1)
         unload = job(2, kind=JobKind.UNLOAD_MODEL)
         await bench.store.submit(unload)

@@ -14,7 +14,7 @@ async def told(heard: Subscription, count: int) -> TokenEvents:
     found: TokenEvents = []
     async with asyncio.timeout(5):
         while len(found) < count:
-            found += await heard.take()
+            found += await heard.take_deltas()
     assert len(found) == count
     return found
 
@@ -22,26 +22,26 @@ async def told(heard: Subscription, count: int) -> TokenEvents:
 class ProgressContract(Contract):
     @scenario
     async def test_who_listens_hears_every_part_in_order(self, bench: Bench) -> None:
-        heard = bench.store.listen(["a/0", "a/1"])
+        heard = bench.store.subscribe(["a/0", "a/1"])
         parts = [EncodedTokenDelta(n % 3, n, BYTES[n:]) for n in range(5)]
         waiting = asyncio.create_task(told(heard, 4))
         await asyncio.sleep(0.02)
-        await bench.queue.progress({"a/0": parts[:2], "b/0": parts})
-        await bench.queue.progress({"a/1": parts[2:3]})
-        await bench.queue.progress({"a/0": parts[3:4]})
+        await bench.queue.publish_tokens({"a/0": parts[:2], "b/0": parts})
+        await bench.queue.publish_tokens({"a/1": parts[2:3]})
+        await bench.queue.publish_tokens({"a/0": parts[3:4]})
         assert await waiting == [
             ("a/0", parts[0]),
             ("a/0", parts[1]),
             ("a/1", parts[2]),
             ("a/0", parts[3]),
         ]
-        await bench.queue.progress({"a/1": parts[4:]})
+        await bench.queue.publish_tokens({"a/1": parts[4:]})
         assert await told(heard, 1) == [("a/1", parts[4])]
 
     @scenario
     async def test_each_hears_what_he_listens_to(self, bench: Bench) -> None:
-        one, other = bench.store.listen(["one"]), bench.store.listen(["other"])
-        await bench.queue.progress(
+        one, other = bench.store.subscribe(["one"]), bench.store.subscribe(["other"])
+        await bench.queue.publish_tokens(
             {"one": [EncodedTokenDelta(0, 0, b"1")], "other": [EncodedTokenDelta(0, 0, b"2")]}
         )
         assert await told(other, 1) == [("other", EncodedTokenDelta(0, 0, b"2"))]
@@ -49,26 +49,26 @@ class ProgressContract(Contract):
 
     @scenario
     async def test_nothing_is_kept_for_who_listens_later(self, bench: Bench) -> None:
-        first = bench.store.listen(["a"])
-        await bench.queue.progress({"a": [EncodedTokenDelta(0, 0, b"early")]})
+        first = bench.store.subscribe(["a"])
+        await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 0, b"early")]})
         await told(first, 1)
         del first
-        await bench.queue.progress({"a": [EncodedTokenDelta(0, 1, b"unheard")]})
-        mark = bench.store.listen(["mark"])
-        await bench.queue.progress({"mark": [EncodedTokenDelta(0, 0, b"")]})
+        await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 1, b"unheard")]})
+        mark = bench.store.subscribe(["mark"])
+        await bench.queue.publish_tokens({"mark": [EncodedTokenDelta(0, 0, b"")]})
         await told(mark, 1)  # what was told before has come too
-        heard = bench.store.listen(["a"])
-        await bench.queue.progress({"a": [EncodedTokenDelta(0, 2, b"late")]})
+        heard = bench.store.subscribe(["a"])
+        await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 2, b"late")]})
         assert await told(heard, 1) == [("a", EncodedTokenDelta(0, 2, b"late"))]
 
     @scenario
     async def test_hearing_of_a_sample_changes_nothing_of_how_it_ends(self, bench: Bench) -> None:
         request_id = (await bench.store.submit(sample(1))).request_id
-        heard = bench.store.listen(["a"])
-        await bench.queue.progress({"a": [EncodedTokenDelta(0, 0, b"part")]})
+        heard = bench.store.subscribe(["a"])
+        await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 0, b"part")]})
         await told(heard, 1)
         assert await bench.ended(request_id) is None
         await bench.finish(Outcome(request_id, b"whole"))
         assert await bench.ended(request_id) == Outcome(request_id, b"whole")
-        await bench.queue.progress({"a": [EncodedTokenDelta(0, 1, b"too late")]})
+        await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 1, b"too late")]})
         assert await bench.ended(request_id) == Outcome(request_id, b"whole")

@@ -47,7 +47,7 @@ async def use(bench: Bench, *seqs: int) -> None:
 class RecordingsContract(Contract):
     @scenario
     async def test_what_a_sample_has_drawn_can_be_read_by_its_key(self, bench: Bench) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 1, 2**62 + 3)
         keys = [SampleKey("s:sample:0", seq) for seq in (2**62 + 3, 7, 1)]
         found = await bench.store.recordings("alice", keys)
@@ -59,7 +59,7 @@ class RecordingsContract(Contract):
     async def test_only_samples_that_ask_for_it_and_end_well_are_recorded(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         ids = [(await bench.store.submit(sample(seq))).request_id for seq in (1, 2, 3)]
         await bench.store.cancel(ids[0])
         await bench.finish(
@@ -74,7 +74,7 @@ class RecordingsContract(Contract):
         self, bench: Bench
     ) -> None:
         await draw(bench, 1)
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 2, tenant="bob")
         assert await kept(bench, 1) == [Gone.UNKNOWN]
         assert await kept(bench, 2, tenant="bob") == [Gone.UNKNOWN]
@@ -83,7 +83,7 @@ class RecordingsContract(Contract):
     async def test_each_use_restarts_the_time_after_which_one_is_dropped(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 1, 2)
         bench.clock.now_s = START_S + 0.75 * DAY_S
         await use(bench, 2)
@@ -93,7 +93,7 @@ class RecordingsContract(Contract):
 
     @scenario
     async def test_why_one_was_dropped_is_known_for_as_long_again(self, bench: Bench) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 1)
         for days, found in ((1.1, Gone.UNUSED), (1.9, Gone.UNUSED), (2.1, Gone.UNKNOWN)):
             bench.clock.now_s = START_S + days * DAY_S
@@ -104,7 +104,7 @@ class RecordingsContract(Contract):
     async def test_of_a_tenant_with_too_many_those_used_longest_ago_are_dropped(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         for seq in (1, 2, 3, 4):
             bench.clock.now_s += 1
             await draw(bench, seq)
@@ -120,7 +120,7 @@ class RecordingsContract(Contract):
     @scenario
     async def test_one_sweep_drops_all_that_are_too_many(self, bench: Bench) -> None:
         """However few of them go in a step."""
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         for seq in range(1, 13):
             bench.clock.now_s += 1
             await draw(bench, seq)
@@ -131,17 +131,17 @@ class RecordingsContract(Contract):
 
     @scenario
     async def test_the_only_one_stays_however_large(self, bench: Bench) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 1, size=1000)
         await bench.store.sweep(bench.clock.now_s, SweepPolicy(recording_bytes=250))
         assert await kept(bench, 1) == [1]
 
     @scenario
     async def test_a_tenants_recordings_make_no_room_for_anothers(self, bench: Bench) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 1, 2)
         other = sampler("t:sample:0")
-        await bench.store.put(type(other)(**(vars(other) | {"tenant": "bob"})))
+        await bench.store.put_record(type(other)(**(vars(other) | {"tenant": "bob"})))
         for seq in (1, 2, 3):
             job = sample(seq, tenant="bob", scope="t:sample:0")
             request_id = (await bench.store.submit(job)).request_id
@@ -156,8 +156,8 @@ class RecordingsContract(Contract):
     async def test_those_of_an_ended_session_are_dropped_and_no_more_come(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(session())
-        await bench.store.put(sampler())
+        await bench.store.put_record(session())
+        await bench.store.put_record(sampler())
         await draw(bench, 1)
         running = (await bench.store.submit(sample(2))).request_id
         await bench.store.end_session("s", "success")
@@ -170,7 +170,7 @@ class RecordingsContract(Contract):
     async def test_a_sample_that_was_forgotten_and_comes_again_is_recorded_anew(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         await draw(bench, 1, size=100)
         bench.clock.now_s += 100
         policy = SweepPolicy(session_ttl_s=1e9, result_ttl_s=10)
@@ -185,7 +185,7 @@ class RecordingsContract(Contract):
 
     @scenario
     async def test_an_answer_has_as_many_as_one_message_carries(self, bench: Bench) -> None:
-        await bench.store.put(sampler())
+        await bench.store.put_record(sampler())
         size = refusals.RECORDINGS_BYTES // 2 - refusals.RECORDING_BYTES
         await draw(bench, 1, 2, 3, size=size)
         keys = [SampleKey("s:sample:0", seq) for seq in (1, 2, 3)]

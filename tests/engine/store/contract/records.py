@@ -39,64 +39,76 @@ class RecordsContract(Contract):
             api_key(name="läuft ✓", expires_s=1.5),
             tenant(weight=0.5, max_jobs=0, max_checkpoint_bytes=2**50),
         ):
-            await bench.store.put(record)
-            assert await bench.store.get(type(record), record.key) == record
-            await bench.store.delete(type(record), record.key)
-            assert await bench.store.get(type(record), record.key) is None
+            await bench.store.put_record(record)
+            assert await bench.store.get_record(type(record), record.key) == record
+            await bench.store.delete_record(type(record), record.key)
+            assert await bench.store.get_record(type(record), record.key) is None
 
     @scenario
     async def test_put_new_keeps_what_is_there(self, bench: Bench) -> None:
-        assert await bench.store.put_new(session(sdk_version="1")) == session(sdk_version="1")
-        assert await bench.store.put_new(session(sdk_version="2")) == session(sdk_version="1")
+        assert await bench.store.put_new_record(session(sdk_version="1")) == session(
+            sdk_version="1"
+        )
+        assert await bench.store.put_new_record(session(sdk_version="2")) == session(
+            sdk_version="1"
+        )
 
     @scenario
     async def test_an_update_changes_only_what_it_names(self, bench: Bench) -> None:
-        await bench.store.put(checkpoint())
-        await bench.store.update(
+        await bench.store.put_record(checkpoint())
+        await bench.store.update_record(
             Update("checkpoint", checkpoint().key, {"public": True, "expires_s": 5.0}),
             Update("checkpoint", "missing", {"public": True}),
         )
         want = checkpoint(public=True, expires_s=5.0)
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) == want
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) == want
 
     @scenario
     async def test_a_key_is_revoked_and_stays_listed_under_its_tenant(self, bench: Bench) -> None:
         for key in ("0a", "0b"):
-            await bench.store.put(api_key(key))
-        await bench.store.put(api_key("0c", tenant="bob", parent="bob"))
-        await bench.store.update(Update("key", "0a", {"revoked_s": START_S + 1}))
-        page = await bench.store.page(KeyRecord, tenant="alice")
+            await bench.store.put_record(api_key(key))
+        await bench.store.put_record(api_key("0c", tenant="bob", parent="bob"))
+        await bench.store.update_record(Update("key", "0a", {"revoked_s": START_S + 1}))
+        page = await bench.store.page_of_records(KeyRecord, tenant="alice")
         assert page.items == [api_key("0b"), api_key("0a", revoked_s=START_S + 1)]
-        assert (await bench.store.page(KeyRecord, limit=0)).total == 3
+        assert (await bench.store.page_of_records(KeyRecord, limit=0)).total == 3
 
     @scenario
     async def test_a_tenants_limits_can_be_taken_back(self, bench: Bench) -> None:
-        await bench.store.put(tenant(max_jobs=1, max_models=2))
-        await bench.store.update(Update("tenant", "alice", {"max_jobs": None, "weight": 2.0}))
-        assert await bench.store.get(TenantRecord, "alice") == tenant(max_models=2, weight=2.0)
+        await bench.store.put_record(tenant(max_jobs=1, max_models=2))
+        await bench.store.update_record(
+            Update("tenant", "alice", {"max_jobs": None, "weight": 2.0})
+        )
+        assert await bench.store.get_record(TenantRecord, "alice") == tenant(
+            max_models=2, weight=2.0
+        )
 
     @scenario
     async def test_an_update_that_does_not_fit_changes_nothing(self, bench: Bench) -> None:
-        await bench.store.put(checkpoint())
+        await bench.store.put_record(checkpoint())
         good = Update("checkpoint", checkpoint().key, {"public": True})
         for changes in ({"colour": "red"}, {"size_bytes": "many"}, {"key": "other"}):
             with pytest.raises(ValueError, match=r"colour|size_bytes|key"):
-                await bench.store.update(good, Update("checkpoint", checkpoint().key, changes))
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) == checkpoint()
+                await bench.store.update_record(
+                    good, Update("checkpoint", checkpoint().key, changes)
+                )
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) == checkpoint()
 
     @scenario
     async def test_pages_list_the_newest_first(self, bench: Bench) -> None:
         for n in range(5):
-            await bench.store.put(model(f"s:train:{n}"))
-        await bench.store.put(model("t:train:0", tenant="bob"))
-        await bench.store.put(model("s:train:1", last_request_s=START_S + 1))
-        mine = await bench.store.page(ModelRecord, tenant="alice", limit=2, offset=1)
+            await bench.store.put_record(model(f"s:train:{n}"))
+        await bench.store.put_record(model("t:train:0", tenant="bob"))
+        await bench.store.put_record(model("s:train:1", last_request_s=START_S + 1))
+        mine = await bench.store.page_of_records(ModelRecord, tenant="alice", limit=2, offset=1)
         assert ([each.key for each in mine.items], mine.total) == (["s:train:3", "s:train:2"], 5)
-        other = await bench.store.page(ModelRecord, parent="t")
+        other = await bench.store.page_of_records(ModelRecord, parent="t")
         assert ([each.key for each in other.items], other.total) == (["t:train:0"], 1)
-        assert (await bench.store.page(ModelRecord)).total == 6
-        assert (await bench.store.page(ModelRecord, tenant="alice", parent="t")).items == []
-        assert (await bench.store.page(SessionRecord)).total == 0
+        assert (await bench.store.page_of_records(ModelRecord)).total == 6
+        assert (
+            await bench.store.page_of_records(ModelRecord, tenant="alice", parent="t")
+        ).items == []
+        assert (await bench.store.page_of_records(SessionRecord)).total == 0
 
     @scenario
     async def test_an_overwritten_checkpoint_is_listed_as_new(self, bench: Bench) -> None:
@@ -106,5 +118,5 @@ class RecordsContract(Contract):
             Outcome(bench.ids[2], checkpoint=checkpoint("two")),
             Outcome(bench.ids[3], checkpoint=checkpoint("one"), overwrite=True),
         )
-        page = await bench.store.page(CheckpointRecord, parent="s:train:0")
+        page = await bench.store.page_of_records(CheckpointRecord, parent="s:train:0")
         assert [each.name for each in page.items] == ["one", "two"]

@@ -27,19 +27,19 @@ from tuneserve_engine.store.errors import ResultDropped
 
 async def train(bench: Bench, *seqs: int) -> None:
     """These requests have changed the model."""
-    if await bench.store.get(type(model()), "s:train:0") is None:
-        await bench.store.put(model())
+    if await bench.store.get_record(type(model()), "s:train:0") is None:
+        await bench.store.put_record(model())
     await bench.submit(*seqs)
     await bench.finish_changed(*seqs)
 
 
 async def logged(bench: Bench, start: int = 0) -> list[int]:
-    entries = await bench.queue.log(bench.epoch, "s:train:0", start=start)
+    entries = await bench.queue.read_log(bench.epoch, "s:train:0", start=start)
     return [each.job.seq for each in entries]
 
 
 async def points(bench: Bench, model_id: str = "s:train:0") -> list[RecoveryPoint]:
-    return await bench.queue.points(bench.epoch, model_id)
+    return await bench.queue.recovery_points(bench.epoch, model_id)
 
 
 class PointsContract(Contract):
@@ -47,7 +47,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_the_log_is_what_is_needed_to_do_it_again(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1, kind=JobKind.FORWARD_BACKWARD, payload=b"\x00\xff")
         await bench.submit(2)
         sent = await bench.take()
@@ -56,7 +56,7 @@ class PointsContract(Contract):
             Outcome(bench.ids[1], b"one", changed=True, halvings=3),
         )
         digests = [hashlib.blake2b(body, digest_size=16).digest() for body in (b"one", b"two")]
-        assert await bench.queue.log(bench.epoch, "s:train:0", start=0) == [
+        assert await bench.queue.read_log(bench.epoch, "s:train:0", start=0) == [
             LogEntry(sent[0], digests[0], 3),
             LogEntry(sent[1], digests[1], 0),
         ]
@@ -77,7 +77,7 @@ class PointsContract(Contract):
         assert await logged(bench, start=1) == [5]
         assert await logged(bench, start=4) == [5]
         assert await logged(bench, start=5) == []
-        assert await bench.queue.log(bench.epoch, "unknown", start=0) == []
+        assert await bench.queue.read_log(bench.epoch, "unknown", start=0) == []
 
     @scenario
     async def test_the_log_comes_in_pages(self, bench: Bench) -> None:
@@ -105,11 +105,11 @@ class PointsContract(Contract):
     @scenario
     async def test_the_log_outlives_the_results(self, bench: Bench) -> None:
         await train(bench, 1)
-        before = await bench.queue.log(bench.epoch, "s:train:0", start=0)
+        before = await bench.queue.read_log(bench.epoch, "s:train:0", start=0)
         await bench.store.sweep(START_S + 86_401, SweepPolicy())
         with pytest.raises(ResultDropped):
             await bench.ended(bench.ids[1])
-        assert await bench.queue.log(bench.epoch, "s:train:0", start=0) == before != []
+        assert await bench.queue.read_log(bench.epoch, "s:train:0", start=0) == before != []
 
     @scenario
     async def test_the_next_worker_reads_points_and_log(self, bench: Bench) -> None:
@@ -162,7 +162,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_a_point_covers_only_what_has_ended(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1, 2, 4)
         await bench.finish_changed(2)
         for position in (1, 2):
@@ -176,7 +176,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_spent_positions_have_ended(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.submit(1)
         await bench.submit(2, rejection=Rejection("bad"))
         await bench.finish_changed(1)
@@ -197,7 +197,7 @@ class PointsContract(Contract):
     @scenario
     async def test_a_point_of_a_model_that_is_elsewhere_is_ignored(self, bench: Bench) -> None:
         await train(bench, 1)
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.queue.save_point(bench.epoch, point(1))
         other = await bench.join("second")
         await bench.submit(1, model_id="s:train:1")  # the first worker has one model again
@@ -211,7 +211,7 @@ class PointsContract(Contract):
         await bench.queue.save_point(bench.epoch, point(0, "unknown"))
         assert await points(bench, "unknown") == []
         await train(bench, 1)
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         await bench.store.end_session("s", "success")
         (unload,) = await bench.take()
         await bench.queue.save_point(bench.epoch, point(1))  # not gone yet
@@ -222,7 +222,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_an_unloaded_model_leaves_nothing(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         await train(bench, 1, 2)
         await bench.queue.save_point(bench.epoch, point(1))
         await bench.store.end_session("s", "success")
@@ -235,10 +235,10 @@ class PointsContract(Contract):
 
     @scenario
     async def test_the_end_of_a_parked_model_leaves_nothing(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         await train(bench, 1, 2)
         await bench.queue.save_point(bench.epoch, point(1))
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.store.end_session("s", "success")
         assert await logged(bench) == []
         assert await points(bench) == []
@@ -254,7 +254,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_the_end_of_a_lost_model_leaves_nothing(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         await train(bench, 1)
         await bench.queue.save_point(bench.epoch, point(1))
         await bench.submit(2)
@@ -269,9 +269,9 @@ class PointsContract(Contract):
 
     @scenario
     async def test_files_of_records_and_unfinished_jobs_are_in_use(self, bench: Bench) -> None:
-        await bench.store.put(checkpoint(file_id="of a checkpoint"))
-        await bench.store.put(sampler(file_id="of a sampler"))
-        await bench.store.put(sampler("s:sample:1"))
+        await bench.store.put_record(checkpoint(file_id="of a checkpoint"))
+        await bench.store.put_record(sampler(file_id="of a sampler"))
+        await bench.store.put_record(sampler("s:sample:1"))
         await bench.store.submit(sample(1, "of a sample"))
         await bench.store.submit(sample(2))
         save = encode(SaveWeights(CheckpointKind.TRAINING, "of a save"))
@@ -282,7 +282,7 @@ class PointsContract(Contract):
         in_use = {"of a checkpoint", "of a sampler", "of a sample", "of a save", "of a load"}
         assert await bench.store.files_in_use() == in_use
         await bench.finish(Outcome(bench.ids[2]))
-        await bench.store.delete(CheckpointRecord, checkpoint().key)
+        await bench.store.delete_record(CheckpointRecord, checkpoint().key)
         in_use -= {"of a load", "of a checkpoint"}
         assert await bench.store.files_in_use() == in_use
 
@@ -299,7 +299,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_a_loaded_file_is_in_use_until_no_replay_needs_it(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         load = encode(LoadWeights("loaded", "tinker://x", True))
         await bench.submit(1, kind=JobKind.LOAD_WEIGHTS, payload=load)
         await bench.submit(2, kind=JobKind.FORWARD_BACKWARD, payload=b"\xc1 not MessagePack")
@@ -314,18 +314,20 @@ class PointsContract(Contract):
     async def test_files_of_records_that_name_others_or_are_deleted_are_released(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         for file_id in ("first", "first", "second"):  # saved again under its name
-            await bench.store.put(checkpoint(file_id=file_id))
+            await bench.store.put_record(checkpoint(file_id=file_id))
         assert await bench.store.released_files() == {"first"}
-        await bench.store.put(sampler(file_id="of a sampler"))
-        await bench.store.put(sampler("s:sample:1"))
-        await bench.store.delete(CheckpointRecord, checkpoint().key)
+        await bench.store.put_record(sampler(file_id="of a sampler"))
+        await bench.store.put_record(sampler("s:sample:1"))
+        await bench.store.delete_record(CheckpointRecord, checkpoint().key)
         await bench.store.end_session("s", "success")
         released = {"first", "second", "of a sampler"}
         assert await bench.store.released_files() == released
-        await bench.store.put(checkpoint(file_id="expired"))
-        await bench.store.update(Update("checkpoint", checkpoint().key, {"expires_s": START_S - 1}))
+        await bench.store.put_record(checkpoint(file_id="expired"))
+        await bench.store.update_record(
+            Update("checkpoint", checkpoint().key, {"expires_s": START_S - 1})
+        )
         await bench.store.sweep(START_S, SweepPolicy())
         assert await bench.store.released_files() == released | {"expired"}
         await bench.store.forget_released(["first", "of a sampler", "unknown"])
@@ -333,21 +335,21 @@ class PointsContract(Contract):
 
     @scenario
     async def test_files_of_points_that_are_dropped_are_released(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         await train(bench, 1, 2, 3)
         for position, want in ((1, set()), (2, set()), (3, {"point-1"}), (3, {"point-1"})):
             await bench.queue.save_point(bench.epoch, point(position))
             assert await bench.store.released_files() == want
-        await bench.queue.release(bench.epoch, "s:train:0")
+        await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.store.end_session("s", "success")
         assert await bench.store.released_files() == {"point-1", "point-2", "point-3"}
 
     @scenario
     async def test_the_file_of_a_save_that_came_to_nothing_is_released(self, bench: Bench) -> None:
         """It may be there: tenants could leave any number of files that nobody ever names."""
-        await bench.store.put(session())
-        await bench.store.put(model())
-        await bench.store.put(checkpoint(file_id="taken"))
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
+        await bench.store.put_record(checkpoint(file_id="taken"))
         for seq in (1, 2, 3, 4):
             save = encode(SaveWeights(CheckpointKind.TRAINING, f"of save {seq}"))
             await bench.submit(seq, kind=JobKind.SAVE_WEIGHTS, payload=save)

@@ -56,7 +56,7 @@ class RefusalsContract(Contract):
 
     @staged(StorePolicy(tenant_refusals=2))
     async def test_what_the_store_itself_refuses_counts_too(self, bench: Bench) -> None:
-        await bench.store.put(model(status=ModelStatus.ENDED))
+        await bench.store.put_record(model(status=ModelStatus.ENDED))
         await bench.submit(1, 2)
         assert "has ended" in (await bench.rejection(bench.ids[1])).message
         assert await is_put_off(bench, job(3), "2 of your requests were refused", "has ended")
@@ -88,7 +88,7 @@ class RefusalsContract(Contract):
 
     @staged(StorePolicy(model_jobs=2))
     async def test_a_dead_model_has_no_place_to_be_ahead_of(self, bench: Bench) -> None:
-        await bench.store.put(model(status=ModelStatus.ENDED))
+        await bench.store.put_record(model(status=ModelStatus.ENDED))
         assert not await is_put_off(bench, job(1000))
         assert not await is_put_off(bench, bad(1001))
 

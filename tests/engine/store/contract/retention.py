@@ -34,10 +34,10 @@ POLICY = SweepPolicy(ended_session_ttl_s=30 * DAY_S, sample_ttl_s=1e9)
 async def refused(bench: Bench, new: Record) -> tuple[str, int] | None:
     """The words and the ``Retry-After`` with which the store turns a new record away."""
     try:
-        await bench.store.put_new(new)
+        await bench.store.put_new_record(new)
     except LimitReached as error:
         assert "nothing was created" in str(error)
-        assert await bench.store.get(type(new), new.key) is None
+        assert await bench.store.get_record(type(new), new.key) is None
         return str(error), error.retry_after_s
     return None
 
@@ -51,7 +51,7 @@ async def sweep(bench: Bench, days: float) -> None:
 async def left(bench: Bench) -> set[str]:
     """The keys of all records that belong to sessions."""
     kinds: tuple[type[Record], ...] = (SessionRecord, ModelRecord, SamplerRecord, CheckpointRecord)
-    pages = [await bench.store.page(kind) for kind in kinds]
+    pages = [await bench.store.page_of_records(kind) for kind in kinds]
     return {record.key for page in pages for record in page.items}
 
 
@@ -87,7 +87,7 @@ class RetentionContract(Contract):
             assert await refused(bench, session(name, tenant=name)) is None
         told = await refused(bench, session("dave", tenant="dave"))
         assert told is not None and "the server has 3 sessions" in told[0]
-        await bench.store.delete(SessionRecord, "bob")
+        await bench.store.delete_record(SessionRecord, "bob")
         assert await refused(bench, session("dave", tenant="dave")) is None
 
     @staged(StorePolicy(tenant_sessions_a_minute=3, tenant_samplers_a_minute=2))
@@ -118,16 +118,18 @@ class RetentionContract(Contract):
         self, bench: Bench
     ) -> None:
         for key in ("s", "t"):
-            await bench.store.put(session(key))
+            await bench.store.put_record(session(key))
             await bench.store.submit(create(f"{key}:train:0"), model(f"{key}:train:0"))
-            await bench.store.put(sampler(f"{key}:sample:0"))
+            await bench.store.put_record(sampler(f"{key}:sample:0"))
         point = CurvePoint("optim_step", 0, loss_sum=0.5)
         taken = await bench.take()
         await bench.finish(*(Outcome(each.request_id, point=point) for each in taken))
         await bench.store.end_session("s", "success")
         await unload(bench)
         of_t = {"t", "t:train:0", "t:sample:0"}
-        await bench.store.update(Update("session", "t", {"last_seen_s": START_S + 29 * DAY_S}))
+        await bench.store.update_record(
+            Update("session", "t", {"last_seen_s": START_S + 29 * DAY_S})
+        )
         await sweep(bench, 30)
         assert await left(bench) == {"s", "s:train:0"} | of_t
         assert len(await bench.store.curve("s:train:0")) == 1
@@ -139,25 +141,25 @@ class RetentionContract(Contract):
 
     @scenario
     async def test_an_open_session_is_not_forgotten(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         policy = SweepPolicy(session_ttl_s=1e9, ended_session_ttl_s=1.0)
         await bench.store.sweep(START_S + 100 * DAY_S, policy)
         assert await left(bench) == {"s", "s:train:0"}
 
     @scenario
     async def test_a_model_stays_as_long_as_it_has_checkpoints(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         for key in ("s:train:0", "s:train:1"):
-            await bench.store.put(model(key))
+            await bench.store.put_record(model(key))
         later = START_S + 40 * DAY_S
-        await bench.store.put(checkpoint("one"))
-        await bench.store.put(checkpoint("two", expires_s=later))
+        await bench.store.put_record(checkpoint("one"))
+        await bench.store.put_record(checkpoint("two", expires_s=later))
         await bench.store.end_session("s", "success")
         await sweep(bench, 31)
         names = {checkpoint(name).key for name in ("one", "two")}
         assert await left(bench) == {"s:train:0"} | names
-        await bench.store.delete(CheckpointRecord, checkpoint("one").key)
+        await bench.store.delete_record(CheckpointRecord, checkpoint("one").key)
         assert await left(bench) == {"s:train:0", checkpoint("two").key}
         await sweep(bench, 41)
         assert await left(bench) == set()
@@ -166,16 +168,16 @@ class RetentionContract(Contract):
     async def test_the_model_of_an_open_session_outlives_its_checkpoints(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model(status=ModelStatus.FAILED))
-        await bench.store.put(checkpoint())
-        await bench.store.delete(CheckpointRecord, checkpoint().key)
+        await bench.store.put_record(session())
+        await bench.store.put_record(model(status=ModelStatus.FAILED))
+        await bench.store.put_record(checkpoint())
+        await bench.store.delete_record(CheckpointRecord, checkpoint().key)
         assert await left(bench) == {"s", "s:train:0"}
 
     @scenario
     async def test_a_model_that_is_still_to_be_unloaded_goes_when_it_is(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(1)
         await bench.finish_changed(1)
         await bench.store.end_session("s", "success")
@@ -190,7 +192,7 @@ class RetentionContract(Contract):
 
     @scenario
     async def test_failed_and_lost_models_go_with_their_session(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         for n, status in enumerate((ModelStatus.FAILED, ModelStatus.LOST)):
             key = f"s:train:{n}"
             created = await bench.store.submit(create(key), model(key))
@@ -205,8 +207,10 @@ class RetentionContract(Contract):
     @scenario
     async def test_a_sweep_forgets_hundreds(self, bench: Bench) -> None:
         for n in range(450):
-            await bench.store.put(session(f"s{n}", ended="success"))
-        await bench.store.put(session("open"))
-        await bench.store.update(Update("session", "open", {"last_seen_s": START_S + 30 * DAY_S}))
+            await bench.store.put_record(session(f"s{n}", ended="success"))
+        await bench.store.put_record(session("open"))
+        await bench.store.update_record(
+            Update("session", "open", {"last_seen_s": START_S + 30 * DAY_S})
+        )
         await sweep(bench, 31)
         assert await left(bench) == {"open"}

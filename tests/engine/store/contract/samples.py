@@ -82,7 +82,7 @@ class SamplesContract(Contract):
         second = await bench.join("second")
         request_id, other = await submit(bench, 1, 2)
         assert keys(await bench.take()) == [("s:sample:0", 1)]
-        await bench.queue.begin(bench.epoch, [request_id])
+        await bench.queue.note_running(bench.epoch, [request_id])
         await bench.store.cancel(request_id)
         assert await bench.queue.renew(second) == Renewal()
         assert await bench.queue.renew(bench.epoch) == Renewal([], [request_id])
@@ -118,12 +118,12 @@ class SamplesContract(Contract):
         self, bench: Bench
     ) -> None:
         (request_id,) = await submit(bench, 1)
-        await bench.queue.begin(bench.epoch, [request_id])
+        await bench.queue.note_running(bench.epoch, [request_id])
         await bench.store.cancel(request_id)
         for number in range(4):
             await bench.lease(f"process {number}")
             assert await bench.queue.renew(bench.epoch) == Renewal()
-            await bench.queue.begin(bench.epoch, [request_id])
+            await bench.queue.note_running(bench.epoch, [request_id])
         await bench.finish(Outcome(request_id, b"in vain"))
         assert await cancelled(bench, request_id)
         assert len(await ended(bench)) == 1
@@ -274,13 +274,13 @@ class SamplesContract(Contract):
 
     @scenario
     async def test_every_client_that_joins_gets_a_number_of_its_own(self, bench: Bench) -> None:
-        await bench.store.put(sampler())
-        await bench.store.put(sampler("s:sample:1"))
-        assert await bench.store.join("s:sample:0") == 1
-        joining = (bench.store.join("s:sample:0") for _ in range(20))
+        await bench.store.put_record(sampler())
+        await bench.store.put_record(sampler("s:sample:1"))
+        assert await bench.store.join_sampler("s:sample:0") == 1
+        joining = (bench.store.join_sampler("s:sample:0") for _ in range(20))
         assert sorted(await asyncio.gather(*joining)) == list(range(2, 22))
-        assert await bench.store.join("s:sample:1") == 1
-        assert await bench.store.put_new(sampler()) == sampler(clients=21)  # made again
-        assert await bench.store.join("s:sample:0") == 22
-        assert await bench.store.join("s:sample:2") is None
-        assert await bench.store.get(SamplerRecord, "s:sample:2") is None
+        assert await bench.store.join_sampler("s:sample:1") == 1
+        assert await bench.store.put_new_record(sampler()) == sampler(clients=21)  # made again
+        assert await bench.store.join_sampler("s:sample:0") == 22
+        assert await bench.store.join_sampler("s:sample:2") is None
+        assert await bench.store.get_record(SamplerRecord, "s:sample:2") is None

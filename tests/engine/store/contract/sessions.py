@@ -38,22 +38,22 @@ class SessionsContract(Contract):
 
     @scenario
     async def test_ending_a_session_ends_what_belongs_to_it(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
-        await bench.store.put(model("t:train:0"))
-        await bench.store.put(sampler())
-        await bench.store.put(checkpoint())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
+        await bench.store.put_record(model("t:train:0"))
+        await bench.store.put_record(sampler())
+        await bench.store.put_record(checkpoint())
         await bench.submit(1, 3)
         await bench.store.end_session("s", "success")
         await bench.store.end_session("s", "too late")
-        assert await bench.store.get(SessionRecord, "s") == session(ended="success")
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        assert await bench.store.get_record(SessionRecord, "s") == session(ended="success")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.status is ModelStatus.ENDED
-        assert await bench.store.get(ModelRecord, "t:train:0") == model("t:train:0")
-        assert await bench.store.get(SamplerRecord, sampler().key) is None
-        assert await bench.store.get(CheckpointRecord, checkpoint().key) == checkpoint()
+        assert await bench.store.get_record(ModelRecord, "t:train:0") == model("t:train:0")
+        assert await bench.store.get_record(SamplerRecord, sampler().key) is None
+        assert await bench.store.get_record(CheckpointRecord, checkpoint().key) == checkpoint()
         assert "session s ended (success)" in (await bench.rejection(bench.ids[3])).message
-        taken = await bench.queue.take(bench.epoch, after=0, max_jobs=10)
+        taken = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=10)
         assert [(each.kind, each.model_id) for each in taken] == [
             (JobKind.OPTIM_STEP, "s:train:0"),
             (JobKind.UNLOAD_MODEL, "s:train:0"),
@@ -65,25 +65,25 @@ class SessionsContract(Contract):
     async def test_a_creation_reported_after_the_end_does_not_revive_the_model(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         created = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
         await bench.store.end_session("s", "interrupted")
         ready = Update("model", "s:train:0", {"status": ModelStatus.READY})
         await bench.finish(Outcome(created.request_id, updates=(ready,), sampler=sampler()))
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.status is ModelStatus.ENDED
-        assert await bench.store.get(SamplerRecord, sampler().key) is None
+        assert await bench.store.get_record(SamplerRecord, sampler().key) is None
 
     @scenario
     async def test_the_sweep_ends_sessions_without_heartbeat(self, bench: Bench) -> None:
-        await bench.store.put(session("s"))
-        await bench.store.put(session("t", last_seen_s=START_S + 100))
-        await bench.store.put(model())
+        await bench.store.put_record(session("s"))
+        await bench.store.put_record(session("t", last_seen_s=START_S + 100))
+        await bench.store.put_record(model())
         await bench.store.sweep(START_S + 950, SweepPolicy(session_ttl_s=900))
-        assert await bench.store.get(SessionRecord, "s") == session("s", ended="expired")
-        kept = await bench.store.get(SessionRecord, "t")
+        assert await bench.store.get_record(SessionRecord, "s") == session("s", ended="expired")
+        kept = await bench.store.get_record(SessionRecord, "t")
         assert kept is not None and kept.ended is None
-        stored = await bench.store.get(ModelRecord, "s:train:0")
+        stored = await bench.store.get_record(ModelRecord, "s:train:0")
         assert stored is not None and stored.status is ModelStatus.ENDED
 
     @scenario
@@ -130,15 +130,15 @@ class SessionsContract(Contract):
     @scenario
     async def test_the_sweep_deletes_expired_checkpoints(self, bench: Bench) -> None:
         for name, expires_s in (("gone", START_S), ("later", START_S + 1), ("never", None)):
-            await bench.store.put(checkpoint(name, expires_s=expires_s))
+            await bench.store.put_record(checkpoint(name, expires_s=expires_s))
         await bench.store.sweep(START_S, SweepPolicy())
-        page = await bench.store.page(CheckpointRecord)
+        page = await bench.store.page_of_records(CheckpointRecord)
         assert {each.name for each in page.items} == {"later", "never"}
 
     @staged(leased=False)
     async def test_a_model_that_no_worker_holds_needs_no_unload(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(2)  # held, and rejected by the end of the session
         await bench.store.end_session("s", "success")
         assert await bench.status() is ModelStatus.ENDED
@@ -147,8 +147,8 @@ class SessionsContract(Contract):
 
     @staged(leased=False)
     async def test_an_unload_waits_behind_jobs_that_wait_for_a_worker(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.submit(1)
         await bench.store.end_session("s", "success")
         await bench.lease()
@@ -159,8 +159,8 @@ class SessionsContract(Contract):
     async def test_the_sweep_drops_samples_of_sessions_that_fell_silent(self, bench: Bench) -> None:
         policy = SweepPolicy(sample_ttl_s=120)
         for key in ("s", "t"):
-            await bench.store.put(session(key))
-            await bench.store.put(sampler(f"{key}:sample:0"))
+            await bench.store.put_record(session(key))
+            await bench.store.put_record(sampler(f"{key}:sample:0"))
         gone = (await bench.store.submit(sample(1))).request_id
         foreign = (await bench.store.submit(sample(1, tenant="bob"))).request_id
         kept = (await bench.store.submit(sample(2, scope="t:sample:0"))).request_id
@@ -168,7 +168,7 @@ class SessionsContract(Contract):
         unplaced = (await bench.store.submit(sample(4, base_model="other"))).request_id
         await bench.submit(1)
         bench.clock.now_s += 121
-        await bench.store.update(Update("session", "t", {"last_seen_s": START_S + 1}))
+        await bench.store.update_record(Update("session", "t", {"last_seen_s": START_S + 1}))
         await bench.store.sweep(START_S + 120, policy)
         assert await bench.ended(gone) is None
         await bench.store.sweep(START_S + 121, policy)
@@ -188,8 +188,8 @@ class SessionsContract(Contract):
 
     @scenario
     async def test_a_worker_hears_of_dropped_samples_that_it_has_taken(self, bench: Bench) -> None:
-        await bench.store.put(session())
-        await bench.store.put(sampler())
+        await bench.store.put_record(session())
+        await bench.store.put_record(sampler())
         request_id = (await bench.store.submit(sample(1))).request_id
         await bench.take()
         await bench.store.sweep(START_S + 1000, SweepPolicy(sample_ttl_s=120))
@@ -200,8 +200,8 @@ class SessionsContract(Contract):
     async def test_a_dropped_sample_that_was_running_after_all_changes_nothing(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(session())
-        await bench.store.put(sampler())
+        await bench.store.put_record(session())
+        await bench.store.put_record(sampler())
         request_id = (await bench.store.submit(sample(1))).request_id
         await bench.store.sweep(START_S + 1000, SweepPolicy(sample_ttl_s=120))
         await bench.finish(Outcome(request_id, b"too late"))
@@ -211,8 +211,8 @@ class SessionsContract(Contract):
     async def test_a_silent_session_stays_for_its_time_and_keeps_its_models(
         self, bench: Bench
     ) -> None:
-        await bench.store.put(session())
-        await bench.store.put(model())
+        await bench.store.put_record(session())
+        await bench.store.put_record(model())
         await bench.store.sweep(START_S + 6 * 86_400, SweepPolicy())
         assert await bench.status() is ModelStatus.READY
         await bench.store.sweep(START_S + 8 * 86_400, SweepPolicy())
@@ -222,10 +222,10 @@ class SessionsContract(Contract):
     async def test_what_is_due_ends_in_steps_however_much_it_is(self, bench: Bench) -> None:
         ids = []
         for n in range(7):
-            await bench.store.put(session(f"s{n}"))
-            await bench.store.put(checkpoint(f"c{n}", expires_s=START_S + 1))
+            await bench.store.put_record(session(f"s{n}"))
+            await bench.store.put_record(checkpoint(f"c{n}", expires_s=START_S + 1))
             for number in range(7):
-                await bench.store.put(sampler(f"s{n}:sample:{number}"))
+                await bench.store.put_record(sampler(f"s{n}:sample:{number}"))
                 scope = f"s{n}:sample:{number}"
                 ids.append((await bench.store.submit(sample(1, scope=scope))).request_id)
                 ids.append((await bench.store.submit(sample(2, scope=scope))).request_id)
@@ -233,27 +233,29 @@ class SessionsContract(Contract):
             await bench.store.sweep(START_S + 121, SweepPolicy(sample_ttl_s=120))
             for request_id in ids:
                 assert "was silent for" in (await bench.rejection(request_id)).message
-            assert (await bench.store.page(CheckpointRecord)).total == 0
-            assert (await bench.store.page(SamplerRecord)).total == 49
+            assert (await bench.store.page_of_records(CheckpointRecord)).total == 0
+            assert (await bench.store.page_of_records(SamplerRecord)).total == 49
             await bench.store.sweep(START_S + 901, SweepPolicy(session_ttl_s=900))
-        assert {each.ended for each in (await bench.store.page(SessionRecord)).items} == {"expired"}
-        assert (await bench.store.page(SamplerRecord)).total == 0
+        assert {
+            each.ended for each in (await bench.store.page_of_records(SessionRecord)).items
+        } == {"expired"}
+        assert (await bench.store.page_of_records(SamplerRecord)).total == 0
 
     @scenario
     async def test_a_session_with_much_in_it_ends_in_steps(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         for n in range(7):
-            await bench.store.put(sampler(f"s:sample:{n}"))
+            await bench.store.put_record(sampler(f"s:sample:{n}"))
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key, status=ModelStatus.CREATING))
-        await bench.store.put(model("s:train:3", status=ModelStatus.LOST))
+        await bench.store.put_record(model("s:train:3", status=ModelStatus.LOST))
         created = await bench.take()
         await bench.finish(*(Outcome(each.request_id) for each in created))
         with patch.object(refusals, "RECORDS_AT_ONCE", 3):
             await bench.store.end_session("s", "success")
-        assert await bench.store.get(SessionRecord, "s") == session(ended="success")
-        assert (await bench.store.page(SamplerRecord)).total == 0
-        statuses = [each.status for each in (await bench.store.page(ModelRecord)).items]
+        assert await bench.store.get_record(SessionRecord, "s") == session(ended="success")
+        assert (await bench.store.page_of_records(SamplerRecord)).total == 0
+        statuses = [each.status for each in (await bench.store.page_of_records(ModelRecord)).items]
         assert statuses.count(ModelStatus.ENDED) == 6
         unloads = [each.model_id for each in await bench.take()]
         assert sorted(unloads, key=str) == [f"s:train:{n}" for n in range(7)]
@@ -265,17 +267,17 @@ class SessionsContract(Contract):
         for n, by_s, silent_s in ((0, 3600.0, 100.0), (1, 0.0, 0.0)):
             bench.clock.now_s = START_S + 3600
             name, key = f"s{n}", f"t:train:{n}"
-            await bench.store.put(session(name, last_seen_s=START_S + 3500))
-            await bench.store.put(session("old", last_seen_s=START_S - 50))
+            await bench.store.put_record(session(name, last_seen_s=START_S + 3500))
+            await bench.store.put_record(session("old", last_seen_s=START_S - 50))
             await bench.submit(2, model_id=f"{name}:train:0")  # held
             created = await bench.store.submit(create(key), model(key))
             await bench.finish(Outcome(created.request_id))
             bench.clock.now_s = START_S
             await bench.store.sweep(START_S, SweepPolicy(set_back_s=by_s))
-            found = await bench.store.get(SessionRecord, name)
+            found = await bench.store.get_record(SessionRecord, name)
             assert found is not None
             assert found.last_seen_s == pytest.approx(START_S - silent_s, abs=1e-5)
-            old = await bench.store.get(SessionRecord, "old")
+            old = await bench.store.get_record(SessionRecord, "old")
             assert old is not None and old.last_seen_s == START_S - 50
             bench.clock.now_s = START_S + 599
             await bench.queue.renew(bench.epoch)
@@ -287,4 +289,4 @@ class SessionsContract(Contract):
             await bench.store.sweep(bench.clock.now_s, SweepPolicy(gap_ttl_s=600, park_s=605))
             assert "did not arrive" in (await bench.rejection(bench.ids[2])).message
             assert (await bench.queue.renew(bench.epoch)).leaving == [key]
-            await bench.queue.release(bench.epoch, key)
+            await bench.queue.unassign(bench.epoch, key)

@@ -89,7 +89,7 @@ class UsageContract(Contract):
 
     @scenario
     async def test_a_cancelled_sample_is_charged_with_what_it_had_used(self, bench: Bench) -> None:
-        await bench.store.put(session())
+        await bench.store.put_record(session())
         ids = [(await bench.store.submit(sample(seq))).request_id for seq in (1, 2, 3)]
         for each in ids:
             await bench.store.cancel(each)
@@ -98,7 +98,7 @@ class UsageContract(Contract):
         await bench.finish(cost)
         await bench.finish(cost, Outcome(ids[1], b"it ended all the same", usage=SAMPLED))
         (used,) = await bench.store.usage()
-        assert used.by_model == {"tiny": Totals.of(SAMPLED) + Totals.of(SAMPLED)}
+        assert used.by_model == {"tiny": Totals.from_usage(SAMPLED) + Totals.from_usage(SAMPLED)}
         assert (await bench.rejection(ids[1])).message.startswith("this sample was cancelled")
         bench.clock.now_s += 601  # even if nobody remembers why it ended
         await bench.lease()
@@ -117,7 +117,7 @@ class UsageContract(Contract):
 
     @scenario
     async def test_a_save_whose_name_was_taken_is_charged_too(self, bench: Bench) -> None:
-        await bench.store.put(checkpoint())
+        await bench.store.put_record(checkpoint())
         await bench.submit(1, kind=JobKind.SAVE_WEIGHTS)
         await bench.finish(Outcome(bench.ids[1], checkpoint=checkpoint(), usage=TRAINED))
         assert "exists" in (await bench.rejection(bench.ids[1])).message
@@ -241,10 +241,10 @@ class UsageContract(Contract):
 
     @scenario
     async def test_the_store_tells_how_full_it_is(self, bench: Bench) -> None:
-        await bench.store.put(model())
+        await bench.store.put_record(model())
         await bench.store.submit(create())
         await bench.submit(2, 3, 4)
         await bench.store.submit(sample(1, tenant="bob"))
-        figures = await bench.store.figures()
-        assert figures.unfinished == {"alice": 4, "bob": 1}
-        assert (figures.logged, figures.points) == (0, 0)
+        metrics = await bench.store.stats()
+        assert metrics.unfinished == {"alice": 4, "bob": 1}
+        assert (metrics.logged, metrics.points) == (0, 0)

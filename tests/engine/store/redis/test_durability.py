@@ -67,7 +67,7 @@ def test_a_server_elsewhere_needs_a_password(
 
         async def main() -> None:
             async with opened(url, tmp_path) as store:
-                await store.put(session())
+                await store.put_record(session())
 
         asyncio.run(main())
         wrong = asyncio.run(refusal(url.replace("secret", "guess")))
@@ -82,8 +82,8 @@ def test_a_unix_socket_needs_no_password(tmp_path: Path, monkeypatch: pytest.Mon
 
         async def main() -> None:
             async with opened(f"unix://{server.folder / 's'}", tmp_path) as store:
-                await store.put(session())
-                assert await store.get(SessionRecord, "s") == session()
+                await store.put_record(session())
+                assert await store.get_record(SessionRecord, "s") == session()
 
         asyncio.run(main())
 

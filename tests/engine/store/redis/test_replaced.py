@@ -22,13 +22,13 @@ def test_nothing_is_accepted_or_written_after_redis_was_wiped(tmp_path: Path) ->
             await redis.flushall()
             calls = [
                 lambda: store.submit(job(1)),
-                lambda: store.put(session()),
-                lambda: store.get(SessionRecord, "s"),
+                lambda: store.put_record(session()),
+                lambda: store.get_record(SessionRecord, "s"),
                 lambda: store.wait(accepted.request_id, 5),  # not a KeyError: it is not unknown
                 lambda: store.renew(epoch),  # not Fenced: the worker has done nothing wrong
                 lambda: store.finish(epoch, [Outcome(accepted.request_id)]),
                 lambda: store.files_in_use(),
-                lambda: store.served(),
+                lambda: store.base_models(),
             ]
             for call in calls:
                 with pytest.raises(StoreReplaced, match=r"wiped.*start Redis again with the"):

@@ -88,16 +88,16 @@ async def keys(url: str, folder: Path) -> set[str]:
 def test_a_server_that_lost_its_settings_is_not_trusted_again(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         async with opened(server.url, tmp_path) as store:
-            await store.put(session())
+            await store.put_record(session())
             server.stop()
             server.settings["appendfsync"] = "everysec"
             server.start()
             with pytest.raises(StoreFailed, match="appendfsync is 'everysec'"):
-                await store.put(session())
+                await store.put_record(session())
             server.stop()
             server.settings["appendfsync"] = "always"
             server.start()
-            assert await store.get(SessionRecord, "s") == session()
+            assert await store.get_record(SessionRecord, "s") == session()
 
     with RedisServer(tmp_path / "redis") as server:
         asyncio.run(main(server))
@@ -114,7 +114,7 @@ def test_who_waits_learns_what_happened_while_nobody_could_tell(
             epoch = (await store.lease("worker", "process", INFO)).epoch
             after = 0
             for seq in range(1, 11):
-                taking = asyncio.create_task(store.take(epoch, after=after, max_jobs=1))
+                taking = asyncio.create_task(store.take_jobs(epoch, after=after, max_jobs=1))
                 await asyncio.sleep(0.01)
                 await redis.client_kill_filter(_type="pubsub")
                 request_id = (await store.submit(sample(seq))).request_id
@@ -169,7 +169,7 @@ def test_a_long_silence_is_not_taken_for_no_news(
     async def main() -> None:
         async with opened(redis_server.url, tmp_path) as store:
             epoch = (await store.lease("worker", "process", INFO)).epoch
-            taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+            taking = asyncio.create_task(store.take_jobs(epoch, after=0, max_jobs=1))
             request_id = (await store.submit(sample(1))).request_id
             assert len(await asyncio.wait_for(taking, 5)) == 1
             waiting = asyncio.create_task(store.wait(request_id, 10))
@@ -187,12 +187,12 @@ def test_nothing_that_is_told_of_samples_on_their_way_is_stored(
         async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
             before = await keys(redis_server.url, tmp_path)
             written = (await redis.info("persistence"))["aof_current_size"]
-            heard = store.listen(["a"])
+            heard = store.subscribe(["a"])
             for place in range(100):
-                await store.progress({"a": [EncodedTokenDelta(0, place, bytes(1000))]})
+                await store.publish_tokens({"a": [EncodedTokenDelta(0, place, bytes(1000))]})
             found = 0
             while found < 100:
-                found += len(await heard.take())
+                found += len(await heard.take_deltas())
             assert await keys(redis_server.url, tmp_path) == before
             assert (await redis.info("persistence"))["aof_current_size"] == written
 
@@ -204,21 +204,21 @@ def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> No
         async with opened(server.url, tmp_path) as store, client(server.url) as redis:
             epoch = (await store.lease("worker", "process", INFO)).epoch
             accepted = (await store.submit(sample(1))).request_id
-            await store.put(session())
+            await store.put_record(session())
             await redis.config_set("maxmemory", "1mb")
             with pytest.raises(StoreFailed, match=r"Redis is full: .*maxmemory"):
                 await store.submit(sample(2))
-            (taken,) = await store.take(epoch, after=0, max_jobs=10)
-            await store.begin(epoch, [taken.request_id])
-            await store.progress({"a": [EncodedTokenDelta(0, 0, b"x")]})
+            (taken,) = await store.take_jobs(epoch, after=0, max_jobs=10)
+            await store.note_running(epoch, [taken.request_id])
+            await store.publish_tokens({"a": [EncodedTokenDelta(0, 0, b"x")]})
             await store.renew(epoch)
             await store.finish(epoch, [Outcome(accepted, b"x")])
             assert await store.wait(accepted, 0) == Outcome(accepted, b"x")
-            await store.update(Update("session", "s", {"last_seen_s": START_S + 1}))
+            await store.update_record(Update("session", "s", {"last_seen_s": START_S + 1}))
             await store.end_session("s", "success")
             await store.sweep(START_S, SweepPolicy())
             async with opened(server.url, tmp_path) as again:
-                assert await again.get(SessionRecord, "s") is not None
+                assert await again.get_record(SessionRecord, "s") is not None
             await redis.config_set("maxmemory", "0")
             assert not (await store.submit(sample(2))).duplicate
 
@@ -233,9 +233,11 @@ def test_a_call_that_was_given_up_spoils_no_other(
 
     async def main() -> None:
         async with opened(redis_server.url, tmp_path) as store:
-            await asyncio.gather(*(store.put(session(f"s{n}")) for n in range(50)))
+            await asyncio.gather(*(store.put_record(session(f"s{n}")) for n in range(50)))
             for turn in range(20):
-                calls = [asyncio.create_task(store.get(SessionRecord, f"s{n}")) for n in range(50)]
+                calls = [
+                    asyncio.create_task(store.get_record(SessionRecord, f"s{n}")) for n in range(50)
+                ]
                 for _ in range(turn % 5):
                     await asyncio.sleep(0)
                 for call in calls[turn % 3 :: 3]:
@@ -252,7 +254,7 @@ def test_a_closed_store_refuses_calls(redis_server: RedisServer, tmp_path: Path)
         async with opened(redis_server.url, tmp_path) as store:
             epoch = (await store.lease("worker", "process", INFO)).epoch
             request_id = (await store.submit(job(2))).request_id
-            taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+            taking = asyncio.create_task(store.take_jobs(epoch, after=0, max_jobs=1))
             waiting = asyncio.create_task(store.wait(request_id, 10))
             await asyncio.sleep(0.05)
             await store.close()
@@ -260,7 +262,7 @@ def test_a_closed_store_refuses_calls(redis_server: RedisServer, tmp_path: Path)
             with pytest.raises(ConnectionError, match="closed"):
                 await taking
             with pytest.raises(ConnectionError, match="closed"):
-                await store.get(SessionRecord, "s")
+                await store.get_record(SessionRecord, "s")
 
     asyncio.run(main())
 
@@ -284,8 +286,8 @@ def test_two_deployments_share_a_server_and_nothing_else(
             opened(redis_server.url, tmp_path / "a") as one,
             opened(redis_server.url, tmp_path / "b") as other,
         ):
-            await one.put(session())
-            assert await other.get(SessionRecord, "s") is None
+            await one.put_record(session())
+            assert await other.get_record(SessionRecord, "s") is None
             assert await one.secret() != await other.secret()
 
     asyncio.run(main())
@@ -323,17 +325,17 @@ def test_numbers_and_empty_lists_are_kept_as_they_are(
     async def main() -> None:
         async with opened(redis_server.url, tmp_path) as store:
             seeded = replace(model(), config=AdapterConfig(rank=4, alpha=0.1, seed=2**63 - 1))
-            await store.put(seeded)
-            await store.put(session(tags=[], created_s=1763663470.123457))
+            await store.put_record(seeded)
+            await store.put_record(session(tags=[], created_s=1763663470.123457))
             await store.submit(replace(job(1), seq=2**63 - 1))  # rewrites the model
             epoch = (await store.lease("worker", "process", INFO)).epoch
-            (taken,) = await store.take(epoch, after=0, max_jobs=1)
+            (taken,) = await store.take_jobs(epoch, after=0, max_jobs=1)
             assert taken.seq == 2**63 - 1
-            stored = await store.get(ModelRecord, seeded.key)
+            stored = await store.get_record(ModelRecord, seeded.key)
             assert stored is not None and stored.config == seeded.config
             assert stored.last_request_s > seeded.last_request_s
             await store.end_session("s", "success")
-            ended = await store.get(SessionRecord, "s")
+            ended = await store.get_record(SessionRecord, "s")
             assert ended == session(tags=[], created_s=1763663470.123457, ended="success")
 
     asyncio.run(main())
@@ -355,11 +357,13 @@ def test_no_two_names_make_one_key(redis_server: RedisServer, tmp_path: Path) ->
             for n, tenant in enumerate(evil):
                 for parent in evil[: n + 1]:
                     record = replace(model(f"{n}:{parent}", tenant=tenant), parent=parent)
-                    await store.put(record)
+                    await store.put_record(record)
             for n, tenant in enumerate(evil):
-                assert (await store.page(ModelRecord, tenant=tenant)).total == n + 1
-                assert (await store.page(ModelRecord, parent=tenant)).total == len(evil) - n
-                both = await store.page(ModelRecord, tenant=tenant, parent=evil[0])
+                assert (await store.page_of_records(ModelRecord, tenant=tenant)).total == n + 1
+                assert (await store.page_of_records(ModelRecord, parent=tenant)).total == len(
+                    evil
+                ) - n
+                both = await store.page_of_records(ModelRecord, tenant=tenant, parent=evil[0])
                 assert [each.key for each in both.items] == [f"{n}:{evil[0]}"]
 
     asyncio.run(main())
@@ -383,16 +387,16 @@ async def _live(store: RedisStore) -> None:
     """A session with a model that trains, is saved and unloaded; a sample, and one that is
     cancelled; a gap; two workers."""
     epoch = (await store.lease("worker", "process", INFO)).epoch
-    await store.put(session())
-    await store.put(sampler(file_id="f"))
+    await store.put_record(session())
+    await store.put_record(sampler(file_id="f"))
     created = await store.submit(create(), model(status=ModelStatus.CREATING))
     ready = Update("model", "s:train:0", {"status": "ready"})
     await store.finish(epoch, [Outcome(created.request_id, b"{}", updates=(ready,))])
     steps = [(await store.submit(job(seq))).request_id for seq in (1, 2, 3, 5)]
     sampled = (await store.submit(sample(1, "f"))).request_id
     await store.cancel((await store.submit(sample(2, "f"))).request_id)
-    await store.join("s:sample:0")
-    await store.begin(epoch, steps)
+    await store.join_sampler("s:sample:0")
+    await store.note_running(epoch, steps)
     usage, drawn = Usage(0.5, 9), CurvePoint("optim_step", 1, step=1)
     results = [
         Outcome(each, b"r" * 100, changed=True, usage=usage, point=drawn) for each in steps[:3]
@@ -401,12 +405,12 @@ async def _live(store: RedisStore) -> None:
     for position in (1, 2, 3):
         await store.save_point(epoch, point(position))
     other = (await store.lease("other", "process", INFO)).epoch
-    await store.release(epoch, "s:train:0")
+    await store.unassign(epoch, "s:train:0")
     await store.submit(job(4))
     await store.resign(other)
-    await store.put(checkpoint(expires_s=START_S))
+    await store.put_record(checkpoint(expires_s=START_S))
     await store.end_session("s", "success")
-    last = await store.take(epoch, after=0, max_jobs=10)
+    last = await store.take_jobs(epoch, after=0, max_jobs=10)
     await store.finish(epoch, [Outcome(each.request_id) for each in last])
     await store.resign(epoch)
 
@@ -465,22 +469,27 @@ def test_sessions_of_an_earlier_release_are_counted_and_forgotten(
         policy = StorePolicy(tenant_sessions=2)
         async with opened(redis_server.url, tmp_path) as store:
             for key in "abc":
-                await store.put(session(key))
+                await store.put_record(session(key))
             await store.end_session("c", "success")
         async with client(redis_server.url) as redis:
             assert await redis.delete(f"{start}ended-sessions", f"{start}open-sessions:alice") == 2
             await redis.hdel(f"{start}meta", "watched")
         async with opened(redis_server.url, tmp_path, policy=policy) as store:
             with pytest.raises(LimitReached, match="your key has 2 sessions"):
-                await store.put_new(session("d"))
+                await store.put_new_record(session("d"))
             await store.sweep(START_S + 3_000_000, SweepPolicy(session_ttl_s=1e9))
-            assert {each.key for each in (await store.page(SessionRecord)).items} == {"a", "b"}
+            assert {each.key for each in (await store.page_of_records(SessionRecord)).items} == {
+                "a",
+                "b",
+            }
             await store.end_session("b", "success")
         async with client(redis_server.url) as redis:  # an earlier release ran for a while
             assert await redis.delete(f"{start}ended-sessions") == 1
         async with opened(redis_server.url, tmp_path, policy=policy) as store:
             await store.sweep(START_S + 3_000_000, SweepPolicy(session_ttl_s=1e9))
-            assert {each.key for each in (await store.page(SessionRecord)).items} == {"a"}
+            assert {each.key for each in (await store.page_of_records(SessionRecord)).items} == {
+                "a"
+            }
 
     asyncio.run(main())
 
@@ -494,7 +503,7 @@ def test_without_a_clock_the_time_is_the_servers(redis_server: RedisServer, tmp_
         async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
             seconds, micros = await redis.time()
             await store.lease("worker", "process", INFO)
-            (served,) = await store.served()
+            (served,) = await store.base_models()
             assert 0 <= served.seen_s - (seconds + micros / 1e6) < 5
 
     asyncio.run(main())

@@ -39,7 +39,7 @@ def test_an_earlier_store_goes_on_bit_for_bit(tmp_path: Path) -> None:
         bench.positions["a"] = 5
         states.append(await finish_round(bench, "a"))
         assert len(bench.backend.gradients) == 2  # the one that no point covers, and the new one
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and not model.diverged
 
     run(tmp_path / "undisturbed", undisturbed)

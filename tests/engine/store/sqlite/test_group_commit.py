@@ -26,18 +26,21 @@ def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
 
     def insert(tx: Transaction) -> int:
         tx.news.take = True
-        return tx.run("INSERT INTO a VALUES (NULL)")
+        return tx.execute("INSERT INTO a VALUES (NULL)")
 
     async def main() -> None:
         news: list[CommitEvents] = []
         commit = GroupCommit(time.time, news.append)
         await commit.start(connect)
-        calls = [commit.call(insert), commit.call(lambda tx: tx.run("INSERT INTO b VALUES (99)"))]
+        calls = [
+            commit.run_operation(insert),
+            commit.run_operation(lambda tx: tx.execute("INSERT INTO b VALUES (99)")),
+        ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(each) for each in results] == [sqlite3.IntegrityError] * 2
         assert not any(each.take for each in news)
-        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
-        assert await commit.call(insert) == 1
+        assert await commit.run_operation(lambda tx: tx.fetch_one("SELECT COUNT(*) FROM a")) == (0,)
+        assert await commit.run_operation(insert) == 1
         assert news[-1].take
         await commit.stop()
 
@@ -60,13 +63,13 @@ def test_a_rollback_that_fails_stops_nobody() -> None:
         await commit.start(
             lambda: sqlite3.connect(":memory:", isolation_level=None, factory=Broken)
         )
-        await commit.call(lambda tx: tx.run("CREATE TABLE a (id)"))
+        await commit.run_operation(lambda tx: tx.execute("CREATE TABLE a (id)"))
         Broken.refuses = frozenset({"COMMIT", "ROLLBACK"})
         for _ in range(2):
             with pytest.raises(sqlite3.OperationalError, match="I/O"):
-                await commit.call(lambda tx: tx.run("INSERT INTO a VALUES (1)"))
+                await commit.run_operation(lambda tx: tx.execute("INSERT INTO a VALUES (1)"))
         Broken.refuses = frozenset()
-        assert await commit.call(lambda tx: tx.one("SELECT COUNT(*) FROM a")) == (0,)
+        assert await commit.run_operation(lambda tx: tx.fetch_one("SELECT COUNT(*) FROM a")) == (0,)
         await commit.stop()
 
     async def limited() -> None:
@@ -109,7 +112,7 @@ def test_kill_points_are_on_both_sides_of_the_commit(
 
     async def main() -> None:
         store = await SqliteStore.open(path)
-        rows = await store._call(lambda tx: tx.all("SELECT seq FROM jobs"))
+        rows = await store._call(lambda tx: tx.fetch_all("SELECT seq FROM jobs"))
         assert len(rows) == stored
         await store.close()
 

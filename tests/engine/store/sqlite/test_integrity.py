@@ -136,7 +136,7 @@ def test_a_damaged_page_that_a_request_meets_is_noticed_without_a_check(
     async def scenario() -> None:
         store = await SqliteStore.open(path)
         with pytest.raises(StoreDamaged, match=r"restore store\.db and the files"):
-            await store.page(SessionRecord)
+            await store.page_of_records(SessionRecord)
         assert store.soundness.state == "damaged"
         await store.close()
 
@@ -162,15 +162,15 @@ def test_a_check_sees_what_was_committed_before_it_and_is_over(tmp_path: Path) -
         path = tmp_path / "store.db"
         store = await SqliteStore.open(path, check_s=WAIT_S)
         assert store.soundness.state == "checking"
-        await store.put(SessionRecord("s", "t", 1.0, 1.0))
+        await store.put_record(SessionRecord("s", "t", 1.0, 1.0))
         await checked(store)
         assert store.soundness.state == "sound"
         await asyncio.wait([store._checking])  # type: ignore[list-item]
-        limit = await store._call(lambda tx: tx.one("PRAGMA wal_autocheckpoint"))
+        limit = await store._call(lambda tx: tx.fetch_one("PRAGMA wal_autocheckpoint"))
         assert limit == (CHECKPOINT_PAGES,)
         await store.close()
         again = await SqliteStore.open(path, check_s=WAIT_S)
-        assert await again.get(SessionRecord, "s") is not None
+        assert await again.get_record(SessionRecord, "s") is not None
         await again.close()
 
     run(scenario)
@@ -211,7 +211,7 @@ def test_a_check_that_takes_too_long_is_given_up(
     async def scenario() -> None:
         store = await SqliteStore.open(tmp_path / "store.db", check_s=0.5 if why == "time" else 50)
         began_s = time.monotonic()
-        await store.put(SessionRecord("s", "t", 1.0, 1.0))
+        await store.put_record(SessionRecord("s", "t", 1.0, 1.0))
         await checked(store)
         assert time.monotonic() - began_s < 10
         told = {"time": "within 0.5 s (store_check_s)", "log": "0 bytes were written"}[why]
@@ -234,12 +234,12 @@ def test_space_that_is_given_back_during_a_check_leaves_the_file_as_it_is(
         path = tmp_path / "store.db"
         store = await SqliteStore.open(path, check_s=50)
         before = path.read_bytes()
-        await store.put(SessionRecord("s", "t", 1.0, 1.0))
+        await store.put_record(SessionRecord("s", "t", 1.0, 1.0))
         await store._call(shrink)
         assert path.read_bytes() == before
         assert store.soundness.state == "checking"
         await store._call(lambda tx: tx.write_into_file())
-        await store._call(lambda tx: tx.run("UPDATE meta SET value = value"))
+        await store._call(lambda tx: tx.execute("UPDATE meta SET value = value"))
         await store._call(shrink)
         assert path.read_bytes() != before
         await store.close()
@@ -259,7 +259,7 @@ def test_a_disk_that_fills_during_a_check_is_more_urgent(
         store = await SqliteStore.open(tmp_path / "store.db", check_s=50, reserve_bytes=100_000)
         large = SessionRecord("s", "t", 1.0, 1.0, user_metadata={"about": "x" * 50_000})
         with no_more_pages(), pytest.raises(StoreFailed, match="nothing was changed"):
-            await store.put(large)
+            await store.put_record(large)
         assert not await store._call(lambda tx: tx.holds_file())
         await checked(store)
         assert store.soundness == Soundness("unchecked", "its disk became full during its check")

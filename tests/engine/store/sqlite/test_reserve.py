@@ -72,22 +72,22 @@ def test_a_full_disk_takes_nothing_new_until_it_has_room_again(
     async def main() -> None:
         path = tmp_path / "store.db"
         store = await SqliteStore.open(path, reserve_bytes=SIZE)
-        await store.put(session())
+        await store.put_record(session())
         assert path.with_suffix(".reserve").exists()
         assert (tmp_path / "store.db-wal").stat().st_blocks * 512 >= LOG_BYTES
         large = session("large", user_metadata={"about": "x" * 50_000})
         with no_more_pages(), pytest.raises(StoreFailed, match="nothing was changed"):
-            await store.put(large)
+            await store.put_record(large)
         assert not path.with_suffix(".reserve").exists()
         free(monkeypatch, 2 * SIZE - 1)
-        for refused in (lambda: store.put_new(session("t")), lambda: store.submit(job(1))):
+        for refused in (lambda: store.put_new_record(session("t")), lambda: store.submit(job(1))):
             with pytest.raises(StoreFailed, match="set aside is used for work that was accepted"):
                 await refused()
         await store.end_session("s", "success")  # whatever ends is carried out
-        ended = await store.get(SessionRecord, "s")
+        ended = await store.get_record(SessionRecord, "s")
         assert ended is not None and ended.ended == "success"
         free(monkeypatch, 2 * SIZE)
-        await store.put(large)
+        await store.put_record(large)
         assert path.with_suffix(".reserve").exists()
         await store.close()
 

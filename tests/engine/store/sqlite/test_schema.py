@@ -52,7 +52,7 @@ def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> N
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "data" / "store.db")
         pragmas = [
-            await store._call(lambda tx, name=name: tx.one(f"PRAGMA {name}"))
+            await store._call(lambda tx, name=name: tx.fetch_one(f"PRAGMA {name}"))
             for name in ("journal_mode", "synchronous")
         ]
         assert pragmas == [("wal",), (2,)]  # 2 = FULL

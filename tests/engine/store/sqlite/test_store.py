@@ -47,7 +47,7 @@ def test_an_idle_store_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         loop = asyncio.get_running_loop()
         epoch = await lease(store)
         waited = (await store.submit(job(2))).request_id
-        taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+        taking = asyncio.create_task(store.take_jobs(epoch, after=0, max_jobs=1))
         await asyncio.sleep(0.05)
         schedule = loop.call_at
 
@@ -109,7 +109,7 @@ def test_a_closed_store_releases_the_parked_and_refuses_the_rest(tmp_path: Path)
         epoch = await lease(store)
         request_id = (await store.submit(job(2))).request_id
         waiting = asyncio.create_task(store.wait(request_id, 10))
-        taking = asyncio.create_task(store.take(epoch, after=0, max_jobs=1))
+        taking = asyncio.create_task(store.take_jobs(epoch, after=0, max_jobs=1))
         await asyncio.sleep(0.02)
         last = asyncio.create_task(store.submit(job(3)))
         await asyncio.sleep(0)
@@ -132,9 +132,9 @@ def test_an_ended_job_keeps_its_key_but_not_its_payload(tmp_path: Path) -> None:
         request_id = (await store.submit(job(1))).request_id
         await store.submit(replace(job(2), rejection=Rejection("bad")))
         await store.finish(epoch, [Outcome(request_id, b"result")])
-        rows = await store._call(lambda tx: tx.all("SELECT seq, body FROM jobs"))
+        rows = await store._call(lambda tx: tx.fetch_all("SELECT seq, body FROM jobs"))
         assert rows == [(1, b"result"), (2, b"")]
-        assert await store._call(lambda tx: tx.all("SELECT * FROM payloads")) == []
+        assert await store._call(lambda tx: tx.fetch_all("SELECT * FROM payloads")) == []
         await store.close()
 
     asyncio.run(main())
@@ -144,14 +144,14 @@ def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> N
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
         before = (await store.submit(job(1))).request_id
-        row = await store._call(lambda tx: tx.one("PRAGMA page_count"))
+        row = await store._call(lambda tx: tx.fetch_one("PRAGMA page_count"))
         assert row is not None
-        await store._call(lambda tx: tx.one(f"PRAGMA max_page_count = {row[0] + 2}"))
+        await store._call(lambda tx: tx.fetch_one(f"PRAGMA max_page_count = {row[0] + 2}"))
         large = replace(job(2), payload=bytes(10**6))
         with pytest.raises(StoreFailed, match="disk is full; nothing was changed; free some"):
             await store.submit(large)
         assert await store.job_key(before) == ("alice", "m")
-        await store._call(lambda tx: tx.one("PRAGMA max_page_count = 1000000"))
+        await store._call(lambda tx: tx.fetch_one("PRAGMA max_page_count = 1000000"))
         assert not (await store.submit(large)).duplicate
         await store.close()
 
@@ -163,7 +163,7 @@ async def plans(store: SqliteStore, statements: list[str], table: str) -> list[t
     found = []
     for each in [each for each in statements if f" {table} " in each]:
         if not each.startswith(("INSERT", "CREATE")):
-            plan = await store._call(lambda tx, sql=each: tx.all(f"EXPLAIN QUERY PLAN {sql}"))
+            plan = await store._call(lambda tx, sql=each: tx.fetch_all(f"EXPLAIN QUERY PLAN {sql}"))
             found += [(each, step) for *_, step in plan if table in step]
     assert found
     return found
@@ -195,20 +195,22 @@ def test_what_the_store_does_all_day_is_a_few_look_ups(tmp_path: Path) -> None:
         path = tmp_path / "store.db"
         store = await SqliteStore.open(path, policy=policy, trace=statements.append)
         epoch = await lease(store)
-        await store.put(MODEL)
+        await store.put_record(MODEL)
         await store.submit(Job("alice", JobKind.SAMPLE, "s", 1, base_model="tiny"))
         statements.clear()
         await store.submit(job(2))
         await store.submit(job(1))  # is awaited, so the limit does not hold
-        await store.begin(epoch, [each.request_id for each in await store.take(epoch, **ALL)])
+        await store.note_running(
+            epoch, [each.request_id for each in await store.take_jobs(epoch, **ALL)]
+        )
         await store.renew(epoch)
-        await store.release(epoch, "m")
-        taken = await store.take(epoch, **ALL)
+        await store.unassign(epoch, "m")
+        taken = await store.take_jobs(epoch, **ALL)
         await store.finish(epoch, [Outcome(each.request_id, changed=True) for each in taken])
         await store.wait(taken[0].request_id, 0)
         for position in (1, 2, 2):
             await store.save_point(epoch, RecoveryPoint("m", position, "file", "numerics"))
-        await store.log(epoch, "m", start=0)
+        await store.read_log(epoch, "m", start=0)
         await store.submit(job(3), replace(MODEL, key="another"))
         client = SamplerClient("alice", "s", 0)
         for seq in (2, 3):
@@ -241,7 +243,7 @@ def test_a_worker_that_only_renews_writes_one_row(tmp_path: Path) -> None:
             await store.renew(epoch)
         assert await changes() == before + 10
         for _ in range(10):
-            await store.begin(epoch, [request_id])
+            await store.note_running(epoch, [request_id])
         assert await changes() == before + 10
         await store.close()
 
@@ -284,7 +286,7 @@ def test_a_killed_process_loses_nothing_that_it_acknowledged(tmp_path: Path) -> 
         owners = await asyncio.gather(*(store.job_key(each) for each in acknowledged))
         assert {owner[0] for owner in owners if owner} == {"alice"} and None not in owners
         epoch = await lease(store)
-        taken = await store.take(epoch, after=0, max_jobs=10**6)
+        taken = await store.take_jobs(epoch, after=0, max_jobs=10**6)
         assert {each.request_id for each in taken} >= set(acknowledged)
         await store.close()
 

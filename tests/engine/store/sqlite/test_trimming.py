@@ -40,7 +40,7 @@ async def add_results(store: SqliteStore, count: int, size: int, finished_s: flo
 
     def add(tx: Transaction) -> None:
         for n in range(count):
-            tx.run(JOB, f"r{n}", n, finished_s, size)
+            tx.execute(JOB, f"r{n}", n, finished_s, size)
 
     await store._call(add)
 
@@ -75,7 +75,7 @@ def test_a_sweep_of_20000_sessions_takes_50_ms_at_most(tmp_path: Path) -> None:
             for n in range(20_000):
                 ended = "success" if n % 2 else None
                 about = {"about": f"{n}" * 400}
-                records.put(tx, session(f"s{n}", ended=ended, user_metadata=about))
+                records.put_record(tx, session(f"s{n}", ended=ended, user_metadata=about))
 
         await store._call(add)
         took_s = []
@@ -94,8 +94,8 @@ class Steps:
 
     def __init__(self, store: SqliteStore) -> None:
         self.rows: list[int] = []
-        self._call = store._commit.call
-        store._commit.call = self.call  # type: ignore[method-assign]
+        self._call = store._commit.run_operation
+        store._commit.run_operation = self.call  # type: ignore[method-assign]
 
     def call(self, operation: Operation[Any], *, grows: bool = False) -> Any:
         def counted(tx: Transaction) -> Any:
@@ -116,9 +116,9 @@ def test_20000_sessions_and_checkpoints_that_are_due_end_in_short_steps(tmp_path
 
         def add(tx: Transaction) -> None:
             for n in range(20_000):
-                records.put(tx, session(f"s{n}", tenant=f"t{n % 20}"))
+                records.put_record(tx, session(f"s{n}", tenant=f"t{n % 20}"))
             for n in range(2000):
-                records.put(tx, checkpoint(f"c{n}", expires_s=START_S))
+                records.put_record(tx, checkpoint(f"c{n}", expires_s=START_S))
 
         await store._call(add)
         steps = Steps(store)
@@ -128,9 +128,9 @@ def test_20000_sessions_and_checkpoints_that_are_due_end_in_short_steps(tmp_path
         assert max(steps.rows) <= 2 * RECORDS_AT_ONCE  # a checkpoint's file is noted, too
         assert sum(steps.rows) >= 22_000
         ended = await store._call(
-            lambda tx: tx.one(f"SELECT SUM({IS_OPEN}) FROM records WHERE type = 'session'")
+            lambda tx: tx.fetch_one(f"SELECT SUM({IS_OPEN}) FROM records WHERE type = 'session'")
         )
-        assert (await store.page(CheckpointRecord, limit=0)).total == 0 and ended == (0,)
+        assert (await store.page_of_records(CheckpointRecord, limit=0)).total == 0 and ended == (0,)
         assert longest_s < 0.5  # some 30 ms; CI's cores are shared
         await store.close()
 
@@ -142,21 +142,21 @@ def test_a_session_with_10000_samplers_ends_in_short_steps(tmp_path: Path) -> No
         store = await opened(tmp_path)
 
         def add(tx: Transaction) -> None:
-            records.put(tx, session())
+            records.put_record(tx, session())
             for n in range(10_000):
-                records.put(tx, sampler(f"s:sample:{n}", file_id=f"file{n}"))
+                records.put_record(tx, sampler(f"s:sample:{n}", file_id=f"file{n}"))
             for n in range(500):
-                records.put(tx, model(f"s:train:{n}"))
+                records.put_record(tx, model(f"s:train:{n}"))
 
         await store._call(add)
         steps = Steps(store)
         await store.end_session("s", "success")
         assert max(steps.rows) <= 2 * RECORDS_AT_ONCE
-        assert (await store.page(SamplerRecord, limit=0)).total == 0
-        assert {each.status for each in (await store.page(ModelRecord)).items} == {
+        assert (await store.page_of_records(SamplerRecord, limit=0)).total == 0
+        assert {each.status for each in (await store.page_of_records(ModelRecord)).items} == {
             ModelStatus.ENDED
         }
-        found = await store.get(SessionRecord, "s")
+        found = await store.get_record(SessionRecord, "s")
         assert found is not None and found.ended == "success"
         assert len(await store.released_files()) == 10_000
         await store.close()
@@ -169,9 +169,9 @@ def test_a_store_of_an_earlier_release_gets_its_indices(tmp_path: Path) -> None:
 
     async def main() -> None:
         store = await opened(tmp_path)
-        await store.put(session("open"))
-        await store.put(session("ended", ended="success"))
-        await store.put(checkpoint(expires_s=START_S))
+        await store.put_record(session("open"))
+        await store.put_record(session("ended", ended="success"))
+        await store.put_record(checkpoint(expires_s=START_S))
         await store.close()
         with closing(sqlite3.connect(tmp_path / "store.db")) as file:
             names = "('sessions_by_sign', 'sessions_of_tenant', 'checkpoints_by_expiry')"
@@ -182,14 +182,14 @@ def test_a_store_of_an_earlier_release_gets_its_indices(tmp_path: Path) -> None:
                 file.execute(f"DROP INDEX {name}")
             file.commit()
         store = await opened(tmp_path, policy=StorePolicy(tenant_sessions=1))
-        assert len(await store._call(lambda tx: tx.all(made))) == 3
+        assert len(await store._call(lambda tx: tx.fetch_all(made))) == 3
         try:
-            await store.put_new(session("another"))
+            await store.put_new_record(session("another"))
         except LimitReached as error:
             assert "1 sessions" in str(error)
         policy = SweepPolicy(session_ttl_s=1e9, ended_session_ttl_s=10.0)
         await store.sweep(START_S + 100, policy)
-        assert [each.key for each in (await store.page(SessionRecord)).items] == ["open"]
+        assert [each.key for each in (await store.page_of_records(SessionRecord)).items] == ["open"]
         assert await store.files_in_use() == set()
         await store.close()
 
@@ -202,15 +202,17 @@ def test_the_sweep_and_the_limits_look_sessions_and_checkpoints_up(tmp_path: Pat
     async def main() -> None:
         store = await opened(tmp_path, trace=statements.append)
         statements.clear()
-        await store.put_new(session())
-        await store.put_new(sampler())
-        await store.kept("alice")
+        await store.put_new_record(session())
+        await store.put_new_record(sampler())
+        await store.checkpoint_usage("alice")
         await store.unnamed_saves("alice")
         await store.sweep(START_S, SweepPolicy())
         looked = [each for each in statements if " records " in each and "SELECT" in each]
         plans = []
         for statement in looked:
-            plan = await store._call(lambda tx, sql=statement: tx.all(f"EXPLAIN QUERY PLAN {sql}"))
+            plan = await store._call(
+                lambda tx, sql=statement: tx.fetch_all(f"EXPLAIN QUERY PLAN {sql}")
+            )
             plans += [(statement, step) for *_, step in plan if "records" in step]
         assert len(plans) >= 5
         for statement, step in plans:
@@ -232,7 +234,9 @@ def test_100000_results_are_dropped_without_a_stall(tmp_path: Path) -> None:
         store = await opened(tmp_path)
         await add_results(store, 100_000, 100, START_S)
         longest_s = await longest_wait(store, lambda: store.sweep(LATER_S, HOUR))
-        states = await store._call(lambda tx: tx.all("SELECT state, COUNT(*) FROM jobs GROUP BY 1"))
+        states = await store._call(
+            lambda tx: tx.fetch_all("SELECT state, COUNT(*) FROM jobs GROUP BY 1")
+        )
         assert dict(states) == {"expired": 90_000}  # and 10,000 are forgotten
         # In one transaction it was seconds. Some 30 ms; CI's cores are shared.
         assert longest_s < 0.25

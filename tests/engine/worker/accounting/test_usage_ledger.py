@@ -262,11 +262,11 @@ async def counted(bench: Bench) -> Totals:
     device did, and that nothing is in it twice."""
     await bench.worker._wait_until_stored(None, None)
     used = sum((each.total for each in await bench.store.usage()), Totals())
-    figures = bench.worker._metrics()
-    busy_s = figures["device_seconds_total"]
-    overhead_s = figures["device_seconds_overhead_total"]
+    metrics = bench.worker._metrics()
+    busy_s = metrics["device_seconds_total"]
+    overhead_s = metrics["device_seconds_overhead_total"]
     assert busy_s > 0
-    assert used.device_s + overhead_s == pytest.approx(busy_s, rel=1e-6), (used, figures)
+    assert used.device_s + overhead_s == pytest.approx(busy_s, rel=1e-6), (used, metrics)
     return used
 
 
@@ -332,12 +332,12 @@ def test_what_is_done_again_after_a_death_is_overhead(tmp_path: Path) -> None:
         await bench.ok(await bench.step("a"))
         await bench.worker._wait_until_stored(None, None)
         (used,) = await bench.store.usage()
-        figures = bench.worker._metrics()
+        metrics = bench.worker._metrics()
         after_s = used.total.device_s - before.device_s
-        overhead_s = figures["device_seconds_overhead_total"]
+        overhead_s = metrics["device_seconds_overhead_total"]
         assert len(bench.backend.gradients) == 3
         assert used.total.requests == 5 and overhead_s > 0
-        assert after_s + overhead_s == pytest.approx(figures["device_seconds_total"], rel=1e-6)
+        assert after_s + overhead_s == pytest.approx(metrics["device_seconds_total"], rel=1e-6)
         assert (await bench.store.curve("a"))[:-1] == curve
 
     run(tmp_path, scenario, NEVER)
@@ -388,8 +388,8 @@ def test_samples_given_up_at_a_stop_are_overhead(tmp_path: Path) -> None:
         await until(lambda: bool(bench.backend.calls))  # type: ignore[attr-defined]
         bench.worker.stop()
         await asyncio.wait_for(bench.task, 10)
-        figures = bench.worker._metrics()
-        assert figures["device_seconds_overhead_total"] == figures["device_seconds_total"] > 0
+        metrics = bench.worker._metrics()
+        assert metrics["device_seconds_overhead_total"] == metrics["device_seconds_total"] > 0
         assert await bench.store.usage() == []
 
     run(tmp_path, scenario)

@@ -484,7 +484,7 @@ def test_a_save_has_the_state_of_its_turn_whenever_its_file_is_written(world: Wo
     command = SaveWeights(TRAINING, file_id, record(TRAINING, file_id))
     executed = world.executor.execute_batch([world.job(JobKind.SAVE_WEIGHTS, encode(command))])
     world.train()
-    world.executor.forget("m")
+    world.executor.forget_model("m")
     assert world.files.ids() == set()  # the device has not waited for the disk
     (outcome,) = executed.outcomes()
     assert body(outcome) == {"path": "tinker://m/weights/a"}

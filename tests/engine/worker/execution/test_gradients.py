@@ -264,7 +264,7 @@ def test_a_model_has_its_position_before_its_answers_are_made(
     world = new_world()
     job = world.gradient(model="a")
     executed = world.executor.execute_batch([job])
-    captured = world.executor.capture("a")
+    captured = world.executor.capture_model("a")
     assert captured is not None and job.position is not None
     state, position = captured
     assert position == job.position + 1
@@ -278,7 +278,7 @@ def test_a_payload_that_was_decoded_before_is_not_decoded_again(
     world = new_world()
     jobs = [world.gradient(model=model) for model in "abA"]
     bad = replace(world.gradient(training_body({**DATUM, "weights": [1.0, np.nan]})), model_id="B")
-    decode, threads = world.executor.decode, []
+    decode, threads = world.executor.decode_payload, []
 
     def noting(job: Job) -> Any:
         threads.append(threading.current_thread())
@@ -299,7 +299,7 @@ def test_a_payload_that_cannot_be_decoded_for_a_bug_fails_alone(
 ) -> None:
     world = new_world()
     good, bad = world.gradient(model="a"), world.gradient(model="b")
-    decode = world.executor.decode
+    decode = world.executor.decode_payload
 
     def failing(job: Job) -> Any:
         if job is bad:

@@ -74,7 +74,7 @@ async def pointed(bench: Bench, count: int = 1) -> None:
     """Returns when the model has ``count`` recovery points, the newest of its present state."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
-            points = await bench.store.points(bench.worker.session.epoch, "a")
+            points = await bench.store.recovery_points(bench.worker.session.epoch, "a")
             if len(points) >= count and points[0].position == bench.positions["a"]:
                 return
             await asyncio.sleep(0.02)
@@ -109,7 +109,7 @@ def test_requests_that_a_dead_worker_left_run_on_the_next(tmp_path: Path) -> Non
         bench.backend.gate.clear()
         requests = [await bench.gradient("a", 1), await bench.step("a")]
         requests += [await bench.sample("c", 1), await bench.create("b"), await bench.gradient("b")]
-        await until(lambda: "begin" in bench.line.calls)
+        await until(lambda: "note_running" in bench.line.calls)
         await bench.kill()
         bench.start()
         for request in requests:
@@ -128,7 +128,7 @@ def test_results_that_were_given_do_not_change_when_they_are_computed_again(tmp_
         bench.start()
         await bench.ok(await bench.step("a"))
         assert await bench.ok(request) == before
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and model.status is ModelStatus.READY and not model.diverged
 
     run(tmp_path, scenario)
@@ -153,7 +153,7 @@ def test_other_bits_are_flagged_and_the_client_keeps_what_it_has(tmp_path: Path)
         bench.start(Drifting())
         await bench.ok(await bench.step("a"))
         assert await bench.ok(request) == before
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and model.diverged and model.status is ModelStatus.READY
 
     run(tmp_path, scenario)
@@ -182,7 +182,7 @@ async def assert_lost(bench: Bench) -> None:
         rejection = (await bench.outcome(request)).rejection
         assert rejection is not None and rejection.category == "server"
         assert "from your last checkpoint" in rejection.message
-    model = await bench.store.get(ModelRecord, "a")
+    model = await bench.store.get_record(ModelRecord, "a")
     assert model is not None and model.status is ModelStatus.LOST
     await bench.ok(await bench.create("b"))  # the worker goes on
 
@@ -195,7 +195,7 @@ def test_a_damaged_point_is_replaced_by_the_one_before_and_more_replay(tmp_path:
         await pointed(bench)
         await train(bench, "a", 4)
         await pointed(bench, count=2)
-        points = await bench.store.points(1, "a")
+        points = await bench.store.recovery_points(1, "a")
         await bench.kill()
         member = tmp_path / "damaged" / "files" / points[0].file_id / "adapter.safetensors"
         member.write_bytes(member.read_bytes()[:-1])
@@ -247,7 +247,7 @@ def test_a_small_device_does_again_what_it_did_in_the_same_halves(tmp_path: Path
         bench.start(Small())
         await bench.ok(await bench.step("a"))
         assert lengths == [32]
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and not model.diverged
 
     run(tmp_path, scenario)
@@ -263,13 +263,13 @@ def test_what_is_done_again_is_noted_as_the_request_that_needs_it(tmp_path: Path
         bench.start()
         bench.backend.gate.clear()
         noted: list[list[str]] = []
-        begin = bench.store.begin
+        begin = bench.store.note_running
 
         async def noting(epoch: int, request_ids: list[str]) -> None:
             noted.append(request_ids)
             await begin(epoch, request_ids)
 
-        bench.store.begin = noting  # type: ignore[method-assign, assignment]
+        bench.store.note_running = noting  # type: ignore[method-assign, assignment]
         request = await bench.step("a")
         bench.backend.gate.set()
         await bench.ok(request)
@@ -321,14 +321,16 @@ def test_a_point_that_cannot_be_written_costs_nothing_but_replay(
         await bench.kill()
         executor = JobExecutor(bench.backend, FileStore(tmp_path / "files", fs))
         worker = Worker(bench.line.connect, executor, FAKE_INFO, name="worker", policy=OFTEN)
-        bench.task = asyncio.create_task(worker.run())
+        bench.task = asyncio.create_task(worker.run_until_stopped())
         fs.is_full = True
         await bench.ok(await bench.create("a"))
         await train(bench, "a", 2)
         await until(lambda: "was not written" in caplog.text)
         fs.is_full = False
         async with asyncio.timeout(TIMEOUT_S):
-            while not await worker.session.call(lambda queue, epoch: queue.points(epoch, "a")):
+            while not await worker.session.call(
+                lambda queue, epoch: queue.recovery_points(epoch, "a")
+            ):
                 await asyncio.sleep(0.02)
 
     run(tmp_path, scenario, OFTEN)
@@ -342,13 +344,13 @@ def test_a_point_waits_for_the_results_before_it(tmp_path: Path) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
         gradients = [await bench.gradient("a", token) for token in (0, 1)]
-        await until(lambda: bench.line.calls.count("take") >= 3)
+        await until(lambda: bench.line.calls.count("take_jobs") >= 3)
         bench.line.breaks = {"finish": ["before"] * 10_000}
         bench.backend.gate.set()
         await until(lambda: len(bench.backend.gradients) == 2)
         await asyncio.sleep(0.2)  # long enough for many points
         await bench.kill()
-        assert [p.position for p in await bench.store.points(1, "a")] in ([], [1])
+        assert [p.position for p in await bench.store.recovery_points(1, "a")] in ([], [1])
         bench.start()
         for request in gradients:
             await bench.ok(request)
@@ -364,7 +366,7 @@ def test_a_point_waits_for_the_results_before_it(tmp_path: Path) -> None:
 
 async def park(bench: Bench) -> None:
     await bench.store.sweep(1e12, SweepPolicy(session_ttl_s=1e13, park_s=1.0, result_ttl_s=1e13))
-    await until(lambda: "release" in bench.line.calls)
+    await until(lambda: "unassign" in bench.line.calls)
 
 
 def test_an_idle_model_frees_its_place_and_comes_back_with_its_next_request(tmp_path: Path) -> None:
@@ -426,7 +428,7 @@ def test_a_worker_that_is_stopped_leaves_nothing_to_do_again(tmp_path: Path) -> 
         await train(bench, "a", 2)
         bench.worker.stop()
         await asyncio.wait_for(bench.task, TIMEOUT_S)
-        assert (await bench.store.served())[0].workers == 0
+        assert (await bench.store.base_models())[0].workers == 0
         bench.start()
         assert await finish_round(bench, "a") == wanted
         assert len(bench.backend.gradients) == 1
@@ -439,7 +441,7 @@ def test_a_stopping_worker_ends_its_unit_and_takes_no_other(tmp_path: Path) -> N
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
         running = await bench.gradient("a")
-        await until(lambda: bench.line.calls.count("begin") == 2)
+        await until(lambda: bench.line.calls.count("note_running") == 2)
         waiting = await bench.step("a")
         bench.worker.stop()
         await asyncio.sleep(0.05)
@@ -463,7 +465,7 @@ def test_a_unit_that_does_not_end_is_abandoned(
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
         request = await bench.gradient("a", 2)
-        await until(lambda: bench.line.calls.count("begin") == 2)
+        await until(lambda: bench.line.calls.count("note_running") == 2)
         bench.worker.stop()
         await asyncio.wait_for(bench.task, TIMEOUT_S)
         bench.backend.gate.set()

@@ -63,7 +63,7 @@ def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
                 await bench.ok(await bench.gradient(model, token))
         await bench.kill()
         suspect, *others = [await bench.step(model) for model in "abc"]
-        await bench.store.begin(1, [suspect])
+        await bench.store.note_running(1, [suspect])
         await bench.store.lease("worker", "one that takes over", FAKE_INFO)
         bench.start(Recording())
         for request in (suspect, *others):
@@ -89,12 +89,12 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
         bench.backend.gate.clear()
         gradient = await bench.gradient("a", 1)
         broken = await bench.submit(JobKind.FORWARD_BACKWARD, b"no request", "a")
-        await until(lambda: bench.line.calls.count("take") >= 4)
+        await until(lambda: bench.line.calls.count("take_jobs") >= 4)
         bench.backend.gate.set()
         await bench.ok(gradient)
         assert (await bench.outcome(broken)).rejection is not None
         await pointed(bench, count=2)
-        newest, _ = await bench.store.points(1, "a")
+        newest, _ = await bench.store.recovery_points(1, "a")
         assert newest.position == 3
         await bench.kill()
         member = tmp_path / "files" / newest.file_id / "adapter.safetensors"
@@ -105,7 +105,7 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
         saved = bench.line.calls.count("save_point")
         bench.backend.gate.clear()
         step = await bench.step("a")
-        await until(lambda: "log" in bench.line.calls)
+        await until(lambda: "read_log" in bench.line.calls)
         gradient = await bench.gradient("b")
         bench.backend.gate.set()
         await bench.ok(step)
@@ -165,7 +165,7 @@ def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what
         await bench.ok(await bench.create("b"))
         full.has_room = True
         assert await finish_round(bench, "a") == wanted
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and model.status is ModelStatus.READY
 
     run(tmp_path / "full", scenario, policy)
@@ -211,7 +211,7 @@ def test_a_model_that_this_worker_cannot_take_is_kept_for_another(
         rejection = (await bench.outcome(await bench.gradient("a", 9))).rejection
         assert rejection is not None and rejection.category == "server"
         assert "no room to restore model a" in rejection.message
-        model = await bench.store.get(ModelRecord, "a")
+        model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and model.status is ModelStatus.READY
         await bench.kill()
         bench.start()
@@ -222,7 +222,7 @@ def test_a_model_that_this_worker_cannot_take_is_kept_for_another(
 
 def test_a_session_can_end_while_there_is_no_room_for_its_model(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
-        await bench.store.put(SessionRecord("s", "a", 0.0, 0.0))
+        await bench.store.put_record(SessionRecord("s", "a", 0.0, 0.0))
         await bench.ok(await bench.create("a"))
         await bench.kill()
         bench.start(Full("creating"))

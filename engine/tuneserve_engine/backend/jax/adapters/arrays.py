@@ -124,11 +124,11 @@ def exported(state: AdapterState, shapes: TargetShapes, frozen: FrozenOf) -> Ada
     rank = state.config.rank
     weights: Tensors = {}
     for name in state.config.targets:
-        true = kind.parts(shapes[name], kind.rank(state.config, shapes[name]))
+        true = kind.parameter_shapes(shapes[name], kind.rank(state.config, shapes[name]))
         parts = {part: state.weights[f"{name}.{part}"] for part in true}
-        pair = kind.pair(parts, frozen(state.config, name))
+        pair = kind.lora_pair(parts, frozen(state.config, name))
         for part, x in zip("AB", pair, strict=True):
-            weights[f"{name}.{part}"] = _filled(x, LORA.parts(shapes[name], rank)[part])
+            weights[f"{name}.{part}"] = _filled(x, LORA.parameter_shapes(shapes[name], rank)[part])
     return AdapterState(kinds.exported(state.config), weights, state.step)
 
 
@@ -213,7 +213,7 @@ def part_shapes(shapes: TargetShapes, rank: int, kind: AdapterKind) -> PartShape
     """Return shapes of all arrays of an adapter that is padded to the rank, trained or not."""
     found: PartShapes = {}
     for name, shape in shapes.items():
-        for part, padded in kind.parts(shape, rank).items():
+        for part, padded in kind.parameter_shapes(shape, rank).items():
             found.setdefault(part, {})[name] = padded
     return found
 
@@ -241,7 +241,9 @@ def _true_shapes(
     return {
         f"{name}.{part}": shape
         for name in config.targets
-        for part, shape in (kind or own).parts(shapes[name], own.rank(config, shapes[name])).items()
+        for part, shape in (kind or own)
+        .parameter_shapes(shapes[name], own.rank(config, shapes[name]))
+        .items()
     }
 
 

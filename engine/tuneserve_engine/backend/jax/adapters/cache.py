@@ -127,7 +127,7 @@ class AdapterCache:
         with self._state:
             return sum(entry.device is not None for entry in self._entries.values())
 
-    def put(self, adapter_id: str, state: AdapterState, rank_bucket: int) -> None:
+    def register(self, adapter_id: str, state: AdapterState, rank_bucket: int) -> None:
         """Register or replace an adapter. It is loaded to the device when it is needed there.
 
         Raises ``UserError`` if the state does not fit this base model, and ``OutOfMemory`` if the

@@ -58,7 +58,7 @@ class DeviceSvd:
         self.bytes = decomposition_bytes(shapes, max_rank)
         """Size on the device, while it is there."""
 
-    def of(self, config: AdapterConfig, target: str) -> SvdFactors | None:
+    def svd_factors(self, config: AdapterConfig, target: str) -> SvdFactors | None:
         """Return the adapter's part of the target's decomposition, on the host.
 
         Returns None if the adapter needs none of it.

@@ -69,7 +69,7 @@ class Plan:
     adapter_host_bytes: int
     lines: tuple[Line, ...]
     memory: Mapping[str, float]
-    """The lines summed by use, with the names of ``metric_names.FIGURES``."""
+    """The lines summed by use, with the names of ``metric_names.WORKER_METRICS``."""
 
 
 def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:

@@ -150,7 +150,7 @@ class LayerPass:
 
         def one(at: Array, into: Attention) -> Attention:
             qkv = self.before(self.part(x, x_base + at), self.lora(at, BEFORE), self.rope(at))
-            return put_qkv(into, base + at, qkv)
+            return write_qkv(into, base + at, qkv)
 
         return self.each_chunk(one, into)  # type: ignore[no-any-return]
 
@@ -174,17 +174,19 @@ class LayerPass:
     def finish(self, x: Array, at: Array, attention: Attention, into: Array) -> Array:
         """Return ``into`` with the layer's output of the chunk."""
         attended = self.part(attention.attended.out, at)
-        return put(into, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
+        return write_blocks(into, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
 
 
-def put(buffer: Array, at: Any, value: Array) -> Array:
+def write_blocks(buffer: Array, at: Any, value: Array) -> Array:
     """Return the buffer with ``value`` written from index ``at`` of its first axis on."""
     return jax.lax.dynamic_update_slice_in_dim(buffer, value, at, 0)
 
 
-def put_qkv(into: Attention, at: Any, qkv: tuple[Array, Array, Array]) -> Attention:
+def write_qkv(into: Attention, at: Any, qkv: tuple[Array, Array, Array]) -> Attention:
     q, k, v = qkv
-    return into._replace(q=put(into.q, at, q), k=put(into.k, at, k), v=put(into.v, at, v))
+    return into._replace(
+        q=write_blocks(into.q, at, q), k=write_blocks(into.k, at, k), v=write_blocks(into.v, at, v)
+    )
 
 
 def attention_shapes(config: ModelConfig, blocks: int, size: int, dtype: DTypeLike) -> Any:

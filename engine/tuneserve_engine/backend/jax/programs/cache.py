@@ -65,7 +65,7 @@ class ProgramCache:
         self.loaded += 1
         return found
 
-    def keep(self, identity: str, compiled: Compiled) -> None:
+    def store_program(self, identity: str, compiled: Compiled) -> None:
         """Write the program, whole or not at all. A failure is only logged."""
         path = self._path(identity)
         try:

@@ -95,7 +95,7 @@ class Program:
         found = self._kept.load(identity)
         if found is None:
             found = self.lower(specs).compile()
-            self._kept.keep(identity, found)
+            self._kept.store_program(identity, found)
         return found
 
 
@@ -174,7 +174,7 @@ class ProgramRegistry:
         self._compilations = _compilations()
         self._at_ready = 0
 
-    def add(
+    def add_program(
         self,
         name: str,
         function: Callable[..., Any],
@@ -231,7 +231,7 @@ class ProgramRegistry:
             target=self._finish, args=(workers, declared, time.monotonic()), name="compiled"
         ).start()
 
-    def compile_late(self, *programs: Program) -> None:
+    def compile_on_demand(self, *programs: Program) -> None:
         """Compile what these programs have declared now, if the rest is compiled ahead.
 
         The caller waits; other callers do not. If a program cannot be compiled, requests that need
@@ -255,7 +255,7 @@ class ProgramRegistry:
         return self.ready.wait(timeout_s)
 
     @property
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Gauges of compiling ahead, and a counter of what was compiled after it.
 
         ``ready`` is missing if nothing is compiled ahead: such a process never becomes ready, but

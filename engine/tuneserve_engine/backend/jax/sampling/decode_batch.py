@@ -153,18 +153,20 @@ class KvCache:
             self._weights = self._programs.unstacked(())
         return self._weights
 
-    def take(self) -> Pages:
+    def take_pages(self) -> Pages:
         """Return the pages, for a program that consumes them; ``put`` takes the new ones back."""
         pages = self._pages
         self._pages = None
         return self._programs.empty_pages(()) if pages is None else pages
 
-    def put(self, pages: Pages) -> None:
+    def put_pages(self, pages: Pages) -> None:
         self._pages = pages
 
-    def copy(self, source: int, target: int) -> None:
+    def copy_page(self, source: int, target: int) -> None:
         """Copy a page."""
-        self.put(self._programs.copy((), self.take(), np.int32(source), np.int32(target)))
+        self.put_pages(
+            self._programs.copy((), self.take_pages(), np.int32(source), np.int32(target))
+        )
 
 
 class DecodeBatch:
@@ -249,10 +251,10 @@ class DecodeBatch:
     def advance(self) -> None:
         """Prefill a chunk of the prompts and decode a few tokens."""
         if self._should_prefill():
-            self.read()
+            self.prefill()
             self._in_a_row += 1
         if self._most_decode or (self.decoding and self._in_a_row >= _CHUNKS_IN_A_ROW):
-            self.write()
+            self.decode()
             self._in_a_row = 0
 
     @property
@@ -280,7 +282,7 @@ class DecodeBatch:
         self._put_off = self._most_decode and not (is_full or begins or self._put_off)
         return bool(unread) and not self._put_off
 
-    def read(self) -> None:
+    def prefill(self) -> None:
         """Prefill one chunk of the waiting prompts; sequences with a whole prompt then decode."""
         blocks = no_blocks(self._programs.blocks, self._programs.block, self._programs.table_width)
         chosen = []
@@ -300,9 +302,13 @@ class DecodeBatch:
             sequence.read += 1
         if chosen:
             pages, hidden = self._programs.prefill(
-                self._rank_bucket, self._cache.take(), self._cache.weights, self._adapters, blocks
+                self._rank_bucket,
+                self._cache.take_pages(),
+                self._cache.weights,
+                self._adapters,
+                blocks,
             )
-            self._cache.put(pages)
+            self._cache.put_pages(pages)
             self._score(chosen, hidden, blocks.slot)
         for slot in list(self._prefilling):
             held = self._sequences[slot]
@@ -347,19 +353,19 @@ class DecodeBatch:
         score_request = no_score_request(self._programs.blocks, self._programs.block)
         for number, sequence, part in asking:
             assert sequence.prompt_logprobs is not None
-            sequence.prompt_logprobs.ask(score_request, number, part)
+            sequence.prompt_logprobs.request_scores(score_request, number, part)
         scores = self._programs.score(
             self._rank_bucket, hidden, self._adapters, slot, score_request
         )
         for number, sequence, part in asking:
             assert sequence.prompt_logprobs is not None
-            sequence.prompt_logprobs.add(part, number, scores)
+            sequence.prompt_logprobs.add_scores(part, number, scores)
 
     def _start_decoding(self, slot: int, sequence: DecodedSequence) -> None:
         """Start decoding the sequence, into pages of its own."""
         size = self._programs.block
         if sequence.context % size:
-            self._cache.copy(sequence.prefix_pages[-1].page, sequence.private_pages[0])
+            self._cache.copy_page(sequence.prefix_pages[-1].page, sequence.private_pages[0])
         first = sequence.context // size
         self._state.table[slot, first : first + len(sequence.private_pages)] = (
             sequence.private_pages
@@ -371,7 +377,7 @@ class DecodeBatch:
 
     # --- writing --------------------------------------------------------------------------------
 
-    def write(self) -> None:
+    def decode(self) -> None:
         """Decode a few tokens of every sequence in one dispatch; drop those after its end."""
         decoding = [
             (slot, sequence)
@@ -381,9 +387,9 @@ class DecodeBatch:
         top_asked = any(sequence.request.topk_sample for _, sequence in decoding)
         state = self._state._replace(top=np.bool_(top_asked))
         decoded: Decoded = self._programs.decode(
-            self._rank_bucket, self._cache.take(), self._cache.weights, self._adapters, state
+            self._rank_bucket, self._cache.take_pages(), self._cache.weights, self._adapters, state
         )
-        self._cache.put(decoded.pages)
+        self._cache.put_pages(decoded.pages)
         tokens, logprobs = jax.device_get((decoded.tokens, decoded.logprobs))
         top = jax.device_get(decoded.top) if top_asked else None
         counts = self._cache.counts

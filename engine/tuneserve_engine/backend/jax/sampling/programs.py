@@ -130,17 +130,17 @@ class Programs:
         make_bank = partial(empty_adapters, slots=slots)
         make_pages = partial(_empty_pages, model.config, pages, static_shapes.block, dtype)
         use = "samples, by rank bucket"
-        self.prefill = programs.add("prefill", _prefill, use=use, model=model, donate=(0,))
-        self.score = programs.add("score", _score, use=use, model=model)
-        self.decode = programs.add("decode", _decode, use=use, model=model, donate=(0,))
-        self.set_slot_adapter = programs.add(
+        self.prefill = programs.add_program("prefill", _prefill, use=use, model=model, donate=(0,))
+        self.score = programs.add_program("score", _score, use=use, model=model)
+        self.decode = programs.add_program("decode", _decode, use=use, model=model, donate=(0,))
+        self.set_slot_adapter = programs.add_program(
             "set_slot_adapter", set_slot_adapter, use=use, donate=(0,)
         )
-        self.empty_adapters = programs.add("empty_bank", make_bank, use=use)
+        self.empty_adapters = programs.add_program("empty_bank", make_bank, use=use)
         use = "samples, all of them"
-        self.copy = programs.add("copy", _copy, use=use, donate=(0,))
-        self.empty_pages = programs.add("empty_pages", make_pages, use=use)
-        self.unstacked = programs.add("unstacked", _unstacked, use=use, model=model)
+        self.copy = programs.add_program("copy", _copy, use=use, donate=(0,))
+        self.empty_pages = programs.add_program("empty_pages", make_pages, use=use)
+        self.unstacked = programs.add_program("unstacked", _unstacked, use=use, model=model)
         self._declare(model, static_shapes.rank_buckets, slots, jax.eval_shape(make_pages))
 
     def _declare(

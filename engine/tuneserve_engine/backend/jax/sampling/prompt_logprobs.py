@@ -27,7 +27,7 @@ class PromptLogprobs:
         self._scores: list[tuple[int, int, Any, TopTokens | None, TopTokens | None]] = []
 
     @staticmethod
-    def are_asked(request: SamplingRequest) -> bool:
+    def are_requested(request: SamplingRequest) -> bool:
         """Return whether the request asks anything about its prompt."""
         return bool(
             request.prompt_logprobs
@@ -36,7 +36,7 @@ class PromptLogprobs:
             or request.alt_tokens
         )
 
-    def ask(self, score_request: PromptScoreRequest, number: int, part: int) -> None:
+    def request_scores(self, score_request: PromptScoreRequest, number: int, part: int) -> None:
         """Write the questions about a part of the prompt to row ``number`` of the chunk."""
         rows = self._rows(part)
         score_request.ids[number, : rows.stop - rows.start, : self._ids.shape[1]] = self._ids[rows]
@@ -46,7 +46,7 @@ class PromptLogprobs:
         score_request.positions[number] = rows.start + 1 + np.arange(self._block)
         score_request.temperature[number] = self._request.temperature
 
-    def add(self, part: int, number: int, scores: PromptScores) -> None:
+    def add_scores(self, part: int, number: int, scores: PromptScores) -> None:
         """Keep the scores of row ``number`` of a chunk, to be fetched with the result.
 
         Scores that were not asked for are dropped, so that they can leave the device earlier.

@@ -80,7 +80,7 @@ class JaxSampler:
 
     def load_snapshot(self, snapshot_id: str, state: AdapterState) -> None:
         """Keep frozen weights at least until the next call that samples."""
-        self.snapshots.put(snapshot_id, state)
+        self.snapshots.register(snapshot_id, state)
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
         """Return one result per request, in order. Nothing runs if one of them cannot."""
@@ -250,7 +250,7 @@ class JaxSampler:
     def _new_sequence(
         self, request: SamplingRequest, snapshot: Snapshot, sample: int
     ) -> DecodedSequence:
-        asks = sample == 0 and PromptLogprobs.are_asked(request)
+        asks = sample == 0 and PromptLogprobs.are_requested(request)
         prompt_logprobs = PromptLogprobs(request, self._static_shapes.block) if asks else None
         return DecodedSequence(
             request, sample, snapshot, self._stop_criteria(request), prompt_logprobs

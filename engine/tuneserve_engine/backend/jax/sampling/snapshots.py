@@ -61,7 +61,7 @@ class Snapshots:
         self._pinned: set[str] = set()
         self.base_model = Snapshot("", NO_ADAPTER, static_shapes.rank_bucket(1))
 
-    def put(self, name: str, state: AdapterState) -> None:
+    def register(self, name: str, state: AdapterState) -> None:
         """Keep a copy of the weights. Raises ``UserError`` if they do not fit the base model."""
         check_state(state, self._shapes)
         weights = {tensor: values.copy() for tensor, values in state.weights.items()}

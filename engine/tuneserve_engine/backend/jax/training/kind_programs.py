@@ -65,10 +65,10 @@ class KindPrograms:
             name = kind.program
             if name not in self._pairs:
                 use = f"adapters of {kind.name} by rank bucket"
-                self._pairs[name] = programs.add(
+                self._pairs[name] = programs.add_program(
                     f"pairs_{name}", partial(pairs_of, kind, shapes), use=use
                 )
-                self._steps[name] = programs.add(
+                self._steps[name] = programs.add_program(
                     f"step_{name}", partial(kind_step, kind, shapes), use=use, donate=(0, 1, 2, 3)
                 )
 
@@ -101,7 +101,9 @@ class KindPrograms:
         with self._lock:
             if kind.program not in self._prepared:
                 self._declare(kind)
-                self._programs.compile_late(self._pairs[kind.program], self._steps[kind.program])
+                self._programs.compile_on_demand(
+                    self._pairs[kind.program], self._steps[kind.program]
+                )
                 self._prepared.add(kind.program)
 
     def is_prepared(self, kind: AdapterKind) -> bool:
@@ -139,10 +141,10 @@ def pairs_of(
     a, b = {}, {}
     with jax.default_matmul_precision("highest"):
         for name, own in parts.items():
-            a[name], b[name] = kind.pair(own, frozen[name] if frozen else None)
+            a[name], b[name] = kind.lora_pair(own, frozen[name] if frozen else None)
     rank = next(iter(a.values())).shape[-1]
     for name in shapes.keys() - parts.keys():
-        padded = LORA.parts(shapes[name], rank)
+        padded = LORA.parameter_shapes(shapes[name], rank)
         a[name], b[name] = jnp.zeros(padded["A"]), jnp.zeros(padded["B"])
     return LoraWeights(a, b)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
 from tuneserve_engine.backend.jax.model.decoder import Decoder
-from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens, put
+from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens, write_blocks
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
@@ -124,7 +124,7 @@ def train_micro_batch(
         {**gradient_slots.b, UNEMBED: head.gradient_slots["b"]},
     )
     # Into the given buffer: one that nothing reads would not be reused, donated or not.
-    space = taped.space._replace(dx=put(taped.space.dx, 0, head.gradient))
+    space = taped.space._replace(dx=write_blocks(taped.space.dx, 0, head.gradient))
     space, gradient_slots = taped.run.reverse(space, gradient_slots, micro_batch.owners)
     return TrainedMicroBatch(ScoredMicroBatch(head.logprobs, head.loss), space, gradient_slots)
 

@@ -28,8 +28,8 @@ from tuneserve_engine.backend.jax.model.layer_stack import (
     LayerStack,
     PackedTokens,
     attention_shapes,
-    put,
-    put_qkv,
+    write_blocks,
+    write_qkv,
 )
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.specs import spec
@@ -116,8 +116,8 @@ class TrainingPass:
             part = run.part(x, at)
             qkv, kept = self._before_of(run, at, part)
             return tape._replace(
-                x=put(tape.x, x_base + at, part),
-                attention=put_qkv(tape.attention, base + at, qkv),
+                x=write_blocks(tape.x, x_base + at, part),
+                attention=write_qkv(tape.attention, base + at, qkv),
                 before=self._put_residuals(tape.before, run, at, kept),
             )
 
@@ -125,7 +125,7 @@ class TrainingPass:
             y, residuals = state
             attended = run.part(tape.attention.attended.out, attended_base + at)
             part, kept = self._after_of(run, at, run.part(tape.x, x_base + at), attended)
-            return put(y, at, part), self._put_residuals(residuals, run, at, kept)
+            return write_blocks(y, at, part), self._put_residuals(residuals, run, at, kept)
 
         tape = run.each_chunk(before, tape)
         tape = tape._replace(attention=run.attend(tape.attention, base, attended_base))
@@ -149,13 +149,17 @@ class TrainingPass:
             pull = self._after_pullback(tape, run, at, run.part(tape.x, x_base + at), attended)
             by_x, by_attended, by_ab = pull(run.part(dx, at))
             gradient_slots = _add(gradient_slots, by_ab, run, blocks, at)
-            return put(dx, at, by_x), put(dattended, at, by_attended), gradient_slots
+            return (
+                write_blocks(dx, at, by_x),
+                write_blocks(dattended, at, by_attended),
+                gradient_slots,
+            )
 
         def before(at: Array, state: Any) -> Any:
             dx, gradient_slots = state
             pull = self._before_pullback(tape, run, at, run.part(tape.x, x_base + at))
             by_x, by_ab = pull(tuple(run.part(d, at) for d in dqkv))
-            return put(dx, at, run.part(dx, at) + by_x), _add(
+            return write_blocks(dx, at, run.part(dx, at) + by_x), _add(
                 gradient_slots, by_ab, run, blocks, at
             )
 
@@ -255,7 +259,7 @@ class TrainingPass:
         self, into: tuple[Array, ...], run: LayerPass, at: Array, kept: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         place = self._place(run, at)
-        return tuple(put(b, place, x[None]) for b, x in zip(into, kept, strict=True))
+        return tuple(write_blocks(b, place, x[None]) for b, x in zip(into, kept, strict=True))
 
     def _part_residuals(
         self, buffers: tuple[Array, ...], run: LayerPass, at: Array

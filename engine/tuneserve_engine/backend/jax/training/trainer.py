@@ -75,11 +75,11 @@ class Trainer:
         self._shapes = target_shapes(model.config)
         by = "by rank bucket, targets per token and blocks"
         model.eval()  # type: ignore[no-untyped-call]
-        self._score = programs.add(
+        self._score = programs.add_program(
             "score_micro_batch", score_micro_batch, use=f"forward {by}", model=model
         )
         model.train()  # type: ignore[no-untyped-call]
-        self._train = programs.add(
+        self._train = programs.add_program(
             "train_micro_batch",
             train_micro_batch,
             use=f"forward_backward {by}",
@@ -87,12 +87,14 @@ class Trainer:
             donate=(0, 1),
         )
         gradients = "forward_backward by rank bucket"
-        self._write_slot = programs.add("write_slot", write_slot, use=gradients, donate=(0,))
-        self._is_sum_finite = programs.add("is_sum_finite", is_sum_finite, use=gradients)
-        self._accumulate_slot = programs.add(
+        self._write_slot = programs.add_program(
+            "write_slot", write_slot, use=gradients, donate=(0,)
+        )
+        self._is_sum_finite = programs.add_program("is_sum_finite", is_sum_finite, use=gradients)
+        self._accumulate_slot = programs.add_program(
             "accumulate_slot", accumulate_slot, use=gradients, donate=(0,)
         )
-        self._step = programs.add(
+        self._step = programs.add_program(
             "adamw_step", adamw_step, use="optim_step by rank bucket", donate=(0, 1, 2, 3)
         )
         self._kinds = KindPrograms(programs, self._shapes, static_shapes)

@@ -60,7 +60,7 @@ def same(a: AdapterState, b: AdapterState) -> bool:
 
 def put(pager: AdapterCache, *names: str, seed: int = 0, step: int = 5) -> None:
     for index, name in enumerate(names):
-        pager.put(name, random_state(seed + index, rank=8, step=step), 8)
+        pager.register(name, random_state(seed + index, rank=8, step=step), 8)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
             name, rank = names[number % len(names)], int(random.integers(1, 9))
             stepped, accumulated = int(random.integers(2)), bool(random.integers(2))
             state = random_state(number, rank, step=stepped, accumulated=accumulated)
-            pager.put(name, state, rank_bucket(rank))
+            pager.register(name, state, rank_bucket(rank))
             model.adapters[name] = on_device(state, rank_bucket(rank))
         elif call == "get":
             asked = some
@@ -219,7 +219,7 @@ def test_a_state_is_a_copy_and_the_same_wherever_the_adapter_is(
 ):
     pager = pager_of(1, 0 if place == "file" else 10**9)
     given = random_state(1, step=step)
-    pager.put("mine", given, 8)
+    pager.register("mine", given, 8)
     for tensor in tensors_of(given).values():
         tensor += 1  # no longer the pager's business
     if place == "device":
@@ -242,7 +242,7 @@ def test_loading_an_adapter_again_replaces_it_wherever_it_was(
         put(pager, "mine", "other")
         for name in asked:
             pager.get([name])
-        pager.put("mine", random_state(9), 8)
+        pager.register("mine", random_state(9), 8)
         assert in_files(tmp_path) == 2
         assert bits(pager.get(["mine"])[0]) == bits(on_device(random_state(9)))
 
@@ -300,7 +300,7 @@ def test_a_fresh_adapter_is_stored_without_its_zeros(
 ):
     pager = pager_of(1)
     state = random_state(2, rank=8, step=0, accumulated=False)
-    pager.put("fresh", state, 8)
+    pager.register("fresh", state, 8)
     pager.get(["fresh"])
     put(pager, "other")
     pager.get(["other"])
@@ -320,7 +320,7 @@ def test_what_is_no_more_leaves_the_device_at_once(
     if what == "dropped":
         pager.remove("a")
     else:
-        pager.put("a", random_state(9), 8)
+        pager.register("a", random_state(9), 8)
     assert all(array.is_deleted() for array in arrays_of(adapter))
 
 
@@ -357,7 +357,7 @@ def test_looking_ahead_spares_what_is_in_use_and_what_is_more_urgent(
 
 def test_looking_ahead_pages_nothing_out_in_vain(pager_of: Callable[..., AdapterCache]):
     pager = pager_of(1.5)
-    pager.put("small", random_state(1, rank=4), 4)
+    pager.register("small", random_state(1, rank=4), 4)
     put(pager, "large", "other")
     pager.get(["small"])
     pager.get(["large"])
@@ -455,7 +455,7 @@ def test_a_state_of_another_base_model_is_refused_at_once(pager_of: Callable[...
     state = random_state(1)
     state.weights["q_proj.A"] = np.zeros((1, 2, 3), np.float32)
     with pytest.raises(UserError, match=r"weights\[q_proj.A\]"):
-        pager.put("a", state, 8)
+        pager.register("a", state, 8)
     assert pager.ids == ()
 
 

@@ -200,9 +200,9 @@ def test_tokens_are_counted_without_and_with_padding(
         micro_batch_of((1, datum(4, 5))),
     ]
     names = ("tokens_trained_total", "tokens_computed_total")
-    before = [backend.figures[name] for name in names]
+    before = [backend.metrics[name] for name in names]
     backend.forward_backward(batch_of(["counted"] * 2, micro_batches))
-    assert [backend.figures[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]
+    assert [backend.metrics[name] for name in names] == [before[0] + 28, before[1] + 32 + 16]
 
 
 def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
@@ -215,11 +215,11 @@ def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
     policy = datum(1, 11, "ppo", old_logprobs=old, advantages=advantages)
     micro_batch = micro_batch_of((0, policy), (1, datum(2, 9)))
     names = ("policy_tokens_total", "policy_logprob_gap_total")
-    before = [backend.figures[name] for name in names]
+    before = [backend.metrics[name] for name in names]
     result = backend.forward_backward(batch_of(["compared"] * 2, [micro_batch]))
     found = result.outputs[0].logprobs[:11, 0]
     expected = np.abs(found - old)[advantages != 0]
-    tokens, gap = (backend.figures[name] - was for name, was in zip(names, before, strict=True))
+    tokens, gap = (backend.metrics[name] - was for name, was in zip(names, before, strict=True))
     assert tokens == len(expected) == 6
     np.testing.assert_allclose(gap, expected.sum(), rtol=1e-6)
 

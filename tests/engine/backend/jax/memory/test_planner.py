@@ -17,7 +17,7 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.backend_options import PlanRequest
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.settings.worker import WorkerSettings
-from tuneserve_engine.telemetry.metric_names import FIGURES
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 
 MODEL = replace(
     QWEN3, vocab_size=8192, hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64,
@@ -61,7 +61,7 @@ def test_the_lines_are_all_of_the_memory() -> None:
         assert sum(line.bytes for line in found.lines) == found.device_bytes
         assert all(line.bytes > 0 and line.how for line in found.lines)
         assert sum(found.memory.values()) == found.device_bytes
-        assert all(name in FIGURES and size > 0 for name, size in found.memory.items())
+        assert all(name in WORKER_METRICS and size > 0 for name, size in found.memory.items())
         (adapters,) = (line.bytes for line in found.lines if line.name == "adapters")
         assert adapters == found.adapter_device_bytes
 

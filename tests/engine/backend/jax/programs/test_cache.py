@@ -51,7 +51,9 @@ def programs(folder: Path, seen: list[str], numerics_id: str = "n") -> Any:
         seen.append("traced")
         return x + x
 
-    return ProgramRegistry(ProgramCache(folder, numerics_id)).add("double", double, use="tests")
+    return ProgramRegistry(ProgramCache(folder, numerics_id)).add_program(
+        "double", double, use="tests"
+    )
 
 
 def test_another_process_finds_the_program_and_gets_the_same_bits(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_names_and_structures_are_told_apart(tmp_path: Path) -> None:
             seen.append(name)
             return sum(x.values()) + float(name == "other")
 
-        program = ProgramRegistry(ProgramCache(tmp_path, "n")).add(name, run, use="tests")
+        program = ProgramRegistry(ProgramCache(tmp_path, "n")).add_program(name, run, use="tests")
         np.testing.assert_array_equal(program("key", argument), ONES + (name == "other"))
     assert seen == ["one", "other", "one"]
 
@@ -101,7 +103,7 @@ def test_a_disk_without_room_to_spare_is_not_filled_with_programs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = ProgramCache(tmp_path, "n", min_free_bytes=2**60)
-    program = ProgramRegistry(kept).add("double", lambda x: x + x, use="tests")
+    program = ProgramRegistry(kept).add_program("double", lambda x: x + x, use="tests")
     np.testing.assert_array_equal(program("key", ONES), ONES + ONES)
     assert list(tmp_path.iterdir()) == []
     assert "cannot be kept" in caplog.text and "(min_free_bytes)" in caplog.text
@@ -112,7 +114,7 @@ def test_a_program_that_is_needed_after_ready_counts_though_it_was_kept(tmp_path
     late = []
     for _ in range(2):
         programs = ProgramRegistry(ProgramCache(tmp_path, "n"))
-        program = programs.add("double", lambda x: x + x, use="tests")
+        program = programs.add_program("double", lambda x: x + x, use="tests")
         program.declare("declared", ONES)
         programs.compile_ahead(threads=1)
         assert programs.wait(60)

@@ -54,7 +54,7 @@ def ready(spoken_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JaxBa
     )
     backend.compile_ahead()
     assert backend.programs.wait(280)
-    assert backend.figures["programs_failed"] == 0
+    assert backend.metrics["programs_failed"] == 0
     return backend
 
 
@@ -79,7 +79,7 @@ def test_no_work_of_16_tenants_compiles_anything(ready: JaxBackend) -> None:
         ready.load_snapshot(name, state)
         ready.sample(_requests(name, turn, random))
     assert ready.programs.compilations_after_ready == before
-    assert ready.figures["adapters_paged_in_total"] > 0
+    assert ready.metrics["adapters_paged_in_total"] > 0
     assert not ready.has_snapshot("tenant 0")  # it made room for others
 
 

@@ -52,14 +52,14 @@ def refused(seen: list[str], said: str) -> Callable[[Any], Any]:
 
 def test_a_program_computes_its_function() -> None:
     programs = ProgramRegistry()
-    program = programs.add("double", double, use="tests")
+    program = programs.add_program("double", double, use="tests")
     program.declare("short", VECTOR)
     np.testing.assert_array_equal(program("short", ONES), [2, 2, 2])
 
 
 def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> None:
     seen: list[str] = []
-    program = ProgramRegistry().add("noted", traced(seen, "run"), use="tests")
+    program = ProgramRegistry().add_program("noted", traced(seen, "run"), use="tests")
     program.declare(3, VECTOR)
     for _ in range(3):
         program(3, ONES)
@@ -68,14 +68,14 @@ def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> Non
 
 
 def test_arguments_of_another_shape_than_their_key_are_refused() -> None:
-    program = ProgramRegistry().add("double", double, use="tests")
+    program = ProgramRegistry().add_program("double", double, use="tests")
     program.declare("short", VECTOR)
     with pytest.raises(TypeError):
         program("short", np.ones(4, np.float32))
 
 
 def test_donated_arguments_are_gone_and_others_are_not() -> None:
-    program = ProgramRegistry().add("sum", lambda x, y: x + y, use="tests", donate=(1,))
+    program = ProgramRegistry().add_program("sum", lambda x, y: x + y, use="tests", donate=(1,))
     kept, given = jnp.ones(3), jnp.ones(3)
     program("short", kept, given)
     assert given.is_deleted() and not kept.is_deleted()
@@ -84,7 +84,7 @@ def test_donated_arguments_are_gone_and_others_are_not() -> None:
 def test_a_model_is_left_out_of_calls_and_its_places_do_not_count() -> None:
     config = ModelConfig("qwen3", 11, 8, 1, 2, 1, 4, 8, 16)
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    program = ProgramRegistry().add(
+    program = ProgramRegistry().add_program(
         "row",
         lambda model, x: x + model.unembedding()[0],
         use="tests",
@@ -101,7 +101,7 @@ def test_everything_declared_is_compiled_ahead_in_order() -> None:
     seen: list[str] = []
     programs = ProgramRegistry()
     for name, order in (("rare", 2), ("first", 0), ("second", 1), ("first too", 0)):
-        programs.add(name, traced(seen, name), use="tests").declare((), VECTOR, order=order)
+        programs.add_program(name, traced(seen, name), use="tests").declare((), VECTOR, order=order)
     assert not programs.ready.is_set()
     programs.compile_ahead(threads=1)
     assert programs.wait(60)
@@ -119,8 +119,8 @@ def test_a_call_does_not_wait_for_programs_before_its_own() -> None:
         return x
 
     programs = ProgramRegistry()
-    programs.add("slow", slow, use="tests").declare((), VECTOR)
-    program = programs.add("double", double, use="tests")
+    programs.add_program("slow", slow, use="tests").declare((), VECTOR)
+    program = programs.add_program("double", double, use="tests")
     program.declare((), VECTOR, order=9)
     programs.compile_ahead(threads=1)
     assert stuck.wait(60)
@@ -141,7 +141,7 @@ def test_a_call_waits_for_the_thread_that_compiles_its_program() -> None:
         return x
 
     programs = ProgramRegistry()
-    program = programs.add("slow", slow, use="tests")
+    program = programs.add_program("slow", slow, use="tests")
     program.declare((), VECTOR)
     programs.compile_ahead(threads=1)
     assert began.wait(60)
@@ -159,8 +159,8 @@ def test_a_program_that_cannot_be_compiled_is_tried_once_and_fails_its_calls_onl
     """It is not the device that failed, nor was a request too large for it."""
     seen: list[str] = []
     programs = ProgramRegistry()
-    broken = programs.add("broken", refused(seen, said), use="sums, by length")
-    sound = programs.add("double", double, use="tests")
+    broken = programs.add_program("broken", refused(seen, said), use="sums, by length")
+    sound = programs.add_program("double", double, use="tests")
     broken.declare(3, VECTOR)
     sound.declare(3, VECTOR)
     programs.compile_ahead(threads=1)
@@ -175,7 +175,7 @@ def test_a_program_that_cannot_be_compiled_is_tried_once_and_fails_its_calls_onl
         assert failed.value.no_room  # a model that needs it is not lost: another worker may run it
     np.testing.assert_array_equal(sound(3, ONES), [2, 2, 2])
     assert seen == [said]
-    assert programs.figures == {
+    assert programs.metrics == {
         "ready": 1.0,
         "programs": 2,
         "programs_compiled": 1,
@@ -187,20 +187,22 @@ def test_a_program_that_cannot_be_compiled_is_tried_once_and_fails_its_calls_onl
 def test_a_program_that_cannot_be_compiled_when_it_is_called_is_tried_once_too() -> None:
     seen: list[str] = []
     programs = ProgramRegistry()
-    broken = programs.add("broken", refused(seen, "a long story\nwith a second line"), use="sums")
+    broken = programs.add_program(
+        "broken", refused(seen, "a long story\nwith a second line"), use="sums"
+    )
     for _ in range(2):
         with pytest.raises(ServerError, match=r"said: a long story; other"):
             broken("undeclared", ONES)
     assert len(seen) == 1
-    assert programs.figures["programs_failed"] == 1
+    assert programs.metrics["programs_failed"] == 1
 
 
 def test_who_does_not_compile_ahead_is_neither_ready_nor_cold() -> None:
     programs = ProgramRegistry()
-    program = programs.add("double", double, use="tests")
+    program = programs.add_program("double", double, use="tests")
     program.declare("short", VECTOR)
     program("short", ONES)
-    assert programs.figures == {
+    assert programs.metrics == {
         "programs": 1,
         "programs_compiled": 1,
         "programs_failed": 0,
@@ -210,7 +212,7 @@ def test_who_does_not_compile_ahead_is_neither_ready_nor_cold() -> None:
 
 def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
     programs = ProgramRegistry()
-    program = programs.add("double", double, use="tests")
+    program = programs.add_program("double", double, use="tests")
     program.declare((), VECTOR)
     jnp.zeros(1234)  # before: does not count
     assert programs.compilations_after_ready == 0
@@ -227,13 +229,13 @@ def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
 
 def test_programs_that_are_announced_late_are_not_among_the_unexpected() -> None:
     programs = ProgramRegistry()
-    programs.add("first", double, use="all").declare(1, np.zeros(3, np.float32))
-    late = programs.add("late", triple, use="some")
+    programs.add_program("first", double, use="all").declare(1, np.zeros(3, np.float32))
+    late = programs.add_program("late", triple, use="some")
     programs.compile_ahead(1)
     assert programs.wait(60)
     for size in (4, 5):
         late.declare(size, np.zeros(size, np.float32))
-    programs.compile_late(late)
+    programs.compile_on_demand(late)
     assert programs.compilations_after_ready == 0
     assert all(shape.is_compiled for shape in late.shapes())
     late(6, np.zeros(6, np.float32))
@@ -248,11 +250,11 @@ def test_programs_that_are_announced_before_all_is_ready_are_counted_once() -> N
         assert gate.wait(60)
         return x + 1
 
-    programs.add("waits", waits, use="all").declare(1, np.zeros(7, np.float32))
-    late = programs.add("late", triple, use="some")
+    programs.add_program("waits", waits, use="all").declare(1, np.zeros(7, np.float32))
+    late = programs.add_program("late", triple, use="some")
     late.declare(1, np.zeros(8, np.float32))
     programs.compile_ahead(1)
-    programs.compile_late(late)
+    programs.compile_on_demand(late)
     gate.set()
     assert programs.wait(60)
     assert programs.compilations_after_ready == 0

@@ -87,7 +87,7 @@ def sampler(programs: ProgramRegistry, model: Decoder) -> JaxSampler:
     )
     programs.compile_ahead(threads=2)
     assert programs.wait(300)
-    assert programs.figures["programs_failed"] == 0
+    assert programs.metrics["programs_failed"] == 0
     sampler.load_snapshot("rank 2", state(rank=2, seed=1))
     sampler.load_snapshot("rank 4", state(rank=4, seed=2))
     sampler.load_snapshot("attention only", state(rank=1, seed=3, train_mlp=False))

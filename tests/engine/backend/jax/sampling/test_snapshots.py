@@ -41,7 +41,7 @@ def kept(
         target_shapes(CONFIG), STATIC_SHAPES, device_bytes=device_bytes, host_bytes=host_bytes
     )
     for name in names:
-        found.put(name, state(rank=rank, seed=ord(name)))
+        found.register(name, state(rank=rank, seed=ord(name)))
     found.release_pins()
     return found
 
@@ -63,7 +63,7 @@ def load(snapshots: Snapshots, name: str) -> None:
 def test_the_least_recently_used_make_room_on_the_host() -> None:
     snapshots = kept("a", "b", host_bytes=2 * HOST_BYTES)
     assert snapshots.get("a")
-    snapshots.put("c", state(rank=2, seed=1))
+    snapshots.register("c", state(rank=2, seed=1))
     assert on_host(snapshots) == "ac"
     assert snapshots.get("b") is None
 
@@ -73,7 +73,7 @@ def test_what_is_wanted_stays_on_the_host_whatever_its_size() -> None:
     snapshots = kept("a", "b", host_bytes=HOST_BYTES)
     assert on_host(snapshots) == "b"
     for name in "cd":
-        snapshots.put(name, state(rank=2, seed=1))
+        snapshots.register(name, state(rank=2, seed=1))
     assert on_host(snapshots) == "cd"
     snapshots.release_pins()
     assert on_host(snapshots) == "d"
@@ -90,12 +90,12 @@ def test_the_least_recently_used_make_room_on_the_device() -> None:
 def test_a_large_snapshot_makes_room_for_itself_at_the_expense_of_many() -> None:
     """And one that is larger than all the room is still there, alone."""
     snapshots = kept(*"abcd", device_bytes=(32 + 2 + 2) * RANK_BYTES)
-    snapshots.put("e", state(rank=3, seed=1))
+    snapshots.register("e", state(rank=3, seed=1))
     for name in "abcde":
         load(snapshots, name)
     assert on_device(snapshots) == "cde"
     crowded = kept(*"ab", device_bytes=5 * RANK_BYTES)
-    crowded.put("c", state(rank=32, seed=1))
+    crowded.register("c", state(rank=32, seed=1))
     for name in "abc":
         load(crowded, name)
     assert on_device(crowded) == "c"

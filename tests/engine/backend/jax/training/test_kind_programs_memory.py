@@ -56,7 +56,7 @@ def test_a_step_reuses_all_it_is_given_and_takes_little_more(form: str, pairs: f
     programs._declare(kind)
     (step,) = programs._steps[kind.program].shapes()
     memory = step.compiled().memory_analysis()
-    own = sum(size(part) for s in WIDE.values() for part in kind.parts(s, RANK).values())
+    own = sum(size(part) for s in WIDE.values() for part in kind.parameter_shapes(s, RANK).values())
     pair = sum(size((*layers, i + o, RANK)) for *layers, i, o in WIDE.values())
     assert memory.alias_size_in_bytes == 3 * own + pair
     assert memory.temp_size_in_bytes <= pairs * pair
@@ -112,7 +112,7 @@ def pager_of(tmp_path: Path, frozen: DeviceSvd) -> Callable[..., AdapterCache]:
 def random_state(config: AdapterConfig, frozen: DeviceSvd, seed: int = 0) -> AdapterState:
     """Trained, with a gradient."""
     random = np.random.default_rng(seed)
-    own = {n: x.shape for n, x in initial_weights(config, SHAPES, frozen.of).items()}
+    own = {n: x.shape for n, x in initial_weights(config, SHAPES, frozen.svd_factors).items()}
     kind = kind_of(config)
     pairs = {}
     for name in config.targets:
