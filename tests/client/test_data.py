@@ -1,4 +1,4 @@
-"""Datums from plain Python and NumPy, and what they become on the wire."""
+"""Datums from plain Python and NumPy, and their form on the wire."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def test_each_token_is_predicted_from_those_before_it() -> None:
         next_token_datum([1, 2, 3], weights=[1.0, 1.0])
 
 
-def test_what_are_no_token_ids_are_not_rounded_to_some() -> None:
+def test_token_ids_of_another_type_are_refused_instead_of_rounded() -> None:
     for wrong in ([1.0, 2.0], ["a"], [True, False]):
         with pytest.raises(TypeError, match="token ids"):
             Datum(wrong, [1, 2])  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def test_what_are_no_token_ids_are_not_rounded_to_some() -> None:
             Datum([1, 2], wrong)
 
 
-def test_arrays_are_packed_as_the_protocol_says() -> None:
+def test_arrays_are_packed_as_the_protocol_requires() -> None:
     datum = Datum([5, 6], [[6, 1], [7, 2]], weights=np.eye(2), advantages=[1, 2])
     (message,) = encode_data([datum])
     assert message.model_input[0].encoded_text.tokens == b"\5\0\0\0\6\0\0\0"
@@ -43,9 +43,9 @@ def test_arrays_are_packed_as_the_protocol_says() -> None:
 
 
 def test_outputs_of_different_widths_and_half_floats_are_read() -> None:
-    """Two records: datums with one target a position in bfloat16, and one with two in float32."""
+    """Two records: datums with one target per position in bfloat16, and one with two in float32."""
     half = wire.BatchedTensor(
-        data=bytes.fromhex("803f0040" + "40c0"),  # 1, 2; -3
+        data=bytes.fromhex("803f0040" + "40c0"),  # the values 1, 2 and -3
         offsets=np.array([0, 4, 6], "<i8").tobytes(),
         dtype=wire.DTYPE_BFLOAT16,
     )
@@ -67,8 +67,8 @@ def test_outputs_of_different_widths_and_half_floats_are_read() -> None:
     assert output.loss == 2.5
 
 
-def test_requests_are_cut_at_their_size() -> None:
-    """Each datum of 1.6 MB: 100,000 tokens of 4 bytes, their targets of 8, weights of 4."""
+def test_requests_are_split_at_their_size_limit() -> None:
+    """Each datum has 1.6 MB: 100,000 tokens of 4 bytes, their targets of 8 and weights of 4."""
     big = Datum(np.zeros(100_000, int), np.zeros(100_000, int), np.ones(100_000))
     assert big.size_bytes == 1_600_000
     assert [len(chunk) for chunk in chunks([big] * 7)] == [3, 3, 1]
@@ -87,7 +87,7 @@ def learnt(tokenizer: Tokenizer, datum: Datum) -> str:
     return tokenizer.decode(weighted.tolist(), skip_special=False)
 
 
-def test_a_completion_ends_once(tokenizer: Tokenizer) -> None:
+def test_a_completion_gets_one_end_token(tokenizer: Tokenizer) -> None:
     once = sft_datum(tokenizer, "Q", " A<|im_end|>")
     assert learnt(tokenizer, once) == " A<|im_end|>"
     assert learnt(tokenizer, sft_datum(tokenizer, "Q", " A", end=False)) == " A"
@@ -107,13 +107,13 @@ def with_template(template: str | None) -> Tokenizer:
     return Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), None, template, "own")
 
 
-def test_all_answers_of_a_conversation_can_be_learnt() -> None:
+def test_every_answer_of_a_conversation_can_be_learnt() -> None:
     own = with_template(ASKS)
     assert learnt(own, chat_datum(own, TURNS, learn="all")) == "First.<|im_end|>Second.<|im_end|>"
     assert learnt(own, chat_datum(own, TURNS)) == "Second.<|im_end|>"
 
 
-def test_a_template_that_rewrites_earlier_answers_is_told_from_one_that_does_not() -> None:
+def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
     own = with_template(
         "{% for m in messages %}[{{ m.role }}]{% if loop.last %}!{% endif %}{{ m.content }}\n"
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
