@@ -18,7 +18,7 @@ def test_each_token_is_predicted_from_those_before_it() -> None:
         next_token_datum([1, 2, 3], weights=[1.0, 1.0])
 
 
-def test_what_are_no_token_ids_are_not_rounded_to_some() -> None:
+def test_token_ids_of_another_type_are_refused_instead_of_rounded() -> None:
     for wrong in ([1.0, 2.0], ["a"], [True, False]):
         with pytest.raises(TypeError, match="token ids"):
             Datum(wrong, [1, 2])  # type: ignore[arg-type]
@@ -36,7 +36,7 @@ def learnt(tokenizer: Tokenizer, datum: Datum) -> str:
     return tokenizer.decode(weighted.tolist(), skip_special=False)
 
 
-def test_a_completion_ends_once(tokenizer: Tokenizer) -> None:
+def test_a_completion_gets_one_end_token(tokenizer: Tokenizer) -> None:
     once = sft_datum(tokenizer, "Q", " A<|im_end|>")
     assert learnt(tokenizer, once) == " A<|im_end|>"
     assert learnt(tokenizer, sft_datum(tokenizer, "Q", " A", end=False)) == " A"
@@ -56,13 +56,13 @@ def with_template(template: str | None) -> Tokenizer:
     return Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), None, template, "own")
 
 
-def test_all_answers_of_a_conversation_can_be_learnt() -> None:
+def test_every_answer_of_a_conversation_can_be_learnt() -> None:
     own = with_template(ASKS)
     assert learnt(own, chat_datum(own, TURNS, learn="all")) == "First.<|im_end|>Second.<|im_end|>"
     assert learnt(own, chat_datum(own, TURNS)) == "Second.<|im_end|>"
 
 
-def test_a_template_that_rewrites_earlier_answers_is_told_from_one_that_does_not() -> None:
+def test_a_template_that_rewrites_earlier_answers_is_refused() -> None:
     own = with_template(
         "{% for m in messages %}[{{ m.role }}]{% if loop.last %}!{% endif %}{{ m.content }}\n"
         "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
