@@ -1,4 +1,4 @@
-"""The decoder's ways through its layers agree; parity/ compares them with transformers."""
+"""The decoder's paths through its layers agree. parity/ compares them with transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -56,12 +56,12 @@ def forward(model: Decoder, tokens: Array, lora: LoraRows | None) -> Array:
 
 
 @pytest.mark.parametrize("block", [2, 4])
-def test_reading_and_writing_pages_equal_the_full_forward_with_adapters(
+def test_prefill_and_decode_through_pages_equal_the_full_forward_with_adapters(
     model: Decoder, lora: LoraRows, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
     want = forward(model, TOKENS, lora)
     monkeypatch.setattr(model, "block", block)
-    # What an earlier sequence left in a page must not be seen, whatever it is.
+    # An earlier sequence's values in a page must not be seen, whatever they are.
     rows = PagedRows(model, 2, 12, lora, filler=np.nan)
     np.testing.assert_allclose(rows.read(TOKENS[:, :4]), want[:, :4], atol=1e-5)
     for at in range(4, 9):
@@ -69,9 +69,9 @@ def test_reading_and_writing_pages_equal_the_full_forward_with_adapters(
         np.testing.assert_allclose(hidden, want[:, at], atol=1e-5)
 
 
-def test_a_row_writes_its_own_position_and_an_idle_one_none(model: Decoder) -> None:
+def test_a_row_writes_at_its_own_position_and_an_idle_row_writes_nothing(model: Decoder) -> None:
     rows = PagedRows(model, 3, 64, None)
-    # Idle, at the first position, behind the last one.
+    # Idle, at the first position, beyond the last one.
     rows.write(TOKENS[[0, 1, 1], 0], np.array([-1, 1, 64 * 16]))
     of_row = np.asarray(rows.table[1])
     for k, v in zip(rows.pages.k, rows.pages.v, strict=True):
@@ -129,7 +129,7 @@ def test_attention_to_pages_equals_a_loop_over_heads_and_positions() -> None:
 
 
 def test_longer_neighbours_change_no_bit_of_attention_to_pages() -> None:
-    """More rounds than a row needs add exact zeros to it."""
+    """Additional rounds add exact zeros to a row that does not need them."""
     rng = np.random.default_rng(3)
     q = rng.normal(size=(2, 1, 4, 64)).astype(np.float32)
     keys = rng.normal(size=(40, 2, 64, 16)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Configurations and checkpoints: what loads, and what is refused with which words."""
+"""Configurations and weights of base models: supported ones load, and refusals have clear words."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_qwen_biases_and_head_sizes_follow_their_architecture() -> None:
         ({"vocab_size": None, "hidden_size": None}, "lacks vocab_size, hidden_size"),
     ],
 )
-def test_what_the_decoder_cannot_run_is_named(change: dict[str, Any], message: str) -> None:
+def test_an_unsupported_feature_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         ModelConfig.from_hf(LLAMA | change)
 
@@ -204,7 +204,7 @@ def test_missing_or_damaged_files_are_named(
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./model", "some/deep/model"])
-def test_a_directory_that_does_not_exist_is_not_asked_from_the_hub(path: str) -> None:
+def test_a_missing_directory_is_not_looked_up_in_the_hub(path: str) -> None:
     with pytest.raises(BadCheckpoint, match="no such directory"):
         resolve_base_model(path)
 
@@ -225,7 +225,7 @@ def test_a_hub_id_resolves_to_its_downloaded_snapshot(
     assert revision_of(snapshot) == "abc"
 
 
-def test_a_pinned_revision_is_taken_whatever_the_main_branch_is(
+def test_a_pinned_revision_is_used_instead_of_the_main_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
