@@ -14,13 +14,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
 
 
-# Hundreds of stores, whose folders pytest keeps for a while; the tests of full disks set it.
+# Tests make hundreds of stores, whose folders pytest keeps for a while. Tests of full disks set the
+# reserve themselves.
 os.environ.setdefault("TUNESERVE_STORE_RESERVE_BYTES", "0")
 
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for all tests that do not kill it: each takes a key prefix of its own."""
+    """One server for all tests that do not kill it. Each test uses its own key prefix."""
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
         yield server
 

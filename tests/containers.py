@@ -1,4 +1,4 @@
-"""What the container files say, read without Docker: images, and services with their variables."""
+"""Reads the container files without Docker: images, and services with their variables."""
 
 import json
 import re
@@ -15,22 +15,25 @@ DOCKER = ROOT / "docker"
 
 @dataclass
 class Image:
-    """The last stage of a Dockerfile, with what its build stage copies and runs."""
+    """The last stage of a Dockerfile, with the files and commands of its build stage."""
 
-    arguments: dict[str, str] = field(default_factory=dict)  # of the build, with their defaults
-    bases: list[str] = field(default_factory=list)  # of all stages
-    copied: list[str] = field(default_factory=list)  # from the build context
+    arguments: dict[str, str] = field(default_factory=dict)  # build arguments with their defaults
+    bases: list[str] = field(default_factory=list)  # base images of all stages
+    copied: list[str] = field(default_factory=list)  # files copied from the build context
     runs: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)  # USER, WORKDIR, VOLUME, EXPOSE
+    # values of USER, WORKDIR, VOLUME and EXPOSE
+    settings: dict[str, str] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     health: list[str] = field(default_factory=list)
     health_options: dict[str, str] = field(default_factory=dict)
 
 
 def image(dockerfile: str, **arguments: str) -> Image:
-    """The image that building with the arguments would give. Raises ``ValueError`` for an
-    instruction that this reader does not know."""
+    """The image that a build with the arguments produces.
+
+    Raises ``ValueError`` for an instruction that this reader does not know.
+    """
     found = Image()
     for line in _logical_lines((ROOT / dockerfile).read_text()):
         name, _, rest = line.partition(" ")
@@ -53,7 +56,7 @@ def _filled(found: Image, text: str) -> str:
 
 def _from(found: Image, rest: str, _: dict[str, str]) -> None:
     found.bases.append(_filled(found, rest).split()[0])
-    found.environment.clear()  # a stage starts with nothing of the one before
+    found.environment.clear()  # a stage inherits nothing from the one before
 
 
 def _arg(found: Image, rest: str, arguments: dict[str, str]) -> None:
@@ -104,8 +107,10 @@ _READERS = {
 
 
 def compose(name: str, **variables: str) -> dict[str, Any]:
-    """The compose file with its variables filled in. Raises ``KeyError`` for one that is needed
-    and not given."""
+    """The compose file with its variables filled in.
+
+    Raises ``KeyError`` for a required variable that is not given.
+    """
     read: dict[str, Any] = yaml.safe_load((DOCKER / name).read_text())
     return _interpolated(read, variables)
 
@@ -125,6 +130,6 @@ def _interpolated(value: Any, variables: dict[str, str]) -> Any:
 
 
 def image_of(service: dict[str, Any]) -> Image:
-    """The image of a service that is built here."""
+    """The image of a service that the compose file builds."""
     build = service["build"]
     return image(build["dockerfile"], **build.get("args", {}))

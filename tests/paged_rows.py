@@ -1,4 +1,4 @@
-"""Rows that read and write pages of their own: what sampling does, without its lanes."""
+"""Rows that read and write their own KV pages, as sampling does, but without decode slots."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ def _continued(
 
 
 class PagedRows:
-    """``filler`` is what the pages hold before anybody has written to them."""
+    """``filler`` is the initial content of the pages."""
 
     def __init__(
         self, model: Decoder, rows: int, capacity: int, lora: LoraRows | None, filler: float = 0.0
@@ -37,7 +37,7 @@ class PagedRows:
         self._model, self._lora = model, lora
 
     def read(self, tokens: np.ndarray) -> Array:
-        """Hidden states of prompts of one length, a page of each row at a time."""
+        """Hidden states of prompts of equal length, computed one page per row at a time."""
         size, (rows, length) = self._model.block, tokens.shape
         parts = []
         for start in range(0, length, size):
@@ -48,7 +48,7 @@ class PagedRows:
         return jnp.concatenate(parts, axis=1)[:, :length]
 
     def write(self, tokens: np.ndarray, positions: np.ndarray) -> Array:
-        """Hidden states [B, D] of a token per row."""
+        """Hidden states [B, D] of one token per row."""
         return self._run(tokens[:, None], positions[:, None])[:, 0]
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray) -> Array:

@@ -1,10 +1,12 @@
-"""Settings for a service that is soon ready, for tests of what uses it."""
+"""Settings of a service that is ready soon, for tests of its clients."""
 
 import pytest
 
 
 def quick_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Programs that compile fast, when they are needed, and once for all services of a run."""
+    """Settings for programs that compile fast, on demand, and once for all services of a test
+    run.
+    """
     return {
         "compile_ahead": "false",
         "chunk_tokens": "64",

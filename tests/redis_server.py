@@ -1,4 +1,4 @@
-"""A Redis server of the tests' own, with the settings that a store needs, to be killed at will."""
+"""A Redis server for the tests, with the settings that a store needs. Tests may kill it."""
 
 import os
 import shutil
@@ -12,8 +12,11 @@ _START_S = 10.0
 
 
 class RedisServer:
-    """A server on a free port of this machine with its data in ``folder``; ``settings`` go before
-    those that a store needs. ``stop`` it, or use it as a context."""
+    """A server on a free port of this machine with its data in ``folder``.
+
+    ``settings`` override the settings that a store needs. Call ``stop``, or use the server as a
+    context manager.
+    """
 
     def __init__(self, folder: Path, **settings: str) -> None:
         self.folder = folder
@@ -35,7 +38,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Returns when the server has read its data and answers."""
+        """Start the server and return when it has read its data and answers."""
         program = shutil.which("redis-server")
         assert program, "redis-server is not installed; run: make redis-server"
         command = [program, "--port", str(self.port), "--dir", str(self.folder)]
@@ -59,13 +62,13 @@ class RedisServer:
         return answer.startswith((b"+PONG", b"-NOAUTH", b"-NOPERM"))
 
     def command(self, line: str) -> bytes:
-        """The answer to an inline command, of at most a few bytes."""
+        """The answer to an inline command: up to a few bytes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=10) as connection:
             connection.sendall(f"{line}\r\n".encode())
             return connection.recv(100)
 
     def kill(self) -> None:
-        """Ends the server as a crash would."""
+        """End the server as a crash would."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:

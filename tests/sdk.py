@@ -1,4 +1,4 @@
-"""The official SDK, as tests with real clients use it."""
+"""Helpers for tests that use the official SDK."""
 
 import gc
 import json
@@ -16,11 +16,11 @@ _CLOSE_S = 30
 
 @contextmanager
 def service_client(url: str, api_key: str) -> Iterator[tinker.ServiceClient]:
-    """A client whose session is finished in the end.
+    """A client whose session is finished at the end of the block.
 
-    In place of the client's own ``with``, which waits for its heartbeat (0.38.0): where that is
-    cancelled just as its answer arrives, it goes on, and the wait is for ever. The session has been
-    finished by then, which is looked at.
+    This replaces the client's own ``with``, which waits for its heartbeat (0.38.0). If the
+    heartbeat is cancelled just as its answer arrives, it continues and the wait never ends. The
+    session has been finished by then, and this function checks it.
     """
     client = tinker.ServiceClient(base_url=url, api_key=api_key)
     try:
@@ -52,8 +52,9 @@ def _check_ended(url: str, api_key: str, session_id: str) -> None:
 def close_clients() -> None:
     """Close every client that tests have left open, unpickled ones and ``RestClient``s too.
 
-    Each would go on calling its server, which is gone or another test's by then, and its sockets
-    would be collected in the middle of some later test, which fails for that.
+    Otherwise each client would keep calling its server, which has stopped or belongs to another
+    test by then. The garbage collector would close its sockets during some later test, and that
+    test would fail.
     """
     for each in gc.get_objects():
         if type(each) is InternalClientHolder:

@@ -1,4 +1,4 @@
-"""The table of acceptance figures names every line, and every test and benchmark that proves it."""
+"""The tables of acceptance figures name every line, and every test and benchmark that proves it."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GROUPS = (("O", 15), ("S", 8), ("W", 5), ("C", 4), ("H", 6))
-"""Letters, and how many lines each has."""
+"""Letters, and the number of lines of each letter."""
 IDS = [f"{letter}{number}" for letter, count in GROUPS for number in range(1, count + 1)]
 NAMED = re.compile(r"[A-Z]\d+(?:, [A-Z]\d+)*")
 
@@ -30,7 +30,7 @@ def marked() -> Iterator[tuple[str, str]]:
 
 
 def printed() -> Iterator[tuple[str, str]]:
-    """Ids and files of the rows that benchmarks print: strings like ``"W1, C2"``."""
+    """Ids and files of the rows that benchmarks print, which are strings like ``"W1, C2"``."""
     for path, tree in parsed("benchmarks"):
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -47,18 +47,18 @@ def carriers() -> dict[str, set[str]]:
 
 
 def documented() -> list[tuple[str, set[str]]]:
-    """Of each row of the tables: its id, and the files in its last column."""
+    """For each row of the tables: its id, and the files in its last column."""
     page = (ROOT / "docs" / "performance.md").read_text()
     section = page.partition("\n## Acceptance figures\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| ([A-Z]\d+) \|.*\| ([^|]*) \|$", section, re.M)
     return [(name, set(re.findall(r"`([\w/]+\.py)`", last))) for name, last in rows]
 
 
-def test_every_line_has_a_test_or_a_benchmark_and_no_other_line_has():
+def test_every_line_has_a_test_or_a_benchmark():
     assert carriers().keys() == set(IDS)
 
 
-def test_the_tables_name_every_line_once_and_all_that_prove_it():
+def test_the_tables_name_every_line_once_and_all_files_that_prove_it():
     rows = documented()
     assert sorted(name for name, _ in rows) == sorted(IDS)
     assert dict(rows) == carriers()

@@ -1,4 +1,4 @@
-"""The documentation names everything there is: settings and defaults, routes, error codes."""
+"""The documentation names every setting with its default, every route and every error code."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_no_setting_is_documented_that_does_not_exist():
     assert set(re.findall(r"^\| `(\w+)` \|", documented("configuration.md"), re.M)) == known
 
 
-def test_every_route_is_documented_and_no_other():
+def test_the_documented_routes_are_the_routes():
     mounted = {
         f"{method} {prefix}{route.path}"
         for prefix, modules in ((PREFIX, ROUTERS), ("", AT_ROOT))
@@ -57,14 +57,14 @@ def test_every_route_is_documented_and_no_other():
     assert set(re.findall(r"^\| `(\w+ /[^\s`]*)` \|", documented("api.md"), re.M)) == mounted
 
 
-def test_every_figure_is_documented_with_its_meaning_and_no_other():
+def test_the_documented_metrics_are_the_metrics_with_their_descriptions():
     rows = re.findall(r"^\| `tuneserve_(\w+)` \| (.*) \|$", documented("api.md"), re.M)
     meanings = {name: meaning for name, meaning in rows if name != "workers"}
     assert meanings == WORKER_METRICS | API_METRICS
     assert "workers" in dict(rows)
 
 
-def test_dashboard_and_alerts_ask_for_figures_that_there_are():
+def test_dashboard_and_alerts_query_existing_metrics():
     known = {f"tuneserve_{name}" for name in [*WORKER_METRICS, *API_METRICS, "workers"]}
     known |= {f"{name}_bucket" for name in known if name.endswith("_duration_seconds")}
     dashboard = json.loads(documented("grafana/tuneserve.json"))

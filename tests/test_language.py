@@ -1,6 +1,6 @@
 """The English of the docs, docstrings, command-line help and settings (CONTRIBUTING.md, Notation).
 
-A guard, not a style: it holds at zero the openings and words that make readers stumble.
+This is a guard, not a style guide: it keeps out the openings and words that make readers stumble.
 """
 
 import ast
@@ -67,7 +67,7 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
         ("```\nWhat a code block says\n```", 0),
     ],
 )
-def test_the_guard_finds_what_it_should(text: str, count: int) -> None:
+def test_the_guard_counts_forbidden_openings_and_words(text: str, count: int) -> None:
     assert len(stumbles(text)) == count
 
 

@@ -1,4 +1,6 @@
-"""What the nightly tests need of the code, asked in the quick ones: they would hear of it late."""
+"""Quick checks of the code that the nightly tests depend on, so that a break shows before the
+night.
+"""
 
 import pytest
 

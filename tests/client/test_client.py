@@ -1,4 +1,4 @@
-"""What a tenant does with our client, start to finish, against the real service."""
+"""A tenant's work with our client, from start to finish, against the real service."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ DATA = [next_token_datum(tokens) for tokens in TOKENS]
 
 
 def losses(model: Model, steps: int) -> list[float]:
-    """All steps are sent before any result is asked for."""
+    """Send all steps before waiting for any result."""
     gradients = []
     for _ in range(steps):
         gradients.append(model.forward_backward(DATA))
@@ -107,7 +107,7 @@ def test_the_same_steps_through_the_official_sdk_give_the_same_bits(
 def test_a_custom_loss_gives_the_official_sdks_gradient(
     client: Client, official_client: tinker.ServiceClient, server: LocalServer
 ) -> None:
-    """With the derivative by hand, and by torch."""
+    """The custom loss has its derivative written by hand, or computed by torch."""
     squares = [lambda data, lp: (lp[0] ** 2).sum()]
     by_hand = client.create_model(rank=4, seed=7)
     by_torch = client.create_model(rank=4, seed=7)
@@ -160,7 +160,7 @@ with Client() as client:
 """
 
 
-def test_results_are_picked_up_by_another_process_when_the_client_is_gone(
+def test_another_process_reads_results_after_the_client_has_closed(
     server: LocalServer,
 ) -> None:
     with Client(server.url, KEY) as client:
@@ -186,7 +186,7 @@ def test_results_are_picked_up_by_another_process_when_the_client_is_gone(
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "sample", "logprobs", "save"])
-def test_a_result_of_another_kind_is_told_as_such(client: Client, kind: Any) -> None:
+def test_reading_a_result_as_another_kind_is_a_value_error(client: Client, kind: Any) -> None:
     step = client.create_model(rank=4).optim_step(LR)
     step.result()
     with pytest.raises(ValueError, match=f"is not a request of kind '{kind}'"):
@@ -197,7 +197,7 @@ def _paths() -> str:
     return ":".join(sys.path)
 
 
-def test_anothers_request_is_not_found(server: LocalServer, trained: Model) -> None:
+def test_another_tenants_request_is_not_found(server: LocalServer, trained: Model) -> None:
     request_id = trained.optim_step(LR).request_id
     with Client(server.url, "tml-stranger") as stranger:
         with pytest.raises(errors.NotFound) as caught:
@@ -208,7 +208,7 @@ def test_anothers_request_is_not_found(server: LocalServer, trained: Model) -> N
             stranger.future(request_id, "step")  # type: ignore[arg-type]
 
 
-def test_a_request_that_cannot_be_carried_out_says_why_and_later_ones_run(
+def test_a_failed_request_says_why_and_later_requests_run(
     trained: Model,
 ) -> None:
     bad = trained.forward_backward([Datum([5, 5000], [6, 7])])
@@ -220,7 +220,9 @@ def test_a_request_that_cannot_be_carried_out_says_why_and_later_ones_run(
     assert good.result().loss > 0
 
 
-def test_a_sample_says_text_for_text_and_can_be_cancelled(client: Client, trained: Model) -> None:
+def test_a_text_prompt_returns_text_and_a_sample_can_be_cancelled(
+    client: Client, trained: Model
+) -> None:
     sampler = client.sampler()
     output = sampler.sample("The sky is", max_tokens=12, temperature=0).result()
     reference = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
@@ -236,7 +238,9 @@ def test_a_sample_says_text_for_text_and_can_be_cancelled(client: Client, traine
         long.result(timeout=30)
 
 
-def test_scores_of_prompts_and_samples_agree_with_training(client: Client, trained: Model) -> None:
+def test_logprobs_of_prompts_and_samples_agree_with_training(
+    client: Client, trained: Model
+) -> None:
     tokens = TOKENS[0]
     sampler = trained.save_sampler("scores")
     scored = sampler.logprobs(tokens).result()
@@ -258,7 +262,7 @@ def test_scores_of_prompts_and_samples_agree_with_training(client: Client, train
     np.testing.assert_allclose(output.target_logprobs[:, 0], scored[1:], atol=1e-6)
     (sample,) = output.samples
     assert sample.top_logprobs is not None and output.top_prompt_logprobs is not None
-    assert sample.top_logprobs.tokens[:, 0].tolist() == sample.tokens  # greedy
+    assert sample.top_logprobs.tokens[:, 0].tolist() == sample.tokens  # greedy sampling
     np.testing.assert_allclose(sample.top_logprobs.logprobs[:, 0], sample.logprobs, atol=1e-6)
     assert output.top_prompt_logprobs.tokens.shape == (20, 3)
     assert output.prompt_alternatives is not None
@@ -268,8 +272,8 @@ def test_scores_of_prompts_and_samples_agree_with_training(client: Client, train
     )
 
 
-def test_a_stream_comes_in_pieces_that_are_the_whole_text(trained: Model) -> None:
-    """Also of weights that were saved under no name, and of a conversation."""
+def test_the_pieces_of_a_stream_join_to_the_whole_text(trained: Model) -> None:
+    """The weights may be saved without a name, and the prompt may be a conversation."""
     live, kept = trained.save_sampler(), trained.save_sampler("kept")
     assert (live.path, kept.path) == (None, f"tinker://{trained.id}/sampler_weights/kept")
     for sampler in (live, kept):
@@ -287,7 +291,7 @@ def test_a_stream_comes_in_pieces_that_are_the_whole_text(trained: Model) -> Non
         list(kept.stream("a", temprature=1))
 
 
-def test_a_model_is_of_the_kind_that_was_asked_for_and_so_is_what_is_made_of_it(
+def test_a_model_its_checkpoint_and_a_loaded_model_have_the_requested_kind(
     client: Client,
 ) -> None:
     plain = client.create_model(rank=4)
@@ -305,13 +309,13 @@ def test_a_model_is_of_the_kind_that_was_asked_for_and_so_is_what_is_made_of_it(
         client.create_model(adapter=Adapter(kind="osft", rank=2, unfreeze_ratio=0.25))
 
 
-def test_a_share_of_the_directions_is_a_rank(client: Client) -> None:
-    # Of q, o and the MLP's weights the smaller side has 128 directions, of k and v 64.
+def test_an_unfreeze_ratio_becomes_a_rank(client: Client) -> None:
+    # The smaller side has 128 directions in q, o and the MLP's weights, and 64 in k and v.
     model = client.create_model(adapter=Adapter(kind="osft", unfreeze_ratio=1 / 32))
     assert (model.adapter, model.rank) == ("osft", 4)
 
 
-def test_checkpoints_are_listed_kept_exported_and_deleted(
+def test_checkpoints_are_listed_given_a_ttl_exported_and_deleted(
     client: Client, trained: Model, tmp_path: Path
 ) -> None:
     path = trained.save("list-me", ttl_s=3600, user_metadata={"why": "a test"}).result()
@@ -335,7 +339,7 @@ def test_checkpoints_are_listed_kept_exported_and_deleted(
     weights = load_file(whole / "adapter_model.safetensors")
     assert all(np.isfinite(each).all() for each in weights.values())
     before = client.checkpoints(), client.runs()
-    client.download(path, made)  # made of the checkpoint itself: no export, no run
+    client.download(path, made)  # the path names the checkpoint itself: no export and no run
     assert (client.checkpoints(), client.runs()) == before
     again = load_file(made / "adapter_model.safetensors")
     assert weights.keys() == again.keys()
@@ -352,7 +356,7 @@ def test_checkpoints_are_listed_kept_exported_and_deleted(
         client.delete_checkpoint("weights/a")
 
 
-def test_the_servers_tokenizer_is_the_models(client: Client) -> None:
+def test_the_servers_tokenizer_is_the_models_tokenizer(client: Client) -> None:
     ours = client.tokenizer()
     reference = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
     for text in ("The sky is blue.", "naïve 🎉", "<|im_start|>user\nHi<|im_end|>\n", ""):
@@ -370,7 +374,7 @@ def test_the_servers_tokenizer_is_the_models(client: Client) -> None:
     assert ours.vocab_size == len(reference)
 
 
-def test_texts_are_learnt_where_they_answer(client: Client) -> None:
+def test_sft_and_chat_datums_learn_the_answers_only(client: Client) -> None:
     tokenizer = client.tokenizer()
     datum = sft_datum(tokenizer, "Q: sky? A:", " blue")
     learnt = datum.targets[datum.inputs["weights"] == 1]
@@ -391,7 +395,7 @@ def test_texts_are_learnt_where_they_answer(client: Client) -> None:
         chat_datum(tokenizer, turns[:3])
 
 
-def test_many_samples_are_gathered_in_their_order(client: Client) -> None:
+def test_gather_returns_many_samples_in_their_order(client: Client) -> None:
     sampler = client.sampler(client.base_models()[0].model_name)
     futures = [sampler.sample([seed], max_tokens=4, seed=seed) for seed in range(5, 25)]
     alone = [sampler.sample([seed], max_tokens=4, seed=seed).result() for seed in (5, 24)]
@@ -403,7 +407,7 @@ def test_health_names_the_base_model(client: Client, server: LocalServer) -> Non
     assert client.health().base_model == server.base_model == client.base_models()[0].model_name
 
 
-def test_a_key_that_is_none_is_unauthorized(server: LocalServer) -> None:
+def test_an_invalid_key_is_unauthorized(server: LocalServer) -> None:
     with Client(server.url, "no-key") as client, pytest.raises(errors.Unauthorized) as caught:
         client.runs()
     assert (caught.value.status, caught.value.code) == (401, "unauthorized")
@@ -436,7 +440,7 @@ async def test_the_asynchronous_client_does_the_same(server: LocalServer, client
             )
 
 
-def test_a_stream_that_is_left_ends_and_a_closed_client_says_so(server: LocalServer) -> None:
+def test_leaving_a_stream_ends_it_and_a_closed_client_says_so(server: LocalServer) -> None:
     client = Client(server.url, KEY)
     sampler = client.sampler()
     stream = sampler.stream("The", max_tokens=500, temperature=0, stop=[])
@@ -451,7 +455,7 @@ def test_a_stream_that_is_left_ends_and_a_closed_client_says_so(server: LocalSer
         client.runs()
 
 
-def test_who_waits_when_the_client_is_closed_hears_of_it(server: LocalServer) -> None:
+def test_closing_the_client_ends_a_waiting_call(server: LocalServer) -> None:
     client = Client(server.url, KEY)
     future = client.future("req_" + "a" * 26, "sample")
     asked = threading.Event()
@@ -469,8 +473,8 @@ def test_who_waits_when_the_client_is_closed_hears_of_it(server: LocalServer) ->
             waiting.result(10)
 
 
-def test_a_forked_process_is_told_to_make_a_client_of_its_own(server: LocalServer) -> None:
-    """In a process of its own: this one has threads that no fork would survive."""
+def test_a_client_used_after_a_fork_raises(server: LocalServer) -> None:
+    """The fork happens in a child process: this one has threads that would not survive it."""
     script = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
@@ -490,7 +494,7 @@ client.close()
     subprocess.run([sys.executable, "-c", script, server.url], check=True, timeout=60)
 
 
-def test_torch_need_not_be_there_but_its_losses_can_have_metrics() -> None:
+def test_torch_is_optional_and_its_losses_may_have_metrics() -> None:
     loss = torch_loss(lambda data, lp: (lp[0].sum() + 0 * lp[0].sum(), {"n:sum": 1.0}))
     value, (gradient,), metrics = loss([], [np.array([1.0, 2.0], np.float32)])  # type: ignore[misc]
     assert (value, gradient.tolist(), metrics) == (3.0, [1.0, 1.0], {"n:sum": 1.0})

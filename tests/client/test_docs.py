@@ -17,7 +17,7 @@ MODULES = ("sync", "data", "progress_bars")
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings_say_what_they_give(
+def test_examples_in_docstrings_print_what_they_show(
     name: str, server: LocalServer, client: Client
 ) -> None:
     module = importlib.import_module(f"tuneserve_client.{name}")
@@ -27,7 +27,7 @@ def test_examples_in_docstrings_say_what_they_give(
     assert found.failed == 0
 
 
-def test_no_docstring_with_examples_is_left_out() -> None:
+def test_every_docstring_with_examples_is_run() -> None:
     folder = Path(tuneserve_client.__file__).parent
     with_examples = {path.stem for path in folder.glob("*.py") if ">>> " in path.read_text()}
     assert with_examples == set(MODULES)

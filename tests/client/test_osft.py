@@ -1,4 +1,4 @@
-"""OSFT on the real service: trained beside LoRA, saved, sampled from, exported, merged, loaded."""
+"""OSFT on the real service: train beside LoRA, save, sample, export, merge and load."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def trained(client: Client, adapter: Adapter | None, steps: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("form", ["factors", "short_fixed", "core"])
-def test_a_new_model_is_the_base_model_to_the_bit_and_its_export_is_peft_s(
+def test_a_new_model_equals_the_base_model_and_peft_loads_its_export(
     client: Client, tmp_path: Path, form: str
 ) -> None:
     adapter = Adapter(kind="osft", unfreeze_ratio=0.25, form=form)
@@ -49,7 +49,7 @@ def test_a_new_model_is_the_base_model_to_the_bit_and_its_export_is_peft_s(
     np.testing.assert_allclose(live, peft_logprobs(loaded), rtol=2e-6, atol=0)
 
 
-def test_merged_it_is_a_plain_model(client: Client, tmp_path: Path) -> None:
+def test_a_merged_adapter_is_a_plain_model(client: Client, tmp_path: Path) -> None:
     from tuneserve_engine.settings.common import TINY_MODEL
 
     model = trained(client, Adapter(kind="osft", rank=20))
@@ -62,7 +62,7 @@ def test_merged_it_is_a_plain_model(client: Client, tmp_path: Path) -> None:
     np.testing.assert_allclose(our_logprobs(model), peft_logprobs(plain), rtol=2e-6, atol=0)
 
 
-def test_a_checkpoint_goes_on_where_it_was_and_samples_are_those_of_its_sampler_weights(
+def test_a_loaded_checkpoint_trains_and_samples_with_the_same_bits(
     client: Client,
 ) -> None:
     model = trained(client, Adapter(kind="osft", unfreeze_ratio=0.25))
@@ -80,7 +80,7 @@ def test_a_checkpoint_goes_on_where_it_was_and_samples_are_those_of_its_sampler_
     assert drawn[0].samples[0].tokens == drawn[1].samples[0].tokens
 
 
-def test_a_model_of_another_kind_takes_no_osft_checkpoint(client: Client) -> None:
+def test_a_model_of_another_kind_cannot_load_an_osft_checkpoint(client: Client) -> None:
     path = trained(client, Adapter(kind="osft", rank=8), steps=1).save("one").result()
     with pytest.raises(RequestFailed, match=r"of kind osft .*this model is of kind lora"):
         client.create_model(rank=8).load(path).result()

@@ -1,4 +1,4 @@
-"""What installing the client alone brings, and what using it loads."""
+"""The packages that installing the client alone brings, and the modules that using it loads."""
 
 import importlib.metadata
 import subprocess
@@ -20,7 +20,7 @@ LIGHT = {
 
 
 def closure(requirements: list[str]) -> set[str]:
-    """Everything that pip would install for them here, from what installed packages declare."""
+    """Every package that pip would install for the requirements, read from installed metadata."""
     found: set[str] = set()
     waiting = [(Requirement(text), "") for text in requirements]
     while waiting:
@@ -36,7 +36,7 @@ def closure(requirements: list[str]) -> set[str]:
     return found
 
 
-def test_installing_the_client_alone_brings_nothing_heavy() -> None:
+def test_the_client_alone_installs_light_packages_only() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert closure(project["dependencies"]) <= LIGHT
     assert {"jax", "numpy"} <= closure(project["optional-dependencies"]["engine"])
@@ -57,15 +57,15 @@ for name in tuneserve_client.__all__:
     getattr(tuneserve_client, name)
 client = tuneserve_client.Client('http://127.0.0.1:1', 'tml-a', deadline_s=0)
 try:
-    client._thread.run(client._inner._load_tokenizer('any'))
+    client._thread.run_coroutine(client._inner._load_tokenizer('any'))
 except ImportError as error:
     print(error)
 client.close()
 """
 
 
-def test_all_of_it_works_without_what_is_not_installed_with_it() -> None:
-    """And a tokenizer says what it needs."""
+def test_the_client_works_without_optional_packages() -> None:
+    """A missing tokenizer extra is named with its install command."""
     absent = {
         *("jax", "flax", "fastapi", "redis", "uvicorn", "tuneserve_engine", "tuneserve_server"),
         *("tokenizers", "jinja2", "huggingface_hub", "transformers", "torch", "rich", "msgspec"),
@@ -81,12 +81,12 @@ def test_all_of_it_works_without_what_is_not_installed_with_it() -> None:
 
 
 def test_the_wire_types_alone_load_no_http_client() -> None:
-    """Server and engine have them from this package."""
+    """The server and the engine take the wire types from this package."""
     command = "import sys, tuneserve_client.wire.types; print('httpx' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert ran.stdout.strip() == "False"
 
 
-def test_every_public_name_is_there_and_typed() -> None:
+def test_every_public_name_exists_and_is_typed() -> None:
     assert set(tuneserve_client.__all__) == set(tuneserve_client._HOMES)
     assert (Path(tuneserve_client.__file__).parent / "py.typed").exists()

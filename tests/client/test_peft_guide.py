@@ -1,4 +1,4 @@
-"""docs/guides/peft.md runs: Python and shell, one snippet after the other."""
+"""Runs docs/guides/peft.md: Python and shell, one snippet after the other."""
 
 import asyncio
 import io
@@ -33,7 +33,7 @@ def place(server: LocalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def snippets(page: str) -> list[tuple[str, str]]:
-    """Language and text of each."""
+    """Language and text of each snippet."""
     text = (ROOT / "docs" / page).read_text()
     return re.findall(r"^```(python|sh)\n(.*?)^```", text, re.M | re.S)
 
@@ -62,15 +62,15 @@ def test_every_snippet_of_the_guide_runs_after_the_others(
     assert re.match(r"tinker://import-\w+/weights/theirs has rank 8 on tuneserve/tiny", imported)
 
 
-def test_the_archive_of_the_api_page_is_taken(tmp_path: Path, client: Client) -> None:
+def test_the_archive_of_the_api_page_is_accepted(tmp_path: Path, client: Client) -> None:
     (script,) = [text for _, text in snippets("api.md") if "checkpoints/import" in text]
     path = client.create_model(rank=4).save("here").result()
     client.download(path, "my-adapter")
     assert '"path":"tinker://import-' in shell(script)
 
 
-def test_what_the_client_sends_is_what_tar_makes(tmp_path: Path, client: Client) -> None:
-    """Of the standard library, which reads it as a stream."""
+def test_the_clients_archive_is_a_valid_tar(tmp_path: Path, client: Client) -> None:
+    """The standard library's tarfile reads it as a stream."""
     (tmp_path / "adapter_config.json").write_bytes(b"{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 5000)
     archive = AdapterArchive(tmp_path)

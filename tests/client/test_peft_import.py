@@ -1,4 +1,4 @@
-"""Adapters of PEFT on the real service: the same numbers before, after a step, and back in PEFT."""
+"""PEFT adapters on the real service: the same numbers on import, after a step, and back in PEFT."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from tuneserve_server.cli import main as cli
 from tuneserve_server.cli.local_server import LocalServer
 
 TOKENS = [17, 250, 31, 8, 99, 140, 31, 7, 61, 200, 5, 77]
-MOVED = 1e-3  # of a logprob: what the adapters below change is far more
+MOVED = 1e-3  # nats of a logprob: the adapters below change it far more
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
@@ -39,7 +39,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Trained:
-    """An adapter that PEFT has saved, and the model that it was saved from."""
+    """An adapter saved by PEFT, and the model that it was saved from."""
 
     model: Any
     folder: Path
@@ -50,14 +50,15 @@ def base_model() -> Any:
 
 
 def trained(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> Trained:
-    """As if it had been trained: nothing of it is zero, or as it began."""
+    """An adapter that looks trained: no parameter is zero or has its initial value."""
     torch.manual_seed(3)
     model = peft.get_peft_model(base_model(), peft.LoraConfig(task_type="CAUSAL_LM", **config))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
-                parameter.copy_(parameter.to(dtype).float())  # what can be saved in it
+                # round to values that the dtype can store
+                parameter.copy_(parameter.to(dtype).float())
     model.save_pretrained(folder)
     weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(weights).items()}, weights)
@@ -67,7 +68,7 @@ def trained(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> 
 
 
 def peft_logprobs(model: Any) -> np.ndarray[Any, Any]:
-    """In float64, so that they have no rounding of their own."""
+    """Logprobs in float64, so they have no rounding error of their own."""
     with torch.no_grad():
         logits = copy.deepcopy(model).double()(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
     return logits[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
@@ -102,7 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_imported_adapter_computes_learns_and_goes_back_to_peft(
+def test_an_imported_adapter_computes_trains_and_returns_to_peft(
     case: str, client: Client, tmp_path: Path
 ) -> None:
     theirs = trained(tmp_path / "theirs", **CASES[case])
@@ -133,11 +134,13 @@ def test_an_imported_adapter_computes_learns_and_goes_back_to_peft(
     np.testing.assert_allclose(peft_logprobs(loaded), our_logprobs(model), atol=3e-5)
 
 
-def test_a_step_from_an_import_is_that_of_peft_and_torch(client: Client, tmp_path: Path) -> None:
-    """A and B keep their scales, so that AdamW's steps are the same too."""
+def test_a_step_from_an_import_equals_that_of_peft_and_torch(
+    client: Client, tmp_path: Path
+) -> None:
+    """A and B keep their scales, so AdamW's steps are equal too."""
     theirs = trained(tmp_path / "theirs", **CASES["attention"])
     model = client.load_model(client.import_peft(theirs.folder))
-    # With a smaller eps the last bits of the smallest gradients would be most of their steps.
+    # With a smaller eps, the last bits of the smallest gradients would dominate their steps.
     adam = {"eps": 1e-2, "weight_decay": 0.1}
     model.forward_backward([next_token_datum(TOKENS)])
     model.optim_step(learning_rate=1e-2, **adam).result()
@@ -157,7 +160,9 @@ def test_a_step_from_an_import_is_that_of_peft_and_torch(client: Client, tmp_pat
         assert (parameter.detach() - before[name]).abs().max() > 5e-3
 
 
-def test_export_import_and_export_give_the_same_bits(client: Client, tmp_path: Path) -> None:
+def test_exporting_importing_and_exporting_again_gives_the_same_bits(
+    client: Client, tmp_path: Path
+) -> None:
     model = client.create_model(rank=6, seed=3)
     model.forward_backward([next_token_datum(TOKENS)])
     model.optim_step(learning_rate=1e-2)
@@ -172,7 +177,9 @@ def test_export_import_and_export_give_the_same_bits(client: Client, tmp_path: P
     assert info.train_attn and info.train_mlp and info.train_unembed
 
 
-def test_parts_without_an_adapter_begin_like_a_new_one(client: Client, tmp_path: Path) -> None:
+def test_projections_without_an_adapter_start_like_a_new_one(
+    client: Client, tmp_path: Path
+) -> None:
     theirs = trained(tmp_path / "theirs", **CASES["two of four, rank-stabilised"])
     path = client.import_peft(theirs.folder)
     client.download(path, tmp_path / "back")
@@ -185,12 +192,12 @@ def test_parts_without_an_adapter_begin_like_a_new_one(client: Client, tmp_path:
         assert torch.equal(found.pop(name), tensor)
     assert {name.split(".")[-3] for name in found} == {"k_proj", "o_proj"}
     for name, tensor in found.items():
-        bound = theirs.model.config.hidden_size**-0.5  # by hand, of a new A
+        bound = theirs.model.config.hidden_size**-0.5  # the bound of a new A, computed by hand
         assert tensor.abs().max() <= bound * 2
         assert (tensor == 0).all() == ("lora_B" in name)
 
 
-def test_the_official_sdk_goes_on_from_an_import(
+def test_the_official_sdk_continues_from_an_import(
     client: Client, server: LocalServer, tmp_path: Path
 ) -> None:
     theirs = trained(tmp_path / "theirs", **CASES["attention"])
@@ -207,7 +214,7 @@ def test_the_official_sdk_goes_on_from_an_import(
             np.testing.assert_array_equal(our_logprobs(client.load_model(again)), expected)
 
 
-def test_the_command_imports_and_training_goes_on(
+def test_the_command_imports_and_training_continues(
     client: Client, server: LocalServer, tmp_path: Path
 ) -> None:
     theirs = trained(tmp_path / "theirs", **CASES["attention"])
@@ -233,8 +240,8 @@ def test_the_command_imports_and_training_goes_on(
     assert ran.exit_code == 2 and "has no adapter_config.json" in ran.stderr
 
 
-def test_a_large_upload_that_is_refused_early_is_told_why(client: Client, tmp_path: Path) -> None:
-    """By an answer that comes while most of it is still to be sent."""
+def test_a_large_upload_that_is_refused_early_says_why(client: Client, tmp_path: Path) -> None:
+    """The answer arrives while most of the upload is still to be sent."""
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.safetensors").write_bytes(bytes(32 * 2**20))
     with pytest.raises(InvalidRequest, match="'no/such' is not served here"):
@@ -243,7 +250,7 @@ def test_a_large_upload_that_is_refused_early_is_told_why(client: Client, tmp_pa
         client.import_peft(tmp_path)
 
 
-def test_an_import_is_refused_with_words_and_deleted_like_any_checkpoint(
+def test_an_import_is_refused_with_a_reason_and_deleted_like_any_checkpoint(
     client: Client, tmp_path: Path
 ) -> None:
     theirs = trained(tmp_path / "theirs", **CASES["attention"])
@@ -255,7 +262,7 @@ def test_an_import_is_refused_with_words_and_deleted_like_any_checkpoint(
     path = client.import_peft(theirs.folder, base_model="tuneserve/tiny", ttl_s=3600)
     (listed,) = [each for each in client.checkpoints() if each.tinker_path == path]
     assert listed.expires_at is not None and listed.checkpoint_type == "training"
-    # rank 4 on four projections of each layer, both parts: 4 bytes a number, and the header
+    # rank 4 on four projections of each layer, A and B, 4 bytes a number, plus the header
     config = base_model().config
     head = config.hidden_size // config.num_attention_heads
     kv, q = config.num_key_value_heads * head, config.num_attention_heads * head

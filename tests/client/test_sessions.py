@@ -1,4 +1,4 @@
-"""What a session has opened, and what others make of it, against the real service."""
+"""Sessions and the samplers that they share, against the real service."""
 
 from tests.client.conftest import KEY
 from tuneserve_client import Client, next_token_datum
@@ -7,7 +7,7 @@ from tuneserve_server.cli.local_server import LocalServer
 DATA = [next_token_datum([5, 6, 7, 8]), next_token_datum([9, 8, 7])]
 
 
-def test_who_has_a_samplers_id_samples_from_the_same_unnamed_weights(
+def test_clients_with_a_samplers_id_sample_the_same_unnamed_weights(
     server: LocalServer, client: Client
 ) -> None:
     model = client.create_model(rank=4, seed=7)
@@ -27,7 +27,7 @@ def test_who_has_a_samplers_id_samples_from_the_same_unnamed_weights(
         assert third.result().samples[0].tokens != first.result().samples[0].tokens
 
 
-def test_sessions_and_requests_are_told_of(client: Client) -> None:
+def test_sessions_and_requests_are_described(client: Client) -> None:
     model = client.create_model(rank=4)
     gradient = model.forward_backward(DATA)
     gradient.result()

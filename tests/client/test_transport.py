@@ -1,4 +1,4 @@
-"""What is sent again and how, what is not, and how answers become errors."""
+"""Requests that are retried and those that are not, and the errors made from answers."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ Turn = httpx.Response | Exception
 
 
 class Network:
-    """Answers in turn (the last one for ever), and time that only sleeping moves."""
+    """Returns the given answers in turn, the last one for ever. Only sleeping moves its clock."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self.turns = list(turns)
@@ -77,7 +77,9 @@ async def step(transport: Transport) -> str:
     return answer.request_id
 
 
-async def test_what_gets_no_answer_is_sent_again_under_the_same_number(connect: Connect) -> None:
+async def test_a_request_without_an_answer_is_sent_again_under_the_same_number(
+    connect: Connect,
+) -> None:
     lost = httpx.ReadError("connection reset")
     network, transport = connect(lost, refused(503), refused(408, "body_too_slow"), ACCEPTED)
     assert await step(transport) == "req_a"
@@ -99,7 +101,7 @@ async def test_waits_grow_until_the_server_names_one(connect: Connect) -> None:
     assert named == 7.0
 
 
-async def test_the_deadline_ends_it_with_the_last_answer(connect: Connect) -> None:
+async def test_the_deadline_ends_the_retries_with_the_last_answer(connect: Connect) -> None:
     last = refused(503, "disk_full", **{"Retry-After": "15"})
     network, transport = connect(last, deadline_s=40.0)
     with pytest.raises(errors.ServerFault, match="why") as caught:
@@ -117,7 +119,7 @@ async def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(key: str
     assert "cret" not in str(refused.value)
 
 
-async def test_a_password_in_the_address_is_not_told() -> None:
+async def test_an_error_does_not_show_the_password_in_the_address() -> None:
     inner = httpx.MockTransport(Network([httpx.ConnectError("refused")]))
     address = "http://me:hidden@server:1/base"
     transport = Transport(address, "tml-secret", deadline_s=0.0, inner=inner)
@@ -127,14 +129,14 @@ async def test_a_password_in_the_address_is_not_told() -> None:
     await transport.close()
 
 
-async def test_who_waits_long_is_told_why_at_once_and_every_minute(
+async def test_a_long_wait_logs_its_reason_at_once_and_every_minute(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     spent = refused(402, "budget_spent", **{"Retry-After": "30"})
     _, transport = connect(*[spent] * 6, ACCEPTED)
     await step(transport)
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert told == ["retrying in 30.0 s: why"] * 3  # of waits until 30, 90 and 150 s
+    assert told == ["retrying in 30.0 s: why"] * 3  # the waits end at 30, 90 and 150 s
     caplog.clear()
     _, transport = connect(refused(503), ACCEPTED)
     await step(transport)
@@ -148,7 +150,7 @@ async def test_a_spent_budget_is_waited_for_beyond_the_deadline(connect: Connect
     assert network.slept == [30.0] * 4
 
 
-async def test_a_server_that_is_not_there_is_told_with_its_address(connect: Connect) -> None:
+async def test_an_unreachable_server_is_named_by_its_address(connect: Connect) -> None:
     _, transport = connect(httpx.ConnectError("refused"), deadline_s=5.0)
     with pytest.raises(errors.Unreachable, match=r"http://server/base.* refused") as caught:
         await step(transport)
@@ -169,7 +171,7 @@ async def test_a_server_that_is_not_there_is_told_with_its_address(connect: Conn
         (422, "malformed", errors.InvalidRequest),
     ],
 )
-async def test_a_refusal_is_not_sent_again_and_has_a_class(
+async def test_a_refusal_is_not_retried_and_has_its_class(
     connect: Connect, status: int, code: str, kind: type[errors.Refused]
 ) -> None:
     network, transport = connect(refused(status, code))
@@ -181,7 +183,7 @@ async def test_a_refusal_is_not_sent_again_and_has_a_class(
     assert caught.value.category == "user"
 
 
-async def test_errors_of_the_openai_routes_and_of_proxies_are_read_too(connect: Connect) -> None:
+async def test_errors_of_openai_routes_and_of_proxies_are_read_too(connect: Connect) -> None:
     openai = {"error": {"message": "no such", "type": "x", "code": "model_not_found"}}
     _, transport = connect(httpx.Response(404, json=openai))
     with pytest.raises(errors.NotFound, match="no such") as caught:
@@ -196,22 +198,24 @@ async def test_errors_of_the_openai_routes_and_of_proxies_are_read_too(connect: 
 NOT_YET: dict[str, Any] = {"queue_state": "paused_capacity", "queue_state_reason": "no worker"}
 
 
-async def test_a_poll_goes_on_for_as_long_as_it_takes(
+async def test_a_poll_continues_for_as_long_as_the_request_takes(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Far longer than the deadline, which counts while nobody answers; and says why it waits."""
+    """The poll outlasts the deadline, which counts only time without an answer, and logs its
+    reason.
+    """
     caplog.set_level(logging.WARNING, "tuneserve_client")
     waiting = [httpx.Response(408, json=NOT_YET)] * 300
     network, transport = connect(*waiting, refused(503), httpx.Response(200, json={"path": "p"}))
     assert (await transport.result("req_a")).json() == {"path": "p"}
     assert len(network.requests) == 302
-    assert sum(network.slept) > 149  # a server that answers at once is not asked at once
+    assert sum(network.slept) > 149  # the client pauses even if the server answers at once
     assert [record.getMessage() for record in caplog.records] == [
         "request req_a still waits: no worker"
     ] * 2
 
 
-async def test_a_request_that_failed_says_whose_fault_it_was(connect: Connect) -> None:
+async def test_a_failed_request_has_its_category(connect: Connect) -> None:
     for category in ("user", "server"):
         failed = {"error": "targets are too long", "category": category}
         _, transport = connect(httpx.Response(200, json=failed))
@@ -222,7 +226,7 @@ async def test_a_request_that_failed_says_whose_fault_it_was(connect: Connect) -
         assert caught.value.request_id == "req_a"
 
 
-async def test_a_download_does_not_carry_the_key(connect: Connect) -> None:
+async def test_a_download_does_not_send_the_key(connect: Connect) -> None:
     network, transport = connect(httpx.Response(200, content=b"bytes"))
     async with transport.download("http://elsewhere/file?signature=s") as pieces:
         assert b"".join([piece async for piece in pieces]) == b"bytes"
@@ -231,7 +235,7 @@ async def test_a_download_does_not_carry_the_key(connect: Connect) -> None:
     assert "tml-secret" not in str(request.headers.raw)
 
 
-def test_every_error_is_drawn_and_described() -> None:
+def test_every_error_is_in_the_diagram_and_described() -> None:
     drawn = errors.__doc__ or ""
     kinds = [each for each in vars(errors).values() if isinstance(each, type)]
     assert len(kinds) > 10
@@ -239,14 +243,14 @@ def test_every_error_is_drawn_and_described() -> None:
 
 
 @pytest.mark.parametrize(("soft", "most"), [(256, 128), (1024, 512), (10**6, 1024), (-1, 1024)])
-def test_polls_leave_half_of_the_files_that_a_process_may_open(
+def test_polls_use_up_to_half_of_the_open_files_limit(
     soft: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (soft, soft))
     assert transport._most_polls() == most
 
 
-async def test_requests_name_the_callers_span_and_polls_and_signs_of_life_do_not(
+async def test_requests_carry_the_callers_span_but_polls_and_heartbeats_do_not(
     connect: Connect,
 ) -> None:
     span = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(1)))

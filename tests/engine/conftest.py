@@ -1,4 +1,4 @@
-"""A random tiny base model on disk, a backend on it, and training units written datum by datum."""
+"""A random tiny base model on disk, a backend on it, and hand-made training batches."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, TrainBatch
 from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 
-if TYPE_CHECKING:  # most tests here need no model: the fixtures import what they use
+if TYPE_CHECKING:  # most tests here need no model, so the fixtures import what they use
     from tuneserve_engine.backend.jax.backend import JaxBackend
 
 TINY = {
@@ -29,12 +29,12 @@ TINY = {
     "max_position_embeddings": 24,
 }
 STATIC_SHAPES = StaticShapes(24, block=8, chunk=16, requested_tokens=128)
-"""Pieces have up to 64 tokens: several make a stream, and the longest datum is several blocks."""
+"""Bins have up to 64 tokens: several make a micro-batch, and a datum may have several blocks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One datum; ``inputs`` are any other per-token fields of ``MicroBatch``."""
+    """One datum. ``inputs`` are any other per-token fields of ``MicroBatch``."""
 
     tokens: Sequence[int]
     targets: Sequence[int]
@@ -71,13 +71,13 @@ def new_backend(base_model: Path) -> "Callable[[], JaxBackend]":
 
 @pytest.fixture(scope="session")
 def backend(new_backend: "Callable[[], JaxBackend]") -> "JaxBackend":
-    """Shared by all tests, programs and all: each uses adapter ids of its own."""
+    """One backend for all tests, to share its programs. Each test uses its own adapter ids."""
     return new_backend()
 
 
 @pytest.fixture(scope="session")
 def datum() -> Callable[..., Row]:
-    """``datum(seed, length)``: random tokens, targets and fractional, also negative, weights."""
+    """``datum(seed, length)``: random tokens and targets, and fractional weights, some negative."""
 
     def make(seed: int, length: int, loss: str = "cross_entropy", **inputs: Any) -> Row:
         random = np.random.default_rng(seed)
@@ -90,9 +90,10 @@ def datum() -> Callable[..., Row]:
 
 @pytest.fixture(scope="session")
 def micro_batch_of() -> Callable[..., MicroBatch]:
-    """``micro_batch_of((0, row), (1, row, row))``: pieces, each a request and its datums, one
-    behind the other. Datums are numbered in this order, so ``micro_batch.segment_ids == 2`` are the
-    tokens of the third.
+    """``micro_batch_of((0, row), (1, row, row))``: each bin is a request and its datums, in order.
+
+    Datums are numbered in this order, so ``micro_batch.segment_ids == 2`` are the tokens of the
+    third.
     """
 
     def make(*pieces: Any, static_shapes: StaticShapes = STATIC_SHAPES) -> MicroBatch:
@@ -113,7 +114,7 @@ def micro_batch_of() -> Callable[..., MicroBatch]:
 
 
 def empty(n: int, block: int) -> dict[str, Any]:
-    """The arrays of a stream without datums."""
+    """The arrays of a micro-batch without datums."""
     shapes = {"targets": (n, 1), "weights": (n, 1)}
     shapes |= {"block_request": (n // block,), "first_visible_block": (n // block,)}
     whole = (

@@ -32,7 +32,7 @@ PROTOBUF = "application/x-protobuf"
 
 
 class Api:
-    """The API as a tenant sees it; ``backend`` is what its newest worker computes with."""
+    """The API as a tenant sees it. ``backend`` is the backend of its newest worker."""
 
     def __init__(self, app: FastAPI, http: httpx.AsyncClient) -> None:
         self.app = app
@@ -47,7 +47,9 @@ class Api:
         info: BaseModelInfo = FAKE_INFO,
         backend: Callable[[BaseModelInfo], FakeBackend] = FakeBackend,
     ) -> None:
-        """A worker with an empty memory; under a name that was used before, its successor."""
+        """Start a worker without models in memory. A used name makes it the successor of that
+        worker.
+        """
 
         async def connect() -> Queue:
             return self.services.store
@@ -62,7 +64,7 @@ class Api:
             await asyncio.sleep(0.005)
 
     async def kill_worker(self, name: str = "worker") -> None:
-        """Ends the worker as its death would: the store has not heard of it."""
+        """End the worker as its death would: the store does not learn of it."""
         _, running = self._workers.pop(name)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -86,7 +88,7 @@ class Api:
         return await self.http.request(method, f"/api/v1{path}", headers=headers, **options)
 
     async def ok(self, method: str, path: str, json: Any = None, **options: Any) -> Any:
-        """The body of an answer that must be 200."""
+        """The body of an answer, whose status must be 200."""
         if json is not None:
             options["json"] = json
         response = await self.call(method, path, **options)
@@ -105,7 +107,7 @@ class Api:
         return session_id
 
     async def poll(self, request_id: str, **options: Any) -> httpx.Response:
-        """The answer to polls for the result, once it is no 408."""
+        """Poll for the result and return the first answer that is not a 408."""
         body = {"request_id": request_id, "allow_metadata_only": True}
         async with asyncio.timeout(10):
             while True:
@@ -120,7 +122,7 @@ class Api:
         return response.json()
 
     async def error(self, answer: dict[str, Any], **options: Any) -> str:
-        """Why an accepted request failed, which must be the user's fault."""
+        """The error message of an accepted request that must have failed by the user's fault."""
         result = await self.result(answer, **options)
         assert result["category"] == "user", result
         message: str = result["error"]
@@ -226,7 +228,7 @@ def settings(tmp_path: Path) -> ApiSettings:
 
 @pytest.fixture
 async def api(settings: ApiSettings, anyio_backend: str) -> AsyncIterator[Api]:
-    """The API without a worker: what is accepted waits."""
+    """The API without a worker: accepted requests wait."""
     store = await open_store(settings)
     app = create_app(settings, store)
     transport = httpx.ASGITransport(app)
@@ -235,7 +237,7 @@ async def api(settings: ApiSettings, anyio_backend: str) -> AsyncIterator[Api]:
         httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
     ):
         services = app.state.services
-        # What was true half a second ago is too old for a test.
+        # Tests cannot wait for the cache: half a second is too old for them.
         served = BaseModels(store, settings.served_name, fresh_s=0.0)
         app.state.services = replace(services, served=served)
         api = Api(app, http)

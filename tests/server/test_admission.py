@@ -1,4 +1,4 @@
-"""Too much at once: what is over a limit is put off, what was accepted goes on."""
+"""Overload: requests over a limit are refused for now, and accepted requests continue."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ def settings(tmp_path: Path) -> ApiSettings:
 
 
 def assert_put_off(response: httpx.Response, code: str = "overloaded", status: int = 429) -> str:
-    """Why the request was put off, in the shape of every failure and with a time to come back."""
+    """The reason of a refusal. It must have the shape of every failure and a ``Retry-After``."""
     assert (response.status_code, response.json()["code"]) == (status, code), response.text
     assert set(response.json()) == {"detail", "code"}
     assert 1 <= int(response.headers["retry-after"]) <= 30
@@ -53,7 +53,7 @@ async def forward_backward(api: Any, bodies: Any, model: str, seq_id: int) -> ht
     return response
 
 
-async def test_a_request_over_the_limit_of_its_model_is_put_off_and_accepted_later(
+async def test_a_request_over_the_limit_of_its_model_is_refused_for_now_and_accepted_later(
     api: Any, bodies: Any
 ) -> None:
     session = await api.session()
@@ -62,7 +62,7 @@ async def test_a_request_over_the_limit_of_its_model_is_put_off_and_accepted_lat
     accepted = [await api.forward_backward(model, seq) for seq in (1, 2)]
     detail = assert_put_off(await forward_backward(api, bodies, model, 3))
     assert f"model {model} has 3 unfinished requests" in detail
-    # A resend of what was accepted is no new request.
+    # A resent request that was accepted before is not a new request.
     assert await api.forward_backward(model, 2) == accepted[1]
     await api.start_worker()
     await api.result(created)
@@ -71,7 +71,9 @@ async def test_a_request_over_the_limit_of_its_model_is_put_off_and_accepted_lat
     await api.output(await api.forward_backward(model, 3))
 
 
-async def test_a_tenant_at_its_limit_is_put_off_and_others_are_not(api: Any, bodies: Any) -> None:
+async def test_a_tenant_at_its_limit_is_refused_for_now_and_others_are_not(
+    api: Any, bodies: Any
+) -> None:
     sampler = await api.sampler(await api.session())
     for seq in range(5):
         await api.post("/asample", bodies.asample(sampler, seq))
@@ -84,14 +86,14 @@ async def test_a_tenant_at_its_limit_is_put_off_and_others_are_not(api: Any, bod
     assert "the server has 8" in assert_put_off(everyone)
 
 
-async def test_a_tenant_has_so_many_models_at_once(
+async def test_a_tenant_has_a_limited_number_of_active_models(
     service: Any, bodies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = await service.session()
-    for number in range(4):  # beyond two, the idlest is parked for the next
+    for number in range(4):  # above two models, the idlest is parked for the next
         await service.model(session, number)
     await service.stop_worker()
-    for number in (4, 5):  # these wait for a worker: they are not idle
+    for number in (4, 5):  # these models wait for a worker, so they are not idle
         await service.post("/create_model", bodies.create_model(session, number))
     again = await service.session()
     with caplog.at_level(logging.WARNING):
@@ -108,7 +110,7 @@ async def test_a_tenant_has_so_many_models_at_once(
     assert (await service.result(waiting))["model_id"] == f"{again}:train:0"
 
 
-async def test_more_models_than_may_wait_are_put_off(
+async def test_models_above_the_limit_of_waiting_models_are_refused_for_now(
     api: Any, bodies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = api.app.state.services.store
@@ -124,10 +126,8 @@ async def test_more_models_than_may_wait_are_put_off(
     assert "2 models in use" in caplog.text and open_tenant("tml-a") in caplog.text
 
 
-async def test_more_polls_than_a_tenant_may_have_are_ended_after_a_second(
-    api: Any, bodies: Any
-) -> None:
-    """Not at once: the client asks again at once."""
+async def test_polls_above_the_tenants_limit_end_after_a_second(api: Any, bodies: Any) -> None:
+    """They do not end at once, because the client repeats a poll at once."""
     services = api.app.state.services
     api.app.state.services = replace(
         services, settings=services.settings.model_copy(update={"poll_s": 3.0})
@@ -144,10 +144,10 @@ async def test_more_polls_than_a_tenant_may_have_are_ended_after_a_second(
     assert [state for state, _ in states] == ["paused_capacity"] * 2 + ["paused_rate_limit"] * 2
     assert all(3.0 <= held_s for _, held_s in states[:2])
     assert all(1.0 <= held_s < 3.0 for _, held_s in states[2:])
-    assert (await poll())[0] == "paused_capacity"  # they are counted out again
+    assert (await poll())[0] == "paused_capacity"  # polls that ended no longer count
 
 
-async def test_a_poll_over_the_limit_still_brings_a_result(service: Any, bodies: Any) -> None:
+async def test_a_poll_over_the_limit_still_returns_a_result(service: Any, bodies: Any) -> None:
     session = await service.session()
     waiting = await service.post("/optim_step", await _held(service, session))
     done = await service.post("/create_model", bodies.create_model(session, 1))
@@ -163,12 +163,12 @@ async def test_a_poll_over_the_limit_still_brings_a_result(service: Any, bodies:
 
 
 async def _held(service: Any, session: str) -> dict[str, Any]:
-    """A request that waits for one that does not come."""
+    """A request that waits for an earlier one, which never arrives."""
     model = await service.model(session)
     return {"model_id": model, "seq_id": 2, "adam_params": {}}
 
 
-async def test_the_limit_of_polls_is_each_tenants_own(api: Any, bodies: Any) -> None:
+async def test_every_tenant_has_its_own_limit_of_polls(api: Any, bodies: Any) -> None:
     answers = {
         key: await api.post(
             "/create_model", bodies.create_model(await api.session(key=key)), key=key
@@ -184,7 +184,9 @@ async def test_the_limit_of_polls_is_each_tenants_own(api: Any, bodies: Any) -> 
     assert {each.json()["queue_state"] for each in responses} == {"paused_capacity"}
 
 
-async def test_a_tenant_keeps_so_many_checkpoints_and_may_replace_them(service: Any) -> None:
+async def test_a_tenant_stores_a_limited_number_of_checkpoints_and_may_replace_them(
+    service: Any,
+) -> None:
     model = await service.model(await service.session())
 
     async def save(seq_id: int, name: str, route: str = "/save_weights", **fields: Any) -> Any:
@@ -203,7 +205,7 @@ async def test_a_tenant_keeps_so_many_checkpoints_and_may_replace_them(service: 
     await service.result(await save(7, "c"))
 
 
-async def test_while_the_disk_is_nearly_full_requests_are_put_off_and_deletions_are_not(
+async def test_on_a_nearly_full_disk_requests_are_refused_for_now_and_deletions_work(
     service: Any, bodies: Any
 ) -> None:
     session = await service.session()
@@ -224,7 +226,9 @@ async def test_while_the_disk_is_nearly_full_requests_are_put_off_and_deletions_
 
 
 @pytest.mark.parametrize("path", ["/create_session", "/forward_backward"])
-async def test_an_upload_under_way_is_put_off_when_the_process_stops(api: Any, path: str) -> None:
+async def test_an_upload_in_progress_is_refused_for_now_when_the_process_stops(
+    api: Any, path: str
+) -> None:
     begun = asyncio.Event()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -237,11 +241,11 @@ async def test_an_upload_under_way_is_put_off_when_the_process_stops(api: Any, p
     api.services.polls.release()
     response = await asyncio.wait_for(uploading, 5)
     assert "stopping" in assert_put_off(response, code="store_unavailable", status=503)
-    await api.session()  # what arrives whole is still heard
+    await api.session()  # a request that arrives whole is still accepted
 
 
 @pytest.mark.parametrize("error", [StoreFailed, ConnectionError])
-async def test_while_the_store_is_away_nothing_is_accepted_and_no_poll_fails(
+async def test_while_the_store_is_unreachable_requests_are_refused_and_polls_continue(
     api: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     answer = await api.post("/create_model", bodies.create_model(await api.session()))
@@ -272,7 +276,7 @@ async def test_while_the_store_is_away_nothing_is_accepted_and_no_poll_fails(
     await api.result(answer)
 
 
-async def test_a_poll_is_a_sign_of_life_of_its_session(api: Any, bodies: Any) -> None:
+async def test_a_poll_counts_as_a_heartbeat_of_its_session(api: Any, bodies: Any) -> None:
     session = await api.session()
     sampler = await api.sampler(session)
     answers = [
@@ -283,17 +287,18 @@ async def test_a_poll_is_a_sign_of_life_of_its_session(api: Any, bodies: Any) ->
     store = api.services.store
     for number, answer in enumerate(answers):
         await store.update(Update("session", session, {"last_seen_s": 1.0}))
-        api.services.last_seen._noted_s.clear()  # half a minute later
+        api.services.last_seen._noted_s.clear()  # as if half a minute had passed
         await api.call("POST", "/retrieve_future", json=answer)
         seen_s = (await store.get(SessionRecord, session)).last_seen_s
         assert abs(seen_s - time.time()) < 10, number
     await store.update(Update("session", session, {"last_seen_s": 1.0}))
     response = await api.call("POST", "/retrieve_future", json=answers[0], key="tml-b")
     assert response.status_code == 404
-    assert (await store.get(SessionRecord, session)).last_seen_s == 1.0  # others' polls are not
+    # another tenant's poll does not count
+    assert (await store.get(SessionRecord, session)).last_seen_s == 1.0
 
 
-async def test_a_session_that_was_silent_for_an_hour_goes_on_where_it_was(
+async def test_a_session_that_was_silent_for_an_hour_continues_where_it_was(
     service: Any, bodies: Any
 ) -> None:
     session = await service.session()
@@ -312,7 +317,7 @@ async def test_a_session_that_was_silent_for_an_hour_goes_on_where_it_was(
     ).status_code == 200
 
 
-async def test_queued_samples_of_a_silent_session_are_dropped_and_say_so(
+async def test_queued_samples_of_a_silent_session_are_dropped_with_a_reason(
     api: Any, bodies: Any
 ) -> None:
     session = await api.session()

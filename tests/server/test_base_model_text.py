@@ -30,7 +30,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
-def test_a_conversation_has_the_tokens_that_transformers_gives(
+def test_a_conversation_has_the_same_tokens_as_in_transformers(
     text: BaseText, messages: list[dict[str, Any]], options: dict[str, Any]
 ) -> None:
     reference = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
@@ -40,7 +40,7 @@ def test_a_conversation_has_the_tokens_that_transformers_gives(
     assert text.chat(messages, options) == expected
 
 
-def test_a_template_of_its_own_file_goes_before_the_configs(tmp_path: Path) -> None:
+def test_a_template_file_takes_precedence_over_the_template_in_the_config(tmp_path: Path) -> None:
     for path in TINY_MODEL.glob("tokenizer*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{{ {'a': '<é>'} | tojson }}{{ eos_token }}")
@@ -49,7 +49,7 @@ def test_a_template_of_its_own_file_goes_before_the_configs(tmp_path: Path) -> N
     assert own.chat([], {}) == [*own.encode('{"a": "<é>"}'), end]
 
 
-def test_a_template_can_neither_change_nor_reach_what_it_is_given(tmp_path: Path) -> None:
+def test_a_template_cannot_change_its_input_or_reach_beyond_it(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((TINY_MODEL / "tokenizer.json").read_bytes())
     for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for %}"):
         (tmp_path / "chat_template.jinja").write_text(source)
@@ -58,13 +58,13 @@ def test_a_template_can_neither_change_nor_reach_what_it_is_given(tmp_path: Path
 
 
 @pytest.mark.parametrize("said", ["plain words", "naïve 🎉🎉 ok", "日本語", "🎉", ""])
-def test_a_token_begins_after_the_whole_characters_before_it(text: BaseText, said: str) -> None:
+def test_a_token_starts_after_the_whole_characters_before_it(text: BaseText, said: str) -> None:
     tokens = text.encode(said)
     expected = [len(text.decode(tokens[:i]).rstrip("\ufffd")) for i in range(len(tokens))]
     assert offsets(tokens, text) == expected
     assert text.decode(tokens) == said
 
 
-def test_the_first_stop_in_the_text_counts() -> None:
+def test_text_is_cut_at_the_first_stop_string() -> None:
     assert cut_at("a--b==c", ["==", "--"]) == "a"
     assert cut_at("abc", ["x"]) == "abc"

@@ -1,4 +1,4 @@
-"""Several base models in one service, each with workers of its own."""
+"""Several base models in one service, each with its own workers."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ SMALL = replace(FAKE_INFO, name="other/small", context_length=32, max_rank=16, v
 
 @pytest.fixture
 async def two(api: Any) -> Any:
-    """The API with a worker of each of two base models."""
+    """The API with one worker for each of two base models."""
     await api.start_worker("fake")
     await api.start_worker("small", SMALL)
     return api
@@ -61,7 +61,9 @@ async def test_each_model_is_trained_by_a_worker_of_its_base_model(two: Any, bod
         assert run["base_model"] == name
 
 
-async def test_a_rank_is_judged_by_the_limits_of_its_base_model(two: Any, bodies: Any) -> None:
+async def test_a_rank_is_checked_against_the_limits_of_its_base_model(
+    two: Any, bodies: Any
+) -> None:
     session = await two.session()
     lora = {"rank": 17, "seed": 1}
     small = bodies.create_model(session, 0, base_model="other/small", lora_config=lora)
@@ -71,7 +73,9 @@ async def test_a_rank_is_judged_by_the_limits_of_its_base_model(two: Any, bodies
     await two.result(await two.post("/create_model", large))
 
 
-async def test_a_prompt_is_judged_by_the_base_model_of_its_sampler(two: Any, bodies: Any) -> None:
+async def test_a_prompt_is_checked_against_the_base_model_of_its_sampler(
+    two: Any, bodies: Any
+) -> None:
     session = await two.session()
     for number, name in enumerate(("tuneserve/fake", "other/small")):
         body = {"session_id": session, "sampling_session_seq_id": number, "base_model": name}
@@ -83,7 +87,7 @@ async def test_a_prompt_is_judged_by_the_base_model_of_its_sampler(two: Any, bod
     assert "token 40; token ids are 0 to 39" in await two.error(wrong)
 
 
-async def test_a_base_model_that_nobody_serves_is_refused_with_those_there_are(
+async def test_an_unserved_base_model_is_refused_with_the_names_of_the_served_ones(
     two: Any, bodies: Any
 ) -> None:
     request = bodies.create_model(await two.session(), base_model="third/model")
@@ -93,7 +97,7 @@ async def test_a_base_model_that_nobody_serves_is_refused_with_those_there_are(
     assert all(name in detail for name in ("'third/model'", "'tuneserve/fake'", "'other/small'"))
 
 
-async def test_requests_for_a_base_model_without_worker_wait_for_one_and_say_so(
+async def test_requests_for_a_base_model_without_a_worker_wait_and_say_so(
     two: Any, bodies: Any
 ) -> None:
     session = await two.session()
@@ -110,7 +114,7 @@ async def test_requests_for_a_base_model_without_worker_wait_for_one_and_say_so(
         assert response.json()["queue_state"] == "paused_capacity"
         reason = response.json()["queue_state_reason"]
         assert reason == "no worker for other/small is connected; waiting for one"
-    # The other base model's requests are not held up.
+    # Requests for the other base model are not held up.
     await two.model(session, 1)
     held = {"model_id": f"{session}:train:1", "seq_id": 2, "adam_params": {}}
     waiting = await two.post("/optim_step", held)
@@ -122,9 +126,7 @@ async def test_requests_for_a_base_model_without_worker_wait_for_one_and_say_so(
     assert (await two.poll(sampled["request_id"])).status_code == 200
 
 
-async def test_a_checkpoint_goes_with_the_base_model_that_it_was_trained_on(
-    two: Any, bodies: Any
-) -> None:
+async def test_a_checkpoint_loads_only_into_its_own_base_model(two: Any, bodies: Any) -> None:
     session = await two.session()
     model = await two.model(session)
     save = {"model_id": model, "seq_id": 1, "path": "a"}
@@ -142,7 +144,7 @@ async def test_a_checkpoint_goes_with_the_base_model_that_it_was_trained_on(
         "POST", "/create_sampling_session", json={**sampling, "base_model": "other/small"}
     )
     assert (response.status_code, message in response.json()["detail"]) == (400, True)
-    # Named or not, its own base model is right.
+    # Its own base model is accepted, whether the request names it or not.
     await two.result(await two.post("/load_weights", {**new, "model_seq_id": 3}))
     await two.post("/create_sampling_session", sampling)
     info = await two.post("/get_info", {"model_id": f"{session}:train:3"})
@@ -161,7 +163,7 @@ async def test_facts_of_a_base_model_outlive_its_workers(two: Any, bodies: Any) 
     )
 
 
-async def test_clients_are_told_the_tokenizer_that_the_worker_names_for_them(
+async def test_clients_get_the_tokenizer_that_the_worker_names_for_them(
     two: Any, bodies: Any
 ) -> None:
     named = replace(SMALL, name="a/model", tokenizer_id="/here", client_tokenizer_id="hub/model")
@@ -174,7 +176,7 @@ async def test_clients_are_told_the_tokenizer_that_the_worker_names_for_them(
     assert info["model_data"]["tokenizer_id"] == "hub/model"
 
 
-async def test_a_base_model_is_given_up_a_quarter_of_an_hour_after_its_last_worker(
+async def test_a_base_model_is_dropped_a_quarter_of_an_hour_after_its_last_worker(
     two: Any, bodies: Any
 ) -> None:
     await two.stop_worker("small")
@@ -182,7 +184,7 @@ async def test_a_base_model_is_given_up_a_quarter_of_an_hour_after_its_last_work
     request = bodies.create_model(await two.session(), base_model="other/small")
 
     def at(seconds: float) -> Any:
-        """The service as it will be then, its other worker still there."""
+        """The service at a later time, with its other worker still alive."""
         import time
 
         later = BaseModels(services.store, "x", fresh_s=0.0, clock=lambda: time.time() + seconds)
@@ -196,7 +198,7 @@ async def test_a_base_model_is_given_up_a_quarter_of_an_hour_after_its_last_work
     two.app.state.services = services
 
 
-async def test_a_run_that_was_rebuilt_with_other_results_says_so(service: Any) -> None:
+async def test_a_run_that_was_restored_with_other_results_says_so(service: Any) -> None:
     model = await service.model(await service.session())
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (False, False)
@@ -206,14 +208,14 @@ async def test_a_run_that_was_rebuilt_with_other_results_says_so(service: Any) -
     assert (run["corrupted"], run["diverged"]) == (True, True)
 
 
-async def test_a_run_whose_state_is_lost_is_corrupted_not_diverged(service: Any) -> None:
+async def test_a_run_whose_state_is_lost_is_corrupted_but_not_diverged(service: Any) -> None:
     model = await service.model(await service.session())
     await service.services.store.update(Update("model", model, {"status": "lost"}))
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (True, False)
 
 
-async def test_health_and_models_name_the_revision_of_a_base_model_from_the_hub(
+async def test_health_and_models_show_the_revision_of_a_base_model_from_the_hub(
     two: Any, bodies: Any
 ) -> None:
     await two.start_worker("pinned", replace(SMALL, name="hub/model", revision="a" * 40))

@@ -1,4 +1,4 @@
-"""Which base models can be asked for, decided from what the store says about workers."""
+"""The base models that clients may ask for, decided from the workers known to the store."""
 
 import asyncio
 from dataclasses import replace
@@ -57,7 +57,7 @@ async def test_only_base_models_with_a_worker_are_offered() -> None:
     assert await offered(model("a", 1), model("b", 2), model("c", 0)) == ["a", "b"]
 
 
-async def test_without_any_worker_those_that_had_one_last_are_offered() -> None:
+async def test_without_any_worker_the_most_recently_served_base_models_are_offered() -> None:
     assert await offered(model("a", 0, 5000), model("b", 0, 5900), model("c", 0, 5901)) == [
         "a",
         "b",
@@ -81,13 +81,13 @@ async def test_a_name_is_accepted_for_a_quarter_of_an_hour_after_its_last_worker
                 await ask("gone")
 
 
-async def test_with_no_worker_for_long_the_last_names_are_still_accepted() -> None:
-    """An operator who repairs the only worker does not turn clients away."""
+async def test_without_any_worker_for_long_the_last_names_are_still_accepted() -> None:
+    """Clients are not turned away while an operator repairs the only worker."""
     models = served(Says(model("a", 0, 5000)))
     assert await models.resolve("a") == "a"
 
 
-async def test_before_the_first_worker_the_name_of_the_settings_is_accepted() -> None:
+async def test_before_the_first_worker_the_name_in_the_settings_is_accepted() -> None:
     models = served(Says())
     assert await models.resolve("from/settings") == "from/settings"
     with pytest.raises(UserError, match="this server has 'from/settings'"):
@@ -95,32 +95,32 @@ async def test_before_the_first_worker_the_name_of_the_settings_is_accepted() ->
     assert await models.info("from/settings") is None
 
 
-async def test_a_suffix_need_not_match_but_the_exact_name_is_preferred() -> None:
+async def test_a_suffix_is_optional_but_an_exact_name_is_preferred() -> None:
     models = served(Says(model("m:4k", 1), model("m:32k", 1), model("other", 1)))
     assert await models.resolve("m:32k") == "m:32k"
     assert await models.resolve("m") == "m:4k"
     assert await models.resolve("m:1k") == "m:4k"
     assert await models.resolve("other:peft") == "other"
     with pytest.raises(UserError):
-        await models.check("m")  # a record's own name must be served as it is
+        await models.check("m")  # a record's own name must be served exactly
 
 
-async def test_of_two_that_match_the_one_with_a_worker_is_chosen() -> None:
+async def test_of_two_matching_names_the_one_with_a_worker_is_chosen() -> None:
     assert await served(Says(model("m:4k", 0), model("m:32k", 1))).resolve("m") == "m:32k"
 
 
-async def test_facts_of_base_models_without_worker_stay_known() -> None:
+async def test_facts_of_base_models_without_a_worker_stay_known() -> None:
     info = await served(Says(model("a", 1), model("old", 0, 1e6))).info("old")
     assert info is not None and info.name == "old"
 
 
-async def test_a_long_name_is_not_repeated_whole() -> None:
+async def test_an_error_does_not_repeat_a_long_name_whole() -> None:
     with pytest.raises(UserError) as error:
         await served(Says()).resolve("x" * 10_000)
     assert len(str(error.value)) < 500
 
 
-async def test_the_store_is_asked_at_most_twice_a_second() -> None:
+async def test_the_store_is_queried_up_to_twice_a_second() -> None:
     store, clock = Says(model("a", 1)), Clock()
     models = served(store, clock)
     for _ in range(10):
@@ -131,7 +131,7 @@ async def test_the_store_is_asked_at_most_twice_a_second() -> None:
     assert store.asked == 2
 
 
-async def test_a_worker_that_came_just_now_is_found() -> None:
+async def test_a_worker_that_has_just_started_is_found() -> None:
     store = Says(model("a", 1))
     models = served(store)
     await models.known()
@@ -139,7 +139,7 @@ async def test_a_worker_that_came_just_now_is_found() -> None:
     assert await models.resolve("b") == "b"
 
 
-async def test_a_store_that_fails_fails_all_who_wait_at_once_and_is_asked_again() -> None:
+async def test_a_failing_store_fails_all_waiting_callers_at_once_and_is_queried_again() -> None:
     store = Says(model("a", 1))
     store.fails = True
     models = served(store)
@@ -150,7 +150,7 @@ async def test_a_store_that_fails_fails_all_who_wait_at_once_and_is_asked_again(
     assert [each.info.name for each in await models.known()] == ["a"]
 
 
-async def test_a_caller_that_leaves_takes_the_answer_from_nobody() -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_shared_query() -> None:
     store = Says(model("a", 1))
     models = served(store)
     leaving, staying = (asyncio.create_task(models.known()) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Failures: one shape on every route, nothing about others' objects, never a 5xx."""
+"""Failures have one shape on every route, reveal nothing of other tenants, and are never a 5xx."""
 
 import json
 import random
@@ -19,7 +19,7 @@ WITHOUT_KEY = {"/api/v1/healthz", "/api/v1/files/{file_id}/{member}"}
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    """Method and path of every route."""
+    """The method and path of every route."""
     for module in ROUTERS:
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
@@ -42,14 +42,17 @@ def assert_failure(
     assert response.headers["content-type"] == "application/json"
 
 
-async def test_there_are_as_many_routes_as_the_wire_has_endpoints(api: Any) -> None:
-    """Priority A and B of the wire are 32 endpoints, clients of sampling sessions have three more,
-    and old SDKs one; one serves the downloads, one the tokenizers, one takes adapters in, three
-    tell what was used, and one what goes on."""
+async def test_the_api_has_as_many_routes_as_the_wire_has_endpoints(api: Any) -> None:
+    """Priority A and B of the wire have 32 endpoints, clients of sampling sessions three more, and
+    old SDKs one.
+
+    The others serve downloads, tokenizers, uploads of adapters, three kinds of usage report, and
+    the dashboard.
+    """
     assert len(set(routes())) == 43
 
 
-async def test_every_route_but_two_wants_a_key(api: Any) -> None:
+async def test_every_route_but_two_requires_a_key(api: Any) -> None:
     for method, path in set(routes()):
         if path in WITHOUT_KEY:
             continue
@@ -58,7 +61,7 @@ async def test_every_route_but_two_wants_a_key(api: Any) -> None:
             assert_failure(response, 401)
 
 
-async def test_keys_of_both_forms_are_accepted_and_are_different_tenants(api: Any) -> None:
+async def test_keys_of_both_forms_are_accepted_and_belong_to_different_tenants(api: Any) -> None:
     sessions = {await api.session(key=key) for key in ("tml-a", "tml-b", "eyJhbGciOi.e30.x")}
     assert len(sessions) == 3
     assert len((await api.get("/sessions", key="tml-a"))["sessions"]) == 1
@@ -78,7 +81,9 @@ async def test_keys_of_both_forms_are_accepted_and_are_different_tenants(api: An
         b"[" * 500,
     ],
 )
-async def test_an_unreadable_body_is_refused_without_repeating_it(api: Any, content: bytes) -> None:
+async def test_an_unreadable_body_is_refused_without_being_repeated(
+    api: Any, content: bytes
+) -> None:
     bodiless = {"/client/config", "/client/dynamic_config", "/telemetry"}
     for method, path in set(routes()):
         name = path.removeprefix("/api/v1")
@@ -86,7 +91,7 @@ async def test_an_unreadable_body_is_refused_without_repeating_it(api: Any, cont
             continue
         response = await api.call(method, name, content=content)
         if name == "/create_session" and response.status_code == 200:
-            assert content == b'{"a": NaN}'  # a field nobody reads, and all others have defaults
+            assert content == b'{"a": NaN}'  # "a" is an unknown field, and all others have defaults
             continue
         assert_failure(response, 422)
         assert "ud800" not in response.text
@@ -101,7 +106,7 @@ async def test_an_error_about_metadata_does_not_repeat_its_keys(api: Any) -> Non
     assert "secret" not in response.text
 
 
-async def test_unknown_paths_and_methods_have_the_same_shape(api: Any) -> None:
+async def test_failures_on_unknown_paths_and_methods_have_the_same_shape(api: Any) -> None:
     assert_failure(await api.call("GET", "/nothing"), 404)
     assert_failure(await api.call("POST", "/forward", json={}), 404)
     assert_failure(await api.call("GET", "/asample"), 405)
@@ -128,7 +133,7 @@ async def test_an_unexpected_error_is_500_without_details(
 
 
 @pytest.mark.parametrize("error", [StoreFailed, ConnectionError])
-async def test_an_unusable_store_is_503_with_a_time_to_come_back(
+async def test_an_unusable_store_is_503_with_a_retry_after(
     api: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     async def full(*_: object) -> None:
@@ -141,7 +146,7 @@ async def test_an_unusable_store_is_503_with_a_time_to_come_back(
     assert_failure(response, 503, below=600)
 
 
-async def test_what_belongs_to_another_tenant_looks_absent_on_every_route(
+async def test_another_tenants_objects_look_absent_on_every_route(
     service: Any, bodies: Any
 ) -> None:
     session = await service.session()
@@ -211,7 +216,7 @@ async def test_what_belongs_to_another_tenant_looks_absent_on_every_route(
     for path in ("/sessions", "/training_runs", "/checkpoints"):
         listing = await service.get(path, key="tml-b")
         assert next(iter(listing.values())) == []
-    assert (await service.get("/checkpoints"))["checkpoints"]  # nothing of the above had an effect
+    assert (await service.get("/checkpoints"))["checkpoints"]  # no request above had an effect
 
 
 def fill(text: str, ids: dict[str, str]) -> str:
@@ -221,7 +226,7 @@ def fill(text: str, ids: dict[str, str]) -> str:
 
 
 def replace_ids(text: str, ids: dict[str, str]) -> str:
-    """The text with ids replaced by their names, longest first: a model's contains a session's."""
+    """The text with ids replaced by names, longest first: a model's id contains its session's."""
     for name, value in sorted(ids.items(), key=lambda item: -len(item[1])):
         text = text.replace(value, name)
     return text
@@ -249,7 +254,7 @@ def places(node: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(node[key])
 
 
-async def test_no_mutated_json_makes_a_5xx(service: Any, bodies: Any) -> None:
+async def test_mutated_json_never_causes_a_5xx(service: Any, bodies: Any) -> None:
     session = await service.session()
     model = await service.model(session)
     sampler = await service.sampler(session)
@@ -298,7 +303,9 @@ async def test_no_mutated_json_makes_a_5xx(service: Any, bodies: Any) -> None:
             assert outcome.status_code in (200, 408), (content, outcome.text)
 
 
-async def test_no_mutated_protobuf_makes_a_5xx_or_is_lost(service: Any, bodies: Any) -> None:
+async def test_mutated_protobuf_never_causes_a_5xx_and_is_never_lost(
+    service: Any, bodies: Any
+) -> None:
     model = await service.model(await service.session())
     good = bodies.forward_backward(model, 1)
     randomness = random.Random(21)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Tenant:
-    """Sends what a client might send, in any order, and remembers what was accepted."""
+    """Sends what a client might send, in any order, and remembers the accepted requests."""
 
     def __init__(self, api: Any, bodies: Any, key: str, randomness: random.Random) -> None:
         self.api = api
@@ -24,7 +24,7 @@ class Tenant:
         self.randomness = randomness
         self.accepted: list[str] = []
         self.sessions: list[str] = []
-        self.models: dict[str, int] = {}  # the highest seq_id sent
+        self.models: dict[str, int] = {}  # the highest seq_id sent for each model
         self.samplers: list[str] = []
         self.paths: list[str] = ["tinker://nowhere/weights/x"]
         self.numbers = iter(range(10**6))
@@ -80,7 +80,7 @@ class Tenant:
             self.samplers.append(answer["sampling_session_id"])
 
     async def train(self) -> None:
-        """Some requests in a random order, now and then with one that never comes."""
+        """Send some requests in a random order, sometimes with one that never arrives."""
         model = self.randomness.choice(list(self.models))
         first = self.models[model] + 1
         seqs = list(range(first, first + self.randomness.randint(1, 5)))
@@ -125,10 +125,12 @@ class Tenant:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_requests_end_whatever_workers_sessions_and_sweeps_do(
+async def test_every_request_ends_in_spite_of_dying_workers_ending_sessions_and_sweeps(
     api: Any, bodies: Any, seed: int
 ) -> None:
-    """Gaps, bad data, sessions that end, workers that die with work in hand, files swept."""
+    """The run has gaps, bad data, ending sessions, dying workers with jobs in hand, and file
+    sweeps.
+    """
     randomness = random.Random(seed)
     await api.start_worker()
     tenants = [Tenant(api, bodies, f"tml-{name}", randomness) for name in "abc"]
@@ -143,7 +145,7 @@ async def test_requests_end_whatever_workers_sessions_and_sweeps_do(
             await api.services.unused.clean(older_than_s=0)
     await api.kill_workers()
     await api.start_worker()
-    # What is still held waits for a request that will not come.
+    # Requests that are still held wait for one that will never arrive.
     await api.services.store.sweep(time.time() + 601, SweepPolicy(session_ttl_s=1e9))
     polls = [
         api.poll(request_id, key=tenant.key)
@@ -159,5 +161,6 @@ async def test_requests_end_whatever_workers_sessions_and_sweeps_do(
     models = (await api.services.store.page(ModelRecord)).items
     assert ModelStatus.LOST not in {model.status for model in models}
     aside = api.services.files.set_aside_groups()
-    assert sum(map(len, aside.values())) <= FEW  # what killed workers left, and nothing of routine
+    # files of killed workers only, and none of routine work
+    assert sum(map(len, aside.values())) <= FEW
     assert not any(model.diverged for model in models)

@@ -1,4 +1,4 @@
-"""Threads of the API process that leave the processor to a worker on the same machine."""
+"""Threads of the API process yield the processor to a worker on the same machine."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from tuneserve_server.settings import ApiSettings
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own here")
-def test_threads_that_decompress_leave_the_processor_to_a_worker(settings: ApiSettings) -> None:
+def test_decompressing_threads_yield_the_processor_to_a_worker(settings: ApiSettings) -> None:
     memory, own = BodyMemory.from_settings(settings), os.getpriority(os.PRIO_PROCESS, 0)
     theirs = memory.threads.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
     memory.stop()

@@ -30,14 +30,14 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @contextlib.asynccontextmanager
 async def host(name: str, redis: RedisServer, folder: Path) -> AsyncIterator[Api]:
-    """An API process of its own, as far as one process can tell."""
+    """A separate API process, as far as one process can imitate it."""
     settings = ApiSettings(
         data_dir=folder / name,
         files_dir=folder / "shared",
         store=redis.url,
         base_model_name="tuneserve/fake",
         poll_s=0.5,
-        sweep_s=0.05,  # both of them, all the time
+        sweep_s=0.05,  # sweep in both processes, all the time
     )
     store = await open_store(settings)
     app = create_app(settings, store)
@@ -49,7 +49,7 @@ async def host(name: str, redis: RedisServer, folder: Path) -> AsyncIterator[Api
         yield api
         await api.kill_workers()
     await store.close()
-    assert not (folder / name).exists()  # nothing of the store is on this host
+    assert not (folder / name).exists()  # no part of the store is on this host
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ async def hosts(redis: RedisServer, tmp_path: Path) -> AsyncIterator[tuple[Api, 
         yield a, b
 
 
-async def test_what_one_api_process_accepted_another_answers(
+async def test_one_api_process_answers_for_requests_that_another_accepted(
     hosts: tuple[Api, Api], bodies: Any
 ) -> None:
     a, b = hosts
@@ -79,7 +79,7 @@ async def test_every_api_process_knows_the_workers_of_all(hosts: tuple[Api, Api]
     assert (await a.get("/healthz"))["worker"] == "absent"
     await a.start_worker("on-a")
     await b.start_worker("on-b", OTHER)
-    await asyncio.sleep(0.5)  # for so long what was heard before counts
+    await asyncio.sleep(0.5)  # an earlier answer stays cached for this long
     for api in hosts:
         health = await api.get("/healthz")
         assert (health["worker"], health["store"]) == ("ready", "redis")
@@ -90,7 +90,7 @@ async def test_every_api_process_knows_the_workers_of_all(hosts: tuple[Api, Api]
         }
 
 
-async def test_a_worker_that_died_is_followed_by_one_on_another_host(
+async def test_a_worker_on_another_host_takes_over_from_a_dead_one(
     hosts: tuple[Api, Api], bodies: Any
 ) -> None:
     a, b = hosts
@@ -120,7 +120,7 @@ async def test_a_poll_on_one_host_is_woken_by_a_result_from_another(
     assert (await waiting)["model_id"] == answer["model_id"]
 
 
-async def test_clients_of_a_sampling_session_may_speak_to_any_host(
+async def test_clients_of_a_sampling_session_may_connect_to_any_host(
     hosts: tuple[Api, Api], bodies: Any
 ) -> None:
     a, b = hosts
@@ -140,13 +140,14 @@ async def test_clients_of_a_sampling_session_may_speak_to_any_host(
     waiting = asyncio.create_task(b.post("/retrieve_futures", poll))
     await asyncio.sleep(0.1)
     await a.start_worker("on-a")
-    while not (completions := (await waiting)["completions"]):  # it took more than poll_s
+    # the completion took longer than poll_s
+    while not (completions := (await waiting)["completions"]):
         waiting = asyncio.create_task(b.post("/retrieve_futures", poll))
     (done,) = completions
     assert (done["state"], done["request_id"]) == ("finished", second["request_id"])
 
 
-async def test_requests_are_put_off_while_redis_is_away_and_polls_are_held(
+async def test_while_redis_is_away_requests_are_refused_for_now_and_polls_are_held(
     hosts: tuple[Api, Api], redis: RedisServer, bodies: Any
 ) -> None:
     a, _ = hosts

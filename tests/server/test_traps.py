@@ -1,4 +1,4 @@
-"""One test for each trap of the wire that the API can fall into, by its number there."""
+"""One test for each trap of the wire that the API can fall into, under the trap's number."""
 
 import asyncio
 import socket
@@ -40,7 +40,7 @@ async def test_protobuf_is_mandatory_both_ways(service: Any, bodies: Any) -> Non
 
 @pytest.mark.parametrize("tokens", [[5], [99]], ids=["accepted", "rejected"])
 async def test_every_sample_has_a_sequence_id(service: Any, bodies: Any, tokens: list[int]) -> None:
-    """Trap 2: one for each sample, of a request that will fail too."""
+    """Trap 2: one id for each sample, also of a request that will fail."""
     sampler = await service.sampler(await service.session())
     prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
     body = bodies.asample(sampler, 3, num_samples=4, prompt=prompt)
@@ -49,8 +49,8 @@ async def test_every_sample_has_a_sequence_id(service: Any, bodies: Any, tokens:
     assert await service.post("/asample", body) == answer
 
 
-async def test_the_model_id_is_made_of_session_and_number(service: Any, bodies: Any) -> None:
-    """Trap 3: the client computes it, for created and for loaded models."""
+async def test_a_model_id_consists_of_session_and_number(service: Any, bodies: Any) -> None:
+    """Trap 3: the client computes the id, for created and for loaded models."""
     session = await service.session()
     for number in (0, 7):
         answer = await service.post("/create_model", bodies.create_model(session, number))
@@ -63,7 +63,7 @@ async def test_the_model_id_is_made_of_session_and_number(service: Any, bodies: 
     assert info["model_id"] == f"{session}:train:8"
 
 
-async def test_requests_run_in_the_order_of_their_numbers_not_of_their_arrival(
+async def test_requests_run_in_the_order_of_their_numbers_instead_of_their_arrival(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trap 4: the first chunk of a forward_backward arrives last, and its optim_step before it."""
@@ -113,7 +113,7 @@ async def test_a_rejected_request_leaves_no_gap(
     await service.output(await service.forward_backward(model, 2))
 
 
-async def test_a_resent_request_is_known_by_its_key_not_by_its_body(service: Any) -> None:
+async def test_a_resent_request_is_recognised_by_its_key_instead_of_its_body(service: Any) -> None:
     """Trap 6: a retried unnamed sampler save carries a new session number and idempotency key."""
     session = await service.session()
     model = await service.model(session)
@@ -125,13 +125,13 @@ async def test_a_resent_request_is_known_by_its_key_not_by_its_body(service: Any
     again = await service.post("/save_weights_for_sampler", save, headers=headers)
     assert again == first
     assert (await service.result(again))["sampling_session_id"] == f"{session}:sample:0"
-    # One idempotency key over different requests joins nothing.
+    # One idempotency key over different requests does not join them.
     answers = [await service.forward_backward(model, seq, headers=headers) for seq in (2, 3)]
     assert answers[0]["request_id"] != answers[1]["request_id"]
 
 
-async def test_a_poll_is_held_and_then_ended_quietly(api: Any, bodies: Any) -> None:
-    """Trap 7: not at once (the client would ask in a loop), and well before its 45 seconds."""
+async def test_a_poll_is_held_and_then_ends_quietly(api: Any, bodies: Any) -> None:
+    """Trap 7: not at once (the client would loop), and well before the client's 45 seconds."""
     answer = await api.post("/create_model", bodies.create_model(await api.session()))
     started_s = time.monotonic()
     response = await api.call("POST", "/retrieve_future", json=answer)
@@ -143,7 +143,7 @@ async def test_a_poll_is_held_and_then_ended_quietly(api: Any, bodies: Any) -> N
         ApiSettings(poll_s=41)
 
 
-async def test_no_success_has_an_error_key(service: Any, bodies: Any) -> None:
+async def test_no_successful_answer_has_an_error_key(service: Any, bodies: Any) -> None:
     """Trap 8: the client reads even ``"error": null`` as a failure."""
     session = await service.session()
     model = await service.model(session)
@@ -184,7 +184,7 @@ async def test_a_failed_request_is_a_200_with_its_category(service: Any) -> None
     assert "99" in response.json()["error"]
 
 
-async def test_a_taken_checkpoint_name_is_an_error_of_the_user_never_a_409(service: Any) -> None:
+async def test_a_taken_checkpoint_name_is_a_user_error_and_never_a_409(service: Any) -> None:
     """Trap 10: the client retries a 409 for five minutes."""
     model = await service.model(await service.session())
     for seq_id in (1, 2):
@@ -196,7 +196,7 @@ async def test_a_taken_checkpoint_name_is_an_error_of_the_user_never_a_409(servi
 
 
 async def test_a_session_can_be_finished_more_than_once(service: Any) -> None:
-    """Trap 11: without it every ``with ServiceClient()`` ends with an exception."""
+    """Trap 11: otherwise every ``with ServiceClient()`` ends with an exception."""
     session = await service.session()
     for reason in ("success", "errored", "interrupted"):
         finish = {"reason": {"type": reason}, "detail": None}
@@ -212,8 +212,8 @@ async def test_metric_names_have_one_colon(service: Any) -> None:
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", '"\\ud800"'])
-async def test_numbers_that_json_has_not_are_refused(service: Any, literal: str) -> None:
-    """Trap 13, from the other side: a framework's own handler answers these with a 500."""
+async def test_numbers_that_json_does_not_have_are_refused(service: Any, literal: str) -> None:
+    """Trap 13, seen from the server: a framework's own handler answers these with a 500."""
     body = f'{{"session_id": "x", "model_seq_id": {literal}, "base_model": {literal}}}'
     response = await service.call("POST", "/create_model", content=body)
     assert response.status_code == 422
@@ -229,10 +229,10 @@ async def test_numbers_that_json_has_not_are_refused(service: Any, literal: str)
         ([], [], None),
     ],
 )
-async def test_every_form_of_stop_keeps_its_meaning(
+async def test_every_form_of_stop_has_its_meaning(
     stop: Any, tokens: list[int] | None, strings: list[str] | None
 ) -> None:
-    """Trap 14: absent means EOS; the empty list, never."""
+    """Trap 14: an absent stop means EOS, and an empty list means no stop at all."""
     request = SampleRequest.model_validate(
         {
             "sampling_session_id": "s",
@@ -259,14 +259,14 @@ async def test_sampling_numbers_have_64_bits(service: Any, bodies: Any) -> None:
 
 
 async def test_an_error_has_a_body_and_its_length(api: Any, bodies: Any) -> None:
-    """Trap 21: without them a 400 is taken for a proxy's."""
+    """Trap 21: without them the client takes a 400 for a proxy's."""
     request = bodies.create_model(await api.session(), base_model="other")
     response = await api.call("POST", "/create_model", json=request)
     assert response.status_code == 400
     assert int(response.headers["content-length"]) == len(response.content) > 0
 
 
-async def test_calls_without_a_body_may_claim_to_be_json(service: Any) -> None:
+async def test_calls_without_a_body_may_declare_json(service: Any) -> None:
     """Trap 22."""
     model = await service.model(await service.session())
     save = {"model_id": model, "seq_id": 1, "path": "a"}
@@ -280,7 +280,7 @@ async def test_calls_without_a_body_may_claim_to_be_json(service: Any) -> None:
 
 @pytest.mark.parametrize("colon", [":", "%3A"])
 async def test_colons_in_ids_are_ordinary(service: Any, colon: str) -> None:
-    """Trap 23: also when a client escapes them."""
+    """Trap 23: colons work also when a client escapes them."""
     session = await service.session()
     model = (await service.model(session)).replace(":", colon)
     assert (await service.get(f"/training_runs/{model}"))["training_run_id"] == (
@@ -290,7 +290,7 @@ async def test_colons_in_ids_are_ordinary(service: Any, colon: str) -> None:
     assert (await service.get(f"/samplers/{sampler}"))["sampler_id"] == f"{session}:sample:0"
 
 
-async def test_a_run_has_all_that_the_client_requires_and_its_metadata(
+async def test_a_run_has_all_fields_that_the_client_requires_and_its_metadata(
     service: Any, bodies: Any
 ) -> None:
     """Trap 24: the cookbook reads ``renderer_name`` back when it resumes."""
@@ -340,7 +340,7 @@ async def test_the_server_keeps_idle_connections_as_long_as_its_settings_say(
             pass
 
     monkeypatch.setattr(serving, "_ApiServer", Server)
-    monkeypatch.setattr(serving.pauses, "shorten", lambda: None)  # this process goes on testing
+    monkeypatch.setattr(serving.pauses, "shorten", lambda: None)  # this process runs further tests
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -352,7 +352,7 @@ async def test_the_server_keeps_idle_connections_as_long_as_its_settings_say(
 async def test_a_proxy_in_the_environment_does_not_hide_the_server_from_its_starter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Trap 26: proxies catch loopback traffic too, unless they are told not to."""
+    """Trap 26: proxies also catch loopback traffic unless they are bypassed."""
 
     class Health(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -375,7 +375,7 @@ async def test_a_proxy_in_the_environment_does_not_hide_the_server_from_its_star
 
 
 async def test_hundreds_of_samples_are_accepted_at_once(api: Any, bodies: Any) -> None:
-    """Trap 27: a request is stored and answered, not run."""
+    """Trap 27: a request is stored and answered before it runs."""
     sampler = await api.sampler(await api.session())
     posts = [api.post("/asample", bodies.asample(sampler, seq)) for seq in range(300)]
     started_s = time.monotonic()
@@ -384,8 +384,8 @@ async def test_hundreds_of_samples_are_accepted_at_once(api: Any, bodies: Any) -
     assert len({answer["request_id"] for answer in answers}) == 300
 
 
-async def test_a_failing_request_holds_up_no_later_post(api: Any, bodies: Any) -> None:
-    """Trap 28: posts go on before anything ran; the failure is told where it belongs."""
+async def test_a_failing_request_does_not_hold_up_later_posts(api: Any, bodies: Any) -> None:
+    """Trap 28: posts continue before anything ran, and the failing request reports its failure."""
     session = await api.session()
     created = await api.post("/create_model", bodies.create_model(session))
     model = f"{session}:train:0"

@@ -1,4 +1,4 @@
-"""What memory adds to the store's contract (``test_contract``): the same again in every run."""
+"""What memory adds to the store's contract (``test_base``): the same again in every run."""
 
 import asyncio
 import sqlite3

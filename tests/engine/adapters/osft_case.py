@@ -1,7 +1,8 @@
-"""OSFT without a model: base weights with their singular triples in float64, what an adapter's
-arrays change of them, and training steps of a linear task.
+"""OSFT without a model: base weights with their singular triples in float64, the change that an
+adapter's arrays make, and training steps of a linear task.
 
-Weights are W [N, M] with y = x Wᵀ; L layers of them, K = min(N, M), r the trained directions.
+Weights are W [N, M] with y = x Wᵀ. There are L layers of them, K = min(N, M), and r is the number
+of trained directions.
 """
 
 from collections.abc import Mapping
@@ -17,13 +18,13 @@ from tuneserve_engine.adapters.kinds.base import AdapterKind, Parts, SvdFactors
 from tuneserve_engine.core.adapter import AdapterConfig
 
 WIDE, SQUARE, TALL = (64, 96), (64, 64), (96, 64)
-"""[N, M]: fewer outputs than inputs, as many, more."""
+"""[N, M]: fewer outputs than inputs, equally many, more."""
 RANK = 16
 
 
 @dataclass(frozen=True)
 class Base:
-    """Triples of random weights from LAPACK in float64, the weakest first."""
+    """Singular triples of random weights from LAPACK in float64, weakest first."""
 
     w: np.ndarray  # [L, N, M]
     u: np.ndarray  # [L, N, K]
@@ -32,19 +33,22 @@ class Base:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[L, D, F], as targets have it."""
+        """[L, D, F], the layout of targets."""
         layers, outputs, inputs = self.w.shape
         return layers, inputs, outputs
 
     def frozen(self, rank: int, dtype: Any = np.float32) -> SvdFactors:
-        """As it is in files."""
+        """The factors as they are stored in files."""
         kept = (np.arange(self.s.shape[-1]) < rank).astype(dtype)
         u = np.ascontiguousarray(self.u.mT)
         return SvdFactors(u.astype(dtype), self.s.astype(dtype), self.v.astype(dtype), kept)
 
     def padded(self, rank: int, room: int) -> SvdFactors:
-        """As it is on a device with room for adapters of rank ``room``: on the shorter side, no
-        more than that, and zeros where there are no more directions."""
+        """The factors as they are on a device with room for adapters of rank ``room``.
+
+        The shorter side has only the weakest ``room`` directions, followed by zeros if there are
+        fewer.
+        """
         u, s, v, kept = self.frozen(rank)
         _, inputs, outputs = self.shape
         whole = max(s.shape[-1], room)
@@ -72,7 +76,7 @@ def config_of(rank: int, **options: str) -> AdapterConfig:
 
 
 def resized(array: np.ndarray, axis: int, size: int) -> np.ndarray:
-    """Cut, or followed by zeros."""
+    """The array, cut or padded with zeros to ``size``."""
     axis %= array.ndim
     array = np.take(array, range(min(size, array.shape[axis])), axis)
     widths = [(0, size - n if each == axis else 0) for each, n in enumerate(array.shape)]
@@ -88,8 +92,10 @@ def fit(parts: Parts, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.nda
 
 
 def change(parts: Parts, frozen: SvdFactors, rank: int) -> np.ndarray:
-    """ΔW [L, N, M] in float64, from the factors: in the difference of two float32 matrices small
-    changes are lost."""
+    """ΔW [L, N, M] in float64, from the factors.
+
+    The difference of two float32 matrices would lose small changes.
+    """
     own = {name: np.asarray(part, np.float64) for name, part in parts.items()}
     u0, s0, v0 = (
         np.asarray(x, np.float64)
@@ -112,7 +118,7 @@ def leaks(delta: np.ndarray, base: Base, rank: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Task:
-    """Finds a change of weights that its targets came from; much of it is out of reach."""
+    """Find the change of weights that made the targets. Much of it is out of reach."""
 
     x: np.ndarray  # [L, T, M]
     y: np.ndarray  # [L, T, N]
@@ -140,7 +146,7 @@ def train(
     rate: float = 1e-3,
     projects_parts: bool = True,
 ) -> tuple[Parts, float]:
-    """AdamW, clipped to norm 1, from gradients of the pair; the arrays and the last loss."""
+    """Run AdamW, clipped to norm 1, on the pair's gradients. Returns the arrays and last loss."""
     frozen = jax.tree.map(jnp.asarray, frozen)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=0.1)

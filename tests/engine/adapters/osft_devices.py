@@ -1,5 +1,7 @@
-"""OSFT's projections on eight devices, as JSON: how far from float64, and what the devices say to
-each other. Run by itself: how many devices a CPU has is fixed when the first array is made.
+"""Run OSFT's projections on eight devices and print errors and communication as JSON.
+
+Errors are against float64. Run this in its own process, because the number of CPU devices is fixed
+when the first array is made:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.engine.adapters.osft_devices
 """
@@ -26,7 +28,7 @@ LAYOUTS = {
     "basis whole": ("rank", ""),
     "crossed": ("large", "rank"),
 }
-"""How the projected array lies, and how the basis."""
+"""The layouts of the projected array and of the basis."""
 
 
 def main() -> None:
@@ -79,8 +81,9 @@ def _base(shape: tuple[int, int]) -> Base:
 
 
 def _control(mesh: Mesh) -> float:
-    """What is left of the strong directions if every device has rows of dV and other rows of V_h,
-    and adds up the blocks of all."""
+    """The remaining strong directions if each device holds different rows of dV and of V_h, and
+    adds up the blocks of all devices.
+    """
     base = _base((LONG, LONG))
     _, strong = base.strong(RANK)
     x = np.random.default_rng(6).standard_normal((LAYERS, RANK, LONG)).astype(np.float32)

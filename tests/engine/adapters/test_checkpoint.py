@@ -1,4 +1,4 @@
-"""Adapter files: bit-exact round trips, PEFT reads the export, damage and age encryption."""
+"""Adapter files: bit-exact round trips, exports that PEFT reads, damage, and age encryption."""
 
 import json
 import struct
@@ -33,7 +33,7 @@ SHAPES = {
     "down_proj": (40, 24),
     UNEMBED: (24, VOCAB),
 }
-"""Inputs and outputs of the projections of the model below; no two roles can be confused."""
+"""Inputs and outputs of the projections of the model below. No two roles can be confused."""
 CONFIG = AdapterConfig(rank=3, alpha=32.0, seed=2**40)
 
 
@@ -72,7 +72,7 @@ def assert_same_bits(a: Tensors, b: Tensors) -> None:
 
 
 @pytest.mark.parametrize("moments", [True, False])
-def test_a_state_comes_back_bit_for_bit(tmp_path: Path, moments: bool) -> None:
+def test_a_state_is_restored_bit_for_bit(tmp_path: Path, moments: bool) -> None:
     saved = state(moments=moments)
     odd = np.array([-0.0, 1e-45, 3e38, np.pi, np.nan, np.inf], np.float32)
     saved.weights["q_proj.A"].flat[:6] = odd
@@ -86,7 +86,7 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path, moments: bool) -> None:
     assert_same_bits(loaded.second_moment, saved.second_moment)
 
 
-def test_loaded_tensors_can_be_written_to(tmp_path: Path) -> None:
+def test_loaded_tensors_are_writable(tmp_path: Path) -> None:
     loaded = checkpoint.read_checkpoint(
         on_disk(tmp_path, checkpoint.to_members(state(), "base")), "base"
     )
@@ -107,19 +107,19 @@ def test_a_state_of_another_revision_is_refused(tmp_path: Path) -> None:
         checkpoint.read_checkpoint(tmp_path, "org/base", known)
 
 
-def test_a_state_that_names_no_revision_is_read_with_any(tmp_path: Path) -> None:
+def test_a_state_without_a_revision_is_read_with_any(tmp_path: Path) -> None:
     on_disk(tmp_path, checkpoint.to_members(state(), "org/base"))
     assert checkpoint.read_checkpoint(tmp_path, "org/base", "bbb").step == state().step
 
 
-def test_a_file_that_is_gone_is_the_users_to_solve(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "never"):
         with pytest.raises(UserError, match="deleted or has expired; load another"):
             checkpoint.read_checkpoint(directory, "base")
 
 
 def whole() -> bytes:
-    """A file as releases before checksums wrote it: nothing but its structure can be checked."""
+    """A file of a release before checksums: only its structure can be checked."""
     groups = {"weights": state().weights, "first_moment": state().first_moment}
     groups["second_moment"] = state().second_moment
     arrays = {f"{group}/{name}": x for group, of in groups.items() for name, x in of.items()}
@@ -127,7 +127,7 @@ def whole() -> bytes:
 
 
 def rewritten(change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The file with another header."""
+    """The file with a changed header."""
     data = whole()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -189,13 +189,13 @@ def test_a_large_header_is_not_parsed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file_is_our_fault_and_says_so(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_a_server_error(tmp_path: Path, damage: str) -> None:
     (tmp_path / checkpoint.MEMBER).write_bytes(DAMAGED[damage]())
     with pytest.raises(ServerError, match=r"checkpoint (is damaged|format is)"):
         checkpoint.read_checkpoint(tmp_path, "base")
 
 
-def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
+def test_no_changed_byte_of_the_header_causes_another_kind_of_error(
     tmp_path: Path,
 ) -> None:
     data = whole()
@@ -211,7 +211,7 @@ def test_no_changed_byte_of_the_header_gets_through_as_another_kind_of_error(
             assert "was trained on" in str(error), "only the name can look like another's"
 
 
-def test_a_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_damaged(tmp_path: Path) -> None:
     data = whole()
     (header,) = struct.unpack("<Q", data[:8])
     rng = np.random.default_rng(0)
@@ -232,8 +232,8 @@ def test_a_file_of_random_bytes_is_damaged(tmp_path: Path) -> None:
                 checkpoint.read_checkpoint(tmp_path, "base")
 
 
-def test_no_edit_of_the_header_gets_through_as_another_kind_of_error(tmp_path: Path) -> None:
-    """Characters of JSON put in (0), exchanged (1) and left out (2)."""
+def test_no_edit_of_the_header_causes_another_kind_of_error(tmp_path: Path) -> None:
+    """Characters of JSON are inserted (0), replaced (1) and left out (2)."""
     data = whole()
     (size,) = struct.unpack("<Q", data[:8])
     rng = np.random.default_rng(0)
@@ -254,7 +254,9 @@ def test_no_edit_of_the_header_gets_through_as_another_kind_of_error(tmp_path: P
             assert "was trained on" in str(error), "only the name can look like another's"
 
 
-def test_an_unreadable_file_is_our_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_a_server_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
@@ -296,8 +298,10 @@ def load_model(folder: Path) -> Any:
 
 
 def merged(folder: Path, adapter: AdapterState) -> Any:
-    """The base model with W + scale·(A·B)ᵀ written into its weights by hand; a tied unembedding is
-    untied first, because the adapter changes it and not the embedding."""
+    """The base model with W + scale·(A·B)ᵀ written into its weights by hand.
+
+    A tied unembedding is untied first, because the adapter changes it and not the embedding.
+    """
     model = load_model(folder)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
@@ -319,14 +323,14 @@ def load_export(folder: Path, export: Path) -> Any:
     model = load_model(folder)
     config = json.loads((export / "adapter_config.json").read_text())
     if model.config.tie_word_embeddings and "lm_head" in config["target_modules"]:
-        # PEFT's general caution about merging such adapters; computing with one is what we check.
+        # PEFT warns in general about merging such adapters. This test only computes with one.
         with pytest.warns(UserWarning, match="tied layer is part of the adapter"):
             return peft.PeftModel.from_pretrained(model, export).eval()
     return peft.PeftModel.from_pretrained(model, export).eval()
 
 
 def small(config: AdapterConfig) -> AdapterState:
-    """Numbers of the size that training gives, so that the logits stay near those of the base."""
+    """Weights as small as training makes them, so the logits stay near those of the base model."""
     return AdapterState(config, {name: x / 16 for name, x in tensors(config, 0).items()})
 
 
@@ -352,12 +356,12 @@ def test_peft_loads_the_export_and_computes_the_merged_weights(
         got = load_export(base, tmp_path)(tokens).logits
         want = merged(base, adapter)(tokens).logits
     scale = want.abs().max()
-    assert (want - plain).abs().max() > 0.01 * scale  # the adapter does something
+    assert (want - plain).abs().max() > 0.01 * scale  # the adapter has an effect
     assert (got - want).abs().max() <= 1e-5 * scale
 
 
 @pytest.mark.parametrize("shard", ["1GB", "12KB"], ids=["one file", "sharded"])
-def test_a_merged_model_computes_what_base_model_and_adapter_do(
+def test_a_merged_model_computes_the_same_as_base_model_and_adapter(
     base: Path, tmp_path: Path, shard: str
 ) -> None:
     adapter = small(CONFIG)
@@ -381,7 +385,7 @@ def test_a_merged_model_computes_what_base_model_and_adapter_do(
     assert {each.name for each in out.iterdir()} == {each.name for each in again.iterdir()}
 
 
-def test_weights_keep_their_type_and_others_their_bits(base: Path, tmp_path: Path) -> None:
+def test_merged_weights_keep_their_type_and_others_their_bits(base: Path, tmp_path: Path) -> None:
     config = AdapterConfig(rank=3, alpha=32.0, seed=0, train_unembed=False, train_mlp=False)
     half, exported, out = (tmp_path / name for name in ("half", "adapter", "merged"))
     exported.mkdir()
@@ -432,7 +436,7 @@ def test_an_export_names_the_revision_of_its_base_model(tmp_path: Path) -> None:
     assert peft.PeftConfig.from_pretrained(str(tmp_path)).revision == "aaa"
 
 
-def test_a_model_is_merged_with_the_revision_that_its_adapter_names(
+def test_an_adapter_is_merged_into_the_revision_that_it_names(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported = tmp_path / "exported"
@@ -449,7 +453,7 @@ def test_a_model_is_merged_with_the_revision_that_its_adapter_names(
 # --- encryption ----------------------------------------------------------------------------------
 
 
-def test_every_recipient_can_decrypt_every_file_and_nobody_else() -> None:
+def test_only_the_recipients_can_decrypt_every_file() -> None:
     members = checkpoint.peft_members(small(CONFIG), "base")
     keys = [pyrage.x25519.Identity.generate() for _ in range(2)]
     encrypted = checkpoint.encrypt(members, [str(key.to_public()) for key in keys])
@@ -465,7 +469,7 @@ def test_every_recipient_can_decrypt_every_file_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("recipient", ["", "age1x", "ssh-rsa AAAA", "AGE-SECRET-KEY-1", "é"])
-def test_a_recipient_that_is_no_age_key_is_named(recipient: str) -> None:
+def test_a_recipient_that_is_not_an_age_key_is_named(recipient: str) -> None:
     good = str(pyrage.x25519.Identity.generate().to_public())
     with pytest.raises(UserError) as caught:
         checkpoint.encrypt({"a": b"x"}, [good, recipient])
@@ -484,4 +488,5 @@ def test_saved_files_are_safetensors_and_json_only() -> None:
     load(export["adapter_model.safetensors"])
     json.loads(export["adapter_config.json"])
     for data in (*ours.values(), *export.values()):
-        assert not data.startswith((b"\x80", b"PK"))  # a pickle, a torch archive
+        # signatures of a pickle and of a torch archive
+        assert not data.startswith((b"\x80", b"PK"))

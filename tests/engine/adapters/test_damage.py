@@ -1,4 +1,4 @@
-"""No changed bit of a file goes unnoticed: recovery points, checkpoints of every kind, exports."""
+"""Every changed bit of a file is detected: recovery points, checkpoints of every kind, exports."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tests.engine.adapters.test_peft_import import checked
 from tests.engine.adapters.test_peft_import import tensors as peft_tensors
 from tests.engine.worker.models.test_recovery import OFTEN, finish_round, pointed
 from tests.support.worker_bench import Bench, run
-from tuneserve_engine.adapters import checkpoint, export_files, tensor_file
+from tuneserve_engine.adapters import checkpoint, export_files
 from tuneserve_engine.adapters.checkpoint_format import MEMBER, metadata_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.adapters.tensor_file import Damaged
@@ -33,8 +33,10 @@ CONFIG_NAME, WEIGHTS_NAME = export_files.CONFIG, export_files.WEIGHTS
 
 
 def flips(data: bytes, first: int = 0, count: int = PLACES) -> Iterator[bytes]:
-    """The content with one bit changed, at random places from ``first`` on: half of them in the
-    header, which random places would seldom meet."""
+    """The content with one bit changed, at random positions from ``first`` on.
+
+    Half of the positions are in the header, which random positions would rarely hit.
+    """
     rng = np.random.default_rng(first)
     header = 8 + int.from_bytes(data[:8], "little")
     places = [*rng.integers(0, header, count // 2), *rng.integers(header, len(data), count // 2)]
@@ -55,7 +57,7 @@ def accumulating() -> AdapterState:
 
 
 def osft() -> AdapterState:
-    """Any arrays of its own kind: the file knows names and numbers only."""
+    """A state with arbitrary arrays. The file format knows names and numbers only."""
     config = AdapterConfig(3, 1.0, 0, kind="osft", options={"form": "factors"}, frozen="abc")
     rng = np.random.default_rng(4)
     arrays = {f"q_proj.{part}": rng.standard_normal((2, 3, 8)).astype("f4") for part in "USV"}
@@ -103,7 +105,7 @@ def test_no_flipped_bit_of_an_imported_adapter_is_loaded(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("member", [CONFIG_NAME, WEIGHTS_NAME])
-def test_no_flipped_bit_of_an_export_is_handed_out(tmp_path: Path, member: str) -> None:
+def test_no_flipped_bit_of_an_export_is_sent(tmp_path: Path, member: str) -> None:
     members = checkpoint.peft_members(state(), "base")
     on_disk(tmp_path, members)
     for name in members:
@@ -124,7 +126,7 @@ def flips_anywhere(data: bytes) -> Iterator[bytes]:
         yield data[:at] + bytes([data[at] ^ (1 << int(rng.integers(8)))]) + data[at + 1 :]
 
 
-def test_files_of_releases_without_checksums_are_read_and_handed_out(tmp_path: Path) -> None:
+def test_files_of_releases_without_checksums_are_read_and_sent(tmp_path: Path) -> None:
     saved = state(moments=False)
     old = save(
         {f"weights/{n}": x for n, x in saved.weights.items()}, metadata_of(CONFIG, "base", 0)
@@ -137,7 +139,7 @@ def test_files_of_releases_without_checksums_are_read_and_handed_out(tmp_path: P
         export_files.check_member(tmp_path, member)
 
 
-def test_a_file_whose_checksums_were_cut_out_is_not_taken_for_an_old_one(tmp_path: Path) -> None:
+def test_a_file_with_its_checksums_removed_is_not_taken_for_an_old_one(tmp_path: Path) -> None:
     data = checkpoint.to_members(state(), "base", name="tinker://m/weights/a")[MEMBER]
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -149,7 +151,7 @@ def test_a_file_whose_checksums_were_cut_out_is_not_taken_for_an_old_one(tmp_pat
             checkpoint.read_checkpoint(tmp_path, "base")
 
 
-def test_others_read_a_file_with_checksums(tmp_path: Path) -> None:
+def test_other_libraries_read_a_file_with_checksums(tmp_path: Path) -> None:
     saved = state()
     on_disk(tmp_path, checkpoint.to_members(saved, "base"))
     with safe_open(tmp_path / MEMBER, framework="numpy") as file:
@@ -159,18 +161,7 @@ def test_others_read_a_file_with_checksums(tmp_path: Path) -> None:
     assert_same_bits(weights, saved.weights)
 
 
-def test_a_file_in_pieces_is_the_file_at_once(tmp_path: Path) -> None:
-    arrays: Any = tensors(CONFIG, 0)
-    shapes = {name: x.shape for name, x in arrays.items()}
-    with (tmp_path / "pieces").open("wb") as file:
-        pieces = (layer for x in arrays.values() for layer in (x if x.ndim == 3 else [x]))
-        tensor_file.write(file, shapes, {"format": "pt"}, pieces)
-    at_once = tensor_file.encoded(arrays, {"format": "pt"})
-    assert (tmp_path / "pieces").read_bytes() == at_once
-    tensor_file.check(tmp_path / "pieces")
-
-
-def test_no_flipped_bit_of_a_paged_out_adapter_comes_back(tmp_path: Path) -> None:
+def test_no_flipped_bit_of_a_spilled_adapter_is_loaded(tmp_path: Path) -> None:
     page = SpillFile.write(tmp_path / "1", accumulating())
     assert_same_bits(page.read().weights, state().weights)
     data = page.path.read_bytes()
@@ -180,10 +171,10 @@ def test_no_flipped_bit_of_a_paged_out_adapter_comes_back(tmp_path: Path) -> Non
             page.read()
 
 
-def test_a_flipped_bit_in_a_recovery_point_costs_replay_and_not_a_bit(
+def test_a_flipped_bit_in_a_recovery_point_costs_replay_and_changes_no_bit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At random places of the newest point, again and again while the training goes on."""
+    """Bits flip at random places of the newest point, again and again during training."""
     rounds = 20
     states: list[list[list[Any]]] = [[], []]
 
@@ -213,7 +204,7 @@ def test_a_flipped_bit_in_a_recovery_point_costs_replay_and_not_a_bit(
 
 
 async def undamaged_points(bench: Bench, damaged: set[str]) -> list[RecoveryPoint]:
-    """The two that are kept, once both are of files that this test has not damaged."""
+    """The two stored points, once this test has damaged the files of neither."""
     while True:
         await pointed(bench, count=2)
         points = await bench.store.recovery_points(bench.worker.session.epoch, "a")

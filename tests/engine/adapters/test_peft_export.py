@@ -1,4 +1,4 @@
-"""Checkpoints made PEFT's piece by piece: the bits of the worker's export, whatever the file."""
+"""Checkpoints converted to PEFT piece by piece have the bits of the worker's export."""
 
 import json
 import tracemalloc
@@ -34,13 +34,13 @@ def files(found: peft_export.Converted) -> dict[str, bytes]:
 
 
 def exported(saved: AdapterState, revision: str = "") -> dict[str, bytes]:
-    """What the worker writes when a model in this state is exported."""
+    """The files that the worker writes when it exports a model in this state."""
     config = kinds.exported(saved.config)
     return checkpoint.peft_members(AdapterState(config, saved.weights), "base", revision)
 
 
 def osft_sampler() -> AdapterState:
-    """The LoRA that a sampler checkpoint of an OSFT adapter holds."""
+    """The LoRA in a sampler checkpoint of an OSFT adapter."""
     config = AdapterConfig(3, 1.0, 0, True, False, False, "osft", {"form": "core"}, "abc")
     rng = np.random.default_rng(4)
     own = {f"{name}.C": rng.standard_normal((2, 3, 3)).astype("f4") for name in SHAPES}
@@ -71,7 +71,7 @@ STATES: dict[str, Callable[[], AdapterState]] = {
 
 @pytest.mark.parametrize("piece", [1, 100, 2**20])
 @pytest.mark.parametrize("of", STATES)
-def test_the_bits_are_those_of_the_workers_export(
+def test_the_bits_equal_those_of_the_workers_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, piece: int
 ) -> None:
     monkeypatch.setattr(peft_export, "PIECE_BYTES", piece)
@@ -92,7 +92,7 @@ def test_a_file_of_a_release_without_checksums_is_converted(tmp_path: Path) -> N
     assert files(peft_export.converted(tmp_path, NAME)) == exported(saved)
 
 
-def test_no_flipped_bit_is_handed_out(tmp_path: Path) -> None:
+def test_no_flipped_bit_is_sent(tmp_path: Path) -> None:
     on_disk(tmp_path, checkpoint.to_members(state(moments=False), "base", name=NAME))
     path = tmp_path / MEMBER
     whole = path.read_bytes()
@@ -107,7 +107,7 @@ def test_no_flipped_bit_is_handed_out(tmp_path: Path) -> None:
 
 
 def old_files() -> Iterator[bytes]:
-    """Without checksums, so that only the list of tensors says what is wrong."""
+    """Files without checksums, whose damage shows in the list of tensors only."""
     arrays = {f"weights/{name}": x for name, x in state(moments=False).weights.items()}
     yield save({n: x for n, x in arrays.items() if n != "weights/k_proj.B"}, told())
     yield save({**arrays, "weights/k_proj.B": arrays["weights/k_proj.B"][:1]}, told())
@@ -123,14 +123,14 @@ def told(**changes: str) -> dict[str, str]:
     return metadata_of(CONFIG, "base", 0) | changes
 
 
-def test_what_is_no_adapter_is_damaged(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_adapter_is_damaged(tmp_path: Path) -> None:
     for data in old_files():
         (tmp_path / MEMBER).write_bytes(data)
         with pytest.raises(FileDamaged):
             peft_export.converted(tmp_path, NAME)
 
 
-def test_a_file_that_is_gone_is_not_called_damaged(tmp_path: Path) -> None:
+def test_a_missing_file_is_not_called_damaged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         peft_export.converted(tmp_path, NAME)
 
@@ -145,7 +145,7 @@ def test_a_file_that_changes_while_it_is_sent_ends_in_an_error(tmp_path: Path) -
         list(found.weights())
 
 
-def test_a_file_that_is_deleted_while_it_is_sent_is_sent_to_its_end(tmp_path: Path) -> None:
+def test_a_file_deleted_while_it_is_sent_is_sent_to_its_end(tmp_path: Path) -> None:
     saved = state(moments=False)
     on_disk(tmp_path, checkpoint.to_members(saved, "base"))
     pieces = peft_export.converted(tmp_path, NAME).weights()
@@ -154,7 +154,7 @@ def test_a_file_that_is_deleted_while_it_is_sent_is_sent_to_its_end(tmp_path: Pa
     assert b"".join([begin, *pieces]) == exported(saved)[WEIGHTS]
 
 
-def test_one_matrix_and_a_piece_are_in_memory(tmp_path: Path) -> None:
+def test_memory_holds_one_matrix_and_one_piece(tmp_path: Path) -> None:
     config = AdapterConfig(32, 16.0, 0, True, False, False)
     sizes = {"q_proj": 65_536, "k_proj": 8, "v_proj": 8, "o_proj": 8}
     arrays = {}

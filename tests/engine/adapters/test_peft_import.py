@@ -1,4 +1,4 @@
-"""What of a PEFT adapter is taken in, exactly, and with which words the rest is refused."""
+"""Imports of PEFT adapters: exact numbers for supported ones, and clear errors for the rest."""
 
 import json
 import os
@@ -50,7 +50,7 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 def tensors(targets: tuple[str, ...] = ("q_proj",), dtype: Any = np.float32) -> Tensors:
-    """PEFT's names and shapes, with numbers that the type can hold."""
+    """PEFT's names and shapes, with numbers that the type can hold exactly."""
     rng = np.random.default_rng(5)
     made: Tensors = {}
     for target in targets:
@@ -66,7 +66,7 @@ def tensors(targets: tuple[str, ...] = ("q_proj",), dtype: Any = np.float32) -> 
 def imported(
     folder: Path, data: bytes, config: dict[str, Any] | None = None, *, before: bytes = b""
 ) -> AdapterState:
-    """What a worker reads of the file that was made; ``data`` begins behind ``before``."""
+    """The state that a worker reads from the converted file. ``data`` starts after ``before``."""
     adapter = checked(folder, data, config, before=before)
     (folder / "kept").mkdir()
     adapter.write(folder / "kept" / MEMBER)
@@ -98,7 +98,7 @@ def refusal(folder: Path, data: bytes, config: dict[str, Any] | None = None) -> 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("before", [b"", b"odd"])
-def test_every_number_is_kept_as_a_float32(tmp_path: Path, dtype: Any, before: bytes) -> None:
+def test_every_number_is_stored_as_a_float32(tmp_path: Path, dtype: Any, before: bytes) -> None:
     given = tensors((*PROJECTIONS, UNEMBED), dtype)
     state = imported(tmp_path, save(given), before=before)
     assert state.config == AdapterConfig(rank=RANK, alpha=7.0, seed=77)
@@ -113,7 +113,7 @@ def test_every_number_is_kept_as_a_float32(tmp_path: Path, dtype: Any, before: b
     np.testing.assert_array_equal(state.weights["unembed.B"], head)
 
 
-def test_an_optimizer_begins_that_has_taken_no_step(tmp_path: Path) -> None:
+def test_the_optimizer_starts_without_steps(tmp_path: Path) -> None:
     state = imported(tmp_path, save(tensors()))
     assert state.step == 0
     for moments in (state.first_moment, state.second_moment):
@@ -121,7 +121,7 @@ def test_an_optimizer_begins_that_has_taken_no_step(tmp_path: Path) -> None:
         assert all(not each.any() and each.shape for each in moments.values())
 
 
-def test_what_has_no_adapter_begins_as_in_a_model_that_is_created(tmp_path: Path) -> None:
+def test_parts_without_an_adapter_start_as_in_a_new_model(tmp_path: Path) -> None:
     state = imported(tmp_path, save(tensors(("v_proj", "up_proj"))))
     assert (state.config.train_attn, state.config.train_mlp) == (True, True)
     assert not state.config.train_unembed
@@ -132,7 +132,7 @@ def test_what_has_no_adapter_begins_as_in_a_model_that_is_created(tmp_path: Path
         assert np.array_equal(tensor, fresh[name]) != is_given
 
 
-def test_what_peft_reads_of_an_export_is_what_was_imported(tmp_path: Path) -> None:
+def test_peft_reads_from_an_export_what_was_imported(tmp_path: Path) -> None:
     given = tensors((*PROJECTIONS, UNEMBED))
     members = checkpoint.peft_members(imported(tmp_path, save(given)), "org/base")
     found = load(members["adapter_model.safetensors"])
@@ -150,9 +150,7 @@ def test_what_peft_reads_of_an_export_is_what_was_imported(tmp_path: Path) -> No
         ({"lora_alpha": 7, "use_rslora": False, "init_lora_weights": "gaussian"}, 7 / 3),
     ],
 )
-def test_the_scale_is_the_one_that_peft_computes_with(
-    tmp_path: Path, fields: dict[str, Any], scale: float
-) -> None:
+def test_the_scale_equals_pefts(tmp_path: Path, fields: dict[str, Any], scale: float) -> None:
     state = imported(tmp_path, save(tensors()), CONFIG | fields)
     assert kind_of(state.config).scale(state.config) == pytest.approx(scale, rel=1e-15)
 
@@ -171,13 +169,13 @@ def test_pefts_copies_of_the_embedding_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 6, 3), (1, 1, 1), (5, 3, 1), (2, 64, 16)])
-def test_an_a_drawn_by_layers_has_the_bits_of_the_whole(shape: tuple[int, int, int]) -> None:
+def test_an_a_drawn_layer_by_layer_has_the_bits_of_the_whole(shape: tuple[int, int, int]) -> None:
     layers = list(initial_layers(77, 3, shape))
     assert len(layers) == shape[0]
     np.testing.assert_array_equal(np.stack(layers), initial_a(77, 3, shape))
 
 
-def test_only_one_layer_of_a_part_without_an_adapter_is_in_memory(tmp_path: Path) -> None:
+def test_memory_holds_one_layer_of_a_part_without_an_adapter(tmp_path: Path) -> None:
     layers, width = 64, 256
     shapes = {name: (layers, width, width) for name in PROJECTIONS} | {UNEMBED: (width, 11)}
     info = replace(INFO, target_shapes=tuple(shapes.items()))
@@ -203,7 +201,7 @@ def test_the_size_is_known_before_anything_is_written(tmp_path: Path) -> None:
     assert adapter.size == len(written) - 8 - header > 0
 
 
-def test_writing_ends_before_the_next_layer_when_it_is_told_to(tmp_path: Path) -> None:
+def test_writing_stops_before_the_next_layer_on_request(tmp_path: Path) -> None:
     calls = 0
 
     def third() -> None:
@@ -220,7 +218,7 @@ def test_writing_ends_before_the_next_layer_when_it_is_told_to(tmp_path: Path) -
     assert len(written) - 8 - header == 2 * RANK * WIDTH * 4
 
 
-def test_little_is_left_to_sync_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_remains_to_sync_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     monkeypatch.setattr(peft_import, "_SYNC_BYTES", 500)
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
@@ -278,7 +276,7 @@ def test_a_field_that_would_change_the_numbers_is_refused(tmp_path: Path, case: 
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[]", b"3", b'{"r": NaN}', b"[" * 100_000, b"\xff\xfe", b'"\\ud800"']
 )
-def test_a_config_that_is_no_json_object_is_refused(text: bytes) -> None:
+def test_a_config_that_is_not_a_json_object_is_refused(text: bytes) -> None:
     with pytest.raises(UserError, match=r"^adapter_config.json is no JSON"):
         read_config(text)
 
@@ -287,7 +285,7 @@ def test_a_config_that_is_no_json_object_is_refused(text: bytes) -> None:
 
 
 def changed(**new: Any) -> bytes:
-    """The tensors with some others; None takes one away."""
+    """The tensors with changes. None removes a tensor."""
     names = {"q0a": Q0A, "q0b": Q0B}
     merged = tensors() | {names.get(name, name): value for name, value in new.items()}
     return save({name: value for name, value in merged.items() if value is not None})
@@ -300,7 +298,7 @@ def renamed(old: str, new: str) -> bytes:
 
 
 def rewritten(change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The file with another header."""
+    """The file with a changed header."""
     data = save(tensors())
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -402,14 +400,14 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_a_file_that_is_no_adapter_for_the_base_model_is_refused(tmp_path: Path, case: str) -> None:
+def test_a_file_that_does_not_fit_the_base_model_is_refused(tmp_path: Path, case: str) -> None:
     make, words = FILES[case]
     said = refusal(tmp_path, make())
     assert words in said and len(said) < 500
 
 
 def moved(name: str, start: int, end: int) -> bytes:
-    """The file, where this tensor (perhaps a new one) is at these bytes."""
+    """The file with this tensor, which may be new, at these bytes."""
     fields = {"dtype": "F32", "data_offsets": [start, end]}
     empty = {"shape": [(end - start) // 24, WIDTH]}
     return rewritten(lambda header: header.update({name: header.get(name, empty) | fields}))
@@ -433,7 +431,7 @@ LAYOUTS: dict[str, Callable[[], bytes]] = {
 def test_tensors_that_do_not_fill_the_file_one_by_one_are_refused(
     tmp_path: Path, case: str
 ) -> None:
-    """As by safetensors: of those that share their bytes, a small file could have any number."""
+    """As in safetensors: with shared bytes, a small file could have any number of tensors."""
     data = LAYOUTS[case]()
     with pytest.raises(SafetensorError):
         load(data)
@@ -442,7 +440,7 @@ def test_tensors_that_do_not_fill_the_file_one_by_one_are_refused(
     assert "the next tensor should begin at byte" in said or "its tensors end at byte" in said
 
 
-def test_no_changed_byte_is_an_error_of_another_kind(tmp_path: Path) -> None:
+def test_no_changed_byte_causes_another_kind_of_error(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     config = read_config(json.dumps(CONFIG).encode())
     path, kept = tmp_path / "upload", tmp_path / MEMBER
@@ -457,6 +455,6 @@ def test_no_changed_byte_is_an_error_of_another_kind(tmp_path: Path) -> None:
     assert refused > 100
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     for at in range(0, len(WHOLE), 7):
         assert "no whole safetensors file" in refusal(tmp_path, WHOLE[:at])

@@ -1,4 +1,4 @@
-"""The base weights' decomposition: exact, kept whole or not at all, and never replaced."""
+"""The base weights' decomposition is exact, stored whole or not at all, and never replaced."""
 
 import json
 import os
@@ -30,7 +30,7 @@ from tuneserve_engine.core.errors import ServerError, UserError
 from tuneserve_engine.process import permissions
 
 SHAPES = {"q_proj": (2, 12, 8), "o_proj": (2, 8, 12), "up_proj": (3, 8, 8), "unembed": (8, 31)}
-"""[L, D, F]; the unembedding has no layers and is left alone."""
+"""[L, D, F]. The unembedding has no layers and is left alone."""
 DECOMPOSED = ("q_proj", "o_proj", "up_proj")
 CRASHING = """
 import json, os, sys
@@ -66,14 +66,14 @@ def made(folder: Path, layers: Any = weights_of) -> BaseWeightSvd:
 
 
 def files(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """What tells whether a file was written again."""
+    """Marks of each file that change if it is written again."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     stats = {str(path.relative_to(folder)): path.stat() for path in found}
     return {name: (s.st_ino, s.st_mtime_ns, s.st_size) for name, s in stats.items()}
 
 
 @pytest.mark.parametrize("name", DECOMPOSED)
-def test_directions_are_those_of_numpy_and_the_weakest_is_first(name: str, tmp_path: Path):
+def test_directions_equal_numpys_with_the_weakest_first(name: str, tmp_path: Path):
     u, s, v = made(tmp_path).arrays(name)
     layers, inputs, outputs = SHAPES[name]
     assert {x.dtype for x in (u, s, v)} == {np.dtype(np.float32)}
@@ -82,7 +82,7 @@ def test_directions_are_those_of_numpy_and_the_weakest_is_first(name: str, tmp_p
     for layer, weight in enumerate(weights_of(name)):
         left, values, right = np.linalg.svd(weight.T.astype(np.float64), full_matrices=False)
         np.testing.assert_allclose(s[layer], values[::-1], rtol=1e-6)
-        for rank in (1, 3, 8):  # a direction's sign is free; what several span is not
+        for rank in (1, 3, 8):  # a direction's sign is free, but the span of several is not
             mine, theirs = u[layer, :rank], left[:, -rank:]
             np.testing.assert_allclose(mine.T @ mine, theirs @ theirs.T, atol=1e-6)
             mine, theirs = v[layer, :rank], right[-rank:]
@@ -91,7 +91,7 @@ def test_directions_are_those_of_numpy_and_the_weakest_is_first(name: str, tmp_p
 
 
 def test_directions_of_tiny_singular_values_are_orthogonal_too(tmp_path: Path):
-    """A weight of rank 5 in float32: three of its singular values are rounding."""
+    """The weight has rank 5 in float32: three of its singular values are rounding."""
     random = np.random.default_rng(0)
     low = random.standard_normal((12, 5)) @ random.standard_normal((5, 8))
     weight = low.astype(np.float32)
@@ -114,7 +114,7 @@ def test_weights_of_any_float_type_are_decomposed_exactly(dtype: Any, tmp_path: 
         np.testing.assert_allclose(rebuilt, weight.T.astype(np.float64), atol=2e-6)
 
 
-def test_an_adapter_is_given_as_many_directions_as_its_rank_says(tmp_path: Path):
+def test_an_adapter_gets_as_many_directions_as_its_rank(tmp_path: Path):
     kept = made(tmp_path)
     for config, rank in ((config_of(3), 3), (config_of(1, unfreeze_ratio="0.25"), 2)):
         frozen = kept.frozen(config, "o_proj")
@@ -122,7 +122,7 @@ def test_an_adapter_is_given_as_many_directions_as_its_rank_says(tmp_path: Path)
         np.testing.assert_array_equal(frozen.lowest(rank)[1], kept.arrays("o_proj")[1][:, :rank])
 
 
-def test_progress_is_told_weight_by_weight(tmp_path: Path):
+def test_progress_is_reported_weight_by_weight(tmp_path: Path):
     seen: list[tuple[int, bool, bool]] = []
 
     def layers(name: str) -> Any:
@@ -152,7 +152,7 @@ def run(folder: Path, dies: str) -> subprocess.Popen[str]:
     )
 
 
-def test_after_a_crash_only_what_is_missing_is_decomposed(tmp_path: Path):
+def test_after_a_crash_only_missing_targets_are_decomposed(tmp_path: Path):
     with run(tmp_path, "o_proj") as process:
         process.communicate()
     assert process.returncode == 7
@@ -174,15 +174,15 @@ def test_after_a_crash_only_what_is_missing_is_decomposed(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {*DECOMPOSED, "other"}
 
 
-def test_two_processes_at_once_have_the_same_directions(tmp_path: Path):
+def test_two_concurrent_processes_have_the_same_directions(tmp_path: Path):
     processes = [run(tmp_path, "") for _ in range(2)]
     ids = [json.loads(process.communicate()[0]) for process in processes]
     assert ids[0] == ids[1] == made(tmp_path).id
     assert {path.name for path in tmp_path.iterdir()} == set(DECOMPOSED)
 
 
-def test_who_comes_second_takes_the_directions_that_are_there(tmp_path: Path):
-    """The first to be done had a weight negated, so that one can tell whose they are."""
+def test_the_second_process_takes_the_stored_directions(tmp_path: Path):
+    """The first process negates a weight, which shows whose directions are stored."""
 
     def negated(name: str) -> list[np.ndarray]:
         return [-weight for weight in weights_of(name)]
@@ -227,7 +227,7 @@ def test_files_are_never_replaced(tmp_path: Path):
     assert files(tmp_path) == before
 
 
-def test_the_id_is_that_of_the_contents(tmp_path: Path):
+def test_the_id_is_a_hash_of_the_contents(tmp_path: Path):
     def nudged(name: str) -> list[np.ndarray]:
         weights = weights_of(name)
         if name == "up_proj":
@@ -244,7 +244,7 @@ def test_the_id_is_that_of_the_contents(tmp_path: Path):
         assert all(np.array_equal(a, b) for a, b in pairs) == is_same
 
 
-def test_an_adapter_from_beside_other_directions_is_refused(tmp_path: Path):
+def test_an_adapter_trained_beside_other_directions_is_refused(tmp_path: Path):
     kept = made(tmp_path)
     kept.check(config_of(3))
     kept.check(with_frozen(kept.id))
@@ -276,7 +276,7 @@ def test_weights_of_other_shapes_are_refused_and_leave_nothing(layers: Any, tmp_
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_a_weight_that_is_no_number_is_named(number: float, tmp_path: Path):
+def test_a_weight_that_is_not_finite_is_named(number: float, tmp_path: Path):
     def layers(name: str) -> list[np.ndarray]:
         weights = weights_of(name)
         weights[1][3, 4] = number
@@ -322,20 +322,20 @@ def test_no_flipped_bit_of_a_target_is_used(member: str, tmp_path: Path):
     made(tmp_path).arrays("o_proj")
 
 
-def test_a_target_that_a_release_without_checksums_made_is_used(tmp_path: Path):
+def test_a_target_stored_by_a_release_without_checksums_is_used(tmp_path: Path):
     before = made(tmp_path)
     (tmp_path / "o_proj" / "xxh3").unlink()
     assert made(tmp_path).id == before.id
     np.testing.assert_array_equal(made(tmp_path).arrays("o_proj")[0], before.arrays("o_proj")[0])
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path):
+def test_an_unwritable_folder_is_reported(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ServerError, match=r"cannot be kept in .*file.*ask the operator"):
         made(tmp_path / "file")
 
 
-def test_after_an_error_it_can_be_asked_again(tmp_path: Path):
+def test_a_decomposition_can_be_retried_after_an_error(tmp_path: Path):
     folder = tmp_path / "folder"
     folder.write_text("")
     kept = BaseWeightSvd(lambda: folder, SHAPES, weights_of)
@@ -348,7 +348,7 @@ def test_after_an_error_it_can_be_asked_again(tmp_path: Path):
 
 
 def full_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full when this target's ``v`` is written."""
+    """Fill the disk when this target's ``v`` is written."""
     opens = permissions.open_shared
 
     def opened(path: Path, *args: Any, **options: Any) -> Any:
@@ -358,7 +358,7 @@ def full_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(permissions, "open_shared", opened)
 
 
-def test_a_full_disk_is_told_and_leaves_no_half_target(
+def test_a_full_disk_is_reported_and_leaves_no_half_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     kept = BaseWeightSvd(lambda: tmp_path, SHAPES, weights_of)
@@ -379,7 +379,7 @@ def size_in(text: str) -> int:
     return int(found[1])
 
 
-def test_directions_for_which_there_is_no_room_to_spare_are_not_begun(tmp_path: Path):
+def test_a_decomposition_without_spare_disk_space_is_not_started(tmp_path: Path):
     def never(name: str) -> Any:
         raise AssertionError("it was begun")
 
@@ -394,7 +394,7 @@ def test_directions_for_which_there_is_no_room_to_spare_are_not_begun(tmp_path: 
     assert there.id == whole.id
 
 
-def test_progress_after_a_failure_is_what_is_there(tmp_path: Path):
+def test_progress_after_a_failure_counts_the_stored_weights(tmp_path: Path):
     seen: list[int] = []
 
     def layers(name: str) -> Any:
@@ -433,7 +433,7 @@ def test_it_is_at_work_only_while_it_computes(tmp_path: Path):
     assert seen == [True] * 4
 
 
-def test_who_requires_the_directions_computes_nothing(tmp_path: Path):
+def test_requiring_the_directions_computes_nothing(tmp_path: Path):
     asked: list[str] = []
 
     def layers(name: str) -> list[np.ndarray]:
@@ -464,7 +464,7 @@ def frozen_of(kept: BaseWeightSvd) -> Any:
     return kept.frozen(config_of(3), "q_proj")
 
 
-def test_what_is_kept_is_opened_for_who_requires_it(tmp_path: Path):
+def test_requiring_the_directions_opens_the_stored_ones(tmp_path: Path):
     first = made(tmp_path)
 
     def other(name: str) -> list[np.ndarray]:
@@ -478,7 +478,7 @@ def test_what_is_kept_is_opened_for_who_requires_it(tmp_path: Path):
         BaseWeightSvd(lambda: tmp_path, SHAPES, other).require()
 
 
-def test_what_another_process_finished_is_opened_while_a_thread_still_computes(tmp_path: Path):
+def test_targets_of_another_process_are_opened_while_a_thread_computes(tmp_path: Path):
     def late(name: str) -> list[np.ndarray]:
         if name == "up_proj":
             made(tmp_path)
@@ -493,7 +493,7 @@ def test_what_another_process_finished_is_opened_while_a_thread_still_computes(t
     np.testing.assert_array_equal(kept.arrays("up_proj")[1], made(tmp_path).arrays("up_proj")[1])
 
 
-def test_what_a_dead_writer_left_is_removed_before_anything_is_computed(tmp_path: Path):
+def test_a_dead_writers_files_are_removed_before_computing(tmp_path: Path):
     with run(tmp_path, "q_proj") as process:
         process.communicate()
     left = {path.name for path in tmp_path.iterdir()}
@@ -509,8 +509,8 @@ def test_what_a_dead_writer_left_is_removed_before_anything_is_computed(tmp_path
     assert not any(left & names for names in seen)
 
 
-def test_what_a_living_writer_has_written_is_left_alone(tmp_path: Path):
-    """Another process begins while this one is at work, and is done before."""
+def test_a_living_writers_files_are_left_alone(tmp_path: Path):
+    """Another process starts while this one is at work, and finishes first."""
 
     def layers(name: str) -> list[np.ndarray]:
         if name == "q_proj":
@@ -545,11 +545,13 @@ def test_a_half_deleted_target_is_made_again(gone: list[str], tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == set(DECOMPOSED)
 
 
-def test_too_little_memory_is_told_with_what_a_weight_takes(
+def test_too_little_memory_is_reported_with_the_need_of_a_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Ten arrays of 1024 * 1024 numbers of 8 bytes. The kernel ends who takes too much; asked once
-    more, when there is enough, they are there."""
+    """Ten arrays of 1024 * 1024 numbers of 8 bytes. The kernel kills a process that takes too much.
+
+    A retry with enough memory succeeds.
+    """
     started = SvdProcess._started
 
     def killed(self: SvdProcess) -> Any:
@@ -568,7 +570,7 @@ def test_too_little_memory_is_told_with_what_a_weight_takes(
     assert kept.is_whole
 
 
-def test_the_kernel_would_end_the_process_that_decomposes_and_not_the_worker():
+def test_the_kernel_would_kill_the_decomposing_process_and_not_the_worker():
     with SvdProcess() as triples:
         triples.decompose(np.eye(3))
         assert triples._process is not None
@@ -577,7 +579,7 @@ def test_the_kernel_would_end_the_process_that_decomposes_and_not_the_worker():
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_process_that_ends_otherwise_is_told_with_its_status(monkeypatch: pytest.MonkeyPatch):
+def test_another_end_of_the_process_is_reported_with_its_status(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with (
         SvdProcess() as triples,
@@ -586,7 +588,7 @@ def test_a_process_that_ends_otherwise_is_told_with_its_status(monkeypatch: pyte
         triples.decompose(np.eye(3))
 
 
-def test_files_that_were_cut_off_are_told_by_name(tmp_path: Path):
+def test_a_truncated_file_is_named(tmp_path: Path):
     made(tmp_path)
     path = tmp_path / "o_proj" / "v.npy"
     path.write_bytes(path.read_bytes()[:-4])
@@ -619,7 +621,7 @@ def test_the_host_holds_the_padded_arrays_of_one_target_only(
     assert most <= 3
 
 
-def test_what_nobody_expected_is_remembered_as_the_reason_too(tmp_path: Path):
+def test_an_unexpected_error_is_remembered_as_the_reason_too(tmp_path: Path):
     def broken(name: str) -> Any:
         raise RuntimeError("the device is on fire")
 

@@ -1,4 +1,4 @@
-"""Spans of ``stable_reinforce`` become plain inputs of the loss; what they get wrong is named."""
+"""Spans of ``stable_reinforce`` become plain inputs of the loss, and errors in them are named."""
 
 import contextlib
 from dataclasses import replace
@@ -36,7 +36,7 @@ SOURCES = {
     FIRST: source(3, [11, 12], [-0.5, -1.5]),
     SECOND: source(7, [31, 32, 33], [-0.25, -0.75, -1.25]),
 }
-# The prompt [1, 2, 3], what was sampled, two tokens of an environment, and what was sampled then.
+# The prompt [1, 2, 3], the first sample, two tokens of an environment, and the second sample.
 TEXT = [1, 2, 3, 11, 12, 21, 22, 31, 32, 33]
 SPANS: list[Any] = [
     PromptSpan(sequence_id=FIRST, offset=0, length=3),
@@ -53,7 +53,7 @@ def turns(inputs: Any = None, losses: Any = None, **changes: Any) -> types.Datum
     """A conversation of two turns in one datum, as the cookbook makes it."""
     values = {
         "target_tokens": TEXT[1:],
-        "logprobs": [-9.0] * 9,  # not what was recorded
+        "logprobs": [-9.0] * 9,  # differ from the recorded ones
         "advantages": ADVANTAGES,
         **changes,
     }
@@ -71,12 +71,12 @@ def message(*data: types.Datum, config: dict[str, Any] | None = None) -> Any:
 
 
 def trained(sent: Any, sources: Any = None) -> TrainingData:
-    """What the worker makes of the request, once it was joined with what was recorded."""
+    """The training data of the request, once it is joined with the recordings."""
     return decode_request(joined(sent.SerializeToString(), sources or SOURCES), INFO)
 
 
 def joined(body: bytes, sources: Any) -> bytes:
-    """Joined with the sequences that it names, one after the other."""
+    """The request joined with the sequences that it names, in order."""
     asked = Provenance(body, "s")
     for each in asked.samples:
         asked.take_sequences({each: sources[each]})
@@ -102,13 +102,13 @@ def test_several_turns_of_a_datum_get_their_recorded_logprobs() -> None:
         ({"kl_coeff": -0.1}, "['kl_coeff'] is -0.1;"),
     ],
 )
-def test_a_cap_that_turns_the_loss_round_is_refused(config: dict[str, float], said: str) -> None:
+def test_a_cap_that_inverts_the_loss_is_refused(config: dict[str, float], said: str) -> None:
     with pytest.raises(UserError) as raised:
         trained(message(turns(), config=config))
     assert said in str(raised.value)
 
 
-def test_the_samples_that_are_named_are_found_once_each() -> None:
+def test_each_named_sample_is_found_once() -> None:
     asked = Provenance(message(turns(), turns()).SerializeToString(), "s")
     first, second = SampleKey("s:sample:0", 7), SampleKey("s:sample:0", 8)
     assert asked.samples == {FIRST: (first, 0), SECOND: (second, 1)}
@@ -118,7 +118,7 @@ def test_the_samples_that_are_named_are_found_once_each() -> None:
     }
 
 
-def test_what_a_client_says_of_the_sampler_does_not_count() -> None:
+def test_the_clients_claims_about_the_sampler_do_not_count() -> None:
     honest = trained(message(turns()))
     sent = message(turns())
     del sent.data[0].loss_fn_inputs["logprobs"]
@@ -133,14 +133,14 @@ def assert_same(one: TrainingData, other: TrainingData) -> None:
         np.testing.assert_array_equal(one.data[0].per_token[key], other.data[0].per_token[key])
 
 
-def test_the_cookbooks_loop_pads_targets_of_the_prompt_with_zeros() -> None:
+def test_the_cookbooks_zero_padding_of_prompt_targets_is_accepted() -> None:
     """Only sampled tokens are compared with the recording."""
     padded = [0, 0, *TEXT[3:]]
     assert trained(message(turns(target_tokens=padded))).data[0].targets[0, 0] == 0
 
 
-def test_empty_spans_name_nobody() -> None:
-    """As the cookbook sends them for a sequence of one token, whose inputs are the prompt only."""
+def test_empty_spans_name_no_sequence() -> None:
+    """The cookbook sends them for a sequence of one token, whose inputs are the prompt only."""
     one = [PromptSpan(sequence_id=FIRST, length=3), SampledSpan(sequence_id=FIRST, length=0)]
     target = [
         PromptSpan(sequence_id=FIRST, offset=1, length=2),
@@ -170,7 +170,7 @@ def test_a_part_of_a_sequence_may_be_trained_on() -> None:
 
 
 def named(spans: list[Any], at: int, **changes: Any) -> list[Any]:
-    """The spans with one of them changed."""
+    """The spans, one of them changed."""
     return [replace(each, **changes) if i == at else each for i, each in enumerate(spans)]
 
 
@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[types.Datum, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused_with_the_datum_and_the_span(what: str) -> None:
+def test_spans_that_do_not_fit_are_refused_with_datum_and_span(what: str) -> None:
     datum, words = REFUSED[what]
     with pytest.raises(UserError) as error:
         trained(message(turns(), datum))
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_with_the_datum_and_the_span(what: str) -> 
 
 
 @pytest.mark.parametrize("field", ["model_input_spans", "loss_fn_input_spans"])
-def test_a_datum_without_spans_is_told_how_to_get_them(field: str) -> None:
+def test_a_datum_without_spans_is_refused_with_the_way_to_get_them(field: str) -> None:
     sent = message(turns(), turns())
     del getattr(sent.data[1], field)[:]
     with pytest.raises(UserError, match=rf"data\[1\] has no {field}.*with_provenance"):
@@ -265,7 +265,7 @@ def test_spans_that_the_sdk_would_not_send_are_refused_too(change: str) -> None:
         trained(sent)
 
 
-def test_a_body_that_is_no_message_or_has_too_many_fields_is_refused() -> None:
+def test_a_malformed_body_or_one_with_too_many_fields_is_refused() -> None:
     with pytest.raises(UserError, match="no ForwardBackwardRequest message"):
         Provenance(b"\x1a\xff\xff\xff", "s")
     spans = wire.Datum(model_input_spans=[wire.ProvenanceSpan()] * (MAX_FIELDS + 1))
@@ -275,7 +275,7 @@ def test_a_body_that_is_no_message_or_has_too_many_fields_is_refused() -> None:
 
 
 class AnySource(dict[str, Source]):
-    """Whatever is named was sampled."""
+    """Every named sequence was sampled."""
 
     def __missing__(self, name: str) -> Source:
         return SOURCES[SECOND]
@@ -283,7 +283,7 @@ class AnySource(dict[str, Source]):
 
 @given(st.binary(max_size=6), st.integers(0, 900), st.integers(0, 8))
 @settings(max_examples=300, deadline=None)
-def test_a_spoiled_request_is_refused_and_breaks_nothing(noise: bytes, at: int, cut: int) -> None:
+def test_a_corrupted_request_is_refused_and_breaks_nothing(noise: bytes, at: int, cut: int) -> None:
     body = message(turns(), turns()).SerializeToString()
     body = body[:at] + noise + body[at + cut :]
     with contextlib.suppress(UserError):
@@ -302,13 +302,13 @@ def test_a_recording_holds_tokens_and_logprobs_exactly() -> None:
     assert (second.tokens.tolist(), second.logprobs.tolist()) == ([5], [float(logprobs[1])])
 
 
-def test_metrics_tell_what_was_truncated_and_whose_loss_it_is() -> None:
+def test_metrics_count_truncated_tokens_and_name_the_loss() -> None:
     inputs = {MASK: np.float32([0, 1, 1]), "logprobs": np.float32([0, -2.0, -1.0])}
     logprobs = np.float32([-5.0, -1.0, -1.5])
     name = "tuneserve_truncated_reinforce"
     assert metrics([(logprobs, inputs), (logprobs, inputs)], cap=2.0) == {
         f"{name}/sampled_tokens:sum": 4.0,
-        f"{name}/truncated_tokens:sum": 2.0,  # e to the power of 1
+        f"{name}/truncated_tokens:sum": 2.0,  # e to the power of 1 is above the cap
         f"{name}/log_ratio:sum": 1.0,
         f"{name}/abs_log_ratio:max": 1.0,
     }

@@ -1,4 +1,4 @@
-"""The lattice's choices, worked by hand."""
+"""The choices of static shapes, worked by hand."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from tuneserve_engine.core.shapes import StaticShapes
     ("context", "tokens", "micro_batch"),
     [
         (100, 4096, 4096),
-        (100, 4000, 4096),  # up to a multiple of the chunk
+        (100, 4000, 4096),  # rounded up to a multiple of the chunk
         (5000, 4096, 5120),  # one datum has to fit
         (100, 1, 256),
     ],
 )
-def test_a_stream_is_as_long_as_asked_for_and_holds_any_datum(
+def test_a_micro_batch_has_the_requested_length_and_holds_any_datum(
     context: int, tokens: int, micro_batch: int
 ) -> None:
     assert StaticShapes(context, requested_tokens=tokens).micro_batch_tokens == micro_batch
@@ -27,14 +27,14 @@ def test_a_bin_has_at_most_four_chunks_and_fits_a_micro_batch(tokens: int, bin_t
 
 
 @pytest.mark.parametrize(("rank_bucket", "slots"), [(8, 6), (16, 3), (32, 1), (128, 1)])
-def test_units_of_all_rank_classes_need_the_memory_of_the_lowest(
+def test_batches_of_all_rank_buckets_need_the_memory_of_the_lowest(
     rank_bucket: int, slots: int
 ) -> None:
     assert StaticShapes(100, request_slots=6).slots(rank_bucket) == slots
 
 
 @pytest.mark.parametrize(("rank", "padded"), [(1, 8), (8, 8), (9, 32), (33, 128), (128, 128)])
-def test_ranks_are_padded_to_their_class(rank: int, padded: int) -> None:
+def test_ranks_are_padded_to_their_bucket(rank: int, padded: int) -> None:
     assert StaticShapes(100).rank_bucket(rank) == padded
     assert StaticShapes(100).max_rank == 128
 
@@ -46,13 +46,13 @@ def test_targets_are_one_token_or_a_distribution(targets: int, padded: int) -> N
 
 
 @pytest.mark.parametrize("rank", [0, 129])
-def test_a_rank_without_a_class_is_refused_with_the_limit(rank: int) -> None:
+def test_a_rank_without_a_bucket_is_refused_with_the_limit(rank: int) -> None:
     with pytest.raises(UserError, match=f"rank is {rank}.*1 to 128"):
         StaticShapes(100).rank_bucket(rank)
 
 
 @pytest.mark.parametrize("targets", [0, 65])
-def test_targets_without_a_class_are_refused_with_the_limit(targets: int) -> None:
+def test_targets_without_a_bucket_are_refused_with_the_limit(targets: int) -> None:
     with pytest.raises(UserError, match=rf"{targets} targets.*1 to 64"):
         StaticShapes(100).target_bucket(targets)
 
@@ -70,6 +70,8 @@ def test_targets_without_a_class_are_refused_with_the_limit(targets: int) -> Non
         {"rank_buckets": (8, 8)},
     ],
 )
-def test_settings_that_make_no_lattice_are_refused_by_name(options: dict[str, object]) -> None:
+def test_impossible_settings_of_static_shapes_are_refused_by_name(
+    options: dict[str, object],
+) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         StaticShapes(**{"context_length": 100} | options)  # type: ignore[arg-type]

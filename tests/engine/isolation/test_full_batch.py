@@ -1,4 +1,4 @@
-"""A tenant's bits alone and in a full unit, through the packing that the worker uses."""
+"""A tenant's bits alone and in a full batch, through the packing that the worker uses."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ VOCABULARY, ROUNDS, OTHERS = 61, 2, 31
 
 
 def request(name: str, tenant: int, round_: int) -> PackingRequest:
-    """One to four datums of any length; tenants differ in rank, loss and data."""
+    """One to four datums of any length. Tenants differ in rank, loss and data."""
     draw = np.random.default_rng([tenant, round_])
     policy = tenant % 3 == 1
     data = []
@@ -40,7 +40,7 @@ def params_of(tenant: int) -> AdamwParams:
 
 
 def train(backend: JaxBackend, tenants: list[int], label: str) -> dict[int, list[Any]]:
-    """All that each tenant gets while these train together, and its state at the end."""
+    """The results of each tenant while these train together, and its state at the end."""
     names = {tenant: f"{label}-{tenant}" for tenant in tenants}
     for tenant, name in names.items():
         backend.create_adapter(name, AdapterConfig(rank=rank(tenant), alpha=16, seed=tenant))

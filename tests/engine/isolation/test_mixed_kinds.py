@@ -1,4 +1,4 @@
-"""Tenants of different kinds share units, snapshots and samples, as those of one kind do."""
+"""Tenants of different adapter kinds share batches, snapshots and samples."""
 
 from collections.abc import Callable
 from itertools import count
@@ -40,7 +40,7 @@ def created(backend: JaxBackend) -> Callable[[AdapterConfig], str]:
 def logprobs(
     backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> Callable[..., Any]:
-    """Of the same datum under each of the adapters, all in one unit."""
+    """Logprobs of one datum under each of the adapters, all in one batch."""
 
     def logprobs(*adapter_ids: str, seed: int = 7) -> list[Any]:
         rows = [(i, datum(seed, 11)) for i in range(len(adapter_ids))]
@@ -56,7 +56,7 @@ def logprobs(
 def train(
     backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> Callable[..., None]:
-    """So many steps of all adapters, each unit with a datum of each."""
+    """Take ``steps`` steps of all adapters. Each batch has one datum of each."""
 
     def train(adapter_ids: list[str], steps: int = 3) -> None:
         for step in range(steps):
@@ -87,7 +87,7 @@ def test_a_new_adapter_of_any_kind_has_the_base_models_bits(config, created, log
     assert new.tobytes() == blank.tobytes()
 
 
-def test_tenants_of_all_kinds_have_the_bits_that_they_have_alone(created, train, backend):
+def test_tenants_of_all_kinds_have_the_same_bits_as_alone(created, train, backend):
     together = [created(config) for config in KINDS]
     train(together)
     for index, config in enumerate(KINDS):
@@ -101,7 +101,7 @@ def test_tenants_of_all_kinds_have_the_bits_that_they_have_alone(created, train,
 
 
 @pytest.mark.parametrize("config", KINDS, ids=str)
-def test_a_saved_adapter_goes_on_with_the_same_bits(config, created, train, backend):
+def test_a_saved_adapter_continues_with_the_same_bits(config, created, train, backend):
     name = created(config)
     train([name], 2)
     saved = backend.adapter_state(name, optimizer=True, accumulator=True)
@@ -116,7 +116,7 @@ def test_a_saved_adapter_goes_on_with_the_same_bits(config, created, train, back
 
 @pytest.mark.acceptance("O12")
 @pytest.mark.parametrize("config", KINDS[1:], ids=str)
-def test_its_export_is_a_lora_with_the_same_logprobs(config, created, train, backend, logprobs):
+def test_an_export_is_a_lora_with_the_same_logprobs(config, created, train, backend, logprobs):
     name = created(config)
     train([name])
     exported = backend.exported(backend.adapter_state(name, optimizer=False))

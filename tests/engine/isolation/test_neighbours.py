@@ -1,4 +1,4 @@
-"""What one tenant gets has the same bits whoever shares the device, down to weights and moments."""
+"""A tenant's results have the same bits beside any neighbours, down to weights and moments."""
 
 import math
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.errors import UserError
 
 BIG, SMALL = AdapterConfig(rank=8, alpha=32, seed=1), AdapterConfig(rank=3, alpha=16, seed=2)
-"""Two tenants of one rank class."""
+"""Two tenants in one rank bucket."""
 STEP = AdamwParams(learning_rate=0.02, weight_decay=0.01, grad_clip_norm=5.0)
 NAN = (math.nan,) * 16
 fresh_ids = count()
 
 
 class Tenant:
-    """An adapter under an id of its own."""
+    """An adapter under its own id."""
 
     def __init__(self, backend: JaxBackend, config: AdapterConfig) -> None:
         self.backend, self.id = backend, f"adapter-{next(fresh_ids)}"
@@ -40,7 +40,7 @@ class Tenant:
         return self.backend.adapter_state(self.id, optimizer=True)
 
     def arrays(self) -> Any:
-        """Everything on the device, padding and accumulator included."""
+        """All of its arrays on the device, padding and accumulator included."""
         (adapter,) = self.backend._adapters.get([self.id])
         parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
         return jax.tree.map(np.array, parts)
@@ -52,7 +52,7 @@ def tenant(backend: JaxBackend) -> Callable[[AdapterConfig], Tenant]:
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
-    """Equal to the last bit, the sign of zero and the kind of NaN included."""
+    """Equal to the last bit, including the sign of zero and the kind of NaN."""
     left, right = jax.tree.leaves(a), jax.tree.leaves(b)
     assert len(left) == len(right) > 0
     for x, y in zip(left, right, strict=True):
@@ -69,7 +69,7 @@ def assert_same_state(a: AdapterState, b: AdapterState) -> None:
 
 @dataclass(frozen=True)
 class Ran:
-    """A unit that was run."""
+    """The results of a batch."""
 
     micro_batches: list[MicroBatch]
     result: TrainResult
@@ -87,7 +87,7 @@ class Ran:
 
 @pytest.fixture
 def run(backend: JaxBackend, micro_batch_of: Any, batch_of: Any) -> Callable[..., Ran]:
-    """``run([tenant, ...], [(request, row, ...), ...], ...)``: the pieces of each micro-batch."""
+    """``run([tenant, ...], [(request, row, ...), ...], ...)``: the bins of each micro-batch."""
 
     def run(tenants: Any, *micro_batches: Any, **options: Any) -> Ran:
         made = [micro_batch_of(*pieces) for pieces in micro_batches]
@@ -99,7 +99,7 @@ def run(backend: JaxBackend, micro_batch_of: Any, batch_of: Any) -> Callable[...
 
 @pytest.fixture
 def alone(run: Any, tenant: Any, datum: Any) -> tuple[Ran, dict[str, float], Tenant]:
-    """Tenant BIG after one datum, and one step, by itself."""
+    """Tenant BIG after one datum and one step, alone."""
     a = tenant()
     ran = run([a], [(0, datum(1, 11))])
     return ran, a.step(), a
@@ -116,10 +116,10 @@ def assert_as_alone(alone: Any, ran: Ran, a: Tenant, number: int, request: int =
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 @pytest.mark.parametrize("loss", ["cross_entropy", "ppo"])
-def test_a_neighbour_and_the_place_in_the_stream_change_no_bit(
+def test_a_neighbour_and_the_place_in_the_micro_batch_change_no_bit(
     alone, run, tenant, datum, place: int, loss: str
 ):
-    """Behind none, one, three and six blocks of a neighbour, two blocks being a chunk."""
+    """After zero, one, three and six blocks of a neighbour, where two blocks are a chunk."""
     a, b = tenant(), tenant(SMALL)
     policy = {"old_logprobs": -2.0, "advantages": 0.5, "clip_high": 9.0}
     pieces = []
@@ -154,7 +154,7 @@ def test_a_neighbour_with_nan_or_infinite_inputs_changes_no_bit_and_fails_alone(
     assert_as_alone(alone, ran, a, 1)
 
 
-def test_what_a_poisoned_unit_left_behind_changes_no_bit_of_the_next(alone, run, tenant, datum):
+def test_the_remains_of_a_poisoned_batch_change_no_bit_of_the_next(alone, run, tenant, datum):
     a, b = tenant(), tenant()
     assert run([b, b], [(0, datum(5, 16, weights=NAN)), (1, nan_weights(datum))]).finite == (
         False,
@@ -178,9 +178,10 @@ def test_a_neighbour_whose_gradient_alone_overflows_changes_no_bit_and_fails_alo
 def test_a_neighbour_whose_loss_alone_overflows_changes_no_bit_and_fails_alone(
     alone, run, tenant, datum
 ):
-    """The weight of its least likely target is just too large; a bit less is accumulated.
+    """The weight of the least likely target is just too large, and a slightly smaller one is
+    accumulated.
 
-    Of some datums, the gradient overflows first, and of which ones depends on the processor.
+    For some datums, depending on the processor, the gradient overflows first.
     """
     a, b, c = tenant(), tenant(SMALL), tenant(SMALL)
 
@@ -210,7 +211,7 @@ def test_a_neighbour_whose_weights_are_nan_changes_no_bit(alone, run, tenant, da
 
 
 def test_a_token_out_of_range_fails_its_own_request(alone, run, tenant, datum):
-    """Callers check ids first; if one slipped through, no other request would notice."""
+    """Callers check ids first. If one slips through, it affects no other request."""
     a, b = tenant(), tenant(SMALL)
     row = datum(5, 16)
     row.tokens[3] = 61
@@ -252,7 +253,7 @@ def test_a_request_split_over_batches_and_shared_with_a_neighbour_changes_no_bit
 
 
 @pytest.mark.acceptance("S6")
-def test_one_bad_datum_leaves_out_its_whole_request_even_over_several_batches(run, tenant, datum):
+def test_one_bad_datum_drops_its_whole_request_even_over_several_batches(run, tenant, datum):
     a = tenant()
     run([a], [(0, datum(1, 11))])
     before = a.arrays()
@@ -272,7 +273,7 @@ def test_requests_of_one_adapter_add_up_in_order_and_a_failed_one_is_skipped(run
     assert_same_bits(together.arrays(), apart.arrays())
 
 
-def test_a_sum_of_gradients_that_overflows_leaves_the_accumulator_as_it_was(run, tenant, datum):
+def test_an_overflowing_sum_of_gradients_leaves_the_accumulator_unchanged(run, tenant, datum):
     a = tenant()
     huge = 0, datum(5, 4, weights=[1e36] * 4)
     finite, accepted = True, 0
@@ -294,10 +295,10 @@ def test_forward_only_gives_the_same_logprobs_and_touches_nothing(alone, run, te
 
 
 @pytest.mark.parametrize("others", [(8,), (16,), (24, 24, 24, 24, 8)])
-def test_no_place_in_the_stream_changes_a_bit_of_the_longest_datum(
+def test_no_place_in_the_micro_batch_changes_a_bit_of_the_longest_datum(
     run, tenant, datum, others: tuple[int, ...]
 ):
-    """It is several blocks and no whole number of chunks; in the last case the stream is full."""
+    """The datum has several blocks and ends inside a chunk. The last micro-batch is full."""
     alone, a, b = tenant(), tenant(), tenant(SMALL)
     expected = run([alone], [(0, datum(1, 24))])
     ran = run([a, b], [*((1, datum(2, length)) for length in others), (0, datum(1, 24))])
@@ -332,7 +333,7 @@ def test_targets_that_are_not_trained_stay_exactly_zero(run, tenant, datum):
 
 
 @pytest.mark.acceptance("W5")
-def test_saved_in_the_middle_and_loaded_elsewhere_training_continues_with_the_same_bits(
+def test_a_saved_adapter_loaded_elsewhere_trains_with_the_same_bits(
     run, tenant, datum, new_backend, micro_batch_of, batch_of
 ):
     a = tenant(SMALL)
@@ -350,9 +351,7 @@ def test_saved_in_the_middle_and_loaded_elsewhere_training_continues_with_the_sa
     assert saved.step == 1, "a saved state is a copy"
 
 
-def test_loading_weights_alone_starts_the_optimizer_afresh_and_clears_the_gradient(
-    run, tenant, datum
-):
+def test_loading_weights_alone_resets_the_optimizer_and_clears_the_gradient(run, tenant, datum):
     a, fresh = tenant(), tenant()
     run([a], [(0, datum(1, 9))])
     a.step()

@@ -1,4 +1,4 @@
-"""Samples that go on between units, steps and micro-batches of training: both keep their bits."""
+"""Samples continue between batches, steps and micro-batches of training, and no bit changes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ STEP = AdamwParams(learning_rate=0.05, weight_decay=0.1)
 
 
 def requests(random: Random, snapshots: list[str]) -> dict[str, SamplingRequest]:
-    """One of the base model, and some of every snapshot."""
+    """Some requests for the base model, and some for every snapshot."""
     asked = {}
     for number, snapshot in enumerate([None, *snapshots, *snapshots]):
         prompt = np.array([random.randrange(61) for _ in range(random.randint(1, 12))], np.int32)
@@ -52,12 +52,14 @@ def state_bits(state: AdapterState) -> list[Any]:
 
 
 class Run:
-    """A training run of two models, a snapshot of each after every step; ``pause`` is called
-    wherever something may come in between."""
+    """A training run of two models, with a snapshot of each after every step.
+
+    ``pause`` is called wherever sampling may run in between.
+    """
 
     def __init__(self, backend: JaxBackend, batches: list[TrainBatch], prefix: str) -> None:
         self.backend = backend
-        self.prefix = prefix  # of its snapshots: a name stands for the same weights, always
+        self.prefix = prefix  # of its snapshots: a name always stands for the same weights
         self.batches = batches
         self.outputs: list[bytes] = []
 
@@ -112,7 +114,7 @@ def test_sampling_and_training_change_no_bit_of_each_other(
         (result,) = backend.sample([one])
         want[name] = bits(result)
 
-    # Once more, with every sample begun as soon as its snapshot is there.
+    # Repeat with every sample started as soon as its snapshot exists.
     waiting = dict(everyone)
     asked: dict[str, SamplingRequest] = {}
     got: dict[str, Any] = {}

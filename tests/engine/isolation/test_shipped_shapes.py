@@ -1,6 +1,6 @@
-"""In the shapes that are shipped, too, company and place move no bit of a request.
+"""In the shipped shapes, neighbours and place change no bit of a request either.
 
-The kernels of a device are chosen by shape: what holds for toy products need not hold for these.
+A device chooses its kernels by shape, so results on toy shapes prove nothing about these.
 """
 
 from collections.abc import Callable
@@ -116,14 +116,14 @@ def alone(train: Callable[..., Got]) -> Got:
     return train([], [])
 
 
-def test_behind_three_blocks_of_another_a_request_has_the_bits_that_it_has_alone(
+def test_after_three_blocks_of_another_a_request_has_the_same_bits_as_alone(
     train: Callable[..., Got], alone: Got
 ) -> None:
-    """So its first block ends one chunk, and the rest begins the next."""
+    """Its first block ends one chunk, and the rest starts the next."""
     assert train([datum(3, 150)], []) == alone
 
 
-def test_among_31_others_a_request_has_the_bits_that_it_has_alone(
+def test_among_31_others_a_request_has_the_same_bits_as_alone(
     train: Callable[..., Got], alone: Got
 ) -> None:
     others = [datum(10 + i, 30 + 7 * i % 60) for i in range(OTHERS)]

@@ -1,4 +1,4 @@
-"""A data directory has one worker of a name at a time."""
+"""A data directory has one worker per name at a time."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_workers_of_other_names_share_the_directory(holder, tmp_path):
     lock_name(tmp_path, "a%2Fb", timeout_s=0).close()
 
 
-def test_a_killed_process_holds_it_no_longer(holder, tmp_path):
+def test_a_killed_process_releases_the_lock(holder, tmp_path):
     os.kill(holder.pid, signal.SIGKILL)
     lock_name(tmp_path, "a/b", timeout_s=10).close()
 
@@ -52,14 +52,14 @@ def test_a_closed_lock_is_free(tmp_path):
     lock_name(tmp_path, "a/b", timeout_s=0).close()
 
 
-def test_it_waits_for_the_one_before(tmp_path, monkeypatch):
+def test_a_lock_waits_for_the_previous_holder(tmp_path, monkeypatch):
     before = lock_name(tmp_path, "a/b", timeout_s=0)
     monkeypatch.setattr(time, "sleep", lambda _: before.close())
     lock_name(tmp_path, "a/b", timeout_s=1).close()
 
 
-def test_a_lock_that_its_holder_deletes_is_made_anew(tmp_path, monkeypatch):
-    """Else its next holder would keep nobody from making another one of the name."""
+def test_a_lock_that_its_holder_deletes_is_created_again(tmp_path, monkeypatch):
+    """Otherwise its next holder could not keep another process from creating a second lock."""
     before = lock_name(tmp_path, "a", timeout_s=0)
 
     def delete(_: float) -> None:

@@ -1,4 +1,4 @@
-"""A serving process keeps the pauses of Python's garbage collector and of its lock short."""
+"""A serving process shortens the pauses of Python's garbage collector and of its global lock."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 from tuneserve_engine.process import pauses
 
 
-def test_what_is_loaded_is_looked_at_no_more_and_threads_take_turns_often() -> None:
+def test_loaded_objects_are_frozen_and_threads_switch_often() -> None:
     code = (
         "import gc, sys\n"
         "from tuneserve_engine.process import pauses\n"

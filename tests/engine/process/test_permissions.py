@@ -1,4 +1,4 @@
-"""What the service writes is for its own user alone, whatever the umask."""
+"""The service's files are private to its own user, under any umask."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ def modes(root: Path) -> dict[str, str]:
 
 
 def write_everything(root: Path, scratch: Path) -> SpillFolder:
-    """All kinds of files that processes leave in a data directory."""
+    """Write every kind of file that processes leave in a data directory."""
     files = FileStore(root / "files")
     files.write(new_file_id(), checkpoint.to_members(state(), "base"))
     files.write(new_file_id(), checkpoint.peft_members(state(), "base"))
@@ -70,9 +70,10 @@ async def write_store(root: Path) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_whatever_is_written_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_every_file_is_private_to_its_owner(tmp_path: Path) -> None:
     root = tmp_path / "new" / "data"
-    found = asyncio.run(write_store(root))  # first: a new store wants a directory without files
+    # first, because a new store requires a directory without files
+    found = asyncio.run(write_store(root))
     pages = write_everything(root, tmp_path)
     found |= modes(tmp_path / "new")
     assert len(found) > 30 and {"store.db", "store.db-wal", "store.reserve"} <= set(found)
@@ -84,7 +85,7 @@ def test_whatever_is_written_is_for_its_owner_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_where_users_share_files_the_group_has_them_too(tmp_path: Path) -> None:
+def test_with_group_access_the_group_can_read_and_write(tmp_path: Path) -> None:
     settle_permissions(CommonSettings(data_dir=tmp_path, group_access=True))
     permissions.make_folder(tmp_path / "data")
     write_everything(tmp_path / "data", tmp_path)
@@ -96,7 +97,7 @@ def test_where_users_share_files_the_group_has_them_too(tmp_path: Path) -> None:
             assert mode in ("700", "600"), f"{name} has {mode}"
 
 
-def test_a_start_narrows_the_services_own_folders_and_no_others(tmp_path: Path) -> None:
+def test_a_start_narrows_the_permissions_of_the_services_own_folders_only(tmp_path: Path) -> None:
     for name in ("files", "compiled", "pages", "decompositions", "mine"):
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(0o755)
@@ -107,8 +108,8 @@ def test_a_start_narrows_the_services_own_folders_and_no_others(tmp_path: Path) 
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
 
 
-def test_a_start_narrows_the_folders_of_files_wherever_they_are(tmp_path: Path) -> None:
-    """Of releases before, for all to read; the directory itself is the operator's."""
+def test_a_start_narrows_the_permissions_of_file_folders_anywhere(tmp_path: Path) -> None:
+    """Earlier releases left them readable to all. The directory itself is the operator's."""
     root = tmp_path / "shared"
     ours = [root / ("a" * 32), root / "quarantine" / "20260101T000000Z" / ("b" * 32)]
     other = root / "mine"
@@ -131,6 +132,6 @@ def test_a_link_in_place_of_a_folder_is_left_alone(tmp_path: Path) -> None:
     assert permissions.open_to(tmp_path / "elsewhere") == "0755"
 
 
-def test_pages_are_what_they_were(tmp_path: Path) -> None:
+def test_spill_files_work_as_before(tmp_path: Path) -> None:
     page = SpillFile.write(tmp_path / "1", state())
     np.testing.assert_array_equal(page.read().weights["q_proj.A"], state().weights["q_proj.A"])

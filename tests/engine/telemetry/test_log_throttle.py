@@ -1,4 +1,4 @@
-"""Lines that a fault repeats."""
+"""Throttling of log lines that a fault repeats."""
 
 import logging
 
@@ -16,7 +16,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_kind_is_written_once_a_minute_with_the_number_of_those_left_out(
+def test_a_kind_of_line_is_written_once_a_minute_with_the_number_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = Clock()

@@ -1,4 +1,4 @@
-"""Log lines for machines: one JSON object each, with what it is about, and nothing else."""
+"""Log lines for machines: one JSON object each, with the subject of the line and nothing else."""
 
 import io
 import json
@@ -16,7 +16,7 @@ BODY = b"what the client wrote"
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What a logger of this test writes, in JSON."""
+    """The JSON output of a logger of this test."""
     text = io.StringIO()
     handler = logging.StreamHandler(text)
     handler.setFormatter(logs.JsonLines("worker"))
@@ -42,7 +42,7 @@ def test_a_line_names_its_time_level_process_logger_and_message(stream: io.Strin
     }
 
 
-def test_a_line_about_a_job_has_its_names_and_not_its_body(stream: io.StringIO) -> None:
+def test_a_line_about_a_job_has_its_ids_but_not_its_body(stream: io.StringIO) -> None:
     job = Job("alice", JobKind.OPTIM_STEP, "m", 1, BODY, model_id="m", request_id="r")
     logging.getLogger("of_a_test").error("failed", extra={**logs.job_fields(job), "secret": "s"})
     (line,) = lines(stream)
@@ -61,7 +61,7 @@ def test_an_exception_is_one_field(stream: io.StringIO) -> None:
     )
 
 
-def test_what_was_noted_is_in_every_line_until_something_else_begins(stream: io.StringIO) -> None:
+def test_noted_fields_are_in_every_line_until_other_work_starts(stream: io.StringIO) -> None:
     logger = logging.getLogger("of_a_test")
     logs.begin()
     logs.add_fields(tenant="alice", model_id=None)

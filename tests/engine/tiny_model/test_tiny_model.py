@@ -1,4 +1,4 @@
-"""The embedded base model: its files, its tokenizer, and that it has learnt something."""
+"""The embedded base model: its files, its tokenizer, and proof that it has learnt something."""
 
 from __future__ import annotations
 
@@ -95,11 +95,13 @@ def test_file_holds_float32_weights_and_no_tied_head() -> None:
     assert shapes["model.embed_tokens.weight"].get_shape() == want
 
 
-def test_every_token_has_a_row_of_its_own(
+def test_every_token_has_a_distinct_row(
     separated: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> None:
-    """322 tokens that the training text never has were once 0.03 apart: with ``train_unembed``
-    false nothing could be taught that tells one of them from the others."""
+    """322 tokens that never occur in the training text were once 0.03 apart.
+
+    With ``train_unembed`` false, no training could have told them apart.
+    """
     with safe_open(FOLDER / "model.safetensors", "pt") as file:
         table = file.get_tensor("model.embed_tokens.weight")
     distances = torch.cdist(table, table, compute_mode="donot_use_mm_for_euclid_dist")
@@ -107,7 +109,7 @@ def test_every_token_has_a_row_of_its_own(
     assert torch.equal(separated(table, 0), table)
 
 
-def test_rows_that_training_left_together_are_set_apart(
+def test_rows_that_training_left_together_are_separated(
     separated: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> None:
     random = torch.Generator().manual_seed(3)
@@ -123,7 +125,7 @@ def test_rows_that_training_left_together_are_set_apart(
     assert torch.cdist(found, found).fill_diagonal_(torch.inf).min() > 1
 
 
-def test_a_token_that_the_text_never_has_is_learnt_without_the_unembedding() -> None:
+def test_an_unseen_token_is_learnt_without_the_unembedding() -> None:
     backend = JaxBackend(str(FOLDER), name="tiny", tokenizer_id="t", static_shapes=STATIC_SHAPES)
     config = AdapterConfig(rank=8, alpha=32.0, seed=1, train_unembed=False)
     backend.create_adapter("it", config)
@@ -142,7 +144,7 @@ def test_a_token_that_the_text_never_has_is_learnt_without_the_unembedding() -> 
         logprobs.append(float(found[-1]))
         backend.optim_steps([("it", AdamwParams(learning_rate=5e-3))])
     assert logprobs[0] < -5
-    assert logprobs[-1] > -0.5  # it stayed below -5 for all that it was trained
+    assert logprobs[-1] > -0.5  # it once stayed below -5 despite the training
 
 
 def test_folder_is_small_enough_to_ship() -> None:
@@ -176,7 +178,7 @@ def test_every_byte_has_a_token() -> None:
 
 
 @pytest.mark.parametrize("token", QWEN_TOKENS)
-def test_control_token_is_one_id_also_between_words(token: str, hf_tokenizer: Any) -> None:
+def test_a_control_token_is_one_id_also_between_words(token: str, hf_tokenizer: Any) -> None:
     wanted = TOKENIZER.token_to_id(token)
     assert hf_tokenizer.convert_tokens_to_ids(token) == wanted
     assert hf_tokenizer.encode(f"a{token}b", add_special_tokens=False).count(wanted) == 1
@@ -188,7 +190,7 @@ def test_transformers_and_tokenizers_encode_alike(hf_tokenizer: Any) -> None:
     assert hf_tokenizer.decode(hf_tokenizer.encode(text)) == text
 
 
-def test_generation_ends_where_the_tokenizer_says(hf_tokenizer: Any) -> None:
+def test_generation_ends_at_the_tokenizers_end_tokens(hf_tokenizer: Any) -> None:
     ends = json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"]
     assert hf_tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
     assert (hf_tokenizer.eos_token, hf_tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
@@ -215,7 +217,7 @@ def test_chat_template_writes_the_qwen_format(hf_tokenizer: Any) -> None:
     assert without_thinking == prompt + "<think>\n\n</think>\n\n"
 
 
-def test_chat_template_writes_thoughts_tools_and_their_answers(hf_tokenizer: Any) -> None:
+def test_chat_template_writes_thoughts_tool_calls_and_tool_answers(hf_tokenizer: Any) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
     turns = [
         {"role": "user", "content": "Weather?"},
@@ -234,7 +236,7 @@ def test_chat_template_writes_thoughts_tools_and_their_answers(hf_tokenizer: Any
     )
 
 
-def test_unseen_text_costs_a_third_of_what_token_frequencies_give(
+def test_unseen_text_costs_less_than_a_third_of_token_frequencies(
     model: Any, documents: Callable[[int], Iterator[str]]
 ) -> None:
     rows = [TOKENIZER.encode(text).ids for text in itertools.islice(documents(HELD_OUT_SEED), 100)]
@@ -246,7 +248,7 @@ def test_unseen_text_costs_a_third_of_what_token_frequencies_give(
         total += float(torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="sum"))
     seen = Counter(itertools.chain.from_iterable(row[1:] for row in rows))
     count = sum(seen.values())
-    # No model that ignores context can beat the entropy of the text's own token frequencies.
+    # A model that ignores context cannot beat the entropy of the text's own token frequencies.
     unigram = -sum(n / count * math.log(n / count) for n in seen.values())
     uniform = math.log(TOKENIZER.get_vocab_size())
     assert total / count < unigram / 3 < uniform / 3
@@ -263,7 +265,7 @@ def test_base_model_answers_the_demo_questions_plainly(model: Any, tasks: Any) -
         assert answer == facts[question].sentence
 
 
-def test_demo_tasks_are_short_reproducible_and_keep_their_questions_back(tasks: Any) -> None:
+def test_demo_tasks_are_short_and_reproducible_and_hold_out_their_questions(tasks: Any) -> None:
     for task in tasks.TASKS:
         pairs = list(itertools.islice(task.examples(seed=3), 200))
         assert pairs == list(itertools.islice(task.examples(seed=3), 200))

@@ -1,4 +1,4 @@
-"""Keys at the door: what they are made of, who is let in, for how long, and who has to wait."""
+"""Keys: their parts, tenants and lifetimes, and the limits on failed logins."""
 
 import asyncio
 import hashlib
@@ -41,7 +41,7 @@ class Clock:
 
 
 class Store(MemoryStore):
-    """Counts what it is asked for, and can be away, or not answer."""
+    """A store that counts its queries, and can be unreachable or silent."""
 
     asked = 0
     is_away = False
@@ -107,20 +107,20 @@ async def is_let_in(door: Authenticator, key: str, address: str = HERE) -> bool:
 # --- keys ----------------------------------------------------------------------------------------
 
 
-def test_a_secret_has_256_random_bits_and_neither_part_a_dash() -> None:
+def test_secrets_have_256_random_bits_and_no_part_contains_a_dash() -> None:
     secrets, ids = {auth.new_secret() for _ in range(100)}, {auth.new_id() for _ in range(100)}
     assert len(secrets) == len(ids) == 100
     assert all(re.fullmatch("[0-9a-f]{64}", each) for each in secrets)
     assert all(re.fullmatch("[0-9a-f]{12}", each) for each in ids)
 
 
-def test_what_is_kept_is_an_hmac_that_holds_for_one_key_of_one_store() -> None:
+def test_the_store_has_an_hmac_that_is_valid_for_one_key_of_one_store() -> None:
     message = b"api-key|a|" + SECRET.encode()
     assert digest(PEPPER, "a", SECRET) == hmac.new(PEPPER, message, hashlib.sha256).hexdigest()
     assert len({digest(p, i, SECRET) for p in (b"1", b"2") for i in "ab"}) == 4
 
 
-async def test_a_right_key_is_its_tenant_with_its_scopes(store: Store, door: Authenticator) -> None:
+async def test_a_valid_key_yields_its_tenant_and_scopes(store: Store, door: Authenticator) -> None:
     both = await store.make("a")
     one = await store.make("b", tenant="bob", scopes=[Scope.SAMPLE])
     another = await store.make("c", "7" * 64)
@@ -131,7 +131,7 @@ async def test_a_right_key_is_its_tenant_with_its_scopes(store: Store, door: Aut
     assert (await door.authenticate(another, HERE)).tenant == "alice"
 
 
-async def test_whatever_is_wrong_with_a_key_is_answered_alike(
+async def test_every_invalid_key_gets_the_same_answer(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
     right = await store.make("a")
@@ -146,7 +146,7 @@ async def test_whatever_is_wrong_with_a_key_is_answered_alike(
     ]
     answers = set()
     for key in wrong:
-        clock.now_s += 1  # else these would be too many
+        clock.now_s += 1  # otherwise the failed logins would exceed the limit
         refused = await said_to(door, key)
         answers.add((refused.status, refused.code, str(refused)))
     assert len(answers) == 1
@@ -156,7 +156,7 @@ async def test_whatever_is_wrong_with_a_key_is_answered_alike(
     assert await is_let_in(door, right)
 
 
-async def test_a_key_is_good_until_it_expires(
+async def test_a_key_is_valid_until_it_expires(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
     key = await store.make("a", expires_s=NOW_S + 10)
@@ -178,8 +178,8 @@ async def test_a_revoked_key_is_refused_within_five_seconds_by_every_process(
     key = await store.make("a")
     for door in doors:
         assert await is_let_in(door, key)
-        clock.now_s += 0.7  # they do not look at the same moments
-    for _ in range(100):  # busy all the time
+        clock.now_s += 0.7  # the processes do not query the store at the same moments
+    for _ in range(100):  # the key is in use all the time
         clock.now_s += 0.1
         assert [await is_let_in(door, key) for door in doors] == [True, True]
     await store.update_record(Update("key", "a", {"revoked_s": clock.now_s}))
@@ -193,7 +193,7 @@ async def test_a_revoked_key_is_refused_within_five_seconds_by_every_process(
         assert not await is_let_in(door, key)
 
 
-async def test_a_key_that_was_idle_is_looked_up_before_it_is_used_again(
+async def test_an_idle_key_is_looked_up_before_it_is_used_again(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
     key = await store.make("a")
@@ -203,7 +203,7 @@ async def test_a_key_that_was_idle_is_looked_up_before_it_is_used_again(
     assert not await is_let_in(door, key)
 
 
-async def test_keys_and_what_is_no_key_are_looked_up_every_other_second_only(
+async def test_valid_and_invalid_keys_are_looked_up_every_other_second_only(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
     right, wrong = await store.make("a"), f"tml-b-{SECRET}"
@@ -216,7 +216,7 @@ async def test_keys_and_what_is_no_key_are_looked_up_every_other_second_only(
     assert store.asked == 3
 
 
-async def test_no_more_keys_are_remembered_than_there_is_room_for(
+async def test_the_number_of_remembered_keys_is_limited(
     store: Store, door: Authenticator, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "MOST_KNOWN", 100)
@@ -226,13 +226,13 @@ async def test_no_more_keys_are_remembered_than_there_is_room_for(
     assert len(door._keys._known) == len(door._failures._left) == 100
 
 
-async def test_while_the_store_is_away_a_key_that_is_known_is_good(
+async def test_while_the_store_is_away_a_known_key_is_valid(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
     known, other = await store.make("a", expires_s=NOW_S + 800), await store.make("b")
     assert await is_let_in(door, known)
     store.is_away = True
-    while clock.now_s < NOW_S + 800:  # in use all the time
+    while clock.now_s < NOW_S + 800:  # the key is in use all the time
         assert await is_let_in(door, known)
         with pytest.raises(StoreFailed):
             await door.authenticate(other, HERE)
@@ -242,10 +242,10 @@ async def test_while_the_store_is_away_a_key_that_is_known_is_good(
     assert await is_let_in(door, other)
 
 
-async def test_a_key_that_was_not_read_for_long_is_not_trusted_though_it_is_in_use(
+async def test_a_key_that_was_not_read_for_long_is_refused_though_it_is_in_use(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
-    """It may have been revoked, and the store be away for it alone."""
+    """The key may have been revoked, and the store may be unreachable for this key alone."""
     key = await store.make("a")
     assert await is_let_in(door, key)
     store.is_away = True
@@ -256,10 +256,10 @@ async def test_a_key_that_was_not_read_for_long_is_not_trusted_though_it_is_in_u
         await door.authenticate(key, HERE)
 
 
-async def test_while_the_store_is_away_a_key_that_was_idle_is_not_trusted(
+async def test_while_the_store_is_away_an_idle_key_is_refused(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
-    """It may have been revoked long ago."""
+    """The key may have been revoked long ago."""
     key = await store.make("a")
     assert await is_let_in(door, key)
     store.is_away = True
@@ -268,7 +268,7 @@ async def test_while_the_store_is_away_a_key_that_was_idle_is_not_trusted(
         await door.authenticate(key, HERE)
 
 
-async def test_a_store_that_does_not_answer_holds_up_nobody_who_is_known(
+async def test_a_silent_store_does_not_hold_up_known_keys(
     store: Store, door: Authenticator, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "PATIENCE_S", 0.05)
@@ -289,7 +289,7 @@ async def test_a_store_that_does_not_answer_holds_up_nobody_who_is_known(
 # --- without keys --------------------------------------------------------------------------------
 
 
-def test_without_keys_a_text_that_begins_like_one_names_a_tenant() -> None:
+def test_without_keys_a_text_with_the_prefix_of_a_key_names_a_tenant() -> None:
     assert open_tenant("tml-you") == "t-1b6f0b79fed9cad6"  # the first 64 bits of its SHA-256
     assert open_tenant("eyJ.x") != open_tenant("eyJ.y")
     for wrong in (None, "", "tm", "sk-1", " tml-a"):
@@ -297,7 +297,7 @@ def test_without_keys_a_text_that_begins_like_one_names_a_tenant() -> None:
             open_tenant(wrong)
 
 
-async def test_the_first_key_closes_the_door_for_all_others(store: Store, clock: Clock) -> None:
+async def test_the_first_key_locks_out_all_clients_without_keys(store: Store, clock: Clock) -> None:
     door = Authenticator(store, PEPPER, require_keys=False, clock=clock, wall_clock=clock)
     assert not await door.wants_keys()
     assert await door.authenticate("tml-you", HERE) == Identity(
@@ -314,7 +314,7 @@ async def test_the_first_key_closes_the_door_for_all_others(store: Store, clock:
         assert not await is_let_in(shut, "tml-you")
 
 
-async def test_an_open_door_looks_for_keys_every_other_second_only(
+async def test_without_keys_the_store_is_queried_for_keys_every_other_second_only(
     store: Store, clock: Clock
 ) -> None:
     door = Authenticator(store, PEPPER, require_keys=False, clock=clock)
@@ -324,13 +324,13 @@ async def test_an_open_door_looks_for_keys_every_other_second_only(
     store.is_away = True
     for _ in range(10):
         clock.now_s += 40
-        await door.authenticate("tml-you", HERE)  # it was open, and there is nothing to be had
+        await door.authenticate("tml-you", HERE)  # no key was known, and the store is unreachable
     clock.now_s += 61
     with pytest.raises(StoreFailed):
         await door.authenticate("tml-you", HERE)
 
 
-async def test_nobody_is_let_in_before_the_store_was_asked_for_keys(store: Store) -> None:
+async def test_no_client_is_admitted_before_the_store_was_queried_for_keys(store: Store) -> None:
     store.is_away = True
     with pytest.raises(StoreFailed):
         await Authenticator(store, PEPPER, require_keys=False).authenticate("tml-you", HERE)
@@ -339,26 +339,26 @@ async def test_nobody_is_let_in_before_the_store_was_asked_for_keys(store: Store
 # --- failed logins --------------------------------------------------------------------------------
 
 
-async def test_ten_failed_logins_a_second_are_answered_and_more_are_put_off(
+async def test_ten_failed_logins_a_second_are_answered_and_more_are_refused_for_now(
     door: Authenticator, clock: Clock
 ) -> None:
     for wanted in ([401] * 10 + [429] * 5, [401, 429]):
         answers = [await said_to(door, f"tml-b-{SECRET}") for _ in wanted]
         assert [each.status for each in answers] == wanted
         assert answers[-1].headers == {"Retry-After": "1"}
-        clock.now_s += 0.15  # room for one more
-    assert (await said_to(door, None)).status == 401  # it tries no key
+        clock.now_s += 0.15  # time for one more failure
+    assert (await said_to(door, None)).status == 401  # a request without a key is not an attempt
 
 
 async def test_one_address_does_not_lock_out_others(door: Authenticator) -> None:
     for n in range(20):
         await said_to(door, f"tml-{n}-{SECRET}", "2001:db8::1")
-    assert (await said_to(door, "tml-b-0", "2001:db8:0:0:ffff::2")).status == 429  # the same /64
+    assert (await said_to(door, "tml-b-0", "2001:db8:0:0:ffff::2")).status == 429  # in the same /64
     assert (await said_to(door, "tml-b-0", "2001:db8:0:1::1")).status == 401
     assert (await said_to(door, "tml-b-0", HERE)).status == 401
 
 
-async def test_a_flood_of_wrong_keys_asks_the_store_so_often_and_locks_out_nobody_who_is_known(
+async def test_a_flood_of_wrong_keys_rarely_queries_the_store_and_locks_out_no_known_key(
     store: Store, door: Authenticator, clock: Clock
 ) -> None:
     known, new, late = await store.make("a"), await store.make("b"), await store.make("c")
@@ -368,19 +368,20 @@ async def test_a_flood_of_wrong_keys_asks_the_store_so_often_and_locks_out_nobod
     before = store.asked
     for n in range(100, 190):
         assert (await said_to(door, f"tml-{n}-{SECRET}")).status == 429
-    assert await is_let_in(door, new)  # whoever else is behind this address
+    assert await is_let_in(door, new)  # another client behind the same address
     for n in range(200, 300):
         assert (await said_to(door, f"tml-{n}-{SECRET}")).status == 429
     assert store.asked == before + LOOKUPS_PER_S
-    assert (await said_to(door, f"tml-a-{'6' * 64}")).status == 429  # another's id does not help
-    assert (await said_to(door, late)).status == 429  # so many look-ups are enough for a second
+    # another key's id does not help
+    assert (await said_to(door, f"tml-a-{'6' * 64}")).status == 429
+    assert (await said_to(door, late)).status == 429  # the number of look-ups per second is used up
     assert store.asked == before + LOOKUPS_PER_S
     assert await is_let_in(door, known)
     clock.now_s += 1.0
     assert await is_let_in(door, late)
 
 
-def test_failures_are_forgotten_by_and_by() -> None:
+def test_failures_are_forgotten_gradually() -> None:
     clock = Clock()
     failures = RateLimit(LOGINS_PER_S, clock)
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""Names that the server answers to, with and without keys, and proxies that it believes."""
+"""Host names that the server answers to, with and without keys, and trusted proxies."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def is_allowed(host: str, *names: str, bound: str = "127.0.0.1", url: str | None
         "[fe80::1]",
     ],
 )
-def test_loopback_names_and_addresses_are_always_the_server(host: str) -> None:
+def test_loopback_names_and_addresses_are_always_allowed(host: str) -> None:
     assert is_allowed(host)
 
 
@@ -57,11 +57,11 @@ def test_loopback_names_and_addresses_are_always_the_server(host: str) -> None:
         "127.0.0.1,evil.example",
     ],
 )
-def test_other_names_are_not(host: str) -> None:
+def test_other_names_are_refused(host: str) -> None:
     assert not is_allowed(host)
 
 
-def test_the_operator_adds_names_and_families_of_names() -> None:
+def test_the_operator_adds_names_and_wildcards() -> None:
     names = ("box.lan", "*.example.org")
     assert is_allowed("BOX.lan:8410", *names)
     assert is_allowed("a.b.example.org", *names)
@@ -72,12 +72,12 @@ def test_the_operator_adds_names_and_families_of_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["http://box.lan", "box.lan:8410", "*box.lan", "a b"])
-def test_a_setting_that_is_no_name_is_refused(name: str) -> None:
+def test_a_malformed_name_in_a_setting_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="without scheme, port and path"):
         ApiSettings(allowed_hosts=[name])
 
 
-def test_lists_are_given_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_settings_are_given_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNESERVE_ALLOWED_HOSTS", "box.lan, *.example.org")
     monkeypatch.setenv("TUNESERVE_TRUSTED_PROXIES", "10.0.0.0/8,::1")
     settings = ApiSettings()
@@ -107,7 +107,7 @@ ROUTES = ["/api/v1/healthz", "/api/v1/live", "/metrics", "/v1/models", "/page/",
 
 
 @pytest.mark.anyio
-async def test_without_keys_no_route_answers_to_another_name(tmp_path: Path) -> None:
+async def test_without_keys_every_route_refuses_other_host_names(tmp_path: Path) -> None:
     async with application(tmp_path) as http:
         for route in ROUTES:
             answer = await http.get(route, headers={"Host": EVIL, "X-API-Key": "tml-local"})
@@ -119,8 +119,8 @@ async def test_without_keys_no_route_answers_to_another_name(tmp_path: Path) -> 
 
 
 @pytest.mark.anyio
-async def test_with_keys_what_needs_none_asks_for_its_name(tmp_path: Path) -> None:
-    """With the key of another site's page, which is none. Links are signed: it has none of them."""
+async def test_with_keys_the_routes_without_a_key_still_check_the_host_name(tmp_path: Path) -> None:
+    """Another site's page has neither a key nor a signed link."""
     async with application(tmp_path, require_keys=True) as http:
         statuses = {
             route: (await http.get(route, headers={"Host": EVIL})).status_code for route in ROUTES
@@ -137,7 +137,7 @@ async def test_with_keys_what_needs_none_asks_for_its_name(tmp_path: Path) -> No
 
 
 @pytest.mark.anyio
-async def test_a_name_of_the_settings_is_answered(tmp_path: Path) -> None:
+async def test_a_host_name_of_the_settings_is_answered(tmp_path: Path) -> None:
     async with application(tmp_path, allowed_hosts=["box.lan"]) as http:
         assert (await http.get("/page/", headers={"Host": "box.lan:8410"})).status_code == 200
         assert (await http.get("/page/", headers={"Host": EVIL})).status_code == 403
@@ -151,7 +151,7 @@ class Server:
     port: int
 
     async def said(self, head: str) -> str:
-        """All that the server answers to these lines."""
+        """The server's whole answer to these lines."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n")
         answer = await asyncio.wait_for(reader.read(), 10)
@@ -175,7 +175,7 @@ def test_a_request_has_exactly_one_host(keyed: Server, hosts: str) -> None:
 
 
 def attempts(server: Server, *, forwarded: bool, times: int = 40) -> list[int]:
-    """Statuses of logins with a wrong key, each from an address of its own if it is believed."""
+    """Statuses of logins with a wrong key, each from its own address if the header is trusted."""
 
     async def run() -> list[int]:
         statuses = []
@@ -189,18 +189,18 @@ def attempts(server: Server, *, forwarded: bool, times: int = 40) -> list[int]:
     return asyncio.run(run())
 
 
-def test_a_client_cannot_say_that_it_is_another_address(keyed: Server) -> None:
+def test_a_client_cannot_pretend_to_have_another_address(keyed: Server) -> None:
     assert 429 in attempts(keyed, forwarded=False)
     assert 429 in attempts(keyed, forwarded=True)
 
 
-def test_a_proxy_that_the_operator_names_is_believed(tmp_path: Path) -> None:
+def test_a_proxy_that_the_operator_names_is_trusted(tmp_path: Path) -> None:
     settings = {"require_keys": "true", "trusted_proxies": "127.0.0.0/8"}
     with running_service(tmp_path, worker=False, **settings) as service:
         assert attempts(Server(service.port), forwarded=True) == [401] * 40
 
 
-def test_the_environment_of_the_server_library_names_no_proxies(
+def test_the_environment_of_the_server_library_does_not_add_proxies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")

@@ -1,4 +1,4 @@
-"""Keys in front of the API, and the operator's routes behind them."""
+"""Keys in front of the API, and the operator's routes that manage them."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ TENANT = {
 
 @dataclass(frozen=True)
 class Operator:
-    """What the operator's socket answers."""
+    """A client of the operator's socket."""
 
     http: httpx.AsyncClient
 
@@ -59,7 +59,7 @@ async def operator(api: Api) -> AsyncIterator[Operator]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was true a moment ago is too old."""
+    """Disable the caches of keys: a moment ago is too old."""
     monkeypatch.setattr(auth, "FRESH_S", 0.0)
 
 
@@ -67,13 +67,13 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def operations(app: FastAPI) -> Iterator[tuple[str, str, bool]]:
-    """Method, path and whether it wants a key, of every route."""
+    """For every route: its method, its path, and whether it requires a key."""
     for path, methods in app.openapi()["paths"].items():
         for method, operation in methods.items():
             yield method.upper(), path, "security" in operation
 
 
-async def test_every_route_that_wants_a_key_has_a_scope_and_no_other(api: Api) -> None:
+async def test_every_route_that_requires_a_key_has_a_scope_and_no_other(api: Api) -> None:
     wanting = [
         f"{m} {path.removeprefix(PREFIX)}" for m, path, wants in operations(api.app) if wants
     ]
@@ -97,7 +97,7 @@ SAMPLES = {
 }
 
 
-async def test_a_key_is_refused_where_its_scope_does_not_reach(
+async def test_a_key_is_refused_outside_its_scopes(
     api: Api, operator: Operator, at_once: None
 ) -> None:
     allowed: dict[str, set[str]] = {}
@@ -124,7 +124,7 @@ async def test_a_key_is_refused_where_its_scope_does_not_reach(
     assert set(SCOPES) - allowed["sample"] == TRAINS
 
 
-async def test_who_may_only_sample_ends_no_session_with_models(
+async def test_a_sampling_key_cannot_end_a_session_with_models(
     service: Api, operator: Operator, at_once: None
 ) -> None:
     sampling = await operator.key(scopes=["sample"])
@@ -136,14 +136,14 @@ async def test_who_may_only_sample_ends_no_session_with_models(
     model = await service.model(theirs, key=training)
     answer = await service.call("POST", f"/sessions/{theirs}/finish", json=ending, key=sampling)
     assert (answer.status_code, answer.json()["code"]) == (403, "scope_missing")
-    await service.forward_backward(model, 1, key=training)  # it is still there
+    await service.forward_backward(model, 1, key=training)  # the model still exists
     await service.post(f"/sessions/{theirs}/finish", ending, key=training)
 
 
 # --- keys and tenants ----------------------------------------------------------------------------
 
 
-async def test_keys_of_one_tenant_share_what_it_has_and_others_do_not_see_it(
+async def test_keys_of_one_tenant_share_its_objects_and_others_do_not_see_them(
     service: Api, operator: Operator, at_once: None
 ) -> None:
     first, second = await operator.key("alice"), await operator.key("alice")
@@ -157,7 +157,7 @@ async def test_keys_of_one_tenant_share_what_it_has_and_others_do_not_see_it(
     assert run["model_owner"] == "alice"
 
 
-async def test_a_tenant_of_the_open_mode_can_be_given_keys(
+async def test_a_tenant_of_the_open_mode_can_get_keys(
     api: Api, operator: Operator, at_once: None
 ) -> None:
     before = await api.session(key="tml-you")
@@ -170,7 +170,9 @@ async def test_a_tenant_of_the_open_mode_can_be_given_keys(
 async def test_a_revoked_key_is_refused_by_every_process_within_five_seconds(
     api: Api, operator: Operator, settings: ApiSettings, tmp_path: Path
 ) -> None:
-    """On the real clock, with a client that never rests; the other process has the same store."""
+    """The test runs on the real clock, with a busy client and a second process on the same
+    store.
+    """
     own_dir = settings.model_copy(update={"data_dir": tmp_path / "b"})
     other = create_app(own_dir, api.services.store)
     key = await operator.key()
@@ -211,7 +213,7 @@ async def test_a_body_is_not_read_for_a_wrong_key(api: Api, operator: Operator) 
     assert (answer.status_code, sent) == (401, 0)
 
 
-async def test_health_says_whether_keys_are_needed(
+async def test_health_says_whether_keys_are_required(
     api: Api, operator: Operator, at_once: None
 ) -> None:
     assert (await api.get("/healthz", key=None))["keys_required"] is False
@@ -219,7 +221,7 @@ async def test_health_says_whether_keys_are_needed(
     assert (await api.get("/healthz", key=None))["keys_required"] is True
 
 
-async def test_wrong_keys_without_end_are_put_off(
+async def test_an_endless_series_of_wrong_keys_is_refused_for_now(
     api: Api, operator: Operator, at_once: None
 ) -> None:
     right = await operator.key()
@@ -236,14 +238,14 @@ async def test_wrong_keys_without_end_are_put_off(
 # --- the operator's socket ------------------------------------------------------------------------
 
 
-async def test_the_public_api_has_no_route_of_the_operators(api: Api, operator: Operator) -> None:
+async def test_the_public_api_has_no_operator_routes(api: Api, operator: Operator) -> None:
     key = await operator.key()
     for path in ("/keys", "/tenants", "/admin/keys", f"{PREFIX}/keys", f"{PREFIX}/tenants"):
         answer = await api.http.get(path, headers={"X-API-Key": key})
         assert answer.status_code == 404, path
 
 
-async def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
+async def test_a_key_is_shown_once_and_its_secret_is_stored_nowhere(
     api: Api, operator: Operator
 ) -> None:
     made = await operator.ok("POST", "/keys", {"tenant": "alice", "name": "laptop"})
@@ -259,7 +261,7 @@ async def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
     assert stored.digest not in json.dumps(listed)
 
 
-async def test_keys_are_listed_with_their_state_the_newest_first(operator: Operator) -> None:
+async def test_keys_are_listed_with_their_state_newest_first(operator: Operator) -> None:
     first = await operator.key("alice", name="a", expires_days=30)
     await operator.key("bob", name="b", scopes=["sample"])
     await operator.revoke(first)
@@ -294,7 +296,7 @@ async def test_keys_are_listed_with_their_state_the_newest_first(operator: Opera
         ("PATCH", "/tenants/a%20b", {"max_jobs": 1}, 422),
     ],
 )
-async def test_what_makes_no_sense_is_refused_and_changes_nothing(
+async def test_an_invalid_command_is_refused_and_changes_nothing(
     operator: Operator, method: str, path: str, body: Any, status: int
 ) -> None:
     answer = await operator.http.request(method, path, json=body)
@@ -303,7 +305,7 @@ async def test_what_makes_no_sense_is_refused_and_changes_nothing(
     assert await operator.ok("GET", "/keys") == await operator.ok("GET", "/tenants") == []
 
 
-async def test_a_tenants_limits_hold_for_its_next_request(
+async def test_a_tenants_new_limits_apply_to_its_next_request(
     api: Api, operator: Operator, bodies: Any, at_once: None
 ) -> None:
     keys = {name: await operator.key(name) for name in ("alice", "bob")}

@@ -1,4 +1,4 @@
-"""Limits of the disk and of what a tenant keeps, and the signs of life of a session."""
+"""Limits of the disk and of a tenant's checkpoints, and the heartbeats of a session."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ def guard(disk: Disk, clock: Clock) -> DiskGuard:
     return DiskGuard([Path("a"), Path("b")], 1000, free_bytes=disk, clock=clock)
 
 
-def test_requests_are_put_off_below_the_free_space_that_is_kept() -> None:
+def test_requests_are_refused_for_now_below_the_reserved_free_space() -> None:
     disk, clock = Disk(1000), Clock()
     keeper = guard(disk, clock)
     keeper.check()
@@ -56,7 +56,7 @@ def test_requests_are_put_off_below_the_free_space_that_is_kept() -> None:
     keeper.check()
 
 
-def test_what_is_to_be_written_must_fit_beside_the_free_space_that_is_kept() -> None:
+def test_a_write_must_fit_beside_the_reserved_free_space() -> None:
     disk, clock = Disk(1500), Clock()
     keeper = guard(disk, clock)
     keeper.check(500)
@@ -68,12 +68,12 @@ def test_what_is_to_be_written_must_fit_beside_the_free_space_that_is_kept() -> 
     assert disk.looks[2:] == [Path("a")] * 3
 
 
-def test_what_comes_within_a_second_cannot_fill_the_disk() -> None:
+def test_writes_within_one_second_cannot_fill_the_disk() -> None:
     disk, clock = Disk(1500), Clock()
     keeper = guard(disk, clock)
     keeper.admit(300)
     keeper.admit(200)
-    disk.free = 1000  # they are written
+    disk.free = 1000  # the files have been written
     with pytest.raises(DiskFull, match=r"1000 bytes left, .* 1 more do not fit"):
         keeper.admit(1)
     disk.free = 1001
@@ -83,7 +83,7 @@ def test_what_comes_within_a_second_cannot_fill_the_disk() -> None:
     keeper.admit(4000)
 
 
-def test_the_disks_are_looked_at_once_a_second() -> None:
+def test_the_disks_are_checked_once_a_second() -> None:
     disk, clock = Disk(10**6), Clock()
     keeper = guard(disk, clock)
     for _ in range(100):
@@ -123,7 +123,7 @@ async def room(
         await store.close()
 
 
-async def test_a_tenant_keeps_so_many_checkpoints_and_no_more() -> None:
+async def test_a_tenant_stores_a_limited_number_of_checkpoints() -> None:
     kept = [checkpoint("a"), checkpoint("b")]
     await room(checkpoint("c"), *kept, max_checkpoints=3)
     with pytest.raises(UserError, match=r"you have 2 checkpoints; .* up to 2") as error:
@@ -131,14 +131,14 @@ async def test_a_tenant_keeps_so_many_checkpoints_and_no_more() -> None:
     assert "delete some" in str(error.value)
 
 
-async def test_a_tenant_keeps_so_many_bytes_and_no_more() -> None:
+async def test_a_tenant_stores_a_limited_number_of_bytes() -> None:
     kept = [checkpoint("a", 60), checkpoint("b", 39)]
     await room(checkpoint("c"), *kept, max_checkpoint_bytes=100)
     with pytest.raises(UserError, match=r"have 99 bytes; the limit is 99 bytes"):
         await room(checkpoint("c"), *kept, max_checkpoint_bytes=99)
 
 
-async def test_a_tenants_own_limits_go_before_those_of_all() -> None:
+async def test_a_tenants_own_limits_override_the_general_ones() -> None:
     kept = [checkpoint("a", 60), checkpoint("b", 39)]
     limits = {"max_checkpoints": 2, "max_checkpoint_bytes": 99}
     own = TenantRecord("t", "t", 0.0, max_checkpoints=3, max_checkpoint_bytes=100)
@@ -152,7 +152,7 @@ async def test_a_tenants_own_limits_go_before_those_of_all() -> None:
             await room(checkpoint("c"), *kept, own=others, **limits)
 
 
-async def test_what_is_replaced_expired_or_anothers_does_not_count() -> None:
+async def test_replaced_expired_and_other_tenants_checkpoints_do_not_count() -> None:
     kept = [
         checkpoint("a", 50),
         checkpoint("old", 50, expires_s=1.0),
@@ -162,7 +162,7 @@ async def test_what_is_replaced_expired_or_anothers_does_not_count() -> None:
 
 
 class Updates:
-    """The part of a store that is told of signs of life."""
+    """The part of a store that receives heartbeats."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -174,7 +174,7 @@ class Updates:
         self.updates.append(update)
 
 
-async def test_a_session_is_noted_at_most_every_half_minute() -> None:
+async def test_a_session_is_recorded_up_to_once_every_half_minute() -> None:
     store, clock = Updates(), Clock()
     seen = Heartbeats(cast(Store, store), clock, clock)
     for now_s in (100.0, 101.0, 129.9, 130.0, 159.0):
@@ -188,7 +188,7 @@ async def test_a_session_is_noted_at_most_every_half_minute() -> None:
     ]
 
 
-async def test_what_the_store_did_not_hear_is_told_again() -> None:
+async def test_a_heartbeat_that_the_store_missed_is_sent_again() -> None:
     store, clock = Updates(), Clock()
     seen = Heartbeats(cast(Store, store), clock, clock)
     store.fails = True

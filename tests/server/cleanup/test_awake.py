@@ -1,5 +1,4 @@
-"""Silence counts in time awake: a process that is stopped, or whose clock is set, ends nothing
-early or late."""
+"""Silence counts in time awake: a stopped process or a changed clock ends nothing early or late."""
 
 import asyncio
 import os
@@ -34,8 +33,10 @@ POLICY = SweepPolicy(session_ttl_s=600, sample_ttl_s=120, gap_ttl_s=60)
 
 
 class Life:
-    """A store, a sweeper on clocks that the test moves, and sessions "alive" and "dead", each with
-    a sample that waits; only the former is heard of."""
+    """A store, and a sweeper on clocks that the test moves.
+
+    The sessions "alive" and "dead" each have a waiting sample. Only "alive" sends heartbeats.
+    """
 
     sweeping: "asyncio.Task[None]"
     files: FileStore
@@ -52,7 +53,7 @@ class Life:
         await self._turns.get()
 
     async def passes(self, seconds: float, heard: str = "alive") -> None:
-        """Awake: a sweep every five seconds, and a sign of life before each."""
+        """Let time pass awake: a sweep every five seconds, and a heartbeat before each."""
         for _ in range(int(seconds / SWEEP_S)):
             self.wall_s += SWEEP_S
             self.passed_s += SWEEP_S
@@ -72,7 +73,7 @@ class Life:
             self.samples[name] = (await self.store.submit(job)).request_id
 
     async def are_there(self, name: str) -> tuple[bool, bool]:
-        """Whether the session goes on, and its sample waits."""
+        """Whether the session lives, and whether its sample waits."""
         found = await self.store.get_record(SessionRecord, name)
         assert found is not None
         return found.ended is None, await self.store.wait(self.samples[name], 0) is None
@@ -91,14 +92,14 @@ async def life(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     life.sweeping = asyncio.create_task(sweep_forever(store, unused, POLICY, SWEEP_S, awake))
     await asyncio.wait_for(life.slept.wait(), 10)
     await life.begin("alive")
-    await life.passes(150)  # after a start nothing is held silent for a while
+    await life.passes(150)  # for a while after a start, no session counts as silent
     await life.begin("dead")
     yield life
     life.sweeping.cancel()
     await asyncio.gather(life.sweeping, return_exceptions=True)
 
 
-async def test_time_awake_is_what_ends_silent_samples_and_sessions(life: Life) -> None:
+async def test_silent_samples_and_sessions_end_by_time_awake(life: Life) -> None:
     await life.passes(115)
     assert await life.are_there("dead") == (True, True)
     await life.passes(15)
@@ -115,7 +116,7 @@ async def test_time_awake_is_what_ends_silent_samples_and_sessions(life: Life) -
     [(3600.0, 3600.0), (3600.0, 0.0), (-3600.0, 0.0)],
     ids=["SIGSTOP", "set ahead, or a paused machine", "set back"],
 )
-async def test_nothing_ends_early_or_late_when_this_process_is_stopped_or_the_clock_set(
+async def test_a_stopped_process_or_a_changed_clock_ends_nothing_early_or_late(
     life: Life, wall_s: float, passed_s: float
 ) -> None:
     await life.passes(100)
@@ -135,7 +136,7 @@ async def test_nothing_ends_early_or_late_when_this_process_is_stopped_or_the_cl
     assert await life.are_there("alive") == (True, True)
 
 
-async def test_a_request_that_is_missed_has_its_time_awake_to_come(life: Life) -> None:
+async def test_a_missing_request_has_its_full_time_awake_to_arrive(life: Life) -> None:
     await life.store.put_record(session("s", last_seen_s=life.wall_s))
     await life.store.put_record(model())
     held = (await life.store.submit(job(2, "s:train:0"))).request_id
@@ -150,9 +151,7 @@ async def test_a_request_that_is_missed_has_its_time_awake_to_come(life: Life) -
 
 
 @pytest.mark.parametrize("passed_s", [3600.0, 0.0], ids=["SIGSTOP", "set ahead"])
-async def test_a_file_that_was_just_written_has_its_time_awake_to_be_named(
-    life: Life, passed_s: float
-) -> None:
+async def test_a_new_file_has_its_full_time_awake_to_be_named(life: Life, passed_s: float) -> None:
     file_id = "a" * 32
     life.files.write(file_id, {"a": b"x"})
     os.utime(life.files.path(file_id), (life.wall_s, life.wall_s))
@@ -167,7 +166,7 @@ async def test_a_file_that_was_just_written_has_its_time_awake_to_be_named(
 
 
 async def test_after_a_pause_files_are_left_alone_for_a_while(life: Life) -> None:
-    """A worker that waited for this process names the file now that it has written."""
+    """A worker that waited for this process has written its file and names it now."""
     file_id = "a" * 32
     life.files.write(file_id, {"a": b"x"})
     os.utime(life.files.path(file_id), (life.wall_s, life.wall_s))
@@ -181,7 +180,7 @@ async def test_after_a_pause_files_are_left_alone_for_a_while(life: Life) -> Non
     assert life.files.ids() == set()
 
 
-def test_ages_pass_over_absences_one_after_the_other() -> None:
+def test_ages_skip_several_absences() -> None:
     now = [START_S, 0.0]
     awake = AwakeTime(5, wall=lambda: now[0], clock=lambda: now[1])
     assert awake.age_s(100) == 100
@@ -192,28 +191,28 @@ def test_ages_pass_over_absences_one_after_the_other() -> None:
             now[:] = now[0] + 5, now[1] + 5
             assert awake.tick() == 0
     assert [awake.age_s(each) for each in (30, 31, 64, 66)] == [30, 2026, 2059, 3056]
-    now[0] -= 10_000  # absences from before stay as long ago as they are
+    now[0] -= 10_000  # earlier absences keep their age
     assert awake.tick() == -10_000
     assert [awake.age_s(each) for each in (30, 31, 64, 66)] == [30, 2026, 2059, 3056]
 
 
 def test_short_pauses_add_up() -> None:
-    """Six of 10 s took 60 s from a silent sample."""
+    """A silent sample loses 60 s to six pauses of 10 s."""
     now = [START_S, 0.0]
     awake = AwakeTime(5, wall=lambda: now[0], clock=lambda: now[1])
     for _ in range(6):
         now[:] = now[0] + 9.5, now[1] + 9.5
-        assert awake.tick() == 0  # that long alone it may be busy
+        assert awake.tick() == 0  # the process may be busy for that long
     assert awake.age_s(60) >= 60 + 6 * 4.5 - 5
     for _ in range(10):
-        now[:] = now[0] + 4, now[1] + 4  # its own work is no absence
+        now[:] = now[0] + 4, now[1] + 4  # its own work is not an absence
         assert awake.tick(worked=True) == 0
         now[:] = now[0] + 5, now[1] + 5
         assert awake.tick() == 0
     assert awake.age_s(60) == 60
 
 
-def test_a_clock_that_drifts_is_no_absence() -> None:
+def test_clock_drift_is_not_an_absence() -> None:
     now = [START_S, 0.0]
     awake = AwakeTime(5, wall=lambda: now[0], clock=lambda: now[1])
     for _ in range(1000):
@@ -222,8 +221,8 @@ def test_a_clock_that_drifts_is_no_absence() -> None:
     assert awake.age_s(60) == 60
 
 
-async def test_times_of_the_future_are_dated_back_after_a_start(life: Life) -> None:
-    """The clock was set back while no process ran: what is noted would last longer by as much."""
+async def test_times_in_the_future_are_dated_back_after_a_start(life: Life) -> None:
+    """The clock was set back while no process ran, so records would last longer by that much."""
     later_s = life.wall_s + 3600
     await life.store.put_record(session("s", last_seen_s=later_s))
     await life.store.put_record(checkpoint("c", created_s=later_s, expires_s=later_s + 100))
@@ -244,7 +243,7 @@ async def test_times_of_the_future_are_dated_back_after_a_start(life: Life) -> N
 
 
 class TwoProcesses:
-    """Two API processes look for each other, on a clock that the test moves."""
+    """Two API processes that watch each other, on a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -257,7 +256,7 @@ class TwoProcesses:
         )
 
     async def look(self, *, was_away: bool = False) -> Absence:
-        """What the first one finds, a sweep later."""
+        """The absence that the first process finds one sweep later."""
         self.now_s += SWEEP_S
         return await self.first.look(was_away=was_away)
 
@@ -268,8 +267,7 @@ class TwoProcesses:
 
 
 async def test_no_silence_counts_while_another_process_is_stopped() -> None:
-    """It may be the one that their clients are connected to: three minutes of it dropped their
-    samples."""
+    """Clients may be connected to it: three minutes of it once dropped their samples."""
     processes = TwoProcesses()
     for _ in range(10):
         assert await processes.both() == Absence(lasts=False, over_s=0.0)
@@ -293,7 +291,7 @@ async def test_a_process_that_is_away_for_long_is_dead() -> None:
     await processes.store.close()
 
 
-async def test_a_process_that_was_away_itself_holds_nobody_silent() -> None:
+async def test_a_process_that_was_away_itself_counts_no_silence() -> None:
     processes = TwoProcesses()
     await processes.both()
     processes.now_s += 300
@@ -302,7 +300,7 @@ async def test_a_process_that_was_away_itself_holds_nobody_silent() -> None:
     await processes.store.close()
 
 
-async def test_samples_of_a_process_that_was_stopped_have_their_time_awake(life: Life) -> None:
+async def test_samples_of_a_stopped_process_have_their_full_time_awake(life: Life) -> None:
     other = Siblings(life.store, SWEEP_S, wall=lambda: life.wall_s, clock=lambda: life.passed_s)
     mine = Siblings(life.store, SWEEP_S, wall=lambda: life.wall_s, clock=lambda: life.passed_s)
     await other.look(was_away=False)
@@ -329,7 +327,7 @@ async def test_samples_of_a_process_that_was_stopped_have_their_time_awake(life:
     assert await life.are_there("late") == (True, False)
 
 
-def test_results_and_recordings_are_kept_for_time_awake() -> None:
+def test_results_and_recordings_are_retained_for_time_awake() -> None:
     wall_s, passed_s = 1000.0, 0.0
     awake = AwakeTime(SWEEP_S, wall=lambda: wall_s, clock=lambda: passed_s)
     wall_s, passed_s = wall_s + 90_000, passed_s + SWEEP_S  # over a day in a paused machine

@@ -1,4 +1,4 @@
-"""The clean-up by time: patient after a start and after a failure, and what it has cleared away."""
+"""The timed clean-up is patient after a start and after a failure, and removes old files."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 class FailingStore(Names):
-    """A store whose sweeps take a minute each, and some of which fail."""
+    """A store whose sweeps take a minute each, and some of them fail."""
 
     files: FileStore
 
@@ -29,7 +29,8 @@ class FailingStore(Names):
         super().__init__()
         self.fails = fails
         self.now_s = 0.0
-        self.seen: list[tuple[bool, int]] = []  # whether it was to be patient, files there were
+        # whether the sweep was patient, and the number of files
+        self.seen: list[tuple[bool, int]] = []
 
     async def sweep(self, now_s: float, policy: SweepPolicy) -> None:
         self.now_s += 60
@@ -58,27 +59,27 @@ async def store(tmp_path: Path) -> AsyncIterator[FailingStore]:
     await store.close()
 
 
-async def test_nothing_is_held_against_anybody_after_a_start_and_after_a_failure(
+async def test_a_sweep_is_patient_after_a_start_and_after_a_failure(
     store: FailingStore, caplog: Any
 ) -> None:
-    """While the store was away no heartbeat could arrive, and no finished file be named."""
+    """Heartbeats cannot arrive, and finished files cannot be named, while the store is away."""
     unused = UnusedFiles(store, store.files)
     sweeping = asyncio.create_task(sweep_forever(store, unused, SweepPolicy(), 0.001, awake(store)))
     with caplog.at_level(logging.WARNING):
         while len(store.seen) < 11:
             await asyncio.sleep(0.001)
     sweeping.cancel()
-    # Two minutes from the start, again from the failures at the end of minutes 2 and 7.
+    # Two minutes from the start, and again from the failures at the end of minutes 2 and 7.
     assert store.seen[:7] == [(True, 3)] * 5 + [(False, 3), (False, 0)]
     assert store.seen[7:11] == [(True, 0)] * 3 + [(False, 0)]
     assert "the clean-up is waiting for the store: no room" in caplog.text
     assert "Traceback" not in caplog.text
 
 
-async def test_no_file_goes_while_the_store_is_checked_and_its_lease_is_renewed(
+async def test_no_file_is_removed_while_the_store_is_checked_and_the_lease_is_renewed(
     store: FailingStore,
 ) -> None:
-    """A damaged store may not know which files are in use."""
+    """A damaged store may not know the files in use."""
     store.fails = ()
     store.soundness = Soundness("checking")
     unused = Noting(store, store.files)

@@ -1,4 +1,4 @@
-"""Unnamed sampler saves: they count, the newest of a model stay, and what a client uses."""
+"""Unnamed sampler saves count under the limits; the newest of a model and the used ones stay."""
 
 import time
 from dataclasses import replace
@@ -30,7 +30,7 @@ def settings(tmp_path: Path) -> ApiSettings:
 
 
 class Saves:
-    """Those of one model."""
+    """The unnamed saves of one model."""
 
     def __init__(self, service: Any, session: str, model: str) -> None:
         self.service = service
@@ -56,7 +56,7 @@ class Saves:
         self.service.services.last_seen._noted_s.clear()
 
     async def kept(self) -> list[str]:
-        """The oldest first."""
+        """The stored saves, oldest first."""
         page = await self.store.page(SamplerRecord, parent=self.session)
         return [each.key for each in reversed(page.items)]
 
@@ -70,7 +70,7 @@ async def saves(service: Any) -> Saves:
 async def test_a_save_stays_while_its_session_lives_however_seldom_it_is_used(
     saves: Saves, bodies: Any
 ) -> None:
-    """A reference policy that is asked every 20 minutes, while newer saves come and go."""
+    """A reference policy is sampled every 20 minutes, while newer saves are made and dropped."""
     reference, *others = [await saves.save() for _ in range(4)]
     await saves.unused_for(HOUR_S, reference, *others)
     keys = [await saves.save(), await saves.save()]
@@ -79,10 +79,10 @@ async def test_a_save_stays_while_its_session_lives_however_seldom_it_is_used(
     assert (await saves.service.poll(answer["request_id"])).status_code == 200
 
 
-async def test_at_the_limit_those_used_longest_ago_make_room_and_their_files_go(
+async def test_at_the_limit_the_least_recently_used_saves_and_their_files_are_removed(
     saves: Saves, bodies: Any
 ) -> None:
-    """The newest of each model stay, and what a client samples from or polls for."""
+    """The newest of each model stay, and so do saves that a client samples from or polls for."""
     other = Saves(saves.service, saves.session, await saves.service.model(saves.session, 1))
     its = await other.save(50)
     sampled, polled, older, *newer = [await saves.save() for _ in range(5)]
@@ -103,8 +103,8 @@ async def test_at_the_limit_those_used_longest_ago_make_room_and_their_files_go(
     assert "to keep weights, save them under a name" in refused.json()["detail"]
 
 
-async def test_saves_that_are_queued_count(saves: Saves) -> None:
-    """60 saves while the worker was away were all kept, where 6 are the limit."""
+async def test_queued_saves_count(saves: Saves) -> None:
+    """A client once made 60 saves while the worker was away. All were stored, over a limit of 6."""
     await saves.service.stop_worker()
     answers = []
     for kind in ("save_weights_for_sampler", "save_weights", "save_weights_external"):
@@ -123,14 +123,14 @@ async def test_saves_that_are_queued_count(saves: Saves) -> None:
     assert len((await saves.store.page(CheckpointRecord)).items) == 3
 
 
-async def test_what_a_save_will_take_counts_until_the_worker_says_what_it_took(
+async def test_the_expected_size_of_a_save_counts_until_the_worker_reports_it(
     saves: Saves,
 ) -> None:
     first = await saves.store.get(SamplerRecord, await saves.save())
     await saves.service.stop_worker()
     answers = [await saves.ask(sampling_session_seq_id=200)]
     coming = (await saves.store.kept(first.tenant)).size_bytes - first.size_bytes
-    assert coming > 4 * 4 * 4 * 8  # the numbers of an adapter, without the head of its file
+    assert coming > 4 * 4 * 4 * 8  # the numbers of an adapter, without its file's header
     limit = first.size_bytes + 3 * coming
     await saves.store.put(TenantRecord(first.tenant, first.tenant, 0.0, max_checkpoint_bytes=limit))
     answers += [await saves.ask(sampling_session_seq_id=201 + n) for n in range(3)]
@@ -142,7 +142,9 @@ async def test_what_a_save_will_take_counts_until_the_worker_says_what_it_took(
     assert await saves.store.kept(first.tenant) == CheckpointUsage(4, 4 * first.size_bytes)
 
 
-async def test_a_completion_of_v1_is_a_use_of_the_save(saves: Saves, tokenizer: Path) -> None:
+async def test_a_completion_of_v1_counts_as_a_use_of_the_save(
+    saves: Saves, tokenizer: Path
+) -> None:
     used, unused, *others = [await saves.save() for _ in range(6)]
     await saves.service.stop_worker()
     await saves.service.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
@@ -152,7 +154,7 @@ async def test_a_completion_of_v1_is_a_use_of_the_save(saves: Saves, tokenizer: 
     assert await saves.kept() == [used, *others, newest]
 
 
-async def test_a_sample_that_waits_has_its_weights_whatever_becomes_of_the_save(
+async def test_a_waiting_sample_has_its_weights_even_if_the_save_is_removed(
     saves: Saves, bodies: Any
 ) -> None:
     key = await saves.save()
@@ -174,7 +176,7 @@ async def test_saves_count_under_the_limits_of_checkpoints(saves: Saves) -> None
     assert await saves.kept() == keys
 
 
-async def test_at_the_limit_what_was_not_used_for_a_minute_makes_room(saves: Saves) -> None:
+async def test_at_the_limit_a_save_unused_for_a_minute_is_removed(saves: Saves) -> None:
     keys = [await saves.save() for _ in range(6)]
     await saves.unused_for(61, keys[1])
     newest = await saves.save()
@@ -195,7 +197,7 @@ async def test_saves_count_under_the_limit_of_bytes(saves: Saves) -> None:
 
 
 async def test_saves_of_an_earlier_release_count_from_the_update_on(saves: Saves) -> None:
-    """That release noted neither their model nor their size, nor when they were used."""
+    """The earlier release recorded neither their model nor their size nor the time of use."""
     stored = await saves.store.get(SamplerRecord, await saves.save())
     old = replace(stored, model_id="", size_bytes=0, used_s=0.0)
     await saves.store.put(old)

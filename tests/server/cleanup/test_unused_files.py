@@ -1,5 +1,7 @@
-"""Files that nothing names: what the store let go of is deleted, the rest goes into quarantine,
-and nothing at all happens in a directory that the store does not own."""
+"""Unused files: those that the store has released are deleted, and the rest is quarantined.
+
+In a directory that the store does not own, nothing is touched.
+"""
 
 import logging
 import shutil
@@ -45,19 +47,20 @@ def unused(store: Names, files: FileStore, now_s: float = NOW_S, **policy: float
 # --- what is deleted, what is set aside -----------------------------------------------------------
 
 
-async def test_what_the_store_let_go_of_is_deleted_when_it_is_old(
+async def test_a_released_file_is_deleted_when_it_is_old(
     store: Names, files: FileStore, fs: AgedFs
 ) -> None:
-    """A file younger than a quarter of an hour may still get a name, and one that is named again
-    has it."""
+    """A file younger than a quarter of an hour may still get a name. A file that is named again has
+    one.
+    """
     store.file_ids, store.released = {A}, {A, B, C, "0" * 32}
     fs.modified = {B: NOW_S - 900, C: NOW_S - 899}
     await unused(store, files).clean()
     assert (files.ids(), files.set_aside_groups()) == ({A, C}, {})
-    assert store.released == {A, C}  # the others are gone
+    assert store.released == {A, C}  # the deleted files are no longer listed
 
 
-async def test_what_nothing_names_nor_let_go_of_is_set_aside_whole(
+async def test_a_file_that_is_neither_named_nor_released_is_quarantined_whole(
     store: Names, files: FileStore, fs: AgedFs, tmp_path: Path, caplog: Any
 ) -> None:
     store.file_ids = {A}
@@ -66,16 +69,16 @@ async def test_what_nothing_names_nor_let_go_of_is_set_aside_whole(
         await unused(store, files).clean()
     assert (files.ids(), files.set_aside_groups()) == ({A, C}, {GROUP: [B]})
     assert f"moved file {B} to quarantine/{GROUP}" in caplog.text
-    # Put back by hand, as the guide says.
+    # An operator puts the file back by hand, as the guide says.
     shutil.move(tmp_path / "files" / "quarantine" / GROUP / B, tmp_path / "files" / B)
     assert (files.path(B) / "adapter.safetensors").read_bytes() == B.encode()
 
 
-async def test_quarantine_ends_and_not_before(
+async def test_quarantine_lasts_its_full_time_and_then_ends(
     store: Names, files: FileStore, fs: AgedFs, tmp_path: Path
 ) -> None:
     root = tmp_path / "files"
-    for passed_s in (0, 3599, 3600, 7199):  # each by a process of its own
+    for passed_s in (0, 3599, 3600, 7199):  # each clean-up runs in a new process
         fs.now_s = NOW_S + passed_s
         await unused(store, files, quarantine_s=7200).clean()
         for path in root.glob(".seen-*-3600"):
@@ -89,10 +92,10 @@ async def test_quarantine_ends_and_not_before(
 
 
 @pytest.mark.parametrize("jump_s", [WEEK_S, -WEEK_S])
-async def test_a_clock_that_jumps_counts_as_an_hour_of_quarantine_at_most(
+async def test_a_clock_that_jumps_counts_as_up_to_an_hour_of_quarantine(
     store: Names, files: FileStore, fs: AgedFs, tmp_path: Path, jump_s: float
 ) -> None:
-    """Neither the clock nor a week without a service empties quarantine."""
+    """Neither the clock nor a week without a service empties the quarantine."""
     cleaner = unused(store, files)
     for _ in range(2):
         await cleaner.clean()
@@ -104,10 +107,10 @@ async def test_a_clock_that_jumps_counts_as_an_hour_of_quarantine_at_most(
     assert int(seen.name.rpartition("-")[2]) <= 7200
 
 
-async def test_what_the_store_names_comes_back_from_quarantine(
+async def test_a_named_file_is_restored_from_quarantine(
     store: Names, files: FileStore, caplog: Any
 ) -> None:
-    """It was named late, or not by the store that set it aside; also while nothing is removed."""
+    """It was named late, or by another store than the one that set it aside. Removal may be off."""
     await unused(store, files).clean()
     store.file_ids = {A}
     with caplog.at_level(logging.WARNING):
@@ -115,13 +118,13 @@ async def test_what_the_store_names_comes_back_from_quarantine(
     assert (files.ids(), files.set_aside_groups()) == ({A}, {GROUP: [B, C]})
     assert f"restored file {A} from quarantine/{GROUP}" in caplog.text
     assert (files.path(A) / "adapter.safetensors").read_bytes() == A.encode()
-    files.write(B, {"a": b"y"})  # as an operator may put it back, too
+    files.write(B, {"a": b"y"})  # an operator may also put it back
     store.file_ids = {A, B}
     await unused(store, files).prove()
     assert files.members(B) == ["a"] and files.set_aside_groups() == {GROUP: [B, C]}
 
 
-async def test_on_a_full_disk_what_the_store_let_go_of_is_deleted_at_once(
+async def test_on_a_full_disk_released_files_are_deleted_at_once(
     store: Names, fs: AgedFs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = await files_of(store, tmp_path / "files", fs, min_free_bytes=1000)
@@ -136,7 +139,7 @@ async def test_on_a_full_disk_what_the_store_let_go_of_is_deleted_at_once(
     assert (files.ids(), files.set_aside_groups()) == ({A, C}, {})
 
 
-async def test_a_store_that_is_elsewhere_removes_nothing_that_it_has_found(
+async def test_a_store_that_has_moved_removes_no_existing_file(
     store: Names, files: FileStore, fs: AgedFs, caplog: Any
 ) -> None:
     await unused(store, files).prove()
@@ -157,14 +160,14 @@ async def test_a_store_that_is_elsewhere_removes_nothing_that_it_has_found(
     assert (files.ids(), files.set_aside_groups()) == ({A, B, C}, {})
     assert store.released == {B}
     assert "2 now" in cleaner.problem.text and "tuneserve files adopt" in cleaner.problem.text
-    assert caplog.text.count("unused files are kept") == 3  # processes, not clean-ups
+    assert caplog.text.count("unused files are kept") == 3  # once per process, not per clean-up
     await cleaner.adopt()
     await cleaner.clean()
     assert (files.ids(), files.set_aside_groups()) == ({A}, {GROUP: [C]})
     assert cleaner.problem is None
 
 
-async def test_what_a_killed_writer_left_goes_after_an_hour(
+async def test_a_killed_writers_files_are_removed_after_an_hour(
     store: Names, files: FileStore, fs: AgedFs, tmp_path: Path
 ) -> None:
     store.file_ids = {A, B, C}
@@ -177,7 +180,7 @@ async def test_what_a_killed_writer_left_goes_after_an_hour(
     assert {name for name in left if name.startswith(".partial")} == {young}
 
 
-async def test_one_file_that_cannot_be_moved_does_not_keep_the_others(
+async def test_one_file_that_cannot_be_moved_does_not_stop_the_others(
     store: Names, files: FileStore, fs: AgedFs, caplog: Any
 ) -> None:
     store.released = {A, B}
@@ -192,17 +195,17 @@ async def test_one_file_that_cannot_be_moved_does_not_keep_the_others(
 
 
 def fill(files: FileStore, count: int) -> set[str]:
-    """So many more files."""
+    """Write ``count`` more files and return their ids."""
     made = {f"{number:032x}" for number in range(count)}
     for file_id in made:
         files.write(file_id, {"a": b"x"})
     return made
 
 
-async def test_more_than_their_share_stay_until_the_operator_says_so(
+async def test_unused_files_above_the_allowed_share_stay_until_the_operator_agrees(
     store: Names, files: FileStore, caplog: Any
 ) -> None:
-    """Also if they come bit by bit. What the store let go of has nothing to do with it."""
+    """This also holds if the files appear one by one. Released files do not count."""
     named = fill(files, 300)
     store.file_ids, store.released = named - {f"{n:032x}" for n in range(27)}, {A}
     policy = {"max_share": 0.1}
@@ -219,23 +222,23 @@ async def test_more_than_their_share_stay_until_the_operator_says_so(
     assert "tuneserve files clean" in caplog.text
     await cleaner.clean(allowed=True)
     assert cleaner.problem is None and len(files.ids()) == 271
-    # What was allowed counts no more.
+    # The permission is used up.
     store.file_ids -= {f"{n:032x}" for n in range(30)}
     await cleaner.clean()
     assert cleaner.problem is None and len(files.ids()) == 270
 
 
-async def test_of_a_small_store_all_may_be_set_aside(store: Names, files: FileStore) -> None:
+async def test_in_a_small_store_all_unused_files_may_be_set_aside(
+    store: Names, files: FileStore
+) -> None:
     fill(files, FEW - 3)
     cleaner = unused(store, files, max_share=0.0)
     await cleaner.clean()
     assert cleaner.problem is None and files.ids() == set()
 
 
-async def test_what_the_store_let_go_of_is_deleted_however_much_it_is(
-    store: Names, files: FileStore
-) -> None:
-    """Else who deletes checkpoints would make no room."""
+async def test_released_files_are_deleted_in_any_number(store: Names, files: FileStore) -> None:
+    """Otherwise deleting checkpoints would not make room."""
     store.released = fill(files, 3 * FEW) | {A, B, C}
     cleaner = unused(store, files, max_share=0.0)
     await cleaner.clean()
@@ -264,7 +267,7 @@ async def test_in_another_stores_directory_nothing_is_touched(
     await other.close()
 
 
-async def test_a_directory_that_is_away_is_said_and_not_taken_for_an_empty_one(
+async def test_a_missing_directory_is_reported_and_not_taken_for_an_empty_one(
     store: Names, files: FileStore, tmp_path: Path, caplog: Any
 ) -> None:
     cleaner = unused(store, files)
@@ -272,7 +275,7 @@ async def test_a_directory_that_is_away_is_said_and_not_taken_for_an_empty_one(
     with caplog.at_level(logging.INFO):
         await cleaner.clean()
         assert cleaner.problem and cleaner.problem.kind == "unreadable"
-        (tmp_path / "files").mkdir()  # where it is mounted
+        (tmp_path / "files").mkdir()  # an empty mount point
         await cleaner.clean()
         assert cleaner.problem and cleaner.problem.kind == "unmarked"
         (tmp_path / "files").rmdir()

@@ -1,4 +1,4 @@
-"""Files of known ages, and a store that says which of them it names."""
+"""Files of known ages, and a store whose named files the test chooses."""
 
 import errno
 import secrets
@@ -16,8 +16,10 @@ A, B, C = "a" * 32, "b" * 32, "c" * 32
 
 
 class AgedFs(LocalFs):
-    """The real file system, with the times that the test says; what it does not say is old, but
-    for what processes tell each other."""
+    """The real file system with ages set by the test.
+
+    Other files are old, except the marks by which processes see each other.
+    """
 
     def __init__(self) -> None:
         self.modified: dict[str, float] = {}
@@ -35,13 +37,13 @@ class AgedFs(LocalFs):
 
 
 class Names(MemoryStore):
-    """A store that names the files that the test says, and has let go of others."""
+    """A store whose named and released files are chosen by the test."""
 
     def __init__(self, *file_ids: str, released: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.file_ids = set(file_ids)
         self.released = set(released)
-        self.own_secret = secrets.token_bytes(32)  # others in memory have all the same
+        self.own_secret = secrets.token_bytes(32)  # all other memory stores share one secret
         self.place = "memory"
 
     async def secret(self) -> bytes:
@@ -63,7 +65,7 @@ class Names(MemoryStore):
 async def files_of(
     store: Store, folder: Path, fs: AgedFs | None = None, *, min_free_bytes: int = 0
 ) -> FileStore:
-    """The store's directory, with files A, B and C."""
+    """The store's directory with files A, B and C."""
     await check_shared(folder, store)
     fs = fs or AgedFs()
     files = FileStore(folder, fs, min_free_bytes=min_free_bytes, clock=lambda: fs.now_s)

@@ -1,4 +1,5 @@
-"""``tuneserve up`` with a worker that needs no model: ``python supervised.py <data directory>``.
+"""Run ``tuneserve up`` with a worker that needs no model: ``python supervised.py <data
+directory>``.
 
 Settings come from the environment, as for the children.
 """

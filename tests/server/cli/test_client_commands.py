@@ -1,4 +1,4 @@
-"""The commands for those who use a server: what needs no server to be seen."""
+"""The client commands, as far as they can be tested without a server."""
 
 import io
 import json
@@ -32,7 +32,7 @@ FORGETFUL = (
     "{{ m.content if loop.last else m.content.split('|')[-1] }};{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""A chat template that leaves out what was thought before the last answer, as Qwen3's does."""
+"""A chat template that leaves out the thoughts before the last answer, as Qwen3's does."""
 
 
 def file_of(folder: Path, *rows: Any) -> Path:
@@ -89,7 +89,7 @@ def test_half_of_a_surrogate_pair_is_a_bad_row(tmp_path: Path, row: Any) -> None
         encode(rows, TOKENIZER, limit=100, cut=False)
 
 
-def test_bytes_that_are_no_text_are_a_bad_row(tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(BadRows, match="line 1: it is not UTF-8"):
@@ -115,7 +115,7 @@ def test_only_answers_are_learnt(tmp_path: Path) -> None:
     assert learnt(chat) == f"Ahoy!{end}Arr.{end}"
 
 
-def test_where_past_answers_are_written_otherwise_each_is_a_datum_of_its_own(
+def test_if_the_template_rewrites_past_answers_each_answer_gets_its_own_datum(
     tmp_path: Path,
 ) -> None:
     tokenizer = Tokenizer((TINY_MODEL / "tokenizer.json").read_text(), template=FORGETFUL)
@@ -141,7 +141,7 @@ def test_a_row_that_is_too_long_is_refused_or_cut(tmp_path: Path) -> None:
 # --- the recipe -----------------------------------------------------------------------------------
 
 
-def test_every_epoch_has_each_row_once_in_another_order() -> None:
+def test_every_epoch_has_each_row_once_in_a_new_order() -> None:
     recipe = Recipe("digest", seed=3, epochs=2, batch_size=3)
     data = list(range(8))
     batches = [recipe.batch(step, data) for step in range(recipe.steps(8))]
@@ -159,7 +159,7 @@ def test_the_learning_rate_falls_to_zero_in_a_straight_line() -> None:
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
-def test_a_checkpoint_remembers_what_comes_next() -> None:
+def test_a_checkpoint_remembers_the_next_step() -> None:
     recipe = Recipe("digest", seed=3, epochs=2, batch_size=3, learning_rate=3e-5)
     assert Recipe.remembered(recipe.metadata(17)) == (recipe, 17)
     assert Recipe.remembered({}) is None
@@ -182,7 +182,7 @@ def test_a_sparkline_shows_means_from_the_lowest_to_the_highest() -> None:
     assert sparkline([], 4) == ""
 
 
-def test_sizes_are_said_in_units_of_1024() -> None:
+def test_sizes_are_shown_in_units_of_1024() -> None:
     assert [size(each) for each in (None, 5, 2048, 3 * 2**20, 5 * 2**29)] == [
         "-",
         "5 B",
@@ -216,7 +216,7 @@ def test_rates_are_means_over_the_last_twenty_seconds() -> None:
     assert at(110, 55, 1300)["trained_tokens_per_s"] == pytest.approx(30)
     assert at(120, 65, 1300)["device_busy"] == pytest.approx(15 / 20)
     assert at(130, 75, 1300)["device_busy"] == pytest.approx(20 / 20)  # since 110
-    assert at(131, 1, 0)["device_busy"] is None  # another process under the name
+    assert at(131, 1, 0)["device_busy"] is None  # another process under the same name
 
 
 # --- asked wrongly --------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_rates_are_means_over_the_last_twenty_seconds() -> None:
         (["train", "rows.jsonl", "--export", "."], "is not empty"),
     ],
 )
-def test_what_is_asked_wrongly_is_told_in_one_line(
+def test_a_wrong_argument_is_explained_in_one_line(
     arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file_of(tmp_path, {"prompt": "a", "completion": "b"})
@@ -243,7 +243,7 @@ def test_what_is_asked_wrongly_is_told_in_one_line(
     assert ran.stderr.startswith("tuneserve: ") and ran.stderr.count("\n") == 1
 
 
-def test_a_file_that_is_not_there_is_a_wrong_usage(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     ran = CliRunner().invoke(cli.app, ["train", str(tmp_path / "none.jsonl")])
     assert ran.exit_code == 2
     assert "does not exist" in ran.stderr
@@ -253,7 +253,7 @@ def test_a_file_that_is_not_there_is_a_wrong_usage(tmp_path: Path) -> None:
     ("loss_sum", "weight", "tokens", "mean"),
     [(200.0, 100.0, 400, 2.0), (-30.0, 0.0, 1000, -0.03), (-30.0, None, 1000, -0.03)],
 )
-def test_a_runs_losses_are_means_over_weights_or_else_over_tokens(
+def test_a_runs_loss_is_the_mean_over_weights_or_else_over_tokens(
     loss_sum: float, weight: float | None, tokens: int, mean: float
 ) -> None:
     point = types.CurvePointResponse(
@@ -268,7 +268,7 @@ def test_a_runs_losses_are_means_over_weights_or_else_over_tokens(
 
 
 def leaves(command: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that does something."""
+    """Every command without subcommands."""
     if hasattr(command, "commands"):
         for name, each in command.commands.items():
             yield from leaves(each, *names, name)
@@ -276,7 +276,7 @@ def leaves(command: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield names, command
 
 
-def test_every_command_but_those_that_print_a_log_prints_json_when_asked() -> None:
+def test_every_command_but_those_that_print_a_log_can_print_json() -> None:
     without = {
         names
         for names, command in leaves(typer.main.get_command(cli.app))

@@ -1,4 +1,4 @@
-"""``tuneserve doctor``: what would stop a start is found before it, and nothing is changed."""
+"""``tuneserve doctor`` finds what would stop a start, and changes nothing."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ WHOLE: dict[str, Any] = {
     "free_bytes": 0,
     "tokenizer_problem": None,
 }
-"""What is found of a model that is in order."""
+"""The facts found of a valid model."""
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def changed(settings: ApiSettings, **fields: Any) -> ApiSettings:
 
 
 def online(**variables: str) -> dict[str, str]:
-    """Our environment, with downloads allowed."""
+    """The environment of this process, with downloads allowed."""
     return {k: v for k, v in os.environ.items() if "OFFLINE" not in k} | variables
 
 
-def test_an_empty_place_that_will_do_is_found_healthy_and_left_empty(
+def test_an_empty_usable_place_is_found_healthy_and_left_empty(
     place: ApiSettings, tmp_path: Path
 ) -> None:
     found = [
@@ -87,14 +87,14 @@ def test_an_empty_place_that_will_do_is_found_healthy_and_left_empty(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written_fails(place: ApiSettings, tmp_path: Path) -> None:
+def test_an_unwritable_directory_fails(place: ApiSettings, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     settings = changed(place, data_dir=tmp_path / "file" / "data")
     found = doctor._directory("data dir", settings.data_dir, settings)
     assert found.level == "FAIL" and "choose another directory with --data-dir" in found.text
 
 
-def test_a_directory_of_files_that_others_can_enter_is_told(place: ApiSettings) -> None:
+def test_a_files_directory_open_to_others_is_a_warning(place: ApiSettings) -> None:
     place.files_dir.mkdir(parents=True)
     place.files_dir.chmod(0o755)
     found = doctor._directory("files dir", place.files_dir, place)
@@ -105,7 +105,7 @@ def test_a_directory_of_files_that_others_can_enter_is_told(place: ApiSettings) 
     assert doctor._directory("files dir", place.files_dir, place).level == "OK"
 
 
-def test_a_directory_behind_one_that_may_not_be_entered_fails(tmp_path: Path) -> None:
+def test_a_directory_behind_an_inaccessible_one_fails(tmp_path: Path) -> None:
     (locked := tmp_path / "locked").mkdir(mode=0)
     command = [sys.executable, "-c", AS_NOBODY, str(locked / "data")]
     ran = subprocess.run(command, capture_output=True, text=True)
@@ -117,7 +117,7 @@ def test_a_directory_behind_one_that_may_not_be_entered_fails(tmp_path: Path) ->
     assert store.startswith(f"FAIL cannot open the store {locked}/data/store.db: Permission")
 
 
-def test_sqlite_on_a_network_file_system_fails_and_files_do_not(
+def test_on_a_network_file_system_sqlite_fails_and_files_do_not(
     place: ApiSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = tmp_path / "mounts"
@@ -128,7 +128,7 @@ def test_sqlite_on_a_network_file_system_fails_and_files_do_not(
     assert doctor._directory("files dir", place.files_dir, place).level == "OK"
 
 
-def test_little_disk_space_is_told(place: ApiSettings) -> None:
+def test_little_disk_space_fails(place: ApiSettings) -> None:
     found = doctor._disk(changed(place, min_free_bytes=2**60))
     assert found.level == "FAIL" and "make room" in found.text
 
@@ -141,7 +141,7 @@ def test_an_address_that_others_reach_without_keys_is_a_warning(place: ApiSettin
         assert doctor._port(changed(reached, **{choice: True}), {}).level == "OK"
 
 
-def test_a_port_that_somebody_else_has_fails(place: ApiSettings) -> None:
+def test_a_port_in_use_fails(place: ApiSettings) -> None:
     with socket.socket() as other:
         other.bind((place.host, place.port))
         other.listen()
@@ -149,7 +149,7 @@ def test_a_port_that_somebody_else_has_fails(place: ApiSettings) -> None:
     assert found.level == "FAIL" and "--port" in found.text
 
 
-def test_a_service_whose_worker_is_absent_or_whose_store_is_vouched_for_is_a_warning(
+def test_an_absent_worker_or_an_asserted_durability_is_a_warning(
     place: ApiSettings,
 ) -> None:
     health = {"worker": "absent", "store": "redis", "durability": "asserted"}
@@ -157,7 +157,7 @@ def test_a_service_whose_worker_is_absent_or_whose_store_is_vouched_for_is_a_war
     assert doctor._store(place, health).level == "WARN"
 
 
-def test_a_redis_that_is_not_there_fails(place: ApiSettings) -> None:
+def test_an_unreachable_redis_fails(place: ApiSettings) -> None:
     settings = changed(place, store=f"redis://:secret@127.0.0.1:{free_port()}/0")
     found = doctor._store(settings, {})
     assert found.level == "FAIL" and "secret" not in found.text
@@ -171,7 +171,7 @@ def test_a_redis_that_is_not_there_fails(place: ApiSettings) -> None:
         ("import os; os.kill(os.getpid(), 9)", "it printed no error"),
     ],
 )
-def test_a_device_that_hangs_or_fails_is_told(program: str, words: str) -> None:
+def test_a_device_that_hangs_or_fails_is_reported(program: str, words: str) -> None:
     found = doctor._device({}, program, 0.4 if "sleep" in program else 20)
     assert found.level == "FAIL" and words in found.text
 
@@ -203,7 +203,9 @@ def made_store(settings: ApiSettings) -> Path:
     return settings.store_file
 
 
-def test_a_store_of_a_newer_release_or_that_is_no_database_fails(place: ApiSettings) -> None:
+def test_a_store_of_a_newer_release_or_a_file_that_is_not_a_database_fails(
+    place: ApiSettings,
+) -> None:
     file = made_store(place)
     assert doctor._store(place, {}).text.endswith("; schema version 4, sound")
     with contextlib.closing(sqlite3.connect(file)) as store, store:
@@ -225,15 +227,13 @@ def test_a_store_that_another_process_has_open_fails(place: ApiSettings) -> None
 
 
 def said(server: RedisServer, command: str) -> bytes:
-    """What it answers."""
+    """The answer of the server to a command."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as redis:
         redis.sendall(f"{command}\r\n".encode())
         return redis.recv(100)
 
 
-def test_a_redis_that_keeps_what_it_is_given_is_fine_and_left_empty(
-    place: ApiSettings, tmp_path: Path
-) -> None:
+def test_a_durable_redis_is_fine_and_left_empty(place: ApiSettings, tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         found = doctor._store(changed(place, store=server.url), {})
         assert said(server, "DBSIZE") == b":0\r\n"
@@ -249,7 +249,7 @@ def test_a_redis_that_may_lose_requests_fails(place: ApiSettings, tmp_path: Path
     assert found.text.endswith("set in its configuration: appendfsync always")
 
 
-def test_a_redis_that_is_vouched_for_is_a_warning(place: ApiSettings, tmp_path: Path) -> None:
+def test_a_redis_with_asserted_durability_is_a_warning(place: ApiSettings, tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         assert said(server, "ACL SETUSER default -config") == b"+OK\r\n"
         settings = changed(place, store=server.url)
@@ -273,8 +273,8 @@ def test_a_model_that_a_worker_would_refuse_fails(tmp_path: Path) -> None:
     assert found["folder"] == str(tmp_path)
 
 
-def test_a_model_whose_config_alone_is_in_the_hubs_cache_is_a_warning(tmp_path: Path) -> None:
-    """As ``tuneserve plan`` leaves it."""
+def test_a_model_whose_config_alone_is_in_the_hub_cache_is_a_warning(tmp_path: Path) -> None:
+    """``tuneserve plan`` leaves the cache in this state."""
     repo = tmp_path / "hub" / "models--someone--model"
     (snapshot := repo / "snapshots" / "abc").mkdir(parents=True)
     (repo / "refs").mkdir()
@@ -312,12 +312,12 @@ def test_a_model_whose_config_alone_is_in_the_hubs_cache_is_a_warning(tmp_path: 
         ),
     ],
 )
-def test_what_was_found_of_a_model_is_told(found: dict[str, Any], level: str, words: str) -> None:
+def test_the_facts_of_a_model_are_reported(found: dict[str, Any], level: str, words: str) -> None:
     told = doctor._model(ApiSettings(base_model="someone/it"), WHOLE | found)
     assert told.level == level and words in told.text
 
 
-def test_a_tokenizer_that_clients_elsewhere_cannot_load_is_a_warning() -> None:
+def test_a_tokenizer_that_remote_clients_cannot_load_is_a_warning() -> None:
     assert doctor._model(ApiSettings(), WHOLE).level == "OK"
     told = doctor._model(ApiSettings(host="0.0.0.0"), WHOLE)
     assert told.level == "WARN" and "set base_model_tokenizer" in told.text
@@ -371,7 +371,7 @@ def test_a_model_that_does_not_fit_fails_with_the_arithmetic(tmp_path: Path) -> 
         ("OK", {"folder": None, "is_to_download": True}, "tuneserve plan downloads only that"),
     ],
 )
-def test_without_device_or_model_the_memory_is_not_looked_at(
+def test_without_a_device_or_a_model_memory_is_not_checked(
     device: doctor.Level,
     found: dict[str, Any],
     words: str,
@@ -387,7 +387,7 @@ def test_without_device_or_model_the_memory_is_not_looked_at(
 # --- all of it ----------------------------------------------------------------------------------
 
 
-def test_what_is_not_installed_is_told_with_how_to_install_it(
+def test_a_missing_package_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "_ENGINE", ("jax", "no_such_package"))
@@ -396,7 +396,7 @@ def test_what_is_not_installed_is_told_with_how_to_install_it(
     assert "not installed: no_such_package" in found.text and "tuneserve[engine]" in found.text
 
 
-def test_the_doctors_exit_status_is_1_if_something_fails(
+def test_the_exit_status_is_1_if_a_check_fails(
     place: ApiSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = ["--data-dir", str(tmp_path / "data"), "--port", str(place.port)]

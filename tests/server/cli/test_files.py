@@ -1,4 +1,4 @@
-"""``tuneserve files``, and what health and doctor say of whose the files are."""
+"""``tuneserve files``, and the words of health and doctor about the owner of the files."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def fill(files: FileStore, count: int) -> None:
 
 
 def silence(files_dir: Path) -> None:
-    """The owner was last heard of long ago."""
+    """Set the owner's last sign of life to long ago."""
     for path in files_dir.glob(f"{OWNER}*"):
         then_s = path.stat().st_mtime - LEASE_S
         os.utime(path, (then_s, then_s))
@@ -40,7 +40,7 @@ def silence(files_dir: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def running(settings: ApiSettings) -> AsyncIterator[UnusedFiles]:
-    """What an API process has, without the API."""
+    """The state of an API process, without the API."""
     store = await open_store(settings)
     try:
         unused = UnusedFiles(store, FileStore(settings.files_dir))
@@ -51,14 +51,14 @@ async def running(settings: ApiSettings) -> AsyncIterator[UnusedFiles]:
 
 
 async def looked_at(settings: ApiSettings) -> tuple[str, str]:
-    """What doctor says while no service runs."""
+    """The level and text of doctor's check while no service runs."""
     return await asyncio.to_thread(look_at_owner, settings, {})
 
 
 # --- too many unused files ------------------------------------------------------------------------
 
 
-async def test_many_unused_files_are_shown_and_let_go_by_a_command(
+async def test_many_unused_files_are_shown_and_released_by_a_command(
     api: Api, socket: Path, settings: ApiSettings
 ) -> None:
     fill(api.services.files, FEW + 1)
@@ -86,7 +86,7 @@ async def test_a_running_service_with_a_restored_store_adopts_its_files(
     api: Api, socket: Path, settings: ApiSettings
 ) -> None:
     (claim,) = settings.files_dir.glob(f"{OWNER}*")
-    claim.rename(claim.with_name(claim.name.replace("-1-", "-9-")))  # the service had gone on
+    claim.rename(claim.with_name(claim.name.replace("-1-", "-9-")))  # the service had continued
     await api.services.unused.clean()
     health = await api.get("/healthz")
     assert health["status"] == "ok" and "older than its directory" in health["files_kept"]
@@ -98,7 +98,7 @@ async def test_a_running_service_with_a_restored_store_adopts_its_files(
     assert (await api.get("/healthz"))["files"] == "ok"
 
 
-async def test_a_new_store_is_given_old_files_before_its_service_starts(tmp_path: Path) -> None:
+async def test_a_new_store_adopts_old_files_before_its_service_starts(tmp_path: Path) -> None:
     settings = ApiSettings(data_dir=tmp_path / "data")
     async with running(settings) as unused:
         fill(FileStore(settings.files_dir), 2)
@@ -117,7 +117,7 @@ async def test_a_new_store_is_given_old_files_before_its_service_starts(tmp_path
     )
 
 
-async def test_doctor_knows_a_restored_copy_before_it_starts(tmp_path: Path) -> None:
+async def test_doctor_recognises_a_restored_copy_before_it_starts(tmp_path: Path) -> None:
     settings = ApiSettings(data_dir=tmp_path / "data")
     assert (await looked_at(settings))[0] == "OK"
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +138,7 @@ async def test_doctor_knows_a_restored_copy_before_it_starts(tmp_path: Path) -> 
     assert (await looked_at(settings))[0] == "FAIL"
 
 
-async def test_doctor_knows_a_store_that_is_elsewhere_than_it_was(tmp_path: Path) -> None:
+async def test_doctor_recognises_a_store_that_has_moved(tmp_path: Path) -> None:
     settings = ApiSettings(data_dir=tmp_path / "data")
     async with running(settings):
         pass
@@ -152,7 +152,7 @@ async def test_doctor_knows_a_store_that_is_elsewhere_than_it_was(tmp_path: Path
     assert (await looked_at(settings))[0] == "OK"
 
 
-async def test_doctor_knows_an_empty_redis_from_the_files(tmp_path: Path) -> None:
+async def test_doctor_recognises_an_empty_redis_by_the_files(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         settings = ApiSettings(data_dir=tmp_path / "data", store=server.url)
         assert (await looked_at(settings))[0] == "OK"
@@ -165,7 +165,7 @@ async def test_doctor_knows_an_empty_redis_from_the_files(tmp_path: Path) -> Non
         assert server.command("DBSIZE").strip() == b":0"
 
 
-async def test_a_store_that_cannot_be_asked_is_no_verdict_on_the_files(tmp_path: Path) -> None:
+async def test_an_unreachable_store_gives_no_verdict_on_the_files(tmp_path: Path) -> None:
     settings = ApiSettings(data_dir=tmp_path / "data")
     async with running(settings):
         pass

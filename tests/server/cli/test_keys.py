@@ -36,12 +36,12 @@ async def socket(api: Api, settings: ApiSettings) -> AsyncIterator[Path]:
 
 
 async def tuneserve(data_dir: Path, *arguments: str) -> Any:
-    """The command, run beside the server."""
+    """Run the command beside the server."""
     whole = [*arguments, "--data-dir", str(data_dir)]
     return await asyncio.to_thread(CliRunner().invoke, cli.app, whole)
 
 
-async def test_the_socket_is_its_owners_alone_and_goes_with_the_process(
+async def test_the_socket_is_private_to_its_owner_and_removed_with_the_process(
     api: Api, settings: ApiSettings
 ) -> None:
     app = create_admin_app(api.services.store, b"", api.services.unused)
@@ -54,7 +54,7 @@ async def test_the_socket_is_its_owners_alone_and_goes_with_the_process(
     assert not path.exists()
 
 
-async def test_a_key_is_made_listed_and_revoked_by_commands(
+async def test_a_key_is_created_listed_and_revoked_by_commands(
     api: Api, socket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "FRESH_S", 0.0)
@@ -123,7 +123,7 @@ async def test_tenants_are_listed_and_changed_by_commands(socket: Path, tmp_path
     assert (await tuneserve(tmp_path, "tenants", "set", "bob")).exit_code == 2
 
 
-async def test_without_an_api_process_a_command_says_what_to_start(tmp_path: Path) -> None:
+async def test_without_an_api_process_a_command_names_what_to_start(tmp_path: Path) -> None:
     for arguments in (["keys", "list"], ["tenants", "list"], ["keys", "create", "--tenant", "a"]):
         result = await tuneserve(tmp_path, *arguments)
         assert result.exit_code == 1
@@ -132,7 +132,7 @@ async def test_without_an_api_process_a_command_says_what_to_start(tmp_path: Pat
         assert "--data-dir" in result.stderr
 
 
-async def test_a_settings_file_that_cannot_be_read_is_told_in_one_line(
+async def test_an_unreadable_settings_file_is_reported_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The command line and the settings: what is refused, and how it is said."""
+"""The command line and the settings: refusals and their messages."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def tuneserve(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com", ""])
-def test_an_address_that_others_can_reach_needs_keys_or_the_operators_word(host: str) -> None:
+def test_a_reachable_address_needs_keys_or_the_operators_consent(host: str) -> None:
     with pytest.raises(serve.CannotStart, match="accepts any") as refusal:
         serve._check_reach(ApiSettings(host=host), is_keyed=False)
     for way_out in ("require_keys = true", "tuneserve keys create", "trusted_network = true"):
@@ -51,7 +51,7 @@ def test_loopback_addresses_are_accepted(host: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["api", "up"])
-def test_the_command_line_refuses_other_addresses_with_the_way_out(
+def test_the_command_line_refuses_other_addresses_and_names_the_options(
     command: str, tmp_path: Path
 ) -> None:
     place = ("--port", str(free_port()), "--data-dir", str(tmp_path))
@@ -63,7 +63,7 @@ def test_the_command_line_refuses_other_addresses_with_the_way_out(
 
 
 @pytest.mark.parametrize("command", ["api", "up"])
-def test_a_port_in_use_is_named_with_the_way_out(command: str, tmp_path: Path) -> None:
+def test_a_port_in_use_is_named_with_a_way_out(command: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         result = tuneserve(command, "--port", port, "--data-dir", str(tmp_path))
@@ -80,7 +80,7 @@ def test_a_data_directory_that_cannot_hold_the_socket_is_refused(tmp_path: Path)
     assert "Traceback" not in result.stderr
 
 
-def test_flags_override_the_environment_and_it_the_file(
+def test_options_override_the_environment_which_overrides_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -91,7 +91,7 @@ def test_flags_override_the_environment_and_it_the_file(
     assert (settings.port, settings.poll_s, settings.lora_alpha) == (3333, 4.0, 8.0)
 
 
-def test_a_boolean_setting_is_a_flag_that_takes_no_value() -> None:
+def test_a_boolean_setting_is_a_flag_without_a_value() -> None:
     """``--retrieve-futures --port 1`` once took ``--port`` as its value."""
     given: dict[str, str] = {}
     run = CliRunner().invoke(
@@ -107,14 +107,14 @@ def test_a_boolean_setting_is_a_flag_that_takes_no_value() -> None:
 
 
 def _recorder(given: dict[str, str]) -> typer.Typer:
-    """A command line of one command with the options of ``tuneserve up``, that notes them."""
+    """A command line of one command with the options of ``tuneserve up``, which it records."""
     app, taken = typer.Typer(), cli.app
     cli.app = app
     try:
 
         @cli._command(ApiSettings, WorkerSettings)
         def up(found: dict[str, str]) -> None:
-            """Notes what it was given."""
+            """Record the options."""
             given.update(found)
 
     finally:
@@ -122,7 +122,7 @@ def _recorder(given: dict[str, str]) -> typer.Typer:
     return app
 
 
-def test_files_lie_in_the_data_directory_or_where_all_hosts_find_them() -> None:
+def test_files_lie_in_the_data_directory_or_in_a_shared_directory() -> None:
     assert CommonSettings(data_dir=Path("/srv")).files_dir == Path("/srv/files")
     shared = CommonSettings(data_dir=Path("/srv"), files_dir=Path("/shared"))
     assert shared.files_dir == Path("/shared")
@@ -156,13 +156,13 @@ def test_the_address_of_the_store_is_shown_without_its_password(address: str, sh
         ("private", "/models/private", "/models/private", False),
     ],
 )
-def test_clients_are_told_a_tokenizer_that_they_can_load(
+def test_clients_get_a_tokenizer_that_they_can_load(
     tmp_path: Path, folder: str, setting: str | None, told: str | None, is_notice: bool
 ) -> None:
     path = tmp_path / folder
     path.mkdir(parents=True)
     settings = CommonSettings(base_model=str(path), base_model_tokenizer=setting)
-    assert settings.tokenizer_id == str(path)  # of the service's own processes
+    assert settings.tokenizer_id == str(path)  # used by the service's own processes
     assert settings.client_tokenizer_id == (told or str(path))
     notice = settings.local_tokenizer
     assert (notice is not None) == is_notice
@@ -178,7 +178,7 @@ def test_the_tokenizer_of_a_hub_id_and_of_the_embedded_model() -> None:
 
 
 @pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_start_says_what_clients_elsewhere_are_told(
+def test_a_start_names_the_tokenizer_of_remote_clients(
     host: str, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     serve._say_who_gets_in(ApiSettings(host=host), is_keyed=True)
@@ -191,7 +191,7 @@ def test_without_an_address_the_store_is_sqlite() -> None:
 
 
 def refusal(command: str, origin: str, value: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the command says about a value that it refuses, given as an option or a variable."""
+    """The message about a refused value, which is given as an option or a variable."""
     if origin.startswith("--"):
         result = CliRunner().invoke(cli.app, [command, origin, value])
     else:
@@ -204,7 +204,7 @@ def refusal(command: str, origin: str, value: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("origin", ["--store", "TUNESERVE_STORE"])
 @pytest.mark.parametrize("value", ["user:hunter2@host", "http://user:hunter2@host", "redis"])
-def test_an_address_that_is_none_is_refused_without_its_password(
+def test_a_malformed_address_is_refused_without_showing_its_password(
     origin: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = refusal("api", origin, value, monkeypatch)
@@ -215,7 +215,7 @@ def test_an_address_that_is_none_is_refused_without_its_password(
     assert "hunter2" not in str(error.value)
 
 
-def test_the_defaults_of_limits_are_the_stores() -> None:
+def test_the_defaults_of_limits_are_those_of_the_store() -> None:
     assert ApiSettings().store_policy == StorePolicy()
     assert ApiSettings().sweep_policy == SweepPolicy()
     assert WorkerSettings().store_policy == StorePolicy()
@@ -259,10 +259,10 @@ def test_a_worker_is_named_after_its_host_and_process() -> None:
         (["--store", "redis://host"], f"worker-{socket.gethostname()}-8498"),
     ],
 )
-def test_up_gives_its_workers_one_name_that_no_other_up_gives(
+def test_up_gives_its_workers_one_name_unique_to_this_up(
     options: list[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that is started again takes over at once from the one that died."""
+    """A restarted worker takes over at once from the one that died."""
     seen: list[ChildSpec] = []
 
     class Keeper:
@@ -291,13 +291,13 @@ def test_up_gives_its_workers_one_name_that_no_other_up_gives(
         ('{"t-1": "much"}', "input should be a valid number"),
     ],
 )
-def test_weights_that_are_none_are_refused(
+def test_invalid_weights_are_refused(
     origin: str, value: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert f"(from {origin}); {named}" in refusal("up", origin, value, monkeypatch)
 
 
-def test_a_weight_that_is_none_is_named_with_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_weight_is_named_with_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     value = '{"t-1": 1, "t-2": 0}'
     refused = refusal("worker", "--tenant-weights", value, monkeypatch)
     assert "tenant_weights['t-2'] is 0 (from --tenant-weights)" in refused
@@ -315,7 +315,7 @@ def test_weights_come_from_options_the_environment_and_the_file(
     assert WorkerSettings(**given).tenant_weights == {"t-3": 4.0}
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValidationError):
         ApiSettings().port = 1
 
@@ -324,7 +324,7 @@ def test_every_setting_is_described() -> None:
     assert all(field.description for field in ApiSettings.model_fields.values())
 
 
-def test_a_clients_installation_is_told_what_the_service_needs() -> None:
+def test_an_installation_of_the_client_says_what_the_service_needs() -> None:
     without = "import sys, tuneserve_server.__main__ as t; sys.modules['typer'] = None; t.main()"
     result = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
     assert result.returncode == 1
@@ -332,7 +332,7 @@ def test_a_clients_installation_is_told_what_the_service_needs() -> None:
     assert "pip install '.[server,engine]'" in result.stderr
 
 
-def test_the_command_names_its_halves() -> None:
+def test_the_help_names_the_commands_of_both_halves() -> None:
     result = tuneserve("--help")
     assert result.returncode == 0
     assert all(name in result.stdout for name in ("up", "api", "worker", "plan"))
@@ -389,7 +389,7 @@ def test_a_settings_file_with_a_syntax_error_is_refused_with_the_line(
     assert "Traceback" not in result.stderr
 
 
-def test_a_misspelt_variable_is_mentioned_and_the_clients_are_not(tmp_path: Path) -> None:
+def test_a_misspelt_variable_is_mentioned_and_the_clients_variables_are_not(tmp_path: Path) -> None:
     place = ("--port", str(free_port()), "--data-dir", str(tmp_path))
     clients = {"TUNESERVE_URL": "http://127.0.0.1:8410", "TUNESERVE_API_KEY": "tml-you"}
     result = tuneserve("api", "--host", "0.0.0.0", *place, TUNESERVE_PROT="8411", **clients)
@@ -400,14 +400,14 @@ def test_a_misspelt_variable_is_mentioned_and_the_clients_are_not(tmp_path: Path
     )
 
 
-def test_what_the_worker_would_refuse_is_said_before_anything_starts() -> None:
+def test_a_setting_that_the_worker_would_refuse_stops_the_start() -> None:
     result = tuneserve("up", "--dtype", "float16")
     assert result.returncode == 2
     assert "dtype" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "worker", "plan"])
-def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
+def test_an_installation_without_the_engine_says_what_a_worker_needs(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda _: None)
@@ -419,7 +419,7 @@ def test_an_installation_without_the_engine_is_told_what_a_worker_needs(
 # --- tuneserve plan -------------------------------------------------------------------------------
 
 
-def test_the_plan_shows_what_becomes_of_the_memory() -> None:
+def test_the_plan_shows_the_use_of_the_memory() -> None:
     result = tuneserve("plan", "--device-memory-bytes", str(2**30), "--max-rank", "32")
     assert result.returncode == 0, result.stderr
     memory, kinds = result.stdout.split("\n\nsize of an adapter on the device: ")
@@ -433,8 +433,8 @@ def test_the_plan_shows_what_becomes_of_the_memory() -> None:
     assert "requests in one batch: 32 up to rank 8, 8 up to rank 32\n" in result.stdout
 
 
-def test_the_plan_says_which_kinds_have_no_room_beside_what_they_share() -> None:
-    """Two of rank 128 take 39.2 MiB, what they share 4.8, and there are 43."""
+def test_the_plan_names_the_kinds_without_room_beside_their_shared_weights() -> None:
+    """Two of rank 128 take 39.2 MiB, their shared weights 4.8, and 43 are available."""
     room = str(43 * 2**20)
     result = tuneserve("plan", "--adapter-device-bytes", room)
     assert result.returncode == 0, result.stderr
@@ -445,7 +445,7 @@ def test_the_plan_says_which_kinds_have_no_room_beside_what_they_share() -> None
     assert kinds["osft short_fixed"]["refused_ranks"] == []
 
 
-def test_the_plan_can_be_read_by_programs() -> None:
+def test_programs_can_read_the_plan() -> None:
     result = tuneserve("plan", "--json", "--batch-tokens", "8192", TUNESERVE_REMAT="full")
     found = json.loads(result.stdout)
     asked = {"device": "cpu", "batch_tokens": 8192, "remat": "full", "context_tokens": 2048}
@@ -455,7 +455,7 @@ def test_the_plan_can_be_read_by_programs() -> None:
     assert lora["32"] == 4 * lora["8"]
 
 
-def test_a_plan_that_there_is_none_of_is_refused_with_the_arithmetic() -> None:
+def test_an_impossible_plan_is_refused_with_the_arithmetic() -> None:
     result = tuneserve("plan", "--device-memory-bytes", "1000000")
     assert result.returncode == 2
     assert result.stdout == "" and "Traceback" not in result.stderr
@@ -463,14 +463,14 @@ def test_a_plan_that_there_is_none_of_is_refused_with_the_arithmetic() -> None:
     assert "  base weights: 3.51 MiB\n" in result.stderr
 
 
-def test_a_plan_for_no_base_model_is_refused() -> None:
+def test_a_plan_for_a_missing_base_model_is_refused() -> None:
     result = tuneserve("plan", "--base-model", "./nowhere")
     assert result.returncode == 2
     assert "'./nowhere': no such directory" in result.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "100", "32"])
-def test_a_chunk_that_is_no_whole_blocks_is_refused(
+def test_a_chunk_that_is_not_a_multiple_of_a_block_is_refused(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert f"chunk_tokens is '{value}'" in refusal("plan", "--chunk-tokens", value, monkeypatch)

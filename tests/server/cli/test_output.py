@@ -1,4 +1,4 @@
-"""How commands are named in what they print."""
+"""The names of commands in their output."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``tuneserve up``: what dies is started again, and nothing outlives it."""
+"""``tuneserve up`` restarts its children when they die, and no child outlives it."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
 
 
 @pytest.mark.parametrize("victim", ["worker", "api"])
-def test_a_killed_child_is_started_again(running: Running, victim: str) -> None:
+def test_a_killed_child_is_restarted(running: Running, victim: str) -> None:
     before = children(running.process.pid)
     assert set(before) == {"api", "worker"}
     os.kill(before[victim], signal.SIGKILL)
@@ -124,7 +124,7 @@ def test_a_killed_child_is_started_again(running: Running, victim: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_everything_and_is_a_success(running: Running, number: int) -> None:
+def test_a_signal_stops_everything_successfully(running: Running, number: int) -> None:
     log = until(lambda: "ready: TINKER_BASE_URL" in (text := running.log.read_text()) and text)
     assert f"listening on http://127.0.0.1:{running.port}" in log
     pids = children(running.process.pid)
@@ -161,10 +161,10 @@ def test_a_stop_ends_parked_polls_without_failing_them(running: Running) -> None
     assert running.process.wait(timeout=20) == 0
 
 
-def test_a_request_that_is_killed_from_outside_four_times_is_carried_out(
+def test_a_request_that_is_killed_from_outside_four_times_still_runs(
     running: Running, tmp_path: Path
 ) -> None:
-    """Three workers that die of it would end it: what others kill is not its fault."""
+    """Three workers that die of a request end it. Deaths by an outside signal do not count."""
 
     def post(path: str, body: Any, kind: str = "application/json") -> bytes:
         request = urllib.request.Request(
@@ -204,7 +204,9 @@ def test_a_request_that_is_killed_from_outside_four_times_is_carried_out(
         (0, False),
     ],
 )
-def test_what_ends_a_process_is_told_from_what_it_dies_of(status: int, is_outside: bool) -> None:
+def test_deaths_from_outside_are_told_from_deaths_by_the_own_fault(
+    status: int, is_outside: bool
+) -> None:
     assert is_from_outside(status) is is_outside
 
 
@@ -217,7 +219,7 @@ def test_no_child_outlives_a_supervisor_that_is_killed(running: Running) -> None
 
 
 def supervise(*statuses: int) -> tuple[int, list[str]]:
-    """What the supervisor of children that exit like this returns and says."""
+    """The return value and the messages of a supervisor whose children exit with these statuses."""
     said: list[str] = []
     specs = [
         ChildSpec(f"child{i}", [sys.executable, "-c", f"exit({status})"], os.environ)
@@ -227,7 +229,7 @@ def supervise(*statuses: int) -> tuple[int, list[str]]:
     return asyncio.run(Supervisor(specs, said.append, policy).supervise()), said
 
 
-def test_a_child_that_keeps_dying_is_given_up_with_its_status() -> None:
+def test_a_child_that_keeps_dying_ends_the_supervisor_with_its_status() -> None:
     status, said = supervise(3)
     assert status == 3
     assert [text for text in said if "restarting" in text] == [
@@ -237,8 +239,8 @@ def test_a_child_that_keeps_dying_is_given_up_with_its_status() -> None:
     assert said[-1].startswith("child0 died 3 times in a row within 20 s of its start")
 
 
-def test_children_that_were_ready_once_are_started_again_for_ever() -> None:
-    """Two requests that kill the worker three times each must not end the service of all."""
+def test_children_that_were_ready_once_are_restarted_forever() -> None:
+    """Two requests that kill the worker three times each must not end the service for everyone."""
     said: list[str] = []
 
     async def main() -> None:
@@ -258,7 +260,7 @@ def test_children_that_were_ready_once_are_started_again_for_ever() -> None:
     assert {*said} == {"worker ended with exit status 3; restarting in 0.01 s"}
 
 
-def test_a_child_that_refuses_to_start_is_not_started_again() -> None:
+def test_a_child_that_refuses_to_start_is_not_restarted() -> None:
     status, said = supervise(REFUSED)
     assert (status, said) == (REFUSED, ["child0 refused to start; its message above says why"])
 

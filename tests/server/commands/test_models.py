@@ -1,6 +1,6 @@
-"""Which kind of adapter a client asks for, in either way, and what it is told of it.
+"""The adapter kind that a client asks for, in either way, and the answer that describes it.
 
-Every weight of the fake base model has 4 singular directions: a quarter of them is one.
+Every weight of the fake base model has 4 singular directions, and a quarter of them is one.
 """
 
 import math
@@ -22,7 +22,7 @@ OF_QUARTER = {"unfreeze_ratio": "0.25", "form": "factors"}
 
 
 async def create(service: Any, request: dict[str, Any]) -> tuple[str, AdapterConfig]:
-    """The model's id, and the configuration that the worker was given."""
+    """The model's id, and the configuration that the worker received."""
     result = await service.result(await service.post("/create_model", request))
     model_id = result["model_id"]
     return model_id, service.backend._adapters[model_id].state.config
@@ -66,12 +66,12 @@ async def test_the_kind_and_its_options_come_from_the_field_or_from_the_metadata
     model_id, config = await create(service, request)
     assert (config.kind, config.rank) == (kind, rank)
     assert options in (None, config.options)
-    # The unembedding is nobody's own in osft, whatever the SDK's default says.
+    # An osft adapter never trains the unembedding, whatever the SDK's default says.
     assert config.train_unembed is (kind != "osft")
     assert (await record(service, model_id)).config == config
 
 
-async def test_without_a_rank_of_its_own_an_osft_adapter_has_that_of_the_lora_config(
+async def test_an_osft_adapter_without_its_own_rank_takes_that_of_the_lora_config(
     service: Any, bodies: Any
 ) -> None:
     fields = {"lora_config": {"rank": 2, "seed": 1}, "adapter": {"kind": "osft"}}
@@ -79,7 +79,9 @@ async def test_without_a_rank_of_its_own_an_osft_adapter_has_that_of_the_lora_co
     assert config.rank == 2
 
 
-async def test_metadata_that_ask_for_a_kind_are_kept_like_others(service: Any, bodies: Any) -> None:
+async def test_metadata_that_ask_for_a_kind_are_stored_like_others(
+    service: Any, bodies: Any
+) -> None:
     given = {"adapter": "osft", "unfreeze_ratio": "0.25", "name": "run 7"}
     request = bodies.create_model(await service.session(), user_metadata=given)
     model_id, config = await create(service, request)
@@ -137,28 +139,28 @@ async def test_metadata_that_ask_for_a_kind_are_kept_like_others(service: Any, b
         ),
     ],
 )
-async def test_what_cannot_be_asked_for_is_refused_with_what_can(
+async def test_an_unknown_kind_or_option_is_refused_with_the_valid_ones(
     service: Any, bodies: Any, fields: dict[str, Any], named: str
 ) -> None:
     request = bodies.create_model(await service.session(), **fields)
     assert named in await service.error(await service.post("/create_model", request))
 
 
-async def test_a_ratio_with_more_directions_than_there_is_room_for_is_refused_with_the_bytes(
+async def test_a_ratio_that_exceeds_the_room_is_refused_with_the_bytes(
     api: Any, bodies: Any
 ) -> None:
     wide = tuple((target, (2, 64, 200)) for target in PROJECTIONS)
     await api.start_worker(info=replace(FAKE_INFO, max_rank=15, target_shapes=wide))
     request = bodies.create_model(await api.session(), adapter=QUARTER)
     error = await api.error(await api.post("/create_model", request))
-    # By hand: U and V of 16 * (200 + 64) numbers and S of 16, thrice for the moments, and the
-    # pair's gradient, of 7 targets with 2 layers.
+    # By hand: U and V have 16 * (200 + 64) numbers and S has 16, three times for the moments. Add
+    # the pair's gradient, for 7 targets with 2 layers.
     numbers = 14 * (3 * 16 * (200 + 64 + 1) + 16 * (200 + 64))
     assert "this adapter has rank 16; this server takes 1 to 15; " in error
     assert f"takes {math.floor(40 * numbers / 2**20 + 0.5) / 10} MiB" in error
 
 
-async def test_a_kind_that_needs_shapes_waits_for_a_worker_that_tells_them(
+async def test_a_kind_that_needs_shapes_waits_for_a_worker_that_reports_them(
     api: Any, bodies: Any
 ) -> None:
     session = await api.session()
@@ -172,7 +174,7 @@ async def test_a_kind_that_needs_shapes_waits_for_a_worker_that_tells_them(
     assert config.kind == "osft"
 
 
-async def test_what_is_said_of_a_model_and_a_checkpoint_has_the_kind_and_the_resolved_rank(
+async def test_models_and_checkpoints_are_described_with_kind_and_resolved_rank(
     service: Any, bodies: Any
 ) -> None:
     request = bodies.create_model(await service.session(), adapter=QUARTER)
@@ -196,7 +198,7 @@ async def test_what_is_said_of_a_model_and_a_checkpoint_has_the_kind_and_the_res
 @pytest.mark.parametrize(
     "given", [None, {"adapter": "osft", "unfreeze_ratio": ".25", "form": "factors"}]
 )
-async def test_a_model_made_from_a_checkpoint_is_of_its_kind(
+async def test_a_model_made_from_a_checkpoint_has_its_kind(
     service: Any, bodies: Any, given: dict[str, str] | None
 ) -> None:
     session = await service.session()
@@ -232,7 +234,7 @@ async def test_metadata_that_ask_for_another_kind_than_the_checkpoints_are_refus
     assert named.format(path=path) in await service.error(answer)
 
 
-def test_a_configuration_from_before_there_were_kinds_is_of_lora() -> None:
+def test_a_configuration_of_a_release_before_adapter_kinds_is_lora() -> None:
     config = b'{"rank":4,"alpha":8.0,"seed":1,"train_mlp":false}'
     old = msgspec.json.decode(config, type=AdapterConfig)
     assert old == AdapterConfig(4, 8.0, 1, train_mlp=False, kind="lora", options={}, frozen="")
@@ -252,13 +254,13 @@ async def polled(api: Any, answer: dict[str, Any]) -> tuple[str, str | None]:
 
 
 async def decomposing(api: Any, done: float, of: float = 196.0, name: str = "one") -> int:
-    """The epoch of a worker that tells how far it is, and does nothing else."""
+    """The epoch of a worker that reports its progress and does nothing else."""
     epoch: int = (await api.services.store.lease(name, f"process of {name}", FAKE_INFO)).epoch
     await api.services.store.renew(epoch, {"weights_decomposed": done, "weights_to_decompose": of})
     return epoch
 
 
-async def test_a_creation_that_waits_for_the_base_models_directions_says_how_far_they_are(
+async def test_a_creation_that_waits_for_the_base_models_directions_shows_their_progress(
     api: Any, bodies: Any
 ) -> None:
     epoch = await decomposing(api, 34.0)
@@ -281,7 +283,7 @@ async def test_a_creation_that_waits_for_the_base_models_directions_says_how_far
 
 
 @pytest.mark.parametrize(("done", "of"), [(0.0, 0.0), (196.0, 196.0)])
-async def test_where_nothing_is_decomposed_nothing_is_said_of_it(
+async def test_progress_is_not_shown_while_nothing_is_decomposed(
     api: Any, bodies: Any, done: float, of: float
 ) -> None:
     await decomposing(api, done, of)
@@ -289,14 +291,14 @@ async def test_where_nothing_is_decomposed_nothing_is_said_of_it(
     assert await polled(api, await api.post("/create_model", request)) == ("active", None)
 
 
-async def test_the_first_weight_is_told_of_too(api: Any, bodies: Any) -> None:
+async def test_progress_is_shown_from_the_first_weight(api: Any, bodies: Any) -> None:
     await decomposing(api, 0.0)
     request = bodies.create_model(await api.session(), adapter=QUARTER)
     told = "the base model's directions: 0 of 196 weights decomposed"
     assert (await polled(api, await api.post("/create_model", request)))[1] == told
 
 
-async def test_what_needs_no_directions_does_not_wait_for_them(api: Any, bodies: Any) -> None:
+async def test_models_that_need_no_directions_do_not_wait_for_them(api: Any, bodies: Any) -> None:
     await decomposing(api, 34.0)
     session = await api.session()
     created = await api.post("/create_model", bodies.create_model(session))

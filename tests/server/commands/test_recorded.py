@@ -1,4 +1,4 @@
-"""``stable_reinforce`` over HTTP: what was sampled is recorded, and training finds it."""
+"""``stable_reinforce`` over HTTP: samples are recorded, and training finds the recordings."""
 
 import asyncio
 import struct
@@ -26,7 +26,7 @@ DAY_S = 86_400.0
 
 
 class Rollout:
-    """A session with a model and a sampling session, and what was sampled in it."""
+    """A session with a model and a sampling session, and the samples drawn in it."""
 
     def __init__(self, service: Any, bodies: Any) -> None:
         self.service, self.bodies = service, bodies
@@ -44,7 +44,7 @@ class Rollout:
         return answer
 
     async def sample(self, seq: int = 1, **fields: Any) -> dict[str, list[int]]:
-        """The tokens of the sequences, by their ids."""
+        """The tokens of the sequences, by sequence id."""
         answer = await self.submit(seq, **fields)
         response = await self.service.poll(answer["request_id"])
         drawn = wire.SampleResponse.FromString(response.content).sequences
@@ -64,7 +64,7 @@ class Rollout:
 
 
 def datum(sequence_id: str, tokens: list[int]) -> wire.Datum:
-    """The prompt and what was drawn, as the cookbook's loop sends them; the advantage is 1."""
+    """The prompt and the sampled tokens, as the cookbook's loop sends them. The advantage is 1."""
     text = [*PROMPT, *tokens[:-1]]
     made = wire.Datum(
         model_input=[wire.Chunk(encoded_text=wire.EncodedTextChunk(tokens=ints("<i4", text)))],
@@ -108,13 +108,13 @@ async def rollout(service: Any, bodies: Any) -> Rollout:
     return made
 
 
-async def test_what_was_sampled_is_trained_on(rollout: Rollout) -> None:
+async def test_recorded_samples_are_trained_on(rollout: Rollout) -> None:
     drawn = await rollout.sample()
     assert list(drawn) == [f"{rollout.sampler}:1:0", f"{rollout.sampler}:1:1"]
     output = await rollout.service.output(await rollout.train(rollout.body(drawn)))
     assert output.metrics[f"{STAND_IN}/sampled_tokens:sum"] == 6
     assert output.metrics[f"{STAND_IN}/truncated_tokens:sum"] == 0
-    # The fake sampler's logprobs are those of the fake trainer.
+    # The fake sampler's logprobs equal those of the fake trainer.
     assert output.metrics[f"{STAND_IN}/abs_log_ratio:max"] < 1e-6
     assert set(output.metrics) == {
         "loss:sum",
@@ -123,7 +123,7 @@ async def test_what_was_sampled_is_trained_on(rollout: Rollout) -> None:
     }
 
 
-async def test_other_losses_have_no_metrics_of_it(rollout: Rollout) -> None:
+async def test_other_losses_have_no_metrics_of_stable_reinforce(rollout: Rollout) -> None:
     output = await rollout.service.output(await rollout.service.forward_backward(rollout.model, 1))
     assert set(output.metrics) == {"loss:sum"}
 
@@ -133,18 +133,20 @@ async def refused(rollout: Rollout, drawn: dict[str, list[int]], seq: int = 1) -
     return message
 
 
-async def test_a_sample_that_did_not_ask_to_be_recorded_is_told_so(rollout: Rollout) -> None:
+async def test_training_on_an_unrecorded_sample_says_that_recording_was_off(
+    rollout: Rollout,
+) -> None:
     drawn = await rollout.sample(record_stability_info=False)
     said = await refused(rollout, drawn)
     assert f"data[0].model_input_spans[0] names sequence '{rollout.sampler}:1:0', " in said
     assert "was sampled without record_stability_info" in said
-    # Its place is spent: what follows does not wait for it.
+    # The refused request has used its position: later requests do not wait for it.
     good = await rollout.sample(seq=2)
     output = await rollout.service.output(await rollout.train(rollout.body(good, 2), 2))
     assert f"{STAND_IN}/sampled_tokens:sum" in output.metrics
 
 
-async def test_a_sample_that_has_not_ended_is_to_be_waited_for(api: Any, bodies: Any) -> None:
+async def test_training_on_an_unfinished_sample_says_to_wait_for_it(api: Any, bodies: Any) -> None:
     rollout = Rollout(api, bodies)
     await api.start_worker()
     await rollout.begin()
@@ -156,19 +158,19 @@ async def test_a_sample_that_has_not_ended_is_to_be_waited_for(api: Any, bodies:
     assert "still being sampled; wait for its result" in await api.error(refusal)
 
 
-async def test_a_sample_that_failed_is_to_be_left_out(rollout: Rollout) -> None:
+async def test_training_on_a_failed_sample_says_to_leave_it_out(rollout: Rollout) -> None:
     answer = await rollout.submit(prompt={"chunks": []})
     await rollout.service.error(answer)
     drawn = {each: [9, 10] for each in answer["sample_sequence_ids"]}
     assert "its sample failed; leave it out" in await refused(rollout, drawn)
 
 
-async def test_of_an_unknown_sample_nothing_is_known(rollout: Rollout) -> None:
+async def test_training_on_an_unknown_sample_says_to_sample_again(rollout: Rollout) -> None:
     drawn = {f"{rollout.sampler}:99:0": [9, 10]}
     assert "this server does not know (any more); sample again" in await refused(rollout, drawn)
 
 
-async def test_a_sequence_that_the_sample_does_not_have_is_refused(rollout: Rollout) -> None:
+async def test_a_sequence_beyond_those_of_the_sample_is_refused(rollout: Rollout) -> None:
     await rollout.sample()
     drawn = {f"{rollout.sampler}:1:2": [9, 10]}
     assert "has 2 sequences: the last number of a sequence_id is 0 to 1" in await refused(
@@ -176,7 +178,7 @@ async def test_a_sequence_that_the_sample_does_not_have_is_refused(rollout: Roll
     )
 
 
-async def test_a_recording_that_was_not_used_for_long_is_gone(rollout: Rollout) -> None:
+async def test_a_recording_unused_for_long_is_dropped(rollout: Rollout) -> None:
     drawn = await rollout.sample()
     policy = SweepPolicy(session_ttl_s=1e9, result_ttl_s=1e9, sample_ttl_s=1e9)
     await rollout.service.services.store.sweep(time.time() + DAY_S + 60, policy)
@@ -184,7 +186,7 @@ async def test_a_recording_that_was_not_used_for_long_is_gone(rollout: Rollout) 
     assert "because no training used it for 86400 s; sample again" in said
 
 
-async def test_a_recording_that_made_room_is_gone(rollout: Rollout) -> None:
+async def test_a_recording_dropped_to_make_room_is_reported(rollout: Rollout) -> None:
     first, second = await rollout.sample(1), await rollout.sample(2)
     await rollout.service.services.store.sweep(time.time(), SweepPolicy(recording_bytes=700))
     said = await refused(rollout, first)
@@ -195,7 +197,7 @@ async def test_a_recording_that_made_room_is_gone(rollout: Rollout) -> None:
 async def test_recordings_of_another_session_or_tenant_are_not_found(
     rollout: Rollout, bodies: Any
 ) -> None:
-    """Their session is another, and its id is not enough."""
+    """The model belongs to another session, and the sample's id alone is not enough."""
     drawn = await rollout.sample()
     other = Rollout(rollout.service, bodies)
     await other.begin()
@@ -208,7 +210,7 @@ async def test_recordings_of_another_session_or_tenant_are_not_found(
     assert found == ["unknown"]
 
 
-async def test_sent_again_it_is_the_same_request_though_the_recording_is_gone(
+async def test_a_resent_request_is_the_same_though_the_recording_is_dropped(
     rollout: Rollout,
 ) -> None:
     body = rollout.body(await rollout.sample())
@@ -224,11 +226,12 @@ async def drop_recordings(rollout: Rollout) -> None:
     await rollout.service.services.store.sweep(time.time() + 1.5 * DAY_S, policy)
 
 
-async def test_what_was_accepted_is_done_again_after_the_recording_is_gone(
+async def test_an_accepted_request_is_replayed_after_the_recording_is_dropped(
     rollout: Rollout,
 ) -> None:
-    """By a worker that has nothing of its predecessor's: the result it gives is the one that the
-    client has, or the model would be marked."""
+    """The new worker inherits nothing. A result other than the client's would mark the model as
+    diverged.
+    """
     service = rollout.service
     await service.output(await rollout.train(rollout.body(await rollout.sample())))
     await service.kill_worker()
@@ -240,7 +243,7 @@ async def test_what_was_accepted_is_done_again_after_the_recording_is_gone(
     assert model is not None and not model.diverged
 
 
-async def test_a_body_that_is_no_message_is_refused_in_its_future(rollout: Rollout) -> None:
+async def test_a_malformed_body_fails_in_its_future(rollout: Rollout) -> None:
     drawn = await rollout.sample()
     body = rollout.body(drawn) + b"\x1a\x02\x0a\x7f"  # a datum that ends too early
     assert "no ForwardBackwardRequest message" in await rollout.service.error(
@@ -248,7 +251,7 @@ async def test_a_body_that_is_no_message_is_refused_in_its_future(rollout: Rollo
     )
 
 
-async def test_a_request_that_names_too_much_is_to_be_split(
+async def test_a_request_that_names_too_many_bytes_must_be_split(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = await rollout.sample()
@@ -256,7 +259,7 @@ async def test_a_request_that_names_too_much_is_to_be_split(
     assert "more than 47 bytes together; split the request" in await refused(rollout, drawn)
 
 
-async def test_many_samples_are_read_in_several_steps(
+async def test_many_recordings_are_read_in_several_steps(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, list[int]] = {}
@@ -267,11 +270,13 @@ async def test_many_samples_are_read_in_several_steps(
     assert output.metrics[f"{STAND_IN}/sampled_tokens:sum"] == 15
 
 
-async def test_of_long_sequences_only_what_is_named_is_kept(
+async def test_of_long_sequences_only_the_named_tokens_are_retained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A request of some kilobytes names one token each of 40 MiB. Decoded in threads: of the
-    recordings of one answer, 4 MiB, there is a copy meanwhile."""
+    """A request of some kilobytes names one token of each of 40 MiB.
+
+    Decoding runs in threads, and the recordings of one answer, 4 MiB, are copied meanwhile.
+    """
     long = np.full(2**17, 7, np.int32), np.zeros(2**17, np.float32)
     body = recordings.encode(2, [long])
     threads = set()
@@ -304,7 +309,7 @@ async def test_of_long_sequences_only_what_is_named_is_kept(
 async def test_recordings_are_looked_up_for_one_request_at_a_time(
     rollout: Rollout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a look-up takes of the memory is taken once."""
+    """A look-up takes its memory once."""
     drawn = await rollout.sample()
     store = rollout.service.services.store
     read = store.recordings
@@ -336,7 +341,7 @@ class TestTurnedOff:
             stable_reinforce=False,
         )
 
-    async def test_it_is_refused_with_what_to_use_instead(self, rollout: Rollout) -> None:
+    async def test_a_disabled_loss_is_refused_with_its_alternative(self, rollout: Rollout) -> None:
         drawn = await rollout.sample()
         said = await refused(rollout, drawn)
         assert "'stable_reinforce' is turned off here" in said and "importance_sampling" in said

@@ -1,4 +1,4 @@
-"""What the live page is made of: curves, rates, and the errors of late."""
+"""The contents of the dashboard: curves, rates and recent errors."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def steps(numbers: Sequence[int], start: int = 0) -> Iterator[CurvePoint]:
         yield CurvePoint("optim_step", position + 1, step=number, learning_rate=0.1)
 
 
-def test_a_long_curve_keeps_its_ends_and_every_so_many_th_row() -> None:
+def test_a_long_curve_has_its_ends_and_every_nth_row() -> None:
     curve = Curve.from_points(steps(range(1, 3 * MOST_ROWS + 1)))
     places = [row.x for row in curve.rows]
     assert MOST_ROWS / 2 <= len(places) <= MOST_ROWS
@@ -29,13 +29,12 @@ def test_points_are_taken_once_and_the_axis_only_grows() -> None:
     for _ in range(2):
         curve.add_points(steps([1, 2, 3]))
     assert [row.x for row in curve.rows] == [1, 2, 3]
-    curve.add_points(
-        steps([1, 2], start=100)
-    )  # the state was loaded with an optimizer that had not begun
+    # this state was loaded with an optimizer without steps
+    curve.add_points(steps([1, 2], start=100))
     assert [row.x for row in curve.rows] == [1, 2, 3, 4, 5]
 
 
-def test_losses_without_weights_are_told_by_token_and_steps_without_gradients_have_none() -> None:
+def test_unweighted_losses_are_per_token_and_steps_without_gradients_have_none() -> None:
     points = [
         CurvePoint("forward_backward", 1, loss_sum=4.0, tokens=3, weight=0.0),
         CurvePoint("forward_backward", 2, loss_sum=4.0, tokens=5, weight=0.0),
@@ -55,7 +54,7 @@ def test_each_gradient_counts_by_its_weights_or_else_by_its_tokens() -> None:
     assert [row.loss for row in Curve.from_points(points).rows] == [170 / 1100]
 
 
-def test_rates_are_of_the_last_seconds() -> None:
+def test_rates_cover_the_last_seconds() -> None:
     now_s = 0.0
     rates = Rates(lambda: now_s)
     rates.add_counters({"a": {"n": 0.0}})
@@ -65,12 +64,12 @@ def test_rates_are_of_the_last_seconds() -> None:
         rates.add_counters({"a": {"n": 2.0 * count if count <= 30 else 60.0 + 5 * (count - 30)}})
         assert count > 30 or rates.rates_of("a") == {"n": 2.0}
     assert rates.rates_of("a") == {"n": 5.0}
-    now_s += 60  # nobody has looked meanwhile
+    now_s += 60  # no viewer looked in the meantime
     rates.add_counters({"a": {"n": 300.0}})
     assert rates.rates_of("a") == {}
 
 
-def test_a_rate_is_told_as_soon_as_what_is_new_or_began_again_was_seen_twice() -> None:
+def test_a_new_or_restarted_counter_has_a_rate_from_its_second_reading() -> None:
     now_s = 0.0
     rates = Rates(lambda: now_s)
     seen: list[Any] = [{"a": 10.0}, {}, {"a": 20.0}, {"a": 21.0}, {"a": 3.0, "b": 5.0}]

@@ -1,4 +1,6 @@
-"""What those who look are told: everything, or what is theirs; once a second, however many look."""
+"""The dashboard shows everything, or the viewer's own tenant. One read a second serves all
+viewers.
+"""
 
 import asyncio
 import json
@@ -27,7 +29,7 @@ __all__ = ["at_once", "operator"]  # fixtures
 
 
 async def looks(api: Any, key: str = "tml-a", since: float = 0.0) -> list[tuple[float, Any]]:
-    """Ids and contents of the events of one stream, which the settings here keep short."""
+    """Ids and contents of the events of one stream, which ends soon under these settings."""
     answer = await api.call("GET", f"/live?since={since}", key=key)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -45,7 +47,7 @@ async def first(api: Any, **options: Any) -> Any:
 
 @pytest.fixture
 async def watched(service: Any) -> Any:
-    """Nobody has looked before, and what was true a moment ago is too old."""
+    """The service before its first viewer, with all caches disabled."""
     services = service.services
     now_s = iter(range(10**9))
     live = Dashboard(services.store, services.served, clock=lambda: float(next(now_s) * 10))
@@ -56,7 +58,7 @@ async def watched(service: Any) -> Any:
 # --- what is told ---------------------------------------------------------------------------------
 
 
-async def test_without_keys_everybody_sees_everything(watched: Any) -> None:
+async def test_without_keys_every_viewer_sees_everything(watched: Any) -> None:
     models = {key: (await trained(watched, key))[0] for key in ("tml-a", "tml-b")}
     seen = await first(watched, key="tml-c")
     assert seen["tenant"] == open_tenant("tml-c")
@@ -83,7 +85,7 @@ async def test_without_keys_everybody_sees_everything(watched: Any) -> None:
 async def test_a_curve_has_the_mean_loss_and_the_learning_rate_of_each_step(watched: Any) -> None:
     model, _ = await trained(watched)
     ((x, _, loss, learning_rate, grad_norm),) = (await first(watched))["curves"][model]
-    # Two gradients of three tokens, whose fake losses are 4, 6 and 8 eighths.
+    # Two gradients of three tokens each, with fake losses of 4, 6 and 8 eighths.
     assert (x, loss, learning_rate) == (1, 6 / 8, 0.5)
     assert grad_norm > 0
 
@@ -97,19 +99,20 @@ async def test_rows_that_a_viewer_has_are_not_sent_again(watched: Any) -> None:
     assert newest_s == pytest.approx(events[0][1]["curves"][model][0][1], abs=0.001)
     later = await first(watched, since=newest_s + 60)
     assert later["curves"] == {}
-    near = await first(watched, since=newest_s + 1)  # may have been read in another order
+    # steps of two runs may have been read in another order
+    near = await first(watched, since=newest_s + 1)
     assert model in near["curves"]
     step = {"model_id": model, "seq_id": 4, "adam_params": {}}
     await watched.poll((await watched.post("/optim_step", step))["request_id"])
     again = await first(watched, since=newest_s + 60)
-    assert again["curves"] == {}  # it ended before that
+    assert again["curves"] == {}  # the run ended before that
     assert [row[0] for row in (await first(watched))["curves"][model]] == [1, 2]
 
 
-async def test_a_run_that_comes_among_those_shown_is_told_from_its_beginning(
+async def test_a_run_that_enters_the_shown_ones_is_sent_from_its_start(
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page forgets a run that is not shown any more."""
+    """The dashboard forgets a run that is no longer shown."""
 
     async def stepped(model: str, seq: int) -> None:
         step = {"model_id": model, "seq_id": seq, "adam_params": {}}
@@ -138,7 +141,7 @@ async def test_a_run_that_comes_among_those_shown_is_told_from_its_beginning(
     ]
 
 
-async def test_a_run_that_came_between_two_streams_is_told_from_its_beginning(
+async def test_a_run_shown_between_two_streams_is_sent_from_its_start(
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(living, "MOST_RUNS", 1)
@@ -153,7 +156,7 @@ async def test_a_run_that_came_between_two_streams_is_told_from_its_beginning(
     assert [row[0] for row in later["curves"][old]] == [1, 2]
 
 
-async def test_runs_are_called_what_their_clients_call_them(watched: Any) -> None:
+async def test_runs_have_the_names_that_their_clients_gave_them(watched: Any) -> None:
     named = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "<b>mine</b>"}
     session = (await watched.post("/create_session", named))["session_id"]
     await watched.model(session)
@@ -164,7 +167,7 @@ async def test_runs_are_called_what_their_clients_call_them(watched: Any) -> Non
     assert [each["name"] for each in (await first(watched))["runs"]] == ["run 7", "<b>mine</b>"]
 
 
-async def test_long_names_do_not_make_every_event_long(watched: Any) -> None:
+async def test_long_names_are_shortened_in_events(watched: Any) -> None:
     named = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "s" * 1024}
     session = (await watched.post("/create_session", named))["session_id"]
     await watched.model(session)
@@ -175,7 +178,7 @@ async def test_long_names_do_not_make_every_event_long(watched: Any) -> None:
     assert names == ["n" * 79 + "…", "s" * 79 + "…"]
 
 
-async def test_errors_are_told_with_their_text_and_counted(watched: Any) -> None:
+async def test_errors_are_shown_with_their_text_and_counted(watched: Any) -> None:
     session = await watched.session()
     model = await watched.model(session)
     text = await watched.error(await watched.forward_backward(model, 1, (1, 999)))
@@ -187,15 +190,15 @@ async def test_errors_are_told_with_their_text_and_counted(watched: Any) -> None
         ("user", 1, "result"),
     ]
     assert [each["text"] for each in errors] == [refused.json()["detail"], text]
-    await watched.http.get("/api/v1/sessions")  # who asked without a key is nobody
-    await watched.call("GET", "/training_runs/nothing")  # an answer like others
+    await watched.http.get("/api/v1/sessions")  # a request without a key belongs to no tenant
+    await watched.call("GET", "/training_runs/nothing")  # an ordinary answer is not an error
     assert len((await first(watched))["errors"]) == 2
 
 
 # --- who sees what --------------------------------------------------------------------------------
 
 
-async def test_a_key_sees_its_tenant_and_one_for_looking_sees_all(
+async def test_a_key_sees_its_tenant_and_an_admin_key_sees_all(
     watched: Any, operator: Operator, at_once: None
 ) -> None:
     alice, bob = await operator.key("alice"), await operator.key("bob")
@@ -216,9 +219,7 @@ async def test_a_key_sees_its_tenant_and_one_for_looking_sees_all(
     assert everything["workers"] and everything["store"]
 
 
-async def test_a_key_for_looking_can_do_nothing_else(
-    watched: Any, operator: Operator, at_once: None
-) -> None:
+async def test_an_admin_key_can_only_look(watched: Any, operator: Operator, at_once: None) -> None:
     looking = await operator.key(scopes=["admin"])
     paths = ["/training_runs", "/checkpoints", "/usage", "/sessions", "/training_runs/x/curve"]
     for path in paths:
@@ -231,7 +232,7 @@ async def test_a_key_for_looking_can_do_nothing_else(
 
 
 class Counted:
-    """A store that counts what is asked of it."""
+    """A store that counts its queries."""
 
     def __init__(self, store: Any) -> None:
         self.asked: Counter[str] = Counter()
@@ -253,13 +254,14 @@ async def test_ten_viewers_cost_one_read(service: Any) -> None:
     assert store.asked == once
     now_s = living.TICK_S
     await asyncio.gather(*(live.look(None) for _ in range(10)))
-    # What is dear is older, names are known, and the run's curve may have grown since it was read.
+    # Costly values may be older, and names are known. The run's curve may have grown since it was
+    # read.
     assert store.asked == once | {"page": 2, "curve": 2}
 
 
-async def test_runs_that_do_nothing_are_not_read_again(service: Any) -> None:
+async def test_idle_runs_are_not_read_again(service: Any) -> None:
     await trained(service)
-    await service.model(await service.session())  # one without a curve
+    await service.model(await service.session())  # a run without a curve
     store, now_s = Counted(service.services.store), 0.0
     live = Dashboard(store, service.services.served, clock=lambda: now_s)
     for _ in range(100):
@@ -268,12 +270,12 @@ async def test_runs_that_do_nothing_are_not_read_again(service: Any) -> None:
             1,
         ]
         now_s += 1
-    # Each until the store was asked anew whether there is anything left to do, after 2 s.
+    # Each curve is read until the store was asked again, after 2 s, whether jobs are left.
     assert store.asked["curve"] == 2 * 3
 
 
-async def test_a_curve_is_read_to_the_end_of_a_request_that_takes_long(api: Any) -> None:
-    """Seldom while nothing comes, and not again once it has come."""
+async def test_a_curve_is_read_until_a_long_request_ends(api: Any) -> None:
+    """Reads are rare until a point arrives, and end after it."""
     await api.start_worker()
     model = await api.model(await api.session())
     await api.stop_worker()
@@ -296,7 +298,7 @@ async def test_a_curve_is_read_to_the_end_of_a_request_that_takes_long(api: Any)
     assert store.asked["curve"] - asked <= 4
 
 
-async def test_a_tenants_idle_runs_are_seldom_read_while_it_is_busy(api: Any) -> None:
+async def test_a_tenants_idle_runs_are_rarely_read_while_it_is_busy(api: Any) -> None:
     await api.start_worker()
     session = await api.session()
     models = [await api.model(session, number) for number in range(4)]
@@ -307,16 +309,16 @@ async def test_a_tenants_idle_runs_are_seldom_read_while_it_is_busy(api: Any) ->
     for _ in range(600):
         await live.look(None)
         now_s += 1
-    assert store.asked["curve"] < 4 * 60  # it was 4 * 600
+    assert store.asked["curve"] < 4 * 60  # 4 * 600 without this rule
 
 
-async def test_points_are_seen_that_come_while_nobody_looks(api: Any) -> None:
+async def test_points_that_arrive_between_viewers_are_seen(api: Any) -> None:
     await api.start_worker()
     model = await api.model(await api.session())
     await api.stop_worker()
     now_s = 0.0
     live = Dashboard(api.services.store, api.services.served, clock=lambda: now_s)
-    await live.stats.get()  # that there is nothing left to do, which is true no longer
+    await live.stats.get()  # cache that no jobs are left, which is no longer true
     answer = await api.post("/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
     now_s = 1.0
     assert (await live.look(None)).curves[model].rows == []
@@ -326,7 +328,7 @@ async def test_points_are_seen_that_come_while_nobody_looks(api: Any) -> None:
     assert len((await live.look(None)).curves[model].rows) == 1
 
 
-async def test_a_store_that_is_away_is_asked_once_by_all_who_wait() -> None:
+async def test_an_unreachable_store_is_queried_once_for_all_waiting_viewers() -> None:
     async def ask() -> None:
         asked.append(1)
         await asyncio.sleep(0.01)
@@ -334,13 +336,13 @@ async def test_a_store_that_is_away_is_asked_once_by_all_who_wait() -> None:
 
     asked: list[int] = []
     fresh = CachedQuery(ask, 1.0, clock=lambda: 0.0)
-    for times in (1, 2):  # who comes later asks again
+    for times in (1, 2):  # a later viewer asks again
         answers = await asyncio.gather(*(fresh.get() for _ in range(10)), return_exceptions=True)
         assert [type(each) for each in answers] == [StoreFailed] * 10
         assert len(asked) == times
 
 
-async def test_others_have_their_answer_when_who_asked_first_leaves() -> None:
+async def test_a_viewer_that_leaves_does_not_cancel_the_query_of_others() -> None:
     async def ask() -> int:
         await may_tell.wait()
         return 7
@@ -355,7 +357,9 @@ async def test_others_have_their_answer_when_who_asked_first_leaves() -> None:
     assert first_one.cancelled()
 
 
-async def test_too_many_pages_are_put_off(watched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_dashboards_are_refused_for_now(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(living, "MOST_VIEWERS_OF_TENANT", 2)
     live = watched.app.state.services.live
     with live.viewed(open_tenant("tml-a")), live.viewed(open_tenant("tml-a")):
@@ -368,7 +372,7 @@ async def test_too_many_pages_are_put_off(watched: Any, monkeypatch: pytest.Monk
     assert not live._viewers
 
 
-async def test_who_comes_while_others_wait_for_their_first_look_is_counted_with_them(
+async def test_viewers_waiting_for_their_first_state_count_towards_the_limit(
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(living, "MOST_VIEWERS_OF_TENANT", 3)
@@ -393,7 +397,7 @@ async def test_who_comes_while_others_wait_for_their_first_look_is_counted_with_
 
 
 @pytest.mark.parametrize("goes", ["disconnect", "cancelled", "broken"])
-async def test_who_goes_before_the_first_byte_is_not_counted_any_longer(
+async def test_a_viewer_that_leaves_before_the_first_byte_no_longer_counts(
     watched: Any, goes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, may_tell = watched.app.state.services.live, asyncio.Event()
@@ -433,7 +437,7 @@ async def test_who_goes_before_the_first_byte_is_not_counted_any_longer(
     assert not live._viewers
 
 
-async def test_a_stream_ends_when_the_store_is_away_and_the_next_one_is_refused(
+async def test_a_stream_ends_when_the_store_is_away_and_the_next_is_refused(
     watched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away(*_: Any, **__: Any) -> Any:

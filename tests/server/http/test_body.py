@@ -1,4 +1,4 @@
-"""Request bodies: how long they may take, how deep they may nest, which numbers they may hold."""
+"""Request bodies: the limits on their time, their nesting and their numbers."""
 
 import asyncio
 import contextlib
@@ -30,11 +30,11 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 
 class Anything(Body):
-    """A body that is never at fault itself."""
+    """A body with any fields, which is always valid."""
 
 
 async def arriving(pieces: list[bytes], pause_s: float, pace: body.BodyDeadline) -> int:
-    """Bytes that are read of a body whose pieces arrive one by one."""
+    """The number of bytes read of a body whose pieces arrive one by one."""
     left, size = list(pieces), 0
 
     async def receive() -> dict[str, object]:
@@ -51,22 +51,22 @@ async def arriving(pieces: list[bytes], pause_s: float, pace: body.BodyDeadline)
 
 
 @pytest.mark.anyio
-async def test_a_body_that_trickles_is_given_up() -> None:
+async def test_a_body_that_trickles_is_abandoned() -> None:
     with pytest.raises(BodyTooSlow, match="2 bytes of the request body arrived"):
         await arriving([b"a"] * 1000, pause_s=0.04, pace=body.BodyDeadline(0.1))
     assert 0.1 <= asyncio.get_running_loop().time() < 0.12
 
 
 @pytest.mark.anyio
-async def test_a_body_may_take_as_long_as_it_keeps_to_16_kib_a_second() -> None:
-    """By hand: 64 KiB in 1.6 s are 40 KiB/s. Without what pieces earn, the third would be late."""
+async def test_a_body_may_take_long_at_16_kib_a_second() -> None:
+    """By hand: 64 KiB in 1.6 s are 40 KiB/s. If pieces earned no time, the third would be late."""
     pieces = [b"a" * 8192] * 8
     assert await arriving(pieces, pause_s=0.2, pace=body.BodyDeadline(0.5)) == 8 * 8192
 
 
 @pytest.mark.anyio
-async def test_what_came_fast_does_not_let_the_rest_stall() -> None:
-    """15.9 of 16 MiB at once were good for 17 minutes, in which they stayed in memory."""
+async def test_a_fast_start_does_not_allow_the_rest_to_stall() -> None:
+    """15.9 of 16 MiB at once used to earn 17 minutes, during which they stayed in memory."""
     with pytest.raises(BodyTooSlow):
         await arriving(
             [bytes(15 * 2**20)] + [b"a"] * 1000, pause_s=0.05, pace=body.BodyDeadline(0.3)
@@ -75,13 +75,13 @@ async def test_what_came_fast_does_not_let_the_rest_stall() -> None:
 
 
 @pytest.mark.anyio
-async def test_only_a_slow_body_gives_way_to_others() -> None:
-    """By hand: 200 KiB/s are below, 1 MiB/s above the 256 that bodies need while others wait."""
+async def test_only_a_slow_body_yields_to_others() -> None:
+    """By hand: 200 KiB/s are below the 256 that bodies need while others wait, 1 MiB/s above."""
     for piece_bytes, gives_way in ((20 * 1024, True), (100 * 1024, False)):
         pace = body.BodyDeadline(0.3)
         reading = asyncio.create_task(arriving([bytes(piece_bytes)] * 10, 0.1, pace))
         await asyncio.sleep(0.15)
-        assert not pace.give_way()  # before its time of grace is over
+        assert not pace.give_way()  # before its grace period is over
         await asyncio.sleep(0.5)
         assert pace.give_way() is gives_way
         if gives_way:
@@ -92,7 +92,7 @@ async def test_only_a_slow_body_gives_way_to_others() -> None:
 
 
 @pytest.mark.anyio
-async def test_time_in_which_the_server_does_not_read_is_not_the_bodys() -> None:
+async def test_time_in_which_the_server_does_not_read_does_not_count() -> None:
     pace = body.BodyDeadline(0.2)
 
     async def take(piece: bytes) -> None:
@@ -109,7 +109,7 @@ async def test_time_in_which_the_server_does_not_read_is_not_the_bodys() -> None
 @pytest.mark.parametrize("levels", [31, 32, 33, 150, 10_000])
 @pytest.mark.parametrize("pair", ["[]", '{"a":}'])
 def test_a_body_may_nest_32_levels(levels: int, pair: str) -> None:
-    inner = levels - 1  # the body itself is one
+    inner = levels - 1  # the body itself is one level
     nested = pair[:-1] * inner + "1" + pair[-1] * inner
     raw = f'{{"x": {nested}}}'.encode()
     if levels <= 32:
@@ -130,8 +130,8 @@ JSON = st.recursive(
 
 @given(st.lists(JSON, max_size=30))
 @settings(max_examples=300)
-def test_brackets_inside_of_text_do_not_count(values: list[object]) -> None:
-    """By an explicit walk: whatever is no deeper than the limit passes."""
+def test_brackets_inside_text_do_not_count(values: list[object]) -> None:
+    """An explicit walk is the reference: every value within the limit is accepted."""
 
     def depth(value: object) -> int:
         if isinstance(value, dict):
@@ -148,7 +148,7 @@ def test_brackets_inside_of_text_do_not_count(values: list[object]) -> None:
 def test_structure_is_found_in_pieces_of_any_size(
     values: list[object], piece_bytes: int, spaced: bool
 ) -> None:
-    """By an explicit walk; the pieces end within texts, escapes and runs of backslashes."""
+    """An explicit walk is the reference. Pieces end within texts, escapes and backslashes."""
 
     def walk(value: object) -> tuple[int, int]:
         inner = list(value.values()) if isinstance(value, dict) else value
@@ -170,8 +170,8 @@ def test_a_long_text_full_of_brackets_is_only_text() -> None:
     assert body.parse(Anything, raw).model_extra == json.loads(raw)
 
 
-def test_lists_objects_and_fields_are_counted_before_anything_is_made_of_them() -> None:
-    """340,000 empty chunks took 1 s and 180 MB, of which 81 were counted."""
+def test_lists_objects_and_fields_are_counted_before_decoding() -> None:
+    """340,000 empty chunks once took 1 s and 180 MB, of which 81 were counted."""
     body.parse(Anything, b'{"x": [' + b"{}," * (2**14 - 3) + b"{}]}")
     fields = b",".join(b'"f%d": 0' % number for number in range(2**16))
     body.parse(Anything, b"{" + fields + b"}")
@@ -192,8 +192,8 @@ def test_16_mib_of_brackets_are_refused_within_a_quarter_of_a_second(raw: bytes)
     assert time.process_time() - started_s < 0.25
 
 
-def test_a_million_numbers_are_the_most() -> None:
-    """16 MiB of `1,` took 400 MiB, and held up all other requests for a second."""
+def test_a_body_has_up_to_a_million_numbers() -> None:
+    """16 MiB of `1,` once took 400 MiB and held up all other requests for a second."""
     body.parse(Anything, b'{"x": [' + b"1," * (2**20 - 10) + b"1]}")
     started_s = time.process_time()
     with pytest.raises(Malformed, match="the limit is 1048576; send less at once"):
@@ -203,19 +203,19 @@ def test_a_million_numbers_are_the_most() -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 @pytest.mark.parametrize("place", ["%s", "[%s]", '{"a": [1, %s]}'])
-def test_a_number_that_json_does_not_have_is_refused_in_fields_that_nobody_reads(
+def test_a_number_that_json_does_not_have_is_refused_even_in_ignored_fields(
     number: str, place: str
 ) -> None:
     with pytest.raises(Malformed, match="must be finite"):
         body.parse(Anything, f'{{"x": {place % number}}}'.encode())
 
 
-def test_their_names_as_text_are_text() -> None:
+def test_their_names_as_text_are_accepted() -> None:
     body.parse(Anything, b'{"x": "NaN", "Infinity": ["-Infinity"]}')
 
 
 @pytest.mark.parametrize("text", [rb'"\ud800"', rb'"\udc00\ud800"', b'"\xed\xa0\x80"', b'"\xff"'])
-def test_text_that_is_no_unicode_is_refused(text: bytes) -> None:
+def test_text_with_invalid_unicode_is_refused(text: bytes) -> None:
     for raw in (b'{"x": ' + text + b"}", b"{" + text + b": 1}"):
         with pytest.raises(Malformed):
             body.parse(Anything, raw)
@@ -239,7 +239,7 @@ def with_elements(schema: Any) -> Iterator[dict[str, Any]]:
         yield from with_elements(part)
 
 
-def test_every_list_of_every_body_ends_at_its_first_wrong_element() -> None:
+def test_every_list_of_every_body_is_refused_at_its_first_wrong_element() -> None:
     assert openai_types.CompletionRequest in set(bodies_of(Body))
     found = [
         (each.__name__, schema.get("fail_fast"))
@@ -261,7 +261,7 @@ BODY_TYPES: dict[str, type[Body]] = {
 
 @pytest.mark.parametrize(("path", "raw"), MISFITS.values(), ids=MISFITS)
 def test_a_million_wrong_elements_are_refused_at_the_first(path: str, raw: bytes) -> None:
-    """1.5 a million times as a prompt took 39 s, in which nothing else was answered, and 3.4 GB."""
+    """1.5 a million times as a prompt once took 3.4 GB and 39 s, and blocked all other requests."""
     assert 2**20 - 300 < len(raw) - len(raw.translate(None, b'[]{},"')) <= 2**20
     started_s = time.process_time()
     with pytest.raises(Malformed) as refused:
@@ -286,10 +286,10 @@ MEASURED: dict[str, tuple[type[Body], str, list[str]]] = {
 
 
 @pytest.mark.parametrize(("body_type", "text", "parts"), MEASURED.values(), ids=MEASURED)
-def test_no_body_takes_more_than_is_counted(
+def test_no_body_takes_more_memory_than_is_counted(
     body_type: type[Body], text: str, parts: list[str]
 ) -> None:
-    """Each problem had a copy of the value at fault: the last took twice what was counted."""
+    """Each error once held a copy of the wrong value: the last took twice the counted memory."""
     raw = (text % ",".join(parts)).encode()
     gc.collect()
     tracemalloc.start()

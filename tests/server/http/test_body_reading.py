@@ -1,4 +1,4 @@
-"""How one body is read, without a service around it: frames, pieces, and the threads that read."""
+"""Reading one body without a service around it: frames, pieces, and the reading threads."""
 
 import asyncio
 import gc
@@ -27,8 +27,8 @@ def undeclared(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("size", [MIB - 1, MIB, MIB + 1, 2 * MIB])
-def test_two_frames_are_not_taken_for_one(size: int) -> None:
-    """Only the first was read if neither told its size, whatever was in the second."""
+def test_a_body_of_two_frames_is_malformed(size: int) -> None:
+    """Only the first frame was read if neither declared its size, whatever the second contained."""
     frame = undeclared(os.urandom(size))
     assert len(incoming._one_shot(frame, incoming._counted(frame, 64 * MIB))) == size
     for second in (frame, frame[:-1], undeclared(b"a")):
@@ -37,8 +37,8 @@ def test_two_frames_are_not_taken_for_one(size: int) -> None:
             incoming._one_shot(frame + second, counted)
 
 
-def test_a_frame_is_counted_without_keeping_any_of_it() -> None:
-    """It grew and was copied, up to 64 MiB in one step, for which all other requests waited."""
+def test_a_frame_is_counted_without_storing_it() -> None:
+    """The buffer once grew by copying up to 64 MiB in one step, which blocked other requests."""
     frame = undeclared(bytes(60 * MIB))
     incoming._counted(undeclared(b"x"), MIB)
     tracemalloc.start()
@@ -50,8 +50,8 @@ def test_a_frame_is_counted_without_keeping_any_of_it() -> None:
     assert peak < 2 * MIB
 
 
-async def test_a_body_that_comes_byte_by_byte_is_kept_in_few_pieces() -> None:
-    """Each piece would be an object of 57 bytes, however little is in it."""
+async def test_a_body_that_arrives_byte_by_byte_is_stored_in_few_pieces() -> None:
+    """Otherwise each piece would be an object of 57 bytes, however short."""
     body = json.dumps({"x": "a" * 50_000}).encode()
     left = [body[at : at + 1] for at in range(len(body))]
 
@@ -67,8 +67,8 @@ async def test_a_body_that_comes_byte_by_byte_is_kept_in_few_pieces() -> None:
         assert await sent.read(lambda raw: raw) == body
 
 
-async def test_other_requests_come_between_while_the_structure_of_a_body_is_checked() -> None:
-    """16 MB of escapes took 0.17 s in one step, in which no other thread runs."""
+async def test_other_requests_run_while_the_structure_of_a_body_is_checked() -> None:
+    """16 MB of escapes once took 0.17 s in one step, during which no other thread ran."""
     raw = b'{"tags": ["' + b"\\\\" * 7_900_000 + b'"], "x": [' + b"[]," * 40 + b"1]}"
     memory = BodyMemory.from_settings(ApiSettings())
     ticks = 0
@@ -81,7 +81,7 @@ async def test_other_requests_come_between_while_the_structure_of_a_body_is_chec
 
     def check(sent: bytes) -> None:
         nonlocal ticks
-        ticks = 0  # those of the pause before it do not count
+        ticks = 0  # ticks before the pause do not count
         incoming.body._structure(sent)
 
     ticking = asyncio.create_task(tick())
@@ -96,10 +96,10 @@ async def test_other_requests_come_between_while_the_structure_of_a_body_is_chec
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_request_that_ends_while_a_thread_works_for_it_waits_for_the_thread(
+async def test_a_cancelled_request_waits_for_the_thread_that_works_for_it(
     fails: bool,
 ) -> None:
-    """What the thread has of memory is counted until then; nothing is logged of how it ended."""
+    """The thread's memory counts until then, and its end is not logged."""
     release = threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Connections of clients that are slow, silent or too talkative, over real sockets."""
+"""Connections of slow, silent and excessive clients, over real sockets."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Seen:
-    """What the application behind the protocol was given, and how it answers."""
+    """Records the requests that reach the application behind the protocol, and answers them."""
 
     def __init__(self) -> None:
         self.scopes: list[Any] = []
@@ -81,7 +81,7 @@ async def answered(reader: asyncio.StreamReader) -> bytes:
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
-    """Everything until the server ends the connection, which it must within two seconds."""
+    """Everything until the server closes the connection, which it must do within two seconds."""
     async with asyncio.timeout(2):
         try:
             return await reader.read()
@@ -90,7 +90,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 
 async def drip(writer: asyncio.StreamWriter, data: bytes, pause_s: float = 0.02) -> None:
-    """Sends a byte at a time, as long as somebody listens."""
+    """Send one byte at a time, as long as the server listens."""
     for byte in data:
         if writer.is_closing():
             break
@@ -106,7 +106,7 @@ def assert_failure(answer: bytes, status: int, code: str) -> None:
     assert set(json.loads(body)) == {"code", "detail"}
 
 
-async def test_headers_that_drip_in_are_answered_408(stream: Stream, seen: Seen) -> None:
+async def test_slow_headers_are_answered_408(stream: Stream, seen: Seen) -> None:
     reader, writer = stream
     dripping = asyncio.create_task(drip(writer, b"GET / HTTP/1.1\r\nX: " + b"a" * 200))
     assert_failure(await ended(reader), 408, "headers_too_slow")
@@ -114,11 +114,11 @@ async def test_headers_that_drip_in_are_answered_408(stream: Stream, seen: Seen)
     await dripping
 
 
-async def test_a_client_that_says_nothing_is_let_go(stream: Stream) -> None:
+async def test_a_silent_client_is_disconnected(stream: Stream) -> None:
     assert await ended(stream[0]) == b""
 
 
-async def test_a_pause_between_requests_is_no_offence(stream: Stream) -> None:
+async def test_a_pause_between_requests_is_allowed(stream: Stream) -> None:
     reader, writer = stream
     for _ in range(2):
         writer.write(GET)
@@ -133,7 +133,7 @@ async def test_an_answer_may_take_longer_than_the_headers(stream: Stream, seen: 
     assert (await answered(reader)).endswith(b"ok")
 
 
-async def test_line_ends_between_requests_keep_nobody_connected(stream: Stream) -> None:
+async def test_line_ends_between_requests_do_not_extend_the_connection(stream: Stream) -> None:
     reader, writer = stream
     writer.write(GET)
     await answered(reader)
@@ -162,7 +162,7 @@ async def test_a_long_address_is_answered_431(stream: Stream, seen: Seen) -> Non
     assert_failure(await answered(stream[0]), 431, "headers_too_large")
 
 
-async def test_what_is_no_http_is_answered_in_the_one_shape(stream: Stream) -> None:
+async def test_bytes_that_are_not_http_get_the_usual_error(stream: Stream) -> None:
     stream[1].write(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 secret")
     answer = await ended(stream[0])
     assert_failure(answer, 400, "invalid_request")
@@ -172,7 +172,7 @@ async def test_what_is_no_http_is_answered_in_the_one_shape(stream: Stream) -> N
 @pytest.mark.parametrize(
     "after", [b"\x16\x03\x01", b"GET / HTTP/1.1\r\nX: "], ids=["noise", "half"]
 )
-async def test_an_answer_under_way_is_still_given_when_nonsense_follows(
+async def test_an_answer_in_progress_is_completed_before_an_error(
     stream: Stream, seen: Seen, after: bytes
 ) -> None:
     seen.pause_s = 2 * TIMES["header_timeout_s"]
@@ -183,7 +183,7 @@ async def test_an_answer_under_way_is_still_given_when_nonsense_follows(
     assert (await ended(reader)).endswith(b"\r\n\r\nok")
 
 
-async def test_a_client_that_ends_its_side_is_gone(
+async def test_a_client_that_closes_its_side_is_disconnected(
     stream: Stream, seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, writer = stream
@@ -212,13 +212,15 @@ async def test_endless_trailers_end_the_connection(stream: Stream) -> None:
     assert_failure(await answered(reader), 431, "headers_too_large")
 
 
-async def test_a_body_that_is_no_http_is_answered_too(stream: Stream) -> None:
+async def test_a_malformed_chunked_body_is_answered_400(stream: Stream) -> None:
     reader, writer = stream
     writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
     assert_failure(await ended(reader), 400, "invalid_request")
 
 
-async def test_a_body_after_its_answer_is_not_waited_for_long(stream: Stream, seen: Seen) -> None:
+async def test_the_rest_of_a_body_after_the_answer_is_not_awaited_for_long(
+    stream: Stream, seen: Seen
+) -> None:
     seen.reads_body = False
     reader, writer = stream
     writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
@@ -228,7 +230,9 @@ async def test_a_body_after_its_answer_is_not_waited_for_long(stream: Stream, se
     await dripping
 
 
-async def test_a_body_after_its_answer_may_still_end_in_time(stream: Stream, seen: Seen) -> None:
+async def test_the_rest_of_a_body_after_the_answer_may_arrive_in_time(
+    stream: Stream, seen: Seen
+) -> None:
     seen.reads_body = False
     reader, writer = stream
     writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
@@ -241,7 +245,7 @@ async def test_a_body_after_its_answer_may_still_end_in_time(stream: Stream, see
 
 
 @pytest.mark.parametrize("ending", [b"", b"Connection: close\r\n"], ids=["kept", "to be closed"])
-async def test_an_answer_that_nobody_reads_is_given_up(
+async def test_an_answer_that_is_not_read_is_abandoned(
     port: int, seen: Seen, monkeypatch: pytest.MonkeyPatch, ending: bytes
 ) -> None:
     monkeypatch.setattr(protocol, "_STALLED_S", 0.1)
@@ -249,7 +253,7 @@ async def test_an_answer_that_nobody_reads_is_given_up(
     connection = socket.create_connection(("127.0.0.1", port))
     with connection:
         connection.sendall(GET[:-2] + ending + b"\r\n")
-        await asyncio.sleep(1.5)  # 15 times as long, for a machine that is busy
+        await asyncio.sleep(1.5)  # 15 times as long, for a busy machine
         received = await asyncio.to_thread(_all_of, connection)
     assert received < len(seen.answer)
 

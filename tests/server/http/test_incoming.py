@@ -1,4 +1,4 @@
-"""Request bodies within the memory that they may take, and given back on every path."""
+"""Request bodies stay within their memory, and every path releases it."""
 
 import asyncio
 import gc
@@ -25,7 +25,7 @@ ZSTD = {"Content-Encoding": "zstd", "Content-Type": PROTOBUF}
 
 @pytest.fixture
 def settings(settings: ApiSettings) -> ApiSettings:
-    """Small limits, so that tests are: bodies of 1 MiB, 3 MiB decompressed, 16 MiB for a tenant."""
+    """Small limits keep the tests small: bodies of 1 MiB, 3 MiB decompressed, 16 MiB per tenant."""
     small = {
         "max_body_bytes": MIB,
         "max_decompressed_bytes": 3 * MIB,
@@ -41,13 +41,13 @@ def held(api: Any) -> int:
 
 
 def padded(model: str, seq: int, size: int) -> bytes:
-    """A message of about so many random bytes, most of them in a field that no message has."""
+    """A message of about ``size`` random bytes, most of them in an unknown field."""
     head = forward_backward(model, seq)
     return head + field(os.urandom(size - len(head)))
 
 
 def field(value: bytes) -> bytes:
-    """Field 15 of a message."""
+    """The encoded field 15 of a message."""
     size, length = b"", len(value)
     while length >= 128:
         size += bytes([length & 127 | 128])
@@ -63,7 +63,7 @@ def undeclared(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(write_content_size=False).compress(data)
 
 
-async def test_frames_with_and_without_their_size_are_read(service: Any) -> None:
+async def test_frames_with_and_without_a_declared_size_are_read(service: Any) -> None:
     model = await service.model(await service.session())
     for seq, size in enumerate((200, FREE_TO_ARRIVE_BYTES + 1, 900_000), start=1):
         plain = padded(model, seq, size)
@@ -74,7 +74,7 @@ async def test_frames_with_and_without_their_size_are_read(service: Any) -> None
 
 
 @pytest.mark.parametrize("cut", [slice(0, -1), slice(0, 20), slice(0, 5)])
-async def test_a_frame_without_its_size_is_read_to_its_end(service: Any, cut: slice) -> None:
+async def test_a_frame_without_a_declared_size_is_read_to_its_end(service: Any, cut: slice) -> None:
     model = await service.model(await service.session())
     whole = undeclared(padded(model, 1, 300_000))
     bodies = (whole[cut], whole + b"x", whole + whole, whole + whole[cut], undeclared(b"") + whole)
@@ -87,7 +87,7 @@ async def test_a_frame_without_its_size_is_read_to_its_end(service: Any, cut: sl
 
 
 @pytest.mark.parametrize("compress", [zstandard.compress, undeclared])
-async def test_a_bomb_is_413_by_its_size_and_spends_its_place(service: Any, compress: Any) -> None:
+async def test_a_bomb_is_413_by_its_size_and_uses_its_position(service: Any, compress: Any) -> None:
     model = await service.model(await service.session())
     plain = forward_backward(model, 1) + field(bytes(4 * MIB))
     response = await send(service, compress(plain), **ZSTD)
@@ -112,8 +112,8 @@ async def test_a_bomb_is_413_by_its_ratio(
     assert held(service) == 0
 
 
-async def test_a_size_that_is_not_true_is_malformed_and_costs_no_more(service: Any) -> None:
-    """The frame says 70,000 bytes, and has 100,000."""
+async def test_a_wrong_declared_size_is_malformed_and_takes_no_more_memory(service: Any) -> None:
+    """The frame declares 70,000 bytes and has 100,000."""
     frame = bytearray(zstandard.compress(bytes(100_000)))
     told = (100_000).to_bytes(4, "little")
     at = frame.index(told)
@@ -123,8 +123,8 @@ async def test_a_size_that_is_not_true_is_malformed_and_costs_no_more(service: A
     assert held(service) == 0
 
 
-async def test_bodies_wait_for_their_memory_and_all_are_done(service: Any) -> None:
-    """Forty of 3 MB at once, from a tenant that has room for four."""
+async def test_bodies_wait_for_their_memory_and_all_are_accepted(service: Any) -> None:
+    """Forty bodies of 3 MB at once, from a tenant that has room for four."""
     model = await service.model(await service.session())
     half = os.urandom(400_000)
     most = 0
@@ -148,7 +148,7 @@ async def test_bodies_wait_for_their_memory_and_all_are_done(service: Any) -> No
     assert held(service) == 0
 
 
-async def test_who_finds_no_memory_is_429_and_loses_nothing(
+async def test_a_request_without_memory_is_429_and_loses_nothing(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = service.services.body_memory
@@ -168,7 +168,7 @@ async def test_who_finds_no_memory_is_429_and_loses_nothing(
     assert held(service) == 0
 
 
-async def test_the_memory_in_use_is_among_the_figures(api: Any) -> None:
+async def test_the_metrics_show_the_memory_in_use(api: Any) -> None:
     memory = api.services
     async with memory.body_memory.held.taken("a", 1000), memory.body_memory.arriving.taken("b", 7):
         async with memory.texts.memory.taken("a", 500):
@@ -177,7 +177,7 @@ async def test_the_memory_in_use_is_among_the_figures(api: Any) -> None:
     assert "\ntuneserve_text_memory_used_bytes 500.0\n" in told
 
 
-async def test_json_counts_by_what_it_is_parsed_to(
+async def test_json_counts_by_the_size_of_its_parsed_form(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = service.services.body_memory.held
@@ -194,7 +194,7 @@ async def test_json_counts_by_what_it_is_parsed_to(
     long = bodies.asample(sampler, 1, prompt=tokens([7] * 40_000))
     error = await service.error(await service.post("/asample", long))
     assert "40000 tokens" in error
-    size = len(json.dumps(long, separators=(",", ":")).encode())  # as httpx writes it
+    size = len(json.dumps(long, separators=(",", ":")).encode())  # encoded as by httpx
     assert 6 * size + 48 * 40_000 < most < 6 * size + 48 * 40_200
     assert held(service) == 0
     longer = bodies.asample(sampler, 2, prompt=tokens([7] * 300_000))
@@ -203,10 +203,10 @@ async def test_json_counts_by_what_it_is_parsed_to(
     assert "(tenant_body_memory_bytes); send less at once" in response.json()["detail"]
 
 
-async def test_large_json_bodies_take_turns_and_small_ones_none(
+async def test_large_json_bodies_take_turns_and_small_ones_do_not_wait(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three that take 0.2 s each at this rate; what others ask comes between."""
+    """Three bodies take 0.2 s each at this rate, and other requests run in between."""
     sampler = await service.sampler(await service.session())
     large = [bodies.asample(sampler, seq, prompt=tokens([7] * 40_000)) for seq in (1, 2, 3)]
     each = incoming.body.parsed_bytes([json.dumps(large[0], separators=(",", ":")).encode()])
@@ -230,7 +230,7 @@ async def test_large_json_bodies_take_turns_and_small_ones_none(
 async def test_a_flood_of_large_json_bodies_does_not_hold_up_another_tenant(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turns went to all bodies in the order in which they came."""
+    """Turns once went to all bodies in order of arrival."""
     samplers = {
         key: await service.sampler(await service.session(key=key), key=key)
         for key in ("tml-a", "tml-b")
@@ -250,8 +250,8 @@ async def test_a_flood_of_large_json_bodies_does_not_hold_up_another_tenant(
     await asyncio.gather(*flood)
 
 
-async def test_polls_keep_nothing_of_their_bodies(service: Any) -> None:
-    """A poll of 56 KiB held 1.6 MB, which nothing counted, for 25 s."""
+async def test_polls_release_their_bodies(service: Any) -> None:
+    """A poll of 56 KiB once held 1.6 MB, which were not counted, for 25 s."""
     sampler = await service.sampler(await service.session())
     services = service.services
     patient = services.settings.model_copy(update={"poll_s": 20.0})
@@ -277,8 +277,8 @@ async def test_polls_keep_nothing_of_their_bodies(service: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/retrieve_future", "/cancel_future", "/session_heartbeat"])
-async def test_polls_and_heartbeats_are_short(service: Any, path: str) -> None:
-    """The longest id that is one fits, however it is written."""
+async def test_polls_and_heartbeats_have_a_small_limit(service: Any, path: str) -> None:
+    """The longest valid id fits, however it is encoded."""
     name = "session_id" if path == "/session_heartbeat" else "request_id"
     longest = b'{"%s": "%s"}' % (name.encode(), b"\\ud83d\\ude00" * 256)
     assert (await service.call("POST", path, content=longest)).status_code == 404
@@ -289,7 +289,7 @@ async def test_polls_and_heartbeats_are_short(service: Any, path: str) -> None:
 
 
 async def test_all_but_short_bodies_count(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those up to 64 KiB did not; as JSON they may be 2.8 MB."""
+    """Bodies of up to 64 KiB once did not count; as JSON they may take 2.8 MB."""
     memory = service.services.body_memory.held
     monkeypatch.setattr(memory, "_wait_s", 0.05)
     async with memory.taken(open_tenant("tml-a"), memory.most):
@@ -306,7 +306,7 @@ def tokens(ids: list[int]) -> Any:
 
 
 class Sender:
-    """A client of the application that sends ``pieces``, and then says nothing, or is gone."""
+    """A client that sends ``pieces`` to the application, and then falls silent or disconnects."""
 
     def __init__(self, api: Any, pieces: list[bytes], *headers: tuple[str, str], path: str) -> None:
         self.api, self.pieces, self.asked = api, pieces, 0
@@ -337,7 +337,7 @@ class Sender:
 
 @pytest.mark.parametrize("path", ["/forward_backward", "/asample", "/optim_step"])
 @pytest.mark.parametrize("end", ["gone", "cancelled", "stalled", "stopped"])
-async def test_memory_is_given_back_when_a_body_does_not_end(
+async def test_memory_is_released_when_a_body_does_not_end(
     service: Any, path: str, end: str
 ) -> None:
     memory = service.services.body_memory.arriving
@@ -358,7 +358,7 @@ async def test_memory_is_given_back_when_a_body_does_not_end(
     assert held(service) == 0
 
 
-async def test_a_body_that_was_promised_counts_nothing_before_it_comes(service: Any) -> None:
+async def test_an_announced_body_counts_only_once_it_arrives(service: Any) -> None:
     sender = Sender(service, [bytes(1000)], ("content-length", "900000"), path="/forward_backward")
     while not sender.asked > 1:
         await asyncio.sleep(0.005)
@@ -367,7 +367,9 @@ async def test_a_body_that_was_promised_counts_nothing_before_it_comes(service: 
     await sender.task
 
 
-async def test_a_body_without_length_counts_as_the_largest_until_it_is_there(service: Any) -> None:
+async def test_a_body_without_a_length_counts_as_the_largest_until_it_is_complete(
+    service: Any,
+) -> None:
     memory = service.services.body_memory.arriving
     sender = Sender(service, [bytes(70_000)], path="/forward_backward")
     while not memory.held:
@@ -378,7 +380,7 @@ async def test_a_body_without_length_counts_as_the_largest_until_it_is_there(ser
     assert memory.held == 0
 
 
-async def test_a_body_is_not_read_before_its_key_is_known(service: Any) -> None:
+async def test_a_body_is_read_only_after_its_key_was_accepted(service: Any) -> None:
     for key in ("", "nonsense"):
         sender = Sender(service, [bytes(70_000)], path="/forward_backward")
         sender.scope["headers"][1] = (b"x-api-key", key.encode())
@@ -386,7 +388,7 @@ async def test_a_body_is_not_read_before_its_key_is_known(service: Any) -> None:
         assert (sender.answer["status"], sender.asked) == (401, 0)
 
 
-async def test_a_body_that_is_too_large_by_its_length_is_not_read_to_the_end(service: Any) -> None:
+async def test_a_body_whose_length_is_too_large_is_not_read_to_the_end(service: Any) -> None:
     length = ("content-length", str(2 * MIB))
     sender = Sender(service, [bytes(5000)] * 100, length, path="/forward_backward")
     await sender.task
@@ -395,7 +397,7 @@ async def test_a_body_that_is_too_large_by_its_length_is_not_read_to_the_end(ser
 
 
 @pytest.mark.parametrize("fails", ["submit", "head"])
-async def test_memory_is_given_back_when_the_request_fails(
+async def test_memory_is_released_when_the_request_fails(
     service: Any, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     model = await service.model(await service.session())
@@ -414,7 +416,7 @@ async def test_memory_is_given_back_when_the_request_fails(
     assert held(service) == 0
 
 
-def test_settings_with_which_the_largest_body_never_fits_are_refused() -> None:
+def test_settings_under_which_the_largest_body_never_fits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a tenant has 1000 bytes; .* needs 178956970"):
         ApiSettings(tenant_body_memory_bytes=1000)
     ApiSettings(tenant_body_memory_bytes=8000, max_body_bytes=1000, max_decompressed_bytes=1000)

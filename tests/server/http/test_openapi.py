@@ -1,4 +1,4 @@
-"""The API's description of itself: every route that is mounted, and no other."""
+"""The API's description of itself: every mounted route and no other."""
 
 import inspect
 import re
@@ -17,17 +17,17 @@ from tuneserve_server.settings import ApiSettings
 
 @pytest.fixture
 def app(tmp_path: Any) -> Any:
-    """Described only: its store is never asked."""
+    """An application for its description only: its store is never queried."""
     return create_app(ApiSettings(data_dir=tmp_path), store=None)  # type: ignore[arg-type]
 
 
 def mounted(app: Any) -> Iterator[tuple[str, str, APIRoute]]:
-    """Method, path and route of everything that the application answers to."""
+    """Method, path and route of everything that the application answers."""
     included = [each.original_router for each in app.routes]
     known = [(module.router, PREFIX) for module in ROUTERS]
     known += [(module.router, "") for module in AT_ROOT]
-    again = [openai.router]  # where the hosted service has it; described once
-    assert included == [router for router, _ in known] + again  # nothing is mounted beside them
+    again = [openai.router]  # the hosted service's prefix, described once
+    assert included == [router for router, _ in known] + again  # no other route is mounted
     for router, prefix in known:
         for route in router.routes:
             assert isinstance(route, APIRoute)
@@ -50,27 +50,28 @@ def test_the_description_has_the_mounted_routes_and_no_other(app: Any) -> None:
     assert set(described) == set(routes)
 
 
-def test_what_reads_a_body_says_which(app: Any) -> None:
+def test_the_description_says_which_routes_read_a_body(app: Any) -> None:
     described = operations(app.openapi())
     for method, path, route in mounted(app):
         parameters = inspect.signature(route.endpoint).parameters.values()
         reads = any(each.annotation == SentJsonDep for each in parameters)
-        # By themselves: it may be compressed, larger than the memory, or answered after an hour.
+        # These routes read their body themselves: it may be compressed, exceed the memory, or be
+        # answered after an hour.
         reads |= route.path in ("/forward_backward", "/checkpoints/import")
         reads |= route.path in ("/v1/completions", "/v1/chat/completions")
-        # Or it is not kept as long as they are held.
+        # These bodies are not held in memory while the poll is held.
         reads |= route.path in ("/retrieve_future", "/retrieve_futures")
         reads |= route.path in ("/cancel_future", "/session_heartbeat")
         assert ("requestBody" in described[method, path]) == reads, path
 
 
-def test_every_reference_leads_somewhere(app: Any) -> None:
+def test_every_schema_reference_resolves(app: Any) -> None:
     document = app.openapi()
     for name in re.findall(r"'#/components/schemas/(\w+)'", str(document)):
         assert name in document["components"]["schemas"]
 
 
-def test_all_but_health_metrics_downloads_and_the_page_want_a_key(app: Any) -> None:
+def test_all_but_health_metrics_downloads_and_the_dashboard_require_a_key(app: Any) -> None:
     without = {path for (_, path), each in operations(app.openapi()).items() if not wants_key(each)}
     page = {"/", "/page", "/page/{name}"}
     assert without == {"/api/v1/healthz", "/metrics", "/api/v1/files/{file_id}/{member}"} | page
@@ -90,7 +91,7 @@ def test_every_error_of_the_api_is_described(app: Any) -> None:
         assert kind.code in said
 
 
-def test_describing_twice_says_the_same(app: Any) -> None:
+def test_the_description_is_the_same_each_time(app: Any) -> None:
     assert app.openapi() == app.openapi()
 
 

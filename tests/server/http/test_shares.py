@@ -1,4 +1,4 @@
-"""Memory by shares: which waits, which goes first, and that everything is given back."""
+"""Shares of memory: the share that waits, the share that is next, and the release of all."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ def shares(total: int, of_tenant: int, wait_s: float = 5.0) -> Shares:
 
 
 class Holder:
-    """Takes a share in a task of its own, until ``end``."""
+    """Holds a share in its own task until ``end``."""
 
     def __init__(self, of: Shares, tenant: str, size: int) -> None:
         self.has = False
@@ -44,7 +44,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_tenant_has_its_limit_and_another_its_own() -> None:
+async def test_every_tenant_has_its_own_limit() -> None:
     memory = shares(100, 60)
     first, second, other = (Holder(memory, tenant, 40) for tenant in "aab")
     await settle()
@@ -58,7 +58,7 @@ async def test_a_tenant_has_its_limit_and_another_its_own() -> None:
     assert memory.held == 0
 
 
-async def test_the_tenant_that_has_least_is_first() -> None:
+async def test_the_tenant_that_holds_least_is_first() -> None:
     memory = shares(100, 80)
     holders = [Holder(memory, "a", 40), Holder(memory, "b", 60)]
     await settle()
@@ -71,13 +71,13 @@ async def test_the_tenant_that_has_least_is_first() -> None:
     assert newcomer.has and not any(each.has for each in greedy)
     await newcomer.end()
     await settle()
-    assert [each.has for each in greedy] == [True, False, False]  # 80 is what one may have
+    assert [each.has for each in greedy] == [True, False, False]  # 80 is the limit of a tenant
     for each in (holders[1], *greedy):
         await each.end()
     assert memory.held == 0
 
 
-async def test_the_small_ones_do_not_pass_by_a_large_one_for_ever() -> None:
+async def test_small_shares_do_not_pass_a_large_one_forever() -> None:
     memory = shares(100, 100)
     small = Holder(memory, "a", 60)
     await settle()
@@ -95,7 +95,7 @@ async def test_the_small_ones_do_not_pass_by_a_large_one_for_ever() -> None:
     await late.end()
 
 
-async def test_who_waits_too_long_is_told_the_limit_and_when_to_come_again() -> None:
+async def test_a_share_that_waits_too_long_fails_with_the_limit_and_a_time_to_retry() -> None:
     memory = shares(100, 60, wait_s=0.05)
     async with memory.taken("a", 50):
         with pytest.raises(
@@ -116,7 +116,9 @@ async def test_who_waits_too_long_is_told_the_limit_and_when_to_come_again() -> 
             pass
 
 
-async def test_a_slow_one_of_a_tenant_that_has_more_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_share_of_a_tenant_that_holds_more_yields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tuneserve_server.http.shares._LOOK_S", 0.01)
     memory = shares(100, 60)
     slow, fast = Holder(memory, "a", 60), Holder(memory, "b", 40)
@@ -133,7 +135,7 @@ async def test_a_slow_one_of_a_tenant_that_has_more_yields(monkeypatch: pytest.M
     fast.share.yields = lambda: yields("fast", fast)
     same = Holder(memory, "a", 10)
     await asyncio.sleep(0.05)
-    assert not asked  # its own are not ended for a tenant
+    assert not asked  # a tenant's own shares do not yield to it
     async with memory.taken("c", 40):
         assert asked == ["slow"]
     await same.end()
@@ -141,7 +143,7 @@ async def test_a_slow_one_of_a_tenant_that_has_more_yields(monkeypatch: pytest.M
     assert memory.held == 0
 
 
-async def test_all_is_given_back_however_it_ends() -> None:
+async def test_all_memory_is_released_however_a_share_ends() -> None:
     """Thousands of shares, most of which are cancelled, time out or fail, at any moment."""
     rng = random.Random(7)
     memory = shares(100, 50, wait_s=0.005)

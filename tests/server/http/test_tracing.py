@@ -1,4 +1,4 @@
-"""Spans of HTTP requests: whose they are, below whom, and what is never in them."""
+"""Spans of HTTP requests: their tenant, their parent, and the contents they never have."""
 
 from collections.abc import AsyncIterator
 from functools import partial
@@ -24,7 +24,7 @@ SECRET = "canary77"
 
 
 class Traced:
-    """An application with one route that says what its jobs would carry, and its spans."""
+    """An application with one route that returns the trace context for its jobs, and its spans."""
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
@@ -61,7 +61,7 @@ def about(span: ReadableSpan) -> dict[str, Any]:
     return dict(span.attributes or {})
 
 
-async def test_a_span_is_below_the_clients_and_is_what_jobs_carry(traced: Traced) -> None:
+async def test_a_span_is_a_child_of_the_clients_and_is_passed_to_jobs(traced: Traced) -> None:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
     answer = await traced.http.post(f"{PREFIX}/models/m", headers=headers)
     (span,) = traced.spans()
@@ -71,7 +71,7 @@ async def test_a_span_is_below_the_clients_and_is_what_jobs_carry(traced: Traced
     assert span.name == f"POST {PREFIX}/models/{{model_id}}"
 
 
-async def test_a_span_says_whose_it_is_and_nothing_that_the_client_wrote(traced: Traced) -> None:
+async def test_a_span_names_its_tenant_and_nothing_that_the_client_wrote(traced: Traced) -> None:
     url = f"{PREFIX}/models/{SECRET}?signature={SECRET}"
     await traced.http.post(url, content=SECRET, headers={"X-API-Key": SECRET})
     await traced.http.get(f"/{SECRET}")
@@ -96,7 +96,7 @@ async def test_polls_have_spans_only_if_the_client_asks(traced: Traced) -> None:
     assert [span.name for span in traced.spans()] == [f"POST {path}"]
 
 
-async def test_what_the_client_does_not_want_recorded_is_not(traced: Traced) -> None:
+async def test_a_trace_that_the_client_does_not_sample_is_not_recorded(traced: Traced) -> None:
     headers = {"traceparent": f"00-{TRACE}-{SPAN}-00"}
     answer = await traced.http.post(f"{PREFIX}/models/m", headers=headers)
     assert answer.json() == "" and traced.spans() == []

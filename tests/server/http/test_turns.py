@@ -1,4 +1,4 @@
-"""One at a time, and tenants by turns."""
+"""One task at a time, in rounds over the tenants."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Line:
-    """Those that had their turn, in order; each ends its turn when it is told to."""
+    """The tasks that had their turn, in order. Each ends its turn when the test releases it."""
 
     def __init__(self) -> None:
         self.turns, self.had = Turns(), list[str]()
@@ -41,7 +41,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_flood_of_one_lets_the_first_of_each_other_pass() -> None:
+async def test_a_flood_of_one_tenant_lets_the_first_task_of_each_other_pass() -> None:
     line = Line()
     tasks = [*await line.join("aaaa"), *await line.join("bbc")]
     await line.end(7)
@@ -49,7 +49,7 @@ async def test_a_flood_of_one_lets_the_first_of_each_other_pass() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_one_that_is_given_up_is_passed_by() -> None:
+async def test_a_cancelled_task_is_skipped() -> None:
     line = Line()
     first, gone, *rest = await line.join("abcb")
     gone.cancel()
@@ -60,11 +60,11 @@ async def test_one_that_is_given_up_is_passed_by() -> None:
     await asyncio.wait_for(line.turns.wait_for_turn("d").__aenter__(), 1)
 
 
-async def test_a_turn_that_comes_as_it_is_given_up_goes_to_the_next() -> None:
+async def test_a_turn_granted_to_a_cancelled_task_passes_to_the_next() -> None:
     line = Line()
     _, gone, last = await line.join("abc")
     line._over.release()
-    await asyncio.sleep(0)  # the first has ended, and has given its turn to the second
+    await asyncio.sleep(0)  # the first task has ended and has passed its turn to the second
     gone.cancel()
     await settle()
     assert "".join(line.had) == "ac"
@@ -72,7 +72,7 @@ async def test_a_turn_that_comes_as_it_is_given_up_goes_to_the_next() -> None:
     await last
 
 
-async def test_a_turn_ends_with_an_error_too() -> None:
+async def test_a_turn_also_ends_with_an_error() -> None:
     turns = Turns()
     with pytest.raises(ZeroDivisionError):
         async with turns.wait_for_turn("a"):

@@ -1,4 +1,4 @@
-"""Requests to the OpenAI-compatible routes, and what their answers have in common."""
+"""Requests to the OpenAI-compatible routes, and the checks that their answers share."""
 
 import asyncio
 import json
@@ -72,7 +72,7 @@ def events(response: Any) -> list[Any]:
 
 
 class Streaming:
-    """A request whose answer is read as it comes; httpx's transport to an app waits for the end."""
+    """A request whose answer is read as it arrives, unlike with httpx's transport to an app."""
 
     def __init__(self, api: Any, path: str, body: Any) -> None:
         self._app = api.app
@@ -87,7 +87,7 @@ class Streaming:
         return self
 
     async def __aexit__(self, *_: Any) -> None:
-        """The client goes away, if the answer has not ended."""
+        """Disconnect the client, if the answer has not ended."""
         self._left.set()
         async with asyncio.timeout(10):
             await self._running
@@ -120,7 +120,7 @@ class Streaming:
 
     @property
     def events(self) -> list[Any]:
-        """Those that have come, but for the last, ``[DONE]``."""
+        """The events that have arrived, without the final ``[DONE]``."""
         found = [each for each in self.text.split("\n\n")[:-1] if not each.startswith(":")]
         data = [each.removeprefix("data: ") for each in found]
         return [json.loads(each) for each in data if each != "[DONE]"]
@@ -131,7 +131,7 @@ class Streaming:
 
     @property
     def said(self) -> dict[int, str]:
-        """The text of every choice, as far as it has come."""
+        """The text of every choice that has arrived so far."""
         said: dict[int, str] = {}
         for event in self.events:
             for choice in event["choices"]:
@@ -146,7 +146,7 @@ class Streaming:
                 await self._news.wait()
 
     async def says(self, said: dict[int, str]) -> None:
-        """Returns when this has been said."""
+        """Return when the choices have this text."""
         await self.until(lambda stream: stream.said == said)
 
     async def done(self) -> None:
@@ -154,7 +154,7 @@ class Streaming:
 
 
 def whole(events: list[Any]) -> list[Any]:
-    """The choices of a stream of completions, put together as one answer has them."""
+    """The choices of a stream of completions, joined as in a single answer."""
     choices: dict[int, Any] = {}
     for event in events:
         for piece in event["choices"]:

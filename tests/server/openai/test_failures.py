@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible routes refuse, and what they tell those who wait in vain."""
+"""Refusals of the OpenAI-compatible routes, and the answers to requests that wait in vain."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ REFUSED_CHAT: list[tuple[dict[str, Any], str | None, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "said"), REFUSED)
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_an_unsupported_option_of_a_completion_is_refused_by_name(
     speaking: Any, fields: dict[str, Any], param: str | None, said: str
 ) -> None:
     for stream in (False, True):
@@ -88,14 +88,14 @@ async def test_an_echo_is_not_streamed(speaking: Any) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param", "said"), REFUSED_CHAT)
-async def test_what_cannot_be_done_in_a_chat_is_refused_by_name(
+async def test_an_unsupported_option_of_a_chat_is_refused_by_name(
     speaking: Any, fields: dict[str, Any], param: str | None, said: str
 ) -> None:
     response = await ask(speaking, "/chat/completions", {**CHAT, **fields})
     assert said in assert_error(response, 400, "invalid_request", param)
 
 
-async def test_a_base_model_without_template_is_sent_to_completions(
+async def test_a_chat_with_a_base_model_without_a_template_is_referred_to_completions(
     speaking: Any, tokenizer: Path
 ) -> None:
     (tokenizer / "tokenizer_config.json").unlink()
@@ -104,9 +104,7 @@ async def test_a_base_model_without_template_is_sent_to_completions(
     assert texts(await complete(speaking)) == ["jkl"]
 
 
-async def test_a_tokenizer_that_is_not_there_is_503_until_it_is(
-    speaking: Any, tokenizer: Path
-) -> None:
+async def test_a_missing_tokenizer_is_503_until_it_appears(speaking: Any, tokenizer: Path) -> None:
     path = tokenizer / "tokenizer.json"
     path.rename(path.with_suffix(".away"))
     response = await ask(speaking, "/completions", ASK)
@@ -124,7 +122,7 @@ async def test_requests_without_a_usable_key_are_401(speaking: Any) -> None:
     response = await ask(speaking, "/completions", ASK, key="sk-other")
     assert_error(response, 401, "unauthorized", None)
     response = await speaking.http.post("/v1/completions", json=ASK, headers={"X-API-Key": "tml-a"})
-    assert response.status_code == 200  # the SDK's header will do
+    assert response.status_code == 200  # the SDK's header is accepted
 
 
 async def test_failures_of_all_kinds_have_openais_shape(speaking: Any) -> None:
@@ -134,7 +132,7 @@ async def test_failures_of_all_kinds_have_openais_shape(speaking: Any) -> None:
         response = await ask(speaking, "/completions", content=content)
         param = response.json()["error"]["param"]
         assert_error(response, 400, "invalid_request", param)
-        assert param in (None, "model")  # the first that is missing
+        assert param in (None, "model")  # the first field that is missing
 
 
 async def test_too_many_requests_are_429(speaking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +153,7 @@ async def test_too_many_requests_are_429(speaking: Any, monkeypatch: pytest.Monk
     assert response.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_prompts_before_one_that_is_refused_are_not_sampled(
+async def test_prompts_before_a_refused_one_are_not_sampled(
     speaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await speaking.stop_worker()
@@ -177,7 +175,7 @@ async def test_prompts_before_one_that_is_refused_are_not_sampled(
         assert (await store.wait(request_id, 0)).rejection == refusals.cancelled()
 
 
-async def test_no_mutated_body_makes_a_5xx(speaking: Any) -> None:
+async def test_mutated_bodies_never_cause_a_5xx(speaking: Any) -> None:
     rng = random.Random(5)
     odd = [None, True, -1, 0, 2**70, 1e300, "", "x", [], {}, [[]], ["a", 1], {"type": "text"}]
     for path, body in (("/completions", ASK), ("/chat/completions", CHAT)):
@@ -188,7 +186,7 @@ async def test_no_mutated_body_makes_a_5xx(speaking: Any) -> None:
             assert response.status_code < 500, (changed, response.text)
 
 
-async def test_a_request_that_fails_says_why_in_the_stream_too(
+async def test_a_failed_request_says_why_in_the_stream_too(
     speaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: Any) -> Any:
@@ -204,10 +202,10 @@ async def test_a_request_that_fails_says_why_in_the_stream_too(
 # --- who waits -----------------------------------------------------------------------------------
 
 
-async def test_a_client_that_leaves_is_not_waited_for(
+async def test_the_request_of_a_client_that_leaves_is_cancelled(
     speaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is what it asked for sampled."""
+    """Its samples are not drawn either."""
     await speaking.stop_worker()
     store, cancelled = speaking.services.store, []
     cancel = store.cancel
@@ -242,13 +240,13 @@ async def test_a_client_that_leaves_is_not_waited_for(
         async with asyncio.timeout(5):
             await speaking.app(scope, receive, send)
         with speaking.services.polls.counted(open_tenant("tml-a")) as held:
-            assert held == 1  # this one
+            assert held == 1  # the request itself
         assert len(cancelled) == 1
         ended = await store.wait(cancelled.pop(), 0)
         assert ended.rejection == refusals.cancelled()
 
 
-async def test_who_waits_is_told_that_the_service_stops(speaking: Any) -> None:
+async def test_a_waiting_request_ends_when_the_service_stops(speaking: Any) -> None:
     await speaking.stop_worker()
     asking = asyncio.create_task(ask(speaking, "/completions", ASK))
     await asyncio.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Texts that are too long are refused by their length; tokens are made within limits, elsewhere."""
+"""Texts that are too long are refused by their length. Others are tokenized within limits."""
 
 import asyncio
 import time
@@ -21,12 +21,12 @@ from tuneserve_server.errors import InvalidField
 pytestmark = pytest.mark.anyio
 
 LONGEST = FAKE_INFO.context_length * len("<eos>")
-"""Characters that the context of the fake model can hold at the most."""
+"""The largest number of characters that the context of the fake model can hold."""
 
 
 @pytest.fixture
 def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making tokens fails."""
+    """Make the tokenizer fail."""
 
     def encode(self: Tokenizer, text: str, **_: bool) -> list[int]:
         raise AssertionError(f"tokens were made of {len(text)} characters")
@@ -35,7 +35,7 @@ def no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_tokens")
-async def test_a_prompt_longer_than_the_context_can_hold_is_never_read(speaking: Any) -> None:
+async def test_a_prompt_longer_than_the_context_is_never_tokenized(speaking: Any) -> None:
     long = "a" * (LONGEST + 1)
     for prompt in (long, ["a", long]):
         body = {"model": "tuneserve/fake", "prompt": prompt}
@@ -57,7 +57,7 @@ async def test_a_prompt_longer_than_the_context_can_hold_is_never_read(speaking:
         [{"role": "user", "content": ""}] * (FAKE_INFO.context_length + 1),
     ],
 )
-async def test_a_conversation_longer_than_the_context_can_hold_is_never_read(
+async def test_a_conversation_longer_than_the_context_is_never_tokenized(
     speaking: Any, messages: Any
 ) -> None:
     body = {"model": "tuneserve/fake", "messages": messages}
@@ -65,7 +65,7 @@ async def test_a_conversation_longer_than_the_context_can_hold_is_never_read(
     assert_error(response, 400, "invalid_request", "messages")
 
 
-async def test_what_a_template_makes_of_a_conversation_is_looked_at_too(
+async def test_a_rendered_conversation_is_checked_too(
     speaking: Any, tokenizer: Path, no_tokens: None
 ) -> None:
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content * 100 }}")
@@ -75,7 +75,7 @@ async def test_what_a_template_makes_of_a_conversation_is_looked_at_too(
     assert "400 characters in the chat template" in error
 
 
-async def test_a_text_that_may_fit_is_counted_in_tokens(speaking: Any) -> None:
+async def test_a_text_that_may_fit_is_tokenized_and_counted(speaking: Any) -> None:
     body = {"model": "tuneserve/fake", "prompt": "a" * LONGEST}
     error = assert_error(await ask(speaking, "/completions", body), 400, "invalid_request", None)
     assert f"has {LONGEST} tokens" in error
@@ -99,7 +99,7 @@ async def test_texts_wait_for_their_memory_and_then_get_a_429(
     assert texts.memory.held == 0
 
 
-async def test_a_body_is_forgotten_while_its_answer_is_waited_for(speaking: Any) -> None:
+async def test_a_body_is_released_while_its_answer_is_awaited(speaking: Any) -> None:
     """Answers take up to an hour, and a body of 300 KB would count 1.2 MB until then."""
     await speaking.kill_worker()
     memory = speaking.services.body_memory
@@ -120,7 +120,7 @@ async def served(api: Any) -> BaseModelInfo:
     return (await api.services.served.known())[0].info
 
 
-async def test_a_text_for_which_there_is_no_memory_is_refused(speaking: Any) -> None:
+async def test_a_text_for_which_memory_never_suffices_is_refused(speaking: Any) -> None:
     info = replace(FAKE_INFO, context_length=10**6, tokenizer_id=str(TINY_MODEL))
     await speaking.kill_worker()
     await speaking.start_worker("other", info=info)
@@ -133,8 +133,8 @@ async def test_a_text_for_which_there_is_no_memory_is_refused(speaking: Any) -> 
     assert f"up to {most} at once (text_memory_bytes)" in error
 
 
-async def test_other_requests_go_on_while_tokens_are_made() -> None:
-    """The library's call for one text holds up everything else in the process."""
+async def test_other_requests_run_while_a_text_is_tokenized() -> None:
+    """The library's call for a single text blocks everything else in the process."""
     text, texts = BaseText("tuneserve/tiny", TINY_MODEL), Texts(2**30)
     gaps: list[float] = []
 
@@ -155,10 +155,10 @@ async def test_other_requests_go_on_while_tokens_are_made() -> None:
     assert max(gaps) < took_s / 2
 
 
-async def test_a_text_on_which_the_tokenizer_gives_up_is_the_requests_fault(
+async def test_a_text_that_makes_the_tokenizer_fail_is_the_requests_fault(
     speaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten million spaces are more than its regular expressions take."""
+    """Ten million spaces exceed its regular expressions."""
     info = replace(FAKE_INFO, context_length=10**6, tokenizer_id=str(TINY_MODEL))
     await speaking.kill_worker()
     await speaking.start_worker("other", info=info)
@@ -175,7 +175,7 @@ async def test_a_text_on_which_the_tokenizer_gives_up_is_the_requests_fault(
 
 
 @pytest.mark.parametrize("special", [True, False])
-def test_long_texts_have_the_tokens_that_short_ones_have(special: bool) -> None:
+def test_long_texts_have_the_same_tokens_as_with_the_library(special: bool) -> None:
     library = tokenizers.Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|im_start|> $A", special_tokens=[("<|im_start|>", 5)]
@@ -186,7 +186,7 @@ def test_long_texts_have_the_tokens_that_short_ones_have(special: bool) -> None:
     assert Tokenizer(library.to_str()).encode(text, special=special) == expected
 
 
-def test_no_text_of_few_tokens_has_more_characters_than_the_longest_token_says() -> None:
+def test_no_token_has_more_characters_than_the_limit_assumes() -> None:
     text = BaseText("tuneserve/tiny", TINY_MODEL)
     longest = text.most_characters(1)
     library = tokenizers.Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))

@@ -1,8 +1,8 @@
 """The OpenAI-compatible routes, over the fake backend and a tokenizer of one letter per token.
 
-Tokens 0 to 25 are a to z, then A to Z, 0 to 9 and the space; 63 ends a sequence. The fake backend's
-sample s under a seed has token ``seed + s + p`` at place p, and the logprob of token y after x is
-``-(1 + (x + y) % 8) / 8``.
+Tokens 0 to 25 are a to z, then A to Z, 0 to 9 and the space. Token 63 ends a sequence. Sample s of
+the fake backend under a seed has token ``seed + s + p`` at position p, and the logprob of token y
+after x is ``-(1 + (x + y) % 8) / 8``.
 """
 
 import itertools
@@ -56,7 +56,7 @@ async def test_without_max_tokens_a_completion_has_sixteen(speaking: Any) -> Non
     assert texts(await complete(speaking, max_tokens=None)) == ["jklmnopqrstuvwxy"]
 
 
-async def test_choices_of_several_prompts_come_prompt_by_prompt(speaking: Any) -> None:
+async def test_choices_of_several_prompts_are_ordered_by_prompt(speaking: Any) -> None:
     answer = await complete(speaking, prompt=["ab", "abcd"], n=2)
     assert texts(answer) == ["jkl", "klm", "lmn", "mno"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
@@ -76,7 +76,7 @@ async def test_temperature_zero_is_greedy(speaking: Any) -> None:
     assert texts(await complete(speaking, temperature=0)) == ["cde"]
 
 
-async def test_the_end_of_sequence_is_counted_but_not_shown(speaking: Any) -> None:
+async def test_the_end_of_sequence_token_is_counted_but_not_shown(speaking: Any) -> None:
     answer = await complete(speaking, seed=59, max_tokens=9, logprobs=0)
     (choice,) = answer["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("9 ", "stop")
@@ -131,8 +131,8 @@ def scores(tokens: list[int]) -> list[float | None]:
     return [None, *later]
 
 
-async def test_an_echo_begins_with_the_prompt_and_scores_it(speaking: Any) -> None:
-    """What lm-evaluation-harness asks of a completion for a log-likelihood."""
+async def test_an_echo_starts_with_the_prompt_and_its_logprobs(speaking: Any) -> None:
+    """This is the request of lm-evaluation-harness for a log-likelihood."""
     answer = await complete(speaking, prompt=[[0, 1, 2], [5, 4]], echo=True, logprobs=1)
     first, second = answer["choices"]
     assert (first["text"], second["text"]) == ("abcklm", "fejkl")
@@ -160,10 +160,10 @@ async def test_an_echo_of_no_tokens_is_the_prompt_alone(
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65])
-async def test_an_echo_of_no_tokens_takes_what_the_trainer_takes(
+async def test_an_echo_of_no_tokens_takes_as_many_tokens_as_the_trainer(
     speaking: Any, tokens: int
 ) -> None:
-    """Nothing is sampled, and the last token is a target only: the context is 64."""
+    """No token is sampled, and the last token is a target only: the context is 64."""
     answer = await complete(speaking, prompt=[1, 2] * (tokens // 2) + [1] * (tokens % 2), **SCORED)
     (choice,) = answer["choices"]
     assert len(choice["logprobs"]["token_logprobs"]) == tokens
@@ -197,11 +197,11 @@ async def test_tokens_may_be_named_by_their_ids(speaking: Any) -> None:
     )
 
 
-def test_tokens_at_one_place_have_names_of_their_own() -> None:
+def test_tokens_at_one_position_have_different_names() -> None:
     top = [Likely(7, "\ufffd", -0.5), Likely(8, "\ufffd", -1.0), Likely(5, "x", -2.0)]
     shape = CompletionShape()
     scored = [
-        ScoredToken(9, "x", 0, -3.0, top),  # reads as a likelier one does
+        ScoredToken(9, "x", 0, -3.0, top),  # has the same text as a likelier token
         ScoredToken(8, "\ufffd", 1, -1.0, top),
         ScoredToken(5, "x", 2, -2.0, top),
     ]
@@ -210,24 +210,24 @@ def test_tokens_at_one_place_have_names_of_their_own() -> None:
     assert said["top_logprobs"] == [{"token_id:7": -0.5, "token_id:8": -1.0, "x": -2.0}] * 3
 
 
-async def test_without_a_seed_each_prompt_has_its_own(speaking: Any) -> None:
+async def test_without_a_seed_each_prompt_gets_its_own(speaking: Any) -> None:
     answer = await complete(speaking, prompt=["ab"] * 8, seed=None)
     assert len(set(texts(answer))) > 1
 
 
-async def test_a_seed_repeats_and_without_one_answers_differ(speaking: Any) -> None:
+async def test_a_seed_repeats_an_answer_and_without_one_answers_differ(speaking: Any) -> None:
     assert texts(await complete(speaking)) == texts(await complete(speaking))
     found = {texts(await complete(speaking, seed=None))[0] for _ in range(8)}
     assert len(found) > 1
 
 
-async def test_fields_that_ask_for_nothing_are_accepted(speaking: Any) -> None:
+async def test_fields_with_neutral_values_are_accepted(speaking: Any) -> None:
     answer = await complete(
         speaking,
         **{"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         **{"presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1},
         **{"echo": False, "suffix": None, "anything": None, "top_k": 0, "top_p": 1},
-        # What clients of vLLM send with their defaults.
+        # Clients of vLLM send these with their defaults.
         **{"min_p": 0, "min_tokens": 0, "repetition_penalty": 1.0, "length_penalty": 1.0},
         **{"ignore_eos": False, "skip_special_tokens": True, "use_beam_search": False},
         **{"spaces_between_special_tokens": True, "include_stop_str_in_output": False},
@@ -240,7 +240,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(speaking: Any) -> None:
 # --- chat ----------------------------------------------------------------------------------------
 
 
-async def test_a_chat_completion_answers_what_the_template_makes_of_it(speaking: Any) -> None:
+async def test_a_chat_completion_answers_the_rendered_template(speaking: Any) -> None:
     answer = await chat(speaking)
     assert answer.pop("id").startswith("chatcmpl-")
     del answer["created"]
@@ -264,7 +264,7 @@ async def test_a_chat_completion_answers_what_the_template_makes_of_it(speaking:
     }
 
 
-async def test_messages_may_come_in_parts_and_from_developers(speaking: Any) -> None:
+async def test_messages_may_have_parts_and_the_developer_role(speaking: Any) -> None:
     messages = [
         {"role": "developer", "content": "be"},
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
@@ -276,22 +276,24 @@ async def test_messages_may_come_in_parts_and_from_developers(speaking: Any) -> 
     assert answer["usage"]["prompt_tokens"] == made
 
 
-async def test_the_template_has_the_options_of_the_request(speaking: Any) -> None:
+async def test_the_template_receives_the_options_of_the_request(speaking: Any) -> None:
     answer = await chat(speaking, chat_template_kwargs={"voice": "me"})
     assert answer["usage"]["prompt_tokens"] == len("user hi me")
 
 
-async def test_chat_goes_on_to_the_context_and_max_completion_tokens_wins(speaking: Any) -> None:
+async def test_a_chat_runs_to_the_context_and_max_completion_tokens_takes_precedence(
+    speaking: Any,
+) -> None:
     fields = {"max_tokens": None, "temperature": 0}
     answer = await chat(speaking, **fields)
-    # From place 17 to the end of sequence, token 63, at the last place of 64.
+    # From position 17 to the end of sequence, token 63, at the last position of 64.
     assert answer["usage"]["completion_tokens"] == 64 - 17
     assert answer["choices"][0]["message"]["content"] == LETTERS[17:]
     answer = await chat(speaking, max_completion_tokens=2)
     assert answer["usage"]["completion_tokens"] == 2
 
 
-async def test_logprobs_of_a_chat_name_their_bytes(speaking: Any) -> None:
+async def test_logprobs_of_a_chat_include_bytes(speaking: Any) -> None:
     answer = await chat(speaking, max_tokens=1, logprobs=True, top_logprobs=1)
     before, sampled = LETTERS.index("t"), LETTERS.index("y")
     best = min(y for y in range(64) if (before + y) % 8 == 0)
@@ -325,7 +327,7 @@ async def test_a_stream_of_completions_ends_with_usage_and_done(speaking: Any) -
     assert last["usage"]["completion_tokens"] == 6
 
 
-async def test_a_stream_of_chat_comes_as_deltas(speaking: Any) -> None:
+async def test_a_stream_of_a_chat_consists_of_deltas(speaking: Any) -> None:
     body = {**CHAT, "stream": True}
     *chunks, _ = events(await ask(speaking, "/chat/completions", body))
     found = [json.loads(chunk) for chunk in chunks]
@@ -339,7 +341,7 @@ async def test_a_stream_of_chat_comes_as_deltas(speaking: Any) -> None:
     assert all("usage" not in each for each in found)
 
 
-async def test_a_stream_says_that_it_waits(speaking: Any, tokenizer: Path) -> None:
+async def test_a_waiting_stream_says_so(speaking: Any, tokenizer: Path) -> None:
     await speaking.stop_worker()
     async with Streaming(speaking, "/completions", {**ASK, "stream": True}) as stream:
         await stream.until(lambda stream: stream.text.startswith(": waiting\n\n"))
@@ -373,7 +375,7 @@ async def test_models_are_the_base_models_and_the_callers_sampler_checkpoints(
     assert (await ask(speaking, f"/models/{path}")).json() == listed["data"][1]
     assert (await ask(speaking, "/models/tuneserve/fake")).json() == listed["data"][0]
     assert texts(await complete(speaking, model=path)) == ["jkl"]
-    # The hosted service's way to name it; and its place of these routes.
+    # The hosted service's form of the name, and its prefix of these routes.
     named = f"tuneserve/fake;{path}"
     assert texts(await complete(speaking, model=named)) == ["jkl"]
     assert (await ask(speaking, f"/models/{named}")).json() == listed["data"][1]
@@ -388,7 +390,7 @@ async def test_models_are_the_base_models_and_the_callers_sampler_checkpoints(
         "/oai/api/v1/completions", headers=headers, json={**ASK, "model": "gpt-4"}
     )
     assert_error(response, 404, "model_not_found", "model")
-    # To others it does not exist.
+    # For other tenants it does not exist.
     others = (await ask(speaking, "/models", key="tml-b")).json()
     assert [each["id"] for each in others["data"]] == ["tuneserve/fake"]
     for response in (

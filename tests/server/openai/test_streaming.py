@@ -1,5 +1,6 @@
-"""What streams say of continuations on their way: never more than the result will, nor half a
-character, and in the end exactly that."""
+"""Streams of unfinished samples: their text never exceeds the result's, never ends in half a
+character, and finally equals the result.
+"""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ def eos(text: BaseText) -> int:
 
 
 def sequence(random: Random, tokens: Sequence[int], stopped: bool) -> wire.SampledSequence:
-    """With random logprobs."""
+    """A sequence with random logprobs."""
     size = len(tokens)
     floats = [random.uniform(-9, 0) for _ in range(size * (1 + TOP))]
     top = wire.TopkLogprobs(
@@ -50,7 +51,7 @@ def sequence(random: Random, tokens: Sequence[int], stopped: bool) -> wire.Sampl
 
 
 def cut(whole: wire.SampledSequence, start: int, end: int) -> bytes:
-    """As a worker tells of these places."""
+    """The tokens from ``start`` to ``end``, in a worker's encoding."""
     top = whole.topk_sampled_logprobs
     wide, row = slice(4 * start, 4 * end), slice(4 * TOP * start, 4 * TOP * end)
     return wire.SampledSequence(
@@ -65,7 +66,7 @@ def cut(whole: wire.SampledSequence, start: int, end: int) -> bytes:
 def parts_of(
     random: Random, number: int, whole: wire.SampledSequence
 ) -> Iterator[EncodedTokenDelta]:
-    """All of it, in parts that end anywhere; now and then it begins again."""
+    """The whole sample in parts that end anywhere. Sometimes it starts again."""
     size, at = len(whole.tokens) // 4, 0
     while at < size:
         if random.random() < 0.1:
@@ -76,7 +77,7 @@ def parts_of(
 
 
 def mixed(random: Random, streams: Sequence[Iterator[Any]]) -> Iterator[Any]:
-    """Of all of them, each in its order."""
+    """The items of all streams, shuffled. Each stream stays in order."""
     left = list(streams)
     while left:
         one = random.choice(left)
@@ -87,7 +88,7 @@ def mixed(random: Random, streams: Sequence[Iterator[Any]]) -> Iterator[Any]:
 
 
 def added(said: dict[int, Any], pieces: Sequence[tuple[int, Choice, bool]]) -> None:
-    """Says them."""
+    """Append the pieces to the choices so far."""
     for index, piece, is_first in pieces:
         assert is_first == (index not in said)
         before = said.setdefault(index, {"text": "", "scored": [], "why": None})
@@ -105,7 +106,7 @@ def as_said(choice: Choice) -> dict[str, Any]:
 
 
 def drawn(random: Random, text: BaseText, eos: int) -> list[int]:
-    """Words, or any tokens, some of which are parts of characters; the end of sequence at last."""
+    """Words, or any tokens, even parts of characters, and finally the end of sequence."""
     tokens: list[int] = []
     for _ in range(random.randrange(1, 12)):
         if random.random() < 0.6:
@@ -116,7 +117,7 @@ def drawn(random: Random, text: BaseText, eos: int) -> list[int]:
 
 
 def some_stops(random: Random, texts: Sequence[str]) -> list[str] | None:
-    """Parts of what is said, and what is almost said."""
+    """Substrings of the texts, and strings that almost occur."""
     found = []
     for _ in range(random.randrange(5)):
         said = random.choice(texts) or "x"
@@ -127,7 +128,7 @@ def some_stops(random: Random, texts: Sequence[str]) -> list[str] | None:
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_what_is_said_on_the_way_and_at_the_end_is_the_whole_answer(
+def test_the_streamed_pieces_and_the_end_add_up_to_the_whole_answer(
     text: BaseText, eos: int, seed: int
 ) -> None:
     random = Random(seed)
@@ -143,7 +144,7 @@ def test_what_is_said_on_the_way_and_at_the_end_is_the_whole_answer(
         answers.append(read_answer(result, commands[-1], AnswerReader(text, [eos], scored)))
         for number, each in enumerate(whole):
             told = parts_of(random, number, each)
-            if random.random() < 0.2:  # one is lost
+            if random.random() < 0.2:  # lose one
                 told = iter([part for part in told if part.start != 2])
             streams.append(iter([(name, part) for part in told]))
     speech = StreamedChoices(commands, text, [eos], scored=scored)
@@ -160,9 +161,7 @@ def test_what_is_said_on_the_way_and_at_the_end_is_the_whole_answer(
 
 
 @pytest.mark.parametrize("said", ["plain words", "naïve 🎉🎉 ok", "日本語", "🏴‍☠️ é"])
-def test_no_character_is_said_in_halves_and_all_are_said_at_once(
-    text: BaseText, eos: int, said: str
-) -> None:
+def test_whole_characters_are_sent_as_soon_as_possible(text: BaseText, eos: int, said: str) -> None:
     tokens = text.encode(said)
     whole = sequence(Random(1), [*tokens, eos], True)
     speech = StreamedChoices([SampleCommand([1], 0, stream="a")], text, [eos], scored=True)
@@ -172,12 +171,12 @@ def test_no_character_is_said_in_halves_and_all_are_said_at_once(
             [("a", EncodedTokenDelta(0, place, cut(whole, place, place + 1)))]
         ):
             heard += piece.text
-        # All that the tokens so far make, but for a character that lacks its end.
+        # Everything that the tokens so far make, without an incomplete last character.
         assert heard == text.decode(tokens[: place + 1]).rstrip("\ufffd")
     assert heard == said
 
 
-def test_what_may_become_a_stop_string_is_held_back() -> None:
+def test_text_that_may_become_a_stop_string_is_held_back() -> None:
     for said, start, stops, size in [
         ("abc", 0, [], 3),
         ("abc", 0, ["cd"], 2),
@@ -185,7 +184,7 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
         ("abcd", 0, ["cd"], 2),
         ("abab", 0, ["ababc"], 0),
         ("xabab", 1, ["abc"], 3),
-        ("abcd", 0, ["abcde", "c"], 0),  # the longer one would begin before
+        ("abcd", 0, ["abcde", "c"], 0),  # the longer stop string would start earlier
         ("abcx", 0, ["abcde", "c"], 2),
         ("aaa", 1, ["aab"], 1),
         ("abc", 3, ["cd"], 3),
@@ -193,7 +192,7 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
         assert stable_prefix_length(said, start, stops) == size, (said, start, stops)
 
 
-def test_an_answer_that_is_another_than_was_said_is_refused(text: BaseText) -> None:
+def test_an_answer_that_contradicts_the_streamed_text_is_refused(text: BaseText) -> None:
     speech = StreamedChoices([SampleCommand([1], 0, stream="a")], text, [], scored=False)
     whole = sequence(Random(1), text.encode("one"), False)
     assert speech.add_deltas(

@@ -1,6 +1,6 @@
-"""Streams of the OpenAI-compatible routes are live: what is drawn is said, while the rest is drawn.
+"""Streams of the OpenAI-compatible routes are live: tokens are sent while the rest is decoded.
 
-The fake backend's letters are as in ``test_routes``; here it draws one whenever it is let.
+The fake backend's letters are as in ``test_routes``. Here it decodes one letter per permit.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MANY = 1000
 
 
 class Stepwise(FakeBackend):
-    """Goes a step for every permit: a letter of every stream, or a whole sample of another kind."""
+    """Advances one step per permit: a letter of every stream, or a whole sample of another kind."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -46,14 +46,14 @@ class Stepwise(FakeBackend):
 
 
 class Live:
-    """The API, and a worker that goes step by step."""
+    """The API, and a worker that advances step by step."""
 
     def __init__(self, api: Any, tokenizer: Path) -> None:
         self.api = api
         self._info = replace(FAKE_INFO, tokenizer_id=str(tokenizer))
 
     async def begin(self) -> None:
-        """A worker in place of the one before."""
+        """Start a worker in place of the previous one."""
         await self.api.start_worker(info=self._info, backend=Stepwise)
 
     async def kill(self) -> None:
@@ -69,7 +69,7 @@ class Live:
         self.backend.draw(count)
 
     async def draw_until_said(self, stream: Streaming, choices: int) -> None:
-        """Step by step, until something of so many choices was said, but all of none."""
+        """Decode step by step until ``choices`` choices have some text. No choice is complete."""
         while len(stream.said) < choices:
             assert not any(len(said) == stream.body["max_tokens"] for said in stream.said.values())
             self.draw(1)
@@ -87,7 +87,7 @@ async def live(api: Any, tokenizer: Path) -> AsyncIterator[Live]:
     made.draw()
 
 
-async def test_text_comes_before_the_last_token_is_drawn(live: Live) -> None:
+async def test_text_arrives_before_the_last_token_is_decoded(live: Live) -> None:
     async with live.ask({**LONG, "n": 2}) as stream:
         for size in range(1, 6):
             live.draw(1)
@@ -100,7 +100,7 @@ async def test_text_comes_before_the_last_token_is_drawn(live: Live) -> None:
         assert stream.said == {0: "jklmno", 1: "klmnop"}
 
 
-async def test_a_chat_comes_as_deltas_of_one_message(live: Live) -> None:
+async def test_a_chat_arrives_as_deltas_of_one_message(live: Live) -> None:
     async with live.ask({**CHAT, "stream": True}, "/chat/completions") as stream:
         live.draw(1)
         await stream.says({0: "y"})
@@ -147,11 +147,11 @@ async def test_a_stream_is_the_whole_answer_in_pieces(
     assert last["usage"] == expected["usage"]
 
 
-async def test_what_may_become_a_stop_string_is_not_said(live: Live) -> None:
+async def test_text_that_may_become_a_stop_string_is_not_sent(live: Live) -> None:
     async with live.ask({**LONG, "max_tokens": 9, "stop": ["lmx", "mno"]}) as stream:
         live.draw(2)
         await stream.says({0: "jk"})
-        live.draw(2)  # "lm" may be the begin of one, then "m" of the other
+        live.draw(2)  # "lm" may start one stop string, then "m" the other
         await stream.says({0: "jk"})
         live.draw(1)
         await stream.says({0: "jkl"})
@@ -161,7 +161,7 @@ async def test_what_may_become_a_stop_string_is_not_said(live: Live) -> None:
         assert stream.events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_sample_that_begins_again_repeats_nothing(live: Live) -> None:
+async def test_a_restarted_sample_repeats_no_text(live: Live) -> None:
     async with live.ask({**LONG, "logprobs": 1}) as stream:
         live.draw(3)
         await stream.says({0: "jkl"})
@@ -176,7 +176,7 @@ async def test_a_sample_that_begins_again_repeats_nothing(live: Live) -> None:
 
 
 @pytest.mark.parametrize("lost", ["first", "second", "all"])
-async def test_what_was_lost_on_its_way_comes_with_the_result(
+async def test_lost_tokens_arrive_with_the_result(
     live: Live, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = live.api.services.store
@@ -202,7 +202,7 @@ async def test_what_was_lost_on_its_way_comes_with_the_result(
         assert whole(stream.events) == expected["choices"]
 
 
-async def test_a_sample_that_fails_on_its_way_says_why(
+async def test_a_sample_that_fails_during_the_stream_says_why(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with live.ask(LONG) as stream:
@@ -226,7 +226,7 @@ async def nobody_listens(live: Live) -> None:
     assert not live.api.services.store._streams.are_heard
 
 
-async def test_a_client_that_goes_away_takes_its_samples_with_it(live: Live) -> None:
+async def test_a_client_that_disconnects_cancels_its_samples(live: Live) -> None:
     async with live.ask(TWO) as stream:
         await live.draw_until_said(stream, 2)
     assert len(live.backend.asked) == 2
@@ -236,7 +236,7 @@ async def test_a_client_that_goes_away_takes_its_samples_with_it(live: Live) -> 
     await nobody_listens(live)
 
 
-async def test_an_answer_that_was_given_is_not_taken_back(live: Live) -> None:
+async def test_a_delivered_answer_is_not_cancelled(live: Live) -> None:
     live.draw()
     response = await ask_whole(live.api, "/completions", {**LONG, "prompt": ["ab", "abcd"]})
     assert events(response)[-1] == "[DONE]"

@@ -1,4 +1,4 @@
-"""Saving, loading, and what a checkpoint keeps."""
+"""Saving and loading, and the contents of a checkpoint."""
 
 import json
 import re
@@ -33,7 +33,7 @@ async def test_a_saved_state_is_loaded_into_a_new_model_of_its_shape(service: An
     await service.output(await service.forward_backward(f"{session}:train:1", 1))
 
 
-async def test_a_saved_state_is_loaded_into_a_model_that_exists(service: Any) -> None:
+async def test_a_saved_state_is_loaded_into_an_existing_model(service: Any) -> None:
     model = await service.model(await service.session())
     path = await saved(service, model, 1)
     request = {"model_id": model, "seq_id": 2, "path": path, "optimizer": False}
@@ -42,7 +42,7 @@ async def test_a_saved_state_is_loaded_into_a_model_that_exists(service: Any) ->
 
 
 @pytest.mark.parametrize("form", ["new", "into"])
-async def test_loading_what_does_not_exist_or_is_not_yours_fails_alike(
+async def test_loading_a_missing_or_another_tenants_checkpoint_fails_alike(
     service: Any, form: str
 ) -> None:
     theirs = await saved(service, await service.model(await service.session()), 1)
@@ -66,7 +66,7 @@ async def test_loading_what_does_not_exist_or_is_not_yours_fails_alike(
     assert "does not exist" in errors[0]
 
 
-async def test_training_goes_on_from_training_checkpoints_only(service: Any) -> None:
+async def test_training_continues_from_training_checkpoints_only(service: Any) -> None:
     session = await service.session()
     model = await service.model(session)
     request = {"model_id": model, "seq_id": 1, "path": "s", "kind": "snapshot"}
@@ -118,7 +118,7 @@ async def test_a_ttl_out_of_range_is_refused(service: Any, ttl: int) -> None:
     assert error.startswith(f"ttl_seconds is {ttl if ttl < 10**24 else 'a number of 100 bits'};")
 
 
-async def test_the_metadata_of_a_checkpoint_comes_back(service: Any) -> None:
+async def test_the_metadata_of_a_checkpoint_are_returned(service: Any) -> None:
     model = await service.model(await service.session())
     await saved(service, model, 1, user_metadata={"step": "10"})
     listed = await service.get(f"/training_runs/{model}/checkpoints")
@@ -158,7 +158,7 @@ async def test_an_export_is_downloaded_through_signed_links_without_a_key(servic
 
 
 @pytest.mark.parametrize("member", ["adapter_config.json", "adapter_model.safetensors"])
-async def test_a_damaged_export_is_not_handed_out(service: Any, member: str) -> None:
+async def test_a_damaged_export_is_not_sent(service: Any, member: str) -> None:
     model = await service.model(await service.session())
     request = {"model_id": model, "seq_id": 1, "path": "out"}
     await service.result(await service.post("/save_weights_external", request))
@@ -177,10 +177,10 @@ async def test_a_damaged_export_is_not_handed_out(service: Any, member: str) -> 
     assert (await service.http.get(url)).content == sound
 
 
-async def test_old_sdks_are_not_shown_the_kind_of_checkpoint_that_they_do_not_know(
+async def test_old_sdks_do_not_see_the_checkpoint_type_that_they_do_not_know(
     service: Any,
 ) -> None:
-    """Up to 0.27 the SDK validates the type against two names, and fails on the whole list."""
+    """SDKs up to 0.27 accept two type names only and fail on the whole list."""
     model = await service.model(await service.session())
     await saved(service, model, 1)
     request = {"model_id": model, "seq_id": 2, "path": "out"}
@@ -225,7 +225,7 @@ async def test_an_export_for_recipients_is_encrypted(service: Any) -> None:
     assert json.loads(pyrage.decrypt(sealed.content, [identity]))["r"] == 4
 
 
-async def test_a_recipient_that_is_no_age_key_is_refused(service: Any) -> None:
+async def test_a_recipient_that_is_not_an_age_key_is_refused(service: Any) -> None:
     model = await service.model(await service.session())
     for seq_id, recipients in enumerate((["ssh-rsa x"], ["age1nonsense"], ["age1x"] * 33), 1):
         request = {

@@ -1,4 +1,4 @@
-"""The page's files: for everybody, in the wheel, and asking nobody else for anything."""
+"""The dashboard's files are public, in the wheel, and load nothing from other servers."""
 
 import re
 import subprocess
@@ -21,13 +21,13 @@ OURS = [
 
 
 @pytest.mark.parametrize("path", ["/", "/page"])
-async def test_the_root_leads_to_the_page(api: Any, path: str) -> None:
+async def test_the_root_redirects_to_the_dashboard(api: Any, path: str) -> None:
     answer = await api.http.get(path, follow_redirects=True)
     assert (answer.status_code, answer.url.path) == (200, "/page/")
     assert "<title>tuneserve</title>" in answer.text
 
 
-async def test_every_file_that_the_page_names_is_there_with_its_type(api: Any) -> None:
+async def test_every_file_that_the_dashboard_names_exists_with_its_type(api: Any) -> None:
     index = (await api.http.get("/page/")).text
     named = re.findall(r'(?:src|href)="([^"#]+)"', index)
     assert len(named) >= 4
@@ -41,7 +41,7 @@ async def test_every_file_that_the_page_names_is_there_with_its_type(api: Any) -
             assert (dashboard.FOLDER / name).is_file(), (module, name)
 
 
-async def test_a_file_is_sent_with_what_keeps_others_out(api: Any) -> None:
+async def test_a_file_is_sent_with_headers_that_keep_other_sites_out(api: Any) -> None:
     for name in ("", "page.css", "vendor/uplot-1.6.32/uPlot.iife.min.js"):
         headers = (await api.http.get(f"/page/{name}")).headers
         assert headers["X-Content-Type-Options"] == "nosniff"
@@ -50,7 +50,7 @@ async def test_a_file_is_sent_with_what_keeps_others_out(api: Any) -> None:
         assert "frame-ancestors 'none'" in policy
 
 
-async def test_a_file_that_the_caller_has_is_not_sent_again(api: Any) -> None:
+async def test_a_cached_file_is_not_sent_again(api: Any) -> None:
     answer = await api.http.get("/page/")
     again = await api.http.get("/page/", headers={"If-None-Match": answer.headers["ETag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -65,7 +65,7 @@ async def test_no_name_leads_to_another_file(api: Any, name: str) -> None:
     assert answer.status_code == 404
 
 
-def test_the_page_runs_nothing_inline_puts_no_text_in_as_markup_and_asks_nobody_else() -> None:
+def test_the_dashboard_has_no_inline_code_no_raw_markup_and_no_other_server() -> None:
     for path in OURS:
         text = path.read_text()
         for banned in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
@@ -77,7 +77,7 @@ def test_the_page_runs_nothing_inline_puts_no_text_in_as_markup_and_asks_nobody_
     assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", index)
 
 
-def test_every_command_that_the_page_names_can_be_called() -> None:
+def test_every_command_that_the_dashboard_names_exists() -> None:
     found = []
     for path in OURS:
         text = path.read_text()
@@ -87,14 +87,14 @@ def test_every_command_that_the_page_names_can_be_called() -> None:
     for words in found:
         command: Any = typer.main.get_command(cli.app)
         for word in words.split():
-            if hasattr(command, "commands"):  # else these are its arguments
+            if hasattr(command, "commands"):  # otherwise the rest are its arguments
                 assert word in command.commands, words
                 command = command.commands[word]
         assert not hasattr(command, "commands"), words
 
 
-def test_the_wheel_has_every_file_of_the_page() -> None:
-    """The build takes what is in a package's folder, but for what git ignores."""
+def test_the_wheel_has_every_file_of_the_dashboard() -> None:
+    """The build takes every file of a package's folder except those that git ignores."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (build,) = project["tool"]["hatch"]["build"]["targets"].values()
     assert build == {"packages": build["packages"]}

@@ -1,4 +1,4 @@
-"""Clients of a sampling session: they hear of many results at once, cancel, and join."""
+"""Clients of a sampling session receive many results per poll, cancel requests, and join."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ async def submitted(api: Any, bodies: Any, sampler: str, *seqs: int, **fields: A
 async def heard(
     api: Any, sampler: str, cursor: int = 0, have: Sequence[str] = (), **fields: Any
 ) -> tuple[list[dict[str, Any]], int]:
-    """What a poll of the first client tells, and its cursor."""
+    """The completions that a poll of the first client returns, and its cursor."""
     target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
     body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [*have], **fields}
     answer = await api.post("/retrieve_futures", body)
@@ -31,7 +31,7 @@ async def heard(
 
 
 async def all_heard(api: Any, sampler: str, count: int) -> list[dict[str, Any]]:
-    """As many completions as that, as the SDK gets them."""
+    """Poll until ``count`` completions have arrived, as the SDK does."""
     completions: list[dict[str, Any]] = []
     cursor = 0
     async with asyncio.timeout(10):
@@ -44,7 +44,7 @@ async def all_heard(api: Any, sampler: str, count: int) -> list[dict[str, Any]]:
 # --- hearing of many results ----------------------------------------------------------------------
 
 
-async def test_each_result_is_told_once_with_its_size(service: Any, bodies: Any) -> None:
+async def test_each_result_is_reported_once_with_its_size(service: Any, bodies: Any) -> None:
     sampler = await service.sampler(await service.session())
     good = await submitted(service, bodies, sampler, 0, 1)
     (bad,) = await submitted(service, bodies, sampler, 2, num_samples=-1)
@@ -61,7 +61,7 @@ async def test_each_result_is_told_once_with_its_size(service: Any, bodies: Any)
     assert (await service.result({"request_id": bad}))["category"] == "user"
 
 
-async def test_a_poll_is_held_until_there_is_something(api: Any, bodies: Any) -> None:
+async def test_a_poll_is_held_until_a_result_exists(api: Any, bodies: Any) -> None:
     sampler = await api.sampler(await api.session())
     api.services.settings.__dict__["poll_s"] = 1.0
     started_s = time.monotonic()
@@ -82,10 +82,10 @@ async def test_a_poll_is_held_until_there_is_something(api: Any, bodies: Any) ->
     assert await heard(api, sampler, cursor, timeout=0) == ([], cursor)
 
 
-async def test_what_was_told_is_told_again_until_the_cursor_says_otherwise(
+async def test_completions_are_reported_again_until_the_cursor_moves(
     service: Any, bodies: Any
 ) -> None:
-    """An answer that was lost is no loss."""
+    """An answer may be lost on its way."""
     sampler = await service.sampler(await service.session())
     await submitted(service, bodies, sampler, 0)
     first = await heard(service, sampler)
@@ -101,7 +101,7 @@ async def test_results_that_the_client_has_are_dropped(service: Any, bodies: Any
     sampler = await service.sampler(await service.session())
     had, wanted = await submitted(service, bodies, sampler, 0, 1)
     await all_heard(service, sampler, 2)
-    for _ in range(2):  # the answer to the first may have been lost
+    for _ in range(2):  # the answer to the first poll may have been lost
         told, _ = await heard(service, sampler, have=[had, "req_unknown"], timeout=0)
         assert [each["request_id"] for each in told] == [wanted]
     gone = await service.poll(had)
@@ -109,7 +109,7 @@ async def test_results_that_the_client_has_are_dropped(service: Any, bodies: Any
     assert (await service.poll(wanted)).status_code == 200
 
 
-async def test_a_client_cannot_drop_what_is_anothers(service: Any, bodies: Any) -> None:
+async def test_a_client_cannot_drop_the_results_of_others(service: Any, bodies: Any) -> None:
     session = await service.session()
     mine, other = [await service.sampler(session, number) for number in (0, 1)]
     foreign = await service.sampler(await service.session(key="tml-b"), key="tml-b")
@@ -128,7 +128,7 @@ async def test_a_client_cannot_drop_what_is_anothers(service: Any, bodies: Any) 
         assert (await service.poll(request_id, key=key)).status_code == 200
 
 
-async def test_an_ended_session_still_tells_what_was_asked_for(service: Any, bodies: Any) -> None:
+async def test_an_ended_session_still_reports_its_results(service: Any, bodies: Any) -> None:
     session = await service.session()
     sampler = await service.sampler(session)
     (request_id,) = await submitted(service, bodies, sampler, 0)
@@ -138,7 +138,7 @@ async def test_an_ended_session_still_tells_what_was_asked_for(service: Any, bod
     assert (await heard(service, sampler, have=[request_id], timeout=0))[0] == []
 
 
-async def test_polls_are_signs_of_life(api: Any) -> None:
+async def test_polls_count_as_heartbeats(api: Any) -> None:
     session = await api.session()
     sampler = await api.sampler(session)
     stored = await api.services.store.get(SessionRecord, session)
@@ -159,7 +159,7 @@ async def test_a_tenant_with_too_many_polls_is_held_for_a_second_only(api: Any) 
     assert await asyncio.wait_for(held, 5) == ([], 0)
 
 
-async def test_a_store_that_refuses_acknowledgements_still_tells(
+async def test_a_store_that_refuses_acknowledgements_still_reports(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def full(*_: object, **__: object) -> None:
@@ -187,7 +187,7 @@ async def test_a_store_that_refuses_acknowledgements_still_tells(
         ("retrieved_request_ids", [3]),
     ],
 )
-async def test_a_poll_that_means_nothing_is_refused(api: Any, field: str, value: Any) -> None:
+async def test_a_malformed_poll_is_refused(api: Any, field: str, value: Any) -> None:
     body = {"target": {"sampling_session_id": "x"}, field: value}
     response = await api.call("POST", "/retrieve_futures", json=body)
     assert (response.status_code, field in response.json()["detail"]) == (422, True)
@@ -219,7 +219,7 @@ async def test_a_cancelled_sample_makes_room(api: Any, bodies: Any) -> None:
     await submitted(api, bodies, sampler, 1)
 
 
-async def test_what_has_ended_is_not_cancelled(service: Any, bodies: Any) -> None:
+async def test_an_ended_request_is_not_cancelled(service: Any, bodies: Any) -> None:
     sampler = await service.sampler(await service.session())
     (request_id,) = await submitted(service, bodies, sampler, 0)
     result = (await service.poll(request_id)).content
@@ -240,7 +240,7 @@ async def test_a_models_request_cannot_be_cancelled(api: Any, bodies: Any) -> No
 # --- joining --------------------------------------------------------------------------------------
 
 
-async def test_every_client_that_joins_gets_another_number(api: Any) -> None:
+async def test_every_client_that_joins_gets_a_new_number(api: Any) -> None:
     session = await api.session()
     sampler, other = [await api.sampler(session, number) for number in (0, 1)]
     body = {"sampling_session_id": sampler, "type": "join_sampling_session"}

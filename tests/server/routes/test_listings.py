@@ -1,4 +1,4 @@
-"""Listings, sessions, housekeeping, and the clean-up that time brings."""
+"""Listings, sessions, housekeeping and timed clean-up."""
 
 import asyncio
 import itertools
@@ -65,7 +65,7 @@ async def test_checkpoints_are_listed_with_size_and_total(service: Any) -> None:
     assert datetime.fromisoformat(page["checkpoints"][0]["time"]).tzinfo is not None
 
 
-async def test_an_unnamed_sampler_save_is_no_checkpoint(service: Any) -> None:
+async def test_an_unnamed_sampler_save_is_not_a_checkpoint(service: Any) -> None:
     model = await service.model(await service.session())
     request = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
     await service.result(await service.post("/save_weights_for_sampler", request))
@@ -86,7 +86,7 @@ async def test_a_ttl_is_set_and_removed(service: Any) -> None:
         assert (await service.call("PUT", path, json=body)).status_code == status
 
 
-async def test_an_expired_checkpoint_is_gone_at_once_and_its_file_after_a_sweep(
+async def test_an_expired_checkpoint_is_removed_at_once_and_its_file_after_a_sweep(
     service: Any,
 ) -> None:
     model = await service.model(await service.session())
@@ -100,11 +100,12 @@ async def test_an_expired_checkpoint_is_gone_at_once_and_its_file_after_a_sweep(
     assert len(files.ids()) == 1
     await store.sweep(time.time(), SweepPolicy())
     await service.services.unused.clean(older_than_s=0)
-    assert files.ids() == set() and files.set_aside_groups() == {}  # it makes room
+    # a file of an expired checkpoint is deleted, not quarantined
+    assert files.ids() == set() and files.set_aside_groups() == {}
     assert await store.get(CheckpointRecord, path) is None
 
 
-async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(service: Any) -> None:
+async def test_a_deleted_checkpoint_is_removed_and_its_name_is_free(service: Any) -> None:
     model = await service.model(await service.session())
     await save(service, model, 1, "a")
     path = f"/training_runs/{model}/checkpoints/weights/a"
@@ -113,7 +114,7 @@ async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(service: Any) -
     await save(service, model, 2, "a")
 
 
-async def test_files_that_something_names_survive_the_clean_up(service: Any) -> None:
+async def test_named_files_survive_the_clean_up(service: Any) -> None:
     session = await service.session()
     model = await service.model(session)
     await save(service, model, 1, "a")
@@ -121,10 +122,10 @@ async def test_files_that_something_names_survive_the_clean_up(service: Any) -> 
     await service.result(await service.post("/save_weights_for_sampler", request))
     files = service.services.files
     before = files.ids()
-    files.write("0" * 32, {"stray": b"x"})  # goes into quarantine
+    files.write("0" * 32, {"stray": b"x"})  # this file goes into quarantine
     await service.services.unused.clean(older_than_s=0)
     assert (files.ids(), len(before)) == (before, 2)
-    # The sampler goes with its session, the checkpoint stays.
+    # The sampler goes with its session, and the checkpoint stays.
     await service.post(f"/sessions/{session}/finish", {"reason": {"type": "success"}})
     await service.services.unused.clean(older_than_s=0)
     assert len(files.ids()) == 1
@@ -142,7 +143,7 @@ async def test_publishing_marks_the_checkpoint_for_its_owner_only(service: Any) 
     assert (await service.get("/checkpoints"))["checkpoints"][0]["public"] is False
 
 
-async def test_sessions_are_listed_with_what_their_owner_said(service: Any) -> None:
+async def test_sessions_are_listed_with_their_owners_metadata(service: Any) -> None:
     request = {
         "tags": ["x"],
         "user_metadata": {"purpose": "test"},
@@ -169,7 +170,7 @@ async def test_the_same_idempotency_key_gets_the_same_session(api: Any) -> None:
     assert len({first, other, theirs}) == 3
 
 
-async def test_numbers_in_metadata_are_kept_as_text(api: Any) -> None:
+async def test_numbers_in_metadata_are_stored_as_text(api: Any) -> None:
     request = {"tags": [], "user_metadata": {"a": 1, "b": True}, "sdk_version": "0.25.0"}
     session = (await api.post("/create_session", request))["session_id"]
     assert (await api.get(f"/sessions/{session}"))["user_metadata"] == {"a": "1", "b": "True"}
@@ -189,7 +190,7 @@ async def test_a_heartbeat_keeps_a_session_alive(api: Any) -> None:
     assert (response.status_code, "(expired)" in response.text) == (410, True)
 
 
-async def test_no_session_expires_for_a_silence_that_was_ours(api: Any) -> None:
+async def test_a_session_does_not_expire_while_the_server_was_away(api: Any) -> None:
     session = await api.session()
     store = api.services.store
     await store.update(Update("session", session, {"last_seen_s": 0.0}))
@@ -209,7 +210,7 @@ async def test_the_reason_of_the_first_finish_stays(api: Any) -> None:
     assert (await api.services.store.get(SessionRecord, session)).ended == "errored"
 
 
-async def test_the_capabilities_are_the_base_model_that_is_served(service: Any) -> None:
+async def test_the_capabilities_show_the_served_base_model(service: Any) -> None:
     assert await service.get("/get_server_capabilities") == {
         "supported_models": [
             {
@@ -222,7 +223,9 @@ async def test_the_capabilities_are_the_base_model_that_is_served(service: Any) 
     }
 
 
-async def test_a_damaged_store_takes_nothing_new_and_gives_what_it_has(service: Any) -> None:
+async def test_a_damaged_store_accepts_nothing_new_and_still_serves_its_contents(
+    service: Any,
+) -> None:
     session = await service.session()
     model = await service.model(session)
     posted = await service.post("/optim_step", {"model_id": model, "seq_id": 1})
@@ -247,7 +250,8 @@ async def test_a_damaged_store_takes_nothing_new_and_gives_what_it_has(service: 
     await service.result(posted)
     assert doctor._store(services.settings, health).level == "FAIL"
     files.write("0" * 32, {"a": b""})
-    awake = AwakeTime(1000, clock=itertools.count(0.0, 60.0).__next__)  # a minute at each look
+    # a minute per reading of the clock
+    awake = AwakeTime(1000, clock=itertools.count(0.0, 60.0).__next__)
     sweeping = asyncio.create_task(
         sweep_forever(store, unused, SweepPolicy(session_ttl_s=0), 0.001, awake)
     )
@@ -257,7 +261,7 @@ async def test_a_damaged_store_takes_nothing_new_and_gives_what_it_has(service: 
     assert (await store.get(SessionRecord, session)).ended is None
 
 
-async def test_health_needs_no_key_and_tells_of_the_worker(api: Any) -> None:
+async def test_health_needs_no_key_and_describes_the_worker(api: Any) -> None:
     before = await api.get("/healthz", key=None)
     assert before == {
         "status": "ok",
@@ -287,10 +291,10 @@ async def test_telemetry_is_accepted_and_dropped(api: Any) -> None:
         assert await api.post("/telemetry", content=content) == {"status": "accepted"}
 
 
-async def test_the_introductions_of_the_sdk_are_answered_with_what_is_no_default(
+async def test_the_sdks_first_calls_get_flags_that_differ_from_its_defaults(
     api: Any,
 ) -> None:
-    two_days_s = 2 * 86_400  # a run whose budget is spent waits for the next day, and one more
+    two_days_s = 2 * 86_400  # a run with a spent budget waits for the next day, and one more
     for path, flags in (
         (
             "/client/config",
@@ -322,7 +326,7 @@ async def test_an_expired_result_is_410(service: Any, bodies: Any) -> None:
     assert (response.status_code, response.json()["code"]) == (410, "result_expired")
 
 
-async def test_a_store_that_fails_holds_polls_instead_of_failing_them(
+async def test_a_failing_store_holds_polls_instead_of_failing_them(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = await service.post("/create_model", bodies.create_model(await service.session()))
@@ -337,10 +341,10 @@ async def test_a_store_that_fails_holds_polls_instead_of_failing_them(
     assert time.monotonic() - started_s >= service.services.settings.poll_s
 
 
-async def test_a_store_that_fails_late_holds_a_poll_no_longer_than_others(
+async def test_a_store_that_fails_late_holds_a_poll_no_longer_than_usual(
     service: Any, bodies: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two holds in a row would pass the 45 seconds after which clients give up."""
+    """Two holds in a row would exceed the 45 seconds after which clients give up."""
     answer = await service.post("/create_model", bodies.create_model(await service.session()))
     poll_s = service.services.settings.__dict__["poll_s"] = 1.0
 
@@ -355,8 +359,8 @@ async def test_a_store_that_fails_late_holds_a_poll_no_longer_than_others(
     assert poll_s <= time.monotonic() - started_s < 1.5 * poll_s
 
 
-async def test_fields_of_newer_and_older_sdks_are_no_obstacle(service: Any) -> None:
-    """Newer SDKs send defaults of fields we do not know; 0.25 leaves out what came later."""
+async def test_fields_of_newer_and_older_sdks_are_accepted(service: Any) -> None:
+    """Newer SDKs send defaults of unknown fields. SDK 0.25 leaves out later fields."""
     session = await service.session()
     newer = {
         "session_id": session,
@@ -376,7 +380,7 @@ async def test_fields_of_newer_and_older_sdks_are_no_obstacle(service: Any) -> N
 
 
 async def test_a_session_lists_its_newest_samplers_and_pages_the_others(service: Any) -> None:
-    """36,000 of them took half a second of the store."""
+    """36,000 samplers once took half a second of the store."""
     session, store = await service.session(), service.services.store
     tenant = (await store.get(SessionRecord, session)).tenant
     keys = [f"{session}:sample:{n}" for n in range(1001)]

@@ -1,4 +1,4 @@
-"""What Prometheus reads, and what health says of a worker that warms up."""
+"""The metrics for Prometheus, and the description of a warming worker in health."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ OF_THE_API = {f"tuneserve_{name}".removesuffix("_total") for name in API_METRICS
 async def lease(
     api: Any, name: str, figures: Mapping[str, float], info: BaseModelInfo = FAKE_INFO
 ) -> int:
-    """The epoch of a worker that has told these figures."""
+    """The epoch of a worker that has reported these metrics."""
     store = api.services.store
     epoch: int = (await store.lease(name, f"process of {name}", info)).epoch
     await store.renew(epoch, dict(figures))
@@ -29,7 +29,7 @@ async def lease(
 
 
 async def scrape(api: Any) -> dict[str, dict[Sample, float]]:
-    """Values of workers by metric, base model and worker, as Prometheus' own parser reads them."""
+    """Values of workers by metric, base model and worker, read with Prometheus' own parser."""
     response = await api.http.get("/metrics")
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -56,7 +56,7 @@ async def kinds(api: Any) -> dict[str, str]:
     }
 
 
-async def test_the_figures_of_every_worker_are_shown_with_its_base_model(api: Any) -> None:
+async def test_the_metrics_of_every_worker_are_shown_with_its_base_model(api: Any) -> None:
     other = BaseModelInfo("other/model", "fake", 8, 8, 8, "x")
     await lease(api, "one", {"units_total": 3.0, "adapters": 2.0})
     await lease(api, 'the "second"\\', {"units_total": 0.25})
@@ -71,7 +71,7 @@ async def test_the_figures_of_every_worker_are_shown_with_its_base_model(api: An
     assert shown["tuneserve_workers"] == {(FAKE_INFO.name, None): 2.0, ("other/model", None): 1.0}
 
 
-async def test_every_figure_has_its_kind(api: Any) -> None:
+async def test_every_metric_has_its_type(api: Any) -> None:
     await lease(api, "one", dict.fromkeys(WORKER_METRICS, 1.0))
     shown = await kinds(api)
     assert shown == {"tuneserve_workers": "gauge"} | {
@@ -81,12 +81,12 @@ async def test_every_figure_has_its_kind(api: Any) -> None:
     assert (await scrape(api)).keys() == shown.keys()
 
 
-async def test_a_figure_that_this_release_does_not_know_is_left_out(api: Any) -> None:
+async def test_an_unknown_metric_of_a_later_release_is_left_out(api: Any) -> None:
     await lease(api, "one", {"of a later release": 1.0, "ready": 1.0})
     assert (await scrape(api)).keys() == {"tuneserve_workers", "tuneserve_ready"}
 
 
-async def test_a_worker_that_is_gone_has_no_figures_and_its_model_no_worker(api: Any) -> None:
+async def test_a_resigned_worker_has_no_metrics_and_its_base_model_no_worker(api: Any) -> None:
     epoch = await lease(api, "one", {"ready": 1.0})
     await api.services.store.resign(epoch)
     assert await scrape(api) == {"tuneserve_workers": {(FAKE_INFO.name, None): 0.0}}
@@ -96,7 +96,7 @@ async def test_metrics_before_any_worker_are_empty(api: Any) -> None:
     assert await scrape(api) == {}
 
 
-async def test_a_store_that_is_away_is_said_like_everywhere(
+async def test_an_unreachable_store_gets_the_usual_error(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away() -> None:
@@ -108,7 +108,7 @@ async def test_a_store_that_is_away_is_said_like_everywhere(
     assert response.json()["code"] == "store_unavailable"
 
 
-async def test_health_says_what_a_worker_still_compiles_and_that_it_takes_requests(
+async def test_health_shows_the_progress_of_compilation_of_a_ready_worker(
     api: Any,
 ) -> None:
     cold = {"ready": 0.0, "programs": 40.0, "programs_compiled": 12.0}
@@ -125,14 +125,14 @@ async def test_health_says_what_a_worker_still_compiles_and_that_it_takes_reques
     assert "warming" not in health and "warming" not in health["base_models"][0]
 
 
-async def test_a_worker_that_compiles_nothing_ahead_is_not_said_to_warm_up(api: Any) -> None:
+async def test_a_worker_that_compiles_on_demand_is_not_warming_up(api: Any) -> None:
     await lease(api, "one", {"programs": 40.0, "programs_compiled": 3.0, "programs_failed": 0.0})
     health = await api.get("/healthz")
     assert health["worker"] == "ready"
     assert "warming" not in health and "failing" not in health
 
 
-async def test_health_says_which_share_of_the_programs_cannot_be_compiled(api: Any) -> None:
+async def test_health_shows_the_share_of_programs_that_fail_to_compile(api: Any) -> None:
     ready = {"ready": 1.0, "programs": 40.0, "programs_compiled": 39.0, "programs_failed": 1.0}
     await lease(api, "one", ready)
     await lease(api, "two", {"ready": 1.0, "programs": 40.0, "programs_compiled": 40.0})
@@ -145,7 +145,7 @@ async def test_health_says_which_share_of_the_programs_cannot_be_compiled(api: A
     assert (health["worker"], "warming" in health) == ("ready", False)
 
 
-async def test_up_says_that_it_is_ready_and_what_is_still_compiled(
+async def test_up_prints_that_it_is_ready_and_how_far_compilation_is(
     monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
     own = {
@@ -158,7 +158,7 @@ async def test_up_says_that_it_is_ready_and_what_is_still_compiled(
     answers = [
         {},
         {"worker": "absent", "base_models": []},
-        # A worker of another base model on the same data directory is not the one to wait for.
+        # The command must not wait for a worker of another base model on the same data directory.
         {"worker": "ready", "base_model": "other/model", "base_models": [other]},
         {"worker": "ready", "base_models": [{**own, "workers": 0}, other]},
         {"worker": "ready", "base_models": [other, {**own, "workers": 1}]},
@@ -175,7 +175,7 @@ async def test_up_says_that_it_is_ready_and_what_is_still_compiled(
     ]
 
 
-async def test_up_says_where_keys_come_from_if_only_keys_are_let_in(
+async def test_up_says_how_to_get_a_key_if_keys_are_required(
     monkeypatch: pytest.MonkeyPatch, settings: Any
 ) -> None:
     own = {"name": settings.served_name, "workers": 1}

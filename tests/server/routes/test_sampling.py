@@ -24,12 +24,13 @@ def tokens(sequence: wire.SampledSequence) -> list[int]:
     return [token for (token,) in struct.iter_unpack("<i", sequence.tokens)]
 
 
-async def test_samples_come_in_the_order_of_their_ids(service: Any, bodies: Any) -> None:
+async def test_samples_arrive_in_the_order_of_their_ids(service: Any, bodies: Any) -> None:
     sampler = await service.sampler(await service.session())
     body = bodies.asample(sampler, 0, num_samples=2)
     answer = await service.post("/asample", body)
     assert answer["sample_sequence_ids"] == [f"{sampler}:0:0", f"{sampler}:0:1"]
-    # The fake backend's sample s under seed 7 has token 7 + s + p at place p; the prompt has two.
+    # Sample s of the fake backend under seed 7 has token 7 + s + p at position p, and the prompt
+    # has two tokens.
     response = await sample(service, bodies.asample(sampler, 1, num_samples=2))
     assert [tokens(s) for s in response.sequences] == [[9, 10, 11], [10, 11, 12]]
 
@@ -57,7 +58,7 @@ async def test_a_checkpoint_can_be_sampled_by_its_path(service: Any, bodies: Any
         "model_path": path,
     }
     await sample(service, bodies.asample(sampler, 0))
-    # Deleting the checkpoint does not take the weights from who samples them.
+    # Deleting the checkpoint does not take the weights from a sampler.
     await service.ok("DELETE", f"/training_runs/{model}/checkpoints/sampler_weights/s")
     service.backend._snapshots.clear()
     await sample(service, bodies.asample(sampler, 1))
@@ -73,7 +74,7 @@ async def test_a_checkpoint_can_be_sampled_by_its_path(service: Any, bodies: Any
         ({"base_model": 3}, 422, "base_model"),
     ],
 )
-async def test_a_sampling_session_on_nothing_is_refused(
+async def test_a_sampling_session_without_a_model_is_refused(
     api: Any, fields: dict[str, Any], status: int, named: str
 ) -> None:
     request = {"session_id": await api.session(), "sampling_session_seq_id": 0, **fields}
@@ -81,7 +82,7 @@ async def test_a_sampling_session_on_nothing_is_refused(
     assert (response.status_code, named in response.json()["detail"]) == (status, True)
 
 
-async def test_a_prompt_may_be_cut_anywhere(service: Any, bodies: Any) -> None:
+async def test_a_prompt_may_be_split_anywhere(service: Any, bodies: Any) -> None:
     sampler = await service.sampler(await service.session())
     chunks = [{"type": "encoded_text", "tokens": piece} for piece in ([5], [], [6], [7, 8])]
     body = bodies.asample(sampler, 0, prompt={"chunks": chunks}, prompt_logprobs=True)
@@ -100,7 +101,7 @@ CSR = {
 }
 
 
-async def test_target_logprobs_keep_the_layout_of_the_question(service: Any, bodies: Any) -> None:
+async def test_target_logprobs_have_the_layout_of_the_request(service: Any, bodies: Any) -> None:
     sampler = await service.sampler(await service.session())
     dense = bodies.asample(sampler, 0, prompt=PROMPT, target_prompt_logprobs=TARGETS)
     answer = (await sample(service, dense)).target_prompt_logprobs
@@ -112,10 +113,10 @@ async def test_target_logprobs_keep_the_layout_of_the_question(service: Any, bod
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_logprobs_are_computed_of_as_many_tokens_as_a_training_text_has(
+async def test_logprobs_are_computed_for_as_many_tokens_as_a_training_text_has(
     service: Any, bodies: Any, max_tokens: int
 ) -> None:
-    """One more than the context, which is 64 here: the last one is a target only."""
+    """A prompt may have one token more than the context of 64. Its last token is a target only."""
     sampler = await service.sampler(await service.session())
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 65}]}
     params = {"max_tokens": max_tokens}
@@ -169,7 +170,7 @@ async def test_logprobs_are_computed_of_as_many_tokens_as_a_training_text_has(
         ),
     ],
 )
-async def test_a_request_that_cannot_be_sampled_says_what_is_wrong(
+async def test_a_request_that_cannot_be_sampled_says_why(
     service: Any, bodies: Any, fields: dict[str, Any], named: str
 ) -> None:
     sampler = await service.sampler(await service.session())
@@ -177,7 +178,7 @@ async def test_a_request_that_cannot_be_sampled_says_what_is_wrong(
     assert named in await service.error(answer)
 
 
-async def test_a_request_is_checked_by_the_worker_when_the_api_knows_no_model(
+async def test_the_worker_checks_a_request_when_the_api_knows_no_model(
     api: Any, bodies: Any
 ) -> None:
     sampler = await api.sampler(await api.session())
@@ -202,7 +203,7 @@ async def test_a_sampler_of_live_weights_is_listed_in_its_session(
     assert listed["training_run_ids"] == [model]
 
 
-async def test_a_sampler_of_another_base_model_is_not_answered_by_the_one_served(
+async def test_a_sampler_of_another_base_model_does_not_use_the_served_one(
     service: Any, bodies: Any
 ) -> None:
     """The operator may have restarted the service with another model."""
@@ -214,10 +215,10 @@ async def test_a_sampler_of_another_base_model_is_not_answered_by_the_one_served
     assert "'earlier/model'" in error and "'tuneserve/fake'" in error
 
 
-async def test_a_session_that_ends_while_a_sampler_is_created_keeps_none(
+async def test_a_session_that_ends_during_a_samplers_creation_has_no_sampler(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would ever delete it, nor the file that it names."""
+    """Otherwise the sampler and the file that it names would never be deleted."""
     session = await api.session()
     store = api.services.store
     put_new = store.put_new

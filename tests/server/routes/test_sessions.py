@@ -1,4 +1,4 @@
-"""Sessions: how many a tenant may have, how fast, how large, and how long they are kept."""
+"""Sessions: limits on their number, rate and size, and their retention."""
 
 import time
 from dataclasses import replace
@@ -46,7 +46,7 @@ def put_off(response: httpx.Response, below: int = 31) -> str:
     return detail
 
 
-async def test_a_tenant_has_so_many_sessions_at_once_and_so_has_the_server(api: Any) -> None:
+async def test_tenants_and_the_server_have_limits_of_open_sessions(api: Any) -> None:
     sessions = [(await create(api)).json()["session_id"] for _ in range(3)]
     assert "your key has 3 sessions" in put_off(await create(api))
     for _ in range(2):
@@ -64,7 +64,7 @@ async def test_sessions_that_ended_count_for_a_minute(api: Any) -> None:
     assert (await create(api, key="tml-b")).status_code == 200
 
 
-async def test_a_session_sent_again_is_the_same_at_the_limit_too(api: Any) -> None:
+async def test_a_resent_session_is_the_same_even_at_the_limit(api: Any) -> None:
     headers = {"X-Idempotency-Key": "one"}
     request = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
     first = await api.post("/create_session", request, headers=headers)
@@ -82,14 +82,16 @@ async def test_a_session_sent_again_is_the_same_at_the_limit_too(api: Any) -> No
         {"display_name": "x" * 1000},
     ],
 )
-async def test_the_texts_of_a_session_have_so_many_bytes(api: Any, fields: dict[str, Any]) -> None:
+async def test_the_texts_of_a_session_have_a_limit_of_bytes(
+    api: Any, fields: dict[str, Any]
+) -> None:
     refused = await create(api, **fields)
     assert (refused.status_code, refused.json()["code"]) == (400, "invalid_request")
     assert "the limit is 1000 (max_session_metadata_bytes)" in refused.json()["detail"]
     assert (await create(api, user_metadata={"about": "x" * 980})).status_code == 200
 
 
-async def test_a_tenant_creates_so_many_sampling_sessions_a_minute(api: Any) -> None:
+async def test_a_tenant_creates_a_limited_number_of_sampling_sessions_a_minute(api: Any) -> None:
     session = await api.session()
     for number in range(2):
         await api.sampler(session, number)
@@ -100,10 +102,10 @@ async def test_a_tenant_creates_so_many_sampling_sessions_a_minute(api: Any) -> 
     }
     refused = await api.call("POST", "/create_sampling_session", json=request)
     assert "you created 2 samplers within a minute" in put_off(refused, below=61)
-    await api.sampler(session, 1)  # there already
+    await api.sampler(session, 1)  # it exists already
 
 
-async def test_on_a_full_disk_no_session_begins_and_every_session_can_end(
+async def test_on_a_full_disk_no_session_starts_and_every_session_can_end(
     api: Any, settings: ApiSettings
 ) -> None:
     session = await api.session()

@@ -1,4 +1,4 @@
-"""The route from which clients have a base model's tokenizer."""
+"""The route from which clients get a base model's tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ async def get(api: Any, **asked: Any) -> Any:
     return await api.http.get("/api/v1/tokenizer", params=asked, headers=headers)
 
 
-async def test_each_file_is_what_the_worker_reads(speaking: Any, tokenizer: Path) -> None:
+async def test_each_file_equals_the_one_that_the_worker_reads(
+    speaking: Any, tokenizer: Path
+) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         response = await get(speaking, base_model=FAKE, file=name)
         assert response.status_code == 200
@@ -25,7 +27,7 @@ async def test_each_file_is_what_the_worker_reads(speaking: Any, tokenizer: Path
     assert unnamed.content == (tokenizer / "tokenizer.json").read_bytes()
 
 
-async def test_what_the_client_has_is_not_sent_again_until_it_changes(
+async def test_a_cached_file_is_not_sent_again_until_it_changes(
     speaking: Any, tokenizer: Path
 ) -> None:
     tag = (await get(speaking, base_model=FAKE)).headers["ETag"]
@@ -48,7 +50,7 @@ async def test_a_file_that_the_tokenizer_lacks_is_absent_and_others_are_refused(
         assert (response.status_code, response.json()["code"]) == (422, "malformed")
 
 
-async def test_an_unknown_base_model_is_refused_with_those_that_there_are(speaking: Any) -> None:
+async def test_an_unknown_base_model_is_refused_with_the_known_ones(speaking: Any) -> None:
     response = await get(speaking, base_model="no/such")
     assert (response.status_code, response.json()["code"]) == (400, "invalid_request")
     assert FAKE in response.json()["detail"]
@@ -56,13 +58,13 @@ async def test_an_unknown_base_model_is_refused_with_those_that_there_are(speaki
     assert missing.status_code == 422
 
 
-async def test_a_tokenizer_that_cannot_be_read_is_unavailable(service: Any, api: Any) -> None:
-    """The fake worker's is nowhere."""
+async def test_an_unreadable_tokenizer_is_unavailable(service: Any, api: Any) -> None:
+    """The fake worker's tokenizer does not exist."""
     response = await get(service, base_model=FAKE)
     assert (response.status_code, response.json()["code"]) == (503, "model_unavailable")
     assert "tokenizer.json" in response.json()["detail"]
 
 
-async def test_a_key_is_needed(speaking: Any) -> None:
+async def test_a_valid_key_is_required(speaking: Any) -> None:
     response = await get(speaking, base_model=FAKE, headers={"X-API-Key": "none"})
     assert response.status_code == 401

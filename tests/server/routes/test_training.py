@@ -1,4 +1,4 @@
-"""Creating models and training them: what is accepted, what is refused, and how."""
+"""Creating and training models: accepted requests, refused ones, and the form of refusals."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ async def test_a_model_is_created_trained_and_described(service: Any) -> None:
     session = await service.session()
     model = await service.model(session)
     assert model == f"{session}:train:0"
-    # The fake backend's logprob of y after x is -(1 + (x + y) % 8) / 8: here x + y is 3, then 5.
+    # The fake backend's logprob of y after x is -(1 + (x + y) % 8) / 8; here x + y is 3, then 5.
     output = await service.output(await service.forward_backward(model, 1, (1, 2, 3)))
     assert output.metrics == {"loss:sum": pytest.approx(4 / 8 + 6 / 8)}
     step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}
@@ -26,7 +26,7 @@ async def test_a_model_is_created_trained_and_described(service: Any) -> None:
     assert info["optimizer_config"] == {"type": "adamw"}
 
 
-async def test_the_seed_is_chosen_once_when_none_is_given(service: Any, bodies: Any) -> None:
+async def test_the_seed_is_chosen_once_if_none_is_given(service: Any, bodies: Any) -> None:
     session = await service.session()
     request = bodies.create_model(session, lora_config={"rank": 2})
     first = await service.post("/create_model", request)
@@ -91,7 +91,7 @@ async def test_a_creation_that_cannot_be_carried_out_fails_in_its_future(
     assert response.status_code == 404
 
 
-async def test_before_the_first_worker_a_rank_is_judged_by_the_worker_to_come(
+async def test_before_the_first_worker_a_rank_is_checked_by_the_worker_to_come(
     api: Any, bodies: Any
 ) -> None:
     request = bodies.create_model(await api.session(), lora_config={"rank": 33})
@@ -112,7 +112,7 @@ async def test_before_the_first_worker_a_rank_is_judged_by_the_worker_to_come(
         (None, "adam_params is missing"),
     ],
 )
-async def test_a_bad_hyper_parameter_is_named_and_spends_its_place(
+async def test_a_bad_hyper_parameter_is_named_and_uses_its_position(
     service: Any, params: dict[str, Any] | None, named: str
 ) -> None:
     model = await service.model(await service.session())
@@ -140,7 +140,7 @@ async def test_a_negative_clip_norm_means_no_clipping(service: Any) -> None:
     assert "error" not in await service.result(await service.post("/optim_step", step))
 
 
-async def test_a_zstd_body_is_understood(service: Any, bodies: Any) -> None:
+async def test_a_zstd_body_is_accepted(service: Any, bodies: Any) -> None:
     import zstandard
 
     model = await service.model(await service.session())
@@ -185,7 +185,9 @@ async def test_another_encoding_is_refused(service: Any) -> None:
     assert (response.status_code, response.json()["code"]) == (415, "unknown_encoding")
 
 
-async def test_a_body_over_the_limit_is_413_and_spends_its_place(service: Any, bodies: Any) -> None:
+async def test_a_body_over_the_limit_is_413_and_uses_its_position(
+    service: Any, bodies: Any
+) -> None:
     model = await service.model(await service.session())
     body = bodies.forward_backward(model, 1) + bytes.fromhex("1a80808008") + bytes(17 * 2**20)
     response = await service.call("POST", "/forward_backward", content=body)
@@ -195,7 +197,7 @@ async def test_a_body_over_the_limit_is_413_and_spends_its_place(service: Any, b
     assert math.isfinite(output.metrics["loss:sum"])
 
 
-async def test_a_truncated_message_spends_its_place(service: Any, bodies: Any) -> None:
+async def test_a_truncated_message_uses_its_position(service: Any, bodies: Any) -> None:
     model = await service.model(await service.session())
     answer = await service.forward_backward(
         model, 1, content=bodies.forward_backward(model, 1)[:-3]
@@ -212,7 +214,7 @@ async def test_the_same_number_for_another_kind_of_request_is_refused(service: A
     assert (response.status_code, response.json()["code"]) == (422, "malformed")
 
 
-async def test_an_ended_session_takes_no_more_requests(service: Any, bodies: Any) -> None:
+async def test_an_ended_session_accepts_no_more_requests(service: Any, bodies: Any) -> None:
     session = await service.session()
     model = await service.model(session)
     sampler = await service.sampler(session)

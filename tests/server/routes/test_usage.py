@@ -1,4 +1,4 @@
-"""What a tenant is told of its costs: sums, curves, waterfalls, budgets; and what operators see."""
+"""Costs shown to a tenant: sums, curves, request costs and budgets. Operators see more."""
 
 import asyncio
 import re
@@ -27,7 +27,7 @@ A, B = open_tenant("tml-a"), open_tenant("tml-b")
 
 
 async def trained(service: Any, key: str = "tml-a") -> tuple[str, list[str]]:
-    """A model with two gradients and a step, and a sample of the base model; their requests."""
+    """A model with two gradients, a step and a sample of the base model, and the requests."""
     session = await service.session(key=key)
     model = await service.model(session, key=key)
     answers = [await service.forward_backward(model, seq, (1, 2, 3, 4), key=key) for seq in (1, 2)]
@@ -69,7 +69,7 @@ async def test_usage_is_summed_by_model(service: Any) -> None:
     assert used.budget is None
 
 
-async def test_usage_can_be_of_the_last_days(service: Any) -> None:
+async def test_usage_can_be_limited_to_the_last_days(service: Any) -> None:
     await trained(service)
     tomorrow = int(datetime.now(UTC).timestamp() + DAY_S)
     assert (await service.get(f"/usage?since={tomorrow}"))["total"]["requests"] == 0
@@ -86,7 +86,7 @@ async def test_the_curve_of_a_run_has_its_losses_and_steps(service: Any) -> None
         ("forward_backward", 2),
         ("optim_step", 3),
     ]
-    # The fake logprob of y after x is -(1 + (x + y) % 8) / 8: 4, 6 and 8 eighths.
+    # The fake logprob of y after x is -(1 + (x + y) % 8) / 8, so the losses are 4, 6 and 8 eighths.
     assert (points[0].loss_sum, points[0].tokens, points[0].weight) == (18 / 8, 3, 3.0)
     assert (points[2].step, points[2].learning_rate) == (1, 0.5)
     assert points[2].grad_norm is not None and points[2].grad_norm > 0
@@ -98,7 +98,7 @@ async def test_the_curve_of_a_run_has_its_losses_and_steps(service: Any) -> None
 # --- one request ----------------------------------------------------------------------------------
 
 
-async def test_a_result_carries_its_waterfall_each_time(service: Any) -> None:
+async def test_a_result_carries_its_request_cost_each_time(service: Any) -> None:
     _, requests = await trained(service)
     answers = [await service.poll(requests[0]) for _ in range(2)]
     assert answers[0].headers["Server-Timing"] == answers[1].headers["Server-Timing"]
@@ -115,7 +115,7 @@ async def test_a_result_carries_its_waterfall_each_time(service: Any) -> None:
     assert (cost["trained_tokens"], cost["padded_tokens"], cost["flops"]) == ("3", "13", "12000")
 
 
-async def test_a_request_can_be_asked_for_alone(api: Any) -> None:
+async def test_a_single_request_can_be_described(api: Any) -> None:
     session = await api.session()
     model = {"session_id": session, "model_seq_id": 0, "base_model": "tuneserve/fake"}
     request = (await api.post("/create_model", model))["request_id"]
@@ -129,7 +129,7 @@ async def test_a_request_can_be_asked_for_alone(api: Any) -> None:
     assert done.cost is not None and done.cost.trained_tokens == 0
 
 
-async def test_a_request_that_failed_says_so(service: Any) -> None:
+async def test_a_failed_request_is_described_as_failed(service: Any) -> None:
     session = await service.session()
     model = await service.model(session)
     answer = await service.forward_backward(model, 1, (1, 999))
@@ -148,7 +148,7 @@ async def spent(store: MemoryStore, tenant: str, seconds: float, seq: int = 0) -
     await store.finish(epoch, [Outcome(request, usage=Usage(seconds))])
 
 
-async def test_a_budget_is_for_a_day() -> None:
+async def test_a_budget_lasts_for_a_day() -> None:
     now_s = 10 * DAY_S + 3600
     store = MemoryStore(clock=lambda: now_s)
     budgets = Budgets(store, {"a": 5.0, "none": 0.0}, clock=lambda: now_s)
@@ -176,7 +176,7 @@ async def test_a_budget_is_for_a_day() -> None:
     await store.close()
 
 
-async def test_a_budget_of_its_own_goes_before_that_of_the_settings_at_once() -> None:
+async def test_a_tenants_own_budget_overrides_the_setting_at_once() -> None:
     now_s = 10 * DAY_S
     store = MemoryStore(clock=lambda: now_s)
     budgets = Budgets(store, {"a": 100.0}, clock=lambda: now_s)
@@ -197,7 +197,7 @@ async def test_a_budget_of_its_own_goes_before_that_of_the_settings_at_once() ->
     await store.close()
 
 
-async def test_who_has_spent_its_budget_is_put_off_and_keeps_what_was_accepted(
+async def test_a_tenant_with_a_spent_budget_is_refused_for_now_and_keeps_accepted_requests(
     service: Any, bodies: Any
 ) -> None:
     session = await service.session()
@@ -250,7 +250,7 @@ async def test_requests_are_counted_by_route_and_status(service: Any) -> None:
     assert found["tuneserve_http_request_duration_seconds_count"]["GET", route] == 2
 
 
-async def test_a_request_that_breaks_is_counted_as_a_500(
+async def test_a_request_that_raises_is_counted_as_a_500(
     api: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: Any) -> None:
@@ -263,7 +263,7 @@ async def test_a_request_that_breaks_is_counted_as_a_500(
     assert counted["GET", "/api/v1/usage", "500"] == 1
 
 
-async def test_the_store_tells_how_full_it_is_and_tenants_are_not_shown(service: Any) -> None:
+async def test_the_store_reports_its_fill_level_and_tenants_are_not_shown(service: Any) -> None:
     await trained(service)
     found = await scraped(service)
     assert found["tuneserve_store_unfinished_requests"] == {(): 0}
@@ -272,7 +272,7 @@ async def test_the_store_tells_how_full_it_is_and_tenants_are_not_shown(service:
     assert not [name for name in found if "tenant" in name]
 
 
-async def test_tenants_are_shown_if_the_operator_wants_it(service: Any) -> None:
+async def test_tenants_are_shown_if_the_operator_enables_it(service: Any) -> None:
     services = service.services
     shown = StoreMetrics(services.store, tenants=True)
     service.app.state.services = replace(services, store_metrics=shown)

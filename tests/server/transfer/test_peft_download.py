@@ -1,4 +1,4 @@
-"""Checkpoints downloaded as archives: what is in them, whose links give them, how many at once."""
+"""Checkpoints downloaded as archives: contents, signed links and the limit of parallel ones."""
 
 import asyncio
 import io
@@ -25,7 +25,7 @@ PEFT = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 async def saved(service: Any, **fields: Any) -> str:
-    """A model that has learnt something and was saved as each kind of checkpoint: its id."""
+    """Train a model, save it as each kind of checkpoint, and return its id."""
     session = await service.session()
     request = {**service_model(session), **fields}
     model = f"{session}:train:0"
@@ -74,13 +74,13 @@ async def downloaded(service: Any, url: str) -> dict[str, bytes]:
 
 
 def checkpoint_file(service: Any, url: str) -> Any:
-    """What the archive is made of, on the server's disk."""
+    """The source of the archive on the server's disk."""
     file_id = urlsplit(url).path.split("/")[-2]
     return service.services.files.path(file_id) / "adapter.safetensors"
 
 
 @pytest.mark.parametrize("kind", ["lora", "rslora"])
-async def test_checkpoints_of_all_kinds_are_the_workers_export_to_the_bit(
+async def test_checkpoints_of_all_kinds_equal_the_workers_export_to_the_bit(
     service: Any, kind: str
 ) -> None:
     model = await saved(service, adapter={"kind": kind})
@@ -99,8 +99,8 @@ async def test_checkpoints_of_all_kinds_are_the_workers_export_to_the_bit(
     assert await service.get("/training_runs") == runs, "no run was made for it"
 
 
-async def test_of_an_osft_adapter_what_is_lora_already_is_made_an_archive(api: Any) -> None:
-    """Of the training checkpoint only a worker can make one: the message says how to get it."""
+async def test_only_the_lora_checkpoints_of_an_osft_adapter_become_archives(api: Any) -> None:
+    """Only a worker can convert the training checkpoint, and the message says how."""
     shapes = tuple((name, (2, 8, 8)) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
     await api.start_worker(info=replace(FAKE_INFO, target_shapes=shapes))
     model = await saved(
@@ -133,7 +133,7 @@ async def test_an_encrypted_export_stays_encrypted(service: Any) -> None:
 # --- links ----------------------------------------------------------------------------------------
 
 
-async def test_another_tenants_checkpoint_is_as_one_that_does_not_exist(service: Any) -> None:
+async def test_another_tenants_checkpoint_looks_like_a_missing_one(service: Any) -> None:
     model = await saved(service)
     refused = []
     for path in (route(model), route("00000000:train:0")):
@@ -144,7 +144,7 @@ async def test_another_tenants_checkpoint_is_as_one_that_does_not_exist(service:
     assert refused[0][:2] == (404, "not_found")
 
 
-async def test_only_a_link_that_we_signed_for_this_checkpoint_gives_it(service: Any) -> None:
+async def test_a_download_requires_a_link_signed_for_this_checkpoint(service: Any) -> None:
     model, other = await saved(service), await saved(service)
     url, others = await link(service, model), await link(service, other)
     ids = [urlsplit(each).path.split("/")[-2] for each in (url, others)]
@@ -163,7 +163,9 @@ async def test_only_a_link_that_we_signed_for_this_checkpoint_gives_it(service: 
     assert await downloaded(service, url)
 
 
-async def test_a_link_ends_when_it_says(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_expires_at_the_stated_time(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = await service.get(route(await saved(service)))
     expires = int(parse_qs(urlsplit(answer["url"]).query)["expires"][0])
     assert 895 <= expires - time.time() <= 900
@@ -173,7 +175,7 @@ async def test_a_link_ends_when_it_says(service: Any, monkeypatch: pytest.Monkey
         monkeypatch.undo()
 
 
-async def test_a_link_to_what_was_deleted_leads_nowhere(service: Any) -> None:
+async def test_a_link_to_a_deleted_checkpoint_is_404(service: Any) -> None:
     url = await link(service, await saved(service))
     path = checkpoint_file(service, url)
     service.services.files.delete(path.parent.name)
@@ -185,7 +187,7 @@ async def test_a_link_to_what_was_deleted_leads_nowhere(service: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["weights", "external_weights"])
-async def test_a_damaged_checkpoint_is_told_and_not_handed_out(service: Any, kind: str) -> None:
+async def test_a_damaged_checkpoint_is_reported_and_not_sent(service: Any, kind: str) -> None:
     model = await saved(service)
     url = await link(service, model, kind)
     name = "adapter.safetensors" if kind == "weights" else "adapter_model.safetensors"
@@ -205,7 +207,7 @@ async def test_a_damaged_checkpoint_is_told_and_not_handed_out(service: Any, kin
 # --- how many, and how slow -----------------------------------------------------------------------
 
 
-async def test_a_tenant_has_few_at_once_and_gets_them_back(service: Any) -> None:
+async def test_a_tenant_has_a_limited_number_of_parallel_downloads(service: Any) -> None:
     counted = service.services.archives.counted
     model = await saved(service)
     url = await link(service, model)
@@ -222,7 +224,7 @@ async def test_a_tenant_has_few_at_once_and_gets_them_back(service: Any) -> None
         assert await downloaded(service, url)
 
 
-async def test_the_event_loop_goes_on_while_an_adapter_is_read(
+async def test_the_event_loop_runs_while_an_adapter_is_read(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = await link(service, await saved(service))
@@ -244,7 +246,7 @@ async def test_the_event_loop_goes_on_while_an_adapter_is_read(
     assert len(await downloading) == 3
 
 
-async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peft_download, "_PIECE_S", 0.05)
     sent = []
 

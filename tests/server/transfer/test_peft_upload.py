@@ -1,4 +1,4 @@
-"""``POST /checkpoints/import``: what is taken from clients, what is not, and what is left of it."""
+"""``POST /checkpoints/import``: accepted archives, refused ones, and the files that remain."""
 
 import asyncio
 import errno
@@ -48,7 +48,7 @@ FILES = {CONFIG: json.dumps(SETTINGS).encode(), WEIGHTS: save(TENSORS)}
 def archive(
     files: dict[str, bytes] | None = None, *, kind: int = tarfile.USTAR_FORMAT, **fields: Any
 ) -> bytes:
-    """A tar of these files; ``fields`` are set on each member."""
+    """A tar of these files. ``fields`` are set on each member."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=kind) as opened:
         for name, data in (files or FILES).items():
@@ -75,7 +75,7 @@ async def path_of(api: Any, *given: Any, **options: Any) -> str:
 
 
 def left(api: Any) -> set[str]:
-    """Everything in the directory of files but its marks."""
+    """Everything in the files directory except its marks."""
     return {
         p.name
         for p in api.services.settings.files_dir.iterdir()
@@ -86,7 +86,7 @@ def left(api: Any) -> set[str]:
 # --- taken in -------------------------------------------------------------------------------------
 
 
-async def test_training_goes_on_from_an_import_with_its_numbers_and_scale(service: Any) -> None:
+async def test_training_continues_from_an_import_with_its_numbers_and_scale(service: Any) -> None:
     answer = (await send(service)).json()
     path = answer.pop("path")
     assert answer == {
@@ -103,14 +103,14 @@ async def test_training_goes_on_from_an_import_with_its_numbers_and_scale(servic
     load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
     loaded = await service.result(await service.post("/load_weights", load))
     output = await service.output(await service.forward_backward(loaded["model_id"], 1))
-    # By hand: scale 3/2, for each of 2 layers and 2 ranks the sums of 4 As and of 4 Bs.
+    # By hand: scale 3/2, and for each of 2 layers and 2 ranks the sums of 4 As and of 4 Bs.
     shift = 1.5 * 2 * 2 * (4 * A) * (4 * B)
     assert output.metrics["loss:sum"] == pytest.approx((1 + 3) / 8 + (1 + 5) / 8 - 2 * shift)
     step = {"model_id": loaded["model_id"], "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
     assert "metrics" in await service.result(await service.post("/optim_step", step))
 
 
-async def test_it_is_a_checkpoint_like_any_other_and_its_tenants_alone(service: Any) -> None:
+async def test_an_import_is_an_ordinary_checkpoint_of_its_tenant_only(service: Any) -> None:
     path = await path_of(service, query="?name=mine&ttl_seconds=3600")
     origin = path.split("/")[2]
     for listing in ("/checkpoints", f"/training_runs/{origin}/checkpoints"):
@@ -132,11 +132,11 @@ async def test_it_is_a_checkpoint_like_any_other_and_its_tenants_alone(service: 
 
 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-async def test_what_any_tar_makes_is_read(service: Any, kind: int) -> None:
+async def test_archives_of_every_tar_format_are_read(service: Any, kind: int) -> None:
     backwards = {f"./{name}": FILES[name] for name in (WEIGHTS, CONFIG)}
     for content in (archive(kind=kind, mtime=1.5), archive(backwards, kind=kind)):
         await path_of(service, content)
-        await path_of(service, content[: -2 * 512])  # some leave out the end
+        await path_of(service, content[: -2 * 512])  # some programs leave out the end
 
 
 async def test_a_retry_is_answered_with_the_same_checkpoint(service: Any) -> None:
@@ -149,13 +149,13 @@ async def test_a_retry_is_answered_with_the_same_checkpoint(service: Any) -> Non
     assert len(left(service)) == 4
 
 
-async def test_one_that_comes_twice_at_once_leaves_one_file(service: Any) -> None:
+async def test_an_upload_sent_twice_at_once_leaves_one_file(service: Any) -> None:
     retry = {"headers": {"X-Idempotency-Key": "k"}}
     paths = await asyncio.gather(*(path_of(service, **retry) for _ in range(2)))
     assert len(set(paths)) == 1 and len(left(service)) == 1
 
 
-async def test_the_base_model_may_go_by_another_name(service: Any) -> None:
+async def test_the_base_model_may_be_given_another_name(service: Any) -> None:
     elsewhere = {
         **FILES,
         CONFIG: json.dumps({**SETTINGS, "base_model_name_or_path": "/a"}).encode(),
@@ -169,10 +169,10 @@ async def test_the_base_model_may_go_by_another_name(service: Any) -> None:
 # --- as it comes ----------------------------------------------------------------------------------
 
 
-async def test_the_body_is_on_disk_while_it_comes(
+async def test_the_body_is_written_to_disk_as_it_arrives(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is written at once may be missing, and the piece that was sent last."""
+    """The piece in the writer's hands and the last one sent may be missing."""
     monkeypatch.setattr(peft_upload, "_PIECE_BYTES", 2**20)
     on_disk = []
     whole = archive() + bytes(4 * 2**20)
@@ -188,7 +188,7 @@ async def test_the_body_is_on_disk_while_it_comes(
     assert len(left(service)) == 1, "of the upload nothing is left"
 
 
-async def test_an_adapter_over_the_limit_is_refused_before_it_has_come(
+async def test_an_adapter_over_the_limit_is_refused_before_it_has_arrived(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service.services.imports, "_limit_bytes", 3000)
@@ -207,7 +207,7 @@ async def test_an_adapter_over_the_limit_is_refused_before_it_has_come(
     assert left(service) == set()
 
 
-async def test_an_unknown_base_model_is_told_before_anything_is_sent(service: Any) -> None:
+async def test_an_unknown_base_model_is_refused_before_the_upload(service: Any) -> None:
     for query, words in (
         ("?base_model=no/such", "'no/such' is not served here"),
         ("?name=../x", "name is not a checkpoint name"),
@@ -216,7 +216,7 @@ async def test_an_unknown_base_model_is_told_before_anything_is_sent(service: An
         assert words in assert_refused(await send(service, never(), query), 400)
 
 
-async def test_a_tenant_sends_two_at_once_and_no_more(service: Any) -> None:
+async def test_a_tenant_sends_up_to_two_at_once(service: Any) -> None:
     go_on = asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -236,7 +236,7 @@ async def test_a_tenant_sends_two_at_once_and_no_more(service: Any) -> None:
 
 
 @pytest.mark.parametrize("problem", ["gone", "stop", "late"])
-async def test_of_an_upload_that_is_broken_off_nothing_is_left(
+async def test_an_interrupted_upload_leaves_no_file(
     service: Any, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service.services.imports, "_timeout_s", 0.2)
@@ -254,7 +254,7 @@ async def test_of_an_upload_that_is_broken_off_nothing_is_left(
     assert left(service) == set()
 
 
-async def test_what_a_killed_process_left_goes_an_hour_later(service: Any) -> None:
+async def test_a_killed_process_files_are_removed_an_hour_later(service: Any) -> None:
     files = service.services.files
     leaking = files.staging()
     folder = leaking.__enter__()
@@ -266,7 +266,7 @@ async def test_what_a_killed_process_left_goes_an_hour_later(service: Any) -> No
     leaking.__exit__(None, None, None)
 
 
-async def test_a_full_disk_is_told_and_nothing_is_left(
+async def test_a_full_disk_is_reported_and_leaves_no_file(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:
@@ -289,7 +289,7 @@ WRITTEN = 3 * LAYERS * (WIDTH * 2 + 2 * WIDTH) * 4
 
 
 async def chunked() -> AsyncIterator[bytes]:
-    """Without a Content-Length."""
+    """A body without a Content-Length."""
     yield archive()
 
 
@@ -298,7 +298,7 @@ async def never() -> AsyncIterator[bytes]:
     yield b""
 
 
-async def test_what_the_disk_has_no_room_for_is_not_begun(
+async def test_an_upload_that_does_not_fit_on_the_disk_is_not_started(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least, free = service.services.settings.min_free_bytes, 0
@@ -315,7 +315,7 @@ async def test_what_the_disk_has_no_room_for_is_not_begun(
     await path_of(service, chunked())
 
 
-async def test_two_that_are_written_at_once_need_room_for_both(
+async def test_two_parallel_uploads_need_room_for_both(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     least = service.services.settings.min_free_bytes
@@ -338,7 +338,7 @@ async def test_two_that_are_written_at_once_need_room_for_both(
     await path_of(service, chunked())
 
 
-async def test_a_tenant_imports_no_more_bytes_than_it_may_keep(
+async def test_a_tenant_imports_no_more_bytes_than_it_may_store(
     service: Any, settings: ApiSettings
 ) -> None:
     services = service.app.state.services
@@ -354,8 +354,8 @@ async def test_a_tenant_imports_no_more_bytes_than_it_may_keep(
 # --- beside others --------------------------------------------------------------------------------
 
 
-async def test_an_upload_that_waits_for_its_turn_is_not_abandoned(service: Any) -> None:
-    """Its folder is an hour old when it has come, and those before it take their time."""
+async def test_an_upload_that_waits_for_its_turn_is_not_removed(service: Any) -> None:
+    """Its folder is an hour old when it has arrived, because the uploads before it take long."""
     services = service.services
     writing = services.imports._writing
 
@@ -377,7 +377,7 @@ async def test_an_upload_that_waits_for_its_turn_is_not_abandoned(service: Any) 
     assert answer.status_code == 200, answer.text
 
 
-async def test_a_body_is_not_too_slow_because_others_keep_the_threads_busy(
+async def test_a_body_is_not_too_slow_because_others_occupy_the_threads(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peft_upload, "_PIECE_BYTES", 10)
@@ -396,7 +396,7 @@ async def test_a_body_is_not_too_slow_because_others_keep_the_threads_busy(
     assert answer.status_code == 200, answer.text
 
 
-async def test_what_took_long_to_write_is_not_taken_for_a_file_that_nobody_named(
+async def test_a_file_that_took_long_to_write_does_not_count_as_unused(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = PeftAdapter.write
@@ -410,7 +410,7 @@ async def test_what_took_long_to_write_is_not_taken_for_a_file_that_nobody_named
     assert service.services.files.ids() and not service.services.files.ids(older_than_s=900)
 
 
-async def test_an_upload_that_waits_shows_that_it_lives(
+async def test_a_waiting_upload_shows_a_sign_of_life(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peft_upload, "_SIGN_OF_LIFE_S", 0.01)
@@ -431,7 +431,7 @@ async def test_an_upload_that_waits_shows_that_it_lives(
     assert (await sending).status_code == 200
 
 
-async def test_imports_and_what_others_do_in_threads_do_not_wait_for_each_other(
+async def test_imports_and_other_work_in_threads_do_not_wait_for_each_other(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = set()
@@ -453,7 +453,7 @@ async def test_imports_and_what_others_do_in_threads_do_not_wait_for_each_other(
     assert names == {"imports"}
 
 
-async def test_what_is_being_written_ends_when_the_service_stops(
+async def test_an_import_being_written_ends_when_the_service_stops(
     service: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, numbers = [], PeftAdapter._numbers
@@ -535,13 +535,15 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", ARCHIVES)
-async def test_an_archive_of_anything_else_is_refused(service: Any, case: str) -> None:
+async def test_an_archive_with_other_contents_is_refused(service: Any, case: str) -> None:
     make, words = ARCHIVES[case]
     assert words in assert_refused(await send(service, make()), 422)
     assert left(service) == set()
 
 
-async def test_no_changed_byte_of_an_archive_makes_a_5xx_or_leaves_anything(service: Any) -> None:
+async def test_a_changed_byte_of_an_archive_never_causes_a_5xx_or_leaves_a_file(
+    service: Any,
+) -> None:
     whole, rng = archive()[:4096], np.random.default_rng(0)
     answered = Counter()
     for at in rng.integers(0, len(whole), 250).tolist():
@@ -554,7 +556,7 @@ async def test_no_changed_byte_of_an_archive_makes_a_5xx_or_leaves_anything(serv
     assert len(left(service)) == answered[200]
 
 
-async def test_what_is_wrong_with_the_adapter_is_told_and_nothing_is_left(service: Any) -> None:
+async def test_an_invalid_adapter_is_explained_and_leaves_no_file(service: Any) -> None:
     dora = {**FILES, CONFIG: json.dumps({**SETTINGS, "use_dora": True}).encode()}
     nan = {**TENSORS, f"{MODULES[1]}.lora_B.weight": np.full((WIDTH, 2), np.nan, np.float32)}
     wide = {**TENSORS, f"{MODULES[1]}.lora_B.weight": np.zeros((9, 2), np.float32)}
@@ -572,7 +574,7 @@ async def test_what_is_wrong_with_the_adapter_is_told_and_nothing_is_left(servic
     assert "without a Content-Encoding" in assert_refused(await send(service, **encoded), 415)
 
 
-async def test_who_keeps_enough_checkpoints_can_import_no_more(
+async def test_a_tenant_at_its_limit_of_checkpoints_cannot_import(
     service: Any, settings: ApiSettings
 ) -> None:
     services = service.app.state.services
@@ -583,7 +585,7 @@ async def test_who_keeps_enough_checkpoints_can_import_no_more(
     await path_of(service, key="tml-b")
 
 
-async def test_without_a_worker_that_tells_its_shapes_nothing_can_be_checked(api: Any) -> None:
+async def test_without_a_worker_that_reports_shapes_an_import_is_refused(api: Any) -> None:
     answer = await send(api)
     assert_refused(answer, 503, below=504)
     assert answer.json()["code"] == "model_unavailable"

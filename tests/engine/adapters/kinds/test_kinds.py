@@ -1,4 +1,4 @@
-"""The kinds of adapters: ranks, scales, what they refuse, and that their arrays make pairs."""
+"""The adapter kinds: ranks, scales, refusals, and the LoRA pairs that their arrays make."""
 
 from pathlib import Path
 
@@ -25,20 +25,20 @@ SHAPES = {
     "down_proj": (2, 32, 16),
     "unembed": (16, 61),
 }
-"""[L, D, F]; the fewest directions are 12, the most 16."""
+"""[L, D, F]. The fewest directions are 12, the most 16."""
 
 
 @pytest.mark.parametrize("kind", EVERY, ids=lambda kind: f"{kind.name}-{kind.program}")
 @pytest.mark.parametrize("shape", [WIDE, SQUARE, TALL])
-def test_every_kinds_arrays_have_the_told_shapes_and_make_a_pair(kind, shape: tuple[int, int]):
+def test_every_kinds_arrays_have_the_declared_shapes_and_make_a_pair(kind, shape: tuple[int, int]):
     base = base_of(shape)
     frozen = base.frozen(RANK) if kind.needs_decomposition else None
     config = AdapterConfig(RANK, 1.0, 0, kind=kind.name)
     own = kind.initial(config, 0, base.shape, frozen)
-    told = kind.parts(base.shape, kind.rank(config, base.shape))
+    told = kind.parameter_shapes(base.shape, kind.rank(config, base.shape))
     assert {name: part.shape for name, part in own.items()} == told
     assert {part.dtype for part in own.values()} == {np.dtype(np.float32)}
-    a, b = kind.pair(own, frozen)
+    a, b = kind.lora_pair(own, frozen)
     assert (a.shape, b.shape) == ((2, shape[1], RANK), (2, RANK, shape[0]))
     np.testing.assert_array_equal(a @ b, np.zeros((2, shape[1], shape[0])))
     projected = kind.project(own, frozen)
@@ -62,7 +62,7 @@ def test_a_kind_is_a_short_file():
 
 @pytest.mark.parametrize("kind", ["lora", "rslora"])
 @pytest.mark.parametrize(("rank", "alpha"), [(8, 16.0), (3, 32.0), (64, 1.5)])
-def test_the_scale_is_pefts(kind: str, rank: int, alpha: float):
+def test_the_scale_equals_pefts(kind: str, rank: int, alpha: float):
     peft = LoraConfig(
         r=rank, lora_alpha=alpha, use_rslora=kind == "rslora", target_modules=["linear"]
     )
@@ -91,21 +91,21 @@ def test_a_ratio_is_rounded_to_trained_directions(ratio: str, directions: int, r
     assert Osft("factors").rank(config, (2, 2 * directions, directions)) == rank
 
 
-def test_a_rank_is_kept_on_large_targets_and_lower_on_small_ones():
+def test_a_rank_is_used_on_large_targets_and_lowered_on_small_ones():
     config = validated(config_of(14), SHAPES, 32)
     assert config.rank == 14
     ranks = [Osft("factors").rank(config, SHAPES[name]) for name in config.targets]
     assert ranks == [14, 11, 11, 14, 14, 14, 14]
 
 
-def test_a_ratio_is_kept_as_the_highest_rank_of_its_targets():
+def test_a_ratio_is_stored_as_the_highest_rank_of_its_targets():
     config = validated(config_of(1, unfreeze_ratio="0.25"), SHAPES, 32)
     assert config.rank == 4
     ranks = [Osft("factors").rank(config, SHAPES[name]) for name in config.targets]
     assert ranks == [4, 3, 3, 4, 4, 4, 4]
 
 
-def test_osft_leaves_the_unembedding_as_it_is():
+def test_osft_leaves_the_unembedding_alone():
     config = AdapterConfig(4, 1.0, 0, kind="osft", train_unembed=True)
     assert "unembed" not in validated(config, SHAPES, 32).targets
     for kind in KINDS["osft"].values():
@@ -124,14 +124,14 @@ def test_a_rank_of_all_directions_is_refused(rank: int):
         validated(config_of(rank), SHAPES, 2000)
 
 
-def test_osft_of_nothing_is_refused():
+def test_osft_of_no_target_is_refused():
     nothing = AdapterConfig(4, 1.0, 0, False, False, True, kind="osft")
     with pytest.raises(UserError, match="trains nothing: train_attn and train_mlp are both false"):
         validated(nothing, SHAPES, 32)
 
 
 @pytest.mark.parametrize("kind", ["lora", "rslora"])
-def test_lora_of_nothing_is_refused(kind: str):
+def test_lora_of_no_target_is_refused(kind: str):
     with pytest.raises(UserError, match="trains nothing"):
         validated(AdapterConfig(4, 1.0, 0, False, False, False, kind=kind), SHAPES, 32)
 
@@ -160,9 +160,10 @@ def test_unknown_kinds_forms_and_options_are_refused(
         validated(config, SHAPES, 32)
 
 
-def test_a_rank_that_the_server_has_no_room_for_is_refused_with_the_arithmetic():
-    """At rank 12: per layer, U and V of 12 * (D + F) and S of 12, times 3 for the moments, and the
-    pair's gradient once, 4 bytes each."""
+def test_a_rank_without_room_is_refused_with_the_arithmetic():
+    """At rank 12, per layer: U and V of 12 * (D + F) and S of 12, times 3 for the moments, and the
+    pair's gradient once, 4 bytes each.
+    """
     sizes = [(i, o) for layers, i, o in list(SHAPES.values())[:7]]
     own = sum(2 * (12 * (i + o) + 12) for i, o in sizes)
     pairs = sum(2 * 12 * (i + o) for i, o in sizes) + 12 * (16 + 61)
@@ -182,7 +183,7 @@ def test_a_rank_that_the_server_has_no_room_for_is_refused_with_the_arithmetic()
     ("form", "numbers"),
     [("factors", 6 * 4 + 4 + 4 * 10), ("short_fixed", 10 * 4), ("core", 4 * 4)],
 )
-def test_trained_numbers_are_those_of_all_layers_and_targets(form: str, numbers: int):
+def test_trained_numbers_are_counted_over_all_layers_and_targets(form: str, numbers: int):
     config = AdapterConfig(4, 1.0, 0, True, False, False, kind="osft", options={"form": form})
     shapes = {name: (2, 10, 6) for name in config.targets}
     assert parameters(kind_of(config), config, shapes) == 4 * 2 * numbers

@@ -1,4 +1,4 @@
-"""OSFT's mathematics: nothing of the strong directions changes, in all forms and shapes."""
+"""OSFT's mathematics: the strong directions never change, in all forms and shapes."""
 
 from collections.abc import Callable
 from functools import cache
@@ -38,7 +38,7 @@ def started(form: str, base: Base, frozen: SvdFactors, rank: int = RANK) -> dict
 
 @cache
 def trained(form: str, shape: tuple[int, int]) -> Parts:
-    """After fifty steps."""
+    """The arrays after fifty steps."""
     base = base_of(shape)
     frozen = base.frozen(RANK)
     return train(Osft(form), started(form, base, frozen), frozen, task_of(base), 50)[0]
@@ -70,7 +70,7 @@ def test_frozen_and_trained_triples_rebuild_the_weight_and_its_outputs(
 @forms
 @shapes
 @pytest.mark.parametrize("room", [RANK, 80], ids=["exact", "beyond all directions"])
-def test_a_fresh_adapter_changes_nothing_at_all(form: str, shape: tuple[int, int], room: int):
+def test_a_fresh_adapter_makes_no_change_at_all(form: str, shape: tuple[int, int], room: int):
     base, kind = base_of(shape), Osft(form)
     frozen = base.padded(RANK, room)
     parts = fit(started(form, base, base.frozen(RANK)), kind.parameter_shapes(base.shape, room))
@@ -82,9 +82,7 @@ def test_a_fresh_adapter_changes_nothing_at_all(form: str, shape: tuple[int, int
 
 @pytest.mark.parametrize("form", ["factors", "short_fixed"])
 @pytest.mark.parametrize("shape", [WIDE, TALL])
-def test_padding_changes_no_number_beyond_rounding_and_stays_zero(
-    form: str, shape: tuple[int, int]
-):
+def test_padding_changes_numbers_by_rounding_only_and_stays_zero(form: str, shape: tuple[int, int]):
     base, kind = base_of(shape), Osft(form)
     room = 80
     wide = kind.parameter_shapes(base.shape, room)
@@ -97,7 +95,7 @@ def test_padding_changes_no_number_beyond_rounding_and_stays_zero(
 
 @forms
 @shapes
-def test_a_gradient_is_that_of_the_dense_change_without_strong_directions(
+def test_the_gradient_equals_the_dense_one_without_strong_directions(
     form: str, shape: tuple[int, int]
 ):
     """G is the gradient of the loss by ΔW, and the pair's is G seen through A and B."""
@@ -149,7 +147,7 @@ def test_fifty_steps_of_adamw_leave_the_strong_directions_alone(form: str, shape
 
 @forms
 @shapes
-def test_the_pair_is_the_change_of_the_factors(form: str, shape: tuple[int, int]):
+def test_the_pair_equals_the_change_of_the_factors(form: str, shape: tuple[int, int]):
     frozen, parts = base_of(shape).frozen(RANK), trained(form, shape)
     a, b = jax.jit(Osft(form).lora_pair)(parts, frozen)
     delta = change(parts, frozen, RANK)
@@ -175,9 +173,10 @@ def test_without_the_projection_of_the_parameters_adamw_leaks(shape: tuple[int, 
 
 @pytest.mark.acceptance("O5")
 @pytest.mark.parametrize("size", [64, 96])
-def test_what_is_left_is_what_is_not_taken_away_on_the_shorter_side(size: int):
-    """Both of our formulas against the textbook's with a whole matrix, in float64: which one is
-    taken depends on which side is the longer."""
+def test_both_projection_formulas_agree_on_the_shorter_side(size: int):
+    """Both formulas against the textbook's with a whole matrix, in float64. The longer side of the
+    weight decides between the two.
+    """
     base = base_of((size, size))
     strong_u, strong_v = base.strong(RANK)
     x = np.random.default_rng(3).standard_normal((2, RANK, size)).astype(np.float32)
@@ -193,7 +192,7 @@ def test_what_is_left_is_what_is_not_taken_away_on_the_shorter_side(size: int):
 
 
 @pytest.mark.parametrize(("project", "shape"), [(left, TALL), (right, WIDE)])
-def test_on_the_longer_side_more_than_the_weak_directions_is_left(
+def test_on_the_longer_side_more_than_the_weak_directions_remains(
     project: Callable[..., Any], shape: tuple[int, int]
 ):
     base = base_of(shape)

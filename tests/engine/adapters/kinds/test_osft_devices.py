@@ -1,4 +1,4 @@
-"""OSFT's projections mean the same however their arrays lie on eight devices."""
+"""OSFT's projections give the same results in every layout of arrays on eight devices."""
 
 import json
 import os
@@ -44,9 +44,10 @@ def test_on_the_large_dimension_a_stack_of_layers_takes_one_all_reduce(
     found = figures[projection]["both on the large dimension"]
     talk = {name: count for name, count in found.items() if name != "error"}
     assert talk == {"all_reduce": 1, "all_gather": 0, "other": 0}
-    assert figures[projection]["both on the rank"]["all_gather"] > 0  # else nothing is counted
+    # proof that operations are counted at all
+    assert figures[projection]["both on the rank"]["all_gather"] > 0
 
 
 @pytest.mark.acceptance("O10")
-def test_the_sum_of_the_devices_own_blocks_projects_nothing(figures: Mapping[str, Any]):
+def test_summing_the_devices_own_blocks_projects_nothing(figures: Mapping[str, Any]):
     assert figures["control"] > 0.5

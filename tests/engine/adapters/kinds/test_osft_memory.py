@@ -1,7 +1,7 @@
-"""What OSFT's projections take, from their compiled programs.
+"""Operations and memory of OSFT's projections, read from their compiled programs.
 
-They are asked for where the engine uses them: what is taken away, on the longer side of a weight of
-K directions; what is left, on the shorter.
+They are measured where the engine uses them: the subtraction on the longer side of a weight of K
+directions, and the remainder on the shorter side.
 """
 
 from typing import Any
@@ -53,15 +53,16 @@ def temp_bytes(program: Any) -> int:
 
 
 @pytest.mark.acceptance("O6")
-def test_a_projection_takes_a_part_of_the_operations_of_a_whole_matrix():
+def test_a_projection_takes_a_fraction_of_the_operations_of_a_whole_matrix():
     whole = flops(gram(K))
-    assert whole >= 2 * LAYERS * K**3  # 2 (K - r) K² for the matrix and 2 r K² with it, by hand
+    # by hand: 2 (K - r) K² to make the matrix and 2 r K² to use it
+    assert whole >= 2 * LAYERS * K**3
     assert flops(ours(K, K)) <= 0.14 * whole
     assert flops(ours(K, 2 * K)) <= 0.40 * flops(gram(2 * K))
 
 
 @pytest.mark.acceptance("O7")
-def test_a_projection_takes_a_part_of_the_memory_of_a_whole_matrix():
+def test_a_projection_takes_a_fraction_of_the_memory_of_a_whole_matrix():
     assert temp_bytes(gram(2 * K)) >= LAYERS * 4 * (2 * K) ** 2
     assert temp_bytes(ours(K, 2 * K)) <= 0.25 * temp_bytes(gram(2 * K))
     assert temp_bytes(gram(K)) >= LAYERS * 4 * K**2

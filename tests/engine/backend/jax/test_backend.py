@@ -1,4 +1,4 @@
-"""The backend's own promises, apart from isolation."""
+"""Promises of the JAX backend other than isolation."""
 
 import gc
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def step(backend: Backend, adapter_id: str, **params: float) -> dict[str, float]
     return dict(metrics)
 
 
-def test_it_tells_what_clients_need_to_know(backend: Backend, base_model: Path):
+def test_the_info_has_what_clients_need(backend: Backend, base_model: Path):
     assert backend.info == BaseModelInfo(
         name="tiny",
         architecture="qwen3",
@@ -57,7 +57,7 @@ def test_it_tells_what_clients_need_to_know(backend: Backend, base_model: Path):
     )
 
 
-def test_an_adapter_that_is_not_there_is_named(backend: Backend):
+def test_a_missing_adapter_is_named(backend: Backend):
     (refused,) = backend.optim_steps([("nobody", AdamwParams())])
     assert isinstance(refused, ServerError)
     assert "'nobody' is not on this device" in str(refused)
@@ -67,7 +67,7 @@ def test_an_adapter_that_is_not_there_is_named(backend: Backend):
         backend.adapter_state("gone", optimizer=False)
 
 
-def test_a_rank_beyond_the_largest_class_is_refused(backend: Backend):
+def test_a_rank_beyond_the_largest_bucket_is_refused(backend: Backend):
     with pytest.raises(UserError, match=r"rank is 129.*1 to 128"):
         backend.create_adapter("wide", replace(CONFIG, rank=129))
 
@@ -88,7 +88,7 @@ def test_a_step_reports_the_norm_of_the_gradient_before_clipping(
     assert norms[0] == norms[1] > 0.1
 
 
-def test_a_step_without_a_gradient_leaves_a_fresh_adapter_as_it_is(backend: JaxBackend):
+def test_a_step_without_a_gradient_leaves_a_fresh_adapter_unchanged(backend: JaxBackend):
     backend.create_adapter("idle", CONFIG)
     before = backend.adapter_state("idle", optimizer=True)
     assert step(backend, "idle") == {"grad_norm": 0.0}
@@ -98,7 +98,7 @@ def test_a_step_without_a_gradient_leaves_a_fresh_adapter_as_it_is(backend: JaxB
         np.testing.assert_array_equal(after.weights[name], array)
 
 
-def test_the_sampler_scores_a_prompt_as_the_trainer_does(
+def test_the_sampler_scores_a_prompt_like_the_trainer(
     backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ):
     backend.create_adapter("scored", CONFIG)
@@ -125,7 +125,7 @@ def test_the_sampler_scores_a_prompt_as_the_trainer_does(
 def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
     base_model: Path, backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ):
-    """Query heads share key heads: products that XLA may not have."""
+    """Query heads share key heads, which makes products that XLA may lack."""
     half = JaxBackend(
         str(base_model),
         name="half",
@@ -186,7 +186,7 @@ def test_a_restart_neither_traces_nor_compiles_again(
 
 
 @pytest.mark.parametrize(("asked", "given"), [(64, 64), (4096, 2048)])
-def test_the_context_is_what_was_asked_for_but_no_more_than_the_base_models(
+def test_the_context_is_the_requested_one_up_to_the_base_models(
     tmp_path: Path, asked: int, given: int
 ):
     settings = WorkerSettings(data_dir=tmp_path, max_context_tokens=asked, compile_ahead=False)
@@ -202,8 +202,7 @@ def exhausted(*args: Any, **kwargs: Any) -> Any:
 def break_program(
     backend: JaxBackend, name: str, monkeypatch: pytest.MonkeyPatch, *, after: int
 ) -> None:
-    """The trainer's program runs ``after`` times; its next call finds no memory, its arguments
-    donated."""
+    """Make the trainer's program run out of memory after ``after`` calls, its arguments donated."""
     real, calls = getattr(backend._trainer, name), iter(range(after))
 
     def run(*args: Any) -> Any:
@@ -219,7 +218,7 @@ def state_of(backend: JaxBackend, adapter_id: str) -> AdapterState:
 
 @pytest.fixture
 def batch(micro_batch_of: Any, batch_of: Any, datum: Any) -> Callable[[str], TrainBatch]:
-    """Two requests of an adapter, in two micro-batches."""
+    """A batch of two requests of an adapter, in two micro-batches."""
     micro_batches = [
         micro_batch_of((0, datum(1, 11)), (1, datum(2, 11))),
         micro_batch_of((1, datum(3, 5))),
@@ -232,14 +231,14 @@ def batch(micro_batch_of: Any, batch_of: Any, datum: Any) -> Callable[[str], Tra
     ("program", "after"),
     [("_write_slot", 0), ("_write_slot", 1), ("_train", 0), ("_train", 1), ("_is_sum_finite", 0)],
 )
-def test_a_unit_that_finds_no_memory_has_changed_no_adapter_and_keeps_no_array(
+def test_a_batch_that_runs_out_of_memory_changes_no_adapter_and_leaves_no_array(
     program: str,
     after: int,
     backend: JaxBackend,
     batch: Callable[[str], TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """What is donated then, of bank, scratch and workspace, is allocated anew."""
+    """Donated adapter slots, gradient slots and workspace are allocated anew."""
     for name in ("unlucky", "undisturbed"):
         backend.create_adapter(name, CONFIG)
         backend.forward_backward(batch(name))
@@ -261,7 +260,7 @@ def test_a_unit_that_finds_no_memory_has_changed_no_adapter_and_keeps_no_array(
 @pytest.mark.parametrize(
     ("program", "after"), [("_accumulate_slot", 0), ("_accumulate_slot", 1), ("_is_sum_finite", 1)]
 )
-def test_a_unit_that_fails_when_it_has_consumed_an_accumulator_is_a_failure_of_the_device(
+def test_a_batch_that_fails_after_consuming_an_accumulator_is_a_device_failure(
     program: str,
     after: int,
     backend: JaxBackend,
@@ -289,7 +288,7 @@ def assert_same(a: AdapterState, b: AdapterState) -> None:
             assert array.tobytes() == other[name].tobytes(), f"{part}[{name}]"
 
 
-def test_a_step_that_finds_no_memory_changes_nothing_and_others_are_taken(
+def test_a_step_that_runs_out_of_memory_changes_nothing_and_others_are_taken(
     backend: JaxBackend, batch: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("unlucky", "lucky"):
@@ -309,7 +308,7 @@ def test_a_step_that_finds_no_memory_changes_nothing_and_others_are_taken(
     assert_same(state_of(backend, "unlucky"), state_of(backend, "lucky"))
 
 
-def test_a_step_that_fails_when_it_has_consumed_its_adapter_is_a_failure_of_the_device(
+def test_a_step_that_fails_after_consuming_its_adapter_is_a_device_failure(
     backend: JaxBackend, batch: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
 ):
     backend.create_adapter("consumed", CONFIG)
@@ -320,10 +319,10 @@ def test_a_step_that_fails_when_it_has_consumed_its_adapter_is_a_failure_of_the_
     backend.delete_adapter("consumed")
 
 
-def test_a_step_that_fails_after_it_was_dispatched_is_a_failure_of_the_device(
+def test_a_step_that_fails_after_its_dispatch_is_a_device_failure(
     backend: JaxBackend, batch: Callable[[str], TrainBatch], monkeypatch: pytest.MonkeyPatch
 ):
-    """A program is dispatched without waiting: its failure comes when its results are read."""
+    """A program is dispatched without waiting, so it fails when its results are read."""
     backend.create_adapter("consumed", CONFIG)
     backend.forward_backward(batch("consumed"))
     monkeypatch.setattr(jax, "device_get", exhausted)
@@ -335,7 +334,7 @@ def test_a_step_that_fails_after_it_was_dispatched_is_a_failure_of_the_device(
 @pytest.mark.parametrize(
     "program", ["empty_pages", "set_slot_adapter", "prefill", "copy", "decode"]
 )
-def test_sampling_that_finds_no_memory_can_be_done_again(
+def test_sampling_that_runs_out_of_memory_can_be_repeated(
     program: str, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ):
     request = SamplingRequest(
@@ -349,7 +348,7 @@ def test_sampling_that_finds_no_memory_can_be_done_again(
         exhausted()
 
     monkeypatch.setattr(backend._sampler._programs, program, fail)
-    backend._sampler._forget_all()  # else nothing has to be read or adopted
+    backend._sampler._forget_all()  # otherwise there would be nothing to prefill or to load
     with pytest.raises(OutOfMemory):
         backend.sample([request])
     monkeypatch.undo()
@@ -367,7 +366,7 @@ def test_sampling_that_finds_no_memory_can_be_done_again(
         ("INVALID_ARGUMENT: the program has a flaw", jax.errors.JaxRuntimeError),
     ],
 )
-def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
+def test_device_errors_are_told_from_programs_that_cannot_run(
     backend: JaxBackend,
     batch: Callable[[str], TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
@@ -400,13 +399,15 @@ NUMERICS = {
         {"sample_rows": 4},
     ],
 )
-def test_what_changes_bits_changes_the_numerics_id(base_model: Path, change: dict[str, Any]):
+def test_every_cause_of_other_bits_changes_the_numerics_id(
+    base_model: Path, change: dict[str, Any]
+):
     assert numerics_id(base_model, **NUMERICS) == numerics_id(base_model, **NUMERICS)
     assert numerics_id(base_model, **NUMERICS | change) != numerics_id(base_model, **NUMERICS)
 
 
 def test_the_numerics_id_tells_base_models_apart_by_their_weights(base_model: Path, tmp_path: Path):
-    """A fine-tuned sister has the same configuration, names and shapes."""
+    """A fine-tuned sister model has the same configuration, names and shapes."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((base_model / name).read_bytes())
     assert numerics_id(tmp_path, **NUMERICS) == numerics_id(base_model, **NUMERICS)

@@ -1,4 +1,4 @@
-"""In bfloat16 a policy has one set of logprobs, bit for bit: whatever computes them."""
+"""In bfloat16 a policy has one set of logprobs, bit for bit, from every program."""
 
 import json
 import os
@@ -33,7 +33,7 @@ ARCHITECTURES = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},  # biases
 }
 LENGTHS = (23, 5, 20, 1, 9, 13)
-"""Packed, most of them begin inside a block of 8, and some reach over two borders."""
+"""Packed, most datums start inside a block of 8, and some cross two borders."""
 REMATS = get_args(Remat)
 """``auto`` is one of these."""
 LORA = AdapterConfig(rank=5, alpha=32, seed=3)
@@ -79,7 +79,7 @@ def texts() -> list[np.ndarray]:
 
 
 def load(backend: JaxBackend, name: str, config: AdapterConfig) -> None:
-    """The adapter, with random weights instead of those of a new one."""
+    """Load the adapter with random weights in place of a new one's."""
     backend.create_adapter(name, config)
     state = backend.adapter_state(name, optimizer=False)
     backend.delete_adapter(name)
@@ -94,7 +94,7 @@ def load(backend: JaxBackend, name: str, config: AdapterConfig) -> None:
 def logprobs(
     backend: JaxBackend, name: str, some: Sequence[np.ndarray], *, forward_only: bool
 ) -> list[np.ndarray]:
-    """Of one request with these texts."""
+    """The logprobs of one request with these texts."""
     datums = [
         DecodedDatum(text[:-1], text[1:, None], np.ones((len(text) - 1, 1), np.float32), flat=True)
         for text in some
@@ -107,7 +107,7 @@ def logprobs(
 
 
 def rescored(backend: JaxBackend, name: str, text: np.ndarray) -> np.ndarray:
-    """Of all tokens but the first, as if the rest had been sampled."""
+    """The logprobs of all tokens but the first, as if the rest had been sampled."""
     rescoring = Rescoring(
         backend,
         DeviceTimer(time.monotonic, lambda: 0.0),
@@ -121,7 +121,7 @@ def rescored(backend: JaxBackend, name: str, text: np.ndarray) -> np.ndarray:
 
 
 def one_set_of_logprobs(backend: JaxBackend, name: str) -> np.ndarray:
-    """Those of a request's forward_backward, once all others are found to be the same."""
+    """The logprobs of a request's forward_backward, once all others are found to be equal."""
     trained = logprobs(backend, name, texts(), forward_only=False)
     forward = logprobs(backend, name, texts(), forward_only=True)
     for text, want, scored in zip(texts(), trained, forward, strict=True):
@@ -143,7 +143,7 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def half(qwen3: Path) -> JaxBackend:
-    """With the ``remat`` that is the first choice."""
+    """A backend with the first choice of ``remat``."""
     return backend_of(qwen3)
 
 
@@ -162,12 +162,12 @@ def test_every_program_and_every_remat_gives_the_same_bits(qwen3: Path, half: Ja
     same_under([remat for remat in REMATS if remat != "dots"], qwen3, half)
 
 
-def test_so_it_is_with_biases(tmp_path: Path) -> None:
+def test_a_model_with_biases_gives_the_same_bits_too(tmp_path: Path) -> None:
     folder = base_model(tmp_path, "qwen2")
     same_under(["full"], folder, backend_of(folder))
 
 
-def test_adapters_of_kind_osft_have_one_set_of_logprobs_too(half: JaxBackend) -> None:
+def test_osft_adapters_have_one_set_of_logprobs_too(half: JaxBackend) -> None:
     for config in OSFT:
         name = config.options["form"]
         half.create_adapter(name, config)
@@ -178,7 +178,7 @@ def test_adapters_of_kind_osft_have_one_set_of_logprobs_too(half: JaxBackend) ->
         assert np.abs(after - np.concatenate(before)).max() > 0.01
 
 
-def test_in_float32_a_datum_has_its_bits_alone_and_packed(backend: JaxBackend) -> None:
+def test_in_float32_a_datum_has_the_same_bits_alone_and_packed(backend: JaxBackend) -> None:
     load(backend, "one set", LORA)
     one_set_of_logprobs(backend, "one set")
 
@@ -195,8 +195,8 @@ for product in (lambda x: x[0] @ x[1], lambda x: x[0] * x[1]):
 """
 
 
-def test_xla_rounds_where_the_programs_say_whatever_its_flags_are() -> None:
-    """Counts bfloat16 products that were never rounded: without our option, and with it."""
+def test_xla_rounds_where_the_programs_say_under_any_flags() -> None:
+    """Counts the bfloat16 products that were never rounded, without our option and with it."""
     flags = {"XLA_FLAGS": "--xla_allow_excess_precision=true", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-c", UNROUNDED],

@@ -1,4 +1,4 @@
-"""A failure on the device: what can be asked again, and what only a new process can repair."""
+"""Failures on the device: some calls can be retried, and some failures need a new process."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def failing(error: Exception):
     return fail
 
 
-def test_a_call_that_succeeds_returns_what_it_returns():
+def test_a_successful_call_returns_its_value():
     assert translate_device_errors(divmod, 7, 3) == (2, 1)
 
 
@@ -44,7 +44,7 @@ def test_a_device_without_room_is_out_of_memory(error: Exception):
         ("INVALID_ARGUMENT: the program has a flaw", jax.errors.JaxRuntimeError),
     ],
 )
-def test_a_device_in_trouble_is_told_from_a_program_that_cannot_run(
+def test_device_errors_are_told_from_programs_that_cannot_run(
     message: str, expected: type[Exception]
 ):
     with pytest.raises(expected, match=message.split(": ")[1]):
@@ -67,7 +67,7 @@ def test_other_exceptions_pass_unchanged():
         TypeError("a mistake of ours"),
     ],
 )
-def test_after_a_step_has_begun_every_failure_is_the_devices(error: Exception):
+def test_after_a_step_has_started_every_failure_is_the_devices(error: Exception):
     adapter, other = adapter_of(random_state(2)), adapter_of(random_state(3))
 
     def step_then_fail() -> None:
@@ -79,7 +79,7 @@ def test_after_a_step_has_begun_every_failure_is_the_devices(error: Exception):
     assert failed.value.__cause__ is error
 
 
-def test_a_step_that_finds_no_room_before_it_begins_leaves_the_adapter():
+def test_a_step_that_finds_no_room_before_it_starts_leaves_the_adapter():
     adapter = adapter_of(random_state(2))
     before = bits(adapter)
     with pytest.raises(OutOfMemory):
@@ -89,7 +89,7 @@ def test_a_step_that_finds_no_room_before_it_begins_leaves_the_adapter():
     assert bits(adapter) == before
 
 
-def test_out_of_memory_keeps_nothing_of_the_call_that_failed():
+def test_out_of_memory_holds_no_reference_to_the_failed_call():
     class Array:
         pass
 

@@ -1,4 +1,4 @@
-"""What the numerics id covers, and what makes numbers what it says."""
+"""The parts of the numerics id, and the settings that make numbers agree with it."""
 
 import ast
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ STARTS = (
     "backend.jax.training.trainer",
     "backend.jax.sampling.sampler",
 )
-# Results have the same bits however fast the device is: see test_interruptions.py.
+# Results have the same bits at any speed of the device: see test_interruptions.py.
 NO_NUMBERS = {
     ROOT / name
     for name in (
@@ -60,7 +60,7 @@ def test_every_pattern_of_the_digest_matches_a_file(pattern: str):
     assert list(ROOT.glob(pattern))
 
 
-def test_the_id_says_how_programs_are_compiled():
+def test_the_id_has_the_compiler_options():
     assert "xla_allow_excess_precision=False" in fingerprint._flags()
 
 
@@ -76,7 +76,7 @@ def precision() -> Iterator[None]:
     ("device", "dtype", "wanted"),
     [("gpu", "float32", "highest"), ("gpu", "bfloat16", None), ("cpu", "float32", None)],
 )
-def test_a_gpu_is_asked_not_to_round_float32(
+def test_a_gpu_is_set_to_exact_float32_products(
     device: str, dtype: str, wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(jax, "default_backend", lambda: device)

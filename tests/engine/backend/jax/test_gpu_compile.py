@@ -1,5 +1,6 @@
-"""The tool that compiles for a GPU that is not there, without its compiler: it takes every program,
-and reports every refusal."""
+"""The tool that compiles for an absent GPU takes every program and reports every refusal. The tests
+run without its compiler.
+"""
 
 import re
 import subprocess
@@ -20,7 +21,7 @@ def lowered(text: str) -> None:
 
 
 def listed(*options: str) -> list[str]:
-    """In a process of its own: shapes that stand for arrays do not pass the tests' type checks."""
+    """Runs in its own process: shapes in place of arrays do not pass the type checks of tests."""
     command = [sys.executable, "-m", "scripts.gpu_compile", "--list", *options]
     return subprocess.check_output(command, cwd=ROOT, text=True, timeout=200).splitlines()
 
@@ -30,7 +31,7 @@ def usual() -> list[str]:
     return listed()
 
 
-def test_every_named_model_has_attention_that_is_compiled_alone_too() -> None:
+def test_the_attention_of_every_named_model_is_also_compiled_alone() -> None:
     for config in MODELS.values():
         assert config.head_dim in HEAD_DIMS
         assert config.heads // config.kv_heads in GROUPS
@@ -47,7 +48,7 @@ def test_kernels_of_every_head_dim_group_and_dtype_are_compiled(usual: list[str]
     assert combinations == {name.rpartition(" ")[0] for name in usual if "attention" in name}
 
 
-def test_every_model_is_compiled_with_all_programs_of_a_rank_class(usual: list[str]) -> None:
+def test_every_model_is_compiled_with_all_programs_of_a_rank_bucket(usual: list[str]) -> None:
     of_model = {
         model: {name.removeprefix(f"{model} ") for name in usual if name.startswith(f"{model} ")}
         for model in MODELS
@@ -60,7 +61,7 @@ def test_every_model_is_compiled_with_all_programs_of_a_rank_class(usual: list[s
         assert lowest <= of_model[model] <= small
 
 
-def test_all_rank_classes_are_compiled_when_asked_for() -> None:
+def test_all_rank_buckets_are_compiled_on_request() -> None:
     every = listed("--full", "--no-kernels", "--model", "llama-70b", "--model", "qwen3-0.6b")
     assert {f"llama-70b decode {rank}" for rank in (8, 32, 128)} <= set(every)
     assert len(set(every)) == len(every)
@@ -85,7 +86,7 @@ def test_a_refused_program_is_named_and_fails_the_run(capsys: pytest.CaptureFixt
     assert lines[3].endswith("1 refused: greedy")
 
 
-def test_a_run_without_refusals_passes_and_one_of_nothing_fails() -> None:
+def test_a_run_without_refusals_passes_and_an_empty_one_fails() -> None:
     results = gpu_compile.compiled([Task("good", lowered)], lambda task: 0, threads=1)
     assert gpu_compile.report(results) == 0
     assert gpu_compile.report([]) == 1

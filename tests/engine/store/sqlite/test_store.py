@@ -1,4 +1,4 @@
-"""What SQLite adds to the store's contract (``test_contract``): one file, one thread, one fsync."""
+"""What SQLite adds to the store's contract (``test_base``): one file, one thread, one fsync."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The start of an adapter, as PEFT's, and the same everywhere; its way to the device and back."""
+"""An adapter starts like PEFT's, equally everywhere, and moves to the device and back."""
 
 import math
 from dataclasses import replace
@@ -72,8 +72,8 @@ def test_any_integer_is_a_seed(seed: int):
     assert initial(seed=seed)["q_proj.A"].dtype == np.float32
 
 
-def test_adapters_of_any_rank_come_and_go_without_a_compilation():
-    shapes = shapes_of(2, 13, 17, 19)  # of no other test
+def test_adapters_of_any_rank_load_without_a_compilation():
+    shapes = shapes_of(2, 13, 17, 19)  # sizes that no other test uses
     with counted_compilations() as compiled:
         for rank in range(1, 33):
             adapter = new_adapter(AdapterConfig(rank, 32, 1), shapes, 32)
@@ -87,7 +87,7 @@ def test_adapters_of_any_rank_come_and_go_without_a_compilation():
 @pytest.mark.parametrize("rank", [1, 3, 8])
 @pytest.mark.parametrize("step", [0, 5])
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_a_saved_state_comes_back_with_the_same_bits(rank: int, step: int, accumulated: bool):
+def test_a_saved_state_is_restored_with_the_same_bits(rank: int, step: int, accumulated: bool):
     before = random_state(4, rank, step=step, accumulated=accumulated)
     adapter = on_device(before)
     assert (adapter.step, adapter.accumulated) == (step, accumulated)
@@ -98,8 +98,8 @@ def test_a_saved_state_comes_back_with_the_same_bits(rank: int, step: int, accum
         np.testing.assert_array_equal(tensors_of(after)[name], tensor, err_msg=name)
 
 
-def test_what_pads_an_adapter_to_its_rank_class_is_zero():
-    adapter = on_device(random_state(3, rank=5))  # it does not train the unembedding
+def test_the_padding_of_an_adapter_to_its_rank_bucket_is_zero():
+    adapter = on_device(random_state(3, rank=5))  # this adapter does not train the unembedding
     assert adapter.weights.a["q_proj"].shape == (3, 7, 8)
     assert adapter.weights.b["o_proj"].shape == (3, 8, 7)
     for part in (adapter.weights, adapter.first_moment, adapter.accumulator):
@@ -127,7 +127,7 @@ def test_a_state_of_another_base_model_is_refused_by_the_name_of_its_tensor(part
         on_device(replace(state, **{part: tensors}))
 
 
-def test_the_device_owns_its_arrays_whatever_the_size():
+def test_the_device_owns_its_arrays_of_any_size():
     for size in range(1, 300):
         host = host_zeros((size,))
         assert host.shape == (size,) and not host.any()
@@ -136,7 +136,7 @@ def test_the_device_owns_its_arrays_whatever_the_size():
         assert array.unsafe_buffer_pointer() not in lent
 
 
-def test_a_step_writes_in_place_and_into_nothing_that_the_host_holds():
+def test_a_step_writes_in_place_and_not_into_arrays_of_the_host():
     given = random_state(2)
     adapter = on_device(given)
     taken = saved_state(adapter, optimizer=True, accumulator=True)
@@ -148,7 +148,7 @@ def test_a_step_writes_in_place_and_into_nothing_that_the_host_holds():
     assert bits([tensors_of(given), tensors_of(taken)]) == before
 
 
-def test_a_step_leaves_alone_what_somebody_still_reads():
+def test_a_step_does_not_change_an_array_that_is_still_read():
     adapter = on_device(random_state(2))
     view = np.asarray(adapter.weights.a["q_proj"])
     before = view.tobytes()

@@ -29,7 +29,7 @@ from tuneserve_engine.core.errors import ServerError, UserError
 
 RANK_CLASSES = (4, 8)
 ONE = adapter_bytes(SMALL, 8)
-"""On the device, in the larger rank class."""
+"""The bytes of one adapter on the device, in the larger rank bucket."""
 PARAMS = AdamwParams(learning_rate=0.1, weight_decay=0.1)
 
 
@@ -38,7 +38,7 @@ def rank_bucket(rank: int) -> int:
 
 
 def settle(pager: AdapterCache) -> None:
-    """Waits until the background has nothing more to do."""
+    """Wait until the background thread is idle."""
     pager._background.submit(lambda: None).result()
 
 
@@ -65,7 +65,7 @@ def put(pager: AdapterCache, *names: str, seed: int = 0, step: int = 5) -> None:
 
 @pytest.fixture
 def pager_of(tmp_path: Path) -> Callable[..., AdapterCache]:
-    """``pager_of(2)``: room for two adapters on the device, none in the host's memory."""
+    """``pager_of(2)``: a cache with room for two adapters on the device and none in host memory."""
 
     def make(device: float, host_bytes: int = 0) -> AdapterCache:
         return AdapterCache(tmp_path, SMALL, device_bytes=int(device * ONE), host_bytes=host_bytes)
@@ -87,7 +87,7 @@ class Model:
 
 
 def train(adapter: TrainingAdapter, seed: int) -> None:
-    """A gradient, a step or both, through the real programs."""
+    """Run a gradient, a step or both, through the real programs."""
     config, random = adapter.config, np.random.default_rng(seed)
     if seed % 3:
         weights = saved_state(adapter, optimizer=False, accumulator=False).weights
@@ -171,7 +171,7 @@ def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
     assert pager.loads > 5 and pager.evictions > 5
 
 
-def test_calls_and_look_aheads_at_once_lose_no_step(pager_of: Callable[..., AdapterCache]):
+def test_concurrent_calls_and_prefetches_lose_no_step(pager_of: Callable[..., AdapterCache]):
     pager, done = pager_of(3, 15_000), threading.Event()
     names = [f"adapter {number}" for number in range(9)]
     put(pager, *names)
@@ -221,7 +221,7 @@ def test_a_state_is_a_copy_and_the_same_wherever_the_adapter_is(
     given = random_state(1, step=step)
     pager.register("mine", given, 8)
     for tensor in tensors_of(given).values():
-        tensor += 1  # no longer the pager's business
+        tensor += 1  # the cache no longer uses this copy
     if place == "device":
         pager.get(["mine"])
     before = on_device(random_state(1, step=step))
@@ -250,7 +250,7 @@ def test_loading_an_adapter_again_replaces_it_wherever_it_was(
 # --- limits --------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_leaves_first(pager_of: Callable[..., AdapterCache]):
+def test_the_least_recently_used_adapter_is_evicted_first(pager_of: Callable[..., AdapterCache]):
     pager = pager_of(2)
     put(pager, "a", "b", "c", "d")
     for name in ("a", "b", "a", "c"):
@@ -259,7 +259,7 @@ def test_the_least_recently_used_leaves_first(pager_of: Callable[..., AdapterCac
     assert (pager.loads, pager.evictions) == (3, 1)
 
 
-def test_what_was_asked_for_stays_until_the_next_call_even_beyond_the_limit(
+def test_requested_adapters_stay_until_the_next_call_even_beyond_the_limit(
     pager_of: Callable[..., AdapterCache],
 ):
     pager = pager_of(2)
@@ -273,7 +273,7 @@ def test_what_was_asked_for_stays_until_the_next_call_even_beyond_the_limit(
     assert on_the_device(pager) == ["c", "a"]
 
 
-def test_an_adapter_that_left_the_device_cannot_be_trained_by_mistake(
+def test_an_evicted_adapter_cannot_be_trained_by_mistake(
     pager_of: Callable[..., AdapterCache],
 ):
     pager = pager_of(1)
@@ -285,7 +285,7 @@ def test_an_adapter_that_left_the_device_cannot_be_trained_by_mistake(
         start_step(stale, PARAMS)
 
 
-def test_going_in_and_out_leaves_nothing_on_the_device(pager_of: Callable[..., AdapterCache]):
+def test_loading_and_evicting_leave_nothing_on_the_device(pager_of: Callable[..., AdapterCache]):
     pager = pager_of(2, 8_000)
     put(pager, "a", "b", "c", "d")
     pager.get(["a", "b"])
@@ -310,10 +310,10 @@ def test_a_fresh_adapter_is_stored_without_its_zeros(
 
 
 @pytest.mark.parametrize("what", ["dropped", "replaced"])
-def test_what_is_no_more_leaves_the_device_at_once(
+def test_a_deleted_adapter_leaves_the_device_at_once(
     pager_of: Callable[..., AdapterCache], what: str
 ):
-    """Though somebody still has it: the trainer, to know whose weights it copied."""
+    """The trainer may still hold a reference to it, to recognise copied weights."""
     pager = pager_of(2)
     put(pager, "a", "b")
     (adapter,) = pager.get(["a"])
@@ -327,7 +327,7 @@ def test_what_is_no_more_leaves_the_device_at_once(
 # --- looking ahead -------------------------------------------------------------------------------
 
 
-def test_looking_ahead_brings_the_next_adapters_so_that_nobody_waits(
+def test_prefetching_loads_the_next_adapters_so_that_no_call_waits(
     pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
     pager = pager_of(3)
@@ -336,13 +336,13 @@ def test_looking_ahead_brings_the_next_adapters_so_that_nobody_waits(
     pager.prefetch(["d", "e"])
     settle(pager)
     assert on_the_device(pager) == ["a", "e", "d"]
-    monkeypatch.setattr(paging, "restored_adapter", None)  # nothing is brought in any more
+    monkeypatch.setattr(paging, "restored_adapter", None)  # no further adapter is loaded
     waited_s = pager.waited_s
     assert [x.config.seed for x in pager.get(["e", "d"])] == [4, 3]
     assert pager.waited_s - waited_s < 0.1
 
 
-def test_looking_ahead_spares_what_is_in_use_and_what_is_more_urgent(
+def test_prefetching_spares_adapters_in_use_and_more_urgent_ones(
     pager_of: Callable[..., AdapterCache],
 ):
     pager = pager_of(3)
@@ -355,7 +355,7 @@ def test_looking_ahead_spares_what_is_in_use_and_what_is_more_urgent(
     assert pager.evictions == 1
 
 
-def test_looking_ahead_pages_nothing_out_in_vain(pager_of: Callable[..., AdapterCache]):
+def test_prefetching_evicts_nothing_in_vain(pager_of: Callable[..., AdapterCache]):
     pager = pager_of(1.5)
     pager.register("small", random_state(1, rank=4), 4)
     put(pager, "large", "other")
@@ -366,7 +366,7 @@ def test_looking_ahead_pages_nothing_out_in_vain(pager_of: Callable[..., Adapter
     assert on_the_device(pager) == ["small", "large"]
 
 
-def test_a_new_list_replaces_what_is_left_of_the_old_one(
+def test_a_new_list_replaces_the_rest_of_the_old_one(
     pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
     pager, gate = pager_of(5), Gate(paging.restored_adapter)
@@ -381,7 +381,7 @@ def test_a_new_list_replaces_what_is_left_of_the_old_one(
 
 
 class Gate:
-    """Holds the first call until it is opened."""
+    """Hold the first call until the gate is opened."""
 
     def __init__(self, call: Callable[..., object]) -> None:
         self._call, self.reached, self.open = call, threading.Event(), threading.Event()
@@ -396,7 +396,7 @@ class Gate:
 def moving(
     pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[AdapterCache, Gate]]:
-    """A pager with ``a`` on the device whose background is about to bring in ``b``."""
+    """A cache with ``a`` on the device, whose background thread is about to load ``b``."""
     pager, gate = pager_of(2), Gate(paging.restored_adapter)
     put(pager, "a", "b", "c")
     pager.get(["a"])
@@ -408,14 +408,16 @@ def moving(
     settle(pager)
 
 
-def test_what_is_on_the_device_is_had_while_something_moves(moving: tuple[AdapterCache, Gate]):
+def test_an_adapter_on_the_device_is_available_while_another_moves(
+    moving: tuple[AdapterCache, Gate],
+):
     pager, _ = moving
     assert pager.get(["a"])[0].config.seed == 0
     pager.prefetch(["c"])
     assert set(pager.ids) == {"a", "b", "c"}
 
 
-def test_who_needs_what_is_on_its_way_gets_it_when_it_is_there(moving: tuple[AdapterCache, Gate]):
+def test_a_call_for_an_adapter_being_loaded_waits_for_it(moving: tuple[AdapterCache, Gate]):
     pager, gate = moving
     threading.Timer(0.2, gate.open.set).start()
     started_s = time.monotonic()
@@ -425,7 +427,7 @@ def test_who_needs_what_is_on_its_way_gets_it_when_it_is_there(moving: tuple[Ada
     assert pager.loads == 2
 
 
-def test_an_adapter_that_is_dropped_on_its_way_is_gone(moving: tuple[AdapterCache, Gate]):
+def test_an_adapter_deleted_while_it_moves_is_gone(moving: tuple[AdapterCache, Gate]):
     pager, gate = moving
     threading.Timer(0.1, gate.open.set).start()
     pager.remove("b")
@@ -460,7 +462,7 @@ def test_a_state_of_another_base_model_is_refused_at_once(pager_of: Callable[...
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_file_that_cannot_be_read_needs_another_process(
+def test_an_unreadable_file_is_a_device_failure(
     pager_of: Callable[..., AdapterCache], tmp_path: Path, damage: str
 ):
     pager = pager_of(2)
@@ -476,7 +478,7 @@ def test_a_file_that_cannot_be_read_needs_another_process(
         pager.get(["a"])
     file.write_bytes(content)
     put(pager, "b", seed=1)
-    pager.prefetch(["b"])  # the background has survived
+    pager.prefetch(["b"])  # the background thread has survived
     settle(pager)
     assert on_the_device(pager) == ["b"]
     assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
@@ -486,13 +488,13 @@ def full(*_: object, **__: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_disk_without_room_keeps_nobody_from_training(
+def test_a_full_disk_does_not_stop_training(
     pager_of: Callable[..., AdapterCache],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """What cannot be written takes more of the host's memory than it should, until it can be."""
+    """Adapters that cannot be written exceed the host's memory until the disk has room."""
     pager, model = pager_of(1), Model()
     put(pager, "a", "b", "c")
     model.adapters = {name: on_device(random_state(i, rank=8)) for i, name in enumerate("abc")}
@@ -515,7 +517,7 @@ def test_a_disk_without_room_keeps_nobody_from_training(
         assert bits(pager.get([name])[0]) == bits(model.adapters[name])
 
 
-def test_a_disk_without_room_refuses_new_adapters_only(
+def test_a_full_disk_refuses_new_adapters_only(
     pager_of: Callable[..., AdapterCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pager = pager_of(1)
@@ -530,14 +532,14 @@ def test_a_disk_without_room_refuses_new_adapters_only(
         assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
 
 
-def test_a_disk_without_room_to_spare_is_not_filled_with_pages(tmp_path: Path):
+def test_spill_files_leave_the_reserved_disk_space_free(tmp_path: Path):
     pager = AdapterCache(tmp_path, SMALL, device_bytes=ONE, host_bytes=0, min_free_bytes=2**60)
     with pytest.raises(OutOfMemory, match=r"could not be written to .*\(min_free_bytes\)"):
         put(pager, "a", "b")
     assert in_files(tmp_path) == 0
 
 
-def test_a_file_that_cannot_be_deleted_keeps_nobody_from_training(
+def test_a_file_that_cannot_be_deleted_does_not_stop_training(
     pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
     pager = pager_of(1)
@@ -553,7 +555,7 @@ def test_a_file_that_cannot_be_deleted_keeps_nobody_from_training(
     pager.remove("a")
 
 
-def test_a_device_without_room_is_told_to_who_needs_it_and_may_have_room_later(
+def test_a_full_device_is_reported_to_the_caller_and_may_have_room_later(
     pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
     pager = pager_of(1, 10**9)

@@ -1,4 +1,4 @@
-"""Where paged-out adapters lie on disk, and that nothing of it stays for ever."""
+"""Spill files of evicted adapters: their place on disk, and their removal."""
 
 import gc
 import subprocess
@@ -33,7 +33,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.kill()
 
 
-def test_what_a_killed_process_left_goes_when_the_next_one_starts(
+def test_a_killed_process_leaves_files_that_the_next_one_removes(
     holder: tuple[subprocess.Popen[str], Path], tmp_path: Path
 ):
     process, path = holder
@@ -45,7 +45,7 @@ def test_what_a_killed_process_left_goes_when_the_next_one_starts(
     assert set(tmp_path.iterdir()) == {first.path, second.path}
 
 
-def test_what_is_no_folder_of_pages_stays(tmp_path: Path):
+def test_a_folder_without_spill_files_stays(tmp_path: Path):
     """The operator may have linked ``pages`` to a disk that has other things too."""
     (tmp_path / "something").mkdir()
     (tmp_path / "something" / "1.page").write_text("of somebody")
@@ -56,7 +56,7 @@ def test_what_is_no_folder_of_pages_stays(tmp_path: Path):
 
 
 @pytest.mark.parametrize("root", ["given", None])
-def test_a_folder_goes_with_its_owner(root: str | None, tmp_path: Path):
+def test_a_folder_is_removed_with_its_owner(root: str | None, tmp_path: Path):
     folder = SpillFolder(tmp_path / root if root else None)
     path = folder.path
     (path / "1.page").write_bytes(b"weights")
@@ -74,7 +74,7 @@ def test_a_backend_leaves_no_folder(new_backend: Callable[[], JaxBackend]):
     assert not path.exists()
 
 
-def test_workers_of_one_data_directory_share_a_root_whatever_their_names(tmp_path: Path):
+def test_workers_of_one_data_directory_share_a_root_under_any_name(tmp_path: Path):
     for name in (None, "../a"):
         settings = WorkerSettings(data_dir=tmp_path, worker_name=name)
         assert settings.pages_dir == tmp_path / "pages"

@@ -1,6 +1,7 @@
-"""Blockwise attention against dense references, and its bits against its own in other streams.
+"""Blockwise attention against dense references, and its bits against its own in other
+micro-batches.
 
-Both implementations run everywhere: the kernels for GPUs are interpreted here.
+Both implementations run everywhere: the GPU kernels are interpreted here.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from tuneserve_engine.backend.jax.attention.packed import (
 
 IMPLEMENTATIONS = get_args(Implementation)
 Piece = Sequence[int]
-"""Lengths of datums that lie behind one another; the piece begins and ends with a block."""
+"""Lengths of datums that follow one another. The bin starts and ends with a block."""
 
 
 class Shape(NamedTuple):
@@ -39,11 +40,11 @@ class Shape(NamedTuple):
 SMALL = Shape(block=8, key_heads=2, groups=3, head_dim=6)
 REAL = Shape(block=64, key_heads=2, groups=2, head_dim=64)
 PIECES: list[Piece] = [[5, 20, 3, 9], [8], [1, 1, 24], [2]]
-"""Datums that begin and end inside blocks, and one that fills its block."""
+"""Datums that start and end inside blocks, and one that fills its block."""
 
 
 class Inputs(NamedTuple):
-    """By token, heads as a model has them."""
+    """Inputs by token, with heads as a model has them."""
 
     q: np.ndarray  # [T, N, H]
     k: np.ndarray  # [T, K, H]
@@ -88,7 +89,7 @@ def visibility(pieces: Sequence[Piece], block: int, capacity: int) -> Visibility
 
 
 class Stream(NamedTuple):
-    """Inputs in blocks, beside buffers of NaN to write into."""
+    """Inputs in blocks, beside buffers of NaN for the outputs."""
 
     q: jax.Array
     k: jax.Array
@@ -102,7 +103,7 @@ class Stream(NamedTuple):
 def packed(
     inputs: Inputs, seen: Visibility, shape: Shape, dtype: jnp.dtype = jnp.float32
 ) -> Stream:
-    """Unused blocks hold NaN."""
+    """Pack the inputs. Unused blocks hold NaN."""
     capacity = seen.start.shape[0]
 
     def blocks(x: np.ndarray) -> jax.Array:
@@ -120,7 +121,7 @@ def packed(
 
 
 class Results(NamedTuple):
-    """By token."""
+    """Results by token."""
 
     out: np.ndarray
     of_q: np.ndarray
@@ -157,7 +158,7 @@ def results(run: tuple[Attended, AttentionGradient], shape: Shape) -> Results:
 
 
 def dense(inputs: Inputs, datum: np.ndarray, position: np.ndarray, block: int) -> Results:
-    """In float64, with the whole matrix of scores, head by head."""
+    """The reference in float64, with the whole matrix of scores, head by head."""
     q, k, v, gradient = (x.astype(np.float64) for x in inputs)
     tokens, heads, head_dim = q.shape
     groups = heads // k.shape[1]
@@ -180,7 +181,7 @@ def dense(inputs: Inputs, datum: np.ndarray, position: np.ndarray, block: int) -
 
 
 def assert_close(got: Results, want: Results, *, relative: float) -> None:
-    """To the largest entry, as errors of a sum are."""
+    """Compare relative to the largest entry, as errors of a sum scale."""
     for name, value, expected in zip(Results._fields, got, want, strict=True):
         limit = relative * np.abs(expected).max()
         np.testing.assert_allclose(value, expected, rtol=0, atol=limit, err_msg=name)
@@ -224,9 +225,11 @@ def test_values_and_gradients_equal_torch(implementation: Implementation) -> Non
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16_differs_by_its_rounding_only(implementation: Implementation) -> None:
-    """Inputs are exact in bfloat16, so what is left is the rounding of results, of the output that
-    the reverse pass reads, and, in the kernels, of weights: half an epsilon each, relative to the
-    largest entry."""
+    """Inputs are exact in bfloat16, so the differences are roundings of results, of the output that
+    the reverse pass reads, and, in the kernels, of weights.
+
+    Each is half an epsilon, relative to the largest entry.
+    """
     seen = visibility(PIECES, SMALL.block, capacity=11)
     tokens = int(seen.blocks) * SMALL.block
     rounded = [jnp.asarray(x, jnp.bfloat16) for x in numbers(tokens, SMALL)]
@@ -243,7 +246,7 @@ def test_bfloat16_differs_by_its_rounding_only(implementation: Implementation) -
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bits_depend_on_the_own_piece_alone(implementation: Implementation) -> None:
+def test_bits_depend_only_on_the_requests_own_bin(implementation: Implementation) -> None:
     own: Piece = [37, 100, 5, 70]
     mine, neighbour = numbers(sum(own), REAL), numbers(130, REAL, seed=1)
     nan = Inputs(*(np.full_like(x, np.nan) for x in neighbour))
@@ -357,8 +360,11 @@ def test_kernels_are_lowered_for_a_gpu(shape: Shape, dtype: jnp.dtype) -> None:
 
 
 def test_kernels_do_not_grow_with_the_group() -> None:
-    """Shared memory does: a kernel that repeats its products for each head of a group of eight asks
-    for more than twice what a GPU has. ``make gpu-compile`` asks the compiler itself."""
+    """Shared memory does grow: a kernel that repeats its products for each head of a group of eight
+    asks for more than twice what a GPU has.
+
+    ``make gpu-compile`` runs the compiler itself.
+    """
 
     def products(groups: int) -> int:
         shape = SMALL._replace(groups=groups)
@@ -371,7 +377,7 @@ def test_kernels_do_not_grow_with_the_group() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_datum_has_the_same_bits_wherever_it_begins(
+def test_a_datum_has_the_same_bits_wherever_it_starts(
     implementation: Implementation, dtype: jnp.dtype
 ) -> None:
     lengths = [150, 1, 37, 64, 100, 5, 70, 20]

@@ -1,5 +1,4 @@
-"""What the device has room for at once: adapters that step, micro-batches under way; and what is
-left when there was none."""
+"""The device's room for concurrent steps and micro-batches, and the state after it ran out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,7 +41,7 @@ def assert_same(a: AdapterState, b: AdapterState) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(base_model: Path, backend: JaxBackend) -> JaxBackend:
-    """Has room for two adapters of rank 8 on its device."""
+    """A backend with room for two adapters of rank 8 on its device."""
     room = AdapterRoom(device_bytes=2 * adapter_bytes(backend._shapes, 8))
     return JaxBackend(
         str(base_model), name="tiny", tokenizer_id="t", static_shapes=STATIC_SHAPES, room=room
@@ -50,7 +49,7 @@ def narrow(base_model: Path, backend: JaxBackend) -> JaxBackend:
 
 
 def with_gradient(backend: JaxBackend, name: str, seed: int) -> None:
-    """A new adapter that has a gradient."""
+    """Create an adapter that has a gradient."""
     backend.create_adapter(name, CONFIG)
     state = backend.adapter_state(name, optimizer=False)
     random = np.random.default_rng(seed)
@@ -60,7 +59,7 @@ def with_gradient(backend: JaxBackend, name: str, seed: int) -> None:
     backend.load_adapter(name, replace(state, accumulator=gradient))
 
 
-def test_no_more_adapters_step_at_once_than_the_device_has_room_for(
+def test_no_more_adapters_step_at_once_than_fit_on_the_device(
     narrow: JaxBackend, backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"stepping {number}" for number in range(5)]
@@ -115,14 +114,14 @@ def test_a_group_without_room_fails_alone_and_no_step_is_taken_twice(
 # --- gradients ------------------------------------------------------------------------------------
 
 
-def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
+def test_a_failure_after_dispatch_does_not_affect_later_batches(
     backend: JaxBackend,
     micro_batch_of: Any,
     batch_of: Any,
     datum: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The buffers that a program is to give back are there before it has run."""
+    """A program's output buffers exist before it has run."""
     for name in ("unlucky", "undisturbed"):
         backend.create_adapter(name, CONFIG)
     micro_batch = micro_batch_of((0, datum(1, 11)))
@@ -148,7 +147,7 @@ def test_what_fails_on_the_device_after_it_was_dispatched_spoils_no_later_unit(
 
 
 @pytest.mark.parametrize(("program", "forward_only"), [("_train", False), ("_score", True)])
-def test_one_micro_batch_runs_at_a_time_and_in_between_the_device_is_free(
+def test_one_micro_batch_runs_at_a_time_and_the_device_is_free_in_between(
     backend: JaxBackend,
     micro_batch_of: Any,
     batch_of: Any,
@@ -208,7 +207,7 @@ def test_tokens_are_counted_without_and_with_padding(
 def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
     backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> None:
-    """Of tokens of policy losses that have an advantage; the rest was not sampled."""
+    """Tokens of policy losses with an advantage count. The rest were not sampled."""
     backend.create_adapter("compared", CONFIG)
     old = np.linspace(-3, -1, 11)
     advantages = np.array([0, 0, 0, 1, -1, 0.5, 0, 2, 1, 1, 0])
@@ -231,14 +230,14 @@ def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
     ("message", "expected"),
     [("INTERNAL: the device is gone", DeviceFailed), ("RESOURCE_EXHAUSTED: full", OutOfMemory)],
 )
-def test_a_state_that_cannot_be_copied_tells_the_device_from_its_memory(
+def test_a_failed_copy_of_a_state_tells_device_errors_from_a_full_memory(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
 ) -> None:
     def broken(_: Any) -> Any:
         raise jax.errors.JaxRuntimeError(message)
 
     backend.create_adapter("copied", CONFIG)
-    backend.optim_steps([("copied", STEP)])  # which brings it to the device
+    backend.optim_steps([("copied", STEP)])  # this call loads it on the device
     monkeypatch.setattr(jax, "device_get", broken)
     with pytest.raises(expected, match=message.split(": ")[1]):
         backend.adapter_state("copied", optimizer=True)

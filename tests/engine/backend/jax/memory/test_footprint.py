@@ -1,4 +1,4 @@
-"""What the planner counts is what the arrays take, and no less than what programs need."""
+"""The planner counts what the arrays take, and no less than the programs need."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,20 +100,22 @@ def adapter_slots(
 
 
 def workspace(config: ModelConfig, dtype: Any, remat: Any) -> Workspace:
-    """Shapes of what training holds."""
+    """Shapes of the arrays that training holds."""
     shapes: Workspace = space_shapes(decoder(config, dtype, remat), adapter_slots(config), BLOCKS)
     return shapes
 
 
 @MODELS
 @DTYPES
-def test_the_base_weights_are_those_of_the_decoder(config: ModelConfig, dtype: Any) -> None:
+def test_the_base_weights_are_counted_exactly(config: ModelConfig, dtype: Any) -> None:
     real = nnx.state(decoder(config, dtype), nnx.Param)
     assert footprint(config, dtype=dtype).base.bytes == size(real)
 
 
 @MODELS
-def test_bank_and_scratch_have_a_slot_for_every_request_of_a_unit(config: ModelConfig) -> None:
+def test_adapter_and_gradient_slots_have_one_slot_per_request_of_a_batch(
+    config: ModelConfig,
+) -> None:
     for rank in STATIC_SHAPES.rank_buckets:
         held = adapter_slots(config, rank=rank)
         gradient_slots = new_gradient_slots(target_shapes(config), rank, STATIC_SHAPES.slots(rank))
@@ -139,7 +141,7 @@ def test_an_adapter_has_four_copies(config: ModelConfig) -> None:
 @MODELS
 @DTYPES
 @pytest.mark.parametrize("remat", ["dots", "attention", "full"])
-def test_training_takes_what_its_workspace_does(
+def test_training_takes_as_much_as_its_workspace(
     config: ModelConfig, remat: Any, dtype: Any
 ) -> None:
     counted = footprint(config, remat=remat, dtype=dtype)
@@ -150,7 +152,7 @@ def test_training_takes_what_its_workspace_does(
 
 @MODELS
 @DTYPES
-def test_training_that_computes_nothing_again_is_not_underestimated(
+def test_training_without_recomputation_is_not_underestimated(
     config: ModelConfig, dtype: Any
 ) -> None:
     counted = footprint(config, remat="none", dtype=dtype).tape.bytes
@@ -159,7 +161,7 @@ def test_training_that_computes_nothing_again_is_not_underestimated(
 
 
 @pytest.mark.parametrize("vocab_size", [61, 8192, 151_936, 1_000_000])
-def test_the_head_takes_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
+def test_the_lm_head_uses_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
     static_shapes = replace(STATIC_SHAPES, block=64, chunk=1024)
     counted = footprint(replace(QWEN3, vocab_size=vocab_size), static_shapes=static_shapes)
     blocks = head_chunk_blocks(64, 1024, vocab_size)
@@ -167,7 +169,7 @@ def test_the_head_takes_the_chunk_that_the_planner_counts(vocab_size: int) -> No
     assert counted.logits.bytes == 2 * 64 * blocks * vocab_size * 4
 
 
-def test_micro_batches_take_their_arrays_and_those_of_the_next_besides() -> None:
+def test_two_micro_batches_of_arrays_are_counted() -> None:
     micro_batch = DeviceMicroBatch.from_host(nobodys(STATIC_SHAPES), STATIC_SHAPES.block)
     logprobs, loss = 4 * STATIC_SHAPES.micro_batch_tokens * 64, 4 * STATIC_SHAPES.micro_batch_tokens
     real = 2 * (size(micro_batch) + logprobs + loss)
@@ -192,11 +194,11 @@ class Sampling:
         return cls(Programs(ProgramRegistry(), model, static_shapes, slots=ROWS, pages=pages))
 
     def arguments(self, name: str, which: int = -1) -> list[int]:
-        """Bytes of each."""
+        """The bytes of each argument."""
         return [size(specs) for specs in self._shape(name, which)._specs]
 
     def takes(self, name: str) -> int:
-        """Bytes that it needs while it runs, what it returns included."""
+        """The bytes that the program needs while it runs, its results included."""
         memory = self._shape(name).compiled().memory_analysis()
         returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return int(memory.temp_size_in_bytes + returned)
@@ -207,7 +209,7 @@ class Sampling:
 
 @MODELS
 @DTYPES
-def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
+def test_sampling_has_unstacked_layers_kv_pages_and_an_adapter_per_decode_slot(
     config: ModelConfig, dtype: Any
 ) -> None:
     counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
@@ -219,7 +221,7 @@ def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
     scale = 4
     assert counted.unstacked.bytes == weights
     assert counted.caches.bytes == pages
-    assert counted.decode_slots.bytes == banks - 2 * ROWS * scale  # each rank class has its own
+    assert counted.decode_slots.bytes == banks - 2 * ROWS * scale  # each rank bucket has its own
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
 
@@ -227,7 +229,7 @@ def test_sampling_has_layers_of_its_own_and_pages_and_an_adapter_for_every_row(
 # --- programs ------------------------------------------------------------------------------------
 
 UNLIKE = replace(QWEN3, hidden=64, intermediate=160, head_dim=16, vocab_size=400)
-"""All of its sizes differ."""
+"""A configuration in which all sizes differ."""
 SHAPES = {
     "usual": (UNLIKE, STATIC_SHAPES),
     "long": (replace(UNLIKE, context_length=512), replace(STATIC_SHAPES, context_length=512)),
@@ -240,8 +242,8 @@ EVERY_SHAPE = pytest.mark.parametrize("name", SHAPES)
 
 @DTYPES
 @EVERY_SHAPE
-def test_programs_of_training_need_no_more_besides_than_is_planned(name: str, dtype: Any) -> None:
-    """With 64 targets per token, whose arrays are the largest."""
+def test_programs_of_training_need_no_more_extra_memory_than_planned(name: str, dtype: Any) -> None:
+    """Each token has 64 targets, whose arrays are the largest."""
     config, static_shapes = SHAPES[name]
     counted = footprint(config, dtype=dtype, static_shapes=static_shapes)
     lines = (counted.micro_batch, counted.chunk, counted.logits, counted.head_adapters)
@@ -252,7 +254,7 @@ def test_programs_of_training_need_no_more_besides_than_is_planned(name: str, dt
 
 
 def temporaries(config: ModelConfig, static_shapes: StaticShapes, dtype: Any) -> tuple[int, int]:
-    """Bytes that the programs of a gradient and of scores need while they run."""
+    """The bytes that the programs of a gradient and of scores need while they run."""
     model, held = (
         decoder(config, dtype, static_shapes=static_shapes),
         adapter_slots(config, static_shapes),
@@ -298,7 +300,7 @@ def nobodys(static_shapes: StaticShapes) -> MicroBatch:
 
 @DTYPES
 @EVERY_SHAPE
-def test_programs_of_sampling_need_no_more_besides_than_is_planned(name: str, dtype: Any) -> None:
+def test_programs_of_sampling_need_no_more_extra_memory_than_planned(name: str, dtype: Any) -> None:
     config, static_shapes = SHAPES[name]
     counted = footprint(config, dtype=dtype, static_shapes=static_shapes, sample_rows=ROWS)
     sampling = Sampling.of(config, static_shapes, dtype)

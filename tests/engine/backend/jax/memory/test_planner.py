@@ -1,16 +1,14 @@
-"""What the planner chooses is the best that fits."""
+"""The planner chooses the best plan that fits."""
 
 import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.backend.jax.memory.test_footprint import QWEN3
-from tuneserve_engine.backend.jax.memory.device import machine_bytes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, DoesNotFit, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
@@ -33,7 +31,7 @@ def planned(memory: int = 64 * GIB, config: ModelConfig = MODEL, **settings: Any
 
 @cache
 def downwards(**settings: Any) -> list[Plan]:
-    """Plans for less and less memory, until there is none."""
+    """Plans for less and less memory, until no plan fits."""
     plans: list[Plan] = []
     memory = 8 * GIB
     while True:
@@ -51,12 +49,12 @@ def test_with_enough_memory_everything_has_its_default() -> None:
     assert found.adapter_host_bytes == 16 * GIB
 
 
-def test_an_accelerator_has_longer_chunks_and_streams() -> None:
+def test_an_accelerator_has_longer_chunks_and_micro_batches() -> None:
     found = plan(MODEL, Device("gpu", 64 * GIB, GIB), PlanRequest())
     assert (found.static_shapes.chunk, found.static_shapes.micro_batch_tokens) == (1024, 8192)
 
 
-def test_the_lines_are_all_of_the_memory() -> None:
+def test_the_lines_add_up_to_the_whole_memory() -> None:
     for found in (*downwards(), planned(adapter_device_bytes=GIB)):
         assert sum(line.bytes for line in found.lines) == found.device_bytes
         assert all(line.bytes > 0 and line.how for line in found.lines)
@@ -66,7 +64,7 @@ def test_the_lines_are_all_of_the_memory() -> None:
         assert adapters == found.adapter_device_bytes
 
 
-def test_memory_that_lacks_costs_first_what_is_kept_then_slots_then_ranks() -> None:
+def test_less_memory_costs_first_the_tape_then_slots_then_ranks() -> None:
     chosen = [
         (found.static_shapes.rank_buckets, found.static_shapes.request_slots, found.remat)
         for found in downwards()
@@ -84,7 +82,7 @@ def test_memory_that_lacks_costs_first_what_is_kept_then_slots_then_ranks() -> N
     assert chosen[-1] == ((8,), 1, "full")
 
 
-def test_room_for_snapshots_is_the_first_to_go_and_never_less_than_for_one() -> None:
+def test_room_for_snapshots_shrinks_first_and_always_holds_one() -> None:
     counts = [
         (
             (each.static_shapes.rank_buckets, each.static_shapes.request_slots, each.remat),
@@ -102,20 +100,20 @@ def test_room_for_snapshots_is_the_first_to_go_and_never_less_than_for_one() -> 
 
 
 def snapshots(found: Plan) -> float:
-    """How many of the highest ranks there is room for."""
+    """The number of snapshots of the highest rank that have room."""
     layer = 2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1536)
     per_rank = 4 * (8 * layer + 512 + 8192)
     return found.snapshot_bytes / (found.static_shapes.max_rank * per_rank)
 
 
-def test_every_plan_has_room_for_the_adapters_of_a_unit() -> None:
+def test_every_plan_has_room_for_the_adapters_of_a_batch() -> None:
     for found in downwards():
         static_shapes = found.static_shapes
         shape = EngineShape(static_shapes, found.remat, 8, 1, "float32", "cpu")
         assert found.adapter_device_bytes >= Footprint(MODEL, shape).batch_adapter_bytes
 
 
-def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> None:
+def test_a_micro_batch_is_shortened_only_to_fit_a_sequence_and_a_bin() -> None:
     for context, least in ((300, 1024), (2048, 2048)):
         lengths = {
             found.static_shapes.micro_batch_tokens
@@ -137,7 +135,7 @@ def test_a_stream_is_shortened_only_to_what_a_sequence_and_a_piece_need() -> Non
         {"max_context_tokens": 128},
     ],
 )
-def test_what_was_asked_for_is_kept(asked: dict[str, Any]) -> None:
+def test_requested_settings_are_used(asked: dict[str, Any]) -> None:
     found = planned(**asked)
     kept = {
         "remat": found.remat,
@@ -151,7 +149,7 @@ def test_what_was_asked_for_is_kept(asked: dict[str, Any]) -> None:
     assert {name: kept[name] for name in asked} == asked
 
 
-def test_more_requests_than_a_unit_ever_has_are_refused() -> None:
+def test_more_requests_than_a_batch_can_hold_are_refused() -> None:
     with pytest.raises(ValueError, match=r"request_slots\s+.*less than or equal to 32"):
         WorkerSettings(request_slots=33)
 
@@ -167,19 +165,19 @@ def test_more_requests_than_a_unit_ever_has_are_refused() -> None:
         (256, (8, 32, 128, 256)),
     ],
 )
-def test_the_highest_rank_ends_the_classes(max_rank: int, classes: tuple[int, ...]) -> None:
+def test_the_maximum_rank_ends_the_buckets(max_rank: int, classes: tuple[int, ...]) -> None:
     assert planned(max_rank=max_rank).static_shapes.rank_buckets == classes
 
 
-def test_a_rank_that_was_asked_for_is_not_dropped() -> None:
+def test_a_requested_rank_is_not_dropped() -> None:
     assert {found.static_shapes.max_rank for found in downwards(max_rank=128)} == {128}
 
 
-def test_a_context_longer_than_the_models_is_the_models() -> None:
+def test_a_context_longer_than_the_models_is_cut_to_it() -> None:
     assert planned(max_context_tokens=10**6).static_shapes.context_length == 2048
 
 
-def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:
+def test_a_model_without_room_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(DoesNotFit) as refused:
         planned(GIB // 8)
     said = str(refused.value)
@@ -189,7 +187,7 @@ def test_a_model_that_has_no_room_is_refused_with_the_arithmetic() -> None:
         assert setting in said
 
 
-def test_too_little_for_the_adapters_of_a_unit_is_refused_with_what_they_take() -> None:
+def test_too_little_memory_for_the_adapters_of_a_batch_is_refused_with_their_size() -> None:
     with pytest.raises(DoesNotFit, match="adapter_device_bytes is 1000; the adapters of one batch"):
         planned(adapter_device_bytes=1000)
 
@@ -200,15 +198,6 @@ def test_too_little_for_the_adapters_of_a_unit_is_refused_with_what_they_take() 
 def test_a_cpu_shares_its_memory_with_the_machine() -> None:
     device = Device.cpu(8 * GIB)
     assert (device.kind, device.memory_bytes, device.host_bytes) == ("cpu", 4 * GIB, 2 * GIB)
-
-
-def test_a_container_has_the_memory_of_its_limit(tmp_path: Path) -> None:
-    unlimited, limited = tmp_path / "max", tmp_path / "limited"
-    unlimited.write_text("max\n")
-    limited.write_text(f"{2**20}\n")
-    everything = machine_bytes((tmp_path / "missing", unlimited))
-    assert everything > 2**20
-    assert machine_bytes((unlimited, limited)) == 2**20
 
 
 def test_planning_loads_no_jax() -> None:

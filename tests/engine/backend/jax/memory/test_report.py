@@ -1,4 +1,4 @@
-"""What the plan and refusals say of the memory of each kind, by hand."""
+"""The memory of each adapter kind in the plan and in refusals, computed by hand."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ OSFT = AdapterConfig(4, 0.0, 0, train_unembed=False, kind="osft", options={"form
         ("core", 3 * 4 + 3 * 4),
     ],
 )
-def test_an_adapter_has_three_copies_of_its_own_numbers_and_a_gradient_of_the_pair(form, own):
+def test_an_osft_adapter_has_three_copies_of_its_numbers_and_a_gradient_of_the_pair(form, own):
     assert adapter_bytes(KINDS["osft"][form], SHAPES, 4) == 4 * 4 * (3 * own + PAIRS)
 
 
@@ -35,7 +35,7 @@ def test_a_lora_has_four_copies_of_its_pair():
     assert adapter_bytes(KINDS["lora"][""], SHAPES, 4) == 4 * 4 * 4 * PAIRS
 
 
-def test_what_all_share_is_the_longer_sides_basis_and_the_weak_directions_of_the_other():
+def test_shared_weights_are_the_longer_sides_basis_and_the_weak_directions_of_the_other():
     long = 3 * (20 * 10 + 4 + 4 * 10)  # u of all ten directions, s and v of four
     square = 3 * (12 * 4 + 4 + 4 * 12)
     assert decomposition_bytes(SHAPES, 4) == 4 * (long + square)
@@ -51,7 +51,7 @@ def test_a_rank_beyond_the_servers_is_refused_with_the_arithmetic():
     assert refused.value.no_room
 
 
-def test_a_device_without_room_for_what_they_share_refuses_the_first_of_them(base_model):
+def test_a_device_without_room_for_shared_weights_refuses_the_first_adapter(base_model):
     shapes = target_shapes(ModelConfig.from_hf(TINY))
     room = AdapterRoom(device_bytes=adapter_bytes(KINDS["lora"][""], shapes, 8))
     backend = JaxBackend(

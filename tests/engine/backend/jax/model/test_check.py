@@ -1,4 +1,4 @@
-"""What is said of a base model's files before a start. The files are made by hand."""
+"""Checks of a base model's files before a start. The files are made by hand."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def write(folder: Path, **changes: Any) -> Path:
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the hub's cache has the model "someone/model"; a download is allowed."""
+    """The place of the model "someone/model" in the hub's cache, with downloads allowed."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     repo = tmp_path / "models--someone--model"
@@ -84,19 +84,19 @@ def test_a_model_without_a_tokenizer_can_be_loaded(tmp_path: Path) -> None:
     assert found.bytes == sum((tmp_path / each).stat().st_size for each in SHARDS)
 
 
-def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+def test_a_missing_shard_of_the_index_is_named(tmp_path: Path) -> None:
     (write(tmp_path) / SHARDS[1]).unlink()
     assert f"{tmp_path / SHARDS[1]} is missing" in problem(tmp_path)
-    assert look_at(str(tmp_path)).folder == str(tmp_path)  # what it needs can still be planned
+    assert look_at(str(tmp_path)).folder == str(tmp_path)  # its needs can still be planned
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage, no header", b"\xff" * 64])
-def test_a_file_that_is_no_safetensors_is_damaged(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_safetensors_is_damaged(tmp_path: Path, content: bytes) -> None:
     (write(tmp_path) / SHARDS[0]).write_bytes(content)
     assert f"{tmp_path / SHARDS[0]} is damaged" in problem(tmp_path)
 
 
-def test_a_file_that_was_cut_off_is_damaged(tmp_path: Path) -> None:
+def test_a_truncated_file_is_damaged(tmp_path: Path) -> None:
     file = write(tmp_path) / SHARDS[0]
     file.write_bytes(file.read_bytes()[:-1])
     assert f"{file} is damaged" in problem(tmp_path)
@@ -117,7 +117,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         ({"hidden_size": "wide"}, "invalid literal"),
     ],
 )
-def test_a_model_that_is_not_supported_is_refused(
+def test_an_unsupported_model_is_refused(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     found = look_at(str(write(tmp_path, **changes)))
@@ -132,28 +132,28 @@ def test_an_index_without_names_is_refused(tmp_path: Path, weight_map: object) -
     assert "has no weight_map" in problem(tmp_path)
 
 
-def test_what_can_be_no_model_is_refused() -> None:
+def test_a_name_that_cannot_be_a_model_is_refused() -> None:
     assert "no such directory" in problem("/no/such/model")
     assert "neither a directory nor a hub id" in problem("no good")
 
 
-def test_a_whole_model_of_the_hub_is_in_order(snapshot: Path) -> None:
+def test_a_complete_model_of_the_hub_is_in_order(snapshot: Path) -> None:
     write(snapshot)
     found = look_at("someone/model")
     assert (found.folder, found.problem, found.is_to_download) == (str(snapshot), None, False)
 
 
-def test_of_a_model_of_the_hub_the_missing_weights_are_to_be_downloaded(snapshot: Path) -> None:
+def test_missing_weights_of_a_hub_model_are_to_be_downloaded(snapshot: Path) -> None:
     there, missing = ((write(snapshot) / each).stat().st_size for each in SHARDS)
     (snapshot / SHARDS[1]).unlink()
     found = look_at("someone/model")
     assert (found.problem, found.is_to_download, found.bytes) == (None, True, there)
-    assert found.to_download_bytes == pytest.approx(missing, abs=4096)  # but for the headers
+    assert found.to_download_bytes == pytest.approx(missing, abs=4096)  # except for the headers
     assert found.free_bytes > 0
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("bfloat16", 2), ("float32", 4)])
-def test_without_an_index_the_configuration_says_how_much_it_is(
+def test_without_an_index_the_configuration_gives_the_size(
     snapshot: Path, dtype: str, item: int
 ) -> None:
     snapshot.mkdir(parents=True)  # as tuneserve plan leaves it
@@ -163,7 +163,7 @@ def test_without_an_index_the_configuration_says_how_much_it_is(
     assert found.to_download_bytes == item * PARAMETERS
 
 
-def test_an_index_without_a_size_leaves_it_open(snapshot: Path) -> None:
+def test_with_an_index_without_a_size_the_size_is_unknown(snapshot: Path) -> None:
     write(snapshot)
     index = snapshot / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
@@ -172,7 +172,7 @@ def test_an_index_without_a_size_leaves_it_open(snapshot: Path) -> None:
     assert (found.is_to_download, found.to_download_bytes) == (True, None)
 
 
-def test_a_model_of_the_hub_that_is_damaged_or_not_supported_is_not_worth_a_download(
+def test_a_damaged_or_unsupported_hub_model_is_not_downloaded(
     snapshot: Path,
 ) -> None:
     (write(snapshot) / SHARDS[1]).unlink()
@@ -182,12 +182,12 @@ def test_a_model_of_the_hub_that_is_damaged_or_not_supported_is_not_worth_a_down
     assert "'gemma3'" in problem("someone/model")
 
 
-def test_a_model_that_the_cache_lacks_is_to_be_downloaded(snapshot: Path) -> None:
+def test_a_model_missing_from_the_cache_is_to_be_downloaded(snapshot: Path) -> None:
     assert look_at("nobody/nothing") == BaseModelReport(is_to_download=True)
     assert not snapshot.exists()
 
 
-def test_where_downloads_are_forbidden_the_missing_files_are_a_problem(
+def test_with_downloads_forbidden_missing_files_are_a_problem(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

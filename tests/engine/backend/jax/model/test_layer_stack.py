@@ -1,4 +1,4 @@
-"""Training, scoring and pages go through the layers as a plain loop does that autodiff reads."""
+"""Training, scoring and pages agree with a plain loop over the layers under autodiff."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,12 +42,12 @@ from tuneserve_engine.backend.jax.training.programs import DeviceMicroBatch
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED
 
 SLOT, LENGTH = 2, 21
-"""The request in question, behind a neighbour; its datum is no whole number of blocks."""
+"""The tested request, after a neighbour. Its datum ends inside a block."""
 
 
 @cache
 def model(layers: int) -> Decoder:
-    """The first layers of one model."""
+    """The first ``layers`` layers of one model."""
     whole, cut = (model_of(config, "full") for config in (TINY, replace(TINY, layers=layers)))
     state = nnx.state(whole)
     state["layers"] = jax.tree.map(lambda weight: weight[:layers], state["layers"])
@@ -64,7 +64,7 @@ def evaluating(layers: int) -> Decoder:
 
 @cache
 def adapter(layers: int) -> TrainingAdapter:
-    """The part of one adapter that belongs to them."""
+    """The part of one adapter that belongs to these layers."""
     found = adapter_of(4)
 
     def part(side: dict[str, Array]) -> dict[str, Array]:
@@ -87,12 +87,12 @@ def micro_batch(
 
 
 class Plain(NamedTuple):
-    hidden: list[Array]  # what goes into each layer, and what comes out of the last
+    hidden: list[Array]  # the input of each layer, and the output of the last
     logprobs: Array
 
 
 def plain(model: Decoder, weights: LoraWeights, x: Array, row: Row) -> Plain:
-    """One datum from its embeddings on: no stream, block, chunk, tape or neighbour."""
+    """One datum from its embeddings on: no micro-batch, block, chunk, tape or neighbour."""
     scale = jnp.asarray([adapter_of(4).scale], jnp.float32)
     stack = model.stack()
     rope = stack.rope(jnp.arange(x.shape[1])[None])
@@ -111,7 +111,7 @@ def plain(model: Decoder, weights: LoraWeights, x: Array, row: Row) -> Plain:
 
 
 def by_autodiff(layers: int, row: Row) -> tuple[Plain, LoraWeights, Array]:
-    """With the gradients of the datum's loss by the adapter and by the embeddings."""
+    """The plain loop, and the gradients of its loss by the adapter and by the embeddings."""
     decoder = model(layers)
 
     def loss(weights: LoraWeights, x: Array) -> tuple[Array, Plain]:
@@ -126,18 +126,18 @@ def by_autodiff(layers: int, row: Row) -> tuple[Plain, LoraWeights, Array]:
 
 @pytest.fixture(scope="module")
 def autodiff(row: Row) -> Callable[[int], Any]:
-    """``by_autodiff`` of so many layers, run once."""
+    """``by_autodiff`` of ``layers`` layers, run once for each number."""
     return cache(lambda layers: by_autodiff(layers, row))
 
 
 def mine(micro_batch: MicroBatch, blocks: Any) -> np.ndarray:
-    """The tokens of the datum in question, of [n, S, ...]."""
+    """The tokens of the tested datum, of [n, S, ...]."""
     flat = np.asarray(blocks).reshape(-1, *blocks.shape[2:])
     return flat[: len(micro_batch.segment_ids)][micro_batch.segment_ids == 1]
 
 
 def assert_close(found: Any, wanted: Any, what: str, part: float = 1e-5) -> None:
-    """To this part of the largest number."""
+    """Compare up to this fraction of the largest number."""
     wanted = np.asarray(wanted)
     assert found.shape == wanted.shape and np.abs(wanted).max() > 1e-3, what
     np.testing.assert_allclose(
@@ -153,7 +153,7 @@ def rows_of(adapter_slots: AdapterSlots) -> LoraRows:
 def taped(
     model: Decoder, space: Any, adapter_slots: AdapterSlots, device_micro_batch: DeviceMicroBatch
 ) -> tuple[Array, Array]:
-    """The hidden states after the last layer, and those that the tape has."""
+    """The hidden states after the last layer, and those on the tape."""
     x = model.embedded(device_micro_batch.tokens)
     hidden, left = model.forward_layers(
         x, device_micro_batch.layers, rows_of(adapter_slots), space=space
@@ -193,7 +193,7 @@ def test_the_tape_has_every_hidden_state_of_a_plain_loop(
 def test_scoring_and_pages_have_the_hidden_states_of_a_plain_loop(
     layers: int, micro_batch: MicroBatch, row: Row, autodiff: Any
 ) -> None:
-    """Hidden state l is what the first l layers give."""
+    """Hidden state l is the output of the first l layers."""
     decoder, filled = evaluating(layers), adapter_slots(layers)
     wanted = autodiff(2)[0].hidden[layers]
     device_micro_batch = DeviceMicroBatch.from_host(micro_batch, decoder.block)
@@ -236,7 +236,7 @@ def forwards(q: Array, k: Array, v: Array, seen: Visibility) -> Attended:
 
 @jax.custom_vjp
 def attend(q: Array, k: Array, v: Array, seen: Visibility) -> Array:
-    """The engine's attention and its own backward pass, as one operation for autodiff."""
+    """The engine's attention with its own backward pass, as one operation for autodiff."""
     return forwards(q, k, v, seen).out
 
 
@@ -258,8 +258,10 @@ attend.defvjp(attend_and_keep, attend_back)
 def ordinary(
     model: Decoder, adapter_slots: LoraRows, device_micro_batch: PackedTokens, x: Array, by_y: Array
 ) -> tuple[Array, LoraRows]:
-    """``jax.grad`` over a scan of checkpointed layers, chunk by chunk as the engine does them: by
-    the first layer's input, and by the bank."""
+    """``jax.grad`` over a scan of checkpointed layers, in the engine's chunks.
+
+    Returns gradients by the first layer's input and by the adapter slots.
+    """
     stack = model.stack()
 
     def layer(x: Array, sliced: Any, adapter_slots: LoraRows) -> Array:
@@ -293,7 +295,7 @@ def explicit(
     x: Array,
     by_y: Array,
 ) -> tuple[Array, LoraWeights]:
-    """The engine's."""
+    """The engine's gradients."""
     space, gradient_slots = buffers
     _, taped = model.forward_layers(x, device_micro_batch.layers, adapter_slots, space=space)
     space, gradient_slots = taped.run.reverse(
@@ -303,7 +305,7 @@ def explicit(
 
 
 @pytest.mark.acceptance("W3")
-def test_the_explicit_backward_pass_gives_what_autodiff_over_the_layers_gives(
+def test_the_explicit_backward_pass_equals_autodiff_over_the_layers(
     micro_batch: MicroBatch,
 ) -> None:
     decoder, filled = model(2), adapter_slots(2)

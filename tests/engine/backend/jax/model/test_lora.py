@@ -7,7 +7,7 @@ import pytest
 
 from tuneserve_engine.backend.jax.model.lora import lora_delta, wide_product
 
-SCALE = 32 / 3  # of alpha 32 at rank 3; the nearest bfloat16 is 0.2 % larger
+SCALE = 32 / 3  # alpha 32 at rank 3; the nearest bfloat16 is 0.2 % larger
 ONE = jnp.ones((1, 1, 1))
 
 
@@ -15,14 +15,14 @@ def delta(x: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(lora_delta)(x, ONE, ONE, jnp.float32([SCALE])))
 
 
-def test_in_bfloat16_nothing_but_the_input_is_rounded():
-    x = np.arange(128, 256).reshape(1, 128, 1)  # all of them are bfloat16
+def test_in_bfloat16_only_the_input_is_rounded():
+    x = np.arange(128, 256).reshape(1, 128, 1)  # all are exact in bfloat16
     want = (x * np.float64(np.float32(SCALE))).astype(np.float32)
     np.testing.assert_array_equal(delta(x.astype(jnp.bfloat16)), want, strict=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_gradient_written_out_is_that_of_autodiff(dtype: jnp.dtype):
+def test_the_explicit_gradient_equals_autodiff(dtype: jnp.dtype):
     random = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: found by the next process, by nobody else; damage is noticed."""
+"""Compiled programs on disk are found by processes of the same numerics. Damage is detected."""
 
 import hashlib
 import os
@@ -35,7 +35,7 @@ print(x.is_deleted(), np.asarray(done).tobytes().hex(), float(total))
 
 
 def used(folder: Path, numerics_id: str = "n", **environment: str) -> list[str]:
-    """What a process of its own prints."""
+    """The output of a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", USE, str(folder), numerics_id],
         env={**os.environ, **environment},
@@ -63,21 +63,21 @@ def test_another_process_finds_the_program_and_gets_the_same_bits(tmp_path: Path
 
 
 def test_jaxs_own_cache_is_not_used_beside_it(tmp_path: Path) -> None:
-    """On a CPU what JAX read from there runs, but once kept and read again it does not."""
+    """On a CPU, a program from JAX's cache runs, but not once it is stored and read again."""
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax")}
     first = used(tmp_path / "first", **own)
     used(tmp_path / "second", **own)
     assert used(tmp_path / "second", **own) == first[1:]
 
 
-def test_what_is_of_other_numerics_is_not_found(tmp_path: Path) -> None:
+def test_a_program_of_other_numerics_is_not_found(tmp_path: Path) -> None:
     seen: list[str] = []
     for numerics_id in ("one", "other", "one"):
         programs(tmp_path, seen, numerics_id)("key", ONES)
     assert seen == ["traced"] * 2
 
 
-def test_keys_and_shapes_are_told_apart(tmp_path: Path) -> None:
+def test_keys_and_shapes_are_distinguished(tmp_path: Path) -> None:
     seen: list[str] = []
     for _ in range(2):
         for key, size in (("a", 3), ("b", 3), ("b", 4)):
@@ -86,7 +86,7 @@ def test_keys_and_shapes_are_told_apart(tmp_path: Path) -> None:
     assert seen == ["traced"] * 3
 
 
-def test_names_and_structures_are_told_apart(tmp_path: Path) -> None:
+def test_names_and_structures_are_distinguished(tmp_path: Path) -> None:
     seen: list[str] = []
     for name, argument in (("one", {"a": ONES}), ("other", {"a": ONES}), ("one", {"b": ONES})):
 
@@ -99,7 +99,7 @@ def test_names_and_structures_are_told_apart(tmp_path: Path) -> None:
     assert seen == ["one", "other", "one"]
 
 
-def test_a_disk_without_room_to_spare_is_not_filled_with_programs(
+def test_the_program_cache_leaves_the_reserved_disk_space_free(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = ProgramCache(tmp_path, "n", min_free_bytes=2**60)
@@ -109,8 +109,8 @@ def test_a_disk_without_room_to_spare_is_not_filled_with_programs(
     assert "cannot be kept" in caplog.text and "(min_free_bytes)" in caplog.text
 
 
-def test_a_program_that_is_needed_after_ready_counts_though_it_was_kept(tmp_path: Path) -> None:
-    """Else a request that no program was declared for would be noticed once only."""
+def test_a_program_first_used_after_ready_counts_though_it_was_cached(tmp_path: Path) -> None:
+    """Otherwise a request without a declared program would be noticed only once."""
     late = []
     for _ in range(2):
         programs = ProgramRegistry(ProgramCache(tmp_path, "n"))
@@ -143,7 +143,7 @@ def test_a_damaged_file_is_compiled_again_and_replaced(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_cannot_be_used_costs_only_the_compiling(
+def test_an_unusable_folder_only_costs_compilation(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "file"

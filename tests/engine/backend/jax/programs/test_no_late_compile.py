@@ -1,4 +1,4 @@
-"""After ready, nothing that tenants can do compiles anything."""
+"""After ready, no work of tenants compiles anything."""
 
 import shutil
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ STATIC_SHAPES = StaticShapes(
 )
 """Datums of up to three chunks, and sequences of up to six pages."""
 ROOM_BYTES, SNAPSHOT_BYTES = 1_000_000, 200_000
-"""On the device, for 16 adapters of 75 or 300 KB each; and half of it on the host. And for two or
-more snapshots, of a quarter of that each."""
+"""Room on the device for 16 adapters of 75 or 300 KB each, half of it again on the host, and two or
+more snapshots of a quarter of that each.
+"""
 CONFIGS = {"cross_entropy": {}, "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}}
 
 
@@ -80,7 +81,7 @@ def test_no_work_of_16_tenants_compiles_anything(ready: JaxBackend) -> None:
         ready.sample(_requests(name, turn, random))
     assert ready.programs.compilations_after_ready == before
     assert ready.metrics["adapters_paged_in_total"] > 0
-    assert not ready.has_snapshot("tenant 0")  # it made room for others
+    assert not ready.has_snapshot("tenant 0")  # it was evicted for others
 
 
 def _every_length(random: np.random.Generator) -> Iterator[int]:
@@ -95,7 +96,7 @@ def _train(
     lengths: Iterator[int],
     random: np.random.Generator,
 ) -> None:
-    """One request of each tenant, of any loss and 1 to 64 datums; then some optimizer steps."""
+    """Send one request of each tenant, with any loss and 1 to 64 datums. Then take some steps."""
     requests = [
         PackingRequest(name, rank, _data(LOSS_NAMES[(turn + i) % len(LOSS_NAMES)], lengths, random))
         for i, (name, rank) in enumerate(tenants)
@@ -134,7 +135,7 @@ def _datum(length: int, targets: int, loss: str, random: np.random.Generator) ->
 
 
 def _requests(snapshot: str, turn: int, random: np.random.Generator) -> list[SamplingRequest]:
-    """Of the snapshot and of the base model, each with parameters of its own."""
+    """Requests for the snapshot and for the base model, each with different parameters."""
     length = 1 + turn % (CONTEXT - 1)
     prompt = random.integers(0, VOCAB, length).astype(np.int32)
     return [
@@ -144,7 +145,7 @@ def _requests(snapshot: str, turn: int, random: np.random.Generator) -> list[Sam
 
 
 def _parameters(length: int, random: np.random.Generator) -> dict[str, Any]:
-    """Every one that a sample can have, for a prompt of this length."""
+    """Every parameter that a sample can have, for a prompt of this length."""
 
     def some(*values: int) -> int:
         return int(random.choice(values))

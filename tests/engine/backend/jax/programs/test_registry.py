@@ -1,4 +1,4 @@
-"""Programs compiled ahead: in order, by whoever comes first, once; and what else is compiled."""
+"""Programs are compiled ahead, in order and once. Unexpected compilations are counted."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def triple(x: Any) -> Any:
 
 
 def traced(seen: list[str], name: str) -> Callable[[Any], Any]:
-    """A function that notes each time that it is compiled."""
+    """A function that records each of its compilations."""
 
     def run(x: Any) -> Any:
         seen.append(name)
@@ -41,7 +41,7 @@ def traced(seen: list[str], name: str) -> Callable[[Any], Any]:
 
 
 def refused(seen: list[str], said: str) -> Callable[[Any], Any]:
-    """A function of which the compiler says so; it notes each time that this is tried."""
+    """A function that the compiler refuses with these words. It records each attempt."""
 
     def run(x: Any) -> Any:
         seen.append(said)
@@ -67,21 +67,21 @@ def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> Non
     assert seen == ["run", "run"]
 
 
-def test_arguments_of_another_shape_than_their_key_are_refused() -> None:
+def test_arguments_that_do_not_match_the_shape_of_their_key_are_refused() -> None:
     program = ProgramRegistry().add_program("double", double, use="tests")
     program.declare("short", VECTOR)
     with pytest.raises(TypeError):
         program("short", np.ones(4, np.float32))
 
 
-def test_donated_arguments_are_gone_and_others_are_not() -> None:
+def test_donated_arguments_are_deleted_and_others_are_not() -> None:
     program = ProgramRegistry().add_program("sum", lambda x, y: x + y, use="tests", donate=(1,))
     kept, given = jnp.ones(3), jnp.ones(3)
     program("short", kept, given)
     assert given.is_deleted() and not kept.is_deleted()
 
 
-def test_a_model_is_left_out_of_calls_and_its_places_do_not_count() -> None:
+def test_a_model_is_bound_to_a_program_and_does_not_shift_donated_arguments() -> None:
     config = ModelConfig("qwen3", 11, 8, 1, 2, 1, 4, 8, 16)
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     program = ProgramRegistry().add_program(
@@ -97,7 +97,7 @@ def test_a_model_is_left_out_of_calls_and_its_places_do_not_count() -> None:
     assert given.is_deleted() and not model.unembedding().is_deleted()
 
 
-def test_everything_declared_is_compiled_ahead_in_order() -> None:
+def test_all_declared_programs_are_compiled_ahead_in_order() -> None:
     seen: list[str] = []
     programs = ProgramRegistry()
     for name, order in (("rare", 2), ("first", 0), ("second", 1), ("first too", 0)):
@@ -109,8 +109,8 @@ def test_everything_declared_is_compiled_ahead_in_order() -> None:
     assert seen == ["first", "first too", "second", "rare"]
 
 
-def test_a_call_does_not_wait_for_programs_before_its_own() -> None:
-    """The one thread is stuck in the first program; a call compiles the last one itself."""
+def test_a_call_does_not_wait_for_earlier_programs() -> None:
+    """The only thread is stuck in the first program, so the call compiles the last one itself."""
     stuck, free = threading.Event(), threading.Event()
 
     def slow(x: Any) -> Any:
@@ -156,7 +156,7 @@ def test_a_call_waits_for_the_thread_that_compiles_its_program() -> None:
 def test_a_program_that_cannot_be_compiled_is_tried_once_and_fails_its_calls_only(
     said: str,
 ) -> None:
-    """It is not the device that failed, nor was a request too large for it."""
+    """Neither did the device fail, nor was a request too large for it."""
     seen: list[str] = []
     programs = ProgramRegistry()
     broken = programs.add_program("broken", refused(seen, said), use="sums, by length")
@@ -184,7 +184,7 @@ def test_a_program_that_cannot_be_compiled_is_tried_once_and_fails_its_calls_onl
     }
 
 
-def test_a_program_that_cannot_be_compiled_when_it_is_called_is_tried_once_too() -> None:
+def test_a_program_that_fails_to_compile_on_demand_is_tried_once_too() -> None:
     seen: list[str] = []
     programs = ProgramRegistry()
     broken = programs.add_program(
@@ -197,7 +197,7 @@ def test_a_program_that_cannot_be_compiled_when_it_is_called_is_tried_once_too()
     assert programs.metrics["programs_failed"] == 1
 
 
-def test_who_does_not_compile_ahead_is_neither_ready_nor_cold() -> None:
+def test_without_compiling_ahead_the_registry_is_neither_ready_nor_cold() -> None:
     programs = ProgramRegistry()
     program = programs.add_program("double", double, use="tests")
     program.declare("short", VECTOR)
@@ -214,7 +214,7 @@ def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
     programs = ProgramRegistry()
     program = programs.add_program("double", double, use="tests")
     program.declare((), VECTOR)
-    jnp.zeros(1234)  # before: does not count
+    jnp.zeros(1234)  # does not count: it precedes ready
     assert programs.compilations_after_ready == 0
     programs.compile_ahead(threads=2)
     assert programs.wait(60)
@@ -227,7 +227,7 @@ def test_every_compilation_of_the_process_after_ready_is_counted() -> None:
     assert programs.compilations_after_ready == 2
 
 
-def test_programs_that_are_announced_late_are_not_among_the_unexpected() -> None:
+def test_late_programs_that_were_announced_do_not_count_as_unexpected() -> None:
     programs = ProgramRegistry()
     programs.add_program("first", double, use="all").declare(1, np.zeros(3, np.float32))
     late = programs.add_program("late", triple, use="some")
@@ -242,7 +242,7 @@ def test_programs_that_are_announced_late_are_not_among_the_unexpected() -> None
     assert programs.compilations_after_ready == 1
 
 
-def test_programs_that_are_announced_before_all_is_ready_are_counted_once() -> None:
+def test_programs_announced_before_ready_are_counted_once() -> None:
     programs = ProgramRegistry()
     gate = threading.Event()
 
@@ -262,8 +262,8 @@ def test_programs_that_are_announced_before_all_is_ready_are_counted_once() -> N
     assert programs.compilations_after_ready == 1
 
 
-def test_a_process_that_ends_finishes_one_program_only() -> None:
-    """Not the other 9,999, and without a trace on stderr."""
+def test_a_process_that_ends_finishes_only_one_program() -> None:
+    """It skips the other 9,999 and prints no trace on stderr."""
     script = """
 import jax, jax.numpy as jnp
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry

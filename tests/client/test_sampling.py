@@ -1,4 +1,4 @@
-"""Streams are read as they come, and what goes wrong in them is told."""
+"""Streams are read as they arrive, and their errors are raised."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Events(httpx.AsyncByteStream):
-    """Sends what it is given, when it is given."""
+    """Sends each event when the test supplies it."""
 
     def __init__(self) -> None:
         self.given: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
@@ -61,7 +61,7 @@ def text(piece: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": piece, "finish_reason": None}]}
 
 
-async def test_a_piece_is_there_before_the_next_is_drawn(
+async def test_a_piece_arrives_before_the_next_is_decoded(
     server: Server, sampler: AsyncSampler
 ) -> None:
     pieces = sampler.stream("Hi", max_tokens=5, seed=3, stop="x")
@@ -89,7 +89,7 @@ async def test_a_piece_is_there_before_the_next_is_drawn(
     )
 
 
-async def test_a_conversation_is_a_chat(server: Server, sampler: AsyncSampler) -> None:
+async def test_a_conversation_is_sent_as_a_chat(server: Server, sampler: AsyncSampler) -> None:
     server.events.say({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
     server.events.say({"choices": [{"index": 0, "delta": {"content": "Yes"}}]})
     server.events.given.put_nowait(DONE)
@@ -128,7 +128,7 @@ async def test_an_error_in_a_stream_is_raised_with_its_code(
 @pytest.mark.parametrize(
     ("end", "told"), [(httpx.ReadError("reset"), "broke off: reset"), (None, "before it was done")]
 )
-async def test_a_stream_that_breaks_off_is_not_taken_for_whole(
+async def test_a_stream_that_breaks_off_raises(
     server: Server, sampler: AsyncSampler, end: Exception | None, told: str
 ) -> None:
     server.events.say(text("one"))

@@ -1,4 +1,4 @@
-"""What every backend promises, whatever it computes with: run against the fake and the JAX one."""
+"""The contract of every backend, run against the fake and the JAX one."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ ids = count()
 
 @pytest.fixture(params=["fake", "jax"])
 def device(request: pytest.FixtureRequest) -> Backend:
-    """One backend for all tests, for the sake of its compiled programs."""
+    """One backend for all tests, to share its compiled programs."""
     backend: Backend = (
         FakeBackend() if request.param == "fake" else request.getfixturevalue("backend")
     )
@@ -57,7 +57,7 @@ def elsewhere(device: Backend, request: pytest.FixtureRequest) -> Backend:
 
 
 def adapter(device: Backend, config: AdapterConfig = SMALL) -> str:
-    """A fresh adapter under an id of its own."""
+    """A fresh adapter under a new id."""
     adapter_id = f"contract-{next(ids)}"
     device.create_adapter(adapter_id, config)
     return adapter_id
@@ -87,7 +87,7 @@ def wanted(
 def run(
     device: Backend, *requests: PackingRequest, halvings: int = 0
 ) -> tuple[PackedBatch, TrainResult]:
-    """Requests that share a unit."""
+    """Run requests that share a batch."""
     (packed,) = pack(requests, device.static_shapes, halvings)
     return packed, device.forward_backward(packed.batch)
 
@@ -151,7 +151,7 @@ def same_sample(a: SampleResult, b: SampleResult) -> bool:
 # --- adapters ------------------------------------------------------------------------------------
 
 
-def test_the_lattice_takes_what_the_info_says(device: Backend) -> None:
+def test_static_shapes_admit_what_the_info_promises(device: Backend) -> None:
     info, static_shapes = device.info, device.static_shapes
     assert static_shapes.micro_batch_tokens >= info.context_length
     assert static_shapes.slots(static_shapes.rank_bucket(info.max_rank)) >= 1
@@ -209,7 +209,7 @@ def test_sampler_weights_have_no_optimizer(device: Backend) -> None:
     assert (state.step, state.first_moment, state.second_moment) == (0, {}, {})
 
 
-def test_a_deleted_adapter_is_gone_and_its_id_starts_afresh(device: Backend) -> None:
+def test_a_deleted_adapter_is_gone_and_its_id_can_be_used_again(device: Backend) -> None:
     mine = adapter(device)
     fresh = device.adapter_state(mine, optimizer=True)
     run(device, wanted(mine, 1))
@@ -257,8 +257,8 @@ def test_outputs_have_the_shapes_of_their_batches(device: Backend) -> None:
         assert output.logprobs.dtype == output.loss.dtype == np.float32
 
 
-def test_a_datum_scores_alike_alone_and_among_others(device: Backend) -> None:
-    """It sees nothing of the datums before it, of whatever length and however many targets."""
+def test_a_datum_has_the_same_scores_alone_and_among_others(device: Backend) -> None:
+    """It sees nothing of the datums before it, whatever their length and number of targets."""
     mine = adapter(device)
     run(device, wanted(mine, 1))
     take_step(device, mine, AdamwParams(learning_rate=0.05))
@@ -281,7 +281,7 @@ def test_a_datum_scores_alike_alone_and_among_others(device: Backend) -> None:
     assert loss == pytest.approx(sum(losses), rel=1e-5)
 
 
-def test_steps_lower_the_loss_on_what_they_saw(device: Backend) -> None:
+def test_steps_lower_the_loss_on_their_data(device: Backend) -> None:
     mine = adapter(device)
     losses = []
     for _ in range(4):
@@ -291,7 +291,7 @@ def test_steps_lower_the_loss_on_what_they_saw(device: Backend) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_gradients_accumulate_over_requests_and_units_alike(device: Backend) -> None:
+def test_gradients_accumulate_over_requests_and_batches_alike(device: Backend) -> None:
     states = []
     for batches in ([[1], [2], [3]], [[1, 2, 3]], [[1, 2], [3]]):
         mine = adapter(device)
@@ -313,7 +313,7 @@ def test_a_step_clears_the_accumulator_and_counts(device: Backend) -> None:
     assert device.adapter_state(mine, optimizer=True).step == 2
 
 
-def test_steps_taken_together_are_those_taken_one_by_one(device: Backend) -> None:
+def test_steps_taken_together_equal_those_taken_one_by_one(device: Backend) -> None:
     configs, params = (SMALL, OTHER, PARTIAL), [replace(STEP, beta1=b) for b in (0.9, 0.8, 0.7)]
     together = [adapter(device, config) for config in configs]
     single = [adapter(device, config) for config in configs]
@@ -327,7 +327,7 @@ def test_steps_taken_together_are_those_taken_one_by_one(device: Backend) -> Non
         )
 
 
-def test_a_step_that_cannot_be_taken_keeps_no_other_from_being_taken(device: Backend) -> None:
+def test_an_impossible_step_does_not_stop_the_others(device: Backend) -> None:
     first, wrong, last = (adapter(device) for _ in range(3))
     for each in (first, wrong, last):
         run(device, wanted(each, 1))
@@ -341,7 +341,7 @@ def test_a_step_that_cannot_be_taken_keeps_no_other_from_being_taken(device: Bac
     assert device.optim_steps([]) == []
 
 
-def test_looking_ahead_changes_nothing_whoever_is_named(device: Backend) -> None:
+def test_prefetching_changes_nothing_whatever_is_named(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
     before = device.adapter_state(mine, optimizer=True, accumulator=True)
@@ -363,8 +363,8 @@ def test_forward_only_gives_the_same_answer_and_no_gradient(device: Backend) -> 
 
 
 @pytest.mark.parametrize("datums", [1, 2, 30])
-def test_company_changes_no_bit_of_an_answer_or_a_gradient(device: Backend, datums: int) -> None:
-    """Wherever in a chunk it begins, and however many streams it needs."""
+def test_neighbours_change_no_bit_of_an_answer_or_a_gradient(device: Backend, datums: int) -> None:
+    """The request may start anywhere in a chunk and need any number of micro-batches."""
     alone = adapter(device)
     together, neighbour = adapter(device), adapter(device, OTHER)
     logprobs, loss = answer(device, wanted(alone, *range(datums)))
@@ -380,7 +380,7 @@ def test_company_changes_no_bit_of_an_answer_or_a_gradient(device: Backend, datu
     )
 
 
-def test_a_poisoned_adapter_is_left_out_and_harms_nobody(device: Backend) -> None:
+def test_a_poisoned_adapter_is_left_out_and_harms_no_other(device: Backend) -> None:
     mine, alone, sick = adapter(device), adapter(device), adapter(device)
     run(device, wanted(sick, 1))
     take_step(device, sick, AdamwParams(learning_rate=1e37))
@@ -397,7 +397,7 @@ def test_a_poisoned_adapter_is_left_out_and_harms_nobody(device: Backend) -> Non
     assert take_step(device, sick)["grad_norm"] == 0
 
 
-def test_halved_streams_give_the_same_bits(device: Backend) -> None:
+def test_halved_micro_batches_give_the_same_bits(device: Backend) -> None:
     states, answers = [], []
     for halvings in (0, 1, 3):
         mine = adapter(device)
@@ -408,7 +408,7 @@ def test_halved_streams_give_the_same_bits(device: Backend) -> None:
     assert same_state(states[0], states[1]) and same_state(states[0], states[2])
 
 
-def test_a_stream_that_does_not_fit_changes_nothing_and_halved_ones_may() -> None:
+def test_a_micro_batch_that_does_not_fit_changes_nothing_and_halves_may_fit() -> None:
     device = FakeBackend(memory_tokens=64)
     mine = adapter(device)
     request = wanted(mine, *range(12))
@@ -419,7 +419,7 @@ def test_a_stream_that_does_not_fit_changes_nothing_and_halved_ones_may() -> Non
     assert run(device, request, halvings=2)[1].finite == (True,)
 
 
-def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:
+def test_a_batch_that_raises_has_changed_no_adapter(device: Backend) -> None:
     mine = adapter(device)
     (packed,) = pack([wanted(mine, 1), wanted(mine, 2)], device.static_shapes)
     broken = TrainBatch((mine, "nobody"), False, packed.batch.micro_batches)
@@ -432,7 +432,7 @@ def test_a_unit_that_raises_has_changed_no_adapter(device: Backend) -> None:
 
 
 @pytest.mark.parametrize("config", [SMALL, PARTIAL])
-def test_a_resumed_adapter_goes_on_bit_for_bit(device: Backend, config: AdapterConfig) -> None:
+def test_a_resumed_adapter_continues_bit_for_bit(device: Backend, config: AdapterConfig) -> None:
     mine, resumed = adapter(device, config), f"contract-{next(ids)}"
     run(device, wanted(mine, 1))
     take_step(device, mine)
@@ -468,10 +468,10 @@ TRAINING: tuple[Act, ...] = (
     *(gradient(5), gradient(6, 7), step, gradient(8)),
 )
 GRADIENTS = [0, 1, 2, 0, 1, 0, 0, 1, 2, 0, 1]
-"""Requests in the accumulator before each of them, and at the end."""
+"""The number of requests in the accumulator before each of them, and at the end."""
 
 
-def test_a_state_with_its_accumulator_goes_on_elsewhere_bit_for_bit_from_any_moment(
+def test_a_state_with_accumulator_continues_elsewhere_bit_for_bit_from_any_moment(
     device: Backend, elsewhere: Backend
 ) -> None:
     def state(where: Backend, adapter_id: str) -> AdapterState:
@@ -495,7 +495,7 @@ def test_a_state_with_its_accumulator_goes_on_elsewhere_bit_for_bit_from_any_mom
 
 
 @pytest.mark.acceptance("S8")
-def test_only_a_state_that_is_asked_for_the_accumulator_has_it(device: Backend) -> None:
+def test_a_state_has_the_accumulator_only_on_request(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
     for optimizer in (False, True):
@@ -505,7 +505,7 @@ def test_only_a_state_that_is_asked_for_the_accumulator_has_it(device: Backend) 
     assert weights.accumulator["q_proj.B"].any() and weights.first_moment == {}
 
 
-def test_what_was_not_accumulated_is_no_accumulator(device: Backend) -> None:
+def test_a_failed_gradient_leaves_no_accumulator(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1, forward_only=True))
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
@@ -516,15 +516,15 @@ def test_what_was_not_accumulated_is_no_accumulator(device: Backend) -> None:
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator == {}
 
 
-def test_an_accumulated_gradient_of_zeros_is_still_one(device: Backend) -> None:
-    """Nobody compares arrays: what was added makes the difference."""
+def test_an_accumulated_gradient_of_zeros_counts_as_one(device: Backend) -> None:
+    """The arrays are not compared: the number of added gradients makes the difference."""
     mine = adapter(device)
     silent = replace(datum(1), weights=np.zeros((12, 1), np.float32))
     run(device, PackingRequest(mine, 3, TrainingData("cross_entropy", {}, False, [silent])))
     assert device.adapter_state(mine, optimizer=True, accumulator=True).accumulator
 
 
-def test_loading_a_state_without_an_accumulator_clears_what_was_there(device: Backend) -> None:
+def test_loading_a_state_without_an_accumulator_clears_the_old_one(device: Backend) -> None:
     mine = adapter(device)
     saved = device.adapter_state(mine, optimizer=True)
     run(device, wanted(mine, 1))
@@ -538,7 +538,7 @@ def test_backends_of_one_kind_share_a_numerics_id(device: Backend, elsewhere: Ba
     assert "\n" not in device.numerics_id
 
 
-def test_loading_weights_alone_starts_the_optimizer_and_the_accumulator_afresh(
+def test_loading_weights_alone_resets_the_optimizer_and_the_accumulator(
     device: Backend,
 ) -> None:
     mine = adapter(device)
@@ -596,11 +596,11 @@ def test_a_part_of_a_training_state_that_does_not_fit_is_refused(
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def test_no_request_gives_no_result(device: Backend) -> None:
+def test_an_empty_call_returns_no_result(device: Backend) -> None:
     assert device.sample([]) == []
 
 
-def test_samples_have_the_length_asked_for_and_a_logprob_per_token(device: Backend) -> None:
+def test_samples_have_the_requested_length_and_a_logprob_per_token(device: Backend) -> None:
     result = sample(device, ask(num_samples=3))
     assert len(result.sequences) == 3
     for sequence in result.sequences:
@@ -622,14 +622,14 @@ def test_seed_and_index_decide_a_sample(device: Backend) -> None:
     assert tokens_of(sample(device, ask(max_tokens=10)))[0] == tokens_of(first)[0]
 
 
-def test_company_changes_no_bit_of_a_sample(device: Backend) -> None:
+def test_neighbours_change_no_bit_of_a_sample(device: Backend) -> None:
     mine = snapshot(device, adapter(device))
     others = [ask(seed=seed, prompt=prompt(seed, 3)) for seed in (5, 6)]
     alone = sample(device, ask(mine, num_samples=2))
     assert same_sample(device.sample([others[0], ask(mine, num_samples=2), others[1]])[1], alone)
 
 
-def test_temperature_zero_takes_the_same_tokens_whatever_the_seed(device: Backend) -> None:
+def test_temperature_zero_takes_the_same_tokens_under_any_seed(device: Backend) -> None:
     greedy = {"temperature": 0.0, "num_samples": 2}
     one, two = tokens_of(sample(device, ask(**greedy)))
     assert one == two == tokens_of(sample(device, ask(**greedy, seed=99)))[0]
@@ -642,12 +642,12 @@ def test_a_stop_token_ends_a_sample_and_is_its_last_token(device: Backend) -> No
     assert sequence.tokens.tolist() == whole[: whole.index(stop) + 1]
     assert sequence.stop_reason == "stop"
     assert len(sequence.logprobs) == len(sequence.tokens)
-    # On the last token of the budget it is a stop as well.
+    # A stop token at the end of the budget counts as a stop as well.
     (sequence,) = sample(device, ask(stop_tokens=frozenset({stop}), max_tokens=3)).sequences
     assert sequence.stop_reason == "stop"
 
 
-def test_what_is_drawn_is_told_part_by_part_to_who_listens(device: Backend) -> None:
+def test_a_streamed_sample_reports_its_tokens_part_by_part(device: Backend) -> None:
     asked = {
         "live": ask(num_samples=3, max_tokens=10, topk_sample=2, stream=True),
         "too": ask(seed=9, max_tokens=10, stream=True),
@@ -668,7 +668,7 @@ def test_what_is_drawn_is_told_part_by_part_to_who_listens(device: Backend) -> N
         assert same_sample(ended[name], sample(device, replace(request, stream=False)))
 
 
-def test_what_begins_again_is_told_again_from_its_start(device: Backend) -> None:
+def test_a_restarted_sample_reports_its_tokens_again_from_the_start(device: Backend) -> None:
     asked = {"live": ask(num_samples=2, max_tokens=10, stream=True)}
     listener, started = Listener(), 0
     for _ in range(2):
@@ -676,12 +676,12 @@ def test_what_begins_again_is_told_again_from_its_start(device: Backend) -> None
             assert not given.finished
         listener.hear(given)
         started += sum(part.start == 0 for part in given.new_tokens["live"])
-        device.sample_until({}, lambda: True)  # it is given up
+        device.sample_until({}, lambda: True)  # the sample is dropped
     assert started == 4
     assert listener.repeated > 0
 
 
-def test_a_fresh_adapter_samples_as_the_base_model(device: Backend) -> None:
+def test_a_fresh_adapter_samples_like_the_base_model(device: Backend) -> None:
     fresh = snapshot(device, adapter(device, PARTIAL))
     base, mine = (sample(device, ask(name, prompt_logprobs=True)) for name in (None, fresh))
     assert tokens_of(base) == tokens_of(mine)
@@ -710,7 +710,7 @@ def test_a_snapshot_that_is_not_loaded_cannot_be_sampled(device: Backend) -> Non
         sample(device, ask("never"))
 
 
-def test_prompt_logprobs_are_those_of_training(device: Backend) -> None:
+def test_prompt_logprobs_equal_those_of_training(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
     take_step(device, mine, AdamwParams(learning_rate=0.05))
@@ -749,7 +749,7 @@ def test_scores_of_one_prompt_agree_with_each_other(device: Backend) -> None:
     np.testing.assert_allclose(some[2, 1], first.prompt_logprobs[3], rtol=1e-5)
 
 
-def test_the_most_likely_tokens_of_a_sample_come_with_each_token(device: Backend) -> None:
+def test_the_most_likely_tokens_of_a_sample_are_returned_with_each_token(device: Backend) -> None:
     (sequence,) = sample(device, ask(topk_sample=3)).sequences
     assert sequence.topk is not None
     assert sequence.topk.token_ids.shape == sequence.topk.logprobs.shape == (4, 3)
@@ -757,7 +757,7 @@ def test_the_most_likely_tokens_of_a_sample_come_with_each_token(device: Backend
     assert (sequence.topk.logprobs[:, 0] >= sequence.logprobs - 1e-5).all()
 
 
-def test_a_prompt_of_one_token_has_scores_of_no_rows(device: Backend) -> None:
+def test_a_prompt_of_one_token_has_scores_without_rows(device: Backend) -> None:
     result = sample(
         device,
         ask(

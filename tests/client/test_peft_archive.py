@@ -1,4 +1,4 @@
-"""Archives written as they come: whole, or not at all, and nowhere else."""
+"""Archives are unpacked as they arrive: whole or not at all, and only into their folder."""
 
 import io
 import tarfile
@@ -38,7 +38,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 700, 10**6])
-async def test_files_come_out_however_they_were_cut(tmp_path: Path, size: int) -> None:
+async def test_files_are_unpacked_from_pieces_of_any_size(tmp_path: Path, size: int) -> None:
     await unpack(pieces(packed({**FILES, LAST: b""}), size), tmp_path / "new" / "folder")
     assert written(tmp_path / "new" / "folder") == FILES
 
@@ -54,7 +54,7 @@ async def test_an_archive_without_its_end_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "a/evil", "..", "."])
-async def test_no_file_is_written_elsewhere(tmp_path: Path, name: str) -> None:
+async def test_no_file_is_written_outside_the_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "folder"
     with pytest.raises(ValueError, match="not a plain file"):
         await unpack(pieces(packed({**FILES, name: b"x", LAST: b""}), 300), folder)
@@ -63,7 +63,7 @@ async def test_no_file_is_written_elsewhere(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE])
-async def test_links_and_folders_are_no_files(tmp_path: Path, kind: bytes) -> None:
+async def test_links_and_folders_are_refused(tmp_path: Path, kind: bytes) -> None:
     data = packed({"adapter_config.json": b""}, type=kind, linkname="/etc/passwd")
     with pytest.raises(ValueError, match="not a plain file"):
         await unpack(pieces(data, 300), tmp_path)

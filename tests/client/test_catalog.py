@@ -1,4 +1,4 @@
-"""Pages, and tokenizers that are kept, against a server that counts what is asked."""
+"""Paged listings and cached tokenizers, against a server that counts the requests."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Server:
-    """Has a tokenizer under ``tag``, and 1,234 checkpoints."""
+    """A server with a tokenizer under ``tag``, and 1,234 checkpoints."""
 
     def __init__(self) -> None:
         self.tag = '"a"'
@@ -64,7 +64,8 @@ async def test_a_tokenizer_is_sent_once_until_it_changes(tmp_path: Path) -> None
     async with connect(server, tmp_path) as client:
         first = await client.tokenizer("tiny")
         assert await client.tokenizer("tiny") is first
-    assert server.answered == [200, 200, 404]  # the chat template is in the config
+    # 404: the chat template is in the config, not in its own file
+    assert server.answered == [200, 200, 404]
     async with connect(server, tmp_path) as client:
         again = await client.tokenizer("tiny")
     assert server.answered[3:] == [304, 304, 404]
@@ -76,7 +77,7 @@ async def test_a_tokenizer_is_sent_once_until_it_changes(tmp_path: Path) -> None
     assert server.answered[6:] == [200, 200, 404]
 
 
-async def test_a_cache_that_cannot_be_written_or_read_is_done_without(tmp_path: Path) -> None:
+async def test_a_tokenizer_cache_that_cannot_be_written_or_read_is_ignored(tmp_path: Path) -> None:
     server = Server()
     nowhere = tmp_path / "file"
     nowhere.write_text("not a folder")
@@ -91,7 +92,7 @@ async def test_a_cache_that_cannot_be_written_or_read_is_done_without(tmp_path: 
     assert 304 not in server.answered
 
 
-async def test_all_pages_of_a_list_are_read(tmp_path: Path) -> None:
+async def test_a_listing_reads_all_pages(tmp_path: Path) -> None:
     server = Server()
     async with connect(server, tmp_path) as client:
         found = await client.checkpoints()
@@ -99,7 +100,7 @@ async def test_all_pages_of_a_list_are_read(tmp_path: Path) -> None:
     assert server.offsets == ["0", "500", "1000"]
 
 
-async def test_a_tokenizer_that_is_not_there_is_asked_for_again(tmp_path: Path) -> None:
+async def test_a_missing_tokenizer_is_requested_again(tmp_path: Path) -> None:
     calls = []
 
     def absent(request: httpx.Request) -> httpx.Response:
@@ -117,6 +118,6 @@ async def test_a_tokenizer_that_is_not_there_is_asked_for_again(tmp_path: Path) 
 @pytest.mark.parametrize(
     "path", ["weights/a", "tinker://m/weights", "tinker://m/weights/a/b", "tinker:///weights/a", ""]
 )
-def test_what_is_no_path_of_a_checkpoint_is_told(path: str) -> None:
+def test_a_malformed_checkpoint_path_is_a_value_error(path: str) -> None:
     with pytest.raises(ValueError, match="tinker://<model>/<kind>/<name>"):
         split_path(path)

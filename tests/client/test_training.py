@@ -1,4 +1,4 @@
-"""The order of a model's requests, against a server that answers when it is told to."""
+"""The order of a model's requests, against a server that the test holds back and releases."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,8 +17,11 @@ DATA = [Datum([5, 6], [6, 7])]
 
 
 class Server:
-    """Accepts everything: ``req_<seq_id>``. ``open`` lets answers to submissions out; ``refuses``
-    has what is answered to a sequence number instead."""
+    """A server that accepts every request as ``req_<seq_id>``.
+
+    ``open`` releases the answers to submissions. ``refuses`` maps a sequence number to the answer
+    that replaces the acceptance.
+    """
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -104,7 +107,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_are_under_way_together_in_the_order_of_the_calls(
+async def test_requests_are_in_flight_together_in_call_order(
     server: Server, model: AsyncModel
 ) -> None:
     server.open.clear()
@@ -120,7 +123,7 @@ async def test_requests_are_under_way_together_in_the_order_of_the_calls(
     assert await saved == "p"
 
 
-async def test_no_more_than_eight_of_a_model_are_under_way(
+async def test_a_model_has_up_to_eight_requests_in_flight(
     server: Server, model: AsyncModel
 ) -> None:
     server.open.clear()
@@ -131,10 +134,10 @@ async def test_no_more_than_eight_of_a_model_are_under_way(
     assert [(await step).metrics["seq"] for step in steps] == list(range(1, 21))
 
 
-async def test_data_for_more_than_one_request_keep_their_order(
+async def test_data_split_over_several_requests_keep_their_order(
     server: Server, model: AsyncModel
 ) -> None:
-    """1,024 datums to a request; losses add up, means are weighted by the datums."""
+    """A request holds up to 1,024 datums. Losses are summed. Means are weighted by datums."""
     future = model.forward_backward(DATA * 2500)
     output = await future
     assert await future.accepted() == ",".join(f"forward_backward-{n}" for n in (1, 2, 3))
@@ -144,7 +147,7 @@ async def test_data_for_more_than_one_request_keep_their_order(
     assert output.metrics["x:mean"] == pytest.approx((1024 * 1 + 1024 * 2 + 452 * 3) / 2500)
 
 
-async def test_data_that_change_after_the_call_are_sent_as_they_were(
+async def test_data_changed_after_the_call_are_sent_unchanged(
     server: Server, model: AsyncModel
 ) -> None:
     weights = np.ones(2, np.float32)
@@ -155,10 +158,10 @@ async def test_data_that_change_after_the_call_are_sent_as_they_were(
     assert np.frombuffer(sent, "<f4").tolist() == [1.0, 1.0]
 
 
-async def test_after_one_that_could_not_be_sent_nothing_is(
+async def test_a_request_that_cannot_be_sent_stops_all_later_ones(
     server: Server, model: AsyncModel
 ) -> None:
-    """The server would let all that follow wait for it."""
+    """The server would make all later requests wait for the missing one."""
     server.refuses[1] = httpx.Response(404, json={"detail": "gone", "code": "not_found"})
     with pytest.raises(errors.NotFound, match="gone"):
         await model.optim_step()
@@ -168,8 +171,10 @@ async def test_after_one_that_could_not_be_sent_nothing_is(
     assert server.arrived == [("optim_step", 1)]
 
 
-async def test_what_was_too_large_leaves_no_gap(server: Server, model: AsyncModel) -> None:
-    """The server keeps its place, as it could read whose it was."""
+async def test_a_request_that_the_server_finds_too_large_leaves_no_gap(
+    server: Server, model: AsyncModel
+) -> None:
+    """The server records its position, because it could read the key."""
     large = {"detail": "too large", "code": "body_too_large"}
     server.refuses[1] = httpx.Response(413, json=large)
     with pytest.raises(errors.InvalidRequest, match="too large"):
@@ -177,7 +182,7 @@ async def test_what_was_too_large_leaves_no_gap(server: Server, model: AsyncMode
     assert (await model.optim_step()).metrics == {"seq": 2}
 
 
-async def test_what_the_server_had_no_room_for_leaves_no_gap(
+async def test_a_request_refused_as_overloaded_leaves_no_gap(
     server: Server, model: AsyncModel
 ) -> None:
     server.refuses[1] = httpx.Response(429, json={"detail": "full", "code": "overloaded"})
@@ -187,7 +192,9 @@ async def test_what_the_server_had_no_room_for_leaves_no_gap(
     assert (await model.optim_step()).metrics == {"seq": 1}
 
 
-async def test_what_a_proxy_found_too_large_leaves_a_gap(server: Server, model: AsyncModel) -> None:
+async def test_a_request_that_a_proxy_finds_too_large_leaves_a_gap(
+    server: Server, model: AsyncModel
+) -> None:
     server.refuses[1] = httpx.Response(413, text="<html>")
     with pytest.raises(errors.InvalidRequest):
         await model.forward_backward(DATA)
@@ -195,7 +202,7 @@ async def test_what_a_proxy_found_too_large_leaves_a_gap(server: Server, model: 
         await model.optim_step()
 
 
-async def test_a_loss_that_cannot_be_sent_takes_no_number(
+async def test_a_loss_option_that_cannot_be_encoded_takes_no_number(
     server: Server, model: AsyncModel
 ) -> None:
     bad: Any = {"clip": [0.1]}
@@ -204,7 +211,7 @@ async def test_a_loss_that_cannot_be_sent_takes_no_number(
     assert (await model.optim_step()).metrics == {"seq": 1}
 
 
-async def test_a_result_is_asked_for_again_when_the_server_is_back(
+async def test_a_result_can_be_awaited_again_when_the_server_is_back(
     server: Server, client: AsyncClient, model: AsyncModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = model.optim_step()
@@ -218,11 +225,11 @@ async def test_a_result_is_asked_for_again_when_the_server_is_back(
 
 
 def half(data: Any, logprobs: list[Any]) -> Any:
-    """0.5 * sum of squares, whose derivative is the logprobs themselves."""
+    """Half of the sum of squares, whose derivative is the logprobs themselves."""
     return 0.5 * sum(float((lp**2).sum()) for lp in logprobs), logprobs, {"squares:sum": 7.0}
 
 
-async def test_a_custom_loss_becomes_weights_and_keeps_later_requests_behind_it(
+async def test_a_custom_loss_is_sent_as_weights_before_later_requests(
     server: Server, model: AsyncModel
 ) -> None:
     gradient = model.forward_backward_custom(DATA, half)
@@ -241,7 +248,7 @@ async def test_a_custom_loss_becomes_weights_and_keeps_later_requests_behind_it(
     }
 
 
-async def test_a_custom_loss_that_fails_trains_nothing_and_lets_later_requests_run(
+async def test_a_failing_custom_loss_trains_nothing_and_later_requests_run(
     server: Server, model: AsyncModel
 ) -> None:
     failed = model.forward_backward_custom(DATA, lambda data, logprobs: 1 / 0)
@@ -256,7 +263,7 @@ async def test_a_custom_loss_that_fails_trains_nothing_and_lets_later_requests_r
     assert all(gradient.forward_only for gradient in server.gradients)
 
 
-async def test_a_custom_loss_that_calls_its_own_model_is_told_so_instead_of_waiting_for_ever(
+async def test_a_custom_loss_that_calls_its_own_model_fails_instead_of_waiting_forever(
     model: AsyncModel,
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -273,7 +280,7 @@ async def test_a_custom_loss_that_calls_its_own_model_is_told_so_instead_of_wait
     assert (await model.optim_step()).metrics == {"seq": 2}
 
 
-async def test_nor_does_it_through_the_loss_of_another_model(
+async def test_a_custom_loss_that_calls_its_own_model_through_another_fails_too(
     client: AsyncClient, model: AsyncModel
 ) -> None:
     loop = asyncio.get_running_loop()
@@ -293,7 +300,7 @@ async def test_nor_does_it_through_the_loss_of_another_model(
         await asyncio.wait_for(nested.result(), 10)
 
 
-async def test_a_call_of_which_one_part_failed_says_that_the_others_stand(
+async def test_a_call_with_a_failed_part_says_that_the_others_succeeded(
     server: Server, model: AsyncModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = server._result
@@ -308,12 +315,12 @@ async def test_a_call_of_which_one_part_failed_says_that_the_others_stand(
     assert (e.value.category, e.value.request_id) == ("server", "forward_backward-2")
 
 
-async def test_a_result_that_nobody_asks_for_is_not_fetched(
+async def test_a_result_is_fetched_only_when_it_is_awaited(
     server: Server, model: AsyncModel
 ) -> None:
     first, second = model.optim_step(), model.optim_step()
     assert await second.accepted() == "optim_step-2"
-    assert not first.done()  # asks for it
+    assert not first.done()  # the first done() starts the fetch
     for _ in range(2):
         assert (await first).metrics == {"seq": 1}
     assert first.done()
@@ -321,7 +328,7 @@ async def test_a_result_that_nobody_asks_for_is_not_fetched(
 
 
 async def beating(server: Server, answers: list[int]) -> None:
-    """A client with a session, for as long as some beats would take."""
+    """Open a client with a session for the time of several heartbeats."""
     server.answers_to_beats = answers
     options: Any = {"transport": httpx.MockTransport(server), "heartbeat_s": 0.01}
     async with AsyncClient("http://server", "tml-a", **options) as client:
@@ -332,7 +339,7 @@ async def beating(server: Server, answers: list[int]) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_signs_of_life_go_on_through_faults(server: Server) -> None:
+async def test_heartbeats_continue_through_faults(server: Server) -> None:
     await beating(server, [200, 503, 429, 500, 200])
     assert set(server.beats) == {"s"}
     at_the_end = len(server.beats)
@@ -341,12 +348,12 @@ async def test_signs_of_life_go_on_through_faults(server: Server) -> None:
     assert len(server.beats) == at_the_end
 
 
-async def test_signs_of_life_stop_once_the_session_has_ended(server: Server) -> None:
+async def test_heartbeats_stop_once_the_session_has_ended(server: Server) -> None:
     await beating(server, [200, 410])
     assert len(server.beats) == 2
 
 
-async def test_closing_waits_until_what_was_asked_is_accepted(server: Server) -> None:
+async def test_closing_waits_until_pending_requests_are_accepted(server: Server) -> None:
     options: Any = {"transport": httpx.MockTransport(server)}
     client = AsyncClient("http://server", "tml-a", **options)
     await client.session_id()
@@ -373,7 +380,7 @@ async def test_closing_after_an_error_waits_for_nothing(server: Server) -> None:
     assert server.reasons == ["errored"]
 
 
-async def test_a_timeout_leaves_the_request_as_it_was(server: Server, model: AsyncModel) -> None:
+async def test_a_timeout_leaves_the_request_running(server: Server, model: AsyncModel) -> None:
     server.open.clear()
     step = model.optim_step()
     with pytest.raises(TimeoutError):
@@ -382,7 +389,7 @@ async def test_a_timeout_leaves_the_request_as_it_was(server: Server, model: Asy
     assert (await step).metrics == {"seq": 1}
 
 
-async def test_an_empty_batch_is_refused_here(model: AsyncModel) -> None:
+async def test_the_client_refuses_an_empty_batch(model: AsyncModel) -> None:
     with pytest.raises(ValueError, match="data is empty"):
         model.forward_backward([])
 
@@ -391,7 +398,7 @@ def key_of(client: AsyncClient) -> str:
     return client.transport._calls.headers["X-API-Key"]
 
 
-def test_where_and_who_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_and_key_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TUNESERVE_URL", "TUNESERVE_API_KEY", "TINKER_BASE_URL", "TINKER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     assert key_of(AsyncClient()) == "tml-local"
@@ -409,7 +416,7 @@ def test_where_and_who_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     [("nmae", "name"), ("base_ur", "base_url"), ("deadline", "deadline_s"), ("x", "it takes")],
 )
 @pytest.mark.parametrize("kind", [AsyncClient, Client])
-def test_a_misspelt_option_is_an_error_that_says_what_was_meant(
+def test_a_misspelt_option_is_an_error_that_suggests_the_right_name(
     kind: Any, misspelt: str, meant: str
 ) -> None:
     with pytest.raises(TypeError, match=meant):

@@ -1,4 +1,4 @@
-"""The key of a message, read without its data, is what protobuf itself reads."""
+"""The head of a message, read without its data, equals the fields that protobuf reads."""
 
 import time
 
@@ -21,7 +21,7 @@ MESSAGES = st.builds(
 
 
 @given(MESSAGES)
-def test_the_key_of_a_whole_message_is_found(message):
+def test_the_key_of_a_whole_message_is_read(message):
     head = read_head(message.SerializeToString())
     assert head == RequestHead(
         message.model_id or None, message.seq_id or None, True, message.loss_fn
@@ -30,7 +30,7 @@ def test_the_key_of_a_whole_message_is_found(message):
 
 @given(MESSAGES, st.binary(max_size=8), st.integers(0, 60), st.integers(0, 60))
 @settings(max_examples=300)
-def test_what_protobuf_accepts_reads_the_same_here(message, noise, start, cut):
+def test_a_message_that_protobuf_accepts_has_the_same_head_here(message, noise, start, cut):
     body = message.SerializeToString()
     body = body[:start] + noise + body[start + cut :]
     head = read_head(body)
@@ -45,11 +45,11 @@ def test_what_protobuf_accepts_reads_the_same_here(message, noise, start, cut):
 
 
 @given(st.binary(max_size=200))
-def test_nothing_raises(body):
+def test_no_bytes_raise(body):
     read_head(body)
 
 
-def test_a_cut_message_still_tells_its_key():
+def test_a_truncated_message_still_has_its_key():
     body = wire.ForwardBackwardRequest(model_id="m", seq_id=7, loss_fn="x" * 100)
     assert read_head(body.SerializeToString()[:20]) == RequestHead("m", 7, whole=False)
 
@@ -60,15 +60,15 @@ def test_the_last_of_several_keys_counts():
     assert read_head(first + second) == RequestHead("b", 2, whole=True)
 
 
-def test_groups_which_nobody_sends_are_refused():
+def test_protobuf_groups_are_refused():
     assert read_head(b"\x0b\x0c").whole is False
 
 
-def test_a_number_that_does_not_end_is_refused():
+def test_an_endless_varint_is_refused():
     assert read_head(b"\x10" + b"\x80" * 20).whole is False
 
 
-def test_a_body_of_millions_of_fields_is_given_up_soon():
+def test_reading_a_body_of_millions_of_fields_stops_early():
     started_s = time.process_time()
     assert not read_head(b"\x0a\x01m" + b"\x30\x01" * 8_000_000).whole
     assert time.process_time() - started_s < 1
@@ -101,7 +101,7 @@ LENGTHS = st.integers(0, 600_000) | st.integers(4090, 4100) | st.integers(28, 36
 @example([[size] for size in range(4090, 4100)], 0)
 @example([[524_285, 524_287], [524_288], [524_289]], 0)
 @settings(max_examples=50)
-def test_the_lengths_of_the_data_are_those_of_their_chunks(data, seq_id):
+def test_the_length_of_a_datum_is_the_sum_of_its_chunks(data, seq_id):
     body = wire.ForwardBackwardRequest(seq_id=seq_id, loss_fn="ppo")
     for lengths in data:
         datum = body.data.add()
@@ -112,12 +112,12 @@ def test_the_lengths_of_the_data_are_those_of_their_chunks(data, seq_id):
 
 
 @given(st.binary(max_size=200), st.integers(0, 20))
-def test_measuring_data_never_raises_and_ends(body, most):
+def test_measuring_data_ends_and_never_raises(body, most):
     lengths = datum_lengths(body, most)
     assert len(lengths) <= max(most, 1) and all(0 <= length <= 200 for length in lengths)
 
 
-def test_measuring_a_body_of_millions_of_fields_is_given_up_soon():
+def test_measuring_a_body_of_millions_of_fields_stops_early():
     body = wire.ForwardBackwardRequest(data=[wire.Datum()]).SerializeToString()
     started_s = time.process_time()
     assert len(datum_lengths(body * 8_000_000, 1000)) == 1000
