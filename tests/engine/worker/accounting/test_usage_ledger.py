@@ -260,7 +260,7 @@ def test_strides_keep_curves_short_and_even() -> None:
 async def counted(bench: Bench) -> Totals:
     """What the store has summed. Asserts that nothing is missing from it of what this worker's
     device did, and that nothing is in it twice."""
-    await bench.worker._wait_until_stored(None, None)
+    await bench.worker._unstored.wait(None, None)
     used = sum((each.total for each in await bench.store.usage()), Totals())
     metrics = bench.worker._metrics()
     busy_s = metrics["device_seconds_total"]
@@ -330,7 +330,7 @@ def test_what_is_done_again_after_a_death_is_overhead(tmp_path: Path) -> None:
         bench.start(Counting(), name="other")
         await bench.store.resign(1)
         await bench.ok(await bench.step("a"))
-        await bench.worker._wait_until_stored(None, None)
+        await bench.worker._unstored.wait(None, None)
         (used,) = await bench.store.usage()
         metrics = bench.worker._metrics()
         after_s = used.total.device_s - before.device_s
