@@ -284,7 +284,7 @@ def test_a_payload_that_was_decoded_before_is_not_decoded_again(
         threads.append(threading.current_thread())
         return decode(job)
 
-    monkeypatch.setattr(world.executor, "decode", noting)
+    monkeypatch.setattr(world.executor, "decode_payload", noting)
     with ThreadPoolExecutor(1) as host:
         decoded = {job.request_id: host.submit(noting, job) for job in (*jobs[:2], bad)}
     decoded[jobs[2].request_id] = Future()  # one that has not begun
@@ -306,7 +306,7 @@ def test_a_payload_that_cannot_be_decoded_for_a_bug_fails_alone(
             raise MemoryError
         return decode(job)
 
-    monkeypatch.setattr(world.executor, "decode", failing)
+    monkeypatch.setattr(world.executor, "decode_payload", failing)
     first, second = world.run(good, bad)
     assert trained(first).metrics == {"loss:sum": 1.25}
     assert "internal error" in message(second, "server")
