@@ -311,7 +311,7 @@ def test_without_a_password_nothing_starts() -> None:
         compose("compose.yaml")
 
 
-# --- what a container may do ----------------------------------------------------------------------
+# --- permissions of containers --------------------------------------------------------------------
 
 
 @services
@@ -367,7 +367,7 @@ def test_the_overlay_gives_a_gpu_to_the_worker_and_changes_nothing_else() -> Non
     assert CUDA["worker"]["image"] != SERVICES["worker"]["image"]
 
 
-# --- the words around them ------------------------------------------------------------------------
+# --- the pages about containers -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", sorted(each.name for each in DOCKER.glob("[!.]*")))

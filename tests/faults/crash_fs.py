@@ -111,7 +111,7 @@ class CrashFs:
             else:
                 self._synced.files[inode] = content
 
-    # --- what a writer calls ----------------------------------------------------------------------
+    # --- the calls of a writer --------------------------------------------------------------------
 
     def mkdir(self, path: Path) -> None:
         inode = next(self._inodes)
@@ -190,7 +190,7 @@ class CrashFs:
     def modified_s(self, path: Path) -> float:
         return 0.0
 
-    # --- what a test asks -------------------------------------------------------------------------
+    # --- the questions of a test ------------------------------------------------------------------
 
     def tree(self) -> Tree:
         """The view of this machine's processes."""

@@ -115,7 +115,7 @@ def _is_field(answer: asgi.Answer) -> bool:
 
 
 @dataclass
-class Lane:
+class FuzzClient:
     """One model of one tenant, and every other object that its requests name."""
 
     key: str
@@ -129,7 +129,7 @@ class Lane:
     numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     @classmethod
-    async def open(cls, api: Api, number: int) -> "Lane":
+    async def open(cls, api: Api, number: int) -> "FuzzClient":
         key = f"tml-{number % 4}"
         session, ended = [await api.session(key=key) for _ in "12"]
         model = await api.model(session, key=key)
@@ -224,7 +224,7 @@ class Lane:
         )
 
     def target(self, described: str) -> str:
-        """The path with this lane's objects in it."""
+        """The path with this client's objects in it."""
         *_, kind, name = self.checkpoint.split("/")
         return whole(described).format(
             session_id=self.ended, model_id=self.model, kind=kind, name=name

@@ -31,7 +31,7 @@ from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 from tuneserve_engine.worker.worker import Worker
 
 CHUNK, TOKEN_S = 512, 0.0004
-UNITS = "units.jsonl"
+BATCHES = "batches.jsonl"
 
 
 class SlowBackend(FakeBackend):
@@ -80,7 +80,7 @@ class Noting(Scheduler):
 
 async def main(data_dir: Path) -> None:
     backend, files = SlowBackend(), FileStore(data_dir / "files")
-    scheduler = Noting(WorkerSettings().tenant_weights, data_dir / UNITS)
+    scheduler = Noting(WorkerSettings().tenant_weights, data_dir / BATCHES)
 
     async def connect() -> Queue:
         queue = RemoteQueue(data_dir / "store.sock")

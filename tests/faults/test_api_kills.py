@@ -241,7 +241,7 @@ def test_a_batch_that_does_not_end_is_abandoned_and_counts_no_death(tmp_path: Pa
     assert all(outcome is not None and outcome.rejection is None for outcome in outcomes)
 
 
-# --- models that rest -----------------------------------------------------------------------------
+# --- parked models --------------------------------------------------------------------------------
 
 
 class OverHttp(server.Api):

@@ -162,4 +162,4 @@ def check_deaths(worker: Mourned, guilty: list[str]) -> None:
         _, *later = [batch for batch in deaths if name in batch]
         assert later == [[name]] * (ATTEMPTS - 1)
     companions = {name for batch in deaths for name in batch} - {*guilty}
-    assert companions, "no healthy request shared a unit with a deadly one"
+    assert companions, "no healthy request shared a batch with a deadly one"

@@ -24,14 +24,14 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 
 from tests.faults import asgi
-from tests.faults.fuzzing import OPENAI, PREFIX, Checked, Lane, whole
+from tests.faults.fuzzing import OPENAI, PREFIX, Checked, FuzzClient, whole
 from tests.server.conftest import FAKE_INFO, Api
 from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
 
 JSON_BODIES, MESSAGES, CASES = 10_000, 2_000, 500
-LANES = 24
+CLIENTS = 24
 FOREVER_S = 1e12
 
 
@@ -51,22 +51,22 @@ async def service(api: Api, tokenizer: Path) -> Api:
 
 
 async def shared_out(
-    lanes: list[Lane], total: int, send: Callable[[Lane], Awaitable[None]]
+    clients: list[FuzzClient], total: int, send: Callable[[FuzzClient], Awaitable[None]]
 ) -> None:
-    """Send each lane's requests one after the other, and the lanes concurrently."""
+    """Send each client's requests one after the other, and the clients concurrently."""
 
-    async def run(lane: Lane) -> None:
-        for _ in range(total // len(lanes)):
-            await send(lane)
+    async def run(client: FuzzClient) -> None:
+        for _ in range(total // len(clients)):
+            await send(client)
 
     async with asyncio.TaskGroup() as tasks:
-        for lane in lanes:
-            tasks.create_task(run(lane))
+        for client in clients:
+            tasks.create_task(run(client))
 
 
 @pytest.fixture
-async def lanes(service: Api) -> list[Lane]:
-    return list(await asyncio.gather(*(Lane.open(service, n) for n in range(LANES))))
+async def clients(service: Api) -> list[FuzzClient]:
+    return list(await asyncio.gather(*(FuzzClient.open(service, n) for n in range(CLIENTS))))
 
 
 async def all_end(checked: Checked) -> Counter[str]:
@@ -93,15 +93,15 @@ async def assert_alive(api: Api, caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_mutated_json_is_answered_and_accepted_requests_end(
-    service: Api, lanes: list[Lane], bodies: Any, caplog: pytest.LogCaptureFixture
+    service: Api, clients: list[FuzzClient], bodies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(11)
-    described = {whole(path) for _, path, _ in lanes[0].templates(bodies)}
+    described = {whole(path) for _, path, _ in clients[0].templates(bodies)}
     assert described == set(_json_paths(service))  # no route is forgotten
-    await shared_out(lanes, JSON_BODIES, lambda lane: lane.send_json(checked, bodies, rng))
+    await shared_out(clients, JSON_BODIES, lambda client: client.send_json(checked, bodies, rng))
     endings = await all_end(checked)
     print(f"\n{JSON_BODIES} mutated JSON: {dict(checked.statuses)}, ended: {dict(endings)}")
-    assert sum(checked.statuses.values()) >= JSON_BODIES // LANES * LANES
+    assert sum(checked.statuses.values()) >= JSON_BODIES // CLIENTS * CLIENTS
     assert min(checked.statuses[200], checked.statuses[422], checked.statuses[404]) > 100
     assert min(endings.values()) > 100
     print(f"of them OpenAI's: {dict(checked.openai)}")
@@ -119,10 +119,10 @@ def _json_paths(api: Api) -> Iterator[str]:
 
 
 async def test_mutated_protobuf_is_answered_and_accepted_requests_end(
-    service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
+    service: Api, clients: list[FuzzClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(12)
-    await shared_out(lanes, MESSAGES, lambda lane: lane.send_message(checked, rng))
+    await shared_out(clients, MESSAGES, lambda client: client.send_message(checked, rng))
     endings = await all_end(checked)
     print(f"\n{MESSAGES} mutated protobuf: {dict(checked.statuses)}, ended: {dict(endings)}")
     assert min(endings.values()) > 100
@@ -169,17 +169,19 @@ def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
     return cases
 
 
-def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> requests.PreparedRequest:
-    """The request of the case. Every other case is about the lane's objects."""
+def prepared(
+    case: schemathesis.Case, client: FuzzClient, rng: random.Random
+) -> requests.PreparedRequest:
+    """The request of the case. Every other case is about the client's objects."""
     ids = {
-        "session_id": lane.ended,
-        "model_id": lane.model,
-        "sampler_id": lane.sampler,
-        "sampling_session_id": lane.sampler,
-        "request_id": lane.done,
-        "path": lane.checkpoint,
-        "model_path": lane.checkpoint,
-        "model": lane.checkpoint,
+        "session_id": client.ended,
+        "model_id": client.model,
+        "sampler_id": client.sampler,
+        "sampling_session_id": client.sampler,
+        "request_id": client.done,
+        "path": client.checkpoint,
+        "model_path": client.checkpoint,
+        "model": client.checkpoint,
         "kind": "weights",
         "name": "a",
     }
@@ -187,7 +189,7 @@ def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> request
         for part in (case.path_parameters, case.body):
             if isinstance(part, dict):
                 part.update({name: value for name, value in ids.items() if name in part})
-    case.headers = {**(case.headers or {}), "X-API-Key": lane.key}
+    case.headers = {**(case.headers or {}), "X-API-Key": client.key}
     return requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
 
 
@@ -212,12 +214,12 @@ def as_response(request: requests.PreparedRequest, answer: asgi.Answer) -> schem
 
 
 async def test_cases_from_the_description_get_the_described_answers(
-    service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
+    service: Api, clients: list[FuzzClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(13)
     cases = described_cases(service, per_operation=9)
     for case in cases:
-        request = prepared(case, rng.choice(lanes), rng)
+        request = prepared(case, rng.choice(clients), rng)
         assert request.method is not None
         body = request.body or b""
         answer = await checked.send(

@@ -112,7 +112,7 @@ async def train(folder: Path, compiled: Path, *, calm: bool) -> tuple[dict[str, 
     return {"results": results, "states": files}, worker.log
 
 
-def mixed_units(log: str) -> int:
+def mixed_batches(log: str) -> int:
     """The number of ``forward_backward`` batches that the LoRA shared."""
     batches = [json.loads(line) for line in log.splitlines() if " forward_backward of " in line]
     return sum(LORA.name in batch["tenants"] and len(batch["tenants"]) > 1 for batch in batches)
@@ -125,13 +125,15 @@ def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
     wanted, calm = asyncio.run(train(tmp_path / "calm", compiled, calm=True))
     got, log = asyncio.run(train(tmp_path / "stormy", compiled, calm=False))
     assert got == wanted
-    assert mixed_units(calm + log), "LoRA and OSFT shared no unit"
+    assert mixed_batches(calm + log), "LoRA and OSFT shared no batch"
     # Weights that were whole at its death are not made again, and the others are.
     assert log.count("decomposed q_proj of layer 0:") == 1
     assert log.count("decomposed k_proj of layer 0:") == 2
     again = [int(count) for count in re.findall(r"is restored: (\d+) requests replayed", log)]
     assert len(again) == 6, "three models, after two deaths"
-    print(f"{mixed_units(calm + log)} mixed units; requests done again after the deaths: {again}")
+    print(
+        f"{mixed_batches(calm + log)} mixed batches; requests done again after the deaths: {again}"
+    )
 
 
 def test_a_stopping_worker_does_not_finish_its_decomposition(

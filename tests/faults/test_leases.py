@@ -153,7 +153,7 @@ class Sleepers:
                 return  # no other worker needed its jobs
             woken_s = time.monotonic()
             os.kill(process.pid or 0, signal.SIGCONT)
-            assert await until(lambda: not process.is_alive(), 5), f"{name} goes on"
+            assert await until(lambda: not process.is_alive(), 5), f"{name} still runs"
             assert process.exitcode == FENCED, f"{name} ended with {process.exitcode}"
             self.woken[epoch] = woken_s
             self.points[point] += 1

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.faults.processes import Service, running_service
-from tests.faults.slow_worker import CHUNK, TOKEN_S, UNITS
+from tests.faults.slow_worker import BATCHES, CHUNK, TOKEN_S
 from tests.server.conftest import create_model
 from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_server.access.auth import open_tenant
@@ -99,7 +99,7 @@ class Tenant:
         """The seconds of one request, from its submission to its result."""
         started_s = time.monotonic()
         request_id = await self.submit()
-        assert request_id is not None, "a tenant that keeps to its share was refused"
+        assert request_id is not None, "a tenant within its share was refused"
         await self.trained(request_id)
         return time.monotonic() - started_s
 
@@ -171,7 +171,7 @@ def test_five_times_the_work_affects_neither_memory_nor_shares_nor_a_light_tenan
     grown = max(measured.memory_bytes) - measured.memory_bytes[0]
     assert grown < 32 * 2**20 < 0.2 * measured.offered * PAYLOAD_BYTES
     assert np.percentile(measured.beside_s, 99) <= 3 * median(measured.idle_s)
-    check_shares(tmp_path / UNITS)
+    check_shares(tmp_path / BATCHES)
 
 
 def report(measured: Measured) -> None:

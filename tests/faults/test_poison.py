@@ -104,7 +104,7 @@ class World:
     def bits(self, tenant: Tenant) -> list[object]:
         return state_bits(self.files / tenant.final_file, tenant.base_model)
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- the tenants --------------------------------------------------------------------------
 
     async def healthy(self, tenant: Tenant) -> None:
         await self.store.put_record(tenant.session_record())
@@ -182,7 +182,7 @@ def offender(world: World, number: int) -> Tenant:
     return world.tenant(OFFENDERS + 2 * number)
 
 
-# --- what must be true ----------------------------------------------------------------------------
+# --- the checks -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["fake", "jax"])

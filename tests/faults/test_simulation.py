@@ -35,7 +35,7 @@ def check(seeds: range, folder: Path, wanted: dict[str, Any], rounds: int = ROUN
     crashes = 0
     for seed in seeds:
         got, world = play(seed, folder / str(seed), rounds=rounds)
-        assert got == wanted, f"seed {seed} gives something else"
+        assert got == wanted, f"seed {seed} gives another result"
         crashes += world.crashes
         shutil.rmtree(folder / str(seed))
     return crashes

@@ -90,7 +90,7 @@ def blocks(page: str) -> Iterator[Block]:
         if opened is None:
             found = _MARK.fullmatch(line.strip())
             mark = found[1] if found else None
-    assert opened is None, f"the block from line {opened[1] if opened else 0} on has no end"
+    assert opened is None, f"the block from line {opened[1] if opened else 0} is not closed"
 
 
 def name(page: Path) -> str:

@@ -139,7 +139,7 @@ def test_failures_come_through_the_poller_as_typed_errors(service: Service) -> N
         assert tokens(good) == [9, 10]
 
 
-# --- requests that are given up -------------------------------------------------------------------
+# --- cancelled requests ---------------------------------------------------------------------------
 
 
 def test_a_sample_that_the_client_abandons_is_cancelled_and_makes_room(

@@ -48,7 +48,7 @@ def work(url: str, base_model: str, key: str) -> str:
         return model_id
 
 
-def figures(url: str) -> dict[str, float]:
+def metrics(url: str) -> dict[str, float]:
     """The metrics of the only worker, and of the tenants."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         families = text_string_to_metric_families(response.read().decode())
@@ -70,7 +70,7 @@ def test_the_tenants_charges_are_the_devices_busy_time(tmp_path):
         with ThreadPoolExecutor() as pool:
             models = list(pool.map(lambda key: work(server.url, server.base_model, key), KEYS))
         time.sleep(1)
-        told = figures(server.url)
+        told = metrics(server.url)
         used = {}
         for key, model in zip(KEYS, models, strict=True):
             with httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": key}) as http:

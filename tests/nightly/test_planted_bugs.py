@@ -196,4 +196,4 @@ def test_a_planted_bug_is_found(bug: Bug, copy: Path) -> None:
         ran = run(copy, bug.tests)
     finally:
         path.write_text(sound)
-    assert ran.returncode == 1, f"nobody noticed {bug.name!r}:\n{ran.stdout[-3000:]}"
+    assert ran.returncode == 1, f"no test noticed {bug.name!r}:\n{ran.stdout[-3000:]}"

@@ -224,7 +224,7 @@ def is_within(step: Step, away: Sequence[tuple[float, float]]) -> bool:
     return any(step.begun_s <= end_s and begun_s <= step.ended_s for begun_s, end_s in away)
 
 
-# --- what became of the tenant's work -------------------------------------------------------------
+# --- the tenant's results -------------------------------------------------------------------------
 
 
 def told(step: Step) -> tuple[int, dict[str, Any]]:

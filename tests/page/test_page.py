@@ -45,7 +45,7 @@ def texts(page: Page, selector: str) -> list[str]:
     return [text.strip() for text in page.locator(selector).all_inner_texts()]
 
 
-# --- what is seen ---------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 def test_curves_of_two_tenants_move_and_continue_after_the_api_process_was_killed(
@@ -201,7 +201,7 @@ def test_an_error_is_shown_with_its_text(service: Service, visits: Any) -> None:
     expect(shown).to_contain_text("alice")
 
 
-# --- how it is used -------------------------------------------------------------------------------
+# --- use ------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_can_be_sampled_by_keyboard_alone(service: Service, visits: Any) -> None:
@@ -296,7 +296,7 @@ def test_losses_can_be_seen_on_a_log_scale(service: Service, visits: Any) -> Non
     visit.wait_for_points(visit.points() + 2)
 
 
-# --- how it looks ---------------------------------------------------------------------------------
+# --- appearance -----------------------------------------------------------------------------------
 
 
 def luminance(colour: str) -> float:

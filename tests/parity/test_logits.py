@@ -163,7 +163,7 @@ def peft_logits(model: Any, adapter: str | None) -> Any:
 def lora_rows(model: Any, *, layers: int, slot: list[int]) -> LoraRows:
     """Slot 0 is the base model, and 1 and 2 are PEFT's adapters, padded to rank 8."""
 
-    def bank(module: Any, side: str) -> np.ndarray[Any, Any]:
+    def slots(module: Any, side: str) -> np.ndarray[Any, Any]:
         """[3, d_in, 8] of A or [3, 8, d_out] of B. PEFT stores [r, d_in] and [d_out, r]."""
         sides = getattr(module, f"lora_{side}")
         out = []
@@ -179,8 +179,8 @@ def lora_rows(model: Any, *, layers: int, slot: list[int]) -> LoraRows:
         for name in PROJECTIONS:
             part = "self_attn" if name in PROJECTIONS[:4] else "mlp"
             modules = [getattr(getattr(base.model.layers[i], part), name) for i in range(layers)]
-            arrays[name] = jnp.asarray(np.stack([bank(module, side) for module in modules]))
-        arrays[UNEMBED] = jnp.asarray(bank(base.lm_head, side))
+            arrays[name] = jnp.asarray(np.stack([slots(module, side) for module in modules]))
+        arrays[UNEMBED] = jnp.asarray(slots(base.lm_head, side))
     scale = jnp.asarray([0.0, 6 / 3, 32 / 8], jnp.float32)
     return LoraRows(sides["A"], sides["B"], scale, jnp.asarray(slot, jnp.int32))
 

@@ -22,6 +22,6 @@ class _VirtualSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-t
     def select(self, timeout: float | None = None) -> Any:
         events = super().select(0)
         if not events:
-            assert timeout is not None, "everybody waits for somebody else"
+            assert timeout is not None, "all tasks wait for each other"
             self.now_s += max(timeout, 0.0)
         return events

@@ -34,7 +34,7 @@ async def start(settings: CommonSettings) -> None:
     await (await open_store(settings)).close()
 
 
-# --- one that can be written to ------------------------------------------------------------------
+# --- a writable directory ------------------------------------------------------------------------
 
 
 def test_the_write_check_leaves_nothing(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_full_disk_does_not_stop_processes_that_would_make_room(
     assert names(tmp_path) == []
 
 
-# --- one that all have ---------------------------------------------------------------------------
+# --- a shared directory --------------------------------------------------------------------------
 
 
 async def test_the_first_process_marks_the_directory_and_can_start_again(
@@ -137,7 +137,7 @@ async def test_hosts_with_separate_directories_are_refused(tmp_path: Path) -> No
         )
 
 
-# --- a store that cannot be used is known before a model is loaded -------------------------------
+# --- an unusable store is recognised before a model is loaded ------------------------------------
 
 
 async def test_a_store_that_would_lose_requests_is_recognised_early(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ async def test_a_dispute_is_renewed_while_the_store_exists(place: Place) -> None
     assert await left() != first
 
 
-# --- a store that is elsewhere --------------------------------------------------------------------
+# --- a store that has moved -----------------------------------------------------------------------
 
 
 async def test_a_copy_spares_the_files_that_it_finds(place: Place) -> None:

@@ -153,7 +153,7 @@ def test_a_weight_in_the_store_reaches_the_scheduler_with_the_next_renewal(tmp_p
     run(tmp_path, scenario, WorkerPolicy(renew_s=0.05))
 
 
-# --- rest and overload ---------------------------------------------------------------------------
+# --- idleness and load ---------------------------------------------------------------------------
 
 
 def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_text_with_invalid_unicode_is_refused(text: bytes) -> None:
             body.parse(Anything, raw)
 
 
-# --- what is wrong -------------------------------------------------------------------------------
+# --- wrong elements ------------------------------------------------------------------------------
 
 
 def bodies_of(base: type[Body]) -> Iterator[type[Body]]:

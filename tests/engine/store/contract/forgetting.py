@@ -67,7 +67,7 @@ class ForgettingContract(Contract):
         await bench.submit(2)
         assert await bench.released() == [1, 2, 3]
 
-    # --- sent again -------------------------------------------------------------------------------
+    # --- resends ----------------------------------------------------------------------------------
 
     @scenario
     async def test_a_resend_of_a_models_forgotten_request_is_refused_as_too_late(
@@ -142,7 +142,7 @@ class ForgettingContract(Contract):
         await bench.finish(Outcome(again.request_id, b"second"))
         assert await bench.ended(again.request_id) == Outcome(again.request_id, b"second")
 
-    # --- what has to be known for longer ----------------------------------------------------------
+    # --- facts with a longer life -----------------------------------------------------------------
 
     @scenario
     async def test_requests_that_replay_may_need_are_not_forgotten(self, bench: Bench) -> None:
@@ -218,7 +218,7 @@ class ForgettingContract(Contract):
         await forget(bench)
         assert await is_known(bench, 1, 3, 4) == [False] * 3
 
-    # --- how many at once -------------------------------------------------------------------------
+    # --- limits of a sweep ------------------------------------------------------------------------
 
     @scenario
     async def test_a_sweep_forgets_a_limited_number_oldest_first(self, bench: Bench) -> None:

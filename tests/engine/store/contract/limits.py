@@ -144,7 +144,7 @@ class LimitsContract(Contract):
         refused = await asyncio.gather(*(is_refused(bench, sample(seq)) for seq in range(20)))
         assert refused.count(False) == 5
 
-    # --- what is never refused --------------------------------------------------------------------
+    # --- requests that are never refused ----------------------------------------------------------
 
     @staged(StorePolicy(model_jobs=2, tenant_jobs=2, model_bytes=40, tenant_bytes=40))
     async def test_a_request_that_a_model_waits_for_is_accepted(self, bench: Bench) -> None:
@@ -200,7 +200,7 @@ class LimitsContract(Contract):
         await bench.store.end_session("s", "success")
         assert len(await bench.take()) == 2
 
-    # --- what a refusal leaves, and what makes room -----------------------------------------------
+    # --- after a refusal --------------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_jobs=1))
     async def test_a_refused_request_leaves_nothing(self, bench: Bench) -> None:

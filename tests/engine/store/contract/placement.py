@@ -29,7 +29,7 @@ MODELS = [f"s:train:{n}" for n in range(6)]
 
 
 class PlacementContract(Contract):
-    # --- where jobs go --------------------------------------------------------------------------
+    # --- placement of jobs ----------------------------------------------------------------------
 
     @scenario
     async def test_two_workers_share_the_models_of_their_base_model(self, bench: Bench) -> None:
@@ -157,7 +157,7 @@ class PlacementContract(Contract):
         await bench.finish(*batch)  # that job has ended, so its second outcome is ignored
         assert await bench.ended(mine.request_id) == batch[0]
 
-    # --- giving up ------------------------------------------------------------------------------
+    # --- handing over ---------------------------------------------------------------------------
 
     @scenario
     async def test_a_handed_over_model_is_placed_again_with_its_jobs(self, bench: Bench) -> None:
@@ -267,7 +267,7 @@ class PlacementContract(Contract):
         assert [each.seq for each in await bench.take()] == [2]
         assert (await bench.queue.renew(bench.epoch)).leaving == []
 
-    # --- who serves what ------------------------------------------------------------------------
+    # --- base models and workers ----------------------------------------------------------------
 
     @scenario
     async def test_a_base_model_name_has_one_revision(self, bench: Bench) -> None:

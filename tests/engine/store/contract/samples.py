@@ -152,7 +152,7 @@ class SamplesContract(Contract):
         with pytest.raises(KeyError, match="req_unknown"):
             await bench.store.cancel("req_unknown")
 
-    # --- hearing of what has ended --------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------
 
     @scenario
     async def test_samples_are_reported_in_the_order_in_which_they_end(self, bench: Bench) -> None:
@@ -215,7 +215,7 @@ class SamplesContract(Contract):
         assert await ended_ids(bench, SamplerClient("alice", "s:sample:1", 0)) == another
         assert await ended_ids(bench, SamplerClient("bob", "s:sample:1", 0)) == []
 
-    # --- saying what one has --------------------------------------------------------------------
+    # --- acknowledgements -----------------------------------------------------------------------
 
     @scenario
     async def test_acknowledged_results_are_dropped_and_not_reported_again(

@@ -238,7 +238,7 @@ class UsageContract(Contract):
         await bench.finish(Outcome(bench.ids[count + 1], point=step(count)))
         assert (await bench.store.curve("s:train:0"))[-1].kind == "optim_step"
 
-    # --- figures ------------------------------------------------------------------------------
+    # --- metrics ------------------------------------------------------------------------------
 
     @scenario
     async def test_the_store_reports_its_fill_level(self, bench: Bench) -> None:

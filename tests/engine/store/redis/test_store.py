@@ -83,7 +83,7 @@ async def keys(url: str, folder: Path) -> set[str]:
         return {key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*")}
 
 
-# --- a server that was away, or is full -----------------------------------------------------------
+# --- a server that was unreachable, or is full ----------------------------------------------------
 
 
 def test_a_server_that_lost_its_settings_is_no_longer_trusted(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_a_user_restricted_to_its_keys_is_enough(tmp_path: Path) -> None:
         asyncio.run(main(server))
 
 
-# --- what is stored -------------------------------------------------------------------------------
+# --- stored values --------------------------------------------------------------------------------
 
 
 def test_large_numbers_and_empty_lists_are_stored_exactly(

@@ -92,7 +92,7 @@ def world(tmp_path: Path) -> ClockedWorld:
     return world
 
 
-# --- whose the seconds are ------------------------------------------------------------------------
+# --- charges --------------------------------------------------------------------------------------
 
 
 def test_a_pass_is_charged_by_the_blocks_of_each_request(world: ClockedWorld) -> None:

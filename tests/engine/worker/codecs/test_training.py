@@ -64,7 +64,7 @@ def decode(
     return decode_request(message(*data, loss=loss, config=config).SerializeToString(), INFO)
 
 
-# --- what the SDK sends --------------------------------------------------------------------------
+# --- requests of the SDK -------------------------------------------------------------------------
 
 
 def test_plain_lists_arrive_unchanged() -> None:
@@ -294,7 +294,7 @@ def test_a_misspelt_input_is_refused_with_the_right_name(loss: str, name: str, m
     )
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 def first_targets(sent: Any) -> Any:
@@ -709,7 +709,7 @@ def test_a_hostile_tensor_is_decoded_or_refused(
     assert decoded.data[0].targets.shape[0] == 2
 
 
-# --- what the SDK reads --------------------------------------------------------------------------
+# --- answers to the SDK --------------------------------------------------------------------------
 
 
 def test_outputs_read_back_in_the_shape_of_their_targets() -> None:

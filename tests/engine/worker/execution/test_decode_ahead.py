@@ -107,7 +107,7 @@ def test_a_request_above_the_limit_is_prefetched_alone(
     assert host.waiting == ids(jobs[:1])
 
 
-# --- what comes next ------------------------------------------------------------------------------
+# --- the next jobs --------------------------------------------------------------------------------
 
 
 def scheduler(used: dict[str, float]) -> Scheduler:

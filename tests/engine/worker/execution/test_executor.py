@@ -518,7 +518,7 @@ def test_a_payload_that_cannot_be_decoded_ends_in_an_error(world: World, kind: J
         message(outcome, "user" if kind == JobKind.FORWARD_BACKWARD else "server")
 
 
-# --- company -------------------------------------------------------------------------------------
+# --- neighbours ----------------------------------------------------------------------------------
 
 
 def poisoned(world: World, model: str) -> None:

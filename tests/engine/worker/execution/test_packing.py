@@ -13,7 +13,7 @@ from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import PackedBatch, PackingRequest, pack, unpack
 
-BLOCK, STREAM = 4, 64
+BLOCK, MICRO_BATCH = 4, 64
 STATIC_SHAPES = StaticShapes(
     context_length=40,
     block=BLOCK,
@@ -154,7 +154,7 @@ def test_padding_is_marked_and_has_no_weight(requests: list[PackingRequest]) -> 
 def test_a_block_belongs_to_one_request_and_attends_from_the_start_of_its_datums(
     requests: list[PackingRequest],
 ) -> None:
-    blocks = np.arange(STREAM // BLOCK)
+    blocks = np.arange(MICRO_BATCH // BLOCK)
     for batch in pack(requests, STATIC_SHAPES):
         found = runs([batch])
         numbers = [number for places in batch.locations for number, _ in places]
@@ -210,8 +210,8 @@ def test_micro_batches_of_one_target_come_before_those_of_many() -> None:
     data = [training_datum(5, 2, 0), training_datum(5, None, 100), training_datum(5, 64, 200)]
     (batch,) = pack([PackingRequest("a", 4, sft(*data))], STATIC_SHAPES)
     assert [micro_batch.targets.shape for micro_batch in batch.batch.micro_batches] == [
-        (STREAM, 1),
-        (STREAM, 64),
+        (MICRO_BATCH, 1),
+        (MICRO_BATCH, 64),
     ]
     assert batch.locations == (((1, 0), (0, 0), (1, 5)),)
 
@@ -306,9 +306,9 @@ def test_a_loss_is_summed_in_double_precision() -> None:
     """In single precision, ones beside 2**24 are lost."""
     data = alone(3).data
     (batch,) = pack([alone(3)], STATIC_SHAPES)
-    loss = np.zeros(STREAM, np.float32)
+    loss = np.zeros(MICRO_BATCH, np.float32)
     loss[:3] = 2**24, 1, 1
-    outputs = [MicroBatchOutput(np.zeros((STREAM, 1), np.float32), loss)]
+    outputs = [MicroBatchOutput(np.zeros((MICRO_BATCH, 1), np.float32), loss)]
     assert unpack(batch, outputs, 0, data)[1] == 2**24 + 2
 
 

@@ -80,7 +80,7 @@ async def pointed(bench: Bench, count: int = 1) -> None:
             await asyncio.sleep(0.02)
 
 
-# --- bringing back -------------------------------------------------------------------------------
+# --- restoring -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [NEVER, OFTEN], ids=["from the log", "from points"])
@@ -361,7 +361,7 @@ def test_a_point_waits_for_the_results_before_it(tmp_path: Path) -> None:
     run(tmp_path / "killed", scenario, OFTEN)
 
 
-# --- giving up -----------------------------------------------------------------------------------
+# --- parking and handing over --------------------------------------------------------------------
 
 
 async def park(bench: Bench) -> None:

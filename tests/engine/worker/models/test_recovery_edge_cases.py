@@ -226,9 +226,9 @@ def test_a_session_can_end_while_there_is_no_room_for_its_model(tmp_path: Path) 
         await bench.ok(await bench.create("a"))
         await bench.kill()
         bench.start(Full("creating"))
-        lanes = await bench.gradient("a")
+        gradient = await bench.gradient("a")
         await bench.store.end_session("s", "success")
-        assert (await bench.outcome(lanes)).rejection is not None
+        assert (await bench.outcome(gradient)).rejection is not None
         await until(lambda: bench.line.calls.count("finish") >= 2)
         assert not bench.task.done()
 

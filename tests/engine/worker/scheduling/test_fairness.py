@@ -61,10 +61,10 @@ class Device:
         self.pending.append(job)
         return job.request_id
 
-    def run_unit(self) -> list[Job]:
+    def run_batch(self) -> list[Job]:
         running_samples = [RunningSample(job, 1) for job, _ in self.begun.values()]
         batch = self.scheduler.next_batch(self.pending, running_samples)
-        check_unit(batch, [*self.pending, *(each.job for each in running_samples)])
+        check_batch(batch, [*self.pending, *(each.job for each in running_samples)])
         kind = batch[0].kind
         if kind == SAMPLE:
             return self.run_slice(batch)
@@ -112,7 +112,7 @@ class Device:
         return batch
 
 
-def check_unit(batch: list[Job], pending: list[Job]) -> None:
+def check_batch(batch: list[Job], pending: list[Job]) -> None:
     assert batch
     assert len({job.kind for job in batch}) == 1
     if batch[0].kind == SAMPLE:
@@ -166,7 +166,7 @@ def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
             kind, size = next(turns[tenant])
             model = f"{tenant}-model" if models[tenant] else None
             device.submit(tenant, kind, size, model)
-        wanting = [job.tenant for job in device.run_unit()]
+        wanting = [job.tenant for job in device.run_batch()]
         ahead_s = max(batch_s, device.largest_s) + 1e-9
         service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
         for tenant, served in service.items():
@@ -182,7 +182,7 @@ def test_changed_weights_hold_from_the_next_batch_on() -> None:
         for _ in range(batches):
             for tenant in "ab":
                 device.submit(tenant, GRADIENT, 100)
-            device.run_unit()
+            device.run_batch()
         return [device.used[each] - before.get(each, 0.0) for each in "ab"]
 
     request_s = 0.1
@@ -232,7 +232,7 @@ def test_training_tenants_get_their_shares_whatever_joins_goes_first_or_waits(
             for _ in range(4 - len(mine)):
                 device.submit(tenant, *next(plan), f"{tenant}-{model}")
         batch = scheduler.next_batch(device.pending)
-        check_unit(batch, device.pending)
+        check_batch(batch, device.pending)
         device.pending = [job for job in device.pending if job not in batch]
         each = [costs.job_cost(job) for job in batch]
         rate = chunk_s / 272 if batch[0].kind == GRADIENT else 1e-5
@@ -258,7 +258,7 @@ def test_equal_requests_are_served_in_proportion_to_the_weights(
     for tenant in [*weights] * 101:
         device.submit(tenant, GRADIENT, size)
     while len(device.done) < 70:
-        device.run_unit()
+        device.run_batch()
         done = {t: sum(name.startswith(t) for name in device.done) for t in weights}
         per_weight = {tenant: done[tenant] / weight for tenant, weight in weights.items()}
         for tenant, weight in weights.items():
@@ -300,7 +300,7 @@ def test_samplers_and_trainers_get_their_shares(
                 kind, size = next(plan)
                 kinds.append(kind)
                 device.submit(tenant, kind, size)
-        device.run_unit()
+        device.run_batch()
     service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
     ahead_s = max(batch_s, 1.0) * 17 + 1e-9
     for tenant, served in service.items():
@@ -332,7 +332,7 @@ def test_a_backlog_drains_with_every_model_in_order(
         number = data.draw(st.integers(0 if device.pending or device.begun else 1, 20))
         device.pending += arriving[:number]
         del arriving[:number]
-        device.run_unit()
+        device.run_batch()
     done = [job for batch in device.batches for job in batch]
     assert sorted(job.release for job in done) == list(range(len(described)))
     for model in {job.model_id for job in done if job.model_id is not None}:
@@ -345,12 +345,12 @@ def test_an_idle_tenant_gets_no_credit() -> None:
     for _ in range(1000):
         device.submit("a", GRADIENT, 20)
     while device.now < 10:
-        device.run_unit()
+        device.run_batch()
     before = dict(device.used)
     for _ in range(1000):
         device.submit("b", GRADIENT, 20)
     while device.now < 15:
-        device.run_unit()
+        device.run_batch()
         since = device.used["a"] - before["a"]
         # the batch at its arrival counts as one
         assert abs(device.used["b"] - since) <= 0.05 + 0.02
@@ -361,14 +361,14 @@ def test_a_tenant_that_was_alone_owes_nothing() -> None:
     device = Device(Scheduler(batch_s=0.05, costs=Sizes()))
     for _ in range(100):
         device.submit("a", GRADIENT, 100)
-        device.run_unit()
+        device.run_batch()
         assert device.scheduler.next_batch(device.pending) == []
     before = device.used["a"]
     for _ in range(100):
         device.submit("a", GRADIENT, 20)
         device.submit("b", GRADIENT, 20)
     for _ in range(40):
-        device.run_unit()
+        device.run_batch()
         assert abs(device.used["b"] - (device.used["a"] - before)) <= 0.05
 
 
@@ -379,7 +379,7 @@ def test_a_tenant_cannot_dodge_its_debt_by_leaving_and_returning() -> None:
     for _ in range(9):
         name = device.submit("dodger", GRADIENT, 1000)
         while name not in device.done:
-            device.run_unit()
+            device.run_batch()
     assert device.used["dodger"] == 9
     assert 8 - 0.1 <= device.used["a"] < 10
 
@@ -406,11 +406,11 @@ def test_a_light_tenant_waits_for_the_running_batch_and_its_own(floods: int, kin
             name = device.submit("light", kind, 5)
             sent[name] = next_light  # while the last batch ran
             next_light = device.now + 0.17 * (floods + 1)
-        device.run_unit()
+        device.run_batch()
     waits = [device.done[name] - at for name, at in sent.items() if name in device.done]
     assert len(waits) > 8
-    longest_unit_s = max(sum(job.seq for job in batch) * 0.001 for batch in device.batches)
-    assert longest_unit_s <= batch_s + 1e-9
+    longest_batch_s = max(sum(job.seq for job in batch) * 0.001 for batch in device.batches)
+    assert longest_batch_s <= batch_s + 1e-9
     assert max(waits) <= 2 * batch_s + 1e-9
     for batch in device.batches:  # one kind of job per batch
         assert len({job.kind for job in batch}) == 1
@@ -424,11 +424,11 @@ def test_an_overloaded_device_serves_by_weight_and_remembers_only_tenants_with_w
     for number in range(200):
         device.submit(f"once-{number}", GRADIENT, 5)
     while device.now < 20:
-        device.run_unit()
+        device.run_batch()
     service = {tenant: device.used[tenant] / weight for tenant, weight in weights.items()}
     assert max(service.values()) - min(service.values()) <= 3.03 / 0.5
     device.pending = [job for job in device.pending if job.tenant in weights]
     while device.pending or device.begun:
-        device.run_unit()
+        device.run_batch()
     device.scheduler.next_batch([])
     assert not device.scheduler._counters and not device.scheduler._last_batch

@@ -34,23 +34,23 @@ def running_samples(jobs: list[Job], *left: int) -> list[RunningSample]:
     return [RunningSample(job, count) for job, count in zip(jobs, left, strict=True)]
 
 
-def four_lanes() -> Scheduler:
+def four_decode_slots() -> Scheduler:
     """A scheduler with eight places, so a free decode slot has its next sequence at once."""
     return Scheduler(batch_s=0.1, costs=CostModel(decode_slots=4))
 
 
 def test_samples_start_while_there_are_places() -> None:
     jobs = samples(*[("a", 1)] * 20)
-    assert four_lanes().next_batch(jobs) == jobs[:8]
+    assert four_decode_slots().next_batch(jobs) == jobs[:8]
     wide = samples(*[("a", 3)] * 20)
-    assert four_lanes().next_batch(wide) == wide[:3]  # the last of nine waits for a place
+    assert four_decode_slots().next_batch(wide) == wide[:3]  # the last of nine waits for a place
     huge = samples(("a", 100), ("a", 1))
-    assert four_lanes().next_batch(huge) == huge[:1]
+    assert four_decode_slots().next_batch(huge) == huge[:1]
 
 
 def test_running_samples_continue_together_and_others_join_as_sequences_end() -> None:
     jobs = samples(*[("a", 2)] * 6)
-    device = four_lanes()
+    device = four_decode_slots()
     assert device.next_batch(jobs) == jobs[:4]
     assert device.next_batch(jobs[4:], running_samples(jobs[:4], 2, 2, 2, 2)) == jobs[:4]
     assert device.next_batch(jobs[4:], running_samples(jobs[:4], 2, 2, 2, 1)) == jobs[:5]
@@ -60,7 +60,7 @@ def test_running_samples_continue_together_and_others_join_as_sequences_end() ->
 
 def test_places_go_to_the_tenant_that_used_the_device_least() -> None:
     jobs = samples(*[("a", 1)] * 8, *[("b", 1)] * 8)
-    device = four_lanes()
+    device = four_decode_slots()
     assert device.next_batch(jobs) == [*jobs[:4], *jobs[8:12]]
     device.charge(jobs[8:12], 0.04, {job.request_id: 1000.0 for job in jobs[8:12]})
     assert device.next_batch(jobs) == jobs[:9]  # the first sample of a tenant always finds a place
@@ -71,7 +71,7 @@ def test_places_go_to_the_tenant_that_used_the_device_least() -> None:
 def test_a_tenant_without_running_samples_need_not_wait_for_a_place() -> None:
     flood = samples(*[("a", 4)] * 9)
     light = behind(flood, samples(("b", 1), ("b", 1)))
-    device = four_lanes()
+    device = four_decode_slots()
     begun = running_samples(flood[:2], 4, 4)
     assert device.next_batch([*flood[2:], *light], begun) == [*flood[:2], light[0]]
 
@@ -81,7 +81,7 @@ def test_samples_that_workers_may_have_died_of_run_apart() -> None:
     fresh = samples(("a", 1), ("b", 1))
     once = behind(fresh, samples(("c", 1), ("d", 1), attempts=1))
     twice = behind([*fresh, *once], samples(("e", 1), ("f", 1), attempts=2))
-    device = four_lanes()
+    device = four_decode_slots()
     assert device.next_batch([*fresh, *once, *twice]) == fresh
     assert device.next_batch([*once, *twice]) == once
     assert device.next_batch(twice) == twice[:1]
@@ -97,7 +97,7 @@ def test_samples_without_a_place_do_not_hold_up_others() -> None:
     """The tenant that used the device least waits for a place, while the device does other work."""
     flood = samples(*[("a", 8)] * 2, ("b", 8), ("b", 8))
     gradient = behind(flood, pending(("c", GRADIENT)))
-    device = four_lanes()
+    device = four_decode_slots()
     for tenant, seconds in (("a", 3.0), ("c", 2.0)):
         device.charge(pending((tenant, SAVE)), seconds)
     begun = running_samples([flood[0], flood[2]], 8, 8)
@@ -109,7 +109,7 @@ def test_samples_without_a_place_do_not_hold_up_others() -> None:
 def test_sampling_and_training_of_one_tenant_get_equal_parts() -> None:
     (sample,) = samples(("a", 1))
     gradients = behind([sample], pending(("a", GRADIENT), ("a2", GRADIENT)))
-    device = four_lanes()
+    device = four_decode_slots()
     begun, done = running_samples([sample], 1), {"sampling": 0.0, "training": 0.0}
     for _ in range(200):
         batch = device.next_batch(gradients, begun)
@@ -126,7 +126,7 @@ def test_between_micro_batches_samples_continue_until_they_have_had_as_much_time
     training = pending(("a", GRADIENT))
     mine, others = samples(("a", 1), ("b", 1))
     for sample in (mine, others):
-        device = four_lanes()
+        device = four_decode_slots()
         begun = running_samples([sample], 1)
         assert device.interrupting_batch([Running(training, 0.0, 0.0)], [], []) == []
         slices = 0
@@ -170,7 +170,7 @@ def test_a_tenant_that_waits_for_a_decode_slot_does_not_block_the_device() -> No
 def test_a_suspect_whose_tenant_may_not_start_holds_up_no_other() -> None:
     fresh = samples(("a", 1), ("a", 1))
     suspect = behind(fresh, samples(("b", 1), attempts=1))
-    device = four_lanes()
+    device = four_decode_slots()
     device.charge(fresh[:1], 0.1, {fresh[0].request_id: 4.0})
     for _ in range(9):
         device.charge(pending(("b", SAVE)), 1.0)

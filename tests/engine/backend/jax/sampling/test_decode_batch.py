@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engine.backend.jax.sampling.test_sampler import (
     COMPANY,
-    LANES,
+    DECODE_SLOTS,
     TENANTS,
     alone,
     assert_same_bits,
@@ -116,9 +116,9 @@ def test_a_slice_reports_its_work(sampler: JaxSampler) -> None:
 
 
 def test_a_request_that_is_no_longer_asked_for_loses_its_decode_slots(sampler: JaxSampler) -> None:
-    long = request(5, num_samples=LANES + 2, max_tokens=40, stop_tokens=frozenset())
+    long = request(5, num_samples=DECODE_SLOTS + 2, max_tokens=40, stop_tokens=frozenset())
     sampler.sample_until({"long": long}, after(1))
-    assert sum(len(slots.sequences) for slots in sampler._decode_batches.values()) == LANES
+    assert sum(len(slots.sequences) for slots in sampler._decode_batches.values()) == DECODE_SLOTS
     short = request(7, max_tokens=1)
     given = sampler.sample_until({"short": short}, after(1))
     assert given.finished.keys() == {"short"}
@@ -130,7 +130,7 @@ def test_an_owner_without_a_decode_slot_gets_one_from_the_owner_with_most(
     sampler: JaxSampler,
 ) -> None:
     """The sequence that lost its slot starts again and ends as it would have."""
-    flood = request(5, num_samples=3 * LANES, max_tokens=24, stop_tokens=frozenset())
+    flood = request(5, num_samples=3 * DECODE_SLOTS, max_tokens=24, stop_tokens=frozenset())
     (want,) = sampler.sample([flood])
     flood = replace(flood, owner="flood", stream=True)
     light = request(7, max_tokens=4, owner="light")
@@ -143,7 +143,7 @@ def test_an_owner_without_a_decode_slot_gets_one_from_the_owner_with_most(
     work += given.work["flood"]
     listener.hear(given)
     assert given.finished.keys() == {"light"}
-    assert given.remaining == {"flood": 3 * LANES}
+    assert given.remaining == {"flood": 3 * DECODE_SLOTS}
     ended = to_the_end(sampler, asked, listener=listener)
     assert_same_bits(ended["flood"], want)
     listener.assert_heard("flood", want)
@@ -153,7 +153,7 @@ def test_an_owner_without_a_decode_slot_gets_one_from_the_owner_with_most(
 def test_an_owners_only_decode_slot_is_not_taken(sampler: JaxSampler) -> None:
     asked = {
         owner: request(5, max_tokens=20, owner=owner, stop_tokens=frozenset())
-        for owner in "abcd"[:LANES]
+        for owner in "abcd"[:DECODE_SLOTS]
     }
     sampler.sample_until(asked, after(1))
     one_more = request(5, max_tokens=1, owner="e")
@@ -168,7 +168,7 @@ def test_more_owners_than_decode_slots_take_turns(sampler: JaxSampler) -> None:
     never = frozenset[int]()
     asked = {
         owner: request(5, num_samples=40, max_tokens=8, owner=owner, stop_tokens=never)
-        for owner in "abcd"[:LANES]
+        for owner in "abcd"[:DECODE_SLOTS]
     }
     sampler.sample_until(asked, after(1))
     asked["e"] = request(5, max_tokens=1, owner="e", stop_tokens=never)
@@ -225,12 +225,12 @@ def test_a_request_that_cannot_run_fails_alone(
 def test_a_running_request_whose_snapshot_was_dropped_keeps_its_weights(
     sampler: JaxSampler, tenant: str
 ) -> None:
-    one = request(6, snapshot_id=tenant, num_samples=LANES + 1, max_tokens=9)
+    one = request(6, snapshot_id=tenant, num_samples=DECODE_SLOTS + 1, max_tokens=9)
     (want,) = sampler.sample([one])
     sampler.sample_until({"one": one}, after(1))
     held = sampler.snapshots._host.pop(tenant)
     sampler.snapshots.leave_device()
-    assert sampler.has_snapshot(tenant), "else it would be read from its file for every slice"
+    assert sampler.has_snapshot(tenant), "otherwise every slice would read it from its file"
     try:
         assert_same_bits(to_the_end(sampler, {"one": one})["one"], want)
     finally:

@@ -30,7 +30,7 @@ from tuneserve_engine.core.errors import ServerError, UserError
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.sampling import MAX_TOP_K
 
-LANES = 4
+DECODE_SLOTS = 4
 CONFIG = ModelConfig(
     architecture="qwen3",
     vocab_size=67,
@@ -83,7 +83,7 @@ def programs() -> ProgramRegistry:
 @pytest.fixture(scope="module")
 def sampler(programs: ProgramRegistry, model: Decoder) -> JaxSampler:
     sampler = JaxSampler(
-        programs, model, STATIC_SHAPES, Letters(), slots=LANES, snapshot_bytes=ROOMY
+        programs, model, STATIC_SHAPES, Letters(), slots=DECODE_SLOTS, snapshot_bytes=ROOMY
     )
     programs.compile_ahead(threads=2)
     assert programs.wait(300)
@@ -172,8 +172,8 @@ def test_a_nan_adapter_in_the_same_decode_slots_leaves_nothing_behind(sampler: J
 
     The following requests reuse their KV pages without overwriting all of them.
     """
-    spoilt = request(7, snapshot_id=NAN, num_samples=2 * LANES, max_tokens=20)
-    clean = request(3, snapshot_id="rank 2", seed=5, num_samples=2 * LANES, max_tokens=15)
+    spoilt = request(7, snapshot_id=NAN, num_samples=2 * DECODE_SLOTS, max_tokens=20)
+    clean = request(3, snapshot_id="rank 2", seed=5, num_samples=2 * DECODE_SLOTS, max_tokens=15)
     (want,) = sampler.sample([clean])
     result, got = sampler.sample([spoilt, clean])
     assert np.isnan(result.sequences[0].logprobs).all()
@@ -271,7 +271,7 @@ def test_a_program_that_cannot_be_compiled_fails_its_own_requests_only(
 
     monkeypatch.setattr(sample_programs, "token_logprobs", broken)
     sampler = JaxSampler(
-        ProgramRegistry(), model, STATIC_SHAPES, None, slots=LANES, snapshot_bytes=ROOMY
+        ProgramRegistry(), model, STATIC_SHAPES, None, slots=DECODE_SLOTS, snapshot_bytes=ROOMY
     )
     for _ in range(2):
         with pytest.raises(ServerError, match=r"cannot run score 2, .*no such instruction"):
@@ -314,21 +314,23 @@ def test_pages_that_another_request_of_the_same_weights_prefilled_are_reused(
     sampler.sample([first])
     parts = parts_read(sampler, monkeypatch)
     (again,) = sampler.sample([replace(first, prompt=turns)])
-    assert parts == [40], "five whole blocks are there already"
+    assert parts == [40], "five whole blocks are cached already"
     assert again.prompt_cache_hit_tokens == 40
     parts.clear()
     (same,) = sampler.sample([replace(first, prompt=turns, snapshot_id="rank 4")])
     assert parts == []
     assert_same_bits(same, alone[0])
     (other,) = sampler.sample([replace(first, prompt=turns, owner="another")])
-    assert other.prompt_cache_hit_tokens == 0, "else it would know what others asked"
+    assert other.prompt_cache_hit_tokens == 0, "otherwise it would reveal the requests of others"
     assert_same_bits(other, again)
 
 
 def test_a_decode_slot_is_refilled_before_the_longest_sequence_ends(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``LANES`` - 1 long sequences and many short ones take no longer than the long ones alone."""
+    """All but one slot with long sequences plus many short ones take as long as the long ones
+    alone.
+    """
     calls = []
     decode = sampler._programs.decode
 
@@ -337,15 +339,17 @@ def test_a_decode_slot_is_refilled_before_the_longest_sequence_ends(
         return decode(*args)
 
     monkeypatch.setattr(sampler._programs, "decode", counted)
-    long = request(3, num_samples=LANES - 1, max_tokens=13)
+    long = request(3, num_samples=DECODE_SLOTS - 1, max_tokens=13)
     sampler.sample([long])
     alone = len(calls)
     calls.clear()
     before = replace(sampler.counts)
     sampler.sample([long, request(4, num_samples=alone, max_tokens=3)])
     assert len(calls) == alone
-    assert sampler.counts.tokens - before.tokens == (LANES - 1) * 13 + alone * 3
-    assert sampler.counts.slot_steps - before.slot_steps == alone * STEPS_PER_DISPATCH * LANES
+    assert sampler.counts.tokens - before.tokens == (DECODE_SLOTS - 1) * 13 + alone * 3
+    assert (
+        sampler.counts.slot_steps - before.slot_steps == alone * STEPS_PER_DISPATCH * DECODE_SLOTS
+    )
 
 
 @pytest.mark.parametrize("string", [True, False])
@@ -362,7 +366,7 @@ def test_a_stop_ends_a_sequence_within_four_steps(
     (stopped,) = sampler.sample([request(9, seed=5, max_tokens=40, **stop)])
     np.testing.assert_array_equal(stopped.sequences[0].tokens, tokens[:3])
     assert stopped.sequences[0].stop_reason == "stop"
-    assert sampler.counts.slot_steps - before.slot_steps == STEPS_PER_DISPATCH * LANES
+    assert sampler.counts.slot_steps - before.slot_steps == STEPS_PER_DISPATCH * DECODE_SLOTS
 
 
 def test_scores_of_a_prompt_of_one_token_are_empty(sampler: JaxSampler) -> None:
@@ -455,7 +459,7 @@ def test_decoding_copies_no_weights(model: Decoder) -> None:
         config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
         deep = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
         static_shapes = StaticShapes(16, block=8, chunk=16, rank_buckets=(2,))
-        programs = Programs(ProgramRegistry(), deep, static_shapes, slots=LANES, pages=9)
+        programs = Programs(ProgramRegistry(), deep, static_shapes, slots=DECODE_SLOTS, pages=9)
         (shape,) = programs.decode.shapes()
         return int(shape.compiled().memory_analysis().temp_size_in_bytes)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine.backend.jax.sampling.test_sampler import (
     CONFIG,
-    LANES,
+    DECODE_SLOTS,
     RANK_BYTES,
     ROOMY,
     STATIC_SHAPES,
@@ -165,7 +165,7 @@ def sampler_of(model: Decoder, *, device_bytes: int, host_bytes: int) -> JaxSamp
         model,
         STATIC_SHAPES,
         None,
-        slots=LANES,
+        slots=DECODE_SLOTS,
         snapshot_bytes=device_bytes,
         snapshot_host_bytes=host_bytes,
     )

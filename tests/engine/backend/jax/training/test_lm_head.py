@@ -162,7 +162,7 @@ def test_bfloat16_weights_and_states_give_the_numbers_of_float32_ones():
         assert jnp.linalg.norm(mine - theirs) < 0.01 * jnp.linalg.norm(theirs)
 
 
-# --- what is not there ---------------------------------------------------------------------------
+# --- frozen heads, earlier micro-batches, padding ------------------------------------------------
 
 
 @pytest.mark.acceptance("H5")

@@ -99,10 +99,10 @@ def test_micro_batches_split_over_devices_exchange_only_loop_conditions():
     assert jax.device_count() == 4
     head = partial(score, chunk=4)
     micro = micro_of(MIXED, SMALL, n=16)
-    streams = jax.tree.map(lambda x: np.repeat(x[None], 4, axis=0), micro)
+    micro_batches = jax.tree.map(lambda x: np.repeat(x[None], 4, axis=0), micro)
     each = jax.vmap(head, in_axes=(None, 0, None))
-    by_stream = collectives(each, streams, jax.tree.map(lambda _: "B", micro))
-    assert by_stream == {("pred[]", "all-reduce")}
+    by_micro_batch = collectives(each, micro_batches, jax.tree.map(lambda _: "B", micro))
+    assert by_micro_batch == {("pred[]", "all-reduce")}
     by_block = collectives(head, micro, jax.tree.map(lambda _: "B", micro)._replace(used=None))
     assert "all-gather" in {name for _, name in by_block}
 
@@ -112,17 +112,17 @@ def print_exchanged_by_eight() -> None:
     assert jax.device_count() == 8
     mesh = Mesh(np.array(jax.devices()), "B")
     micro = micro_of(MIXED, SMALL, n=16)
-    streams = jax.tree.map(lambda x: np.repeat(x[None], 8, axis=0), micro)
+    micro_batches = jax.tree.map(lambda x: np.repeat(x[None], 8, axis=0), micro)
 
-    def one(head: LmHead, streams: Micro, adapters: HeadAdapters) -> Any:
-        mine = jax.tree.map(lambda x: x[0], streams)
+    def one(head: LmHead, micro_batches: Micro, adapters: HeadAdapters) -> Any:
+        mine = jax.tree.map(lambda x: x[0], micro_batches)
         return jax.tree.map(lambda x: x[None], score(head, mine, adapters, chunk=4))
 
     whole, split = PartitionSpec(), PartitionSpec("B")
     each = jax.shard_map(
         one, mesh=mesh, in_specs=(whole, split, whole), out_specs=split, check_vma=False
     )
-    compiled = jax.jit(each).lower(head_of(SMALL), streams, adapters_of(SMALL)).compile()
+    compiled = jax.jit(each).lower(head_of(SMALL), micro_batches, adapters_of(SMALL)).compile()
     by_device = {name for _, name in COLLECTIVE.findall(compiled.as_text())}
     by_block = jax.tree.map(lambda _: "B", micro)._replace(used=None)
     control = {name for _, name in collectives(partial(score, chunk=4), micro, by_block)}

@@ -282,7 +282,7 @@ def test_only_slots_in_use_get_a_gradient(ran: Callable[[str], Ran]) -> None:
             assert np.isnan(buffer[:, 3]).all(), name
 
 
-# --- units and steps ------------------------------------------------------------------------------
+# --- batches and steps ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -393,8 +393,8 @@ def test_a_hundred_batches_and_ten_steps_allocate_nothing(
         return pointers(trainer._space, slots.adapter_slots, slots.gradient_slots, *adapters)
 
     def batch(number: int) -> None:
-        pieces = [(i, datum(10 * number + i, 5 + 3 * (number % 19))) for i in range(2)]
-        trainer.run_batch(batch_of("ab", [micro_batch_of(*pieces)]), adapters)
+        bins = [(i, datum(10 * number + i, 5 + 3 * (number % 19))) for i in range(2)]
+        trainer.run_batch(batch_of("ab", [micro_batch_of(*bins)]), adapters)
         if number % 10 == 9:
             for adapter in adapters:
                 trainer.start_step(adapter, AdamwParams()).block_until_ready()
