@@ -133,7 +133,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()
 
 
-def test_two_apis_and_two_workers_of_which_one_dies_give_the_numbers_of_one_server(
+def test_two_apis_and_two_workers_equal_one_server_even_if_a_worker_dies(
     quiet: None, tmp_path: Path, compiled: Path
 ) -> None:
     quick = {"compile_cache": str(compiled), "compile_ahead": "false", "chunk_tokens": "64"}

@@ -389,7 +389,7 @@ def test_a_refused_step_changes_nothing(run, tenant, datum):
     assert_same_bits(a.arrays(), before)
 
 
-def test_a_fresh_adapter_equals_the_base_model_whatever_its_seed(run, tenant, datum):
+def test_a_fresh_adapter_equals_the_base_model_for_any_seed(run, tenant, datum):
     logprobs = []
     for config in (BIG, SMALL):
         ran = run([tenant(config)], [(0, datum(1, 11))], forward_only=True)

@@ -60,7 +60,7 @@ def test_deleted_files_are_gone_and_others_stay(store: FileStore) -> None:
     assert not store.path(ID).exists()
 
 
-def test_ids_can_be_limited_to_those_of_an_age(store: FileStore, root: Path) -> None:
+def test_ids_can_be_limited_by_age(store: FileStore, root: Path) -> None:
     old, young = new_file_id(), new_file_id()
     for file_id, modified_s in ((old, 1000.0), (young, 1000.5)):
         store.write(file_id, MEMBERS)

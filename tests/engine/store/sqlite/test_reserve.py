@@ -35,7 +35,7 @@ def test_the_space_is_really_taken_and_released(tmp_path: Path) -> None:
     assert not Reserve(path, SIZE).give()
 
 
-def test_it_is_taken_only_where_twice_as_much_is_free(
+def test_the_space_is_taken_only_if_twice_as_much_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve = Reserve(tmp_path / "reserve", SIZE)
@@ -54,7 +54,7 @@ def test_an_incomplete_reserve_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert sum(each.stat().st_size for each in tmp_path.iterdir()) == 0
 
 
-def test_a_reserve_of_another_size_is_made_again_and_one_of_none_is_removed(tmp_path: Path) -> None:
+def test_a_reserve_of_another_size_is_replaced_and_one_of_size_zero_removed(tmp_path: Path) -> None:
     path = tmp_path / "reserve"
     path.write_bytes(b"x" * 1000)
     assert Reserve(path, SIZE).hold()

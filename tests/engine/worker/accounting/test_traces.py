@@ -133,7 +133,7 @@ def test_an_invalid_address_is_refused_with_an_example() -> None:
         WorkerSettings(otel="collector:4318")
 
 
-def test_a_collector_without_the_extra_is_warned_of_with_the_way_out(
+def test_a_collector_without_the_extra_logs_the_install_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "find_spec", lambda name: None)

@@ -211,7 +211,7 @@ class Blocks(Sizes):
     data=st.data(),
 )
 @settings(deadline=None, max_examples=60, phases=QUICK)
-def test_training_tenants_get_their_shares_whatever_joins_goes_first_or_waits(
+def test_training_tenants_get_their_shares_despite_joining_and_reordering(
     weights: dict[str, float], batch_s: float, chunk_s: float, data: st.DataObject
 ) -> None:
     """Each repeats its own sequence of gradients and steps on its own models, always ahead."""

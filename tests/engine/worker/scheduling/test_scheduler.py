@@ -208,7 +208,7 @@ def test_a_batch_takes_no_more_jobs_than_its_time_allows() -> None:
     assert device.next_batch(long) == long[:1]
 
 
-def test_gradients_that_fill_the_rest_of_anothers_chunk_join_whatever_its_time() -> None:
+def test_gradients_that_fill_the_rest_of_a_chunk_join_despite_the_time_limit() -> None:
     """Four blocks of 64 tokens are computed together, and each request has one."""
     device = Scheduler(batch_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
