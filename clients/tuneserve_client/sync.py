@@ -144,7 +144,7 @@ def _waits(
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self._thread.run(method(self._inner, *args, **kwargs))
+        result: T = self._thread.run_coroutine(method(self._inner, *args, **kwargs))
         return result
 
     return call
@@ -157,7 +157,7 @@ def _opens(
 
     @wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> S:
-        return kind(self._thread.run(method(self._inner, *args, **kwargs)), self._thread)
+        return kind(self._thread.run_coroutine(method(self._inner, *args, **kwargs)), self._thread)
 
     return call
 
@@ -172,7 +172,7 @@ def _sends(
         async def begin() -> AsyncFuture[T]:
             return method(self._inner, *args, **kwargs)
 
-        return Future(self._thread.run(begin()), self._thread)
+        return Future(self._thread.run_coroutine(begin()), self._thread)
 
     return call
 
@@ -187,7 +187,7 @@ def _streams(
         items: Any = method(self._inner, *args, **kwargs)
         end = object()
         try:
-            while (item := self._thread.run(_next(items, end))) is not end:
+            while (item := self._thread.run_coroutine(_next(items, end))) is not end:
                 yield item
         finally:
             self._thread.end(items)

@@ -57,7 +57,7 @@ for name in tuneserve_client.__all__:
     getattr(tuneserve_client, name)
 client = tuneserve_client.Client('http://127.0.0.1:1', 'tml-a', deadline_s=0)
 try:
-    client._thread.run(client._inner._load_tokenizer('any'))
+    client._thread.run_coroutine(client._inner._load_tokenizer('any'))
 except ImportError as error:
     print(error)
 client.close()

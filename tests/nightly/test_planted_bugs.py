@@ -150,7 +150,7 @@ BUGS = (
         f"{ENGINE}/backend/jax/training/adapter_slots.py",
         "jnp.where(finite, new, old), total",
         "new, total",
-        ("tests/engine/backend/jax/training/test_slots.py",),
+        ("tests/engine/backend/jax/training/test_adapter_slots.py",),
     ),
 )
 

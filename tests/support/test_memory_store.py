@@ -1,4 +1,4 @@
-"""Memory adds reproducible runs to the store's contract (``test_contract``)."""
+"""Memory adds reproducible runs to the store's contract (``test_base``)."""
 
 import asyncio
 import sqlite3

@@ -18,7 +18,7 @@ from tests.engine.adapters.test_peft_import import checked
 from tests.engine.adapters.test_peft_import import tensors as peft_tensors
 from tests.engine.worker.models.test_recovery import OFTEN, finish_round, pointed
 from tests.support.worker_bench import Bench, run
-from tuneserve_engine.adapters import checkpoint, export_files, tensor_file
+from tuneserve_engine.adapters import checkpoint, export_files
 from tuneserve_engine.adapters.checkpoint_format import MEMBER, metadata_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.adapters.tensor_file import Damaged
@@ -159,17 +159,6 @@ def test_other_libraries_read_a_file_with_checksums(tmp_path: Path) -> None:
     found = load((tmp_path / MEMBER).read_bytes())
     weights = {n.removeprefix("weights/"): x for n, x in found.items() if n.startswith("weights/")}
     assert_same_bits(weights, saved.weights)
-
-
-def test_a_file_written_in_pieces_equals_one_written_at_once(tmp_path: Path) -> None:
-    arrays: Any = tensors(CONFIG, 0)
-    shapes = {name: x.shape for name, x in arrays.items()}
-    with (tmp_path / "pieces").open("wb") as file:
-        pieces = (layer for x in arrays.values() for layer in (x if x.ndim == 3 else [x]))
-        tensor_file.write(file, shapes, {"format": "pt"}, pieces)
-    at_once = tensor_file.encoded(arrays, {"format": "pt"})
-    assert (tmp_path / "pieces").read_bytes() == at_once
-    tensor_file.check(tmp_path / "pieces")
 
 
 def test_no_flipped_bit_of_a_spilled_adapter_is_loaded(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The worker's socket adds connections to the queue's contract (``test_contract``)."""
+"""The worker's socket adds connections to the queue's contract (``test_base``)."""
 
 import asyncio
 import logging

@@ -35,10 +35,10 @@ def test_every_kinds_arrays_have_the_declared_shapes_and_make_a_pair(kind, shape
     frozen = base.frozen(RANK) if kind.needs_decomposition else None
     config = AdapterConfig(RANK, 1.0, 0, kind=kind.name)
     own = kind.initial(config, 0, base.shape, frozen)
-    told = kind.parts(base.shape, kind.rank(config, base.shape))
+    told = kind.parameter_shapes(base.shape, kind.rank(config, base.shape))
     assert {name: part.shape for name, part in own.items()} == told
     assert {part.dtype for part in own.values()} == {np.dtype(np.float32)}
-    a, b = kind.pair(own, frozen)
+    a, b = kind.lora_pair(own, frozen)
     assert (a.shape, b.shape) == ((2, shape[1], RANK), (2, RANK, shape[0]))
     np.testing.assert_array_equal(a @ b, np.zeros((2, shape[1], shape[0])))
     projected = kind.project(own, frozen)

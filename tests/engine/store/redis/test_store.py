@@ -1,4 +1,4 @@
-"""Redis fulfils the contract (``store_contract``). It adds several processes, servers that are
+"""Redis fulfils the contract (``contract``). It adds several processes, servers that are
 wrong, full or gone, and memory that must be released.
 """
 

@@ -1,4 +1,4 @@
-"""SQLite adds to the store's contract (``test_contract``): one file, one thread, one fsync."""
+"""SQLite adds to the store's contract (``test_base``): one file, one thread, one fsync."""
 
 import asyncio
 import os

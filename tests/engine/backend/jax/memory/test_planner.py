@@ -4,13 +4,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.backend.jax.memory.test_footprint import QWEN3
-from tuneserve_engine.backend.jax.memory.device import machine_bytes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, DoesNotFit, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
@@ -200,15 +198,6 @@ def test_too_little_memory_for_the_adapters_of_a_batch_is_refused_with_their_siz
 def test_a_cpu_shares_its_memory_with_the_machine() -> None:
     device = Device.cpu(8 * GIB)
     assert (device.kind, device.memory_bytes, device.host_bytes) == ("cpu", 4 * GIB, 2 * GIB)
-
-
-def test_a_containers_memory_is_its_limit(tmp_path: Path) -> None:
-    unlimited, limited = tmp_path / "max", tmp_path / "limited"
-    unlimited.write_text("max\n")
-    limited.write_text(f"{2**20}\n")
-    everything = machine_bytes((tmp_path / "missing", unlimited))
-    assert everything > 2**20
-    assert machine_bytes((unlimited, limited)) == 2**20
 
 
 def test_planning_loads_no_jax() -> None:

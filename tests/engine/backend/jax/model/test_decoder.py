@@ -8,10 +8,8 @@ from flax import nnx
 from jax import Array
 
 from tests.paged_rows import PagedRows
-from tuneserve_engine.backend.jax.attention.paged import attend_pages
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder, layer_shapes
-from tuneserve_engine.backend.jax.model.layers import rms_norm
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED
 
@@ -106,49 +104,3 @@ def test_an_abstract_decoder_has_the_shapes_and_types_of_a_real_one(model: Decod
     abstract = nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32))
     want = jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(model))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(abstract)) == want
-
-
-def test_attention_to_pages_equals_a_loop_over_heads_and_positions() -> None:
-    rng = np.random.default_rng(2)
-    heads, kv_heads, size, head = 4, 2, 3, 6
-    positions = np.array([[16, 17, 18], [4, 5, 6], [-3, -2, -1]], np.int32)
-    table = np.array([[3, 1, 4, 2, 9, 6, 5, 0], [8, 7, 3, 0, 0, 0, 0, 0], [0] * 8], np.int32)
-    q = rng.normal(size=(3, 3, heads, head)).astype(np.float32)
-    keys = rng.normal(size=(10, kv_heads, head, size)).astype(np.float32)
-    values = rng.normal(size=(10, kv_heads, size, head)).astype(np.float32)
-    want = np.zeros((3, 3, heads, head), np.float32)
-    for b, t, n in np.ndindex(3, 3, heads):
-        seen = range(positions[b, t] + 1)
-        if seen:
-            k = np.array([keys[table[b, i // size], n // 2, :, i % size] for i in seen])
-            v = np.array([values[table[b, i // size], n // 2, i % size] for i in seen])
-            scores = k @ q[b, t, n] / np.sqrt(head)
-            want[b, t, n] = np.exp(scores) / np.exp(scores).sum() @ v
-    got = jax.jit(attend_pages)(q, keys, values, table, positions)
-    np.testing.assert_allclose(got, want.reshape(3, 3, -1), rtol=1e-5, atol=1e-6)
-
-
-def test_longer_neighbours_change_no_bit_of_attention_to_pages() -> None:
-    """Additional rounds add exact zeros to a row that does not need them."""
-    rng = np.random.default_rng(3)
-    q = rng.normal(size=(2, 1, 4, 64)).astype(np.float32)
-    keys = rng.normal(size=(40, 2, 64, 16)).astype(np.float32)
-    values = rng.normal(size=(40, 2, 16, 64)).astype(np.float32)
-    table = rng.integers(1, 40, (2, 16)).astype(np.int32)
-    attend = jax.jit(attend_pages)
-    short = attend(q, keys, values, table, np.array([[20], [30]], np.int32))
-    long = attend(q, keys, values, table, np.array([[20], [250]], np.int32))
-    np.testing.assert_array_equal(short[0], long[0])
-
-
-def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
-    x = np.random.default_rng(3).normal(size=(4, 64)).astype(jnp.bfloat16)
-    wide = x.astype(np.float64)
-    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
-    got = rms_norm(jnp.asarray(x), jnp.ones(64, jnp.bfloat16), eps=1e-6)
-    np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32).astype(jnp.bfloat16))
-
-
-def test_annotated_shapes_are_checked_in_tests() -> None:
-    with pytest.raises(TypeError, match="weight"):
-        rms_norm(jnp.ones((2, 4)), jnp.ones(1), eps=1e-6)

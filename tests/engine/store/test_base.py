@@ -1,4 +1,4 @@
-"""The stores that need no server fulfil the contract (``store_contract``)."""
+"""The stores that need no server fulfil the contract (``contract``)."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,6 +1,5 @@
-"""Memory of adapters of other kinds than LoRA: in their compiled steps, and in three memories."""
+"""Adapters that share a decomposition on the device: its room, and their bits in three memories."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from tests.engine.backend.jax.training.packed_case import TINY, model_of
 from tests.support.adapters import live, settled
-from tuneserve_engine.adapters.kinds import KINDS, kind_of
+from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.jax.adapters import cache as paging
 from tuneserve_engine.backend.jax.adapters.arrays import (
@@ -22,47 +21,8 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
 from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
 from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms
-from tuneserve_engine.core.adapter import UNEMBED, AdapterConfig
+from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError
-from tuneserve_engine.core.shapes import StaticShapes
-
-# --- the step's program --------------------------------------------------------------------------
-
-RANK = 32
-WIDE = {
-    "q_proj": (4, 128, 128),
-    "k_proj": (4, 128, 64),
-    "gate_proj": (4, 128, 384),
-    "down_proj": (4, 384, 128),
-    UNEMBED: (128, 1024),
-}
-"""Square and rectangular shapes, whose sides are far larger than the rank."""
-
-
-def size(shape: tuple[int, ...]) -> int:
-    return 4 * math.prod(shape)
-
-
-@pytest.mark.acceptance("S4")
-@pytest.mark.parametrize(
-    ("form", "pairs"), [("factors", 2.0), ("short_fixed", 1.4), ("core", 1.06)]
-)
-def test_a_step_reuses_its_arguments_and_needs_little_more(form: str, pairs: float):
-    """The limit is this many pairs of the rank. Four of an adapter's pairs would be the most."""
-    kind = KINDS["osft"][form]
-    programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_buckets=(RANK,)))
-    programs._declare(kind)
-    (step,) = programs._steps[kind.program].shapes()
-    memory = step.compiled().memory_analysis()
-    own = sum(size(part) for s in WIDE.values() for part in kind.parameter_shapes(s, RANK).values())
-    pair = sum(size((*layers, i + o, RANK)) for *layers, i, o in WIDE.values())
-    assert memory.alias_size_in_bytes == 3 * own + pair
-    assert memory.temp_size_in_bytes <= pairs * pair
-
-
-# --- in three memories ---------------------------------------------------------------------------
 
 MAX_RANK = 8
 SHAPES = target_shapes(TINY)
@@ -136,7 +96,7 @@ def random_state(config: AdapterConfig, frozen: DeviceSvd, seed: int = 0) -> Ada
 def test_shared_weights_are_on_the_device_once_and_leave_with_their_last_user(cache_of, frozen):
     cache, before = cache_of(10**9), settled()[1]
     for name, config in (("a", osft()), ("b", osft("core")), ("lora", LORA)):
-        cache.put(name, random_state(config, frozen), MAX_RANK)
+        cache.register(name, random_state(config, frozen), MAX_RANK)
     first, second, lora = map(on_device, (osft(), osft("core"), LORA))
     expected = [
         (lambda: cache.get(["lora"]), lora),
@@ -155,7 +115,7 @@ def test_shared_weights_count_towards_the_devices_limit(cache_of, frozen):
     config = osft()
     cache, before = cache_of(SHARED + 2 * on_device(config)), settled()[1]
     for name in "abc":
-        cache.put(name, random_state(config, frozen), MAX_RANK)
+        cache.register(name, random_state(config, frozen), MAX_RANK)
     assert cache.groups(["a", "b", "c"]) == [["a", "b"], ["c"]]
     for names, there in (("ab", 2), ("c", 2), ("abc", 3)):
         cache.get(list(names))
@@ -165,13 +125,13 @@ def test_shared_weights_count_towards_the_devices_limit(cache_of, frozen):
 
 def test_loras_take_the_place_of_shared_weights(cache_of, frozen):
     cache, before = cache_of(SHARED + on_device(osft())), settled()[1]
-    cache.put("osft", random_state(osft(), frozen), MAX_RANK)
+    cache.register("osft", random_state(osft(), frozen), MAX_RANK)
     cache.get(["osft"])
     room = SHARED + on_device(osft())
     names = [f"lora-{n}" for n in range(room // on_device(LORA))]
     assert len(names) >= 1
     for name in names:
-        cache.put(name, random_state(LORA, frozen), MAX_RANK)
+        cache.register(name, random_state(LORA, frozen), MAX_RANK)
     cache.get(names)
     assert live()[1] - before == len(names) * on_device(LORA)
     assert cache.groups(["osft", *names]) == [["osft"], names]
@@ -185,7 +145,7 @@ def test_adapters_of_all_kinds_are_loaded_with_the_same_bits(
     cache = cache_of(1, host_bytes)
     states = {str(n): random_state(config, frozen, n) for n, config in enumerate(configs)}
     for name, state in states.items():
-        cache.put(name, state, MAX_RANK)
+        cache.register(name, state, MAX_RANK)
     for _ in range(2):
         for name, state in states.items():
             (adapter,) = cache.get([name])
@@ -208,7 +168,7 @@ def test_room_is_made_for_shared_weights_even_if_their_only_user_is_evicted(cach
     limit = SHARED + on_device(config) + on_device(LORA) - 4
     cache, before = cache_of(limit), settled()[1]
     for name, state in (("a", config), ("b", config), ("lora", LORA)):
-        cache.put(name, random_state(state, frozen), MAX_RANK)
+        cache.register(name, random_state(state, frozen), MAX_RANK)
     cache.get(["a"])
     cache.get(["b"])
     cache.get(["lora"])
@@ -220,7 +180,7 @@ def test_room_is_made_for_shared_weights_even_if_their_only_user_is_evicted(cach
 
 def test_an_adapter_that_fails_to_load_leaves_no_shared_weights(cache_of, frozen, monkeypatch):
     cache, before = cache_of(10**9), settled()[1]
-    cache.put("a", random_state(osft(), frozen), MAX_RANK)
+    cache.register("a", random_state(osft(), frozen), MAX_RANK)
 
     def no_room(*_: Any) -> None:
         raise MemoryError("no room")
