@@ -37,7 +37,7 @@ YES, NO = np.bool_(True), np.bool_(False)
 LARGEST = np.finfo(np.float32).max
 
 
-def scratch_of(seed: int) -> LoraWeights:
+def gradient_slots_of(seed: int) -> LoraWeights:
     """Random numbers in every slot."""
     return random_like(new_gradient_slots(SMALL, RANK, SLOTS), seed)
 
@@ -98,7 +98,7 @@ def test_writing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
 
 
 def test_a_commit_adds_the_slots_gradient_and_nothing_of_its_neighbours():
-    adapter, gradient_slots = on_device(random_state(2)), scratch_of(1)
+    adapter, gradient_slots = on_device(random_state(2)), gradient_slots_of(1)
     for slot in (0, 1, 3):
         gradient_slots = with_entry(gradient_slots, slot, "q_proj", np.nan)
     want = [
@@ -125,7 +125,7 @@ def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, valu
     if value == LARGEST:  # finite, but not when doubled
         accumulator.a[target] = accumulator.a[target].at[..., 2, 1].set(LARGEST)
     before, places = bits(accumulator), pointers(accumulator)
-    gradient_slots = with_entry(scratch_of(1), 1, target, value)
+    gradient_slots = with_entry(gradient_slots_of(1), 1, target, value)
     accumulator, finite = commit(accumulator, gradient_slots, 1)
     assert not finite
     assert bits(accumulator) == before and pointers(accumulator) == places
@@ -135,7 +135,7 @@ def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, valu
 
 def test_an_adapter_without_unembedding_ignores_that_part_of_the_slot():
     adapter = on_device(random_state(3))
-    gradient_slots = with_entry(scratch_of(1), 1, UNEMBED, np.nan)
+    gradient_slots = with_entry(gradient_slots_of(1), 1, UNEMBED, np.nan)
     accumulator, finite = commit(adapter.accumulator, gradient_slots, 1, trained=False)
     assert finite
     assert not accumulator.a[UNEMBED].any() and not accumulator.b[UNEMBED].any()
@@ -156,7 +156,7 @@ def test_another_slot_scale_or_flag_compiles_nothing():
             np.float32(scale),
             flag,
         )
-        commit(adapter.accumulator, scratch_of(seed), slot, trained=bool(flag))
+        commit(adapter.accumulator, gradient_slots_of(seed), slot, trained=bool(flag))
 
     once(0, 1.0, YES, 2)
     with counted_compilations() as compiled:
@@ -167,9 +167,9 @@ def test_another_slot_scale_or_flag_compiles_nothing():
 
 def test_a_hundred_commits_and_ten_steps_allocate_nothing():
     adapters = [on_device(random_state(seed)) for seed in (2, 4)]
-    adapter_slots, gradient_slots = new_adapter_slots(SMALL, RANK, SLOTS), scratch_of(1)
+    adapter_slots, gradient_slots = new_adapter_slots(SMALL, RANK, SLOTS), gradient_slots_of(1)
 
-    def unit(adapter_slots, number: int):
+    def run_batch(adapter_slots, number: int):
         for slot, adapter in enumerate(adapters):
             adapter_slots = write_slot(
                 adapter_slots, np.int32(slot), adapter.weights, np.float32(number), YES
@@ -181,11 +181,11 @@ def test_a_hundred_commits_and_ten_steps_allocate_nothing():
         return adapter_slots
 
     for number in range(5):
-        adapter_slots = unit(adapter_slots, number)
+        adapter_slots = run_batch(adapter_slots, number)
     everything = [*adapters, adapter_slots.a, adapter_slots.b, gradient_slots]
     places, arrays = pointers(*everything), settled()
     for number in range(50):
-        adapter_slots = unit(adapter_slots, number)
+        adapter_slots = run_batch(adapter_slots, number)
         assert pointers(*adapters, adapter_slots.a, adapter_slots.b, gradient_slots) == places
         assert live() == arrays
     assert [adapter.step for adapter in adapters] == [5 + 11, 5 + 11]
