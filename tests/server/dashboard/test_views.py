@@ -377,13 +377,13 @@ async def test_viewers_waiting_for_their_first_state_count_towards_the_limit(
 ) -> None:
     monkeypatch.setattr(living, "MOST_VIEWERS_OF_TENANT", 3)
     monkeypatch.setattr(living, "MOST_VIEWERS", 4)
-    found, may_tell = watched.services.store.page, asyncio.Event()
+    found, may_tell = watched.services.store.page_of_records, asyncio.Event()
 
     async def slow(*asked: Any, **how: Any) -> Any:
         await may_tell.wait()
         return await found(*asked, **how)
 
-    monkeypatch.setattr(watched.services.store, "page", slow)
+    monkeypatch.setattr(watched.services.store, "page_of_records", slow)
     keys = ["tml-a"] * 10 + ["tml-b"] * 10
     asking = [asyncio.create_task(watched.call("GET", "/live", key=key)) for key in keys]
     async with asyncio.timeout(5):
@@ -401,7 +401,7 @@ async def test_a_viewer_that_leaves_before_the_first_byte_no_longer_counts(
     watched: Any, goes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, may_tell = watched.app.state.services.live, asyncio.Event()
-    found = watched.services.store.page
+    found = watched.services.store.page_of_records
 
     async def slow(*asked: Any, **how: Any) -> Any:
         await may_tell.wait()
@@ -415,7 +415,7 @@ async def test_a_viewer_that_leaves_before_the_first_byte_no_longer_counts(
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
-    monkeypatch.setattr(watched.services.store, "page", slow)
+    monkeypatch.setattr(watched.services.store, "page_of_records", slow)
     asked: dict[str, Any] = {"type": "http", "method": "GET", "http_version": "1.1"}
     asked |= {"path": "/api/v1/live", "raw_path": b"/api/v1/live", "root_path": ""}
     asked |= {
@@ -447,8 +447,8 @@ async def test_a_stream_ends_when_the_store_is_away_and_the_next_is_refused(
 
     calls: Iterator[int] = iter([0, 1, 1])
     store = watched.services.store
-    found = store.page
-    monkeypatch.setattr(store, "page", away)
+    found = store.page_of_records
+    monkeypatch.setattr(store, "page_of_records", away)
     assert len(await looks(watched)) == 1
     refused = await watched.call("GET", "/live")
     assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
