@@ -25,7 +25,7 @@ def marked() -> Iterator[tuple[str, str]]:
                 continue
             for mark in test.decorator_list:
                 if isinstance(mark, ast.Call) and ast.unparse(mark.func).endswith(".acceptance"):
-                    assert test.name.startswith("test_"), f"{path}: {test.name} is no test"
+                    assert test.name.startswith("test_"), f"{path}: {test.name} is not a test"
                     yield from ((str(ast.literal_eval(name)), path) for name in mark.args)
 
 

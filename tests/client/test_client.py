@@ -104,7 +104,7 @@ def test_the_same_steps_through_the_official_sdk_give_the_same_bits(
         assert sample.stop_reason == sequence.stop_reason
 
 
-def test_a_custom_loss_gives_the_official_sdks_gradient(
+def test_a_custom_loss_has_the_gradient_of_the_official_sdk(
     client: Client, official_client: tinker.ServiceClient, server: LocalServer
 ) -> None:
     """The custom loss has its derivative written by hand, or computed by torch."""
@@ -137,7 +137,7 @@ def test_a_custom_loss_gives_the_official_sdks_gradient(
         assert norms[0] == norms[1] == norms[2]
 
 
-def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(client: Client) -> None:
+def test_training_lowers_the_loss_and_continues_from_a_checkpoint(client: Client) -> None:
     model = client.create_model(rank=4, seed=7)
     curve = losses(model, 6)
     assert curve[-1] < curve[0] / 2

@@ -58,7 +58,7 @@ def test_requests_are_split_at_their_size_limit() -> None:
 
 
 def test_the_end_of_a_metrics_name_says_how_its_parts_are_joined() -> None:
-    """Of three datums and one: the mean of 1 and 5 is (3 * 1 + 1 * 5) / 4 = 2."""
+    """Of three datums and one, the mean of 1 and 5 is (3 * 1 + 1 * 5) / 4 = 2."""
     logprobs = [np.full(2, -0.5, np.float32)] * 4
     first = {"loss:sum": 1.0, "a:mean": 1.0, "a:min": 1.0, "a:max": 1.0, "a:other": 1.0}
     second = {"loss:sum": 5.0, "a:mean": 5.0, "a:min": 5.0, "a:max": 5.0, "b:sum": 5.0}

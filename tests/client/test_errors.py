@@ -21,7 +21,7 @@ from tuneserve_client import errors
         (503, "disk_full", errors.ServerFault, "server"),
     ],
 )
-def test_a_refusal_has_the_class_of_its_code_or_else_of_its_status(
+def test_a_refusal_has_the_class_of_its_code_or_otherwise_of_its_status(
     status: int, code: str, kind: type[errors.Refused], category: str
 ) -> None:
     error = errors.refusal(status, code, "why", 3.0)

@@ -8,7 +8,7 @@ from tuneserve_client.progress_bars import gather, progress
 
 
 class Result:
-    """A future that notes each call."""
+    """A future that records each call."""
 
     def __init__(self, calls: list[str], name: str, error: Exception | None = None) -> None:
         self._calls, self._name, self._error = calls, name, error

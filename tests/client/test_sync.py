@@ -115,7 +115,7 @@ ASYNCHRONOUS = {"close", "fetch", "only_base_model", "session_id"}
     ("synchronous", "asynchronous"),
     [(Client, AsyncClient), (Model, AsyncModel), (Sampler, AsyncSampler)],
 )
-def test_every_public_method_is_there_with_its_documentation(
+def test_every_public_method_exists_with_its_documentation(
     synchronous: type, asynchronous: type
 ) -> None:
     public = {

@@ -96,10 +96,10 @@ def micro_batch_of() -> Callable[..., MicroBatch]:
     third.
     """
 
-    def make(*pieces: Any, static_shapes: StaticShapes = STATIC_SHAPES) -> MicroBatch:
+    def make(*bins: Any, static_shapes: StaticShapes = STATIC_SHAPES) -> MicroBatch:
         arrays = empty(static_shapes.micro_batch_tokens, static_shapes.block)
         first = number = 0
-        for request, *rows in pieces:
+        for request, *rows in bins:
             start = first
             for row in rows:
                 fill(arrays, number, first, row, static_shapes.block)

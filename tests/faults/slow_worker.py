@@ -1,7 +1,8 @@
 """A worker whose device takes time: ``slow_worker.py <data directory>``.
 
-A micro-batch takes ``TOKEN_S`` per token of its chunks, padding included, and no processor
-meanwhile: as on a GPU. Units, whom they were charged to, and who waited, go to ``batches.jsonl``.
+A micro-batch takes ``TOKEN_S`` per token of its chunks, padding included, without using the
+processor: as on a GPU. Batches, the tenants charged for them and the waiting tenants are written to
+``batches.jsonl``.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 from tuneserve_engine.worker.worker import Worker
 
 CHUNK, TOKEN_S = 512, 0.0004
-UNITS = "units.jsonl"
+BATCHES = "batches.jsonl"
 
 
 class SlowBackend(FakeBackend):
@@ -52,7 +53,7 @@ class SlowBackend(FakeBackend):
 
 
 class Noting(Scheduler):
-    """Writes a line per unit: its kind, each tenant's seconds, and the tenants with work then."""
+    """Writes a line per batch: its kind, each tenant's seconds, and the tenants that have work."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
         super().__init__(weights, costs=CostModel(SlowBackend().static_shapes))
@@ -79,7 +80,7 @@ class Noting(Scheduler):
 
 async def main(data_dir: Path) -> None:
     backend, files = SlowBackend(), FileStore(data_dir / "files")
-    scheduler = Noting(WorkerSettings().tenant_weights, data_dir / UNITS)
+    scheduler = Noting(WorkerSettings().tenant_weights, data_dir / BATCHES)
 
     async def connect() -> Queue:
         queue = RemoteQueue(data_dir / "store.sock")

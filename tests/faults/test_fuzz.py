@@ -1,5 +1,6 @@
-"""No input makes a 5xx, kills the worker or is lost: mutated JSON, mutated protobuf, and cases made
-from the API's own description."""
+"""No input causes a 5xx, kills the worker or is lost: mutated JSON, mutated protobuf, and cases
+generated from the API's own description.
+"""
 
 import asyncio
 import logging
@@ -23,20 +24,20 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 
 from tests.faults import asgi
-from tests.faults.fuzzing import OPENAI, PREFIX, Checked, Lane, whole
+from tests.faults.fuzzing import OPENAI, PREFIX, Checked, FuzzClient, whole
 from tests.server.conftest import FAKE_INFO, Api
 from tuneserve_server.settings import ApiSettings
 
 pytestmark = pytest.mark.anyio
 
 JSON_BODIES, MESSAGES, CASES = 10_000, 2_000, 500
-LANES = 24
+CLIENTS = 24
 FOREVER_S = 1e12
 
 
 @pytest.fixture
 def settings(settings: ApiSettings) -> ApiSettings:
-    """Limits that a flood of accepted requests does not reach: those are tested elsewhere."""
+    """Limits that a flood of accepted requests does not reach. Other tests cover the limits."""
     return settings.model_copy(
         update={"max_tenant_models": 10**6, "max_tenant_jobs": 10**6, "max_server_jobs": 10**6}
     )
@@ -44,32 +45,32 @@ def settings(settings: ApiSettings) -> ApiSettings:
 
 @pytest.fixture
 async def service(api: Api, tokenizer: Path) -> Api:
-    """Its worker's base model has a tokenizer, so that OpenAI's routes answer."""
+    """The service with a tokenizer for its worker's base model, so that OpenAI's routes answer."""
     await api.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
     return api
 
 
 async def shared_out(
-    lanes: list[Lane], total: int, send: Callable[[Lane], Awaitable[None]]
+    clients: list[FuzzClient], total: int, send: Callable[[FuzzClient], Awaitable[None]]
 ) -> None:
-    """Each lane's requests one after the other, the lanes beside each other."""
+    """Send each client's requests one after the other, and the clients concurrently."""
 
-    async def run(lane: Lane) -> None:
-        for _ in range(total // len(lanes)):
-            await send(lane)
+    async def run(client: FuzzClient) -> None:
+        for _ in range(total // len(clients)):
+            await send(client)
 
     async with asyncio.TaskGroup() as tasks:
-        for lane in lanes:
-            tasks.create_task(run(lane))
+        for client in clients:
+            tasks.create_task(run(client))
 
 
 @pytest.fixture
-async def lanes(service: Api) -> list[Lane]:
-    return list(await asyncio.gather(*(Lane.open(service, n) for n in range(LANES))))
+async def clients(service: Api) -> list[FuzzClient]:
+    return list(await asyncio.gather(*(FuzzClient.open(service, n) for n in range(CLIENTS))))
 
 
 async def all_end(checked: Checked) -> Counter[str]:
-    """How everything that was accepted ended, once no more gaps are waited for."""
+    """The endings of all accepted requests, once gaps are no longer waited for."""
     services = checked.api.services
     policy = replace(
         services.settings.sweep_policy,
@@ -82,7 +83,7 @@ async def all_end(checked: Checked) -> Counter[str]:
 
 
 async def assert_alive(api: Api, caplog: pytest.LogCaptureFixture) -> None:
-    """The worker that was there from the start trains a new model; nobody logged an error."""
+    """The worker of the start can train a new model, and no error was logged."""
     model = await api.model(await api.session())
     output = await api.output(await api.forward_backward(model, 1))
     assert output.metrics["loss:sum"] == pytest.approx((1 + 3) / 8 + (1 + 5) / 8)
@@ -91,16 +92,16 @@ async def assert_alive(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     assert not errors, errors[0].getMessage()
 
 
-async def test_mutated_json_is_answered_and_what_is_accepted_ends(
-    service: Api, lanes: list[Lane], bodies: Any, caplog: pytest.LogCaptureFixture
+async def test_mutated_json_is_answered_and_accepted_requests_end(
+    service: Api, clients: list[FuzzClient], bodies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(11)
-    described = {whole(path) for _, path, _ in lanes[0].templates(bodies)}
+    described = {whole(path) for _, path, _ in clients[0].templates(bodies)}
     assert described == set(_json_paths(service))  # no route is forgotten
-    await shared_out(lanes, JSON_BODIES, lambda lane: lane.send_json(checked, bodies, rng))
+    await shared_out(clients, JSON_BODIES, lambda client: client.send_json(checked, bodies, rng))
     endings = await all_end(checked)
     print(f"\n{JSON_BODIES} mutated JSON: {dict(checked.statuses)}, ended: {dict(endings)}")
-    assert sum(checked.statuses.values()) >= JSON_BODIES // LANES * LANES
+    assert sum(checked.statuses.values()) >= JSON_BODIES // CLIENTS * CLIENTS
     assert min(checked.statuses[200], checked.statuses[422], checked.statuses[404]) > 100
     assert min(endings.values()) > 100
     print(f"of them OpenAI's: {dict(checked.openai)}")
@@ -117,11 +118,11 @@ def _json_paths(api: Api) -> Iterator[str]:
                 yield path
 
 
-async def test_mutated_protobuf_is_answered_and_what_is_accepted_ends(
-    service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
+async def test_mutated_protobuf_is_answered_and_accepted_requests_end(
+    service: Api, clients: list[FuzzClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(12)
-    await shared_out(lanes, MESSAGES, lambda lane: lane.send_message(checked, rng))
+    await shared_out(clients, MESSAGES, lambda client: client.send_message(checked, rng))
     endings = await all_end(checked)
     print(f"\n{MESSAGES} mutated protobuf: {dict(checked.statuses)}, ended: {dict(endings)}")
     assert min(endings.values()) > 100
@@ -142,7 +143,7 @@ def _message(_: Any, value: Any) -> Any:
 
 
 def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
-    """Cases that follow the description, and as many that do not, where that is possible."""
+    """Cases that follow the description, and as many that violate it, where that is possible."""
     schema = schemathesis.openapi.from_dict(api.app.openapi())
     cases: list[schemathesis.Case] = []
     for found in schema.include(path_regex=f"^({PREFIX}/|{OPENAI}/|/metrics)").get_all_operations():
@@ -164,21 +165,23 @@ def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
             try:
                 collect()
             except Unsatisfiable:
-                assert mode is GenerationMode.NEGATIVE  # there is nothing to do wrong
+                assert mode is GenerationMode.NEGATIVE  # this operation has no invalid input
     return cases
 
 
-def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> requests.PreparedRequest:
-    """The request of the case, about the lane's objects in every other case."""
+def prepared(
+    case: schemathesis.Case, client: FuzzClient, rng: random.Random
+) -> requests.PreparedRequest:
+    """The request of the case. Every other case is about the client's objects."""
     ids = {
-        "session_id": lane.ended,
-        "model_id": lane.model,
-        "sampler_id": lane.sampler,
-        "sampling_session_id": lane.sampler,
-        "request_id": lane.done,
-        "path": lane.checkpoint,
-        "model_path": lane.checkpoint,
-        "model": lane.checkpoint,
+        "session_id": client.ended,
+        "model_id": client.model,
+        "sampler_id": client.sampler,
+        "sampling_session_id": client.sampler,
+        "request_id": client.done,
+        "path": client.checkpoint,
+        "model_path": client.checkpoint,
+        "model": client.checkpoint,
         "kind": "weights",
         "name": "a",
     }
@@ -186,7 +189,7 @@ def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> request
         for part in (case.path_parameters, case.body):
             if isinstance(part, dict):
                 part.update({name: value for name, value in ids.items() if name in part})
-    case.headers = {**(case.headers or {}), "X-API-Key": lane.key}
+    case.headers = {**(case.headers or {}), "X-API-Key": client.key}
     return requests.Request(**case.as_transport_kwargs(base_url="http://localhost")).prepare()
 
 
@@ -199,7 +202,7 @@ CONFORMANCE = (
 
 
 def as_response(request: requests.PreparedRequest, answer: asgi.Answer) -> schemathesis.Response:
-    """The answer as schemathesis checks it."""
+    """The answer in the form that schemathesis checks."""
     response = httpx.Response(
         answer.status,
         headers=answer.headers,
@@ -210,13 +213,13 @@ def as_response(request: requests.PreparedRequest, answer: asgi.Answer) -> schem
     return schemathesis.Response.from_httpx(response, verify=False)
 
 
-async def test_cases_from_the_description_are_answered_as_described(
-    service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
+async def test_cases_from_the_description_get_the_described_answers(
+    service: Api, clients: list[FuzzClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(13)
     cases = described_cases(service, per_operation=9)
     for case in cases:
-        request = prepared(case, rng.choice(lanes), rng)
+        request = prepared(case, rng.choice(clients), rng)
         assert request.method is not None
         body = request.body or b""
         answer = await checked.send(

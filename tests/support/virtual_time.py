@@ -1,4 +1,4 @@
-"""An event loop whose time is computed: sleeps take none, and no load changes their order."""
+"""An event loop with virtual time: sleeps take none, and load does not change their order."""
 
 import asyncio
 import selectors
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still while there is something to do, and then jumps to the next timer."""
+    """Time stands still while tasks are ready, and then jumps to the next timer."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
@@ -22,6 +22,6 @@ class _VirtualSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-t
     def select(self, timeout: float | None = None) -> Any:
         events = super().select(0)
         if not events:
-            assert timeout is not None, "everybody waits for somebody else"
+            assert timeout is not None, "all tasks wait for each other"
             self.now_s += max(timeout, 0.0)
         return events

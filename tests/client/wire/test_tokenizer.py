@@ -32,7 +32,7 @@ def test_offsets_divide_the_text_among_its_tokens(tokenizer: Tokenizer) -> None:
     assert "".join(text[start:end] for start, end in offsets) == text
 
 
-def test_special_tokens_are_left_out_unless_they_are_wanted(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_left_out_unless_requested(tokenizer: Tokenizer) -> None:
     end = tokenizer.eos_token_id
     assert end is not None
     tokens = [*tokenizer.encode("Yes", special=False), end]
@@ -54,7 +54,7 @@ def test_a_template_renders_the_messages_options_and_special_tokens() -> None:
     )
 
 
-def test_of_several_templates_in_the_configuration_the_default_is_used() -> None:
+def test_the_default_of_several_templates_in_the_configuration_is_used() -> None:
     config = (
         '{"chat_template": [{"name": "tools", "template": "tools"}, '
         '{"name": "default", "template": "{{ add_generation_prompt }}"}]}'

@@ -1,4 +1,4 @@
-"""The metadata of adapter files, and the numbers that an adapter begins with."""
+"""The metadata of adapter files, and the initial numbers of an adapter."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_a_configuration_survives_its_metadata() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, -1, "3", None])
-def test_a_rank_that_is_no_positive_number_is_refused(rank: object) -> None:
+def test_a_rank_that_is_not_a_positive_number_is_refused(rank: object) -> None:
     metadata = metadata_of(CONFIG, "base", 0)
     changed = json.dumps(json.loads(metadata["config"]) | {"rank": rank})
     with pytest.raises(ValueError):

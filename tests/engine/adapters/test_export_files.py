@@ -1,4 +1,4 @@
-"""The members of an export are handed out only as they were written."""
+"""The members of an export are sent only as they were written."""
 
 from pathlib import Path
 

@@ -65,6 +65,6 @@ def test_a_field_that_would_change_the_numbers_is_named(
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff", b'"LORA"'])
-def test_a_text_that_is_no_json_object_is_refused(text: bytes) -> None:
+def test_a_text_that_is_not_a_json_object_is_refused(text: bytes) -> None:
     with pytest.raises(UserError, match="is no JSON"):
         read_config(text)

@@ -93,7 +93,7 @@ def refusal(folder: Path, data: bytes, config: dict[str, Any] | None = None) -> 
     return str(raised.value)
 
 
-# --- taken in -------------------------------------------------------------------------------------
+# --- accepted adapters ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])

@@ -414,7 +414,7 @@ def test_progress_after_a_failure_counts_the_stored_weights(tmp_path: Path):
     assert kept.done == 7
 
 
-def test_it_is_at_work_only_while_it_computes(tmp_path: Path):
+def test_a_decomposition_is_at_work_only_while_it_computes(tmp_path: Path):
     seen: list[bool] = []
 
     def layers(name: str) -> list[np.ndarray]:

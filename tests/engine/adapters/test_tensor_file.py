@@ -83,8 +83,8 @@ def test_a_file_without_checksums_is_read_unchecked(tmp_path: Path) -> None:
     assert tensor_file.check(path) == {"format": "pt"}
 
 
-def test_the_checksum_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:
+def test_the_checksum_of_a_file_is_the_checksum_of_its_content(tmp_path: Path) -> None:
     content = bytes(range(256)) * 5000  # more than one piece
     (tmp_path / "file").write_bytes(content)
     assert tensor_file.checksum_of(tmp_path / "file") == tensor_file.checksum(content)
-    assert tensor_file.checksum(b"") == "2d06800538d394c2"  # XXH3 of nothing, as published
+    assert tensor_file.checksum(b"") == "2d06800538d394c2"  # XXH3 of an empty input, as published

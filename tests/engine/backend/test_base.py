@@ -302,7 +302,7 @@ def test_gradients_accumulate_over_requests_and_batches_alike(device: Backend) -
     assert same_state(states[0], states[1]) and same_state(states[0], states[2])
 
 
-def test_a_step_clears_the_accumulator_and_counts(device: Backend) -> None:
+def test_a_step_clears_the_accumulator_and_is_counted(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
     metrics = take_step(device, mine)
@@ -341,7 +341,7 @@ def test_an_impossible_step_does_not_stop_the_others(device: Backend) -> None:
     assert device.optim_steps([]) == []
 
 
-def test_prefetching_changes_nothing_whatever_is_named(device: Backend) -> None:
+def test_prefetching_any_names_changes_nothing(device: Backend) -> None:
     mine = adapter(device)
     run(device, wanted(mine, 1))
     before = device.adapter_state(mine, optimizer=True, accumulator=True)

@@ -1,4 +1,4 @@
-"""The targets of an adapter, and the hyper-parameters and weights that it takes."""
+"""The targets of an adapter, and its valid hyper-parameters and weights."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def test_an_adapter_without_targets_is_refused() -> None:
         {"grad_clip_norm": 1.0, "weight_decay": 0.1},
     ],
 )
-def test_hyper_parameters_that_torch_takes_are_accepted(change: dict[str, float]) -> None:
+def test_hyper_parameters_that_torch_accepts_are_accepted(change: dict[str, float]) -> None:
     check_adam_params(AdamwParams(**change))
 
 

@@ -45,7 +45,7 @@ def test_another_payload_is_a_decode_error(payload: bytes) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_command_that_asks_for_scores_and_at_most_a_token_only_scores(max_tokens: int) -> None:
+def test_a_command_for_scores_and_up_to_one_token_only_scores(max_tokens: int) -> None:
     plain = SampleCommand([5, 6], 1, max_tokens=max_tokens)
     assert not plain.only_scores
     for asks in (

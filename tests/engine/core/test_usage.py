@@ -13,7 +13,7 @@ def test_totals_count_requests_and_add_what_they_cost() -> None:
     assert one + one + Totals() == Totals(2, 5.0, 20, 40, 60, 80, 1e7)
 
 
-def test_a_tenants_total_is_that_of_its_models() -> None:
+def test_a_tenants_total_is_the_total_of_its_models() -> None:
     one = Totals.from_usage(ONE)
     assert TenantUsage("t", {"a": one, "b": one}).total == Totals(2, 5.0, 20, 40, 60, 80, 1e7)
     assert TenantUsage("t").total == Totals()
@@ -29,5 +29,5 @@ def test_the_stride_doubles_before_there_are_too_many_points(n: int, expected: i
     assert expected == 1 or 2 * (n // expected + 1) > MOST_POINTS
 
 
-def test_a_day_begins_at_midnight_in_utc() -> None:
+def test_a_day_starts_at_midnight_in_utc() -> None:
     assert [day_of(s) for s in (0.0, 86_399.9, 86_400.0, 1_700_000_000.0)] == [0, 0, 1, 19_675]

@@ -90,7 +90,7 @@ def run(backend: JaxBackend, micro_batch_of: Any, batch_of: Any) -> Callable[...
     """``run([tenant, ...], [(request, row, ...), ...], ...)``: the bins of each micro-batch."""
 
     def run(tenants: Any, *micro_batches: Any, **options: Any) -> Ran:
-        made = [micro_batch_of(*pieces) for pieces in micro_batches]
+        made = [micro_batch_of(*bins) for bins in micro_batches]
         batch = batch_of([t.id for t in tenants], made, **options)
         return Ran(made, backend.forward_backward(batch))
 
@@ -122,12 +122,12 @@ def test_a_neighbour_and_the_place_in_the_micro_batch_change_no_bit(
     """After zero, one, three and six blocks of a neighbour, where two blocks are a chunk."""
     a, b = tenant(), tenant(SMALL)
     policy = {"old_logprobs": -2.0, "advantages": 0.5, "clip_high": 9.0}
-    pieces = []
+    bins = []
     for length in (5, 16, 20):
         inputs = {name: [value] * length for name, value in policy.items()}
-        pieces.append((1, datum(length, length, loss, **(inputs if loss == "ppo" else {}))))
-    pieces.insert(place, (0, datum(1, 11)))
-    assert_as_alone(alone, run([a, b], pieces), a, place)
+        bins.append((1, datum(length, length, loss, **(inputs if loss == "ppo" else {}))))
+    bins.insert(place, (0, datum(1, 11)))
+    assert_as_alone(alone, run([a, b], bins), a, place)
 
 
 def nan_weights(datum: Any) -> Any:
@@ -389,7 +389,7 @@ def test_a_refused_step_changes_nothing(run, tenant, datum):
     assert_same_bits(a.arrays(), before)
 
 
-def test_a_fresh_adapter_equals_the_base_model_whatever_its_seed(run, tenant, datum):
+def test_a_fresh_adapter_equals_the_base_model_for_any_seed(run, tenant, datum):
     logprobs = []
     for config in (BIG, SMALL):
         ran = run([tenant(config)], [(0, datum(1, 11))], forward_only=True)

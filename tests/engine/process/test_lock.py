@@ -31,7 +31,7 @@ def holder(tmp_path: Path):
         process.kill()
 
 
-def test_a_second_process_is_refused_with_the_way_out(holder, tmp_path):
+def test_a_second_process_is_refused_with_a_way_out(holder, tmp_path):
     with pytest.raises(OSError, match=r"another worker named a/b .* --worker-name") as caught:
         lock_name(tmp_path, "a/b", timeout_s=0.1)
     assert str(tmp_path) in str(caught.value)

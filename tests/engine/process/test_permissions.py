@@ -39,13 +39,13 @@ def modes(root: Path) -> dict[str, str]:
     return found
 
 
-def write_everything(root: Path, scratch: Path) -> SpillFolder:
+def write_everything(root: Path, folder: Path) -> SpillFolder:
     """Write every kind of file that processes leave in a data directory."""
     files = FileStore(root / "files")
     files.write(new_file_id(), checkpoint.to_members(state(), "base"))
     files.write(new_file_id(), checkpoint.peft_members(state(), "base"))
     with files.staging() as staged:
-        adapter = checked(scratch, save(tensors()))
+        adapter = checked(folder, save(tensors()))
         adapter.write(staged / MEMBER)
         files.publish(staged, new_file_id())
     unused = new_file_id()

@@ -165,7 +165,7 @@ async def test_a_key_is_valid_until_it_expires(
         assert await is_let_in(door, key) == good
 
 
-# --- what is known of them ------------------------------------------------------------------------
+# --- known keys -----------------------------------------------------------------------------------
 
 
 async def test_a_revoked_key_is_refused_within_five_seconds_by_every_process(
@@ -187,7 +187,7 @@ async def test_a_revoked_key_is_refused_within_five_seconds_by_every_process(
     refused: set[Authenticator] = set()
     while len(refused) < 2:
         clock.now_s += 0.1
-        assert clock.now_s < revoked_s + 3.05, "a second is left for a slow store"
+        assert clock.now_s < revoked_s + 3.05, "one second remains for a slow store"
         refused |= {door for door in doors if not await is_let_in(door, key)}
     for door in doors:
         assert not await is_let_in(door, key)
@@ -280,7 +280,7 @@ async def test_a_silent_store_does_not_hold_up_known_keys(
     clock.now_s += 100
     waiting = asyncio.create_task(is_let_in(door, key))
     await asyncio.sleep(0.2)
-    assert not waiting.done(), "nobody knows whether it was revoked since"
+    assert not waiting.done(), "it may have been revoked since"
     await store.update_record(Update("key", "a", {"revoked_s": clock.now_s}))
     store.answers.set()
     assert not await asyncio.wait_for(waiting, 5)

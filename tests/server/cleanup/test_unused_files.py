@@ -44,7 +44,7 @@ def unused(store: Names, files: FileStore, now_s: float = NOW_S, **policy: float
     return UnusedFiles(store, files, UnusedPolicy(**policy), clock=lambda: now_s)
 
 
-# --- what is deleted, what is set aside -----------------------------------------------------------
+# --- deletion and quarantine ----------------------------------------------------------------------
 
 
 async def test_a_released_file_is_deleted_when_it_is_old(
@@ -245,7 +245,7 @@ async def test_released_files_are_deleted_in_any_number(store: Names, files: Fil
     assert (files.ids(), cleaner.problem, files.set_aside_groups()) == (set(), None, {})
 
 
-# --- whose directory it is ------------------------------------------------------------------------
+# --- ownership of the directory -------------------------------------------------------------------
 
 
 async def test_in_another_stores_directory_nothing_is_touched(

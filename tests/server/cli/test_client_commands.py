@@ -219,7 +219,7 @@ def test_rates_are_means_over_the_last_twenty_seconds() -> None:
     assert at(131, 1, 0)["device_busy"] is None  # another process under the same name
 
 
-# --- asked wrongly --------------------------------------------------------------------------------
+# --- wrong arguments ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

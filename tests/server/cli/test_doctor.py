@@ -384,7 +384,7 @@ def test_without_a_device_or_a_model_memory_is_not_checked(
     assert memory.level == "WARN" and words in memory.text
 
 
-# --- all of it ----------------------------------------------------------------------------------
+# --- the whole command --------------------------------------------------------------------------
 
 
 def test_a_missing_package_is_named_with_its_install_command(

@@ -204,7 +204,7 @@ def test_a_request_that_is_killed_from_outside_four_times_still_runs(
         (0, False),
     ],
 )
-def test_deaths_from_outside_are_told_from_deaths_by_the_own_fault(
+def test_deaths_from_outside_are_distinguished_from_other_deaths(
     status: int, is_outside: bool
 ) -> None:
     assert is_from_outside(status) is is_outside

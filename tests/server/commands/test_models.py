@@ -192,7 +192,7 @@ async def test_models_and_checkpoints_are_described_with_kind_and_resolved_rank(
     assert (run.adapter, run.rank) == ("osft", 1)
 
 
-# --- from a checkpoint ----------------------------------------------------------------------------
+# --- models from a checkpoint ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ async def test_many_recordings_are_read_in_several_steps(
     assert output.metrics[f"{STAND_IN}/sampled_tokens:sum"] == 15
 
 
-async def test_of_long_sequences_only_the_named_tokens_are_retained(
+async def test_only_the_named_tokens_of_long_sequences_are_retained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A request of some kilobytes names one token of each of 40 MiB.

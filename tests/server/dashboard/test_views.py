@@ -55,7 +55,7 @@ async def watched(service: Any) -> Any:
     return service
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- contents -------------------------------------------------------------------------------------
 
 
 async def test_without_keys_every_viewer_sees_everything(watched: Any) -> None:
@@ -195,7 +195,7 @@ async def test_errors_are_shown_with_their_text_and_counted(watched: Any) -> Non
     assert len((await first(watched))["errors"]) == 2
 
 
-# --- who sees what --------------------------------------------------------------------------------
+# --- visibility -----------------------------------------------------------------------------------
 
 
 async def test_a_key_sees_its_tenant_and_an_admin_key_sees_all(

@@ -210,7 +210,7 @@ def test_a_number_that_json_does_not_have_is_refused_even_in_ignored_fields(
         body.parse(Anything, f'{{"x": {place % number}}}'.encode())
 
 
-def test_their_names_as_text_are_accepted() -> None:
+def test_names_of_non_finite_numbers_are_accepted_as_text() -> None:
     body.parse(Anything, b'{"x": "NaN", "Infinity": ["-Infinity"]}')
 
 
@@ -221,7 +221,7 @@ def test_text_with_invalid_unicode_is_refused(text: bytes) -> None:
             body.parse(Anything, raw)
 
 
-# --- what is wrong -------------------------------------------------------------------------------
+# --- wrong elements ------------------------------------------------------------------------------
 
 
 def bodies_of(base: type[Body]) -> Iterator[type[Body]]:

@@ -302,7 +302,7 @@ def tokens(ids: list[int]) -> Any:
     return {"chunks": [{"type": "encoded_text", "tokens": ids}]}
 
 
-# --- every way in which a body can end -----------------------------------------------------------
+# --- every end of a body -------------------------------------------------------------------------
 
 
 class Sender:

@@ -199,7 +199,7 @@ async def test_a_failed_request_says_why_in_the_stream_too(
     assert json.loads(event)["error"]["message"] == said
 
 
-# --- who waits -----------------------------------------------------------------------------------
+# --- waiting requests ----------------------------------------------------------------------------
 
 
 async def test_the_request_of_a_client_that_leaves_is_cancelled(

@@ -103,7 +103,7 @@ async def test_a_stop_string_is_cut_from_the_text(
     assert choice["logprobs"]["tokens"] == list(said)
 
 
-async def test_logprobs_are_of_each_token_and_of_the_likeliest(speaking: Any) -> None:
+async def test_logprobs_cover_each_token_and_the_likeliest_ones(speaking: Any) -> None:
     (choice,) = (await complete(speaking, logprobs=2))["choices"]
     before, sampled = [1, 9, 10], [9, 10, 11]
     likeliest = [sorted(range(64), key=lambda y, x=x: (-logprob(x, y), y))[:2] for x in before]

@@ -81,7 +81,7 @@ def test_every_command_that_the_dashboard_names_exists() -> None:
     found = []
     for path in OURS:
         text = path.read_text()
-        assert not re.search(r"python3? ", text), f"{path}: who installed the wheel has no scripts"
+        assert not re.search(r"python3? ", text), f"{path}: an installed wheel has no scripts"
         found += re.findall(r"\btuneserve ((?:[a-z]+ ?)+)", text)
     assert len(found) >= 3
     for words in found:

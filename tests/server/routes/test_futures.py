@@ -41,7 +41,7 @@ async def all_heard(api: Any, sampler: str, count: int) -> list[dict[str, Any]]:
     return completions
 
 
-# --- hearing of many results ----------------------------------------------------------------------
+# --- polls for many results -----------------------------------------------------------------------
 
 
 async def test_each_result_is_reported_once_with_its_size(service: Any, bodies: Any) -> None:

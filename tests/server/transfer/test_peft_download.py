@@ -96,7 +96,7 @@ async def test_checkpoints_of_all_kinds_equal_the_workers_export_to_the_bit(
         found = await downloaded(service, answer["url"])
         assert list(found) == [*PEFT, "checkpoint_complete"]
         assert found == {**export, "checkpoint_complete": b""}
-    assert await service.get("/training_runs") == runs, "no run was made for it"
+    assert await service.get("/training_runs") == runs, "a run was made for it"
 
 
 async def test_only_the_lora_checkpoints_of_an_osft_adapter_become_archives(api: Any) -> None:
@@ -204,7 +204,7 @@ async def test_a_damaged_checkpoint_is_reported_and_not_sent(service: Any, kind:
     assert await downloaded(service, url)
 
 
-# --- how many, and how slow -----------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 async def test_a_tenant_has_a_limited_number_of_parallel_downloads(service: Any) -> None:

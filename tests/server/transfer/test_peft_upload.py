@@ -83,7 +83,7 @@ def left(api: Any) -> set[str]:
     }
 
 
-# --- taken in -------------------------------------------------------------------------------------
+# --- accepted archives ----------------------------------------------------------------------------
 
 
 async def test_training_continues_from_an_import_with_its_numbers_and_scale(service: Any) -> None:
@@ -166,7 +166,7 @@ async def test_the_base_model_may_be_given_another_name(service: Any) -> None:
     await path_of(service, archive(elsewhere), query="?base_model=tuneserve/fake")
 
 
-# --- as it comes ----------------------------------------------------------------------------------
+# --- the body -------------------------------------------------------------------------------------
 
 
 async def test_the_body_is_written_to_disk_as_it_arrives(
@@ -185,7 +185,7 @@ async def test_the_body_is_written_to_disk_as_it_arrives(
 
     await path_of(service, pieces())
     assert len(on_disk) == 17 and min(on_disk) > -(2**20) - 2**18
-    assert len(left(service)) == 1, "of the upload nothing is left"
+    assert len(left(service)) == 1, "the upload left something"
 
 
 async def test_an_adapter_over_the_limit_is_refused_before_it_has_arrived(
@@ -254,7 +254,7 @@ async def test_an_interrupted_upload_leaves_no_file(
     assert left(service) == set()
 
 
-async def test_a_killed_process_files_are_removed_an_hour_later(service: Any) -> None:
+async def test_the_files_of_a_killed_process_are_removed_an_hour_later(service: Any) -> None:
     files = service.services.files
     leaking = files.staging()
     folder = leaking.__enter__()
@@ -470,7 +470,7 @@ async def test_an_import_being_written_ends_when_the_service_stops(
     assert "is stopping" in assert_refused(await send(service), 503, below=504)
 
 
-# --- not taken in ---------------------------------------------------------------------------------
+# --- refused archives -----------------------------------------------------------------------------
 
 
 def assert_refused(answer: httpx.Response, status: int, below: int = 500) -> str:

@@ -45,7 +45,7 @@ def test_a_message_that_protobuf_accepts_has_the_same_head_here(message, noise, 
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise(body):
+def test_no_input_raises(body):
     read_head(body)
 
 

@@ -56,7 +56,7 @@ def test_osft_without_a_form_trains_the_factors():
     assert kind_of(config_of(8)).program == "osft_factors"
 
 
-def test_a_kind_is_a_short_file():
+def test_an_adapter_kind_fits_in_a_short_file():
     assert len(Path(rslora.__file__).read_text().splitlines()) < 150
 
 

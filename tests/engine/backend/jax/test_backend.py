@@ -366,7 +366,7 @@ def test_sampling_that_runs_out_of_memory_can_be_repeated(
         ("INVALID_ARGUMENT: the program has a flaw", jax.errors.JaxRuntimeError),
     ],
 )
-def test_device_errors_are_told_from_programs_that_cannot_run(
+def test_device_failures_are_distinguished_from_programs_that_cannot_run(
     backend: JaxBackend,
     batch: Callable[[str], TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
@@ -406,7 +406,9 @@ def test_every_cause_of_other_bits_changes_the_numerics_id(
     assert numerics_id(base_model, **NUMERICS | change) != numerics_id(base_model, **NUMERICS)
 
 
-def test_the_numerics_id_tells_base_models_apart_by_their_weights(base_model: Path, tmp_path: Path):
+def test_the_numerics_id_distinguishes_base_models_by_their_weights(
+    base_model: Path, tmp_path: Path
+):
     """A fine-tuned sister model has the same configuration, names and shapes."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((base_model / name).read_bytes())

@@ -44,7 +44,7 @@ def test_a_device_without_room_is_out_of_memory(error: Exception):
         ("INVALID_ARGUMENT: the program has a flaw", jax.errors.JaxRuntimeError),
     ],
 )
-def test_device_errors_are_told_from_programs_that_cannot_run(
+def test_device_failures_are_distinguished_from_programs_that_cannot_run(
     message: str, expected: type[Exception]
 ):
     with pytest.raises(expected, match=message.split(": ")[1]):
@@ -67,7 +67,7 @@ def test_other_exceptions_pass_unchanged():
         TypeError("a mistake of ours"),
     ],
 )
-def test_after_a_step_has_started_every_failure_is_the_devices(error: Exception):
+def test_after_a_step_has_started_every_failure_is_a_device_failure(error: Exception):
     adapter, other = adapter_of(random_state(2)), adapter_of(random_state(3))
 
     def step_then_fail() -> None:

@@ -81,7 +81,7 @@ def test_adapters_of_any_rank_load_without_a_compilation():
             restored_adapter(replace(state, step=3), shapes, 32)
         assert compiled == []
         jnp.zeros((2, 13, 23))
-        assert compiled, "what this test counts is not counted"
+        assert compiled, "compilations are not counted"
 
 
 @pytest.mark.parametrize("rank", [1, 3, 8])

@@ -37,13 +37,13 @@ def rank_bucket(rank: int) -> int:
     return next(x for x in RANK_CLASSES if rank <= x)
 
 
-def settle(pager: AdapterCache) -> None:
+def settle(cache: AdapterCache) -> None:
     """Wait until the background thread is idle."""
-    pager._background.submit(lambda: None).result()
+    cache._background.submit(lambda: None).result()
 
 
-def on_the_device(pager: AdapterCache) -> list[str]:
-    return [name for name, entry in pager._entries.items() if entry.device is not None]
+def on_the_device(cache: AdapterCache) -> list[str]:
+    return [name for name, entry in cache._entries.items() if entry.device is not None]
 
 
 def in_files(directory: Path) -> int:
@@ -58,14 +58,14 @@ def same(a: AdapterState, b: AdapterState) -> bool:
     )  # fmt: skip
 
 
-def put(pager: AdapterCache, *names: str, seed: int = 0, step: int = 5) -> None:
+def put(cache: AdapterCache, *names: str, seed: int = 0, step: int = 5) -> None:
     for index, name in enumerate(names):
-        pager.register(name, random_state(seed + index, rank=8, step=step), 8)
+        cache.register(name, random_state(seed + index, rank=8, step=step), 8)
 
 
 @pytest.fixture
-def pager_of(tmp_path: Path) -> Callable[..., AdapterCache]:
-    """``pager_of(2)``: a cache with room for two adapters on the device and none in host memory."""
+def cache_of(tmp_path: Path) -> Callable[..., AdapterCache]:
+    """``cache_of(2)``: a cache with room for two adapters on the device and none in host memory."""
 
     def make(device: float, host_bytes: int = 0) -> AdapterCache:
         return AdapterCache(tmp_path, SMALL, device_bytes=int(device * ONE), host_bytes=host_bytes)
@@ -107,16 +107,16 @@ def train(adapter: TrainingAdapter, seed: int) -> None:
         start_step(adapter, PARAMS)
 
 
-def check_limits(pager: AdapterCache, directory: Path, asked: Sequence[str]) -> None:
-    with pager._exclusive(), pager._state:
-        entries = dict(pager._entries)
+def check_limits(cache: AdapterCache, directory: Path, asked: Sequence[str]) -> None:
+    with cache._exclusive(), cache._state:
+        entries = dict(cache._entries)
         device = {name: x.device_bytes for name, x in entries.items() if x.device is not None}
         host = sum(x.host_bytes for x in entries.values() if x.host is not None)
         files = sum(x.file is not None for x in entries.values())
         for entry in entries.values():
             assert sum(x is not None for x in (entry.device, entry.host, entry.file)) == 1
-        assert sum(device.values()) <= pager._device_limit or device.keys() <= set(asked)
-        assert host <= pager._host_limit
+        assert sum(device.values()) <= cache._device_limit or device.keys() <= set(asked)
+        assert host <= cache._host_limit
         assert in_files(directory) == files
 
 
@@ -124,13 +124,13 @@ def check_limits(pager: AdapterCache, directory: Path, asked: Sequence[str]) -> 
     ("device", "host_bytes", "seed"), [(2.5, 0, 1), (1, 10_000, 2), (1, 10_000, 3), (1, 10**9, 4)]
 )
 def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
-    pager_of: Callable[..., AdapterCache],
+    cache_of: Callable[..., AdapterCache],
     tmp_path: Path,
     device: float,
     host_bytes: int,
     seed: int,
 ):
-    random, pager, model = np.random.default_rng(seed), pager_of(device, host_bytes), Model()
+    random, cache, model = np.random.default_rng(seed), cache_of(device, host_bytes), Model()
     names = [f"adapter {number}" for number in range(8)]
     asked: list[str] = []
     calls = ["put"] * 8 + random.choice(
@@ -143,11 +143,11 @@ def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
             name, rank = names[number % len(names)], int(random.integers(1, 9))
             stepped, accumulated = int(random.integers(2)), bool(random.integers(2))
             state = random_state(number, rank, step=stepped, accumulated=accumulated)
-            pager.register(name, state, rank_bucket(rank))
+            cache.register(name, state, rank_bucket(rank))
             model.adapters[name] = on_device(state, rank_bucket(rank))
         elif call == "get":
             asked = some
-            for name, adapter in zip(some, pager.get(some), strict=True):
+            for name, adapter in zip(some, cache.get(some), strict=True):
                 assert same(
                     saved_state(adapter, optimizer=True, accumulator=True), model.state(name)
                 )
@@ -155,31 +155,31 @@ def test_any_order_of_calls_gives_the_bits_of_adapters_that_never_move(
                 train(adapter, gradient)
                 train(model.adapters[name], gradient)
         elif call == "ahead":
-            pager.prefetch([*some, "nobody"])
+            cache.prefetch([*some, "nobody"])
         elif call == "state":
             assert same(
-                pager.state(some[0], optimizer=True, accumulator=True), model.state(some[0])
+                cache.state(some[0], optimizer=True, accumulator=True), model.state(some[0])
             )
         elif call == "drop":
-            pager.remove(some[0])
+            cache.remove(some[0])
             del model.adapters[some[0]]
-        assert set(pager.ids) == model.adapters.keys()
-        check_limits(pager, tmp_path, asked)
+        assert set(cache.ids) == model.adapters.keys()
+        check_limits(cache, tmp_path, asked)
     for name in model.adapters:
-        assert same(pager.state(name, optimizer=True, accumulator=True), model.state(name))
-        assert bits(pager.get([name])[0]) == bits(model.adapters[name])
-    assert pager.loads > 5 and pager.evictions > 5
+        assert same(cache.state(name, optimizer=True, accumulator=True), model.state(name))
+        assert bits(cache.get([name])[0]) == bits(model.adapters[name])
+    assert cache.loads > 5 and cache.evictions > 5
 
 
-def test_concurrent_calls_and_prefetches_lose_no_step(pager_of: Callable[..., AdapterCache]):
-    pager, done = pager_of(3, 15_000), threading.Event()
+def test_concurrent_calls_and_prefetches_lose_no_step(cache_of: Callable[..., AdapterCache]):
+    cache, done = cache_of(3, 15_000), threading.Event()
     names = [f"adapter {number}" for number in range(9)]
-    put(pager, *names)
+    put(cache, *names)
 
     def prefetch(seed: int) -> None:
         random = np.random.default_rng(seed)
         while not done.is_set():
-            pager.prefetch(random.choice(names, 4).tolist())
+            cache.prefetch(random.choice(names, 4).tolist())
             time.sleep(0.001)
 
     threads = [threading.Thread(target=prefetch, args=(seed,)) for seed in (1, 2)]
@@ -190,7 +190,7 @@ def test_concurrent_calls_and_prefetches_lose_no_step(pager_of: Callable[..., Ad
         steps = dict.fromkeys(names, 5)
         for _ in range(40):
             some = random.choice(names, 2, replace=False).tolist()
-            for name, adapter in zip(some, pager.get(some), strict=True):
+            for name, adapter in zip(some, cache.get(some), strict=True):
                 assert adapter.step == steps[name]
                 start_step(adapter, PARAMS)
                 steps[name] += 1
@@ -203,7 +203,7 @@ def test_concurrent_calls_and_prefetches_lose_no_step(pager_of: Callable[..., Ad
         for _ in range(steps[name] - 5):
             start_step(alone, PARAMS)
         want = saved_state(alone, optimizer=True, accumulator=True)
-        assert same(pager.state(name, optimizer=True, accumulator=True), want)
+        assert same(cache.state(name, optimizer=True, accumulator=True), want)
 
 
 @pytest.mark.parametrize("place", ["device", "host", "file"])
@@ -211,99 +211,99 @@ def test_concurrent_calls_and_prefetches_lose_no_step(pager_of: Callable[..., Ad
 @pytest.mark.parametrize("accumulator", [False, True])
 @pytest.mark.parametrize("step", [0, 5])
 def test_a_state_is_a_copy_and_the_same_wherever_the_adapter_is(
-    pager_of: Callable[..., AdapterCache],
+    cache_of: Callable[..., AdapterCache],
     place: str,
     optimizer: bool,
     accumulator: bool,
     step: int,
 ):
-    pager = pager_of(1, 0 if place == "file" else 10**9)
+    cache = cache_of(1, 0 if place == "file" else 10**9)
     given = random_state(1, step=step)
-    pager.register("mine", given, 8)
+    cache.register("mine", given, 8)
     for tensor in tensors_of(given).values():
         tensor += 1  # the cache no longer uses this copy
     if place == "device":
-        pager.get(["mine"])
+        cache.get(["mine"])
     before = on_device(random_state(1, step=step))
     want = saved_state(before, optimizer=optimizer, accumulator=accumulator)
     for _ in range(2):
-        state = pager.state("mine", optimizer=optimizer, accumulator=accumulator)
+        state = cache.state("mine", optimizer=optimizer, accumulator=accumulator)
         assert same(state, want)
         for tensor in tensors_of(state).values():
             tensor += 1
-    assert bits(pager.get(["mine"])[0]) == bits(before)
+    assert bits(cache.get(["mine"])[0]) == bits(before)
 
 
 def test_loading_an_adapter_again_replaces_it_wherever_it_was(
-    pager_of: Callable[..., AdapterCache], tmp_path: Path
+    cache_of: Callable[..., AdapterCache], tmp_path: Path
 ):
-    pager = pager_of(1)
+    cache = cache_of(1)
     for asked in ([], ["mine"]):
-        put(pager, "mine", "other")
+        put(cache, "mine", "other")
         for name in asked:
-            pager.get([name])
-        pager.register("mine", random_state(9), 8)
+            cache.get([name])
+        cache.register("mine", random_state(9), 8)
         assert in_files(tmp_path) == 2
-        assert bits(pager.get(["mine"])[0]) == bits(on_device(random_state(9)))
+        assert bits(cache.get(["mine"])[0]) == bits(on_device(random_state(9)))
 
 
 # --- limits --------------------------------------------------------------------------------------
 
 
-def test_the_least_recently_used_adapter_is_evicted_first(pager_of: Callable[..., AdapterCache]):
-    pager = pager_of(2)
-    put(pager, "a", "b", "c", "d")
+def test_the_least_recently_used_adapter_is_evicted_first(cache_of: Callable[..., AdapterCache]):
+    cache = cache_of(2)
+    put(cache, "a", "b", "c", "d")
     for name in ("a", "b", "a", "c"):
-        pager.get([name])
-    assert on_the_device(pager) == ["a", "c"]
-    assert (pager.loads, pager.evictions) == (3, 1)
+        cache.get([name])
+    assert on_the_device(cache) == ["a", "c"]
+    assert (cache.loads, cache.evictions) == (3, 1)
 
 
 def test_requested_adapters_stay_until_the_next_call_even_beyond_the_limit(
-    pager_of: Callable[..., AdapterCache],
+    cache_of: Callable[..., AdapterCache],
 ):
-    pager = pager_of(2)
-    put(pager, "a", "b", "c", "d")
-    adapters = pager.get(["a", "b", "c", "a"])
+    cache = cache_of(2)
+    put(cache, "a", "b", "c", "d")
+    adapters = cache.get(["a", "b", "c", "a"])
     assert adapters[0] is adapters[3]
-    pager.prefetch(["d"])
-    settle(pager)
-    assert on_the_device(pager) == ["b", "c", "a"]
-    pager.get(["a"])
-    assert on_the_device(pager) == ["c", "a"]
+    cache.prefetch(["d"])
+    settle(cache)
+    assert on_the_device(cache) == ["b", "c", "a"]
+    cache.get(["a"])
+    assert on_the_device(cache) == ["c", "a"]
 
 
 def test_an_evicted_adapter_cannot_be_trained_by_mistake(
-    pager_of: Callable[..., AdapterCache],
+    cache_of: Callable[..., AdapterCache],
 ):
-    pager = pager_of(1)
-    put(pager, "a", "b")
-    (stale,) = pager.get(["a"])
-    pager.get(["b"])
+    cache = cache_of(1)
+    put(cache, "a", "b")
+    (stale,) = cache.get(["a"])
+    cache.get(["b"])
     assert all(array.is_deleted() for array in arrays_of(stale))
     with pytest.raises(RuntimeError, match="deleted"):
         start_step(stale, PARAMS)
 
 
-def test_loading_and_evicting_leave_nothing_on_the_device(pager_of: Callable[..., AdapterCache]):
-    pager = pager_of(2, 8_000)
-    put(pager, "a", "b", "c", "d")
-    pager.get(["a", "b"])
+def test_loading_and_evicting_leave_nothing_on_the_device(cache_of: Callable[..., AdapterCache]):
+    cache = cache_of(2, 8_000)
+    put(cache, "a", "b", "c", "d")
+    cache.get(["a", "b"])
     before = settled()
     for number in range(20):
-        pager.get([["a", "b", "c", "d"][number % 4]])
+        cache.get([["a", "b", "c", "d"][number % 4]])
         assert live() == before
 
 
 def test_a_fresh_adapter_is_stored_without_its_zeros(
-    pager_of: Callable[..., AdapterCache], tmp_path: Path
+    cache_of: Callable[..., AdapterCache], tmp_path: Path
 ):
-    pager = pager_of(1)
+    cache = cache_of(1)
     state = random_state(2, rank=8, step=0, accumulated=False)
-    pager.register("fresh", state, 8)
-    pager.get(["fresh"])
-    put(pager, "other")
-    pager.get(["other"])
+    cache.register("fresh", state, 8)
+    cache.get(["fresh"])
+    put(cache, "other")
+    cache.get(["other"])
     (file,) = tmp_path.iterdir()
     weights = sum(tensor.nbytes for tensor in state.weights.values())
     assert weights < file.stat().st_size < weights + 3000
@@ -311,73 +311,73 @@ def test_a_fresh_adapter_is_stored_without_its_zeros(
 
 @pytest.mark.parametrize("what", ["dropped", "replaced"])
 def test_a_deleted_adapter_leaves_the_device_at_once(
-    pager_of: Callable[..., AdapterCache], what: str
+    cache_of: Callable[..., AdapterCache], what: str
 ):
     """The trainer may still hold a reference to it, to recognise copied weights."""
-    pager = pager_of(2)
-    put(pager, "a", "b")
-    (adapter,) = pager.get(["a"])
+    cache = cache_of(2)
+    put(cache, "a", "b")
+    (adapter,) = cache.get(["a"])
     if what == "dropped":
-        pager.remove("a")
+        cache.remove("a")
     else:
-        pager.register("a", random_state(9), 8)
+        cache.register("a", random_state(9), 8)
     assert all(array.is_deleted() for array in arrays_of(adapter))
 
 
-# --- looking ahead -------------------------------------------------------------------------------
+# --- prefetching ---------------------------------------------------------------------------------
 
 
 def test_prefetching_loads_the_next_adapters_so_that_no_call_waits(
-    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+    cache_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
-    pager = pager_of(3)
-    put(pager, "a", "b", "c", "d", "e")
-    pager.get(["a"])
-    pager.prefetch(["d", "e"])
-    settle(pager)
-    assert on_the_device(pager) == ["a", "e", "d"]
+    cache = cache_of(3)
+    put(cache, "a", "b", "c", "d", "e")
+    cache.get(["a"])
+    cache.prefetch(["d", "e"])
+    settle(cache)
+    assert on_the_device(cache) == ["a", "e", "d"]
     monkeypatch.setattr(paging, "restored_adapter", None)  # no further adapter is loaded
-    waited_s = pager.waited_s
-    assert [x.config.seed for x in pager.get(["e", "d"])] == [4, 3]
-    assert pager.waited_s - waited_s < 0.1
+    waited_s = cache.waited_s
+    assert [x.config.seed for x in cache.get(["e", "d"])] == [4, 3]
+    assert cache.waited_s - waited_s < 0.1
 
 
 def test_prefetching_spares_adapters_in_use_and_more_urgent_ones(
-    pager_of: Callable[..., AdapterCache],
+    cache_of: Callable[..., AdapterCache],
 ):
-    pager = pager_of(3)
-    put(pager, "a", "b", "c", "d", "e")
-    pager.get(["b", "c"])
-    pager.get(["a"])
-    pager.prefetch(["d", "c", "e", "b"])
-    settle(pager)
-    assert set(on_the_device(pager)) == {"a", "c", "d"}
-    assert pager.evictions == 1
+    cache = cache_of(3)
+    put(cache, "a", "b", "c", "d", "e")
+    cache.get(["b", "c"])
+    cache.get(["a"])
+    cache.prefetch(["d", "c", "e", "b"])
+    settle(cache)
+    assert set(on_the_device(cache)) == {"a", "c", "d"}
+    assert cache.evictions == 1
 
 
-def test_prefetching_evicts_nothing_in_vain(pager_of: Callable[..., AdapterCache]):
-    pager = pager_of(1.5)
-    pager.register("small", random_state(1, rank=4), 4)
-    put(pager, "large", "other")
-    pager.get(["small"])
-    pager.get(["large"])
-    pager.prefetch(["other"])
-    settle(pager)
-    assert on_the_device(pager) == ["small", "large"]
+def test_prefetching_evicts_nothing_in_vain(cache_of: Callable[..., AdapterCache]):
+    cache = cache_of(1.5)
+    cache.register("small", random_state(1, rank=4), 4)
+    put(cache, "large", "other")
+    cache.get(["small"])
+    cache.get(["large"])
+    cache.prefetch(["other"])
+    settle(cache)
+    assert on_the_device(cache) == ["small", "large"]
 
 
 def test_a_new_list_replaces_the_rest_of_the_old_one(
-    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+    cache_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
-    pager, gate = pager_of(5), Gate(paging.restored_adapter)
+    cache, gate = cache_of(5), Gate(paging.restored_adapter)
     monkeypatch.setattr(paging, "restored_adapter", gate)
-    put(pager, "a", "b", "c", "d")
-    pager.prefetch(["a", "b", "c"])
+    put(cache, "a", "b", "c", "d")
+    cache.prefetch(["a", "b", "c"])
     gate.reached.wait()
-    pager.prefetch(["d"])
+    cache.prefetch(["d"])
     gate.open.set()
-    settle(pager)
-    assert on_the_device(pager) == ["a", "d"]
+    settle(cache)
+    assert on_the_device(cache) == ["a", "d"]
 
 
 class Gate:
@@ -394,94 +394,94 @@ class Gate:
 
 @pytest.fixture
 def moving(
-    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+    cache_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[AdapterCache, Gate]]:
     """A cache with ``a`` on the device, whose background thread is about to load ``b``."""
-    pager, gate = pager_of(2), Gate(paging.restored_adapter)
-    put(pager, "a", "b", "c")
-    pager.get(["a"])
+    cache, gate = cache_of(2), Gate(paging.restored_adapter)
+    put(cache, "a", "b", "c")
+    cache.get(["a"])
     monkeypatch.setattr(paging, "restored_adapter", gate)
-    pager.prefetch(["b", "c"])
+    cache.prefetch(["b", "c"])
     gate.reached.wait()
-    yield pager, gate
+    yield cache, gate
     gate.open.set()
-    settle(pager)
+    settle(cache)
 
 
 def test_an_adapter_on_the_device_is_available_while_another_moves(
     moving: tuple[AdapterCache, Gate],
 ):
-    pager, _ = moving
-    assert pager.get(["a"])[0].config.seed == 0
-    pager.prefetch(["c"])
-    assert set(pager.ids) == {"a", "b", "c"}
+    cache, _ = moving
+    assert cache.get(["a"])[0].config.seed == 0
+    cache.prefetch(["c"])
+    assert set(cache.ids) == {"a", "b", "c"}
 
 
 def test_a_call_for_an_adapter_being_loaded_waits_for_it(moving: tuple[AdapterCache, Gate]):
-    pager, gate = moving
+    cache, gate = moving
     threading.Timer(0.2, gate.open.set).start()
     started_s = time.monotonic()
-    assert pager.get(["b"])[0].config.seed == 1
+    assert cache.get(["b"])[0].config.seed == 1
     assert time.monotonic() - started_s >= 0.15
-    assert pager.waited_s >= 0.15
-    assert pager.loads == 2
+    assert cache.waited_s >= 0.15
+    assert cache.loads == 2
 
 
 def test_an_adapter_deleted_while_it_moves_is_gone(moving: tuple[AdapterCache, Gate]):
-    pager, gate = moving
+    cache, gate = moving
     threading.Timer(0.1, gate.open.set).start()
-    pager.remove("b")
-    settle(pager)
-    assert set(pager.ids) == {"a", "c"}
+    cache.remove("b")
+    settle(cache)
+    assert set(cache.ids) == {"a", "c"}
     with pytest.raises(ServerError, match="'b' is not on this device"):
-        pager.get(["b"])
+        cache.get(["b"])
 
 
 # --- failures ------------------------------------------------------------------------------------
 
 
-def test_an_unknown_adapter_is_named(pager_of: Callable[..., AdapterCache]):
-    pager = pager_of(1)
-    put(pager, "a")
+def test_an_unknown_adapter_is_named(cache_of: Callable[..., AdapterCache]):
+    cache = cache_of(1)
+    put(cache, "a")
     for call in (
-        lambda: pager.get(["a", "b"]),
-        lambda: pager.remove("b"),
-        lambda: pager.state("b", optimizer=True, accumulator=True),
+        lambda: cache.get(["a", "b"]),
+        lambda: cache.remove("b"),
+        lambda: cache.state("b", optimizer=True, accumulator=True),
     ):
         with pytest.raises(ServerError, match=r"'b' is not on this device \(1 are\)"):
             call()
 
 
-def test_a_state_of_another_base_model_is_refused_at_once(pager_of: Callable[..., AdapterCache]):
-    pager = pager_of(1)
+def test_a_state_of_another_base_model_is_refused_at_once(cache_of: Callable[..., AdapterCache]):
+    cache = cache_of(1)
     state = random_state(1)
     state.weights["q_proj.A"] = np.zeros((1, 2, 3), np.float32)
     with pytest.raises(UserError, match=r"weights\[q_proj.A\]"):
-        pager.register("a", state, 8)
-    assert pager.ids == ()
+        cache.register("a", state, 8)
+    assert cache.ids == ()
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
 def test_an_unreadable_file_is_a_device_failure(
-    pager_of: Callable[..., AdapterCache], tmp_path: Path, damage: str
+    cache_of: Callable[..., AdapterCache], tmp_path: Path, damage: str
 ):
-    pager = pager_of(2)
-    put(pager, "a")
+    cache = cache_of(2)
+    put(cache, "a")
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     file.unlink()
     if damage == "short":
         file.write_bytes(content[:-5])
-    pager.prefetch(["a"])
-    settle(pager)
+    cache.prefetch(["a"])
+    settle(cache)
     with pytest.raises(DeviceFailed, match=f"could not be read from {file}"):
-        pager.get(["a"])
+        cache.get(["a"])
     file.write_bytes(content)
-    put(pager, "b", seed=1)
-    pager.prefetch(["b"])  # the background thread has survived
-    settle(pager)
-    assert on_the_device(pager) == ["b"]
-    assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
+    put(cache, "b", seed=1)
+    cache.prefetch(["b"])  # the background thread has survived
+    settle(cache)
+    assert on_the_device(cache) == ["b"]
+    assert bits(cache.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
 
 
 def full(*_: object, **__: object) -> None:
@@ -489,61 +489,61 @@ def full(*_: object, **__: object) -> None:
 
 
 def test_a_full_disk_does_not_stop_training(
-    pager_of: Callable[..., AdapterCache],
+    cache_of: Callable[..., AdapterCache],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
     """Adapters that cannot be written exceed the host's memory until the disk has room."""
-    pager, model = pager_of(1), Model()
-    put(pager, "a", "b", "c")
+    cache, model = cache_of(1), Model()
+    put(cache, "a", "b", "c")
     model.adapters = {name: on_device(random_state(i, rank=8)) for i, name in enumerate("abc")}
     monkeypatch.setattr("tuneserve_engine.backend.jax.adapters.spill_files.save_file", full)
     for name in "abcabc":
-        (adapter,) = pager.get([name])
+        (adapter,) = cache.get([name])
         start_step(adapter, PARAMS)
         start_step(model.adapters[name], PARAMS)
     assert [record.message for record in caplog.records] == [
-        f"an adapter of {pager._entries['a'].host_bytes} bytes could not be written to {tmp_path}: "
+        f"an adapter of {cache._entries['a'].host_bytes} bytes could not be written to {tmp_path}: "
         "[Errno 28] No space left on device; make room there, or give adapters more of the host's "
         "memory; until then they take more of it than they should"
     ]
     assert in_files(tmp_path) == 0
     monkeypatch.undo()
-    pager.get(["b"])
-    check_limits(pager, tmp_path, ["b"])
+    cache.get(["b"])
+    check_limits(cache, tmp_path, ["b"])
     assert in_files(tmp_path) == 2
     for name in "abc":
-        assert bits(pager.get([name])[0]) == bits(model.adapters[name])
+        assert bits(cache.get([name])[0]) == bits(model.adapters[name])
 
 
 def test_a_full_disk_refuses_new_adapters_only(
-    pager_of: Callable[..., AdapterCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache_of: Callable[..., AdapterCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    pager = pager_of(1)
-    put(pager, "a", "b")
+    cache = cache_of(1)
+    put(cache, "a", "b")
     files = in_files(tmp_path)
     monkeypatch.setattr("tuneserve_engine.backend.jax.adapters.spill_files.save_file", full)
     with pytest.raises(OutOfMemory, match=r"could not be written to .*No space left"):
-        put(pager, "c", seed=2)
-    assert set(pager.ids) == {"a", "b"} and in_files(tmp_path) == files
-    put(pager, "b", seed=3)
+        put(cache, "c", seed=2)
+    assert set(cache.ids) == {"a", "b"} and in_files(tmp_path) == files
+    put(cache, "b", seed=3)
     for seed, name in ((0, "a"), (3, "b")):
-        assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
+        assert bits(cache.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
 
 
 def test_spill_files_leave_the_reserved_disk_space_free(tmp_path: Path):
-    pager = AdapterCache(tmp_path, SMALL, device_bytes=ONE, host_bytes=0, min_free_bytes=2**60)
+    cache = AdapterCache(tmp_path, SMALL, device_bytes=ONE, host_bytes=0, min_free_bytes=2**60)
     with pytest.raises(OutOfMemory, match=r"could not be written to .*\(min_free_bytes\)"):
-        put(pager, "a", "b")
+        put(cache, "a", "b")
     assert in_files(tmp_path) == 0
 
 
 def test_a_file_that_cannot_be_deleted_does_not_stop_training(
-    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+    cache_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
-    pager = pager_of(1)
-    put(pager, "a", "b")
+    cache = cache_of(1)
+    put(cache, "a", "b")
 
     def read_only(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
@@ -551,26 +551,26 @@ def test_a_file_that_cannot_be_deleted_does_not_stop_training(
     monkeypatch.setattr("tuneserve_engine.backend.jax.adapters.spill_files.save_file", read_only)
     monkeypatch.setattr(Path, "unlink", read_only)
     for seed, name in ((0, "a"), (1, "b")):
-        assert bits(pager.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
-    pager.remove("a")
+        assert bits(cache.get([name])[0]) == bits(on_device(random_state(seed, rank=8)))
+    cache.remove("a")
 
 
 def test_a_full_device_is_reported_to_the_caller_and_may_have_room_later(
-    pager_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
+    cache_of: Callable[..., AdapterCache], monkeypatch: pytest.MonkeyPatch
 ):
-    pager = pager_of(1, 10**9)
-    put(pager, "a", "b")
+    cache = cache_of(1, 10**9)
+    put(cache, "a", "b")
 
     def full(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(paging, "restored_adapter", full)
-    pager.prefetch(["a"])
-    settle(pager)
+    cache.prefetch(["a"])
+    settle(cache)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        pager.get(["a"])
+        cache.get(["a"])
     monkeypatch.undo()
-    pager.prefetch(["a"])
-    settle(pager)
-    assert on_the_device(pager) == ["a"]
-    assert bits(pager.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))
+    cache.prefetch(["a"])
+    settle(cache)
+    assert on_the_device(cache) == ["a"]
+    assert bits(cache.get(["a"])[0]) == bits(on_device(random_state(0, rank=8)))

@@ -26,7 +26,7 @@ def test_a_token_sees_its_datum_up_to_itself_and_padding_sees_its_block() -> Non
     assert np.asarray(found.end).tolist() == [[2, 2, 4, 4], [5, 8, 8, 8]]
 
 
-def test_of_a_window_of_keys_only_the_first_datum_is_seen() -> None:
+def test_only_the_first_datum_of_a_window_of_keys_is_seen() -> None:
     second = type(windows(SEEN))(*(x[1] for x in windows(SEEN)))
     of_datum = np.asarray(sees_window(second, jnp.int32(2)))
     assert of_datum.tolist() == [[True, True, True, False], *[[False] * 4] * 3]
@@ -34,7 +34,7 @@ def test_of_a_window_of_keys_only_the_first_datum_is_seen() -> None:
     assert of_padding.tolist() == [[False] * 4, *[[True, True, True, False]] * 3]
 
 
-def test_the_next_window_begins_with_the_next_datum() -> None:
+def test_the_next_window_starts_with_the_next_datum() -> None:
     end = windows(SEEN).end
     assert int(next_window(end, jnp.int32(0), 0)) == 2
     assert int(next_window(end, jnp.int32(2), 0)) == 4

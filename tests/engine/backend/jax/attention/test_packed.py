@@ -26,7 +26,7 @@ from tuneserve_engine.backend.jax.attention.packed import (
 )
 
 IMPLEMENTATIONS = get_args(Implementation)
-Piece = Sequence[int]
+Bin = Sequence[int]
 """Lengths of datums that follow one another. The bin starts and ends with a block."""
 
 
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
 
 SMALL = Shape(block=8, key_heads=2, groups=3, head_dim=6)
 REAL = Shape(block=64, key_heads=2, groups=2, head_dim=64)
-PIECES: list[Piece] = [[5, 20, 3, 9], [8], [1, 1, 24], [2]]
+BINS: list[Bin] = [[5, 20, 3, 9], [8], [1, 1, 24], [2]]
 """Datums that start and end inside blocks, and one that fills its block."""
 
 
@@ -62,14 +62,14 @@ def numbers(tokens: int, shape: Shape, seed: int = 0) -> Inputs:
     return Inputs(draw(heads), draw(shape.key_heads), draw(shape.key_heads), draw(heads))
 
 
-def visibility(pieces: Sequence[Piece], block: int, capacity: int) -> Visibility:
+def visibility(bins: Sequence[Bin], block: int, capacity: int) -> Visibility:
     """Written token by token."""
     datum, position, start = [], [], []
     number = 0
-    for piece in pieces:
+    for bin_lengths in bins:
         begins = {}
         first = len(datum) // block
-        for length in piece:
+        for length in bin_lengths:
             begins[number] = len(datum) // block
             datum += [number] * length
             position += range(length)
@@ -88,7 +88,7 @@ def visibility(pieces: Sequence[Piece], block: int, capacity: int) -> Visibility
     )
 
 
-class Stream(NamedTuple):
+class PackedInputs(NamedTuple):
     """Inputs in blocks, beside buffers of NaN for the outputs."""
 
     q: jax.Array
@@ -102,7 +102,7 @@ class Stream(NamedTuple):
 
 def packed(
     inputs: Inputs, seen: Visibility, shape: Shape, dtype: jnp.dtype = jnp.float32
-) -> Stream:
+) -> PackedInputs:
     """Pack the inputs. Unused blocks hold NaN."""
     capacity = seen.start.shape[0]
 
@@ -115,7 +115,7 @@ def packed(
     k, v = key_blocks(blocks(inputs.k)), key_blocks(blocks(inputs.v))
     nan = [jnp.full(x.shape, jnp.nan, dtype) for x in (q, k, v)]
     sums = jnp.full(q.shape[:3], jnp.nan)
-    return Stream(
+    return PackedInputs(
         q, k, v, gradient, seen, Attended(nan[0], sums), AttentionGradient(nan[0], nan[1], nan[2])
     )
 
@@ -129,10 +129,12 @@ class Results(NamedTuple):
     of_v: np.ndarray
 
 
-def run(implementation: Implementation) -> Callable[[Stream], tuple[Attended, AttentionGradient]]:
+def run(
+    implementation: Implementation,
+) -> Callable[[PackedInputs], tuple[Attended, AttentionGradient]]:
     """Forward and backward, jitted."""
 
-    def both(at: Stream) -> tuple[Attended, AttentionGradient]:
+    def both(at: PackedInputs) -> tuple[Attended, AttentionGradient]:
         inputs = at.q, at.k, at.v
         attended = attend_blocks(*inputs, at.seen, at.attended, implementation=implementation)
         gradients = attend_blocks_backward(
@@ -195,7 +197,7 @@ def test_values_and_gradients_equal_a_dense_reference(
     implementation: Implementation, groups: int
 ) -> None:
     shape = SMALL._replace(groups=groups)
-    seen = visibility(PIECES, shape.block, capacity=13)
+    seen = visibility(BINS, shape.block, capacity=13)
     tokens = int(seen.blocks) * shape.block
     inputs = numbers(tokens, shape)
     got = results(RUN[implementation](packed(inputs, seen, shape)), shape)
@@ -230,7 +232,7 @@ def test_bfloat16_differs_by_its_rounding_only(implementation: Implementation) -
 
     Each is half an epsilon, relative to the largest entry.
     """
-    seen = visibility(PIECES, SMALL.block, capacity=11)
+    seen = visibility(BINS, SMALL.block, capacity=11)
     tokens = int(seen.blocks) * SMALL.block
     rounded = [jnp.asarray(x, jnp.bfloat16) for x in numbers(tokens, SMALL)]
     inputs = Inputs(*(np.asarray(x.astype(jnp.float32)) for x in rounded))
@@ -247,7 +249,7 @@ def test_bfloat16_differs_by_its_rounding_only(implementation: Implementation) -
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bits_depend_only_on_the_requests_own_bin(implementation: Implementation) -> None:
-    own: Piece = [37, 100, 5, 70]
+    own: Bin = [37, 100, 5, 70]
     mine, neighbour = numbers(sum(own), REAL), numbers(130, REAL, seed=1)
     nan = Inputs(*(np.full_like(x, np.nan) for x in neighbour))
 
@@ -257,9 +259,9 @@ def test_bits_depend_only_on_the_requests_own_bin(implementation: Implementation
         parts = [part for x in before for part in (x, rest)]
         begins = sum(len(part.q) for part in parts)
         parts += [mine, padding, *(part for x in after for part in (x, rest))]
-        pieces = [[130]] * len(before) + [own] + [[130]] * len(after)
+        bins = [[130]] * len(before) + [own] + [[130]] * len(after)
         whole = Inputs(*(np.concatenate(field) for field in zip(*parts, strict=True)))
-        at = packed(whole, visibility(pieces, REAL.block, capacity), REAL)
+        at = packed(whole, visibility(bins, REAL.block, capacity), REAL)
         got = results(RUN[implementation](at), REAL)
         return Results(*(x[begins : begins + sum(own)] for x in got))
 
@@ -278,7 +280,7 @@ def test_bits_depend_only_on_the_requests_own_bin(implementation: Implementation
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_unused_blocks_are_neither_read_nor_written(implementation: Implementation) -> None:
-    seen = visibility(PIECES, SMALL.block, capacity=13)
+    seen = visibility(BINS, SMALL.block, capacity=13)
     used = int(seen.blocks)
     at = packed(numbers(used * SMALL.block, SMALL), seen, SMALL)
     seven = jax.tree.map(lambda x: jnp.full_like(x, 7), (at.attended, at.gradients))
@@ -291,7 +293,7 @@ def test_unused_blocks_are_neither_read_nor_written(implementation: Implementati
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_buffers_of_several_layers_are_used_in_place(implementation: Implementation) -> None:
-    seen = visibility(PIECES, SMALL.block, capacity=12)
+    seen = visibility(BINS, SMALL.block, capacity=12)
     used = int(seen.blocks)
     at = packed(numbers(used * SMALL.block, SMALL), seen, SMALL)
     want = RUN[implementation](at)
@@ -349,7 +351,7 @@ def test_kernels_are_lowered_for_a_gpu(shape: Shape, dtype: jnp.dtype) -> None:
     at = packed(numbers(250, shape), seen, shape, jnp.dtype(dtype))
     options = {"base": 0, "attended_base": 0, "interpret": False}
 
-    def both(at: Stream) -> AttentionGradient:
+    def both(at: PackedInputs) -> AttentionGradient:
         attended = packed_gpu.attend(*at[:3], at.seen, at.attended, **options)
         return packed_gpu.attend_backward(
             *at[:3], attended, at.gradient, at.seen, at.gradients, **options

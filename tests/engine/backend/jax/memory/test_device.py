@@ -14,7 +14,7 @@ def test_a_containers_memory_is_its_limit(tmp_path: Path) -> None:
     assert machine_bytes((unlimited, limited)) == 2**20
 
 
-def test_the_tests_run_on_a_cpu_that_gives_half_of_the_machines_memory() -> None:
+def test_the_tests_run_on_a_cpu_that_has_half_of_the_machines_memory() -> None:
     device = default_device()
     assert device.kind == "cpu"
     assert (device.memory_bytes, device.host_bytes) == (machine_bytes() // 2, machine_bytes() // 4)

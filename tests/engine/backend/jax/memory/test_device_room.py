@@ -231,7 +231,7 @@ def test_the_gap_between_the_samplers_logprobs_and_the_trainers_is_counted(
     ("message", "expected"),
     [("INTERNAL: the device is gone", DeviceFailed), ("RESOURCE_EXHAUSTED: full", OutOfMemory)],
 )
-def test_a_failed_copy_of_a_state_tells_device_errors_from_a_full_memory(
+def test_a_failed_copy_of_a_state_is_a_device_failure_or_out_of_memory(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch, message: str, expected: type[Exception]
 ) -> None:
     def broken(_: Any) -> Any:

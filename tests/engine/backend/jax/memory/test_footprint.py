@@ -131,11 +131,11 @@ def test_an_adapter_has_four_copies(config: ModelConfig) -> None:
         adapter = new_adapter(AdapterConfig(1, 1.0, 0), target_shapes(config), rank)
         copies = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
         assert [size(copy) for copy in copies] == [counted.adapter_bytes(rank)] * 4
-    unit = max(
+    batch_adapters = max(
         STATIC_SHAPES.slots(rank) * counted.adapter_bytes(rank)
         for rank in STATIC_SHAPES.rank_buckets
     )
-    assert counted.batch_adapter_bytes == 4 * unit
+    assert counted.batch_adapter_bytes == 4 * batch_adapters
 
 
 @MODELS
@@ -215,13 +215,13 @@ def test_sampling_has_unstacked_layers_kv_pages_and_an_adapter_per_decode_slot(
     counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
     sampling = Sampling.of(config, STATIC_SHAPES, dtype)
     pages, weights, *_ = sampling.arguments("decode")
-    banks = sum(sampling.arguments("decode", which)[2] for which in range(2))
+    slots = sum(sampling.arguments("decode", which)[2] for which in range(2))
     *_, snapshot = sampling.arguments("set_slot_adapter")
     *_, empty = sampling.arguments("set_slot_adapter", which=0)
     scale = 4
     assert counted.unstacked.bytes == weights
     assert counted.caches.bytes == pages
-    assert counted.decode_slots.bytes == banks - 2 * ROWS * scale  # each rank bucket has its own
+    assert counted.decode_slots.bytes == slots - 2 * ROWS * scale  # each rank bucket has its own
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
 

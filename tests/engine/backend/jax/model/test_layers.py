@@ -42,7 +42,7 @@ def test_frequencies_fall_by_the_root_of_theta() -> None:
     np.testing.assert_allclose(found, [1, 1 / 4, 1 / 16], rtol=1e-6)
 
 
-def test_llama3_keeps_short_waves_blends_middle_ones_and_stretches_long_ones() -> None:
+def test_llama3_leaves_short_waves_blends_middle_ones_and_stretches_long_ones() -> None:
     """The waves have 2 pi, 8 pi and 32 pi tokens; those below 8 are kept, those above 32 not.
 
     Of the middle wave, (32 / (8 pi) - 1) / 3 = 0.09108 is kept:

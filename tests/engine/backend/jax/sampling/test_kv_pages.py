@@ -1,4 +1,4 @@
-"""Pages are handed out, shared by prompts that begin alike, and evicted in order of their use."""
+"""Pages are allocated, shared by prompts with equal starts, and evicted in order of their use."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def reserved(pages: KvPageAllocator, hashes: list[bytes], private: int) -> tuple
     return [part.page for part in found[0]], found[1]
 
 
-def test_every_page_but_the_unused_one_is_handed_out_once() -> None:
+def test_every_page_but_the_unused_one_is_allocated_once() -> None:
     pages = KvPageAllocator(5)
     assert pages.room == 4
     assert reserved(pages, [A, B], 2) == ([1, 2], [3, 4])
@@ -88,6 +88,6 @@ def test_a_digest_depends_on_the_scope_and_on_all_tokens_up_to_the_parts_end() -
     assert (changed[0], len(set(changed) & set(whole))) == (whole[0], 1)
 
 
-def test_there_are_pages_for_a_context_in_every_slot() -> None:
-    """A context of 256 tokens takes 4 pages of 64; a slot has another, and one is unused."""
+def test_the_pages_suffice_for_a_context_in_every_slot() -> None:
+    """A context of 256 tokens takes 4 pages of 64. A slot has one more, and one is unused."""
     assert pages_of(StaticShapes(256), 8) == 8 * 5 + 1

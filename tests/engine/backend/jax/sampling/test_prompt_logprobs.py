@@ -71,7 +71,7 @@ def answers(first: int) -> PromptScores:
 
 
 def test_the_result_has_the_answers_in_the_order_of_the_prompt() -> None:
-    """Row 2 of a chunk begins with number 2 * 2 * 4 = 16 of the logprobs and 20 of the ids."""
+    """Row 2 of a chunk starts with number 2 * 2 * 4 = 16 of the logprobs and 20 of the ids."""
     request = replace(PLAIN, prompt_logprobs=True, targets=TARGETS, topk_prompt=2, alt_tokens=1)
     scores = PromptLogprobs(request, BLOCK)
     scores.add_scores(1, 0, answers(100))
@@ -87,7 +87,7 @@ def test_the_result_has_the_answers_in_the_order_of_the_prompt() -> None:
     assert result.alt_tokens.logprobs.tolist() == [[1020], [1025], [1100]]
 
 
-def test_an_answer_that_was_not_asked_for_is_none() -> None:
+def test_an_answer_that_was_not_requested_is_none() -> None:
     scores = PromptLogprobs(replace(PLAIN, topk_prompt=1), BLOCK)
     scores.add_scores(0, 0, answers(0))
     result = scores.result()

@@ -22,13 +22,13 @@ def test_a_first_block_overwrites_later_ones_add_and_unused_ones_do_nothing() ->
     np.testing.assert_array_equal(added[1, :, 0, 0], [17.0, 7.0, 101.0])
 
 
-def test_a_first_block_of_another_request_drops_what_was_there() -> None:
+def test_a_first_block_of_another_request_overwrites_the_slot() -> None:
     buffers = {"q": jnp.full((1, 1, 1, 1), jnp.nan)}
     gradients = {"q": jnp.full((1, 1, 1), 3.0)}
     added = add_blocks(buffers, gradients, jnp.int32(0), owners((0, True, True)))
     assert added["q"].item() == 3.0
 
 
-def test_a_part_of_the_owners_is_that_of_its_blocks() -> None:
+def test_a_part_of_the_owners_has_the_owners_of_its_blocks() -> None:
     part = owners((0, True, True), (1, False, True), (2, False, False)).part(jnp.int32(1), 2)
     assert [x.tolist() for x in part] == [[1, 2], [False, False], [True, False]]

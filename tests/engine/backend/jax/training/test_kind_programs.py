@@ -29,8 +29,8 @@ def size(shape: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     ("form", "pairs"), [("factors", 2.0), ("short_fixed", 1.4), ("core", 1.06)]
 )
-def test_a_step_reuses_all_it_is_given_and_takes_little_more(form: str, pairs: float):
-    """The temporary memory is that of ``pairs`` pairs of the rank; the limit is four pairs."""
+def test_a_step_reuses_its_arguments_and_needs_little_more(form: str, pairs: float):
+    """The temporary memory has the size of ``pairs`` pairs of the rank. The limit is four pairs."""
     kind = KINDS["osft"][form]
     programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_buckets=(RANK,)))
     programs._declare(kind)

@@ -16,7 +16,7 @@ def slots_of() -> RankSlots:
     return slots
 
 
-def test_a_batch_in_between_has_the_slots_after_those_of_the_batch_it_interrupts() -> None:
+def test_an_interrupting_batch_has_the_slots_after_those_of_the_interrupted_one() -> None:
     slots = slots_of()
     with slots.claimed(3) as outer:
         assert outer.shifted(np.array([0, 2, -1], np.int32)).tolist() == [0, 2, -1]
@@ -40,7 +40,7 @@ def test_gradients_that_leave_no_room_wait_on_the_host_with_their_bits() -> None
         assert bits(slots.gradient_slots) == before
 
 
-def test_spoiled_buffers_are_allocated_anew_and_no_gradient_is_put_back() -> None:
+def test_spoiled_buffers_are_allocated_again_and_no_gradient_is_restored() -> None:
     slots = slots_of()
     slots.held[0] = {}
     with slots.claimed(3):
