@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +19,7 @@ CREATION = Job("t", JobKind.CREATE_MODEL, "s", 0, model_id="m", position=0, requ
 FAILED = Update("model", "m", {"status": "failed"})
 
 
-def raising(error: Exception) -> outcomes.Callable[[Job], Outcome]:
+def raising(error: Exception) -> Callable[[Job], Outcome]:
     def run(job: Job) -> Outcome:
         raise error
 
