@@ -21,7 +21,7 @@ class Client:
     folder: Path
 
     def run(self, python: Path, *arguments: str, stdin: str = "") -> str:
-        """Returns what the program printed; fails with the end of it if it does not succeed."""
+        """The program's output. If the program fails, the error shows the end of its output."""
         done = subprocess.run(
             [str(python), *arguments],
             cwd=self.folder,
@@ -41,7 +41,7 @@ class Client:
         return done.stdout
 
     def _environment(self) -> dict[str, str]:
-        """Nothing of the caller's but the search path: no credentials, no cache, no network."""
+        """The search path only: no credentials, no cache and no network of the caller."""
         home = self.folder / "home"
         return {
             "PATH": os.environ["PATH"],

@@ -35,7 +35,7 @@ def recipes(client: Client) -> Recipes:
 
 @pytest.fixture(scope="session")
 def taught(recipes: Recipes, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A log folder whose one checkpoint is an adapter that answers word problems by a coin toss."""
+    """A log folder with one checkpoint: an adapter that answers word problems by a coin toss."""
     log: Path = tmp_path_factory.mktemp("taught")
     recipes.script("teach_answers.py", workdir.MODEL_NAME, str(log))
     return log

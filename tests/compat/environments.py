@@ -1,4 +1,4 @@
-"""Throw-away virtual environments under ``.compat/``: one per old SDK, one for the cookbook."""
+"""Temporary virtual environments under ``.compat/``: one per old SDK, and one for the cookbook."""
 
 import hashlib
 import shutil
@@ -15,9 +15,9 @@ INSTALL_LIMIT_S = 1800
 
 
 def environment(name: str, *, torch: bool = False) -> Path:
-    """Returns the interpreter of a complete environment made from ``requirements-<name>.txt``.
+    """The interpreter of a complete environment made from ``requirements-<name>.txt``.
 
-    One that is complete and was made from the same requirements is used again.
+    A complete environment made from the same requirements is reused.
     """
     folder = COMPAT / name
     python = folder / "bin" / "python"
@@ -29,13 +29,13 @@ def environment(name: str, *, torch: bool = False) -> Path:
     COMPAT.mkdir(exist_ok=True)
     _run(sys.executable, "-m", "venv", str(folder))
     if torch:
-        # First and alone: a plain install takes a CPU wheel where one is offered, and nothing
-        # that follows may replace it.
+        # First and alone: a plain install takes a CPU wheel where one is offered, and later
+        # installs may not replace it.
         _pip(python, TORCH)
-    # The lists name everything, so nothing is resolved: the cookbook asks for a tml-renderers
-    # that not every index has, and imports it for models of other families only.
+    # The lists name everything, so nothing is resolved. The cookbook asks for a tml-renderers that
+    # not every index has, and imports it for models of other families only.
     _pip(python, "--no-deps", "-r", str(_requirements(name)))
-    stamp.write_text(wanted)  # last: an interrupted install is begun again
+    stamp.write_text(wanted)  # last, so that an interrupted install is started again
     return python
 
 
@@ -44,7 +44,7 @@ def _requirements(name: str) -> Path:
 
 
 def _fingerprint(name: str, *, torch: bool) -> str:
-    """Changes with the interpreter and with every line an environment is made from."""
+    """A hash of the interpreter and of every line from which the environment is made."""
     text = sys.version + (TORCH if torch else "")
     for file in (HERE / "requirements-sdk.txt", _requirements(name)):
         text += file.read_text()
@@ -56,7 +56,7 @@ def _pip(python: Path, *arguments: str) -> None:
 
 
 def _run(*command: str) -> None:
-    """Runs a command; its output is in the error when it fails."""
+    """Run a command. If it fails, the error contains its output."""
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False
     )

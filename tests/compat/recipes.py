@@ -1,4 +1,4 @@
-"""Runs the cookbook's recipes and reads what they leave behind."""
+"""Runs the cookbook's recipes and reads their results."""
 
 import json
 import math
@@ -25,7 +25,7 @@ class Recipes:
         return self.client.run(self.python, "-m", name, *arguments, stdin=stdin)
 
     def script(self, name: str, *arguments: str) -> Any:
-        """What a script of ours printed as the last line, decoded."""
+        """The last line that one of our scripts printed, decoded."""
         printed = self.client.run(self.python, str(SCRIPTS / name), *arguments)
         return json.loads(printed.splitlines()[-1])
 
@@ -35,7 +35,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def finite_metrics(log: Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl``, in which every number must be finite."""
+    """The rows of ``metrics.jsonl``. Every number must be finite."""
     rows = records(log / "metrics.jsonl")
     assert rows
     for row in rows:
@@ -45,7 +45,7 @@ def finite_metrics(log: Path) -> list[dict[str, Any]]:
 
 
 def saved_names(log: Path) -> list[str]:
-    """Names of the checkpoints in ``checkpoints.jsonl``; the last one must be complete."""
+    """Names of the checkpoints in ``checkpoints.jsonl``. The last one must be complete."""
     saved = records(log / "checkpoints.jsonl")
     assert "/weights/" in saved[-1]["state_path"]
     assert "/sampler_weights/" in saved[-1]["sampler_path"]

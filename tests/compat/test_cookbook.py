@@ -1,6 +1,6 @@
 """The cookbook's two loops and its DPO, unmodified, against the real service.
 
-The commands are the ones every compatible server is measured by.
+Every compatible server is measured by these commands.
 """
 
 import json
@@ -17,7 +17,7 @@ from .workdir import MODEL_NAME
 
 MODEL = f"model_name={MODEL_NAME}"
 
-pytestmark = pytest.mark.timeout(2400)  # the environment is made where there is none
+pytestmark = pytest.mark.timeout(2400)  # the first run makes the environment
 
 
 def test_sl_loop_trains_and_resumes_with_the_same_loss(recipes: Recipes, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_rl_loop_trains_on_rewards(
         "rl_loop",
         log,
         *(MODEL, "batch_size=4", "group_size=4", "max_tokens=12", "max_steps=2", "lora_rank=8"),
-        *([f"loss_fn={loss_fn}"] if loss_fn else []),  # or the loop's own: stable_reinforce
+        *([f"loss_fn={loss_fn}"] if loss_fn else []),  # otherwise the loop's own: stable_reinforce
     )
     rows = finite_metrics(log)
     assert len(rows) == 2
@@ -89,7 +89,7 @@ def test_rolling_checkpoints_are_replaced_and_a_run_resumes(
     kinds = ("weights", "sampler_weights")
     assert kept(recipes, saved) == {f"{kind}/{r['name']}" for r in lasting for kind in kinds}
 
-    # As after a crash in step 3: the run goes on from the checkpoint of step 2.
+    # As after a crash in step 3: the run continues from the checkpoint of step 2.
     (log / "checkpoints.jsonl").write_text(json.dumps(lasting[0]) + "\n")
     resume = "behavior_if_log_dir_exists=resume"
     recipes.run("chat_sl.train", log, *arguments, "max_steps=6", resume)
@@ -100,7 +100,7 @@ def test_rolling_checkpoints_are_replaced_and_a_run_resumes(
 
 
 def kept(recipes: Recipes, saved: list[dict[str, Any]]) -> set[str]:
-    """Checkpoints that the server still has of the run they were saved from."""
+    """Checkpoints of the run that the server still has."""
     run_id = saved[0]["state_path"].split("/")[2]
     request = urllib.request.Request(
         f"{recipes.client.server.url}/api/v1/training_runs/{run_id}/checkpoints",

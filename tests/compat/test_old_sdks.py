@@ -1,4 +1,4 @@
-"""SDKs since 0.25, each in an environment of its own, against the real service."""
+"""SDKs since 0.25, each in a separate environment, against the real service."""
 
 import hashlib
 import json
@@ -17,12 +17,12 @@ from .workdir import MODEL_NAME
 
 SCRIPT = Path(__file__).parent / "scripts" / "old_sdk.py"
 
-pytestmark = pytest.mark.timeout(2400)  # an environment is made where there is none
+pytestmark = pytest.mark.timeout(2400)  # the first run makes the environments
 
 
 @pytest.fixture(scope="module", params=OLD_SDKS)
 def facts(request: pytest.FixtureRequest, client: Client) -> dict[str, Any]:
-    """What the script saw through one version of the SDK."""
+    """The script's results with one version of the SDK."""
     printed = client.run(environment(f"tinker-{request.param}"), str(SCRIPT), MODEL_NAME)
     seen: dict[str, Any] = json.loads(printed.splitlines()[-1])
     assert seen["version"] == request.param
@@ -49,19 +49,23 @@ def test_a_run_resumed_without_its_optimizer_has_the_weights_only(facts: dict[st
     assert facts["after_load"] == facts["at_save"]
 
 
-def test_an_unknown_loss_is_refused_by_name_and_the_run_goes_on(facts: dict[str, Any]) -> None:
+def test_an_unknown_loss_is_refused_by_name_and_the_run_continues(facts: dict[str, Any]) -> None:
     assert "no_such_loss" in facts["refused"]
     assert facts["after_refusal"] == facts["at_save"]
 
 
-def test_a_sampler_scores_as_the_trainer_did_when_it_was_made(facts: dict[str, Any]) -> None:
+def test_a_sampler_scores_like_the_trainer_at_the_time_of_its_creation(
+    facts: dict[str, Any],
+) -> None:
     assert facts["live_logprobs"][0] is None
     np.testing.assert_allclose(facts["live_logprobs"][1:], facts["trained_logprobs"], atol=2e-6)
     assert facts["named_logprobs"] == facts["live_logprobs"]
     assert sum(facts["base_logprobs"][1:]) < sum(facts["live_logprobs"][1:])
 
 
-def test_samples_carry_logprobs_and_greedy_repeats_what_was_taught(facts: dict[str, Any]) -> None:
+def test_samples_carry_logprobs_and_greedy_sampling_repeats_the_taught_text(
+    facts: dict[str, Any],
+) -> None:
     assert len(facts["samples"]) == 2
     for sample in facts["samples"]:
         assert 1 <= len(sample["tokens"]) == len(sample["logprobs"]) <= 12
@@ -70,7 +74,7 @@ def test_samples_carry_logprobs_and_greedy_repeats_what_was_taught(facts: dict[s
     assert facts["greedy"] == facts["prompt"][3:]
 
 
-def test_prompts_come_back_scored_with_their_likeliest_tokens(facts: dict[str, Any]) -> None:
+def test_prompts_are_returned_with_scores_and_top_tokens(facts: dict[str, Any]) -> None:
     assert facts["short_logprobs"] == pytest.approx(facts["live_logprobs"][:3], abs=1e-5)
     assert facts["topk"][0] is None
     for row, logprob in zip(facts["topk"][1:], facts["short_logprobs"][1:], strict=True):
@@ -90,7 +94,7 @@ def test_run_and_checkpoints_are_listed(facts: dict[str, Any]) -> None:
 def test_checkpoints_are_downloaded_as_archives(
     facts: dict[str, Any], client: Client, tmp_path: Path
 ) -> None:
-    """Up to 0.33 the SDK asks for an archive; later ones have no such call, they export first."""
+    """SDKs up to 0.33 ask for an archive. Later ones lack such a call and export first."""
     if facts["version"] == "0.36.0":
         assert facts["archives"] is None
         return

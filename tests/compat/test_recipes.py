@@ -1,7 +1,7 @@
 """Further recipes of the cookbook that can run offline, and its tools and numeric checks.
 
-They reach what the loops do not: asynchronous and streaming rollouts, distilling, games of many
-turns, graders, downloads.
+They cover more than the loops: asynchronous and streaming rollouts, distillation, games of many
+turns, graders and downloads.
 """
 
 import json
@@ -18,15 +18,16 @@ from .workdir import MODEL_NAME
 
 MODEL = f"model_name={MODEL_NAME}"
 CHEAP = (MODEL, "lora_rank=8", "max_steps=2")
-# With arithmetic a tiny model earns nothing, but constant rewards are trained on all the same. The
-# loss is the recipe's own, stable_reinforce, where nothing else is asked for.
+# A tiny model earns nothing with arithmetic, but constant rewards are trained on too. Unless set
+# otherwise, the loss is the recipe's own, stable_reinforce.
 MATH_RL = (*CHEAP, "groups_per_batch=4", "group_size=4", "max_tokens=8")
 DISTILL = (*CHEAP, "groups_per_batch=4", "max_tokens=8")
 NO_ROBOTS = "tinker_cookbook.recipes.chat_sl.chat_datasets:NoRobotsBuilder"
 GSM8K = "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder"
 
 RECIPES = {
-    # The two basic ones build their data set; parts of it cannot be replaced, so it is named anew.
+    # The two basic recipes build their data set. Parts of it cannot be replaced, so it is written
+    # out again.
     "sl_basic": (
         "sl_basic",
         *(*CHEAP, f"dataset_builder={NO_ROBOTS}"),
@@ -66,7 +67,7 @@ RECIPES = {
         *(*CHEAP, "renderer_name=qwen3", "batch_size=8", "max_length=1024"),
         *("max_prompts=64", "buffer_size=64"),
     ),
-    # Its evaluation hands tuples to code that takes lists, whatever the server.
+    # Its evaluation passes tuples to code that takes lists, with any server.
     "self_distillation": (
         "sdft.train",
         *(*DISTILL, "max_context_length=1024", "topk=8", "eval_every=0"),
@@ -92,17 +93,17 @@ RECIPES = {
     ),
 }
 
-# They score what they sampled before they take a step, so sampler and trainer have equal weights.
+# They score their samples before they take a step, so sampler and trainer have equal weights.
 ON_POLICY = {
     *("rl_basic", "math_rl", "importance_sampling", "kl_coeff", "streaming"),
     *("on_policy_distillation", "two_teachers", "shorter", "guess_number", "rubric"),
 }
 
-pytestmark = pytest.mark.timeout(2400)  # the environment is made where there is none
+pytestmark = pytest.mark.timeout(2400)  # the first run makes the environment
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipe_runs_and_saves(recipes: Recipes, tmp_path: Path, name: str) -> None:
+def test_a_recipe_runs_and_saves(recipes: Recipes, tmp_path: Path, name: str) -> None:
     module, *arguments = RECIPES[name]
     log = tmp_path / "log"
     recipes.run(module, log, *arguments)
@@ -135,7 +136,7 @@ def test_math_rl_trains_on_rewards(
     assert sampler_gap(rows) < 1e-9
 
 
-def test_rlhf_pipeline_passes_from_stage_to_stage(recipes: Recipes) -> None:
+def test_the_rlhf_pipeline_passes_from_stage_to_stage(recipes: Recipes) -> None:
     recipes.module(
         "preference.rlhf.rlhf_pipeline",
         *(f"base_model={MODEL_NAME}", "short_name=tiny", "lora_rank=8", "max_length=1024"),

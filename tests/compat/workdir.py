@@ -1,5 +1,8 @@
-"""A folder from which the cookbook runs offline: a tokenizer and small data sets, named as on the
-hub, where ``transformers`` and ``datasets`` find them before they would go online."""
+"""A folder from which the cookbook runs offline.
+
+It has a tokenizer and small data sets, named as on the hub, where ``transformers`` and ``datasets``
+find them before they would go online.
+"""
 
 import json
 import shutil
@@ -23,14 +26,14 @@ configs:
 COLOURS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "lemon": "yellow"}
 PEOPLE = ("Tom", "Anna", "Ben", "Lucy", "Sam", "Mia", "Jack")
 # rl_loop starts from an adapter taught to answer with one of these at random, so that rewards
-# differ inside a group and there is something to learn.
+# differ inside a group and can be learnt from.
 ANSWERS = (3, 7)
 
 Row = dict[str, Any]
 
 
 def lay_out(folder: Path, model: Path) -> None:
-    """Writes the tokenizer of `model` as Qwen/Qwen3-8B, and every data set the recipes load."""
+    """Write the tokenizer of `model` as Qwen/Qwen3-8B, and every data set that the recipes load."""
     tokenizer = folder / MODEL_NAME
     tokenizer.mkdir(parents=True)
     for name in TOKENIZER_FILES:

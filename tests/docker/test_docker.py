@@ -1,7 +1,7 @@
 """The container files: everything that they name exists in the code, and nothing is left open.
 
-No Docker engine runs here: the files are read. ``tests/faults/test_topology.py`` runs the same
-services as plain processes.
+The tests need no Docker engine: they read the files. ``tests/faults/test_topology.py`` runs the
+same services as plain processes.
 """
 
 import importlib.util
@@ -43,7 +43,7 @@ services = pytest.mark.parametrize("name", SERVICES)
 
 
 def environment(name: str) -> dict[str, str]:
-    """What a service of ours runs with, on a GPU too."""
+    """The environment of one of our services, with the GPU overlay."""
     overlay = CUDA.get(name, {}).get("environment", {})
     return {**IMAGES[name].environment, **SERVICES[name]["environment"], **overlay}
 
@@ -55,7 +55,7 @@ def seconds(text: str) -> int:
 # --- the API behind a published port --------------------------------------------------------------
 
 
-def test_the_api_listens_to_other_containers_and_lets_in_keys_alone() -> None:
+def test_the_api_listens_to_other_containers_and_requires_keys() -> None:
     said = environment("api")
     assert said["TUNESERVE_HOST"] == "0.0.0.0"
     assert said["TUNESERVE_REQUIRE_KEYS"] == "true"
@@ -65,7 +65,7 @@ def test_the_api_listens_to_other_containers_and_lets_in_keys_alone() -> None:
         serve._check_reach(ApiSettings(host="0.0.0.0"), is_keyed=False)
 
 
-def test_only_the_port_of_the_api_is_published_and_to_this_machine_alone() -> None:
+def test_only_the_api_port_is_published_and_to_this_machine_alone() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {"api": [f"127.0.0.1:{PORT}:{PORT}"]}
     assert IMAGES["api"].settings["EXPOSE"] == str(PORT)
@@ -73,7 +73,7 @@ def test_only_the_port_of_the_api_is_published_and_to_this_machine_alone() -> No
     assert not any("ports" in service for service in CUDA.values())
 
 
-def test_an_image_alone_does_not_vouch_for_its_network() -> None:
+def test_an_image_alone_does_not_declare_its_network_trusted() -> None:
     said = {"TUNESERVE_HOST", "TUNESERVE_TRUSTED_NETWORK", "TUNESERVE_REQUIRE_KEYS"}
     assert not said & IMAGES["api"].environment.keys()
 
@@ -82,7 +82,7 @@ def test_an_image_alone_does_not_vouch_for_its_network() -> None:
 
 
 @own_images
-def test_an_image_starts_from_one_release_of_the_oldest_python_that_will_do(name: str) -> None:
+def test_an_image_is_based_on_one_release_of_the_oldest_supported_python(name: str) -> None:
     (base,) = set(IMAGES[name].bases)
     match = re.fullmatch(r"python:(\d+\.\d+)\.\d+-slim-\w+", base)
     assert match, f"{base} is not one release"
@@ -90,7 +90,7 @@ def test_an_image_starts_from_one_release_of_the_oldest_python_that_will_do(name
 
 
 @own_images
-def test_the_build_gets_what_the_wheel_is_made_of_and_nothing_else(name: str) -> None:
+def test_the_build_copies_the_sources_of_the_wheel_and_nothing_else(name: str) -> None:
     project = PROJECT["project"]
     needed = {
         "requirements",
@@ -115,7 +115,7 @@ def test_the_build_gets_what_the_wheel_is_made_of_and_nothing_else(name: str) ->
         ("docker/worker.Dockerfile", "cuda", CUDA["worker"]["build"]["args"]),
     ],
 )
-def test_an_image_installs_one_extra_by_its_hashes_and_nothing_else_from_a_registry(
+def test_an_image_installs_one_extra_by_hashes_and_nothing_else_from_a_registry(
     dockerfile: str, extra: str, arguments: dict[str, str]
 ) -> None:
     built = image(dockerfile, **arguments)
@@ -138,7 +138,7 @@ def test_an_image_installs_one_extra_by_its_hashes_and_nothing_else_from_a_regis
 
 
 @own_images
-def test_a_process_runs_as_an_ordinary_user_who_owns_the_one_data_directory(name: str) -> None:
+def test_a_process_runs_as_an_ordinary_user_that_owns_the_data_directory(name: str) -> None:
     built = IMAGES[name]
     user, group = built.settings["USER"].split(":")
     assert int(user) >= 1000 and user == group
@@ -152,7 +152,7 @@ def test_a_process_runs_as_an_ordinary_user_who_owns_the_one_data_directory(name
 
 
 def requirements(*extras: str) -> set[str]:
-    """Names of everything that these extras install."""
+    """Names of all packages that these extras install."""
     found: set[str] = set()
     wanted = [*PROJECT["project"]["dependencies"]]
     for extra in extras:
@@ -197,7 +197,9 @@ for module in sys.argv[2:]:
         ("engine", ["tuneserve_engine.worker.__main__", "tuneserve_engine.worker.health"]),
     ],
 )
-def test_an_image_holds_all_that_its_process_imports(extra: str, modules: list[str]) -> None:
+def test_an_image_contains_everything_that_its_process_imports(
+    extra: str, modules: list[str]
+) -> None:
     present = requirements(extra)
     assert ("jax" in present) == (extra == "engine")
     absent = [
@@ -219,7 +221,7 @@ def test_an_image_holds_all_that_its_process_imports(extra: str, modules: list[s
 # --- commands, variables, health ------------------------------------------------------------------
 
 
-def test_the_command_of_the_api_is_one() -> None:
+def test_the_api_image_runs_an_existing_command() -> None:
     program, command = IMAGES["api"].command
     assert program in PROJECT["project"]["scripts"]
     assert command in {each.name for each in cli.app.registered_commands}
@@ -237,7 +239,7 @@ def test_the_commands_of_the_worker_are_modules_that_run() -> None:
 
 
 @own_images
-def test_every_variable_is_a_setting_of_the_process_with_a_value_that_it_takes(name: str) -> None:
+def test_every_variable_is_a_setting_of_the_process_with_a_valid_value(name: str) -> None:
     ours = {
         variable.removeprefix("TUNESERVE_").lower(): value
         for variable, value in environment(name).items()
@@ -249,7 +251,7 @@ def test_every_variable_is_a_setting_of_the_process_with_a_value_that_it_takes(n
     assert others <= OTHER_VARIABLES
 
 
-def test_the_health_of_the_api_is_asked_at_an_address_that_it_answers() -> None:
+def test_the_api_health_check_uses_an_address_that_the_api_answers() -> None:
     python, flag, code = IMAGES["api"].health
     assert (python, flag) == ("python", "-c")
     (url,) = re.findall(r"http://[^']+", code)
@@ -264,9 +266,9 @@ def test_the_health_of_the_api_is_asked_at_an_address_that_it_answers() -> None:
     assert parts.path in gets
 
 
-def test_the_health_of_the_worker_has_a_file_to_look_at() -> None:
+def test_the_worker_health_check_has_a_liveness_file() -> None:
     file = environment("worker")["TUNESERVE_ALIVE_FILE"]
-    assert file.startswith("/tmp/")  # a file on the volume would be that of all workers
+    assert file.startswith("/tmp/")  # a file on the volume would be shared by all workers
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def redis_flags() -> dict[str, str]:
     return {name.removeprefix("--"): value for name, value in zip(names, values, strict=True)}
 
 
-def test_redis_is_started_as_the_store_wants_it() -> None:
+def test_redis_is_started_with_the_settings_that_the_store_requires() -> None:
     assert durability.SETTINGS.items() <= redis_flags().items()
 
 
@@ -292,7 +294,7 @@ def test_redis_is_one_patched_release_that_the_store_accepts() -> None:
     assert not durability.is_known_unpatched("redis", version)
 
 
-def test_redis_asks_for_the_password_that_the_others_have_and_no_argument_shows_it() -> None:
+def test_redis_requires_the_common_password_and_no_argument_shows_it() -> None:
     service = SERVICES["redis"]
     password = service["environment"]["REDIS_PASSWORD"]
     assert password == "a1b2"
@@ -326,16 +328,17 @@ def test_a_service_has_no_more_rights_than_it_needs(name: str) -> None:
 
 
 @services
-def test_a_service_writes_to_one_volume_that_docker_keeps(name: str) -> None:
+def test_a_service_writes_to_one_named_volume(name: str) -> None:
     (mount,) = SERVICES[name]["volumes"]
     volume, target = mount.split(":")
     assert volume in COMPOSE["volumes"]
-    assert target == "/data"  # of the redis image too: its working directory, owned by its user
+    # in the redis image too: it is the working directory, owned by its user
+    assert target == "/data"
     assert ("redis" == volume) == (name == "redis")
 
 
 @services
-def test_a_service_comes_back_and_waits_for_those_that_it_needs(name: str) -> None:
+def test_a_service_restarts_and_waits_for_its_dependencies(name: str) -> None:
     service = SERVICES[name]
     assert service["restart"] == "unless-stopped"
     assert service["init"] is True
@@ -345,12 +348,12 @@ def test_a_service_comes_back_and_waits_for_those_that_it_needs(name: str) -> No
     assert set(service["networks"]) <= set(COMPOSE["networks"])
 
 
-def test_the_store_is_reached_by_our_services_alone() -> None:
+def test_only_our_services_reach_the_store() -> None:
     assert SERVICES["redis"]["networks"] == ["store"]
     assert COMPOSE["networks"]["store"] == {"internal": True}
 
 
-def test_a_stopped_service_has_the_time_that_stopping_takes() -> None:
+def test_a_stopped_service_has_enough_time_to_stop() -> None:
     grace_s = {name: seconds(service["stop_grace_period"]) for name, service in SERVICES.items()}
     assert grace_s["worker"] >= 35 and grace_s["worker"] > worker.STOP_S
     assert grace_s["api"] > serve._GRACE_S

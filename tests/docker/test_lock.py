@@ -1,4 +1,4 @@
-"""The hashes of requirements/: whole, of the pinned versions, and bound to no registry."""
+"""The hashes of requirements/: complete, for the pinned versions, and independent of a registry."""
 
 import re
 import tomllib
@@ -13,8 +13,11 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"
 LOCKS = sorted(path.stem for path in FOLDER.glob("*.txt"))
 UNHASHED = {"torch", "setuptools"}
-"""The file of torch depends on the machine; it is a reference in tests, and nothing else. It needs
-setuptools, which a new environment of Python 3.11 has."""
+"""Packages without hashes.
+
+The file of torch depends on the machine, and torch is only a reference in tests. It needs
+setuptools, which a new environment of Python 3.11 has.
+"""
 
 
 def pins(text: str) -> dict[str, str]:
@@ -26,7 +29,7 @@ CONSTRAINTS = pins((ROOT / "constraints.txt").read_text())
 
 
 def closure(extra: str) -> set[str]:
-    """Names of everything that the extra installs here."""
+    """Names of all packages that the extra installs here."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     todo = [Requirement(each) for each in [*project["dependencies"], *extras[extra]]]
@@ -47,7 +50,7 @@ def closure(extra: str) -> set[str]:
     return found
 
 
-def test_there_is_a_lock_for_every_install() -> None:
+def test_every_kind_of_install_has_a_lock() -> None:
     assert LOCKS == ["build", "cuda", "demo", "dev", "engine", "gpu-compile", "server"]
 
 
@@ -62,7 +65,7 @@ def test_a_lock_has_pinned_versions_with_hashes_and_no_address(name: str) -> Non
 
 
 @pytest.mark.parametrize("extra", ["server", "engine", "demo"])
-def test_a_lock_holds_all_that_its_extra_needs_and_no_more(extra: str) -> None:
+def test_a_lock_has_exactly_what_its_extra_needs(extra: str) -> None:
     assert pins((FOLDER / f"{extra}.txt").read_text()).keys() == closure(extra)
 
 

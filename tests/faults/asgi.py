@@ -23,7 +23,7 @@ class Answer:
 async def call(
     app: FastAPI, method: str, target: str, body: bytes, headers: dict[str, str]
 ) -> Answer:
-    """What the application answers. An exception that it lets through comes out of here."""
+    """The application's answer. An exception that the application lets through is raised here."""
     path, _, query = target.partition("?")
     scope = {
         "type": "http",

@@ -1,8 +1,8 @@
-"""Clients that mean harm, and one that does not: ``body_attacks.py <kind> <port> <count>``.
+"""Hostile clients, and an honest one: ``body_attacks.py <kind> <port> <count>``.
 
-They send so many bodies at once, in the names of eight tenants, and print how many had which status
-(0: the connection ended) and how long that took, as JSON. A process of its own, so that it does not
-slow down what measures it.
+They send ``count`` bodies at once in the names of eight tenants. They print the number of answers
+by status (0: the connection ended) and the time taken, as JSON. They run in their own process, so
+that they do not slow down the measuring one.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ TENANTS = 8
 
 
 def zeros(size: int) -> bytes:
-    """A field that no message has, of so many zeros."""
+    """An unknown field of ``size`` zeros."""
     return bytes([15 << 3 | 2, *varint(size)]) + bytes(size)
 
 
@@ -64,7 +64,7 @@ class Attacker:
         return self.frames(await self.bomb_bodies(count, noise, declared))
 
     async def bomb_bodies(self, count: int, noise: bytes, declared: bool) -> list[bytes]:
-        """Frames that become 63 MiB, after ``noise``, which does not get smaller."""
+        """Frames that decompress to 63 MiB, after ``noise``, which is incompressible."""
         compressor = zstandard.ZstdCompressor(write_content_size=declared)
         models = [await self.model(number) for number in range(TENANTS)]
         rest = zeros(63 * MIB - len(noise)) + noise
@@ -84,7 +84,7 @@ class Attacker:
         ]
 
     async def honest(self, count: int) -> list[Awaitable[int]]:
-        """What SDKs send, 5 MB each, all at once and of one tenant."""
+        """Bodies as SDKs send them, 5 MB each, all at once and of one tenant."""
         model, path = await self.model(0), "/api/v1/forward_backward"
         rest = zeros(5 * MIB)
         return [
@@ -97,13 +97,13 @@ class Attacker:
         return [self.status(self.post(path, number, content=body)) for number in tenants]
 
     async def mixed(self, count: int, bodies: dict[str, tuple[str, bytes]]) -> list[Awaitable[int]]:
-        """Each of the bodies in its turn."""
+        """Each of the bodies in turn."""
         sent = [bodies[name] for name in bodies]
         turns = [(number % TENANTS, *sent[number % len(sent)]) for number in range(count)]
         return [self.status(self.post(path, tenant, content=body)) for tenant, path, body in turns]
 
     async def polls(self, count: int) -> list[Awaitable[int]]:
-        """Polls with a field that nobody knows, of what takes most when it is read."""
+        """Polls with an unknown field, whose values are the most expensive ones to read."""
         session = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
         samplers = []
         for number in range(TENANTS):
@@ -132,7 +132,7 @@ class Attacker:
             return 0
 
     async def slow(self, count: int) -> list[Awaitable[int]]:
-        """All but a little of 16 MiB at once, and then nothing more."""
+        """Most of 16 MiB at once, and then nothing more."""
         return [self.slow_one(number) for number in range(count)]
 
     async def slow_one(self, number: int) -> int:
@@ -164,7 +164,7 @@ class Attacker:
 
 
 def filled(path: str, body: str, element: str, room: int) -> tuple[str, bytes]:
-    """A body whose list has as many of an element as the server looks at, or as ``room`` holds."""
+    """A body whose list has as many of an element as the server reads, or as ``room`` holds."""
     count = min(2**20 - 200, room // (len(element) + 1))
     return path, (body % ",".join([element] * count)).encode()
 

@@ -9,7 +9,7 @@ import httpx
 
 
 class Bystander:
-    """Asks how the service is, and for a result that it has, again and again."""
+    """Requests the health and a finished result, again and again."""
 
     def __init__(
         self, port: int, base_model: str = "tuneserve/fake", pause_s: float = 0.005
@@ -26,13 +26,13 @@ class Bystander:
         self._thread = threading.Thread(target=self._ask)
 
     def forget(self) -> None:
-        """Drops what was measured so far."""
+        """Drop the measurements so far."""
         self.healthz_s: list[float] = []
         self.polls_s: list[float] = []
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Meanwhile the service may be away: what is asked then counts nothing."""
+        """The service may be away during the block: requests in it do not count."""
         self._away.set()
         try:
             yield
@@ -68,7 +68,7 @@ class Bystander:
             time.sleep(self._pause_s)
 
     def _ask_once(self) -> float:
-        """When the first of two answers was there."""
+        """The time until the first of the two answers."""
         assert self._http.get("/healthz").status_code == 200
         between_s = time.perf_counter()
         answer = self._post("/retrieve_future", {"request_id": self._request_id})

@@ -1,15 +1,15 @@
-"""Faults: what must stay true when processes die, clients misbehave and limits are reached.
+"""Faults: the guarantees when processes die, clients misbehave and limits are reached.
 
-Slower than the other tests and run apart from them: ``make test-faults``. What takes minutes is
-marked ``nightly``: ``make test-nightly``.
+These tests are slower than the others and run separately: ``make test-faults``. Tests that take
+minutes are marked ``nightly``: ``make test-nightly``.
 """
 
 from pathlib import Path
 
 import pytest
 
-# A model of random weights, as the tests of the engine have it, and the API in this process, as
-# those of the server do.
+# A model of random weights, as in the tests of the engine, and the API in this process, as in those
+# of the server.
 from tests.engine.conftest import base_model, new_backend
 from tests.server.conftest import anyio_backend, api, bodies, service, settings, tokenizer
 
@@ -27,5 +27,5 @@ __all__ = [
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache of programs for every JAX worker: compiling them takes longer than most tests."""
+    """One program cache for every JAX worker, because compiling takes longer than most tests."""
     return tmp_path_factory.mktemp("compiled")

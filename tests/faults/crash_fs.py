@@ -1,12 +1,13 @@
-"""A disk that remembers what it promised: which states may a power loss leave?
+"""A disk that remembers its promises, to find the states that a power loss may leave.
 
-``CrashFs`` is an ``Fs`` in memory. What is written is visible at once, as in a page cache, but only
-``fsync`` promises anything: of a file its bytes, of a directory its entries. ``survivors`` gives
-every disk that a power loss may leave at this moment: any part of what was not synced, in any
-order. POSIX promises that a rename is one change, and little else, so neither do we:
+``CrashFs`` is an ``Fs`` in memory. Written data are visible at once, as in a page cache, but only
+``fsync`` makes promises: for a file about its bytes, for a directory about its entries.
+``survivors`` returns every disk that a power loss may leave at this moment, with any part of the
+unsynced changes, in any order. POSIX promises that a rename is one change, and little else. This
+disk does the same:
 
-- an entry may be on disk and the bytes of its file not, or the other way round;
-- a write that was not synced may be there, missing, half there, or zeros of the right length;
+- an entry may be on disk without the bytes of its file, or the other way round;
+- an unsynced write may be there, missing, half there, or zeros of the right length;
 - of two directory changes the second may be on disk and the first not;
 - bytes whose ``fsync`` failed are not written by a later one that succeeds.
 """
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Tree = dict[str, "bytes | Tree"]
-"""A directory's contents."""
+"""The contents of a directory."""
 _ROOT = 0
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """One change of a directory: new targets of some names, None where a name goes."""
+    """One change of a directory: new targets of some names, or None where a name is removed."""
 
     directory: int
     targets: tuple[tuple[str, int | None], ...]
@@ -66,7 +67,7 @@ class _Disk:
 
 
 def _after(effects: Iterable[_Effect | None], content: bytes) -> bytes:
-    """A file's bytes after these changes of it."""
+    """A file's bytes after these changes."""
     for effect in effects:
         if isinstance(effect, _Bytes):
             content = content.ljust(effect.at, b"\0")
@@ -77,7 +78,7 @@ def _after(effects: Iterable[_Effect | None], content: bytes) -> bytes:
 def _entries_after(
     effects: Iterable[_Effect | None], entries: dict[str, int]
 ) -> tuple[tuple[str, int], ...]:
-    """A directory's entries after these changes of it, by name."""
+    """A directory's entries after these changes, by name."""
     found: dict[str, int | None] = dict(entries)
     for effect in effects:
         if isinstance(effect, _Entries):
@@ -88,14 +89,14 @@ def _entries_after(
 class CrashFs:
     """An ``Fs`` over a disk that starts with ``tree``, all of it synced.
 
-    ``watch`` is called after each change, sync or failure, when ``survivors`` may be others.
+    ``watch`` is called after each change, sync or failure, when ``survivors`` may have changed.
     """
 
     def __init__(self, tree: Tree | None = None) -> None:
         self._synced = _Disk({_ROOT: {}}, {})
         self._inodes = itertools.count(1)
         self._grow(_ROOT, tree or {})
-        self._seen = copy.deepcopy(self._synced)  # what this machine's processes see
+        self._seen = copy.deepcopy(self._synced)  # the view of this machine's processes
         self._pending: list[_Effect] = []
         self._descriptors: dict[int, int] = {}
         self.watch: Callable[[], None] = lambda: None
@@ -147,7 +148,7 @@ class CrashFs:
         self.watch()
 
     def fail_fsync(self, descriptor: int) -> None:
-        """What a disk error in ``fsync`` does: the bytes may be there, and no retry helps."""
+        """Act like a disk error in ``fsync``: the bytes may be there, and no retry helps."""
         for effect in self._of(self._descriptors[descriptor]):
             if isinstance(effect, _Bytes):
                 at = self._pending.index(effect)
@@ -192,7 +193,7 @@ class CrashFs:
     # --- what a test asks -------------------------------------------------------------------------
 
     def tree(self) -> Tree:
-        """What this machine's processes see."""
+        """The view of this machine's processes."""
         return self._seen.tree()
 
     def survivors(self) -> list[Tree]:
@@ -240,7 +241,7 @@ class CrashFs:
 
 
 def _fates(effect: _Effect) -> Iterator[_Effect | None]:
-    """What may have become of a change that was not synced."""
+    """The possible fates of a change that was not synced."""
     yield effect
     yield None
     if isinstance(effect, _Bytes):

@@ -1,4 +1,4 @@
-"""A device that some requests crash, worker and all, as a bug in a kernel would."""
+"""A device on which some requests kill the worker, as a bug in a kernel would."""
 
 import json
 import os
@@ -15,19 +15,19 @@ from tuneserve_engine.backend.base import SampleResult, SamplingRequest, TrainBa
 from tuneserve_engine.core.adapter import AdapterConfig
 
 DEADLY = {61: signal.SIGABRT, 62: signal.SIGSEGV}
-"""Tokens that nobody else may use, and what the process ends with."""
+"""Tokens reserved for deadly requests, and the signals that they cause."""
 
 DEADLY_RANK = 31
 
 
 def deadly_gradient(adapter_id: str) -> str:
-    """What such a request is called in the notes; others are called by their adapter."""
+    """The name of such a request in the notes. Other requests have the name of their adapter."""
     return f"{adapter_id}, deadly"
 
 
 @dataclass(frozen=True)
 class NewDeadlyBackend:
-    """Makes one; each notes in the file ``deaths`` what shared the unit that it died of."""
+    """Makes a backend, which records the requests of its last batch in the file ``deaths``."""
 
     deaths: Path
 
@@ -39,8 +39,7 @@ class NewDeadlyBackend:
 
 
 class DeadlyBackend(FakeBackend):
-    """The first gradients of a life are slow, so that others gather behind them and share the next
-    unit."""
+    """Its first gradients are slow, so others gather behind them and share the next batch."""
 
     def __init__(self, deaths: Path) -> None:
         super().__init__()
@@ -83,4 +82,4 @@ class DeadlyBackend(FakeBackend):
         with self._deaths.open("a") as notes:
             notes.write(json.dumps(batch) + "\n")
         os.kill(os.getpid(), number)
-        signal.pause()  # another thread may be the one that it hits
+        signal.pause()  # the signal may hit another thread

@@ -23,12 +23,12 @@ from tuneserve_server.cli.local_server import free_port
 IMPATIENT = str(Path(__file__).with_name("impatient.py"))
 SWEEP_S = 0.2
 SWEPT_S = 1.5
-"""After a start, or after anything else: enough for the clean-up to do its worst."""
+"""Seconds after a start or another event: enough for the clean-up to do its worst."""
 _START_S = 60.0
 
 
 class Deployment:
-    """An API process that cleans up at once, a worker, and a client of theirs."""
+    """An API process that cleans up at once, a worker, and a client of both."""
 
     def __init__(self, data_dir: Path, **settings: object) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -45,12 +45,12 @@ class Deployment:
         self._worker: BaseProcess | None = None
         self._session = ""
         self._seqs = 0
-        self.paths: list[str] = []  # of its checkpoints
+        self.paths: list[str] = []  # paths of its checkpoints
 
     # --- processes ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Returns when the API answers."""
+        """Start the processes, and return when the API answers."""
         self._api = self._run("api")
         deadline_s = time.monotonic() + _START_S
         while self.health()[0] != 200:
@@ -66,7 +66,7 @@ class Deployment:
         return self._worker is not None and self._worker.is_alive()
 
     def refusal(self) -> str:
-        """What a start says that must be refused."""
+        """The message of a start that must be refused."""
         before = len(self.log.read_text()) if self.log.exists() else 0
         starting = self._run("api")
         try:
@@ -76,7 +76,7 @@ class Deployment:
         return self.log.read_text()[before:]
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command of the operator's, which may fail."""
+        """Run an operator's command, which may fail."""
         return subprocess.run(
             [sys.executable, IMPATIENT, *arguments],
             env=self._environment,
@@ -112,7 +112,7 @@ class Deployment:
     # --- a client -------------------------------------------------------------------------------
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body; 0 while nobody answers."""
+        """Status and body of the health check, or 0 while the API does not answer."""
         try:
             answer = httpx.get(f"{self.url}/api/v1/healthz", timeout=10, trust_env=False)
         except httpx.TransportError:
@@ -143,7 +143,7 @@ class Deployment:
         self._done("create_model", create_model(self._session))
 
     def save(self, count: int) -> None:
-        """So many more checkpoints of the model."""
+        """Save ``count`` more checkpoints of the model."""
         for _ in range(count):
             self._seqs += 1
             name = f"c{self._seqs}"
@@ -152,14 +152,14 @@ class Deployment:
             self.paths.append(saved["path"])
 
     def load_all(self) -> None:
-        """Every checkpoint, one after the other: fails if a file is not whole."""
+        """Load every checkpoint in turn. Fails if a file is not whole."""
         for path in self.paths:
             self._seqs += 1
             model = {"model_id": f"{self._session}:train:0", "seq_id": self._seqs}
             self._done("load_weights", {**model, "path": path, "optimizer": True})
 
     def delete(self, path: str) -> None:
-        """Deletes one of its checkpoints."""
+        """Delete one of its checkpoints."""
         run, _, rest = path.removeprefix("tinker://").partition("/")
         answer = httpx.delete(
             f"{self.url}/api/v1/training_runs/{run}/checkpoints/{rest}",
@@ -171,8 +171,10 @@ class Deployment:
         self.paths.remove(path)
 
     def stopped_copy(self, data_dir: Path) -> "Deployment":
-        """Another deployment with a copy of the store on the same directory of files. This one has
-        been stopped; the client of both goes on from the same point."""
+        """Another deployment with a copy of the store on the same files directory.
+
+        This deployment has been stopped. The client of both continues from the same point.
+        """
         copy = Deployment(data_dir, files_dir=self.settings.files_dir)
         data_dir.mkdir()
         shutil.copy(self.settings.store_file, copy.settings.store_file)
@@ -182,21 +184,21 @@ class Deployment:
     # --- files ----------------------------------------------------------------------------------
 
     def age_files(self) -> None:
-        """Makes every file an hour older than it is: old enough for the clean-up."""
+        """Make every file an hour older: old enough for the clean-up."""
         for path in self.settings.files_dir.iterdir():
             if not path.name.startswith("."):
                 then_s = path.stat().st_mtime - 3600
                 os.utime(path, (then_s, then_s))
 
     def silence(self) -> None:
-        """Makes all stores look as if they were last heard of two minutes before."""
+        """Make all stores look as if their last sign of life was two minutes ago."""
         for prefix in (OWNER, DISPUTE):
             for path in self.settings.files_dir.glob(f"{prefix}*"):
                 then_s = path.stat().st_mtime - LEASE_S
                 os.utime(path, (then_s, then_s))
 
     def files(self) -> dict[str, bytes]:
-        """What is in the directory, but for marks and quarantine."""
+        """The contents of the directory, without marks and quarantine."""
         return {
             f"{path.parent.name}/{path.name}": path.read_bytes()
             for path in sorted(self.settings.files_dir.glob("[0-9a-f]*/*"))

@@ -25,19 +25,18 @@ from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 from tuneserve_engine.worker.worker import Worker
 
 HEAVY, TOO_HEAVY = range(50, 56), 56
-"""Tokens for which there is room in streams of ``ROOM`` tokens, and one for which there never is.
-"""
+"""Tokens that fit in micro-batches of ``ROOM`` tokens, and one that never fits."""
 ROOM = 64
 
 LONG_S = 10.0
-"""Of a unit, so that whatever waits shares it."""
+"""The time limit of a batch, so long that all waiting jobs share it."""
 
 
 class Device(Protocol):
     info: BaseModelInfo
 
     def working(self, settings: CommonSettings, store: Store, log: Path) -> Any:
-        """A worker in the block, with an empty memory, and its log."""
+        """Run a worker without models in memory during the block, with its log."""
         ...
 
 

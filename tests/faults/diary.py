@@ -1,4 +1,4 @@
-"""Who asked the store for what, and what it answered: noted by several processes in one file."""
+"""The calls of several processes to the store, and its answers, recorded in one file."""
 
 import json
 import os
@@ -15,19 +15,19 @@ QUEUE_METHODS = {name for name in vars(Queue) if not name.startswith("_")}
 
 @dataclass(frozen=True)
 class Entry:
-    """One call of a worker: when it was begun, and, once it has ended, how."""
+    """One call of a worker: its start, and its end once it has one."""
 
     method: str
-    epoch: int  # of a lease: the one that it gave
-    begun_s: float  # the same clock in every process of this machine
-    ended: str = ""  # "", or "ok", or the name of what it raised
-    model: str = ""  # that the call is about
-    name: str = ""  # who leases
+    epoch: int  # for a lease: the new epoch
+    begun_s: float  # on the clock that all processes of this machine share
+    ended: str = ""  # "", or "ok", or the name of the exception
+    model: str = ""  # the model of the call
+    name: str = ""  # the worker that leases
     taken: dict[str, int] = field(default_factory=dict)  # highest release of each model's jobs
 
 
 class Diary:
-    """Entries at the end of a file that others write to, too. ``news`` gives those not yet read."""
+    """Appends entries to a file that others write to as well. ``news`` returns the unread ones."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -49,7 +49,7 @@ class Diary:
 
 
 class Watched:
-    """A queue whose every call is in the diary twice: before it is passed on, and when it ended."""
+    """A queue that records every call twice: before it is passed on, and when it has ended."""
 
     def __init__(self, queue: Queue, diary: Diary) -> None:
         self._queue = queue

@@ -1,6 +1,6 @@
 """A TCP proxy between a client and the service that loses answers and repeats requests.
 
-It reads HTTP/1.1 only as far as it must to know where a message ends.
+It parses HTTP/1.1 only as far as needed to find the end of a message.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import zstandard
 from tuneserve_client.wire.proto import wire_pb2 as wire
 
 DROPPED, REPEATED, DELAYED = 0.10, 0.10, 0.10
-"""Shares of all requests, polls included."""
+"""Fractions of all requests, polls included."""
 DELAY_S, LATE_S = 0.1, 0.4
 
 
@@ -41,13 +41,13 @@ class Message:
 
 
 class FaultProxy:
-    """A proxy to ``port`` of this machine for as long as a ``with`` block lasts.
+    """A proxy to ``port`` of this machine for the time of a ``with`` block.
 
-    A request of which an answer is lost has been delivered. A repeated one arrives twice, the
-    second time perhaps long after its answer. The first chunk of a ``forward_backward`` arrives
-    last. ``counts`` says how often what was done; ``arrivals`` lists the ``(model, seq)`` of
-    ``forward_backward`` requests as they were delivered; ``disagreements`` repeated requests whose
-    two answers named different futures.
+    A request whose answer is lost has been delivered. A repeated one arrives twice, the second time
+    perhaps long after its answer. The first chunk of a ``forward_backward`` arrives last.
+    ``counts`` has the number of times for each fault. ``arrivals`` lists the ``(model, seq)`` of
+    ``forward_backward`` requests in order of delivery. ``disagreements`` lists repeated requests
+    whose two answers named different futures.
     """
 
     def __init__(self, port: int, seed: int) -> None:
@@ -120,7 +120,7 @@ class FaultProxy:
             writer.close()
 
     async def _carry(self, request: Message) -> tuple[bytes, bool]:
-        """What the client gets, and whether that is all: else the connection is cut then."""
+        """The client's answer, and whether it is whole. If not, the connection is cut after it."""
         self.counts[request.path] += 1
         if request.path.endswith("/finish"):
             self._finished.add(request.headers["x-api-key"])
@@ -144,12 +144,12 @@ class FaultProxy:
     async def _repeat(self, request: Message, answer: Message, late_s: float) -> None:
         await asyncio.sleep(late_s)
         first, second = named(answer), named(await self._deliver(request))
-        # Too late for an answer: the client has said that it is finished.
+        # This is too late for an answer: the client has said that it is finished.
         if first != second and request.headers["x-api-key"] not in self._finished:
             self.disagreements.append(f"{request.path}: {first}, then {second}")
 
     async def _deliver(self, request: Message, port: int | None = None) -> Message:
-        """The service's answer, over a connection of its own."""
+        """The service's answer, over a new connection."""
         if (key := _training_key(request)) is not None:
             self.arrivals.append(key)
         reader, writer = await asyncio.open_connection("127.0.0.1", port or self._port)
@@ -163,7 +163,7 @@ class FaultProxy:
         return Message(answer.start, headers, answer.body)
 
     def _is_first_chunk(self, request: Message) -> bool:
-        """Whether a later chunk was there before this one."""
+        """Whether a later chunk arrived before this one."""
         key = _training_key(request)
         return key is not None and any(
             model == key[0] and seq > key[1] for model, seq in self.arrivals
@@ -171,7 +171,7 @@ class FaultProxy:
 
 
 def named(answer: Message) -> dict[str, Any]:
-    """What the answer to a submit or a creation names; nothing for others."""
+    """The ids in the answer to a submission or a creation. Empty for other answers."""
     if answer.headers.get("content-type") != "application/json":
         return {}
     body = json.loads(answer.body)
@@ -180,7 +180,7 @@ def named(answer: Message) -> dict[str, Any]:
 
 
 async def _read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None at the end of the connection."""
+    """The next message, or None at the end of the connection."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.IncompleteReadError:

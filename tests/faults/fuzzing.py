@@ -1,4 +1,4 @@
-"""The clients of the fuzz tests: what they send, and what must hold for every answer."""
+"""The clients of the fuzz tests: their requests, and the checks of every answer."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from tuneserve_client.wire.proto import wire_pb2 as wire
 PREFIX = "/api/v1"
 OPENAI = "/v1"
 Template = tuple[str, str, Any]
-"""Method, path as described, body; of paths that are not OpenAI's what follows the prefix."""
+"""Method, path as described, and body. Paths other than OpenAI's have no prefix."""
 
 
 def whole(described: str) -> str:
@@ -28,14 +28,14 @@ def whole(described: str) -> str:
 
 @dataclass
 class Checked:
-    """Everything sent to the API is checked here, and what was accepted is remembered."""
+    """Sends requests to the API, checks every answer, and remembers accepted requests."""
 
     api: Api
     documented: dict[tuple[str, str], set[int]]
-    accepted: dict[str, str] = field(default_factory=dict)  # request ids, and whose they are
+    accepted: dict[str, str] = field(default_factory=dict)  # tenant's key by request id
     statuses: Counter[int] = field(default_factory=Counter)
     openai: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Those of OpenAI's routes, with the type of the answer."""
+    """Answers of OpenAI's routes, by status and error type."""
 
     @classmethod
     def of(cls, api: Api) -> "Checked":
@@ -60,7 +60,7 @@ class Checked:
             assert int(answer.headers["content-length"]) == len(answer.body)
         if answer.status == 200:
             self._note(answer, headers["X-API-Key"])
-        elif answer.status != 408:  # of a poll: there is no result yet
+        elif answer.status != 408:  # a poll without a result yet
             if is_openai:
                 assert set(answer.json) == {"error"}, answer
                 assert set(answer.json["error"]) == {"message", "type", "param", "code"}, answer
@@ -78,7 +78,7 @@ class Checked:
                 self.accepted[found] = key
 
     async def all_end(self) -> Counter[str]:
-        """How the accepted requests ended: each must, and none by our fault."""
+        """The endings of the accepted requests. Each must end, and none by the server's fault."""
         endings: Counter[str] = Counter()
         polls = list(self.accepted.items())
         for start in range(0, len(polls), 64):
@@ -103,7 +103,7 @@ class Checked:
 
 
 def _names_canary(body: bytes) -> bool:
-    """Whether the body names something by the canary: an error may say what does not exist."""
+    """Whether the body names an object by the canary: an error may say what does not exist."""
     given = json.loads(body)
     return isinstance(given, dict) and any(CANARY in str(given.get(name)) for name in NAMES)
 
@@ -116,7 +116,7 @@ def _is_field(answer: asgi.Answer) -> bool:
 
 @dataclass
 class Lane:
-    """One model of one tenant, and everything else that its requests name."""
+    """One model of one tenant, and every other object that its requests name."""
 
     key: str
     session: str
@@ -254,8 +254,10 @@ class Lane:
         await self.spend(checked)
 
     async def spend(self, checked: Checked) -> None:
-        """Makes sure that the number is taken, by a request that means nothing: later ones wait
-        for it otherwise. If the mutated request has it, this one is refused."""
+        """Use up the number with a meaningless request, because later ones would wait for it.
+
+        If the mutated request has taken the number, this one is refused.
+        """
         step = {"model_id": self.model, "seq_id": self.seq, "adam_params": {}}
         path = PREFIX + "/optim_step"
         headers = {"X-API-Key": self.key}
@@ -264,12 +266,12 @@ class Lane:
         self.seq += 1
 
 
-# One for each template: those that write files to a disk are rarer.
+# One weight per template. Templates that write files to a disk are rarer.
 _WEIGHTS = [10, 5, 5, 2, 8, 5, 12, 2, 2, 2, 8, 2, 5, 8, 15, 5, 8, 5, 5, 5, 4, 4]
 
 
 def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) -> bytes:
-    """Everything of a valid request but its key: two datums."""
+    """A valid request without its key: two datums."""
     datum = wire.Datum()
     datum.model_input.add().encoded_text.tokens = struct.pack("<2i", 1, 2)
     datum.model_input.add().encoded_text.tokens = struct.pack("<1i", 3)
@@ -289,7 +291,7 @@ def _data_of(loss: str, inputs: dict[str, list[float]], sparse: bool = False) ->
 
 
 def _traced(body: bytes) -> bytes:
-    """The request with spans of what was sampled."""
+    """The request with spans of sampled tokens."""
     request = wire.ForwardBackwardRequest.FromString(body)
     for datum in request.data:
         for spans in (datum.model_input_spans, datum.loss_fn_input_spans):

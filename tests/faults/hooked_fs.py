@@ -1,4 +1,4 @@
-"""File systems that fail: any ``Fs``, with something happening before each of its calls."""
+"""File systems that fail: any ``Fs`` with a hook before each call."""
 
 import errno
 import os
@@ -9,15 +9,15 @@ from tests.faults.crash_fs import CrashFs
 from tuneserve_engine.store.files import Fs
 
 Before = Callable[[int, str], None]
-"""Called with the number of the call, from 0, and its name; may raise."""
+"""Called with the number of the call, from 0, and its name. It may raise."""
 
 
 def nothing(number: int, name: str) -> None:
-    """The hook of a file system that works."""
+    """The hook of a working file system."""
 
 
 def failing(calls: Collection[int], error: int) -> Before:
-    """The hook by which these calls raise ``error``."""
+    """A hook that makes these calls raise ``error``."""
 
     def before(number: int, name: str) -> None:
         if number in calls:
@@ -27,7 +27,7 @@ def failing(calls: Collection[int], error: int) -> Before:
 
 
 def every(n: int, error: int = errno.EIO) -> Before:
-    """The hook by which each n-th call raises ``error``."""
+    """A hook that makes every n-th call raise ``error``."""
 
     def before(number: int, name: str) -> None:
         if number % n == n - 1:
@@ -37,7 +37,7 @@ def every(n: int, error: int = errno.EIO) -> Before:
 
 
 class HookedFs:
-    """``inner``, with ``before`` called first and writes of at most ``chunk`` bytes."""
+    """``inner``, with ``before`` called first and writes of up to ``chunk`` bytes."""
 
     def __init__(self, inner: Fs, before: Before = nothing, *, chunk: int = 2**30) -> None:
         self.inner = inner
@@ -89,7 +89,7 @@ class HookedFs:
         try:
             self._call("remove_tree")
         except OSError:
-            return  # it removes what it can
+            return  # it removes as much as it can
         self.inner.remove_tree(path)
 
     def names(self, path: Path) -> list[str]:

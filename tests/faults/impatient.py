@@ -1,5 +1,6 @@
-"""The ``tuneserve`` command with a clean-up that begins half a second after the start, not two
-minutes, for tests that wait for what it would do."""
+"""Run the ``tuneserve`` command with a clean-up that starts half a second after the start instead
+of two minutes, for tests that wait for it.
+"""
 
 from tuneserve_server.__main__ import main
 from tuneserve_server.cleanup import sweeper

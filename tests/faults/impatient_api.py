@@ -1,5 +1,8 @@
-"""``tuneserve api`` whose clients may be silent for three seconds only, from the start on, which is
-less than a setting allows: ``impatient_api.py``."""
+"""Run ``tuneserve api`` with clients that may be silent for three seconds only:
+``impatient_api.py``.
+
+No setting allows so short a time.
+"""
 
 from tuneserve_engine.core.policies import SweepPolicy
 from tuneserve_server import serve

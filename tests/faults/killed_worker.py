@@ -1,6 +1,6 @@
-"""A real worker process on the fake backend that is killed, or put to sleep, at a kill point.
+"""A real worker process on the fake backend that is killed, or put to sleep, at a failpoint.
 
-Forked from a server that has everything imported, so that a hundred of them take seconds.
+It is forked from a server that has imported everything, so a hundred of them take seconds.
 """
 
 import asyncio
@@ -41,12 +41,12 @@ KILL_POINTS = (
 )
 
 FENCED = 3
-"""Exit status of a worker that learned that its lease is over."""
+"""The exit status of a worker that learned of the end of its lease."""
 
 OFTEN, NEVER = PointPolicy(interval_s=0.2, steps=3), PointPolicy(interval_s=1e9, steps=10**9)
 
 _context = multiprocessing.get_context("forkserver")
-# The store's module is imported late otherwise, by every worker that needs it.
+# Otherwise every worker would import the store's module late.
 _context.set_forkserver_preload(
     ["tests.faults.killed_worker", "tuneserve_engine.store.redis.store"]
 )
@@ -54,7 +54,7 @@ _context.set_forkserver_preload(
 
 @dataclass(frozen=True)
 class Life:
-    """A worker process: where it works, as whom, and where it is to die, or to sleep."""
+    """A worker process: its settings, its name, and the failpoint at which it dies or sleeps."""
 
     settings: CommonSettings
     name: str
@@ -63,7 +63,7 @@ class Life:
     number: signal.Signals = signal.SIGKILL
     renew_s: float = 0.3
     new_backend: Callable[[], FakeBackend] = FakeBackend
-    diary: Path | None = None  # where its calls of the store are noted
+    diary: Path | None = None  # file that records its calls of the store
     log: Path | None = None
     points: PointPolicy = OFTEN
     stop_s: float = worker.STOP_S
@@ -89,7 +89,7 @@ def _live(life: Life) -> None:
     except (Fenced, LeaseLost):
         status = FENCED
     logging.shutdown()
-    os._exit(status)  # as the real one ends: a unit that was abandoned is not waited for
+    os._exit(status)  # like the real process, which does not wait for an abandoned batch
 
 
 async def _work(life: Life) -> None:

@@ -1,6 +1,6 @@
-"""Valid bodies made invalid, in every way that a client or an attacker may find.
+"""Valid bodies made invalid in every way that a client or an attacker may find.
 
-Everything is drawn from the given generator: one seed, one sequence of bodies.
+The given generator decides everything: one seed gives one sequence of bodies.
 """
 
 import copy
@@ -12,13 +12,13 @@ from typing import Any
 import zstandard
 
 CANARY = "canary-4f1c"
-"""Stands in what is sent, and must not come back in an error."""
+"""A mark in the requests that must not appear in an error."""
 
 NAMES = {
     *("session_id", "model_id", "sampling_session_id", "request_id", "target"),
     *("base_model", "model", "path", "model_path", "tinker_path"),
 }
-"""Fields that name something: an error may say which name was meant."""
+"""Fields that name an object: an error may repeat the name."""
 
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 31, 32, 255, 256, 2**31 - 1, 2**31, 2**53 + 1),
@@ -48,7 +48,7 @@ Mutation = Callable[[random.Random, Any], bytes]
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with a key or index of it."""
+    """Every container with each of its keys or indices."""
     for key in list(node) if isinstance(node, dict) else range(len(node)):
         yield node, key
         if isinstance(node[key], dict | list):
@@ -99,7 +99,7 @@ def _more(rng: random.Random, body: Any) -> bytes:
 
 
 def _twice(rng: random.Random, body: Any) -> bytes:
-    """A key again, with another value: the last counts."""
+    """Repeat a key with another value. The last one counts."""
     key = rng.choice(list(body))
     again = json.dumps({key: rng.choice([*VALUES, body[key]])}).encode()
     return json.dumps(body).encode()[:-1] + b", " + again[1:]
@@ -150,7 +150,7 @@ def mutated_json(rng: random.Random, body: Any) -> bytes:
 
 
 def mutated_message(rng: random.Random, whole: bytes, key_bytes: int) -> bytes:
-    """The message with wrong bytes, mostly behind its first ``key_bytes``, which tell its key."""
+    """The message with wrong bytes, mostly after the first ``key_bytes``, which contain its key."""
     start = key_bytes if rng.random() < 0.85 else 0
     changed = bytearray(whole)
     for _ in range(rng.choice([0, 1, 1, 2, 4, 16])):
@@ -164,7 +164,7 @@ def _flip(rng: random.Random, message: bytearray, start: int) -> None:
 
 
 def _lie(rng: random.Random, message: bytearray, start: int) -> None:
-    """A number that may be a length becomes another: by one, or by far."""
+    """Change a number that may be a length, by one or by far."""
     if len(message) > start:
         at = rng.randrange(start, len(message))
         lies = [b"\x00", b"\x7f", b"\xff\x01", b"\xff\xff\xff\xff\x07", b"\xff" * 9 + b"\x01"]
@@ -172,7 +172,7 @@ def _lie(rng: random.Random, message: bytearray, start: int) -> None:
 
 
 def _splice(rng: random.Random, message: bytearray, start: int) -> None:
-    """A piece of the message again, at another place, or random bytes."""
+    """Insert a copy of a part of the message elsewhere, or random bytes."""
     at, piece = (rng.randrange(start, len(message) + 1) for _ in "12")
     piece_bytes = bytes(message[piece : piece + rng.choice([1, 8, 64])])
     message[at:at] = rng.choice([piece_bytes, piece_bytes * 8, rng.randbytes(8)])
@@ -183,7 +183,7 @@ def _truncate(rng: random.Random, message: bytearray, start: int) -> None:
 
 
 def compressed(rng: random.Random, message: bytes) -> tuple[bytes, str]:
-    """The body as sent, and its ``Content-Encoding``, which may be a lie."""
+    """The body as sent, and its ``Content-Encoding``, which may be wrong."""
     frame = zstandard.ZstdCompressor(write_content_size=rng.random() < 0.5).compress(message)
     way = rng.random()
     if way < 0.5:

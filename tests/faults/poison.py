@@ -1,4 +1,4 @@
-"""Requests that must fail, each for one reason, and must leave no trace."""
+"""Requests that must fail for one reason each, and must leave no trace."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ BROKEN = 57
 TOKENS, TARGETS = [1, 2, 3, 4], [2, 3, 4, 5]
 MANY = [32, 7, 17, 44, 46, 39, 10, 24, 5, 2, 0, 7, 23, 46, 30, 20]
 UNLIKELY = [7, 40, 30, 19, 33, 40, 21, 47, 26, 13, 15, 32, 32, 1, 33, 11]
-"""Tokens of different kinds, whose gradients do not add up; the fake device's logprobs are -1."""
+"""Tokens of different kinds, whose gradients do not add up. The fake device's logprobs are -1."""
 
 
 @dataclass(frozen=True)
 class Poison:
-    """``error`` is a part of the message that its sender gets."""
+    """A bad request. ``error`` is a part of the error message."""
 
     name: str
     payload: bytes
@@ -33,7 +33,7 @@ class Poison:
 
 @dataclass(frozen=True)
 class Data:
-    """One datum as a client may send it; ``columns`` are float inputs of the loss."""
+    """One datum as a client may send it. ``columns`` are float inputs of the loss."""
 
     tokens: Sequence[int]
     targets: Sequence[int]
@@ -65,13 +65,13 @@ def body(*data: Data, loss: str = "cross_entropy", **config: float) -> bytes:
 
 
 def corpus(info: BaseModelInfo, too_heavy: Sequence[int]) -> list[Poison]:
-    """``too_heavy`` are tokens of a datum for which the device has no room, even alone."""
+    """The bad requests. ``too_heavy`` are tokens of a datum that never fits on the device."""
     return [
         *_numbers(),
         *_tokens(info),
         *_forms(),
         *_steps(),
-        # After a datum that is fine: what it gave must be taken back.
+        # It follows a good datum, whose gradient must be dropped too.
         Poison(
             "no memory",
             body(datum(), datum(too_heavy, [1] * len(too_heavy))),

@@ -1,4 +1,4 @@
-"""The service as processes of its own: one API, and a worker that needs no model."""
+"""The service as separate processes: one API, and a worker that needs no model."""
 
 import json
 import os
@@ -19,12 +19,12 @@ BASE_MODEL = "tuneserve/fake"
 
 
 def memory_bytes(pid: int) -> int:
-    """What the process holds of main memory now."""
+    """The main memory that the process holds now."""
     return _of_status(pid, "VmRSS:")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most of it that the process has held, since its start or ``forget_peak``."""
+    """The maximum memory that the process has held, since its start or ``forget_peak``."""
     return _of_status(pid, "VmHWM:")
 
 
@@ -38,7 +38,7 @@ def _of_status(pid: int, field: str) -> int:
 
 
 class Service:
-    """``port`` of the API on 127.0.0.1, and ``log`` of its processes."""
+    """The running service: the API's ``port`` on 127.0.0.1, and the ``log`` of its processes."""
 
     def __init__(self, data_dir: Path, settings: dict[str, object]) -> None:
         self.data_dir = data_dir
@@ -55,18 +55,18 @@ class Service:
         self._until({"absent", "ready"})
 
     def restart_api(self) -> None:
-        """Kills the API process; its successor listens on the same port."""
+        """Kill the API process. Its successor listens on the same port."""
         self._processes[0].kill()
         self._processes.pop(0).wait()
         self.start_api()
         self._processes.insert(0, self._processes.pop())
 
     def change(self, **settings: object) -> None:
-        """Settings for the next start of the API."""
+        """Change settings for the next start of the API."""
         self._settings |= settings
 
     def stop_last(self) -> None:
-        """Ends the process that was started last, as an operator does."""
+        """Stop the process that was started last, as an operator does."""
         process = self._processes.pop()
         process.terminate()
         process.wait(timeout=30)
@@ -103,14 +103,16 @@ class Service:
         return memory_bytes(self._processes[0].pid)
 
     def api_peak_bytes(self) -> int:
-        """Since ``forget_api_peak``."""
+        """The maximum since ``forget_api_peak``."""
         return peak_bytes(self._processes[0].pid)
 
     def forget_api_peak(self) -> None:
         forget_peak(self._processes[0].pid)
 
     def stop(self) -> None:
-        """Stops all as an operator does, the last first. None may have ended in a traceback."""
+        """Stop all processes like an operator, the last first. None may have ended in a
+        traceback.
+        """
         for process in reversed(self._processes):
             process.terminate()
             process.wait(timeout=30)
@@ -122,7 +124,7 @@ class Service:
 def running_service(
     data_dir: Path, *, worker: bool = True, **settings: object
 ) -> Iterator[Service]:
-    """The service with these settings of its API, until the block ends."""
+    """Run the service with these settings of its API until the block ends."""
     service = Service(data_dir, settings)
     try:
         service.start_api()

@@ -1,5 +1,5 @@
-"""What a user's script does, with the official SDK and nothing else: supervised training, then
-reinforcement learning, checkpoints, and going on from one. Prints a line of JSON per round.
+"""A user's script with the official SDK only: supervised training, then reinforcement learning,
+checkpoints, and continuing from one. It prints a line of JSON per round.
 
 ``sdk_script.py <base model> <rounds>``; the service's address and key are in the environment.
 """
@@ -40,7 +40,7 @@ def reinforced(prompt: list[int], sequence: types.SampledSequence) -> types.Datu
 
 
 def train(trainer: tinker.TrainingClient, data: list[types.Datum], loss: str) -> Any:
-    """Two gradients and a step, all on their way at once."""
+    """Two gradients and a step, all in flight at once."""
     gradients = [trainer.forward_backward(data, loss) for _ in range(2)]
     step = trainer.optim_step(ADAM)
     outputs = [gradient.result() for gradient in gradients]

@@ -1,7 +1,7 @@
-"""A whole service in one deterministic event loop: virtual time, one seed = one schedule.
+"""A whole service in one deterministic event loop: virtual time, and one schedule per seed.
 
 Real parts: the store's transactions, the worker, its recovery, the fake backend's arithmetic, the
-files. Simulated: time, who runs when, lost and repeated messages, crashes.
+files. Simulated parts: time, the order of tasks, lost and repeated messages, crashes.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Inline(Executor):
 
 
 class Later(Executor):
-    """Runs calls one after the other, each after a while: in between others have their turn."""
+    """Runs calls one after the other, each after a delay in which other tasks run."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
@@ -76,7 +76,7 @@ class Later(Executor):
 
 
 class UnsyncedFs(LocalFs):
-    """Crashes here end tasks, not machines: nothing needs to reach a disk."""
+    """A file system without syncs: crashes here end tasks, not machines."""
 
     def fsync(self, descriptor: int) -> None:
         pass
@@ -84,10 +84,10 @@ class UnsyncedFs(LocalFs):
 
 @dataclass
 class Faults:
-    """How often what goes wrong. All zero: an undisturbed run."""
+    """The rates of faults. With all zero, the run is undisturbed."""
 
-    lost: float = 0.0  # share of calls that never arrive
-    unanswered: float = 0.0  # share of calls whose answer is lost
+    lost: float = 0.0  # fraction of calls that never arrive
+    unanswered: float = 0.0  # fraction of calls whose answer is lost
     crash_s: float = 0.0  # mean virtual time between deaths of workers
     outage_s: float = 0.0  # mean virtual time between restarts of the API process
     workers: int = 1
@@ -98,7 +98,7 @@ SOME = Faults(lost=0.03, unanswered=0.03, crash_s=3.0, outage_s=15.0, workers=2)
 
 @dataclass
 class World:
-    """The service and what happens to it."""
+    """The service and the faults that it suffers."""
 
     seed: int
     folder: Path
@@ -113,7 +113,7 @@ class World:
         self.reachable.set()
 
     async def pause(self) -> None:
-        """A delay as networks and schedulers have."""
+        """Wait as long as networks and schedulers would."""
         await asyncio.sleep(self.draw.random() ** 3 * 0.2)
 
     async def call(self, name: str, call: Callable[[], Awaitable[Any]]) -> Any:
@@ -129,9 +129,10 @@ class World:
         return answer
 
     async def play(self, tenants: list[Tenant]) -> dict[str, Any]:
-        """All that clients were told, and the final state of every model."""
+        """Everything that clients received, and the final state of every model."""
         loop = asyncio.get_running_loop()
-        policy = StorePolicy(job_attempts=10**6)  # here everybody is killed often, poison or not
+        # workers are often killed here without a request's fault
+        policy = StorePolicy(job_attempts=10**6)
         store = MemoryStore(clock=lambda: START_S + loop.time(), policy=policy)
         self.store = store
         for tenant in tenants:
@@ -170,7 +171,7 @@ class World:
             )
 
     async def _keep_worker(self, name: str) -> None:
-        """Runs workers under the name, one after the other; each is killed after a while."""
+        """Run workers under the name, one after the other. Each is killed after a while."""
         policy = WorkerPolicy(
             points=PointPolicy(interval_s=1.0, steps=3),
             renew_s=0.5,
@@ -222,7 +223,7 @@ class World:
 
 
 class _Line:
-    """A caller's way to the store, through the world's network."""
+    """A caller's connection to the store, through the world's network."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -260,7 +261,7 @@ def play(
     first: int = 0,
     make_executor: Callable[[Path], JobExecutor] = fake_executor,
 ) -> tuple[dict[str, Any], World]:
-    """What three tenants got under this seed's faults, and the world it happened in."""
+    """The results of three tenants under this seed's faults, and the world in which they ran."""
     folder.mkdir(parents=True)
     tenants = [Tenant(first + n, FAKE_INFO.name, rounds) for n in range(3)]
     worlds: list[World] = []

@@ -1,4 +1,4 @@
-"""A device on which some requests take for ever, once."""
+"""A device on which some requests never end, once."""
 
 import time
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from tests.support.fake_backend import FakeBackend
 from tuneserve_engine.backend.base import TrainBatch, TrainResult
 
 SLOW = 63
-"""A token that nobody else may use."""
+"""A token reserved for these requests."""
 
 
 @dataclass(frozen=True)
 class NewSlowBackend:
-    """Makes one; the file ``began`` is there from the moment that the device is busy for ever."""
+    """Makes a backend. The file ``began`` exists once the device is busy for ever."""
 
     began: Path
 

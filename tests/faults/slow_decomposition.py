@@ -1,4 +1,4 @@
-"""A worker that decomposes as slowly as one with a large base model does."""
+"""A worker that decomposes as slowly as one with a large base model."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from tuneserve_engine.adapters.svd_process import SvdProcess
 from tuneserve_engine.worker import __main__ as process
 
 WEIGHT_S = "TEST_WEIGHT_S"
-"""In the environment: how long a weight takes at least."""
+"""The environment variable for the minimum time per weight."""
 _of = SvdProcess.decompose
 
 

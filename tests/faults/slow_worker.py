@@ -1,7 +1,8 @@
 """A worker whose device takes time: ``slow_worker.py <data directory>``.
 
-A micro-batch takes ``TOKEN_S`` per token of its chunks, padding included, and no processor
-meanwhile: as on a GPU. Units, whom they were charged to, and who waited, go to ``batches.jsonl``.
+A micro-batch takes ``TOKEN_S`` per token of its chunks, padding included, without using the
+processor: as on a GPU. Batches, the tenants charged for them and the waiting tenants are written to
+``batches.jsonl``.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class SlowBackend(FakeBackend):
 
 
 class Noting(Scheduler):
-    """Writes a line per unit: its kind, each tenant's seconds, and the tenants with work then."""
+    """Writes a line per batch: its kind, each tenant's seconds, and the tenants that have work."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
         super().__init__(weights, costs=CostModel(SlowBackend().static_shapes))

@@ -1,5 +1,6 @@
 """A worker process without a model, whose base model has the embedded tokenizer and 4,096 tokens of
-context: ``speaking_worker.py <data directory>``."""
+context: ``speaking_worker.py <data directory>``.
+"""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""T4: the API process dies under the official SDK; workers stop and start; models rest.
+"""T4: the API process dies under the official SDK, workers stop and start, and models are parked.
 
 Clients notice nothing: no request is lost, and results have the same bits.
 """
@@ -57,7 +57,7 @@ class Api:
         self.process: asyncio.subprocess.Process
 
     async def start(self) -> float:
-        """How long it took until it answered, in seconds."""
+        """Start the process. Returns the seconds until it answered."""
         started_s = time.monotonic()
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
@@ -94,7 +94,7 @@ async def service(data_dir: Path, **options: object) -> AsyncIterator[Api]:
 
 
 async def run_script(url: str, on_line: Callable[[], None]) -> list[Any]:
-    """What the script printed, line by line."""
+    """The lines that the script printed."""
     environment = {
         **os.environ,
         "TINKER_BASE_URL": url,
@@ -122,8 +122,11 @@ async def run_script(url: str, on_line: Callable[[], None]) -> list[Any]:
 
 
 async def run(data_dir: Path, kills: int) -> tuple[list[Any], list[float]]:
-    """What the script printed, and how long restarts took: two after each of the first lines,
-    the second while the client makes up for the first."""
+    """The lines that the script printed, and the duration of restarts.
+
+    Two restarts follow each of the first lines, the second while the client recovers from the
+    first.
+    """
     draw = random.Random(4)
     printed = asyncio.Semaphore(0)
     restarts: list[float] = []
@@ -139,7 +142,7 @@ async def run(data_dir: Path, kills: int) -> tuple[list[Any], list[float]]:
 
 
 def test_a_script_of_the_sdk_does_not_notice_twenty_deaths_of_the_api(tmp_path: Path) -> None:
-    """A 404 for a future, a lost request, a seq_id taken for another: any would end it."""
+    """A 404 for a future, a lost request or a confused seq_id would end the script."""
 
     async def main() -> Any:
         return await asyncio.gather(run(tmp_path / "calm", 0), run(tmp_path / "stormy", KILLS))
@@ -160,7 +163,7 @@ def test_a_script_of_the_sdk_does_not_notice_twenty_deaths_of_the_api(tmp_path: 
 
 
 async def stop(process: BaseProcess) -> float:
-    """How long the worker took to stop, as an operator stops it, with everything saved."""
+    """Stop the worker like an operator, with everything saved. Returns the seconds that it took."""
     started_s = time.monotonic()
     process.terminate()
     while process.is_alive():
@@ -170,8 +173,8 @@ async def stop(process: BaseProcess) -> float:
     return time.monotonic() - started_s
 
 
-def test_a_stopped_worker_leaves_nothing_to_be_done_again(tmp_path: Path) -> None:
-    """Its policy asks for no recovery points: those that it saves are for being stopped."""
+def test_a_stopped_worker_leaves_nothing_to_replay(tmp_path: Path) -> None:
+    """Its policy asks for no recovery points, so it saves them only to be stopped."""
     settings = CommonSettings(data_dir=tmp_path / "data", job_attempts=1)
     log = tmp_path / "worker.log"
     life = Life(settings, "worker", log=log, points=NEVER)
@@ -209,7 +212,7 @@ def test_a_stopped_worker_leaves_nothing_to_be_done_again(tmp_path: Path) -> Non
         assert group == undisturbed(tmp_path / f"undisturbed-{number}", number)
 
 
-def test_a_unit_that_does_not_end_is_abandoned_and_no_death_is_counted(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_end_is_abandoned_and_counts_no_death(tmp_path: Path) -> None:
     settings = CommonSettings(data_dir=tmp_path / "data", job_attempts=1)
     slow = NewSlowBackend(tmp_path / "began")
     life = Life(settings, "worker", new_backend=slow, stop_s=0.5)
@@ -248,7 +251,7 @@ class OverHttp(server.Api):
         self.http = http
 
 
-def test_an_idle_model_rests_and_its_next_request_brings_it_back(tmp_path: Path) -> None:
+def test_an_idle_model_is_parked_and_restored_by_its_next_request(tmp_path: Path) -> None:
     async def train(api: OverHttp, rest: Callable[[], Awaitable[None]]) -> list[object]:
         model = await api.model(await api.session())
         outputs: list[object] = []

@@ -1,4 +1,4 @@
-"""Bodies and texts that are sent to harm: memory stays bounded, and others are served meanwhile."""
+"""Hostile bodies and texts: memory stays bounded, and other clients are served."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ FULL = {
     "polls": 1200,
 }
 ROOMY = {"max_model_bytes": 2**30, "max_tenant_bytes": 2**30}
-"""For honest clients: the queue's own limits are not what is tried here."""
+"""Limits for honest clients, because the queue's own limits are not tested here."""
 
 OUTCOMES = {
     "honest": {200},
@@ -58,7 +58,7 @@ OUTCOMES = {
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker and the attackers import from the tests."""
+    """Let the worker and the attackers import from the tests."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -114,7 +114,7 @@ def check(measured: Measured, kind: str, count: int) -> None:
 
 
 def test_a_few_hostile_bodies_of_each_kind_leave_the_memory_bounded(tmp_path: Path) -> None:
-    """Before, 12 slow bodies took 190 MiB for minutes, 20 bombs 1.3 GB, and one misfit 3.4 GB."""
+    """12 slow bodies once took 190 MiB for minutes, 20 bombs 1.3 GB, and one misfit 3.4 GB."""
     small = {"body_memory_bytes": 256 * MIB, "text_memory_bytes": 64 * MIB, "poll_s": 1}
     with running_service(tmp_path, worker=False, body_timeout_s=0.5, **small) as service:
         service.start_worker(WORKER)

@@ -1,4 +1,4 @@
-"""A key's secret is in no log, in no file and in no answer, whatever is done with it."""
+"""A key's secret is in no log, no file and no answer, however the key is used."""
 
 import asyncio
 import base64
@@ -22,7 +22,7 @@ PREFIX = "/api/v1"
 
 
 class Remote(Api):
-    """A tenant's calls to a process of its own, whose answers do not repeat the secret."""
+    """A tenant's calls to a separate process, whose answers must not repeat the secret."""
 
     def __init__(self, http: httpx.AsyncClient, secret: str) -> None:
         self.http = http
@@ -33,14 +33,14 @@ class Remote(Api):
         self, method: str, path: str, *, key: str | None = None, **options: Any
     ) -> httpx.Response:
         answer = await super().call(method, path, key=key, **options)
-        if self.secret not in path:  # who names an object so is told what was not found
+        if self.secret not in path:  # an object named by the secret is reported as not found
             assert self.secret not in f"{answer.headers} {answer.text}"
         self.statuses[answer.status_code] += 1
         return answer
 
 
 async def use_everything(api: Api, key: str, bodies: Any) -> None:
-    """Trains, saves, samples and fails in the name of the key, and reports as the SDK does."""
+    """Train, save, sample and fail with the key, and report as the SDK does."""
     session = await api.session(key=key)
     model = await api.model(session, key=key)
     await api.poll((await api.forward_backward(model, 1, key=key))["request_id"], key=key)
@@ -72,7 +72,7 @@ async def use_everything(api: Api, key: str, bodies: Any) -> None:
 
 
 def holding(folder: Path, text: str) -> set[Path]:
-    """Files with the text in them, as it is or in the usual disguises."""
+    """Files that contain the text, plain or in the usual encodings."""
     plain = text.encode()
     disguises = [plain, plain.hex().encode(), base64.b64encode(plain)[:-4], plain[::-1]]
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -80,7 +80,7 @@ def holding(folder: Path, text: str) -> set[Path]:
 
 
 def tuneserve(*arguments: str) -> str:
-    """What the command prints."""
+    """The output of the command."""
     command = [sys.executable, "-m", "tuneserve_server", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -113,13 +113,13 @@ async def test_a_key_is_in_no_log_and_in_no_file(mode: str, tmp_path: Path, bodi
         await asyncio.sleep(0.2)
         writer.close()
         while_running = holding(tmp_path, secret)
-    assert service.log in holding(tmp_path, "listening on")  # the search finds what is there
+    assert service.log in holding(tmp_path, "listening on")  # the search finds existing text
     assert len(holding(tmp_path, "train:0")) >= 1
     assert while_running == holding(tmp_path, secret) == set()
 
 
 async def use_what_is_no_key(remote: Remote, key: str, data_dir: Path) -> None:
-    """Tries the key with other ids, cut off, too often, and after it was revoked."""
+    """Try the key with other ids, truncated, too often, and after it was revoked."""
     place = ("--data-dir", str(data_dir))
     _, key_id, secret = key.split("-")
     for wrong in (f"tml-nobody-{secret}", f"{key}0", *[f"tml-{n}-{secret}" for n in range(30)]):

@@ -1,8 +1,8 @@
-"""Power loss: no checkpoint is torn, none that was acknowledged is lost.
+"""Power loss: no checkpoint is torn, and no acknowledged one is lost.
 
-It is tried at every moment of each story below, with every state that it may leave
-(``crash_fs``). ``kill -9`` cannot show a missing fsync; this does, and the tests of broken writers
-show that it does.
+The tests try a power loss at every moment of each story below, with every state that it may leave
+(``crash_fs``). ``kill -9`` cannot show a missing fsync. These tests do, as the tests of broken
+writers prove.
 """
 
 import errno
@@ -22,7 +22,7 @@ MEMBERS = {
     NEW: {"adapter.safetensors": b"weights", "config.json": b"{}"},
 }
 CHUNK = 4
-"""Bytes per write: the weights take two, so that one of them may be missing."""
+"""Bytes per write: the weights take two writes, so one of them may be missing."""
 State = frozenset[tuple[str, "bytes | State"]]
 Wrap = Callable[[Fs], Fs]
 
@@ -32,13 +32,13 @@ def as_is(fs: Fs) -> Fs:
 
 
 class Killed(BaseException):
-    """The end of the writing process: no handler of its own runs."""
+    """The end of the writing process: its own handlers do not run."""
 
 
 class Story:
-    """A disk with one old checkpoint, and all that a power loss at any moment would do to it.
+    """A disk with one old checkpoint, and every state that a power loss could leave.
 
-    ``promised`` are the files that were acknowledged; ``wrong`` collects what was found.
+    ``promised`` are the acknowledged files. ``wrong`` collects the errors found.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Story:
         self.left: dict[State, Tree] = {}
 
     def process(self, before: Before | None = None) -> FileStore:
-        """A store of a process that has just started; its calls are counted from now."""
+        """The file store of a newly started process. Its calls are counted from now on."""
         hooked = HookedFs(self.wrap(self.disk), chunk=CHUNK)
         store = self.store_type(ROOT, hooked)
         hooked.calls = 0
@@ -70,7 +70,7 @@ class Story:
         self.look()
 
     def look(self) -> None:
-        """Judges what a power loss would leave now."""
+        """Judge the states that a power loss would leave now."""
         for tree in self.disk.survivors():
             state, promised = state_of(tree), frozenset(self.promised)
             if (state, promised) not in JUDGED:
@@ -83,7 +83,7 @@ JUDGED: dict[tuple[State, frozenset[str]], set[str]] = {}
 
 
 def state_of(tree: Tree) -> State:
-    """The tree as a key, but for the random part of temporary names."""
+    """The tree as a key, without the random part of temporary names."""
     return frozenset(
         (name[: len(".partial-") + 32], state_of(content) if isinstance(content, dict) else content)
         for name, content in tree.items()
@@ -91,7 +91,7 @@ def state_of(tree: Tree) -> State:
 
 
 def judged(tree: Tree, promised: frozenset[str]) -> set[str]:
-    """What is wrong with a disk, as a store that opens it sees it."""
+    """The errors of a disk, seen by a store that opens it."""
     disk = CrashFs(tree)
     store = FileStore(ROOT, disk)
     wrong = {f"{file_id[0]} is lost" for file_id in promised - store.ids()}
@@ -136,7 +136,7 @@ def kill_at(call: int) -> Before:
 
 
 def written(wrap: Wrap = as_is) -> Story:
-    """One write, to its end."""
+    """One write to its end."""
     story = Story(wrap)
     story.write(story.process())
     return story
@@ -152,8 +152,9 @@ def written_again_after_a_power_loss(wrap: Wrap = as_is) -> list[Story]:
 
 
 def written_again_after_a_kill(store_type: type[FileStore] = FileStore) -> list[Story]:
-    """The first writer is killed before each of its calls, the machine stays up, another process
-    writes the same id."""
+    """The first writer is killed before each of its calls, the machine stays up, and another
+    process writes the same id.
+    """
     stories = []
     for call in range(CALLS):
         story = Story(store_type=store_type)
@@ -165,8 +166,10 @@ def written_again_after_a_kill(store_type: type[FileStore] = FileStore) -> list[
 
 
 def overtaken(store_type: type[FileStore] = FileStore) -> list[Story]:
-    """Before each call of one writer, another process writes the same id from start to end; then
-    the first goes on, or fails at one of its next calls."""
+    """Before each call of one writer, another process writes the same id from start to end.
+
+    Then the first writer continues, or fails at one of its next calls.
+    """
     stories = []
     for call in range(CALLS):
         for fails in range(call, CALLS + 1):
@@ -174,14 +177,14 @@ def overtaken(store_type: type[FileStore] = FileStore) -> list[Story]:
             try:
                 story.process(meeting(story, call, fails)).write(NEW, MEMBERS[NEW])
             except OSError as error:
-                if error.errno != errno.EIO:  # not the one that was asked for
+                if error.errno != errno.EIO:  # not the expected error
                     story.wrong.add(f"a writer fails: {error.strerror}")
             stories.append(story)
     return stories
 
 
 def meeting(story: Story, call: int, fails: int) -> Before:
-    """The hook by which another process writes before one call, and another call fails."""
+    """A hook by which another process writes before one call, and another call fails."""
 
     def before(number: int, name: str) -> None:
         if number == call:
@@ -193,7 +196,7 @@ def meeting(story: Story, call: int, fails: int) -> Before:
 
 
 def failed_and_written_again(error: int) -> list[Story]:
-    """Each call fails once, or from then on; later the disk works and the id is written again."""
+    """Each call fails once, or from then on. Later the disk works and the id is written again."""
     stories = []
     for call in range(CALLS):
         for calls in (range(call, call + 1), range(call, 1000)):
@@ -211,7 +214,7 @@ def wrong(stories: list[Story]) -> set[str]:
     return set().union(*(story.wrong for story in stories))
 
 
-def test_a_power_loss_during_a_write_leaves_all_or_nothing_of_it() -> None:
+def test_a_power_loss_during_a_write_leaves_all_or_nothing() -> None:
     story = written()
     assert story.wrong == set()
     ids = [CrashFs(tree).names(ROOT) for tree in story.left.values()]
@@ -225,16 +228,16 @@ def test_the_same_id_can_be_written_after_any_power_loss() -> None:
     assert len(stories) > 20
 
 
-def test_the_same_id_can_be_written_after_any_kill_and_survives_a_power_loss_then() -> None:
+def test_an_id_written_again_after_a_kill_survives_a_power_loss() -> None:
     assert wrong(written_again_after_a_kill()) == set()
 
 
-def test_no_writer_of_an_id_undoes_what_another_was_told_is_stored() -> None:
+def test_no_writer_of_an_id_undoes_the_acknowledged_write_of_another() -> None:
     assert wrong(overtaken()) == set()
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_failing_call_costs_nothing_but_this_write(error: int) -> None:
+def test_a_failing_call_costs_only_this_write(error: int) -> None:
     assert wrong(failed_and_written_again(error)) == set()
 
 
@@ -264,7 +267,7 @@ def test_the_first_checkpoint_survives_though_its_directory_is_new() -> None:
 
 
 class Careless:
-    """An ``Fs`` that does not sync some things: a writer that forgot to."""
+    """An ``Fs`` that omits some syncs, like a writer that forgot them."""
 
     def __init__(self, inner: Fs, *skipped: str) -> None:
         self.inner = inner
@@ -290,7 +293,7 @@ class Careless:
 
 
 class Hasty(Careless):
-    """An ``Fs`` that renames before it syncs what the directory holds."""
+    """An ``Fs`` that renames before it syncs the contents of the directory."""
 
     def __init__(self, inner: Fs) -> None:
         super().__init__(inner)
@@ -349,14 +352,14 @@ def test_a_broken_writer_is_found(bug: str) -> None:
 
 
 class Trusting(FileStore):
-    """Takes what is in place for synced."""
+    """A file store that takes existing files for synced."""
 
     def write(self, file_id: str, members: Mapping[str, bytes]) -> int:
         return 0 if self._exists(self.path(file_id)) else super().write(file_id, members)
 
 
 class Undoing(FileStore):
-    """Takes a file back when its last sync fails."""
+    """A file store that removes a file when its last sync fails."""
 
     def write(self, file_id: str, members: Mapping[str, bytes]) -> int:
         try:
@@ -367,7 +370,7 @@ class Undoing(FileStore):
 
 
 class Sharing(FileStore):
-    """Uses one temporary name for all writers of an id."""
+    """A file store with one temporary name for all writers of an id."""
 
     def _partial(self, file_id: str) -> Path:
         return self._root / f".partial-{file_id}"
@@ -378,17 +381,17 @@ class Sharing(FileStore):
 
 
 class Nibbling(FileStore):
-    """Deletes in place."""
+    """A file store that deletes in place."""
 
     def delete(self, file_id: str) -> None:
         self._fs.remove_tree(self.path(file_id))
 
 
-def test_a_writer_that_trusts_what_it_finds_in_place_is_found() -> None:
+def test_a_writer_that_trusts_existing_files_is_found() -> None:
     assert wrong(written_again_after_a_kill(Trusting)) == {"1 is lost"}
 
 
-def test_a_writer_that_undoes_what_it_may_share_is_found() -> None:
+def test_a_writer_that_removes_a_shared_file_is_found() -> None:
     assert "1 is lost" in wrong(overtaken(Undoing))
 
 

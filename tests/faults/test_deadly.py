@@ -1,6 +1,6 @@
-"""T9, the worst of it: requests that kill the worker.
+"""T9, the worst case: requests that kill the worker.
 
-After the first death what may have caused it runs alone; at the third, only the cause ends.
+After the first death, possible causes run alone. At the third, only the cause ends.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tuneserve_engine.store.base import Store
 ATTEMPTS = 3
 ROUNDS = 12
 DEADLY_SEED = 4242
-FIRST = 30  # number of the first tenant whom nothing is wrong with
+FIRST = 30  # number of the first healthy tenant
 
 
 @dataclass
@@ -69,7 +69,7 @@ async def ended(store: Store, job: Job, *records: Any) -> Outcome:
 
 
 async def gradients(store: Store, tenant: Tenant, token: int) -> list[Outcome]:
-    """A model's creation and its gradients: a good one, a deadly one, a good one; and a step."""
+    """Create a model and run a good gradient, a deadly one, a good one, and a step."""
     job, records = tenant.creation()
     await store.put_record(tenant.session_record())
     outcomes = [await ended(store, job, *records)]
@@ -114,7 +114,7 @@ async def train(store: Store, tenant: Tenant) -> dict[tuple[str, int], bytes]:
 
 
 def test_a_request_that_kills_the_worker_ends_alone(tmp_path: Path) -> None:
-    """Four of them, beside tenants who lose nothing: neither results nor bits."""
+    """Four of them run beside tenants that lose nothing: neither results nor bits."""
     settings = CommonSettings(data_dir=tmp_path / "data", job_attempts=ATTEMPTS)
     healthy = [Tenant(FIRST + n, FAKE_INFO.name, ROUNDS) for n in range(3)]
     offenders = [Tenant(2 * n, FAKE_INFO.name, 1) for n in range(4)]
@@ -152,7 +152,7 @@ def test_a_request_that_kills_the_worker_ends_alone(tmp_path: Path) -> None:
 
 
 def check_deaths(worker: Mourned, guilty: list[str]) -> None:
-    """The guilty share a unit when they first kill a worker, but not again."""
+    """The guilty requests share a batch when they first kill a worker, but not again."""
     deaths = worker.new_backend.noted()
     shared = max(deaths, key=len)
     print(f"{len(deaths)} workers died, one of them of a unit of {len(shared)}: {shared}")

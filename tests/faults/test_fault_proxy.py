@@ -1,8 +1,8 @@
 """The official SDK over a line that loses answers and repeats requests: every effect happens once.
 
-The same tenants train twice, over a good line and over ``FaultProxy``. Whatever a request adds to a
-model's weights, moments or step count shows in its checkpoints, so that these must have the same
-bits, like every result; and what is created must be there once.
+The same tenants train twice, over a good line and over ``FaultProxy``. Every effect of a request on
+a model's weights, moments or step count shows in its checkpoints, so these must have the same bits,
+like every result. Each created object must exist once.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ EFFECTS = ("forward_backward", "optim_step", "save_weights", "save_weights_for_s
 
 @dataclass
 class Run:
-    """What a tenant got, and where its checkpoints are."""
+    """A tenant's results, and the paths of its checkpoints."""
 
     results: list[Any] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ def datum(*tokens: int) -> types.Datum:
 
 
 class Tenant:
-    """A client with one model. All it does follows from its number."""
+    """A client with one model. Its number decides everything that it does."""
 
     def __init__(self, url: str, key: str, number: int) -> None:
         self.number = number
@@ -77,7 +77,7 @@ class Tenant:
         return self.run
 
     def step(self, turn: int) -> None:
-        """Several requests on their way at once, of which the gradient's chunks cross."""
+        """Several requests in flight at once, in which the gradient's chunks cross."""
         data = [datum(self.number, turn, n, n + turn) for n in range(2 * CHUNKS)]
         gradient = self.trainer.forward_backward(data, "cross_entropy")
         step = self.trainer.optim_step(types.AdamParams(learning_rate=0.01 * (turn + 1)))
@@ -100,14 +100,14 @@ class Tenant:
 
 
 def trained(url: str, name: str) -> list[Run]:
-    """All tenants, at once; ``name`` makes them others than those of another run."""
+    """All tenants at once. ``name`` separates them from those of another run."""
     keys = [f"tml-{name}-{number}" for number in range(TENANTS)]
     with ThreadPoolExecutor(TENANTS) as pool:
         return list(pool.map(lambda at: Tenant(url, keys[at], at).train(), range(TENANTS)))
 
 
 async def stored(data_dir: Path, run: Run) -> tuple[list[Any], dict[str, int]]:
-    """The states that the tenant saved, to the bit, and how many records of each kind it has."""
+    """The states that the tenant saved, to the bit, and the number of its records by kind."""
     store = await SqliteStore.open(data_dir / "store.db")
     try:
         records = [await store.get_record(CheckpointRecord, path) for path in run.paths]
@@ -142,7 +142,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.anyio
-async def test_over_a_bad_line_each_request_has_one_effect_in_its_order(
+async def test_over_a_bad_line_each_request_has_one_effect_in_order(
     quiet: None, tmp_path: Path
 ) -> None:
     with contextmanager(running_server)(tmp_path) as server:
@@ -159,7 +159,7 @@ async def test_over_a_bad_line_each_request_has_one_effect_in_its_order(
 
 
 def check_line(proxy: FaultProxy) -> None:
-    """The line was as bad as it was meant to be."""
+    """Check that the line was as bad as intended."""
     sent = sum(proxy.counts[f"/api/v1/{path}"] for path in EFFECTS)
     assert sent > 200, proxy.counts
     assert proxy.disagreements == []
@@ -167,7 +167,7 @@ def check_line(proxy: FaultProxy) -> None:
         assert proxy.counts[kind] > 25, proxy.counts
     for model in {model for model, _ in proxy.arrivals}:
         first_seen = list(dict.fromkeys(seq for name, seq in proxy.arrivals if name == model))
-        # Three chunks, a step and a save per turn, a sampler after every other.
+        # Three chunks, a step and a save per turn, a sampler after every other turn.
         calls = [first_seen[at : at + CHUNKS] for at in range(0, len(first_seen), CHUNKS)]
         assert len(calls) == ROUNDS
         assert all(call[-1] == min(call) for call in calls), calls

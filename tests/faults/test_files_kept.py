@@ -1,7 +1,7 @@
 """Files outlive their store: whatever happens to it, checkpoints and recovery points stay.
 
-Whoever cleans up deletes what the store does not name. A store that is empty, another one or older
-than the files names too little.
+The clean-up deletes files that the store does not name. A store that is empty, another one or older
+than the files names too few.
 """
 
 import time
@@ -35,15 +35,15 @@ def restart_in(redis: RedisServer, folder: Path) -> None:
 
 
 def take_back_flush(folder: Path) -> None:
-    """As docs/reliability.md says: removes the last command from the newest part of the log."""
+    """Remove the last command from the newest part of the log, as docs/reliability.md says."""
     log = max((folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: path.stat().st_mtime)
     commands, flush, after = log.read_bytes().rpartition(b"*1\r\n$8\r\nFLUSHALL\r\n")
-    assert flush and not after  # nobody has written anything since
+    assert flush and not after  # nothing has been written since
     log.write_bytes(commands)
 
 
 def wait_until_not_ready(deployment: Deployment, limit_s: float) -> str:
-    """What the health check then says."""
+    """The health check's answer once the service is not ready."""
     deadline_s = time.monotonic() + limit_s
     while (health := deployment.health())[0] == 200:
         assert time.monotonic() < deadline_s, health
@@ -81,7 +81,7 @@ def test_a_redis_that_is_wiped_under_the_service_costs_no_file_and_no_work(
     tmp_path: Path, number: int, how: str
 ) -> None:
     with on_redis(tmp_path) as (redis, deployment):
-        time.sleep(0.6)  # the clean-up has begun
+        time.sleep(0.6)  # the clean-up has started
         files = deployment.files()
         if how == "flushed":
             redis.command("FLUSHALL")
@@ -94,7 +94,7 @@ def test_a_redis_that_is_wiped_under_the_service_costs_no_file_and_no_work(
         time.sleep(SWEPT_S)
         assert files.items() <= deployment.files().items() and len(files) >= 6
         assert deployment.is_worker_alive()
-        assert redis.command("DBSIZE").strip() == b":0"  # nobody has made anything of it
+        assert redis.command("DBSIZE").strip() == b":0"  # no process has written into it
         if how == "flushed":
             redis.kill()
             take_back_flush(tmp_path / "redis")
@@ -122,13 +122,13 @@ def test_a_second_deployment_on_the_directory_costs_no_file(tmp_path: Path, numb
 
 @each_time
 def test_a_restored_copy_of_the_store_costs_no_file(tmp_path: Path, number: int) -> None:
-    """A restore that is tried beside the service, on its files by mistake."""
+    """An operator tries a restore beside the service, on its files by mistake."""
     with deployed(tmp_path / "data") as deployment:
         deployment.stop()
         copy = deployment.stopped_copy(tmp_path / "copy")
         deployment.start()
         deployment.start_worker()
-        deployment.save(3)  # of which the copy knows nothing
+        deployment.save(3)  # the copy does not know them
         deployment.age_files()
         time.sleep(SWEPT_S)
         files = deployment.files()
@@ -141,7 +141,7 @@ def test_a_restored_copy_of_the_store_costs_no_file(tmp_path: Path, number: int)
         assert files.items() <= deployment.files().items() and len(files) >= 9
         assert health["files"] == "kept" and "older than its directory" in health["files_kept"]
         assert copy.log.read_text().count("unused files are kept") == 1
-        # Nobody can tell which of the two is to go on.
+        # The program cannot decide which of the two should continue.
         health = deployment.health()[1]
         assert health["files"] == "kept" and "a copy of this store" in health["files_kept"]
         deployment.silence()
@@ -153,8 +153,11 @@ def test_a_restored_copy_of_the_store_costs_no_file(tmp_path: Path, number: int)
 
 @each_time
 def test_a_copy_of_the_store_that_starts_first_costs_no_file(tmp_path: Path, number: int) -> None:
-    """A backup that is tried while the service is stopped, on its files by mistake: what the copy
-    lets go of, and what the service saves later, the other of them names or will name."""
+    """An operator tries a backup while the service is stopped, on its files by mistake.
+
+    Files that the copy releases are named by the service, and files that the service saves later
+    are unknown to the copy.
+    """
     with deployed(tmp_path / "data") as deployment:
         deployment.stop()
         files = deployment.files()
@@ -172,7 +175,7 @@ def test_a_copy_of_the_store_that_starts_first_costs_no_file(tmp_path: Path, num
             assert files.items() <= deployment.files().items()
             deployment.start()
             deployment.start_worker()
-            deployment.save(3)  # of which the copy knows nothing
+            deployment.save(3)  # the copy does not know them
             files = deployment.files()
             deployment.age_files()
             time.sleep(SWEPT_S)

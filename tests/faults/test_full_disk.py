@@ -1,6 +1,8 @@
-"""A disk full to the last byte: work ends, checkpoints go, the service starts and makes room.
+"""On a disk that is full to the last byte, work ends, checkpoints can be deleted, and the service
+starts and makes room.
 
-A file system of 300 MB, real processes, and a file of somebody else that takes what is left.
+The test uses a file system of 300 MB, real processes, and a foreign file that takes the remaining
+space.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ JOB = """INSERT INTO jobs (request_id, tenant, kind, scope, seq, base_model, sta
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 300 MB of its own."""
+    """A separate file system of 300 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=300m", "tuneserve-test", str(folder)]
@@ -43,7 +45,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 class Client:
-    """A tenant that talks to the service; every answer is looked at by the test."""
+    """A tenant that calls the service. The test looks at every answer."""
 
     def __init__(self, service: Service) -> None:
         url = f"http://127.0.0.1:{service.port}/api/v1"
@@ -94,7 +96,7 @@ def eventually(found: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 def fill(ballast: Path) -> None:
-    """Takes every block that is left."""
+    """Take every block that is left."""
     with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         for size in (MB, 4096):
             with contextlib.suppress(OSError):
@@ -103,13 +105,13 @@ def fill(ballast: Path) -> None:
 
 
 def add_old_results(store: Path) -> None:
-    """What was asked 20 minutes ago by somebody who is gone: 120 MB."""
+    """Add 120 MB of results that a departed client requested 20 minutes ago."""
     with contextlib.closing(sqlite3.connect(store)) as file, file:
         for n in range(OLD_RESULTS):
             file.execute(JOB.replace("?1", str(time.time() - 1200)), (f"req_old{n}", n))
 
 
-def test_a_disk_that_is_full_to_the_last_byte_loses_nothing_and_can_be_emptied(
+def test_a_disk_full_to_the_last_byte_loses_nothing_and_can_be_emptied(
     small_disk: Path, tmp_path: Path
 ) -> None:
     data = small_disk / "data"
@@ -135,7 +137,7 @@ def test_a_disk_that_is_full_to_the_last_byte_loses_nothing_and_can_be_emptied(
             assert answer.status_code == 200, answer.text
             accepted.append(answer.json()["request_id"])
 
-        # The disk fills. Nothing new is taken; what ends, and what makes room, goes on.
+        # The disk fills up. New requests are refused, but work ends and deletions make room.
         fill(small_disk / "ballast")
         eventually(lambda: client.disk() == "full")
         for refused in (client.session(), client.train(model, 99)):
@@ -151,7 +153,8 @@ def test_a_disk_that_is_full_to_the_last_byte_loses_nothing_and_can_be_emptied(
         results = {each: client.result(each).content for each in accepted}
         assert len(set(results.values())) >= 1 and all(results.values())
 
-        # Killed, it starts on the full disk, and knows all that it acknowledged.
+        # After a kill, the service starts on the full disk and knows everything that it
+        # acknowledged.
         fill(small_disk / "ballast")
         service.restart_api()
         assert client.disk() == "full"
@@ -161,7 +164,7 @@ def test_a_disk_that_is_full_to_the_last_byte_loses_nothing_and_can_be_emptied(
         listed = client.ok("GET", "/checkpoints")["checkpoints"]
         assert [each["tinker_path"] for each in listed] == [kept]
 
-        # With a lower result_ttl_s it makes room by itself, though there is none to begin with.
+        # With a lower result_ttl_s it makes room by itself, though it starts with none.
         fill(small_disk / "ballast")
         before = (data / "store.db").stat().st_size
         assert before > 100 * MB

@@ -1,5 +1,6 @@
-"""No input makes a 5xx, kills the worker or is lost: mutated JSON, mutated protobuf, and cases made
-from the API's own description."""
+"""No input causes a 5xx, kills the worker or is lost: mutated JSON, mutated protobuf, and cases
+generated from the API's own description.
+"""
 
 import asyncio
 import logging
@@ -36,7 +37,7 @@ FOREVER_S = 1e12
 
 @pytest.fixture
 def settings(settings: ApiSettings) -> ApiSettings:
-    """Limits that a flood of accepted requests does not reach: those are tested elsewhere."""
+    """Limits that a flood of accepted requests does not reach. Other tests cover the limits."""
     return settings.model_copy(
         update={"max_tenant_models": 10**6, "max_tenant_jobs": 10**6, "max_server_jobs": 10**6}
     )
@@ -44,7 +45,7 @@ def settings(settings: ApiSettings) -> ApiSettings:
 
 @pytest.fixture
 async def service(api: Api, tokenizer: Path) -> Api:
-    """Its worker's base model has a tokenizer, so that OpenAI's routes answer."""
+    """The service with a tokenizer for its worker's base model, so that OpenAI's routes answer."""
     await api.start_worker(info=replace(FAKE_INFO, tokenizer_id=str(tokenizer)))
     return api
 
@@ -52,7 +53,7 @@ async def service(api: Api, tokenizer: Path) -> Api:
 async def shared_out(
     lanes: list[Lane], total: int, send: Callable[[Lane], Awaitable[None]]
 ) -> None:
-    """Each lane's requests one after the other, the lanes beside each other."""
+    """Send each lane's requests one after the other, and the lanes concurrently."""
 
     async def run(lane: Lane) -> None:
         for _ in range(total // len(lanes)):
@@ -69,7 +70,7 @@ async def lanes(service: Api) -> list[Lane]:
 
 
 async def all_end(checked: Checked) -> Counter[str]:
-    """How everything that was accepted ended, once no more gaps are waited for."""
+    """The endings of all accepted requests, once gaps are no longer waited for."""
     services = checked.api.services
     policy = replace(
         services.settings.sweep_policy,
@@ -82,7 +83,7 @@ async def all_end(checked: Checked) -> Counter[str]:
 
 
 async def assert_alive(api: Api, caplog: pytest.LogCaptureFixture) -> None:
-    """The worker that was there from the start trains a new model; nobody logged an error."""
+    """The worker of the start can train a new model, and no error was logged."""
     model = await api.model(await api.session())
     output = await api.output(await api.forward_backward(model, 1))
     assert output.metrics["loss:sum"] == pytest.approx((1 + 3) / 8 + (1 + 5) / 8)
@@ -91,7 +92,7 @@ async def assert_alive(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     assert not errors, errors[0].getMessage()
 
 
-async def test_mutated_json_is_answered_and_what_is_accepted_ends(
+async def test_mutated_json_is_answered_and_accepted_requests_end(
     service: Api, lanes: list[Lane], bodies: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(11)
@@ -117,7 +118,7 @@ def _json_paths(api: Api) -> Iterator[str]:
                 yield path
 
 
-async def test_mutated_protobuf_is_answered_and_what_is_accepted_ends(
+async def test_mutated_protobuf_is_answered_and_accepted_requests_end(
     service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(12)
@@ -142,7 +143,7 @@ def _message(_: Any, value: Any) -> Any:
 
 
 def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
-    """Cases that follow the description, and as many that do not, where that is possible."""
+    """Cases that follow the description, and as many that violate it, where that is possible."""
     schema = schemathesis.openapi.from_dict(api.app.openapi())
     cases: list[schemathesis.Case] = []
     for found in schema.include(path_regex=f"^({PREFIX}/|{OPENAI}/|/metrics)").get_all_operations():
@@ -164,12 +165,12 @@ def described_cases(api: Api, per_operation: int) -> list[schemathesis.Case]:
             try:
                 collect()
             except Unsatisfiable:
-                assert mode is GenerationMode.NEGATIVE  # there is nothing to do wrong
+                assert mode is GenerationMode.NEGATIVE  # this operation has no invalid input
     return cases
 
 
 def prepared(case: schemathesis.Case, lane: Lane, rng: random.Random) -> requests.PreparedRequest:
-    """The request of the case, about the lane's objects in every other case."""
+    """The request of the case. Every other case is about the lane's objects."""
     ids = {
         "session_id": lane.ended,
         "model_id": lane.model,
@@ -199,7 +200,7 @@ CONFORMANCE = (
 
 
 def as_response(request: requests.PreparedRequest, answer: asgi.Answer) -> schemathesis.Response:
-    """The answer as schemathesis checks it."""
+    """The answer in the form that schemathesis checks."""
     response = httpx.Response(
         answer.status,
         headers=answer.headers,
@@ -210,7 +211,7 @@ def as_response(request: requests.PreparedRequest, answer: asgi.Answer) -> schem
     return schemathesis.Response.from_httpx(response, verify=False)
 
 
-async def test_cases_from_the_description_are_answered_as_described(
+async def test_cases_from_the_description_get_the_described_answers(
     service: Api, lanes: list[Lane], caplog: pytest.LogCaptureFixture
 ) -> None:
     checked, rng = Checked.of(service), random.Random(13)

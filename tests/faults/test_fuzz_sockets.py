@@ -63,7 +63,7 @@ HOSTILE = [
 
 
 def hostile(rng: random.Random, number: int) -> bytes:
-    """What the connection of this number sends."""
+    """The bytes that the connection of this number sends."""
     if number < len(HOSTILE):
         return HOSTILE[number].encode("latin-1")
     if number % 2:  # the head is whole, the body is not
@@ -73,7 +73,7 @@ def hostile(rng: random.Random, number: int) -> bytes:
 
 
 async def exchanged(port: int, sent: bytes) -> bytes:
-    """Everything that the server says before it ends the connection, or falls silent."""
+    """All bytes that the server sends before it ends the connection or falls silent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
     try:
@@ -82,7 +82,7 @@ async def exchanged(port: int, sent: bytes) -> bytes:
             while piece := await reader.read(65_536):
                 received += piece
     except (TimeoutError, ConnectionResetError):
-        pass  # a kept connection, or one that was ended with bytes unread
+        pass  # a kept-alive connection, or one that ended with unread bytes
     finally:
         writer.close()
     return received
@@ -105,7 +105,7 @@ def statuses(received: bytes, sent: bytes) -> list[int]:
     return found
 
 
-async def test_broken_http_is_refused_or_let_go(tmp_path: Path) -> None:
+async def test_broken_http_is_refused_or_disconnected(tmp_path: Path) -> None:
     rng = random.Random(14)
     seen: Counter[int] = Counter()
     with running_service(tmp_path, header_timeout_s=0.3, body_timeout_s=0.3) as service:

@@ -1,6 +1,6 @@
 """T2: real workers, ended by SIGKILL at random places of their work, over a real store.
 
-No acknowledged request is lost; results and states are those of an undisturbed run, bit for bit.
+No acknowledged request is lost. Results and states equal those of an undisturbed run, bit for bit.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ ROUNDS = 12
 
 @asynccontextmanager
 async def opened(settings: CommonSettings) -> AsyncIterator[Store]:
-    """The store as the API process has it."""
+    """The store as the API process opens it."""
     store = await open_store(settings)
     try:
         if settings.store_kind == "sqlite":
@@ -62,7 +62,7 @@ class Killer:
                 life = Life(self.settings, "worker", point, self.draw.randint(1, 4))
             process = await asyncio.to_thread(life.start)
             try:
-                # A worker that does not come to its kill point would keep the others from dying.
+                # A worker that does not reach its failpoint would keep the others from dying.
                 await asyncio.to_thread(process.join, None if self.is_done else 3.0)
                 if process.exitcode == -signal.SIGKILL:
                     self.kills[life.kill_at] = self.kills.get(life.kill_at, 0) + 1
@@ -74,7 +74,7 @@ class Killer:
 
 
 async def disturbed(settings: CommonSettings, kills: int, seed: int) -> list[dict[str, Any]]:
-    """Groups of three tenants, one after the other until there were enough kills."""
+    """Groups of three tenants, one after the other until enough workers were killed."""
     async with opened(settings) as store:
         killer = Killer(settings, seed, kills)
         killing = asyncio.create_task(killer.run())

@@ -29,12 +29,14 @@ SMALL_PROGRAMS = {
     "TUNESERVE_BATCH_TOKENS": "128",
     "TUNESERVE_CHUNK_TOKENS": "64",
 }
-"""Environment of a worker whose programs compile fast, when they are needed."""
+"""Environment of a worker whose programs compile fast and on demand."""
 
 
 class JaxWorker:
-    """A worker process; ``keep`` starts another one whenever it has died. Other keyword arguments
-    than ``module``, which is what is run, are settings by their names."""
+    """A worker process. ``keep`` starts another one whenever it has died.
+
+    ``module`` is the program to run. Other keyword arguments are settings by their names.
+    """
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class JaxWorker:
         self._process: asyncio.subprocess.Process | None = None
 
     def set(self, **options: object) -> None:
-        """For processes that start from now on."""
+        """Change settings for processes that start from now on."""
         given = {f"TUNESERVE_{each.upper()}": str(value) for each, value in options.items()}
         self._environment.update(given)
 
@@ -95,15 +97,18 @@ class JaxWorker:
 async def train(
     settings: CommonSettings, compiled: Path, rounds: int, kills: int, seed: int = 0
 ) -> dict[str, Any]:
-    """What three tenants got, and the end states of their models; ``kills`` workers died, the last
-    of them when there was something saved that its successor could go on from."""
+    """The results of three tenants, and the end states of their models.
+
+    ``kills`` workers die. The last dies when a recovery point exists from which its successor can
+    continue.
+    """
     tenants = [Tenant(n, BASE_MODEL, rounds, length=12) for n in range(3)]
     worker = JaxWorker(settings, compiled, point_s=0.5, point_steps=1)
     progress = Progress(kills, sum(len(t.round(0)) + len(t.samples(0)) for t in tenants) * rounds)
     draw = random.Random(seed)
 
     async def pause() -> None:
-        # Called between any two things that a client does: a good place for somebody else to die.
+        # Called between any two actions of a client: a good place for a worker to die.
         if progress.is_time_to_die(sum(len(client.results) for client in clients), draw):
             while progress.kills == kills and (await store.stats()).points < len(tenants):
                 await asyncio.sleep(0.01)

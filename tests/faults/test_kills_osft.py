@@ -1,7 +1,8 @@
-"""T3 for adapters that share the base model's decomposition: OSFT beside LoRA, in the same units.
+"""T3 for adapters that share the base model's decomposition: OSFT beside LoRA, in the same batches.
 
-The worker is ended by ``kill -9`` while it decomposes, before it has saved a recovery point and
-after that. Weights, moments and every returned result are those of an undisturbed run, bit for bit.
+The worker is ended by ``kill -9`` while it decomposes, before it has saved a recovery point, and
+after that. Weights, moments and every returned result equal those of an undisturbed run, bit for
+bit.
 """
 
 import asyncio
@@ -26,9 +27,9 @@ from tuneserve_engine.store.base import Store
 
 SLOW = "tests.faults.slow_decomposition"
 WEIGHTS = 28
-"""Of the embedded model: seven in each of four layers."""
+"""Weights of the embedded model: seven in each of four layers."""
 HALF_DONE = "decomposed k_proj of layer 1:"
-"""In the log when one target is whole, and another one begun."""
+"""The log line when one target is whole and another one has started."""
 
 
 @dataclass
@@ -61,13 +62,16 @@ class Play:
         async with asyncio.TaskGroup() as playing:
             for client in osft:
                 playing.create_task(client.run())
-            # It waits for no decomposition: it would be done before the others have begun.
+            # It does not wait for the decomposition, or it would be done before the others have
+            # started.
             while not all(client.results for client in osft):
                 await asyncio.sleep(0.01)
             playing.create_task(lora.run())
 
     async def die_three_times(self) -> None:
-        """While it decomposes, when all train and nothing is saved, and when something is."""
+        """The deaths: while it decomposes, while all train without a point, and with a saved
+        point.
+        """
         while HALF_DONE not in self._worker.log:
             await asyncio.sleep(0.01)
         self._worker.kill()
@@ -81,7 +85,7 @@ class Play:
 
 
 async def train(folder: Path, compiled: Path, *, calm: bool) -> tuple[dict[str, Any], str]:
-    """What the tenants got with the end states of their models, and the worker's log."""
+    """The results of the tenants with the end states of their models, and the worker's log."""
     settings = CommonSettings(data_dir=folder, job_attempts=1000)
     never: dict[str, object] = {"point_s": 1e6, "point_steps": 10**6}
     worker = JaxWorker(
@@ -109,7 +113,7 @@ async def train(folder: Path, compiled: Path, *, calm: bool) -> tuple[dict[str, 
 
 
 def mixed_units(log: str) -> int:
-    """Units of ``forward_backward`` in which the LoRA was not alone."""
+    """The number of ``forward_backward`` batches that the LoRA shared."""
     batches = [json.loads(line) for line in log.splitlines() if " forward_backward of " in line]
     return sum(LORA.name in batch["tenants"] and len(batch["tenants"]) > 1 for batch in batches)
 
@@ -122,7 +126,7 @@ def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
     got, log = asyncio.run(train(tmp_path / "stormy", compiled, calm=False))
     assert got == wanted
     assert mixed_units(calm + log), "LoRA and OSFT shared no unit"
-    # What was whole when it died is not made again, and the rest is.
+    # Weights that were whole at its death are not made again, and the others are.
     assert log.count("decomposed q_proj of layer 0:") == 1
     assert log.count("decomposed k_proj of layer 0:") == 2
     again = [int(count) for count in re.findall(r"is restored: (\d+) requests replayed", log)]
@@ -130,7 +134,7 @@ def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
     print(f"{mixed_units(calm + log)} mixed units; requests done again after the deaths: {again}")
 
 
-def test_a_worker_that_is_told_to_stop_does_not_decompose_to_the_end(
+def test_a_stopping_worker_does_not_finish_its_decomposition(
     tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapter that waited for it is created by the next worker."""

@@ -1,5 +1,5 @@
-"""T7: several workers. Models move to a second one, away from a dead one, and away from one that
-sleeps: when it wakes it writes nothing.
+"""T7: several workers. Models move to a second one, away from a dead one, and away from a sleeping
+one, which writes nothing when it wakes.
 """
 
 import asyncio
@@ -36,8 +36,11 @@ GROUPS = 4  # of three tenants each, at a time
 
 
 class BriefLeases(CommonSettings):
-    """Leases that run out within a blink. No deployment may have them: its workers may pause for
-    longer, and would lose their models to nobody's profit."""
+    """Leases that expire very soon.
+
+    Deployments may not have them: their workers may pause for longer, and would lose their models
+    without any benefit.
+    """
 
     @property
     def store_policy(self) -> StorePolicy:
@@ -46,8 +49,11 @@ class BriefLeases(CommonSettings):
 
 @dataclass
 class Placements:
-    """What the diary says about where models are: by what workers took, not by what the store
-    thinks. Workers may note late what they took, but releases only rise."""
+    """The places of models according to the diary: by the jobs that workers took, not by the
+    store's view.
+
+    Workers may record late what they took, but releases only rise.
+    """
 
     diary: Diary
     epochs: dict[str, list[int]] = field(default_factory=dict)  # by name
@@ -68,7 +74,7 @@ class Placements:
                 self._took(entry.epoch, model, release)
 
     def _took(self, epoch: int, model: str, release: int) -> None:
-        """If another worker had the model, and did not give it up, its epoch is over."""
+        """If another worker had the model and did not hand it over, that worker's epoch is over."""
         newest, before = self.last.get(model, (0, epoch))
         if release > newest:
             self.last[model] = release, epoch
@@ -78,13 +84,13 @@ class Placements:
             self.held[epoch].add(model)
 
     def shares(self) -> list[int]:
-        """How many models each worker has, the fewest first."""
+        """The number of models of each worker, the fewest first."""
         return sorted(
             len(held) for epoch, held in self.held.items() if held and epoch not in self.over
         )
 
     def written_after(self, epoch: int, woken_s: float) -> list[Entry]:
-        """The calls that this epoch began after that time, and that were not refused."""
+        """The calls that this epoch started after that time and that were not refused."""
         return [
             entry
             for entry in self.calls
@@ -93,7 +99,7 @@ class Placements:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether the condition came true in that time."""
+    """Whether the condition became true in that time."""
     end_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end_s:
@@ -118,7 +124,7 @@ class Sleepers:
         self.wanted = wanted
         self.draw = random.Random(1)
         self.numbers = count()
-        self.woken: dict[int, float] = {}  # when, by epoch
+        self.woken: dict[int, float] = {}  # times by epoch
         self.points: Counter[str] = Counter()
 
     @property
@@ -136,15 +142,15 @@ class Sleepers:
         process = life.start()
         try:
             await until(lambda: is_asleep(process) or not process.is_alive(), 3)
-            if not is_asleep(process):  # it did not come to its point, or was late for its lease
+            if not is_asleep(process):  # it did not reach its failpoint, or was late for its lease
                 assert process.exitcode in (None, FENCED), f"it ended with {process.exitcode}"
                 return
             self.placements.read()
             if name not in self.placements.epochs:
-                return  # it came to its point before it had a lease
+                return  # it reached its failpoint before it had a lease
             epoch = self.placements.epochs[name][-1]
             if not await until(lambda: epoch in self.placements.over, 3):
-                return  # it had nothing that anybody misses
+                return  # no other worker needed its jobs
             woken_s = time.monotonic()
             os.kill(process.pid or 0, signal.SIGCONT)
             assert await until(lambda: not process.is_alive(), 5), f"{name} goes on"
@@ -157,7 +163,7 @@ class Sleepers:
 
 
 async def keep_steady(settings: CommonSettings) -> None:
-    """A worker that stays; or another one, if a busy machine lets its lease run out."""
+    """Run a worker that stays, or another one if a busy machine lets its lease expire."""
     while True:
         process = a_life(settings, "steady").start()
         try:
@@ -176,8 +182,11 @@ def a_life(settings: CommonSettings, name: str, point: str = "", nth: int = 1) -
 
 @asynccontextmanager
 async def watched(settings: CommonSettings) -> AsyncIterator[tuple[Store, Placements]]:
-    """The store as the API process has it. What workers ask of it goes into the diary: here, where
-    workers reach it through this process; with Redis, there."""
+    """The store as the API process opens it, with the workers' calls recorded in the diary.
+
+    The recording happens here if workers reach the store through this process, and in the workers
+    with Redis.
+    """
     settings.data_dir.mkdir(parents=True)
     store = await open_store(settings)
     diary = Diary(settings.data_dir / "diary")
@@ -197,7 +206,7 @@ async def watched(settings: CommonSettings) -> AsyncIterator[tuple[Store, Placem
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Does the work, which must not end by itself, until the block ends."""
+    """Run the work, which must not end by itself, until the block ends."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -279,7 +288,7 @@ class Training:
             assert isinstance(ended, asyncio.CancelledError), ended
 
     async def results(self, more: int, models: Iterable[str], timeout_s: float) -> None:
-        """Returns when each of the models has so many more results."""
+        """Return when each of the models has ``more`` further results."""
         clients = [self.clients[model_id] for model_id in models]
         wanted = [len(client.results) + more for client in clients]
         pairs = list(zip(clients, wanted, strict=True))
@@ -293,7 +302,7 @@ class Training:
 
 
 def test_a_second_worker_takes_its_share(tmp_path: Path) -> None:
-    """And so does a third, which then dies: it is as if it had never been there."""
+    """So does a third, which then dies without leaving a trace."""
 
     async def scenario() -> None:
         settings = BriefLeases(data_dir=tmp_path / "data")
@@ -317,9 +326,10 @@ def test_a_second_worker_takes_its_share(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_models_of_a_dead_worker_go_on_within_15_s(tmp_path: Path, compiled: Path) -> None:
-    """The real engine on the embedded model, with the default settings: a lease of 6 s, recovery
-    points every 60 s, so that everything is done again from the log."""
+def test_models_of_a_dead_worker_continue_within_15_s(tmp_path: Path, compiled: Path) -> None:
+    """The real engine on the embedded model, with the default settings: a lease of 6 s, and
+    recovery points every 60 s, so everything is replayed from the log.
+    """
 
     async def scenario() -> None:
         settings = CommonSettings(data_dir=tmp_path / "data")
@@ -335,7 +345,7 @@ def test_models_of_a_dead_worker_go_on_within_15_s(tmp_path: Path, compiled: Pat
                     assert len(moving) == 2
                     processes[1].kill()
                     killed_s = time.monotonic()
-                    # More than can have been on its way from the dead worker.
+                    # More results than can have been in flight from the dead worker.
                     await training.results(6, moving, 15)
                     print(f"models of a dead worker went on after {age(killed_s):.1f} s")
                 await check_models(store, tenants)

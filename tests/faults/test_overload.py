@@ -1,8 +1,8 @@
 """T12: three tenants, and for ten seconds five times the work that the device can do.
 
-Memory stays bounded, refusals are 429 and 408 and nothing else, what was accepted is done, and
-shares follow the weights, within one request of each. A tenant that keeps to its share, with
-requests as large as the floods', waits at most three times as long (p99) as when it is alone (p50).
+Memory stays bounded, refusals are only 429 and 408, accepted requests run, and shares follow the
+weights, within one request of each. A tenant that stays within its share, with requests as large as
+the floods', waits up to three times as long (p99) as when it is alone (p50).
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_server.access.auth import open_tenant
 
 DATUMS, LENGTH = 4, 63
-"""Of every request: half a chunk, so that the requests of two tenants can share it."""
+"""Datums and length of every request: half a chunk, so two tenants' requests can share it."""
 PAYLOAD_BYTES = 400_000
-"""Of every request: most of it is input that its loss does not read."""
+"""Payload of every request. Most of it is input that its loss does not read."""
 BATCH_S = CHUNK * TOKEN_S
 CAPACITY = 2 / BATCH_S  # requests per second
 FLOOD_S, OVERLOAD = 10.0, 5
@@ -37,7 +37,7 @@ QUEUED = 8  # of one tenant
 
 @dataclass
 class Tenant:
-    """One client with a model, talking HTTP; ``statuses`` counts the answers it was given."""
+    """One client with a model, over HTTP. ``statuses`` counts its answers."""
 
     key: str
     http: httpx.AsyncClient
@@ -59,7 +59,7 @@ class Tenant:
         self.model_id = (await self.result(answer.json()["request_id"])).json()["model_id"]
 
     async def submit(self) -> str | None:
-        """The accepted request's id; None if it was refused, and then the same is sent again."""
+        """The accepted request's id. None if it was refused: the next call sends it again."""
         headers = {"Content-Type": "application/x-protobuf"}
         body = gradient(self.model_id, self.seq)
         answer = await self.post("/forward_backward", content=body, headers=headers)
@@ -80,13 +80,13 @@ class Tenant:
                 return answer
 
     async def trained(self, request_id: str) -> float:
-        """Waits for the result; returns the loss in it."""
+        """Wait for the result, and return its loss."""
         answer = await self.result(request_id)
         output = wire.ForwardBackwardOutput.FromString(answer.content)
         return output.metrics["loss:sum"]
 
     async def flood(self, per_s: float, until_s: float) -> None:
-        """Sends on time whether or not the last one was accepted; polls for each that was."""
+        """Send on time whether or not the last one was accepted, and poll for each accepted one."""
         at_s = time.monotonic()
         while at_s < until_s:
             await asyncio.sleep(at_s - time.monotonic())
@@ -96,7 +96,7 @@ class Tenant:
             at_s += 1 / per_s
 
     async def step_s(self) -> float:
-        """How long one request takes, from its submission to its result."""
+        """The seconds of one request, from its submission to its result."""
         started_s = time.monotonic()
         request_id = await self.submit()
         assert request_id is not None, "a tenant that keeps to its share was refused"
@@ -154,7 +154,7 @@ async def overload(service: Service) -> Measured:
         )
 
 
-def test_five_times_the_work_leaves_memory_shares_and_a_light_tenant_as_they_should_be(
+def test_five_times_the_work_affects_neither_memory_nor_shares_nor_a_light_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = json.dumps({open_tenant(key): weight for key, weight in WEIGHTS.items()})
@@ -165,7 +165,7 @@ def test_five_times_the_work_leaves_memory_shares_and_a_light_tenant_as_they_sho
     report(measured)
     assert measured.statuses.keys() <= {200, 408, 429}
     assert measured.statuses[429] > 0.5 * measured.offered
-    # Everything that was accepted is done: the loss of a datum in hand is that of all of them.
+    # Every accepted request ran: the loss of one datum is the same in all of them.
     assert measured.accepted >= 0.7 * CAPACITY * FLOOD_S
     assert set(measured.results) == {measured.results[0]}
     grown = max(measured.memory_bytes) - measured.memory_bytes[0]

@@ -1,5 +1,6 @@
-"""An API process that is stopped for longer than its clients may be silent: nothing of those that
-live is lost, and those that are gone are noticed afterwards."""
+"""An API process is stopped for longer than its clients may be silent. Living clients lose nothing,
+and departed ones are noticed afterwards.
+"""
 
 import json
 import os
@@ -40,7 +41,7 @@ class Impatient(Service):
             return json.load(answer)
 
     def queued_sample(self) -> tuple[str, str]:
-        """A session, and its sample that no worker is there for."""
+        """A session, and its sample that waits for a missing worker."""
         session = self.post("/create_session", {})["session_id"]
         asked = {
             "session_id": session,
@@ -51,14 +52,14 @@ class Impatient(Service):
         return session, self.post("/asample", asample(sampler, 0))["request_id"]
 
     def has_samplers(self, session: str) -> bool:
-        """As long as the session goes on. To ask is no sign of life."""
+        """Whether the session lives. The question is not a sign of life."""
         url = f"http://127.0.0.1:{self.port}/api/v1/sessions/{session}"
         request = urllib.request.Request(url, headers={"X-API-Key": "tml-a"})
         with self.opener.open(request, timeout=60) as answer:
             return bool(json.load(answer)["sampler_ids"])
 
     def outcome(self, request_id: str) -> Any:
-        """None as long as it waits."""
+        """The outcome of the request, or None while it waits."""
         try:
             return self.post("/retrieve_future", {"request_id": request_id})
         except urllib.error.HTTPError as error:
@@ -66,10 +67,10 @@ class Impatient(Service):
             return None
 
 
-def test_a_stop_longer_than_the_times_of_silence_ends_nothing_of_a_live_client(
+def test_a_stop_longer_than_the_limits_of_silence_ends_nothing_of_a_live_client(
     tmp_path: Path,
 ) -> None:
-    """The client is stopped too, as on a machine that is paused: no sign of life of it waits."""
+    """The client is stopped too, as on a paused machine, so none of its heartbeats is waiting."""
     service = Impatient(tmp_path, {"sweep_s": 0.25, "poll_s": 0.2})
     service.start_api()
     try:

@@ -1,7 +1,7 @@
 """T9: poison beside healthy tenants.
 
-One run of a world with every offender in it, one without, on either device. Each offender gets one
-typed error, and nobody else's results and states differ in a bit.
+On either device, a world runs once with every offender in it and once without. Each offender gets
+one typed error, and no other tenant's results or states differ in a bit.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ ANSWERS = 5  # and one more, of an old checkpoint
 
 @dataclass
 class World:
-    """A store and a worker, what everybody was told, and where files are."""
+    """A store and a worker, all results, and the place of the files."""
 
     device: Device
     store: Store
@@ -72,7 +72,7 @@ class World:
         return outcome
 
     async def play(self, tenant: Tenant, *requests: tuple[JobKind, bytes]) -> None:
-        """A model with everybody's seed is created, and does this, all sent at once."""
+        """Create a model with the common seed and send these requests, all at once."""
         await self.store.put_record(tenant.session_record())
         job, (model,) = tenant.creation()
         config = replace(tenant.config, seed=SEED)
@@ -113,7 +113,7 @@ class World:
         self.results[tenant.name] = client.results
 
     async def twin(self, tenant: Tenant, poison: Poison | None = None) -> None:
-        """What offenders do, with or without their offences."""
+        """Run the requests of an offender, with or without its offence."""
         bad = [(poison.kind, poison.payload)] if poison else []
         good, another = self.gradients()
         first, second = (good, *bad, another, STEP), (good, *bad, STEP)
@@ -123,7 +123,7 @@ class World:
         return [(job.kind, job.payload) for job in self.tenant(TWIN).round(0)[:2]]
 
     async def reborn(self) -> None:
-        """A new model takes the room of one that was trained and deleted."""
+        """Create a model in the room of one that was trained and deleted."""
         before = self.tenant(BEFORE)
         good, another = self.gradients()
         await self.play(before, good, STEP, another)
@@ -133,20 +133,19 @@ class World:
         await self.fresh()
 
     async def fresh(self) -> None:
-        """A new model, as it is after a step without any gradient."""
+        """Create a model and take a step without any gradient."""
         tenant = self.tenant(FRESH)
         await self.play(tenant, STEP, self.save(tenant))
 
     async def diverging(self) -> None:
-        """Weights that a step makes so large that nothing can be computed with them."""
+        """Take a step that makes weights too large to compute with."""
         tenant = self.tenant(DIVERGING)
         good, another = self.gradients()
         leap = JobKind.OPTIM_STEP, encode(OptimStep(AdamwParams(learning_rate=1e37)))
         await self.play(tenant, good, leap, another, self.save(tenant))
 
     async def sampling(self, tenant: Tenant) -> None:
-        """Samples from the first checkpoint of a tenant, again and again while it trains, and a few
-        times at least."""
+        """Sample a tenant's first checkpoint while it trains, and a few times in any case."""
         first, *_ = tenant.samples(0)
         scope, number = "s-sampler:sample:0", 0
         while tenant.name not in self.results or number <= ANSWERS:
@@ -188,7 +187,7 @@ def offender(world: World, number: int) -> Tenant:
 
 @pytest.fixture(scope="module", params=["fake", "jax"])
 def device(request: pytest.FixtureRequest) -> Device:
-    """On JAX a model of random weights."""
+    """The device. On JAX it has a model of random weights."""
     if request.param == "fake":
         return FakeDevice()
     new_backend: Callable[[], JaxBackend] = request.getfixturevalue("new_backend")
@@ -229,15 +228,14 @@ def test_each_offence_ends_in_one_typed_error(poisoned: World, poisons: list[Poi
 
 
 def test_an_offence_leaves_no_trace(calm: World, poisoned: World, poisons: list[Poison]) -> None:
-    """Steps apply what was accumulated before it and after it, and nothing of it."""
+    """Steps apply the gradients before and after the offence, and nothing of it."""
     twin = calm.bits(calm.tenant(TWIN))
     for number, poison in enumerate(poisons):
         assert poisoned.bits(offender(poisoned, number)) == twin, poison.name
 
 
-def test_what_the_worlds_are_for_happened(calm: World, poisoned: World) -> None:
-    """Units failed as a whole for what offenders had in them, and a healthy tenant's requests fit
-    only when halved."""
+def test_the_worlds_had_the_intended_failures(calm: World, poisoned: World) -> None:
+    """Offenders made whole batches fail, and a healthy tenant's requests fit only when halved."""
     failed = re.findall(
         r"no room for a unit of (\d+) jobs|a unit of (\d+) jobs failed", poisoned.log.read_text()
     )
@@ -245,7 +243,7 @@ def test_what_the_worlds_are_for_happened(calm: World, poisoned: World) -> None:
     assert "no room for forward_backward, halved 0 times" in calm.log.read_text()
 
 
-def test_weights_that_overflow_fail_what_is_computed_with_them(poisoned: World) -> None:
+def test_overflowing_weights_fail_later_computations(poisoned: World) -> None:
     *_, stepped, gradient, saved = poisoned.outcomes[poisoned.tenant(DIVERGING).name]
     assert stepped.rejection is None and saved.rejection is None
     assert gradient.rejection is not None and gradient.rejection.category == "user"
@@ -264,6 +262,6 @@ def test_a_new_model_has_nothing_of_a_deleted_one(calm: World, poisoned: World) 
 
 
 def test_an_old_checkpoint_gives_the_same_samples_while_its_model_trains(poisoned: World) -> None:
-    """That training is not touched, ``test_healthy_tenants_get_the_same_bits`` says."""
+    """``test_healthy_tenants_get_the_same_bits`` shows that training is not affected."""
     assert len(poisoned.answers) > ANSWERS
     assert len(set(poisoned.answers)) == 1

@@ -1,4 +1,4 @@
-"""Many polls at once: what a parked one costs, and how soon its result is there."""
+"""Many polls at once: the cost of a parked one, and the delay of its result."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from tests.faults.processes import Service, running_service
 pytestmark = pytest.mark.anyio
 
 MOST_BYTES = 64 * 1024  # per parked poll, socket included
-MOST_S = 1.0  # from the store's commit to the last byte of the answer, 99 of 100
-JOBS_OF_TENANT = 1000  # the server takes 1,024
+MOST_S = 1.0  # from the store's commit to the last byte of the answer, for 99 of 100
+JOBS_OF_TENANT = 1000  # the server accepts 1,024
 
 
 @dataclass
 class Connection:
-    """One kept connection of a client."""
+    """One kept-alive connection of a client."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -63,7 +63,7 @@ async def connections(port: int, count: int) -> AsyncIterator[list[Connection]]:
 async def shared_out(
     work: Iterable[Any], hands: list[Connection], do: Callable[[Connection, Any], Awaitable[Any]]
 ) -> list[Any]:
-    """What ``do`` gives for each piece of work, done by all hands at once."""
+    """The results of ``do`` for all work, which the hands share."""
     left = iter(work)
     done: list[Any] = []
 
@@ -76,7 +76,7 @@ async def shared_out(
 
 
 async def submitted(port: int, count: int) -> list[tuple[str, str]]:
-    """Tenant and request id of as many samples."""
+    """Submit samples, and return the tenant and request id of each."""
 
     async def sample(hand: Connection, number: int) -> tuple[str, str]:
         tenant = f"tml-{number // JOBS_OF_TENANT}"
@@ -99,7 +99,7 @@ async def submitted(port: int, count: int) -> list[tuple[str, str]]:
 
 
 async def result(hand: Connection, tenant: str, request_id: str) -> tuple[str, float]:
-    """When the result is there; polls are repeated as the SDK does."""
+    """The result and the time of its arrival. Polls are repeated as in the SDK."""
     while True:
         status, content = await hand.post("retrieve_future", tenant, {"request_id": request_id})
         if status == 200:
@@ -109,7 +109,7 @@ async def result(hand: Connection, tenant: str, request_id: str) -> tuple[str, f
 
 
 async def settled(service: Service) -> int:
-    """The memory of the API once it grows no more."""
+    """The memory of the API once it no longer grows."""
     seen = [service.api_memory_bytes()]
     while len(seen) < 3 or seen[-1] > seen[-3]:
         await asyncio.sleep(0.3)
@@ -118,7 +118,7 @@ async def settled(service: Service) -> int:
 
 
 def finished_s(data_dir: Path) -> dict[str, float]:
-    """When each job ended, as the store that is closed by now says."""
+    """The end of each job, from the store, which is closed by then."""
     with sqlite3.connect(f"file:{data_dir / 'store.db'}?mode=ro", uri=True) as store:
         found = dict(store.execute("SELECT request_id, finished_s FROM jobs"))
     store.close()
@@ -156,10 +156,10 @@ def many_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(20_000, hard), hard))
 
 
-async def test_a_thousand_parked_polls_are_cheap_and_soon_answered(tmp_path: Path) -> None:
+async def test_a_thousand_parked_polls_are_cheap_and_answered_soon(tmp_path: Path) -> None:
     await poll_many(tmp_path, 1000)
 
 
 @pytest.mark.nightly
-async def test_five_thousand_parked_polls_are_cheap_and_soon_answered(tmp_path: Path) -> None:
+async def test_five_thousand_parked_polls_are_cheap_and_answered_soon(tmp_path: Path) -> None:
     await poll_many(tmp_path, 5000)

@@ -1,5 +1,6 @@
-"""T6: Redis dies under load again and again, and nothing that it acknowledged is lost; a Redis that
-would lose something is refused by every process."""
+"""T6: Redis dies under load again and again and loses nothing that it acknowledged. Every process
+refuses a Redis that would lose something.
+"""
 
 import asyncio
 import hashlib
@@ -25,7 +26,7 @@ from tuneserve_server.cli.local_server import free_port
 INFO = BaseModelInfo("tiny", "qwen3", 512, 1024, 64, "tiny")
 KILLS = 12
 MODELS = ("a", "b", "c", "d")
-BACK_S = 1.0  # from the server's first answer to the first submit that it accepts
+BACK_S = 1.0  # from the server's first answer to the first accepted submission
 AWAY = (ConnectionError, StoreFailed)
 
 
@@ -36,13 +37,13 @@ def step(model: str, position: int) -> Job:
 
 
 def next_state(state: bytes, job: Job) -> bytes:
-    """Another one for every order, repetition or omission of jobs."""
+    """A state that differs for every order, repetition or omission of jobs."""
     return hashlib.blake2b(state + job.payload).digest()
 
 
 @dataclass
 class Diary:
-    """What was acknowledged, and when."""
+    """The acknowledged requests and results, with their times."""
 
     accepted: dict[str, dict[int, str]] = field(default_factory=lambda: {m: {} for m in MODELS})
     results: dict[str, bytes] = field(default_factory=dict)
@@ -51,8 +52,7 @@ class Diary:
 
 
 async def submit_all(store: RedisStore, model: str, diary: Diary) -> None:
-    """A client that sends its next request when the last was accepted, and the same again when it
-    does not know."""
+    """A client that sends its next request after the last was accepted, and resends if unsure."""
     position = 0
     while not diary.should_yield:
         try:
@@ -89,7 +89,7 @@ async def read_all(store: RedisStore, model: str, diary: Diary) -> None:
 
 
 async def work(store: RedisStore) -> None:
-    """A worker that offers its results until they are taken."""
+    """A worker that sends its results until they are accepted."""
     epoch = (await store.lease("worker", "process", INFO)).epoch
     states = dict.fromkeys(MODELS, b"")
     cursor = 0
@@ -114,7 +114,7 @@ async def work(store: RedisStore) -> None:
 
 
 async def kill_again_and_again(server: RedisServer, diary: Diary) -> list[float]:
-    """How long each time until a request was accepted again."""
+    """The seconds after each kill until a request was accepted again."""
     moments, waits = random.Random(1), []
     for _ in range(KILLS):
         await asyncio.sleep(moments.uniform(0.1, 0.4))

@@ -1,7 +1,7 @@
 """T1: random schedules of crashes, lost messages, resends and restarts, reproducible from a seed.
 
-Whatever happens, clients are told what they are told in an undisturbed run, and models end in the
-same state, bit for bit.
+In every schedule, clients receive the results of an undisturbed run, and models end in the same
+state, bit for bit.
 """
 
 import logging
@@ -20,7 +20,7 @@ ROUNDS = 2  # of training per tenant
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Workers die by the thousand here; their last words are not news."""
+    """Silence the logs: workers die by the thousand here."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -42,7 +42,9 @@ def check(seeds: range, folder: Path, wanted: dict[str, Any], rounds: int = ROUN
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_no_schedule_changes_a_bit(part: int, tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_random_schedules_change_no_bit(
+    part: int, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
     size = SEEDS // 10
     crashes = check(range(part * size, (part + 1) * size), tmp_path, undisturbed)
     print(f"{size} schedules, {crashes} crashes")
@@ -51,18 +53,20 @@ def test_no_schedule_changes_a_bit(part: int, tmp_path: Path, undisturbed: dict[
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_no_schedule_of_many_changes_a_bit(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
+def test_twenty_thousand_schedules_change_no_bit(
+    tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
     crashes = check(range(SEEDS, SEEDS + 20_000), tmp_path, undisturbed)
     print(f"20,000 schedules, {crashes} crashes")
 
 
 @pytest.mark.nightly
-def test_no_longer_schedule_changes_a_bit(tmp_path: Path) -> None:
+def test_longer_schedules_change_no_bit(tmp_path: Path) -> None:
     wanted = play(0, tmp_path / "calm", Faults(), rounds=3)[0]
     assert check(range(200), tmp_path, wanted, rounds=3) > 200
 
 
-def test_a_seed_is_one_schedule(tmp_path: Path) -> None:
+def test_a_seed_determines_one_schedule(tmp_path: Path) -> None:
     first = play(7, tmp_path / "first")[1]
     second = play(7, tmp_path / "second")[1]
     assert first.crashes > 0

@@ -1,6 +1,6 @@
 """Disks that are full or fail: a save or a commit ends in an error, and everything else stays.
 
-``test_crash_states`` has what a power loss leaves.
+``test_crash_states`` covers the states after a power loss.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_whatever_share_of_the_calls_fails_no_file_is_torn(tmp_path: Path, error: int) -> None:
+def test_no_file_is_torn_at_any_rate_of_failing_calls(tmp_path: Path, error: int) -> None:
     fs = HookedFs(LocalFs(), chunk=3)
     files = FileStore(tmp_path / "files", fs)
     files.write(OLD, MEMBERS)
@@ -65,7 +65,7 @@ def test_whatever_share_of_the_calls_fails_no_file_is_torn(tmp_path: Path, error
                 files.write(file_id, MEMBERS)
                 stored.add(file_id)
                 if deletes:
-                    stored.remove(file_id)  # from here on it may be there or not
+                    stored.remove(file_id)  # from here on it may exist or not
                     files.delete(file_id)
             except OSError as caught:
                 assert caught.errno == error
@@ -80,7 +80,7 @@ def test_whatever_share_of_the_calls_fails_no_file_is_torn(tmp_path: Path, error
 @pytest.mark.parametrize("n", range(1, 4))
 def test_short_writes_are_continued(tmp_path: Path, n: int) -> None:
     class ShortFs(LocalFs):
-        """Takes one byte at every n-th write."""
+        """Accepts one byte at every n-th write."""
 
         writes = 0
 
@@ -162,7 +162,7 @@ def assert_same(a: AdapterState, b: AdapterState) -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-def test_a_save_that_fails_at_any_call_ends_in_an_error_and_can_be_done_again(
+def test_a_save_that_fails_at_any_call_ends_in_an_error_and_can_be_repeated(
     tmp_path: Path, error: int, lasting: bool
 ) -> None:
     saver = Saver(tmp_path / "files")
@@ -179,7 +179,7 @@ def test_a_save_that_fails_at_any_call_ends_in_an_error_and_can_be_done_again(
         failed += 1
         assert rejection.category == "server"
         assert "earlier checkpoints are intact" in rejection.message
-        assert_same(saver.state(), trained)  # the model trains on as if nothing had been asked
+        assert_same(saver.state(), trained)  # the model trains on as if no save had been requested
         assert saver.load(OLD).rejection is None
         assert_same(saver.state(), saver.saved)
         saver.train()
@@ -192,7 +192,7 @@ def test_a_save_that_fails_at_any_call_ends_in_an_error_and_can_be_done_again(
 
 @pytest.mark.anyio
 async def test_a_name_whose_save_failed_is_free(service: Any) -> None:
-    """Through the API: the client is told why, loads what it had and saves again."""
+    """Through the API: the client gets the reason, loads its earlier checkpoint and saves again."""
     model = await service.model(await service.session())
     fs = HookedFs(LocalFs())
     service.services.files._fs = fs
@@ -221,7 +221,7 @@ POLICY = StorePolicy(model_jobs=8)
 
 
 def job(seq: int) -> Job:
-    """The ``seq``-th request of a model, counted from 1; large enough to need room."""
+    """The ``seq``-th request of a model, counted from 1. It is large enough to need room."""
     payload = bytes([seq]) * 50_000
     return Job(
         "alice", JobKind.OPTIM_STEP, "m", seq, payload, "m", position=seq - 1, base_model="tiny"
@@ -235,14 +235,14 @@ class FillingDisk(sqlite3.Connection):
 
     def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
         if sql.startswith("BEGIN"):
-            pages = 1 if FillingDisk.full else 2**30 - 2  # 1: no more than there are
+            pages = 1 if FillingDisk.full else 2**30 - 2  # 1: no more than exist
             super().execute(f"PRAGMA max_page_count = {pages}").fetchall()
         return super().execute(sql, *values)
 
 
 @contextmanager
 def no_more_pages() -> Iterator[None]:
-    """SQLite finds no room for another page: SQLITE_FULL."""
+    """Let SQLite find no room for another page: SQLITE_FULL."""
     FillingDisk.full = True
     try:
         yield
@@ -252,7 +252,7 @@ def no_more_pages() -> Iterator[None]:
 
 @contextmanager
 def no_longer_files() -> Iterator[None]:
-    """The operating system refuses to make any file longer: an I/O error."""
+    """Let the operating system refuse to make any file longer: an I/O error."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -273,7 +273,7 @@ def filling_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("full", [no_more_pages, no_longer_files])
 @pytest.mark.anyio
-async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there_is_room(
+async def test_a_full_disk_acknowledges_nothing_and_the_store_continues_when_there_is_room(
     tmp_path: Path, filling_disk: None, full: Callable[[], Any]
 ) -> None:
     store = await SqliteStore.open(tmp_path / "store.db", policy=POLICY)
@@ -283,7 +283,7 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
     await asyncio.sleep(0)
     assert (
         await store.get_record(SessionRecord, "s") is None
-    )  # by now the wait has looked, too, and is parked
+    )  # by now the wait has queried too, and is parked
     session = SessionRecord("s", "alice", 1.0, 1.0, user_metadata={"about": "x" * 50_000})
     for _ in range(3):
         with full():
@@ -297,7 +297,7 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
             assert [each.seq for each in await store.take_jobs(epoch, after=0, max_jobs=9)] == [1]
             assert await store.get_record(SessionRecord, "s") is None
             assert not waiting.done()
-    # What was refused left nothing behind, in the counters of the limits neither.
+    # The refused request left nothing behind, not even in the counters of the limits.
     seqs = range(2, POLICY.model_jobs + 1)
     assert [(await store.submit(job(seq))).duplicate for seq in seqs] == [False] * len(seqs)
     await store.finish(epoch, [Outcome(first.request_id, b"result")])
@@ -314,7 +314,7 @@ async def test_a_full_disk_acknowledges_nothing_and_the_store_goes_on_when_there
 
 @pytest.mark.parametrize("full", [no_more_pages, no_longer_files])
 @pytest.mark.anyio
-async def test_calls_that_share_a_full_commit_all_fail_and_all_can_be_repeated(
+async def test_calls_that_share_a_full_commit_all_fail_and_can_all_be_repeated(
     tmp_path: Path, filling_disk: None, full: Callable[[], Any]
 ) -> None:
     store = await SqliteStore.open(tmp_path / "store.db", policy=POLICY)

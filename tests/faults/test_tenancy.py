@@ -1,4 +1,4 @@
-"""What belongs to another tenant looks absent on every route; names lead nowhere."""
+"""Another tenant's objects look absent on every route, and no name leads to a file."""
 
 import asyncio
 import json
@@ -29,9 +29,9 @@ CHECKPOINT = "/training_runs/@model/checkpoints/weights/a"
 EXPORT = "/training_runs/@model/checkpoints/external_weights/e"
 LOAD = {"optimizer": True}
 SEQ, NUMBER = -71, -72
-"""Stand for the next ``seq_id`` of the model that is trained, and for a number not used before."""
+"""Placeholders for the next ``seq_id`` of the trained model, and for an unused number."""
 
-# Every route that names an object, once for each object that it names. Those that end something
+# Every route that names an object, once for each object that it names. Routes that end something
 # come last, because the owner's calls are carried out.
 NAMING: dict[str, list[Call]] = {
     "POST /session_heartbeat": [("/session_heartbeat", {"session_id": "@session"})],
@@ -148,7 +148,7 @@ BY_LINK = {"GET /files/{file_id}/{member}"}
 
 @dataclass
 class Objects:
-    """What one tenant has; ``ids`` by the names that calls use."""
+    """The objects of one tenant: ``ids`` by the names that calls use."""
 
     key: str
     ids: dict[str, str]
@@ -184,7 +184,7 @@ class Objects:
         return cls(key, ids)
 
     def absent(self) -> Iterator[dict[str, str]]:
-        """Ids as long as these that name nothing: in no session, and in this one."""
+        """Ids of the same length that name nothing: in no session, and in this one."""
         fake = self.ids["session"][:-4] + "zzzz"
         yield {
             **{name: id_.replace(self.ids["session"], fake) for name, id_ in self.ids.items()},
@@ -208,8 +208,10 @@ class Tenancy:
     async def call(
         self, operation: str, call: Call, caller: Objects, ids: dict[str, str]
     ) -> tuple[Any, ...]:
-        """Status, headers and body of the answer, or what its future says if it has one; ids
-        replaced by their names."""
+        """Status, headers and body of the answer, or the result of its future.
+
+        Ids are replaced by their names.
+        """
         path, body = call
         names = {**ids, **{f"my_{name}": id_ for name, id_ in caller.ids.items()}}
         answer = await asgi.call(
@@ -250,7 +252,7 @@ def _filled(text: str, names: dict[str, str]) -> str:
 
 
 def _named(text: str, ids: dict[str, str]) -> str:
-    """The text with ids replaced by their names, longest first: a model's contains a session's."""
+    """The text with ids replaced by names, longest first: a model's id contains its session's."""
     for name, id_ in sorted(ids.items(), key=lambda item: -len(item[1])):
         text = text.replace(id_, f"@{name}")
     return text
@@ -260,7 +262,7 @@ def _named(text: str, ids: dict[str, str]) -> str:
 async def tenancy(
     service: Api, bodies: Any, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Tenancy:
-    """As it is without keys, where the key names the tenant, and with them."""
+    """The service without keys, where the key names the tenant, and with them."""
     if request.param == "keyed":
         monkeypatch.setattr(auth, "FRESH_S", 0.0)
         for key in (OWNER, OTHER, NEW):
@@ -272,7 +274,7 @@ async def tenancy(
 
 
 async def let_in(api: Api, key: str) -> None:
-    """Makes the key one of a tenant of the name of its id."""
+    """Make the key valid for a tenant named by its id."""
     _, name, secret = key.split("-")
     digest = auth.digest(api.services.secret, name, secret)
     scopes = [Scope.TRAIN, Scope.SAMPLE]
@@ -290,7 +292,7 @@ def operations(api: Api) -> set[str]:
 
 
 async def holdings(api: Api, owner: Objects) -> list[Any]:
-    """Everything of the owner that can be listed."""
+    """All objects of the owner that can be listed."""
     paths = ["/training_runs", "/checkpoints", "/sessions", f"/sessions/{owner.ids['session']}"]
     return [await api.get(path, key=owner.key) for path in paths]
 
@@ -302,7 +304,7 @@ async def test_every_route_is_known_to_name_an_object_or_none(service: Api) -> N
     assert operations(service) == set(known)
 
 
-async def test_what_is_anothers_is_answered_like_what_does_not_exist(tenancy: Tenancy) -> None:
+async def test_another_tenants_objects_are_answered_like_missing_ones(tenancy: Tenancy) -> None:
     owner, other = tenancy.owner, tenancy.other
     before = await holdings(tenancy.api, owner)
     compared = 0
@@ -319,7 +321,7 @@ async def test_what_is_anothers_is_answered_like_what_does_not_exist(tenancy: Te
 
 
 async def test_the_owner_is_answered_on_every_one_of_these_routes(tenancy: Tenancy) -> None:
-    """Else nothing would follow from the others' not being."""
+    """Otherwise the refusals of the others would prove nothing."""
     owner = tenancy.owner
     wrong = ({"ttl_seconds": 1}, [])
     for operation, calls in NAMING.items():
@@ -333,7 +335,7 @@ async def test_the_owner_is_answered_on_every_one_of_these_routes(tenancy: Tenan
                 assert status == 200, (call, text)
 
 
-async def test_lists_show_only_what_is_the_callers(tenancy: Tenancy) -> None:
+async def test_lists_show_only_the_callers_objects(tenancy: Tenancy) -> None:
     for operation in LISTING:
         path = operation.split()[1]
         listed = {key: await tenancy.api.get(path, key=key) for key in (OWNER, OTHER, NEW)}
@@ -343,7 +345,7 @@ async def test_lists_show_only_what_is_the_callers(tenancy: Tenancy) -> None:
             assert mine.ids["session"] not in json.dumps(listed[others])
 
 
-async def test_sums_are_only_of_what_is_the_callers(tenancy: Tenancy) -> None:
+async def test_sums_cover_only_the_callers_usage(tenancy: Tenancy) -> None:
     used = {key: await tenancy.api.get("/usage", key=key) for key in (OWNER, OTHER, NEW)}
     assert used[NEW]["by_model"] == []
     for mine, others in ((tenancy.owner, OTHER), (tenancy.other, OWNER)):
@@ -352,8 +354,8 @@ async def test_sums_are_only_of_what_is_the_callers(tenancy: Tenancy) -> None:
 
 
 @pytest.mark.parametrize("tenancy", ["keyed"], indirect=True)
-async def test_who_looks_sees_only_what_is_the_callers(tenancy: Tenancy) -> None:
-    """An open service shows everything, as its routes are open to everybody."""
+async def test_a_dashboard_shows_only_the_callers_objects(tenancy: Tenancy) -> None:
+    """An open service shows everything, because its routes are open to everyone."""
     seen = {}
     for key in (OWNER, OTHER, NEW):
         lost = {"model_id": f"error-of-{key.split('-')[1]}"}
@@ -369,7 +371,7 @@ async def test_who_looks_sees_only_what_is_the_callers(tenancy: Tenancy) -> None
             assert f'"{name}"' not in seen[other] and f"error-of-{name}" not in seen[other]
 
 
-async def test_models_are_the_base_models_and_what_the_caller_has_saved(tenancy: Tenancy) -> None:
+async def test_models_are_the_base_models_and_the_callers_saves(tenancy: Tenancy) -> None:
     headers = {key: {"X-API-Key": key} for key in (OWNER, OTHER, NEW)}
     listed = {
         key: (await tenancy.api.http.get("/v1/models", headers=headers[key])).json()["data"]
@@ -381,7 +383,7 @@ async def test_models_are_the_base_models_and_what_the_caller_has_saved(tenancy:
         assert mine.ids["session"] not in json.dumps(listed[others])
 
 
-async def test_an_idempotency_key_is_only_its_tenants(service: Api) -> None:
+async def test_an_idempotency_key_belongs_to_its_tenant_only(service: Api) -> None:
     headers = {"X-Idempotency-Key": "same"}
     made = [
         (await service.post("/create_session", {}, key=key, headers=headers))["session_id"]
@@ -393,7 +395,7 @@ async def test_an_idempotency_key_is_only_its_tenants(service: Api) -> None:
 # --- links ---------------------------------------------------------------------------------------
 
 
-async def test_a_link_gives_what_it_was_signed_for_and_nothing_else(tenancy: Tenancy) -> None:
+async def test_a_link_serves_what_it_was_signed_for_and_nothing_else(tenancy: Tenancy) -> None:
     path = f"/training_runs/{tenancy.owner.ids['model']}/checkpoints/external_weights/e"
     urls = (await tenancy.api.get(f"{path}/external_weights_urls", key=OWNER))["urls"]
     (link, *_) = [urlsplit(url) for url in urls.values()]
@@ -487,7 +489,7 @@ async def test_no_path_parameter_leads_to_a_file(tenancy: Tenancy, tmp_path: Pat
 
 @open_only
 async def test_a_signed_link_leads_to_no_other_file(tenancy: Tenancy) -> None:
-    """Even with our own signature: only a file's members are served."""
+    """Even with our own signature, only a file's members are served."""
     services = tenancy.api.services
     tenant, expires = "t-0", int(time.time()) + 60
     for file_id in (*sorted(services.files.ids()), "0" * 32):
@@ -525,7 +527,7 @@ async def test_no_name_in_a_body_leads_to_a_file(tenancy: Tenancy, tmp_path: Pat
 
 
 def everything(data_dir: Path) -> set[str]:
-    """Every file in and around the data directory, but the store's own."""
+    """Every file in and around the data directory, except the store's own."""
     return {
         str(path)
         for path in data_dir.parent.rglob("*")

@@ -1,7 +1,7 @@
 """The services of the compose file, two APIs and two workers, under one script of the official SDK.
 
-Requests are taken by one API and polled at the other, and one worker is killed in the middle: the
-script ends with the numbers that it gets from one server with SQLite, bit for bit.
+Requests go to one API and their polls to the other, and one worker is killed in between. The script
+ends with the numbers that it gets from one server with SQLite, bit for bit.
 """
 
 import gc
@@ -33,9 +33,11 @@ PROMPT = types.ModelInput.from_ints(list(range(5, 15)))
 
 
 class Front(FaultProxy):
-    """A proxy in front of several API processes, as operators have one: requests go to them in
-    turn, and a poll to another than the one that took its request. ``crossed`` counts the results
-    that were fetched from each by which had taken the request."""
+    """A proxy in front of several API processes, as operators have one.
+
+    Requests go to them in turn, and a poll goes to another API than its request. ``crossed`` counts
+    the results fetched from each API by the API that had accepted the request.
+    """
 
     def __init__(self, urls: list[str]) -> None:
         self._ports = [int(url.rsplit(":", 1)[1]) for url in urls]
@@ -56,14 +58,14 @@ class Front(FaultProxy):
         return answer.encode(), True
 
     def _taker(self, request: Message) -> int | None:
-        """Which API took the request that is polled for; None for everything but polls."""
+        """The API that accepted the polled request. None for everything but polls."""
         if not request.path.endswith("/retrieve_future"):
             return None
         return self._takers[json.loads(request.body)["request_id"]]
 
 
 def workers_at(url: str) -> int:
-    """How many workers of the base model the API knows to be alive."""
+    """The number of living workers of the base model that the API knows."""
     (served,) = health_of(url)["base_models"]
     return int(served["workers"])
 
@@ -76,7 +78,7 @@ def datum(tokens: list[int]) -> types.Datum:
 
 
 def train(trainer: Any, number: int) -> Callable[[], list[Any]]:
-    """Sends one step; gives a call that waits for what comes of it."""
+    """Send one step, and return a call that waits for its results."""
     data = [datum(list(range(5 + number, 25))), datum(list(range(40, 52 + number)))]
     gradient = trainer.forward_backward(data, "cross_entropy")
     step = trainer.optim_step(ADAM)
@@ -98,8 +100,10 @@ def sample(trainer: Any) -> list[Any]:
 
 
 def script(url: str, key: str, disturb: Callable[[], None]) -> list[Any]:
-    """Everything that the service at ``url`` told a tenant who trains, samples, saves and resumes.
-    ``disturb`` is called while requests are under way."""
+    """All answers of the service at ``url`` to a tenant that trains, samples, saves and resumes.
+
+    ``disturb`` is called while requests are in flight.
+    """
     told: list[Any] = []
     with service_client(url, key) as client:
         trainers = [

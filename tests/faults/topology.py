@@ -1,7 +1,7 @@
 """The services of ``docker/compose.yaml`` as plain processes of this machine.
 
-Commands, variables, health checks and stopping times are those of the container files; only hosts,
-ports and folders are replaced by ones that exist here.
+Commands, variables, health checks and stopping times come from the container files. Only hosts,
+ports and folders are replaced by existing ones.
 """
 
 import os
@@ -23,7 +23,7 @@ _HEALTHY_S = 60.0
 
 
 class Process:
-    """One service in a folder of its own, with the volume that it shares with others."""
+    """One service in a separate folder, with the volume that it shares with others."""
 
     def __init__(
         self, service: dict[str, Any], folder: Path, replaced: dict[str, str], **more: str
@@ -36,7 +36,7 @@ class Process:
         self._grace_s = int(service["stop_grace_period"].removesuffix("s"))
         variables = {**(image.environment if image else {}), **service["environment"]}
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        # No other variable of whoever runs the tests, as in a container.
+        # No other variable of the test process is passed, as in a container.
         self._environment = {
             **{name: self._here(value) for name, value in variables.items()},
             **more,
@@ -70,7 +70,7 @@ class Process:
         return self._log.read_text(errors="replace")
 
     def is_healthy(self) -> bool:
-        """What the service's own health check says."""
+        """The result of the service's own health check."""
         kind, *command = self._health
         if kind == "CMD-SHELL":
             command = ["sh", "-c", *command]
@@ -86,7 +86,7 @@ class Process:
         return checked.returncode == 0
 
     def output_of(self, *command: str) -> str:
-        """What a command says that is run in the container."""
+        """The output of a command that is run in the container."""
         ran = subprocess.run(
             command, env=self._environment, cwd=self._folder, capture_output=True, timeout=30
         )
@@ -101,14 +101,16 @@ class Process:
             time.sleep(0.5)
 
     def kill(self) -> None:
-        """Ends it as a crash would."""
+        """End the process as a crash would."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
         self._process = None
 
     def stop(self) -> int | None:
-        """Stops it as Docker does; the exit status. None if there is nothing to stop."""
+        """Stop the process as Docker does. Returns its exit status, or None if it was not
+        running.
+        """
         if self._process is None:
             return None
         self._process.terminate()

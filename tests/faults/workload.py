@@ -1,8 +1,8 @@
-"""What tenants do in the tests of faults: supervised and reinforcement training in small.
+"""The tenants' work in the fault tests: small supervised and reinforcement training.
 
-Every request is fixed by the tenant's number alone, so that a disturbed run can be compared with
-an undisturbed one, bit for bit. ``Client`` sends them as the SDK does: several in flight, in any
-order, again when an answer is lost.
+The tenant's number alone decides every request, so a disturbed run can be compared with an
+undisturbed one, bit for bit. ``Client`` sends requests as the SDK does: several in flight, in any
+order, and again when an answer is lost.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def file_id(*names: object) -> str:
 
 
 def gradient_body(tokens: Sequence[int], targets: Sequence[int], advantage: float | None) -> bytes:
-    """A request of two datums; importance sampling if there is an advantage."""
+    """A request of two datums, with importance sampling if there is an advantage."""
     body = wire.ForwardBackwardRequest(
         loss_fn="cross_entropy" if advantage is None else "importance_sampling"
     )
@@ -78,8 +78,7 @@ def gradient_body(tokens: Sequence[int], targets: Sequence[int], advantage: floa
 
 @dataclass
 class Tenant:
-    """One model's requests, in order. Odd tenants sample between steps, as in RL, and give one
-    sample up."""
+    """One model's requests, in order. Odd tenants sample between steps, and cancel one sample."""
 
     number: int
     base_model: str
@@ -135,7 +134,7 @@ class Tenant:
         return [self._sample(index, n) for n in range(2)] if self.is_rl else []
 
     def unwanted(self, index: int) -> list[Job]:
-        """Samples that are given up."""
+        """Samples that are cancelled."""
         return [self._sample(index, 2)] if self.is_rl else []
 
     def _sample(self, index: int, n: int) -> Job:
@@ -168,7 +167,7 @@ class Tenant:
         return gradient_body(tokens, targets, draw.uniform(-1, 1) if self.is_rl else None)
 
     def job(self, seq: int, kind: JobKind, payload: bytes) -> Job:
-        """The model's request number ``seq``, counted from its creation's 0."""
+        """The model's request number ``seq``, counted from 0 for its creation."""
         return self._of_model(Job(self.name, kind, self.model_id, seq, payload), seq)
 
     def _of_model(self, job: Job, position: int) -> Job:
@@ -202,12 +201,15 @@ class Tenant:
 
 @dataclass
 class Client:
-    """Plays a tenant. ``results`` are the bodies by (scope, seq): all that the client was told.
-    ``given_up`` are the outcomes of what it cancelled, which may have ended before."""
+    """Plays a tenant.
+
+    ``results`` are the bodies by (scope, seq): everything that the client received. ``given_up``
+    are the outcomes of cancelled samples, which may have ended before.
+    """
 
     tenant: Tenant
     api: Api
-    pause: Pause  # between any two things that it does
+    pause: Pause  # called between any two actions
     draw: random.Random = field(default_factory=lambda: random.Random(0))
     resends: float = 0.1
     results: dict[tuple[str, int], bytes] = field(default_factory=dict)
@@ -240,7 +242,7 @@ class Client:
         assert self.results.setdefault(key, body) == body, "a result changed"
 
     async def _give_up(self, job: Job) -> None:
-        """Cancels the sample before it runs, while it does, or when it has ended."""
+        """Cancel the sample before it runs, while it does, or when it has ended."""
         request_id = await self._submit(job)
         for _ in range(self.draw.randrange(4)):
             await self.pause()
@@ -263,7 +265,7 @@ class Client:
             except ConnectionError:
                 continue
             if outcome is not None:
-                return replace(outcome, usage=None)  # told later of a sample that was cancelled
+                return replace(outcome, usage=None)  # reported later for a cancelled sample
 
     async def _submit(self, job: Job, *records: Record) -> str:
         while True:
@@ -275,7 +277,7 @@ class Client:
 
 
 def without_cache_hits(sampled: bytes) -> bytes:
-    """All of a sample's response but what it says of the work that others had spared it."""
+    """A sample's response without the part about cached work."""
     response = wire.SampleResponse.FromString(sampled)
     response.ClearField("prompt_cache_hit_tokens")
     return response.SerializeToString(deterministic=True)

@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
 
 @pytest.fixture(scope="session")
 def environment(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of somebody who uses that service, in an activated virtual environment."""
+    """The environment of a user of that service, in an activated virtual environment."""
     return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

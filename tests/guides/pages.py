@@ -1,11 +1,12 @@
-"""The pages as blocks, who runs each of them, and what can be said of one that is not run.
+"""The documentation's pages as blocks, the test that runs each block, and checks of the rest.
 
-A ``python`` or ``sh`` block runs, in the order of the page: in the test that ``ELSEWHERE`` names,
-or in ``test_pages.py``, unless the line above it is
+A ``python`` or ``sh`` block runs, in the order of the page, in the test that ``ELSEWHERE`` names or
+in ``test_pages.py``. If the line above it is
 
-    <!-- not run: why not -->
+    <!-- not run: the reason -->
 
-and then its Python must compile, its shell must parse, and what it calls of ours must exist.
+it does not run. Then its Python must compile, its shell must parse, and the names of ours that it
+calls must exist.
 """
 
 import ast
@@ -50,13 +51,14 @@ ELSEWHERE = {
     "docs/dashboard.md": {"": "tests/server/cli/test_keys.py"},
     "docs/sdk.md": {"": "tests/client/test_docs.py"},
 }
-"""What needs more than a service: page, what its blocks contain (the first that fits counts), and
-the test that runs them."""
+"""Blocks that need more than a service: the page, the words that identify a block (the first match
+counts), and the test that runs it.
+"""
 _NAMES_FOR_THEM = {"", "bash", "shell", "console", "py", "pycon"}
-"""Under which a block would look as if it were run."""
+"""Names under which a block would look as if it were run."""
 HERE = "tests/guides/test_pages.py"
 URL = "http://127.0.0.1:8410"
-"""Where a service is, in the guides."""
+"""The address of the service in the guides."""
 
 _MARK = re.compile(r"<!-- not run: (.+) -->")
 _OURS = re.compile(r"(?<!> )\b(?:docker|docs|examples|benchmarks|scripts)/[\w./-]+")
@@ -68,9 +70,9 @@ class Block(NamedTuple):
     language: str
     code: str
     line: int
-    """Of its first line of code, from 1."""
+    """The number of its first line of code, from 1."""
     not_run: str | None
-    """Why it is not."""
+    """The reason why it is not run."""
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -96,7 +98,7 @@ def name(page: Path) -> str:
 
 
 def runner(page: Path, block: Block) -> str | None:
-    """The test that runs the block; None if none does."""
+    """The test that runs the block, or None."""
     if block.language not in RUN or block.not_run is not None:
         return None
     for words, test in ELSEWHERE.get(name(page), {}).items():
@@ -106,13 +108,13 @@ def runner(page: Path, block: Block) -> str | None:
 
 
 def block_with(page: str, words: str) -> Block:
-    """The only block of the page that contains them."""
+    """The only block of the page that contains ``words``."""
     (found,) = [b for b in blocks((ROOT / page).read_text()) if words in b.code]
     return found
 
 
 def check(block: Block) -> None:
-    """What must be true of a block whether it is run or not."""
+    """Check a block as far as possible without running it."""
     assert block.language not in _NAMES_FOR_THEM, f"write python or sh: {block}"
     if block.language == "python":
         ast.parse(block.code)

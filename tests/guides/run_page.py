@@ -1,7 +1,7 @@
 """Runs one page as its reader would: ``python run_page.py PAGE``, in the reader's folder.
 
-Python blocks share their names, shell blocks their folder, and both what is exported. The address
-on the pages stands for TUNESERVE_URL.
+Python blocks share their names, shell blocks their folder, and both share exported variables. The
+address on the pages stands for TUNESERVE_URL.
 """
 
 import os
@@ -15,7 +15,7 @@ _ENVIRONMENT = ".environment"
 
 
 def main(page: Path) -> None:
-    """Every block that is to be run; what fails ends the process, and says where it stands."""
+    """Run every block that is to be run. A failure ends the process and names its line."""
     server = os.environ["TUNESERVE_URL"]
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page.read_text()):
@@ -25,7 +25,7 @@ def main(page: Path) -> None:
         print(f"--- {place}", flush=True)
         code = block.code.replace(URL, server)
         if block.language == "python":
-            lines = "\n" * (block.line - 1)  # so that a traceback has the page's line
+            lines = "\n" * (block.line - 1)  # so that a traceback shows the line of the page
             exec(compile(lines + code, str(page), "exec"), names)
         else:
             _run_shell(code, place)

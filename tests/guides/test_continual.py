@@ -1,5 +1,7 @@
-"""``examples/continual`` against the real service: every adapter learns every task. Nothing is said
-about who forgets less: docs/guides/osft.md has what was measured."""
+"""``examples/continual`` against the real service: every adapter learns every task.
+
+The test does not compare forgetting: docs/guides/osft.md has the measurements.
+"""
 
 import json
 import subprocess
@@ -44,9 +46,10 @@ def test_every_adapter_learns_each_of_the_tasks(out: Path) -> None:
             assert after < before - 2, f"{name}: {task} {before:.2f} → {after:.2f}"
 
 
-def test_all_begin_with_what_the_base_model_knows(out: Path) -> None:
-    """Of whose text README.md of the embedded model says that it costs 0.477 nats a token; the few
-    documents here need not be of the average."""
+def test_every_adapter_starts_with_the_knowledge_of_the_base_model(out: Path) -> None:
+    """README.md of the embedded model gives 0.477 nats a token, but these few documents may
+    differ.
+    """
     results = json.loads((out / "results.json").read_text())
     first, *others = [phases[0] for phases in results.values()]
     assert all(other == first for other in others)
@@ -64,7 +67,7 @@ def test_the_chart_has_a_panel_per_exam_and_a_line_per_adapter(out: Path) -> Non
     assert len(lines) == len(titles) * len(results)
 
 
-def test_the_numbers_that_are_trained_are_those_that_the_engine_counts(
+def test_the_numbers_of_trained_parameters_are_those_that_the_engine_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(CONTINUAL))

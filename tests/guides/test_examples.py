@@ -1,7 +1,7 @@
-"""Every file of ``examples/`` against the real service: it learns what it says, on both SDKs.
-Among them those that README.md runs.
+"""Every file of ``examples/`` runs against the real service and learns what it claims, on both
+SDKs, including those that README.md runs.
 
-Thresholds are far from what these seeds give: 0.05 nats a token, 0.95, 4.3, and 0.014 nats.
+Thresholds are far from the results of these seeds: 0.05 nats a token, 0.95, 4.3, and 0.014 nats.
 """
 
 import re
@@ -71,13 +71,16 @@ for path in sys.argv[1:]:
 sys.stdout.flush()
 os._exit(0)
 """
-"""Several programs in one process: the official SDK takes seconds to import. It ends at once, for
-in one process of forty that end otherwise the SDK's thread (0.38.0) is aborted with all of it."""
+"""Several programs in one process, because importing the official SDK takes seconds.
+
+The process ends at once: otherwise, in one of forty processes, the SDK's thread (0.38.0) aborts
+everything.
+"""
 
 
 @pytest.fixture(scope="module")
 def said(environment: dict[str, str]) -> dict[str, str]:
-    """What each example printed; both SDKs run at once, as two tenants would."""
+    """The output of each example. Both SDKs run at once, as two tenants would."""
 
     def run(names: list[str]) -> list[str]:
         paths = [str(EXAMPLES / f"{name}.py") for name in names]

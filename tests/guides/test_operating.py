@@ -1,5 +1,6 @@
-"""docs/guides/operating.md does what it says: its commands run, in their order, and what comes back
-from the backup goes on with the bits of what was never away."""
+"""docs/guides/operating.md works: its commands run in order, and a restored backup continues with
+the same bits as an uninterrupted service.
+"""
 
 import configparser
 import json
@@ -23,11 +24,11 @@ from tuneserve_server.settings import ApiSettings
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/operating.md").read_text()
 SETTINGS = {"compile_ahead": "false", "chunk_tokens": "64"}
-PORT = "8499"  # of the page's second service
+PORT = "8499"  # port of the page's second service
 
 
 class Guide:
-    """The page in the hands of an operator, whose service runs in ``folder``."""
+    """An operator who follows the page, with a service in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,7 +45,7 @@ class Guide:
         }
 
     def run(self, heading: str) -> Iterator[str]:
-        """What each block of the section prints that can run here; it must end well."""
+        """The output of each block of the section that can run here. Each block must succeed."""
         section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
         found = re.findall(r"(?:<!-- (.*?) -->\n)?```sh\n(.*?)^```", section, re.M | re.S)
         for note, block in found:
@@ -67,7 +68,7 @@ class Guide:
 
 
 class Tenant:
-    """A model's requests over HTTP, by their numbers, whichever server has it."""
+    """A model's requests over HTTP, by their numbers, on any server that has the model."""
 
     def __init__(self, url: str, key: str, number: int) -> None:
         self.url = url
@@ -101,7 +102,7 @@ class Tenant:
         return self._result(self._post("optim_step", request))
 
     def begin(self) -> None:
-        """Leaves a gradient that no step has taken."""
+        """Leave a gradient without a step."""
         self.gradient(1)
         self.step(2)
         self.gradient(3)
@@ -110,8 +111,10 @@ class Tenant:
         return [self.step(4), self.gradient(5), self.step(6)]
 
 
-def test_every_command_runs_and_what_is_restored_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    """Two equal models: one goes on at once, the other where the backup was put back."""
+def test_every_command_runs_and_a_restored_model_continues_with_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """Of two equal models, one continues at once, the other after the backup was restored."""
     guide = Guide(tmp_path)
     with guide.server as server:
         (doctor,) = guide.run("Install")
@@ -157,7 +160,7 @@ def test_settings_in_the_examples_are_settings() -> None:
         )
 
 
-def test_the_unit_runs_a_command_that_there_is_and_stops_it_in_time() -> None:
+def test_the_systemd_unit_runs_an_existing_command_and_stops_it_in_time() -> None:
     (text,) = re.findall(r"^```ini\n(.*?)^```", PAGE, re.M | re.S)
     unit = configparser.ConfigParser(strict=False)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
@@ -165,6 +168,6 @@ def test_the_unit_runs_a_command_that_there_is_and_stops_it_in_time() -> None:
     service = unit["Service"]
     program, command = shlex.split(service["ExecStart"])
     assert Path(program).name == "tuneserve" and command == "up"
-    assert float(service["TimeoutStopSec"]) > 30  # what docs/reliability.md promises
+    assert float(service["TimeoutStopSec"]) > 30  # docs/reliability.md promises this
     assert service["ReadWritePaths"] == service["WorkingDirectory"]
     assert service["Environment"].startswith(f"HF_HOME={service['WorkingDirectory']}/")

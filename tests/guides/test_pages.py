@@ -1,4 +1,4 @@
-"""Every page does what it says: its blocks run against the real service, in their order."""
+"""Every page works: its blocks run against the real service, in order."""
 
 import os
 import subprocess
@@ -18,13 +18,13 @@ def run_here(page: Path) -> list[pages.Block]:
 
 
 @pytest.mark.parametrize("page", pages.PAGES, ids=pages.name)
-def test_a_page_calls_what_exists_and_says_why_a_block_is_not_run(page: Path) -> None:
+def test_a_page_calls_existing_names_and_says_why_a_block_is_not_run(page: Path) -> None:
     for block in pages.blocks(page.read_text()):
         pages.check(block)
 
 
 def test_each_block_of_each_page_is_run_by_a_test_or_says_why_not() -> None:
-    """Also that no table is out of date, and no page forgotten."""
+    """It also checks that no table is out of date, and no page forgotten."""
     runners = set()
     for page in pages.PAGES:
         for block in pages.blocks(page.read_text()):
@@ -100,6 +100,6 @@ def test_blocks_are_read_with_their_lines_and_marks() -> None:
         ("bash", "true"),
     ],
 )
-def test_what_does_not_exist_is_found_though_it_is_not_run(language: str, code: str) -> None:
+def test_a_missing_name_is_found_in_a_block_that_is_not_run(language: str, code: str) -> None:
     with pytest.raises((AssertionError, SyntaxError)):
         pages.check(pages.Block(language, code, 1, "not here"))

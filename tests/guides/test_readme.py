@@ -1,4 +1,4 @@
-"""Three commands of README.md, in the environment of the tests and against a running service."""
+"""The three commands of README.md, in the tests' environment and against a running service."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ exec python3 -c "import sys; sys.version_info = (3, 9, 1); exec(sys.argv[1])" "$
 """
 
 
-def test_the_three_commands_train_export_and_talk(
+def test_the_three_commands_train_export_and_chat(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     def run(command: list[str]) -> str:
@@ -34,7 +34,7 @@ def test_the_three_commands_train_export_and_talk(
     assert readme.answer_in_peft(tmp_path / "my-adapter") == "Arr, green!"
 
 
-def test_an_old_python_makes_no_environment_and_is_told_the_way_out(tmp_path: Path) -> None:
+def test_an_old_python_is_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "old").write_text(OLD)
     (tmp_path / "old").chmod(0o755)
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):

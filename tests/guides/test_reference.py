@@ -1,4 +1,4 @@
-"""docs/reference.md is what the routes say of themselves, and its examples are what they read."""
+"""docs/reference.md is generated from the routes, and its examples are valid bodies."""
 
 import json
 import re
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/reference.md").read_text()
 
 
-def test_the_page_is_what_the_script_writes_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_equals_the_output_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import api_reference  # type: ignore[import-not-found]
 
@@ -31,7 +31,7 @@ def test_every_route_of_the_overview_is_in_the_reference() -> None:
 
 
 def examples() -> Iterator[tuple[str, Any]]:
-    """Name of the body's type, and the JSON body of the example request."""
+    """The name of the body's type, and the JSON body of the example request."""
     for section in PAGE.split("\n### ")[1:]:
         named = re.search(r"^Body: `(\w+)`\.$", section, re.M)
         sent = re.search(r"^```http\n.*?\n\n(.*?)\n```$", section, re.M | re.S)
@@ -40,7 +40,7 @@ def examples() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "body"), list(examples()))
-def test_every_example_is_a_body_that_its_route_reads(name: str, body: Any) -> None:
+def test_every_example_is_a_valid_body_of_its_route(name: str, body: Any) -> None:
     known = {**vars(types), **vars(openai_types)}[name]
     assert known.model_validate(body).model_fields_set == body.keys()
 

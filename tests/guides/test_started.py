@@ -1,5 +1,7 @@
-"""Services that pages start (docs/keys.md, docs/configuration.md): each runs until what its command
-is for can be seen, and is stopped."""
+"""Services that pages start (docs/keys.md, docs/configuration.md).
+
+Each service runs until the effect of its command can be seen, and is then stopped.
+"""
 
 import json
 import re
@@ -23,7 +25,7 @@ Environment = dict[str, str]
 
 @pytest.fixture
 def own(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Of an operator: settings of a service that is soon ready, at a port of its own."""
+    """An operator's environment: settings of a service that is ready soon, on its own port."""
     settings = quick_settings(tmp_path_factory) | {"port": str(free_port())}
     clients = {"TUNESERVE_URL", "TUNESERVE_API_KEY", "TINKER_BASE_URL", "TINKER_API_KEY"}
     return {
@@ -34,7 +36,7 @@ def own(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> E
 
 @contextmanager
 def started(line: str, folder: Path, environment: Environment) -> Iterator[None]:
-    """The command runs; when it is stopped, it ends well."""
+    """Run the command in the block. When it is stopped, it must end successfully."""
     log = folder / "log"
     with log.open("ab") as said:
         process = subprocess.Popen(
@@ -65,7 +67,7 @@ def status(url: str, key: str) -> int:
     return httpx.get(f"{url}/api/v1/sessions", headers=headers, trust_env=False).status_code
 
 
-def test_a_service_that_requires_keys_lets_in_the_one_that_is_made_beside_it(
+def test_a_service_that_requires_keys_accepts_a_key_created_beside_it(
     own: Environment, tmp_path: Path
 ) -> None:
     up, create = block_with("docs/keys.md", "tuneserve up --").code.splitlines()
@@ -79,7 +81,7 @@ def test_a_service_that_requires_keys_lets_in_the_one_that_is_made_beside_it(
         assert status(url, made.stdout.strip()) == 200
 
 
-def test_an_api_process_goes_by_the_budgets_of_its_command(
+def test_an_api_process_applies_the_budgets_of_its_command(
     own: Environment, tmp_path: Path
 ) -> None:
     (line,) = block_with("docs/configuration.md", "tuneserve api --").code.splitlines()
@@ -93,7 +95,7 @@ def test_an_api_process_goes_by_the_budgets_of_its_command(
         assert "3600" in json.dumps(answer.json()["budget"])
 
 
-def test_more_workers_join_the_one_that_is_there(
+def test_more_workers_join_the_running_one(
     server: LocalServer, own: Environment, tmp_path: Path
 ) -> None:
     lines = [

@@ -1,4 +1,4 @@
-"""The SDK leaves its sockets to the garbage collector: collect them here, where it is known why."""
+"""Collects the sockets that the SDK leaves to the garbage collector, where the cause is known."""
 
 import gc
 import warnings

@@ -1,4 +1,4 @@
-"""Archives of checkpoints from the real API process, over HTTP: links that need no key, and end."""
+"""Archives of checkpoints from the real API process: links need no key and expire."""
 
 import io
 import tarfile
@@ -41,7 +41,7 @@ def asked(server: Server, path: str, key: str) -> httpx.Response:
 
 
 def fetched(url: str) -> dict[str, bytes]:
-    """The files of the archive, as the SDK gets them: by the bare address."""
+    """The files of the archive, fetched as the SDK does: from the bare address."""
     with urllib.request.urlopen(url, timeout=30) as answer:
         content = answer.read()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
@@ -57,7 +57,7 @@ def status(url: str) -> int:
         return error.code
 
 
-def test_links_give_their_checkpoint_to_whoever_has_them_until_they_end(
+def test_a_link_gives_its_checkpoint_to_every_holder_until_it_expires(
     server: Server, tmp_path: Path
 ) -> None:
     with Client(server.url, "tml-mine") as client:

@@ -1,4 +1,4 @@
-"""The commands for those who use a server, against the real processes and the embedded model."""
+"""The client commands, against the real processes and the embedded model."""
 
 import json
 import os
@@ -34,7 +34,7 @@ QUICK = ["--batch-size", "4", "--learning-rate", "0.01", "--rank", "4"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Figures are told every third of the lease.
+    # Workers report metrics every third of the lease.
     quick = quick_settings(tmp_path_factory) | {"lease_ttl_s": "1"}
     with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
         yield running
@@ -42,7 +42,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def place(server, tmp_path_factory, tmp_path, monkeypatch):
-    """Where commands run, and what they read of the environment."""
+    """The folder and the environment of the commands."""
     monkeypatch.setenv("TUNESERVE_URL", server.url)
     monkeypatch.setenv("TUNESERVE_API_KEY", KEY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -56,7 +56,7 @@ def client(server):
 
 
 def tuneserve(*arguments, status=0, **options):
-    """What the command says on the standard output, or if it fails, on the standard error."""
+    """The command's standard output or, if it fails, its standard error."""
     ran = CliRunner().invoke(cli.app, [*map(str, arguments)], **options)
     if ran.exception is not None and not isinstance(ran.exception, SystemExit):
         raise ran.exception
@@ -87,7 +87,7 @@ def write_rows(folder):
 
 @pytest.fixture(scope="module")
 def trained(server, tmp_path_factory):
-    """What a whole run printed, where its adapter is, and what it was trained on."""
+    """The output of a whole run, the path of its adapter, and the folder with its data."""
     folder = tmp_path_factory.mktemp("trained")
     data = write_rows(folder)
     place = ["--url", server.url, "--api-key", KEY]
@@ -115,7 +115,7 @@ def test_training_lowers_the_loss_step_by_step(trained):
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_an_exported_adapter_computes_in_peft_what_the_server_does(trained, client, tmp_path):
+def test_an_exported_adapter_computes_the_same_in_peft_as_on_the_server(trained, client, tmp_path):
     _, path, folder = trained
     told = facts("checkpoints", "export", path, tmp_path / "again")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(told["files"])
@@ -132,7 +132,7 @@ def test_an_exported_adapter_computes_in_peft_what_the_server_does(trained, clie
     assert "is not empty" in refused
 
 
-def test_a_merged_model_computes_what_the_server_does(trained, client, tmp_path):
+def test_a_merged_model_computes_the_same_as_the_server(trained, client, tmp_path):
     _, path, _ = trained
     told = facts("checkpoints", "merge", path, tmp_path / "model")
     assert told["base"] == str(TINY_MODEL)
@@ -148,7 +148,7 @@ def test_a_merged_model_computes_what_the_server_does(trained, client, tmp_path)
     assert "no such directory" in said and said.count("\n") == 1
 
 
-def test_a_run_that_is_interrupted_goes_on_as_if_it_never_was(trained, monkeypatch):
+def test_an_interrupted_run_continues_as_if_it_had_not_been_interrupted(trained, monkeypatch):
     whole, _, folder = trained
     show = Lines.show
 
@@ -175,8 +175,8 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_never_was(trained, monkeypat
     assert "is at the end of this run" in refused
 
 
-def test_an_interrupted_run_goes_on_with_the_rows_that_it_had(server, tmp_path, monkeypatch):
-    """Cut, at the same server, under the same name, and exported in the end."""
+def test_an_interrupted_run_continues_with_the_same_options(server, tmp_path, monkeypatch):
+    """It cuts rows at the same length, uses the same server and name, and exports at the end."""
     data, show = write_rows(tmp_path), Lines.show
     wanted = ["train", data, *QUICK, "--epochs", "2", "--max-tokens", "28"]
     whole = lines(tuneserve(*wanted, "--json"))[:-1]
@@ -224,7 +224,7 @@ def test_a_run_whose_checkpoint_has_no_room_is_saved_when_there_is_some(tmp_path
     assert lines(ran.stdout)[-1]["checkpoint"].endswith("/weights/final")
 
 
-def test_a_bad_row_is_told_before_anything_is_trained(client, tmp_path):
+def test_a_bad_row_is_reported_before_anything_is_trained(client, tmp_path):
     data = write_rows(tmp_path)
     with data.open("a") as file:
         file.write('{"prompt": "and now"}\n')
@@ -238,7 +238,7 @@ def test_a_bad_row_is_told_before_anything_is_trained(client, tmp_path):
     assert len(client.runs()) == before
 
 
-def test_an_adapter_is_of_the_kind_that_was_asked_for_and_shown_so(tmp_path):
+def test_an_adapter_has_the_requested_kind_and_shows_it(tmp_path):
     data = write_rows(tmp_path)
     output = tuneserve("train", data, *QUICK, "--adapter", "rslora", "--json")
     path = lines(output)[-1]["checkpoint"]
@@ -250,7 +250,7 @@ def test_an_adapter_is_of_the_kind_that_was_asked_for_and_shown_so(tmp_path):
     assert row.split()[2:4] == ["rslora", "4"]
 
 
-def test_chat_answers_as_the_sampler_does_and_remembers(trained, client):
+def test_chat_answers_like_the_sampler_and_remembers(trained, client):
     _, path, _ = trained
     sampler = client.sampler(path)
     asked = {"role": "user", "content": QUESTION}
@@ -289,7 +289,7 @@ def test_runs_show_what_was_learnt_and_what_it_cost(trained, client):
     assert f"last loss      {told['last_loss']:.4f}" in shown and path in shown
 
 
-def test_a_checkpoint_is_listed_kept_for_a_time_and_deleted(client):
+def test_a_checkpoint_is_listed_given_a_ttl_and_deleted(client):
     model = client.create_model(rank=4)
     path = model.save("short").result()
     (listed,) = facts("checkpoints", "list", "--run", model.id)
@@ -307,7 +307,7 @@ def test_a_checkpoint_is_listed_kept_for_a_time_and_deleted(client):
     assert tuneserve("checkpoints", "delete", path, status=1).count("\n") == 1
 
 
-def test_top_shows_what_the_workers_tell(trained, client):
+def test_top_shows_the_metrics_of_the_workers(trained, client):
     deadline_s = time.monotonic() + 10
     trained_tokens = client.usage().total.trained_tokens
     while True:
@@ -319,7 +319,7 @@ def test_top_shows_what_the_workers_tell(trained, client):
         assert time.monotonic() < deadline_s
         time.sleep(0.2)
     assert trained_tokens > 0
-    assert worker["device_busy"] is None  # of one look
+    assert worker["device_busy"] is None  # unknown from a single reading
     assert (told["health"]["worker"], told["health"]["durability"]) == ("ready", "always")
     shown = tuneserve("top", "--once")
     assert "tuneserve/tiny" in shown and "queue: 0 waiting or running" in shown
@@ -359,7 +359,7 @@ def test_the_doctor_finds_a_running_service_healthy(server, monkeypatch):
         (["train", "rows.jsonl", "--url", f"http://127.0.0.1:{free_port()}"], 1, "does not answer"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_one_line(arguments, status, words, tmp_path):
+def test_an_impossible_command_is_explained_in_one_line(arguments, status, words, tmp_path):
     write_rows(tmp_path)
     said = tuneserve(*arguments, status=status)
     assert words in said

@@ -1,4 +1,4 @@
-"""The real processes, the embedded model, the official SDK: what a tenant does, start to finish."""
+"""A tenant's work from start to finish: real processes, the embedded model, the official SDK."""
 
 import json
 import os
@@ -33,8 +33,7 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """Settings of all servers of this module: programs that compile fast, when they are needed,
-    and one cache of them."""
+    """Settings of all servers of this module: programs compile fast, on demand, in one cache."""
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     cache = str(tmp_path_factory.mktemp("compiled"))
@@ -109,7 +108,7 @@ def test_resuming_with_the_optimizer_continues_bit_for_bit(service, server):
     assert info.lora_rank == 4
 
 
-def test_a_sampler_is_frozen_when_it_is_made(service, server):
+def test_a_sampler_is_frozen_when_it_is_created(service, server):
     trainer = new_trainer(service, server)
     losses(trainer, 2)
     sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -138,8 +137,10 @@ def test_trainer_and_sampler_give_the_same_logprobs(service, server):
 
 
 def test_a_sample_does_not_wait_for_a_long_gradient(service, server):
-    """60,000 tokens in some 15 micro-batches, and samples one after the other while they run: none
-    waits for all of it, and all are what they are alone."""
+    """60,000 tokens run in about 15 micro-batches, with samples one after the other meanwhile.
+
+    No sample waits for all of it, and each has the same result as alone.
+    """
     trainer = new_trainer(service, server)
     step(trainer, [datum(list(range(5, 25)))])
     sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -279,14 +280,14 @@ def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path, quick):
 
 
 def kill_child(running, name):
-    """Ends one of the service's processes as a crash would."""
+    """End one of the service's processes as a crash would."""
     command = ["pgrep", "-f", "-P", str(running.pid), name]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert len(found) == 1
     os.kill(int(found[0]), 9)
 
 
-def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, quick):
+def test_training_continues_bit_for_bit_when_the_api_process_dies(tmp_path, quick):
     with LocalServer(tmp_path, **quick) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-crash")
         undisturbed = losses(new_trainer(client, running), 4)
@@ -302,7 +303,7 @@ def test_training_goes_on_bit_for_bit_when_the_api_process_dies(tmp_path, quick)
 
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
-def test_training_goes_on_bit_for_bit_when_the_worker_dies_and_when_all_stops(
+def test_training_continues_bit_for_bit_when_the_worker_dies_and_when_all_stops(
     tmp_path, quick, request, store
 ):
     settings = {}
@@ -345,9 +346,9 @@ def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_
         client.close("success")
 
 
-def test_the_demo_trains_three_tenants_to_three_manners_of_answering(quick):
+def test_the_demo_trains_three_tenants_to_three_styles_of_answering(quick):
     """README.md's ``make demo``, by the command that it runs."""
-    # Not its chunks: in one of a single block two tenants' requests would never share a pass.
+    # The chunks differ: in one of a single block two tenants' requests would never share a pass.
     settings = {
         f"TUNESERVE_{name.upper()}": quick[name] for name in quick if name != "chunk_tokens"
     }

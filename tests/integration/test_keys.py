@@ -19,13 +19,13 @@ pytestmark = [
 
 
 def tuneserve(server, *arguments):
-    """What the command prints."""
+    """The output of the command."""
     whole = [sys.executable, "-m", "tuneserve_server", *arguments, "--data-dir", server.data_dir]
     return subprocess.run(whole, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def is_refused(server, key):
-    """Whether the SDK says that the key is no good."""
+    """Whether the SDK reports that the key is invalid."""
     try:
         tinker.RestClient(base_url=server.url, api_key=key).list_training_runs().result()
     except tinker.AuthenticationError as error:
@@ -34,9 +34,7 @@ def is_refused(server, key):
     return False
 
 
-def test_the_sdk_trains_with_a_key_and_is_refused_with_another_or_once_it_is_revoked(
-    tmp_path, monkeypatch
-):
+def test_the_sdk_trains_with_a_valid_key_and_is_refused_with_any_other(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     quick = {"compile_ahead": "false", "chunk_tokens": "64"}
     with LocalServer(tmp_path, **quick) as server:

@@ -1,4 +1,4 @@
-"""The official OpenAI client against the real service; what it must say is what the SDK samples."""
+"""The official OpenAI client against the real service. Its answers must equal the SDK's samples."""
 
 import os
 import sqlite3
@@ -67,7 +67,7 @@ def tokenizer():
 
 
 def sampled(service, tokens, count=1, **what):
-    """What the SDK samples; ``what`` names the weights, the rest are sampling parameters."""
+    """The SDK's samples. ``what`` names the weights, and the rest are sampling parameters."""
     weights = {name: what.pop(name) for name in ("base_model", "model_path") if name in what}
     sampler = service.create_sampling_client(**weights).result()
     prompt = types.ModelInput.from_ints(tokens)
@@ -112,7 +112,7 @@ def test_several_choices_under_a_seed_are_the_sdks_samples(client, service, serv
     assert said[0] != said[1]
 
 
-def test_a_chat_goes_through_the_models_template(client, service, server, tokenizer):
+def test_a_chat_uses_the_models_template(client, service, server, tokenizer):
     tokens = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     (expected,) = sampled(
         service, tokens, base_model=server.base_model, max_tokens=12, temperature=0.0
@@ -135,7 +135,7 @@ def test_a_chat_goes_through_the_models_template(client, service, server, tokeni
     assert answer.usage.prompt_tokens == len(tokens)
 
 
-def test_streams_say_what_whole_answers_say(client, server):
+def test_streams_have_the_text_of_whole_answers(client, server):
     ask = {"model": server.base_model, "max_tokens": 10, "seed": 3}
     whole = client.chat.completions.create(messages=MESSAGES, **ask)
     with client.chat.completions.create(
@@ -149,8 +149,11 @@ def test_streams_say_what_whole_answers_say(client, server):
 
 
 def test_a_stream_in_pieces_is_the_whole_answer(client, server):
-    """With logprobs, choices of several prompts beside each other, and stop strings that some of
-    them meet; so hot that there are tokens of all kinds, parts of characters among them."""
+    """It has logprobs, parallel choices of several prompts, and stop strings that some of them
+    meet.
+
+    The temperature is so high that all kinds of tokens occur, even parts of characters.
+    """
     ask = {"model": server.base_model, "prompt": [PROMPT, "日本"], "n": 3, "max_tokens": 300}
     ask |= {"seed": 5, "logprobs": 2, "temperature": 4}
     said = [choice.text for choice in client.completions.create(**ask).choices]
@@ -180,7 +183,9 @@ def test_a_stop_string_is_cut(client, server):
     assert cut.finish_reason == "stop"
 
 
-def test_sampler_weights_are_a_model_of_their_path(client, service, server, tokenizer, trained):
+def test_sampler_weights_are_a_model_named_by_their_path(
+    client, service, server, tokenizer, trained
+):
     assert [each.id for each in client.models.list()] == [server.base_model, trained]
     assert client.models.retrieve(trained).id == trained
     assert client.models.retrieve(server.base_model).id == server.base_model
@@ -194,7 +199,7 @@ def test_sampler_weights_are_a_model_of_their_path(client, service, server, toke
     assert found.logprobs.token_logprobs != base.logprobs.token_logprobs
 
 
-def test_errors_are_the_clients_own(client, server, trained):
+def test_errors_are_those_of_the_openai_client(client, server, trained):
     with pytest.raises(openai.NotFoundError, match="gpt-4") as unknown:
         client.completions.create(model="gpt-4", prompt=PROMPT)
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -209,15 +214,15 @@ def test_errors_are_the_clients_own(client, server, trained):
         client.with_options(api_key="tml-somebody-else").models.retrieve(trained)
 
 
-def test_text_comes_before_the_last_token_is_drawn(client, server):
-    """It never is: its client goes away when it has read the first of 128 long texts."""
+def test_text_arrives_before_the_last_token_is_decoded(client, server):
+    """It is never decoded: the client leaves when it has read the first of 128 long texts."""
     ask = {"model": server.base_model, "prompt": PROMPT, "temperature": 4}
     with client.completions.create(n=128, max_tokens=2000, stream=True, **ask) as stream:
         first = next(iter(stream))
     assert first.choices[0].text
     assert first.choices[0].finish_reason is None
     second = client.completions.create(max_tokens=4, **ask)
-    server.stop()  # nobody else may look into its store
+    server.stop()  # only one process may open the store
     with closing(sqlite3.connect(server.data_dir / "store.db")) as store:
         ended = dict(store.execute("SELECT scope, error FROM jobs"))
     server.start()

@@ -1,6 +1,7 @@
 """The official SDK's sampling clients against real processes: one poller for all their requests,
-requests that are given up, and copies of a client. A sample of the fake backend counts upwards from
-its seed.
+cancelled requests, and copies of a client.
+
+A sample of the fake backend counts upwards from its seed.
 """
 
 import json
@@ -80,7 +81,7 @@ def answer_to(service: Service, path: str, body: dict[str, Any]) -> Any:
 # --- many requests ------------------------------------------------------------------------------
 
 
-def test_a_thousand_samples_come_through_one_poller_and_leave_no_result_behind(
+def test_a_thousand_samples_arrive_through_one_poller_and_leave_no_result_behind(
     service: Service,
 ) -> None:
     with client_of(service) as client:
@@ -141,7 +142,7 @@ def test_failures_come_through_the_poller_as_typed_errors(service: Service) -> N
 # --- requests that are given up -------------------------------------------------------------------
 
 
-def test_a_sample_that_is_given_up_is_cancelled_and_makes_room(
+def test_a_sample_that_the_client_abandons_is_cancelled_and_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up: list[str] = []
@@ -175,7 +176,7 @@ def test_a_sample_that_is_given_up_is_cancelled_and_makes_room(
 # --- copies of a client ---------------------------------------------------------------------------
 
 
-def test_copies_of_a_client_get_numbers_of_their_own_also_after_a_restart(tmp_path: Path) -> None:
+def test_copies_of_a_client_get_unique_numbers_even_after_a_restart(tmp_path: Path) -> None:
     with running_service(tmp_path) as service, client_of(service) as client:
         sampler = sampler_of(client)
         assert tokens(sampling(sampler, 1)) == [3, 4]

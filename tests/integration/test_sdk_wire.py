@@ -1,7 +1,7 @@
 """The official SDK against the real API process, with a worker that needs no model.
 
-What the numbers must be is known from the fake backend: the logprob of token y after token x is
-``-(1 + (x + y) % 8) / 8``, and a sample under seed 7 counts upwards from 7.
+The fake backend determines the numbers: the logprob of token y after token x is ``-(1 + (x + y) %
+8) / 8``, and a sample under seed 7 counts upwards from 7.
 """
 
 import json
@@ -32,7 +32,7 @@ pytestmark = [
     # The SDK leaves its sockets to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    # It tells its users to move on from what older cookbooks still call.
+    # The SDK warns its users of calls that older cookbooks still make.
     pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning"),
 ]
 
@@ -65,7 +65,7 @@ def worker_state(url: str) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The API process and the worker, each a process of its own; telemetry is on, as by default."""
+    """The API and the worker as separate processes, with telemetry on as by default."""
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("TINKER_TELEMETRY", raising=False)
         environment.setenv("NO_PROXY", "127.0.0.1")
@@ -102,7 +102,7 @@ def running_server(data_dir: Path) -> Iterator[Server]:
 def service(server: Server) -> Iterator[tinker.ServiceClient]:
     with service_client(server.url, server.key) as client:
         yield client
-    close_clients()  # while the server is there: they send what they have for its telemetry
+    close_clients()  # while the server runs, because they send their telemetry
 
 
 @pytest.fixture
@@ -133,17 +133,18 @@ def test_a_step_gives_the_logprobs_and_their_sum(service: tinker.ServiceClient) 
     assert output.loss_fn_outputs[0]["logprobs"].tolist() == [logprob(1, 2), logprob(2, 3)]
     assert output.metrics == {"loss:sum": pytest.approx(-logprob(1, 2) - logprob(2, 3))}
     step.result()
-    # With B at zero the first step moves B only; from then on the adapter has an effect.
+    # With B at zero the first step moves B only. From then on the adapter has an effect.
     after = trainer.forward([datum(1, 2, 3)], "cross_entropy").result()
     assert after.metrics["loss:sum"] != output.metrics["loss:sum"]
 
 
-def test_a_model_beyond_the_limit_waits_and_the_client_hears_why(
+def test_a_model_beyond_the_limit_waits_and_the_client_learns_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, value in {"MAX_TENANT_MODELS": "1", "POLL_S": "0.3", "SWEEP_S": "0.3"}.items():
         monkeypatch.setenv(f"TUNESERVE_{name}", value)
-    monkeypatch.setattr(queue_state_logger, "PAUSE_GRACE_PERIOD", 0)  # else after 15 minutes
+    # the SDK's default is 15 minutes
+    monkeypatch.setattr(queue_state_logger, "PAUSE_GRACE_PERIOD", 0)
     for server in running_server(tmp_path):
         with service_client(server.url, server.key) as service:
             first = trainer_of(service)
@@ -154,14 +155,14 @@ def test_a_model_beyond_the_limit_waits_and_the_client_hears_why(
             second = service.create_lora_training_client(BASE, rank=4, seed=7).result(timeout=60)
             assert all(each.result().metrics for each in gradients)
             (tmp_path / "begun").unlink()
-            for trainer in (second, first):  # the first one comes back from where it was parked
+            for trainer in (second, first):  # the first model is restored from parking
                 assert trainer.forward_backward([datum(1, 2)], "cross_entropy").result().metrics
     said = [each.getMessage() for each in caplog.records if "is paused" in each.getMessage()]
     assert said and "1 models are in use, which is the limit of your key" in said[0]
     assert "waits for room" in (tmp_path / "log").read_text()
 
 
-def test_a_call_cut_into_chunks_keeps_its_order_although_the_first_is_posted_last(
+def test_a_call_split_into_chunks_keeps_its_order_although_the_first_is_sent_last(
     service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = service.holder
@@ -177,7 +178,7 @@ def test_a_call_cut_into_chunks_keeps_its_order_although_the_first_is_posted_las
     step.result()
 
 
-def test_compressed_bodies_are_understood(
+def test_compressed_bodies_are_accepted(
     service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder = service.holder
@@ -187,7 +188,7 @@ def test_compressed_bodies_are_understood(
     assert output.metrics["loss:sum"] == pytest.approx(-logprob(1, 2))
 
 
-def test_a_loss_of_the_clients_own_is_trained(service: tinker.ServiceClient) -> None:
+def test_a_custom_loss_of_the_client_is_trained(service: tinker.ServiceClient) -> None:
     def loss(data: Any, logprobs: Any) -> Any:
         total = sum((each**2).sum() for each in logprobs)
         return total, {"mine": total.item()}
@@ -216,7 +217,7 @@ def test_a_failed_request_is_a_typed_error_and_the_next_one_runs(
     trainer.optim_step(ADAM).result()
 
 
-def test_what_cannot_be_created_says_so(service: tinker.ServiceClient) -> None:
+def test_an_impossible_creation_says_why(service: tinker.ServiceClient) -> None:
     with pytest.raises(tinker.BadRequestError, match="tuneserve/fake"):
         service.create_lora_training_client("other/model").result()
     with pytest.raises(tinker.RequestFailedError, match=r"lora_config\.rank is 1000"):
@@ -226,7 +227,7 @@ def test_what_cannot_be_created_says_so(service: tinker.ServiceClient) -> None:
         service.create_sampling_client(model_path=path).result()
 
 
-def test_training_goes_on_from_a_checkpoint_in_each_way(service: tinker.ServiceClient) -> None:
+def test_training_continues_from_a_checkpoint_in_each_way(service: tinker.ServiceClient) -> None:
     trainer = trainer_of(service)
     trainer.forward_backward([datum(1, 2, 3)], "cross_entropy")
     trainer.optim_step(ADAM)
@@ -255,10 +256,10 @@ def test_training_goes_on_from_a_checkpoint_in_each_way(service: tinker.ServiceC
     assert steps["whole"] == steps["original"] != steps["fresh"]
 
 
-def test_metadata_ask_for_a_kind_of_adapter_and_a_checkpoint_keeps_it(
+def test_metadata_can_ask_for_an_adapter_kind_and_a_checkpoint_keeps_it(
     service: tinker.ServiceClient, rest: tinker.RestClient
 ) -> None:
-    # The fake base model's weights have four singular directions: a half are two.
+    # The fake base model's weights have four singular directions, and half of them are two.
     asked = {"adapter": "osft", "unfreeze_ratio": "0.5", "form": "core"}
     trainer = trainer_of(service, user_metadata=asked)
     assert (trainer.get_info().lora_rank, trainer.get_info().is_lora) == (2, True)
@@ -284,7 +285,7 @@ def tokens_of(client: tinker.SamplingClient, **options: Any) -> list[list[int]]:
     return [list(s.tokens) for s in answer.sequences]
 
 
-def test_samples_come_from_base_checkpoint_and_live_weights(
+def test_samples_are_drawn_from_base_checkpoint_and_live_weights(
     service: tinker.ServiceClient,
 ) -> None:
     trainer = trainer_of(service)
@@ -319,7 +320,7 @@ def test_logprobs_of_a_prompt_are_computed(service: tinker.ServiceClient) -> Non
     assert len(answer.topk_prompt_logprobs[1]) == 2
 
 
-def test_an_unpickled_sampling_client_goes_on(service: tinker.ServiceClient) -> None:
+def test_an_unpickled_sampling_client_still_samples(service: tinker.ServiceClient) -> None:
     client = service.create_sampling_client(base_model=BASE).result()
     copy = pickle.loads(pickle.dumps(client))  # noqa: S301
     assert tokens_of(copy) == tokens_of(client)
@@ -332,7 +333,7 @@ def test_a_bad_sampling_request_is_a_typed_error(service: tinker.ServiceClient) 
         client.sample(PROMPT, num_samples=3, sampling_params=params).result()
 
 
-def test_many_samples_at_once_all_come_back(service: tinker.ServiceClient) -> None:
+def test_many_concurrent_samples_all_return(service: tinker.ServiceClient) -> None:
     client = service.create_sampling_client(base_model=BASE).result()
     params = types.SamplingParams(max_tokens=2, seed=7)
     futures = [client.sample(PROMPT, num_samples=1, sampling_params=params) for _ in range(150)]
@@ -416,7 +417,7 @@ def test_a_finished_session_refuses_more(server: Server) -> None:
 
 
 def printed(*arguments: str) -> str:
-    """What ``tinker`` prints, run in this process: its imports take seconds."""
+    """The output of ``tinker``, run in this process, because its imports take seconds."""
     result = CliRunner().invoke(main_cli, list(arguments))
     assert result.exit_code == 0, (result.output, result.exception)
     text: str = result.stdout

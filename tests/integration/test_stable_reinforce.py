@@ -1,5 +1,7 @@
-"""``stable_reinforce`` from sample to step, through the real service and the official SDK: its loss
-and gradient are those of torch, and killed processes lose nothing of what was recorded."""
+"""``stable_reinforce`` from sample to step, through the real service and the official SDK.
+
+Its loss and gradient equal torch's, and killed processes lose no recording.
+"""
 
 import os
 import subprocess
@@ -22,7 +24,7 @@ pytestmark = [
 STAND_IN = "tuneserve_truncated_reinforce"
 CAP, KL = 1.5, 0.25
 CONFIG = {"clip_high_threshold": CAP, "kl_coeff": KL}
-# So large an eps makes the step linear in the gradient: what it moves tells its size.
+# This large eps makes the step linear in the gradient, so the change shows the gradient's size.
 LINEAR = types.AdamParams(learning_rate=10.0, beta1=0.0, beta2=0.0, eps=1e3)
 MOVE = types.AdamParams(learning_rate=1e-2)
 
@@ -49,7 +51,7 @@ def new_trainer(service, server):
 
 
 def moved(trainer):
-    """The trainer, a step away from what was sampled."""
+    """The trainer, one step away from the sampling weights."""
     tokens = list(range(40, 60))
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * 19}
     trainer.forward_backward(
@@ -60,8 +62,10 @@ def moved(trainer):
 
 
 def two_turns(sampler, seed):
-    """A conversation: what was sampled, what the environment said, what was sampled then. As one
-    datum, and what each position of it was drawn with, and its advantage."""
+    """A conversation: a sample, the environment's text, and a second sample.
+
+    Returned as one datum, with the sampled logprob and the advantage of each position.
+    """
     params = types.SamplingParams(max_tokens=6 + seed, seed=seed, temperature=1.0, stop=[])
     said = [5 + seed, 6, 7]
     text, lp, advantages, spans = [], [], [], []
@@ -81,7 +85,7 @@ def two_turns(sampler, seed):
     first, last = spans[0], spans[-1]
     inputs = {
         "target_tokens": text[1:],
-        "logprobs": [0.0] * (len(text) - 1),  # what the client says is not what counts
+        "logprobs": [0.0] * (len(text) - 1),  # the client's claim does not count
         "advantages": advantages[1:],
     }
     datum = types.Datum(types.ModelInput.from_ints(text[:-1]), inputs).with_provenance(
@@ -105,7 +109,7 @@ def rollouts(trainer, count=3):
 
 
 def by_torch(lp, q, advantages):
-    """Loss and its gradient by ``lp``, written down from the formula, and how many were cut."""
+    """Loss and gradient by ``lp``, written from the formula, and the number of truncated tokens."""
     lp = lp.clone().double().requires_grad_()
     sampled = (q != 0).double()
     weight = torch.exp(lp - q).detach()
@@ -118,7 +122,7 @@ def logprobs(output):
     return [each["logprobs"].to_torch() for each in output.loss_fn_outputs]
 
 
-def test_its_loss_and_gradient_are_those_of_torch(service, server):
+def test_loss_and_gradient_equal_torchs(service, server):
     trainer = new_trainer(service, server)
     data, recorded, advantages = zip(*rollouts(trainer), strict=True)
     moved(trainer)
@@ -139,7 +143,7 @@ def test_its_loss_and_gradient_are_those_of_torch(service, server):
     )
     assert output.metrics[f"{STAND_IN}/log_ratio:sum"] == pytest.approx(gap, rel=1e-4)
 
-    # The same gradient, handed over as torch gives it.
+    # The same gradient, passed on as torch computes it.
     other = moved(new_trainer(service, server))
     surrogate = [
         types.Datum(
@@ -160,9 +164,11 @@ def test_its_loss_and_gradient_are_those_of_torch(service, server):
     np.testing.assert_allclose(after, wanted, atol=1e-4 * change, rtol=0)
 
 
-def test_recordings_and_what_was_trained_on_them_survive_killed_processes(service, server):
-    """The API process is killed between sample and training, the worker between gradient
-    and step: its successor takes in the gradient again."""
+def test_recordings_and_training_on_them_survive_killed_processes(service, server):
+    """The API process is killed between sample and training, the worker between gradient and step.
+
+    Its successor replays the gradient.
+    """
     trainer, undisturbed = (new_trainer(service, server) for _ in range(2))
     data = [each[0] for each in rollouts(trainer, count=2)]
     wanted = undisturbed.forward_backward(data, "stable_reinforce").result()
@@ -179,13 +185,13 @@ def test_recordings_and_what_was_trained_on_them_survive_killed_processes(servic
         for each in (trainer, undisturbed)
     )
     np.testing.assert_array_equal(one, other)
-    # The answer that the replay gave was compared with the first one, byte for byte.
+    # The replay's answer was compared with the first one, byte for byte.
     rest = tinker.RestClient(base_url=server.url, api_key="tml-tests")
     assert not rest.get_training_run(trainer.model_id).result().corrupted
 
 
 def kill_child(running, name):
-    """Ends one of the service's processes as a crash would."""
+    """End one of the service's processes as a crash would."""
     command = ["pgrep", "-f", "-P", str(running.pid), name]
     (found,) = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     os.kill(int(found), 9)

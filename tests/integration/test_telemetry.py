@@ -1,5 +1,4 @@
-"""What the real processes log in JSON, and the traces that they send, while requests end well and
-badly."""
+"""The JSON logs and the traces of the real processes, for successful and failed requests."""
 
 import itertools
 import json
@@ -35,7 +34,7 @@ MARKS = (KEY, "canary5d0c91", "71, 72, 73", "71,72,73", "secret prompt")
 
 @dataclass(frozen=True)
 class Span:
-    """One that was sent, with the process that sent it."""
+    """One exported span, with the process that sent it."""
 
     service: str
     name: str
@@ -48,7 +47,7 @@ class Span:
 
 
 class Collector(ThreadingHTTPServer):
-    """OTLP over HTTP on a port of its own."""
+    """OTLP over HTTP on a free port."""
 
     daemon_threads = True
 
@@ -77,7 +76,7 @@ class _Receiver(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the test looks at what it got."""
+        """Log nothing: the test checks the received spans."""
 
 
 def _plain(attributes: Any) -> dict[str, Any]:
@@ -105,13 +104,13 @@ def collecting() -> Iterator[Collector]:
 @dataclass(frozen=True)
 class Used:
     model_id: str
-    good: str  # the request that went well
-    wrong: str  # the one that failed on the worker
+    good: str  # the successful request
+    wrong: str  # the request that failed on the worker
     trace_id: str  # of the script
 
 
 def use(url: str) -> Used:
-    """Trains as a script that is traced; also sends what must never be seen again."""
+    """Train as a traced script does, and send values that must never appear again."""
     tracer = TracerProvider().get_tracer("script")
     with Client(url, KEY) as client, tracer.start_as_current_span("script") as script:
         model = client.create_model(rank=4)
@@ -134,13 +133,13 @@ def logged(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lines_are_objects_that_say_whose_and_a_request_is_one_trace_to_the_device(
+def test_lines_are_objects_with_their_owner_and_a_request_is_one_trace_to_the_device(
     tmp_path: Path,
 ) -> None:
     with collecting() as collector:
         with LocalServer(tmp_path, **SETTINGS, otel=collector.url) as server:
             used = use(server.url)
-            time.sleep(0.2)  # a worker hears that a result is stored after its client has it
+            time.sleep(0.2)  # a worker learns that a result is stored after its client has it
         check_logs(logged(server.log), used)
         check_traces(collector.spans, used)
     text = server.log.read_text()
@@ -190,7 +189,7 @@ def check_traces(spans: list[Span], used: Used) -> None:
     assert [each.about["tuneserve.failed"] for each in failed if each.name == "result written"] == [
         True
     ]
-    # Requests of clients that name no span are traces of their own; their polls are none.
+    # Requests of clients that name no span are separate traces, without their polls.
     by_trace = defaultdict(set)
     for span in spans:
         by_trace[span.trace_id].add(span.name)

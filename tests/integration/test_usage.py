@@ -1,4 +1,4 @@
-"""What two tenants of the real processes are charged adds up to what the device was busy for."""
+"""The charges of two tenants of the real processes add up to the device's busy time."""
 
 import time
 import urllib.request
@@ -23,7 +23,7 @@ STEPS, DATUMS, TOKENS, SAMPLES = 3, 4, 48, 4
 
 
 def work(url: str, base_model: str, key: str) -> str:
-    """Trains, and samples beside it; the model's id."""
+    """Train and sample at the same time. Returns the model's id."""
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints([number] * TOKENS),
@@ -49,7 +49,7 @@ def work(url: str, base_model: str, key: str) -> str:
 
 
 def figures(url: str) -> dict[str, float]:
-    """Of the only worker, and of tenants."""
+    """The metrics of the only worker, and of the tenants."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         families = text_string_to_metric_families(response.read().decode())
     return {
@@ -59,12 +59,12 @@ def figures(url: str) -> dict[str, float]:
     }
 
 
-def test_what_tenants_are_charged_is_the_devices_busy_time(tmp_path):
+def test_the_tenants_charges_are_the_devices_busy_time(tmp_path):
     settings = {
         "compile_ahead": "false",
         "chunk_tokens": "64",
         "tenant_metrics": "true",
-        "lease_ttl_s": "1",  # figures are told every third of it
+        "lease_ttl_s": "1",  # metrics are reported every third of it
     }
     with LocalServer(tmp_path, **settings) as server:
         with ThreadPoolExecutor() as pool:

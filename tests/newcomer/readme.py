@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type, and what must be there afterwards."""
+"""The commands that the README tells a newcomer to type, and their expected results."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tuneserve_engine.settings.common import TINY_MODEL
 ROOT = Path(__file__).parents[2]
 SECTION = "## Your own rows: three commands"
 PATH = "tinker://…"
-"""Stands in the third command for what the second one prints."""
+"""A placeholder in the third command for the path that the second one prints."""
 
 
 def section() -> str:
@@ -29,7 +29,7 @@ def _block(language: str) -> str:
 
 
 def rows() -> str:
-    """The file that they write."""
+    """The file of rows for the commands."""
     return _block("json")
 
 
@@ -38,15 +38,15 @@ def commands() -> list[list[str]]:
 
 
 def trained_path(said: str) -> str:
-    """What a newcomer copies from the second command into the third."""
+    """The path that a newcomer copies from the second command into the third."""
     (path,) = re.findall(r"^saved as (tinker://\S+)$", said, re.M)
     return str(path)
 
 
 def answer_in_peft(adapter: Path) -> str:
-    """The likeliest answer to the first row's question, of the exported adapter in PEFT."""
+    """The likeliest answer to the first row's question, by the exported adapter in PEFT."""
     (asked, _) = json.loads(rows().splitlines()[0])["messages"]
-    with warnings.catch_warnings(action="ignore"):  # of both libraries, about each other
+    with warnings.catch_warnings(action="ignore"):  # each library warns about the other
         base = transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_MODEL)
         model = peft.PeftModel.from_pretrained(base, adapter)

@@ -1,7 +1,7 @@
-"""``make newcomer``: the README's three commands in a fresh clone, with nothing of our environment.
+"""``make newcomer``: the README's three commands in a fresh clone, without our environment.
 
-It installs everything from the package index, which takes a minute or two and 1 GB. The same
-commands without the installation are run by ``tests/guides/test_readme.py``, every time.
+It installs everything from the package index, which takes a minute or two and 1 GB.
+``tests/guides/test_readme.py`` always runs the same commands without the installation.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.newcomer import readme
 from tuneserve_server.cli.local_server import free_port
 
 _OF_THE_MACHINE = re.compile(r"PIP_\w+|SSL_\w+|REQUESTS_CA_BUNDLE|\w+_proxy", re.I)
-"""How a package index is reached from here: the only variables that a newcomer has of us."""
+"""Variables of this machine that reach a package index: the only ones that a newcomer inherits."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def clone(tmp_path: Path) -> Path:
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     machine = {name: value for name, value in os.environ.items() if _OF_THE_MACHINE.fullmatch(name)}
-    port = str(free_port())  # the README's may be in use here
+    port = str(free_port())  # the README's port may be in use here
     return machine | {
         "HOME": str(tmp_path),
         "PATH": f"{sys.base_prefix}/bin:/usr/bin:/bin",
@@ -44,7 +44,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def service(clone: Path, environment: dict[str, str]) -> Iterator[None]:
-    """The first command, in a terminal of its own, from when it says that it is ready."""
+    """The first command in a separate terminal, from the time when it says that it is ready."""
     log = clone.parent / "service.log"
     with log.open("wb") as file:
         running = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Every test in this folder is a nightly one: ``make test-nightly``."""
+"""Every test in this folder runs at night only: ``make test-nightly``."""
 
 from pathlib import Path
 

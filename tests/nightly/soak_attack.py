@@ -1,10 +1,10 @@
-"""Many ways to do harm, for so long: ``soak_attack.py <port> <base model> <seconds>``.
+"""Many attacks for a given time: ``soak_attack.py <port> <base model> <seconds>``.
 
-Says ``ready`` when its bodies are made, begins when its standard input ends, and prints as JSON how
-many requests of each kind had which status (0: the connection ended). Two tenants keep the device
-busy all the while: one with requests of half a million tokens, one with a flood of five thousand
+It says ``ready`` when its bodies are made, starts when its standard input ends, and prints as JSON
+the number of requests of each kind by status (0: the connection ended). Two tenants occupy the
+device all the time: one with requests of half a million tokens, one with a flood of five thousand
 each. Eight others send rounds of everything else, one kind after the other. The process yields the
-processor to all others: those who attack have machines of their own.
+processor to all others, because real attackers have their own machines.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ METADATA = {"about": "x" * 16_000}
 
 
 class Soak(Attacker):
-    """``statuses`` of what was sent, by its kind; ``rounds`` that are over."""
+    """An attacker: ``statuses`` of its requests by kind, and the number of finished ``rounds``."""
 
     def __init__(self, port: int, http: httpx.AsyncClient, base_model: str) -> None:
         super().__init__(port, http, base_model)
@@ -57,7 +57,7 @@ class Soak(Attacker):
     # --- rounds ---------------------------------------------------------------------------------
 
     async def sent_in_rounds(self) -> None:
-        """For ever."""
+        """Send rounds for ever."""
         kinds: dict[str, Round] = {
             "bombs": self._of(lambda: self.frames(self._bombs)),
             "bombs without a size": self._of(lambda: self.frames(self._undeclared)),
@@ -106,12 +106,12 @@ class Soak(Attacker):
     # --- work for the device --------------------------------------------------------------------
 
     async def giants(self) -> None:
-        """One after the other, for ever."""
+        """Send giant requests for ever, one after the other."""
         for seq, body in self._gradients(TENANTS, GIANT):
             await self._trained("giant requests", TENANTS, seq, body)
 
     async def flood(self) -> None:
-        """So many at once, for ever."""
+        """Keep a constant number of requests waiting, for ever."""
         places = asyncio.Semaphore(FLOODING)
         async with asyncio.TaskGroup() as waiting:
             for seq, body in self._gradients(TENANTS + 1, FLOOD):
@@ -128,7 +128,7 @@ class Soak(Attacker):
             )
 
     async def _trained(self, kind: str, number: int, seq: int, body: bytes) -> None:
-        """Sends it until it is accepted, and asks until it has ended."""
+        """Send the request until it is accepted, and poll until it has ended."""
         request_id = None
         while request_id is None:
             with suppress(httpx.TransportError):
@@ -166,7 +166,7 @@ async def main(port: int, base_model: str, seconds: float) -> None:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for task in ended:
-            task.result()  # nothing ends by itself, but by an error
+            task.result()  # tasks end only by an error
     found = {"statuses": soak.statuses, "rounds": soak.rounds}
     print(json.dumps({**found, "seconds": time.monotonic() - started_s}))
 

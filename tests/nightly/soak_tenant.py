@@ -1,7 +1,8 @@
-"""A tenant that pays: ``soak_tenant.py <url> <diary>``. It trains, one small step after the other,
-until it gets SIGTERM. What was accepted, and what it was told, is in the diary, a line a step.
+"""A paying tenant: ``soak_tenant.py <url> <diary>``.
 
-Every step is fixed by its number, so that an undisturbed run can be compared with it, bit for bit.
+It trains, one small step after the other, until it gets SIGTERM. The diary records the accepted
+requests and the results, a line per step. The step's number decides its contents, so an undisturbed
+run can be compared with it, bit for bit.
 """
 
 import hashlib
@@ -23,15 +24,15 @@ KEY = "tml-paying"
 SAVED_EVERY = 100
 DEADLINE_S = 600.0
 AHEAD = 8
-"""Steps that an undisturbed run has on their way at once."""
+"""The number of steps that an undisturbed run has in flight at once."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """``accepted`` and ``told`` are the requests' ids and results, by their kinds."""
+    """One step. ``accepted`` and ``told`` are the requests' ids and results, by kind."""
 
     number: int
-    begun_s: float  # the same clock in every process of this machine
+    begun_s: float  # on the clock that all processes of this machine share
     ended_s: float
     accepted: dict[str, str]
     told: dict[str, Any]
@@ -42,7 +43,7 @@ class Step:
 
 
 class Asked:
-    """The requests of one step, on their way."""
+    """The requests of one step, in flight."""
 
     def __init__(self, model: Model, number: int) -> None:
         self._number = number
@@ -60,7 +61,7 @@ class Asked:
 
 
 def told_of(result: object) -> Any:
-    """All bits of a result, as JSON has them."""
+    """All bits of a result, as JSON."""
     match result:
         case TrainOutput():
             logprobs = b"".join(each.tobytes() for each in result.logprobs)
@@ -85,7 +86,7 @@ def new_model(client: Client) -> Model:
 
 
 def steps(model: Model) -> Iterator[Step]:
-    """For ever, each begun when the one before has ended."""
+    """Endless steps, each started when the previous one has ended."""
     number = 0
     while True:
         yield Asked(model, number).ended()
@@ -95,7 +96,7 @@ def steps(model: Model) -> Iterator[Step]:
 
 
 def undisturbed(model: Model, count: int) -> Iterator[Step]:
-    """As many steps as fast as they can be had, and the end."""
+    """The first ``count`` steps as fast as possible, and the end."""
     asked: deque[Asked] = deque()
     for number in range(count):
         asked.append(Asked(model, number))

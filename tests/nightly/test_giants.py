@@ -1,5 +1,6 @@
 """A paying tenant's small steps on an idle service, beside another tenant's request of half a
-million tokens, and beside its flood of requests of five thousand. Real processes."""
+million tokens, and beside its flood of requests of five thousand, on real processes.
+"""
 
 import statistics
 import time
@@ -15,7 +16,7 @@ from tuneserve_engine.core.policies import SLICE_S
 from tuneserve_server.cli.local_server import LocalServer
 
 GIANT, FLOOD = (500, 1000), (5, 1000)
-"""Datums and the tokens of each."""
+"""Datums, and the tokens of each."""
 STEPS = 60
 
 
@@ -31,14 +32,14 @@ def step_s(model: Model, batch: list[Datum]) -> float:
 
 
 def gradient_s(model: Model, batch: list[Datum]) -> float:
-    """A slice has whole sequences: it is no shorter than this takes."""
+    """The time of one gradient. A slice has whole sequences, so it is no shorter than this."""
     started_s = time.monotonic()
     model.forward_backward(batch).result()
     return time.monotonic() - started_s
 
 
 def told(name: str, waits: list[float]) -> tuple[float, float]:
-    """The median, and what 99 of a hundred are within."""
+    """The median and the 99th percentile."""
     p50, p99 = statistics.median(waits), sorted(waits)[int(0.99 * (len(waits) - 1))]
     print(f"{name}: {len(waits)} steps, p50 {p50:.3f} s, p99 {p99:.3f} s")
     return p50, p99
@@ -46,7 +47,7 @@ def told(name: str, waits: list[float]) -> tuple[float, float]:
 
 @contextmanager
 def tenants(folder: Path) -> Iterator[tuple[Model, Model]]:
-    """The model of a light tenant, and that of a heavy one, whose programs are compiled."""
+    """The model of a light tenant, and that of a heavy one, with compiled programs."""
     with (
         LocalServer(folder, compile_ahead="false") as server,
         Client(server.url, api_key="tml-light") as light,

@@ -1,7 +1,7 @@
-"""T14: bugs that must not pass unnoticed, planted one at a time into a copy of the code.
+"""T14: bugs that tests must notice, planted one at a time into a copy of the code.
 
-Each is a small edit of one file. The named tests run on the copy and must fail there: a test that
-passes with the bug in place guards nothing.
+Each bug is a small edit of one file. The named tests run on the copy and must fail there: a test
+that passes with the bug in place guards nothing.
 """
 
 import os
@@ -181,7 +181,7 @@ def run(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("tests", sorted({bug.tests for bug in BUGS}), ids=" ".join)
-def test_without_a_bug_the_tests_pass_on_the_copy(copy: Path, tests: tuple[str, ...]) -> None:
+def test_the_tests_pass_on_a_copy_without_a_bug(copy: Path, tests: tuple[str, ...]) -> None:
     ran = run(copy, tests)
     assert ran.returncode == 0, ran.stdout[-3000:]
 

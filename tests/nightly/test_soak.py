@@ -1,9 +1,9 @@
-"""Everything that harms, at once and for long, beside a tenant that trains. Real processes, on the
-embedded model, with the limits that a deployment has if nobody sets any.
+"""All attacks at once and for long, beside a tenant that trains, on real processes with the
+embedded model and the default limits.
 
-``SOAK_S`` is how long the attack takes in seconds, half an hour if it is not set. In less than 300,
-all rounds of a kind may meet a restart, which fails. At the end there is the table of
-``docs/reliability.md``.
+``SOAK_S`` is the duration of the attack in seconds, by default half an hour. In less than 300
+seconds, all rounds of a kind may meet a restart, which fails the test. At the end, the test prints
+the table of ``docs/reliability.md``.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ SOAK_S = float(os.environ.get("SOAK_S", "1800"))
 IDLE_S = min(60.0, SOAK_S / 4)
 RESTARTED_EVERY_S = min(200.0, SOAK_S / 3)
 ASKED_EVERY_S = 0.05
-"""Between two questions of the bystander's."""
+"""Seconds between two queries of the bystander."""
 AT_ONCE = 64
 MIB, GIB = 2**20, 2**30
 OUTCOMES = {
@@ -60,13 +60,13 @@ OUTCOMES = {
     "giant requests": {200, 429},
     "requests of 5,000 tokens": {200, 429},
 }
-"""Beside 0, the connection that ended, and 503: the API is restarted."""
+"""Expected statuses, beside 0 (the connection ended) and 503 (the API restarts)."""
 AWAY = {0, 503}
 
 
 @dataclass
 class Waits:
-    """In seconds."""
+    """Waits in seconds."""
 
     healthz: list[float]
     polls: list[float]
@@ -75,7 +75,7 @@ class Waits:
 
 @dataclass
 class Seen:
-    """``away`` are the times in which the API process was restarted."""
+    """The observations. ``away`` are the times in which the API process was restarted."""
 
     idle: Waits
     beside: Waits
@@ -98,7 +98,7 @@ class Restarts:
         self.away: list[tuple[float, float]] = []
 
     def look(self) -> None:
-        """The kernel keeps the peak of a process: none is missed between two looks."""
+        """Read the peak memory. The kernel keeps it, so none is missed between two calls."""
         self.peak_bytes = max(self.peak_bytes, peak_bytes(self.pid))
 
     def restart(self) -> None:
@@ -127,7 +127,7 @@ class Restarts:
 
 @contextmanager
 def process(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """One of the soak's, which is killed at the end if it is still there."""
+    """A process of the soak, which is killed at the end if it still runs."""
     command = [sys.executable, "-m", f"tests.nightly.{module}", *arguments]
     running = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -144,7 +144,7 @@ def port_of(server: LocalServer) -> int:
 
 
 def measured_slice_s(server: LocalServer) -> float:
-    """And compiles the programs that the attack will need."""
+    """The time of a slice. It also compiles the programs that the attack will need."""
     with Client(server.url, api_key="tml-heavy") as client:
         heavy = client.create_model(rank=8, seed=2)
         heavy.forward_backward(data(2, 2000)).result()
@@ -153,7 +153,7 @@ def measured_slice_s(server: LocalServer) -> float:
 
 
 def soaked(server: LocalServer, diary: Path) -> Seen:
-    """What was seen while the tenant trained: first alone, then beside the attack."""
+    """The observations while the tenant trained: first alone, then beside the attack."""
     slice_s = measured_slice_s(server)
     attacker = (str(port_of(server)), server.base_model, str(SOAK_S))
     with (
@@ -232,7 +232,7 @@ def told(step: Step) -> tuple[int, dict[str, Any]]:
 
 
 def check_outcomes(server: LocalServer, steps: Sequence[Step]) -> int:
-    """Asks again for every result: each is there, and as it was. Returns how many there are."""
+    """Ask again for every result, which must be unchanged. Returns the number of results."""
     asked = [
         (kind, request_id, step.told[kind])
         for step in steps
@@ -285,7 +285,7 @@ def p50_p99(waits: Sequence[float], scale: float = 1.0) -> tuple[float, float]:
 
 
 def table(seen: Seen, requests: int, lost: int) -> str:
-    """As in docs/reliability.md."""
+    """The table, as in docs/reliability.md."""
     grown = (seen.peak_bytes - seen.idle_bytes) / MIB
     rows = [
         ("", "Idle", "Beside the attack", "Bound"),
@@ -340,7 +340,7 @@ def table(seen: Seen, requests: int, lost: int) -> str:
 
 
 def check_attack(attack: dict[str, Any]) -> None:
-    """That it was one: every kind was sent, and had the answers that it has alone."""
+    """Check that every kind of attack was sent and got the same answers as alone."""
     for kind, known in OUTCOMES.items():
         answers = {int(status) for status in attack["statuses"][kind]}
         assert answers & known and answers <= known | AWAY, f"{kind}: {answers}"

@@ -1,4 +1,4 @@
-"""One service for all tests of the page: two tenants train on it all the while."""
+"""One service for all tests of the dashboard, on which two tenants train all the time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 @dataclass(frozen=True)
 class Service:
-    """Where it is, and keys of two tenants, and one that sees everything and can sample."""
+    """The address, the keys of two tenants, and a key that sees everything and can sample."""
 
     server: LocalServer
     alice: Trainer

@@ -1,4 +1,4 @@
-"""``python -m tests.page.screenshots``: the pictures in docs/images, of two tenants that train."""
+"""``python -m tests.page.screenshots``: the pictures in docs/images, of two training tenants."""
 
 import tempfile
 import time
@@ -12,7 +12,7 @@ from tuneserve_server.cli.local_server import LocalServer
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SEEN_S = 75.0
-"""For as long the page is open before, so that there is something behind its figures."""
+"""Seconds for which the dashboard is open before a picture, so that its metrics have a history."""
 ANSWERED = 60_000
 
 
@@ -47,13 +47,13 @@ def main() -> None:
 
 
 def _ask(visit: Visit) -> None:
-    """Has the playground answer with what alice has saved."""
+    """Let the playground answer with alice's checkpoint."""
     page = visit.page
     expect(page.locator("#play-model option")).to_have_count(2, timeout=ANSWERED)
     page.select_option("#play-model", index=1)
     page.select_option("#play-kind", "chat")
     page.fill("#play-prompt", "What colour is the sky?")
-    for _ in range(2):  # the programs of the first are compiled meanwhile
+    for _ in range(2):  # the first answer compiles the programs
         page.click("#play-send")
         expect(page.locator("#play-state")).to_contain_text("ended by", timeout=ANSWERED)
     page.mouse.move(0, 0)

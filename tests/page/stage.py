@@ -1,4 +1,4 @@
-"""What the page is tried on: the real processes, tenants that train, and Debian's browser."""
+"""The setting of the dashboard's tests: real processes, training tenants, Debian's browser."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ from tuneserve_server.cli.readiness import health_of
 QUICK = {
     "compile_ahead": "false",
     "chunk_tokens": "64",
-    "lease_ttl_s": "1.5",  # figures are told every third of it
+    "lease_ttl_s": "1.5",  # metrics are reported every third of it
     "require_keys": "true",
 }
 DESKTOP = {"width": 1280, "height": 900}
@@ -31,7 +31,7 @@ PHONE = {"width": 390, "height": 844}
 
 
 class Trainer(threading.Thread):
-    """A tenant that trains until it is stopped, through whatever the server does meanwhile."""
+    """A tenant that trains until it is stopped, whatever the server does meanwhile."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Trainer(threading.Thread):
         saved_at: int = 3,
     ) -> None:
         super().__init__(name=name, daemon=True)
-        self._pause_s = pause_s  # who looks needs something of the processor, too
+        self._pause_s = pause_s  # leaves some of the processor to viewers
         self._url = url
         self._key = key
         self._task = TASKS[task]
-        self._saved_at = saved_at  # steps, to be sampled from
+        self._saved_at = saved_at  # steps after which it saves weights to sample from
         self._learning_rate = learning_rate
         self._stopped = threading.Event()
         self.model_id = ""
@@ -81,7 +81,7 @@ class Trainer(threading.Thread):
         while not self._stopped.is_set():
             batch = [data[(4 * self.steps + index) % len(data)] for index in range(4)]
             model.forward_backward(batch)
-            # The rate falls, so that its curve can be told from a frame.
+            # The rate falls, so that its curve differs from a frame.
             rate = self._learning_rate * 0.99**self.steps
             model.optim_step(learning_rate=rate).result()
             self.steps += 1
@@ -109,7 +109,7 @@ def training(*trainers: Trainer) -> Iterator[None]:
 
 @contextmanager
 def open_api(folder: Path) -> Iterator[str]:
-    """The address of an API process alone, to which nobody has made a key."""
+    """The address of an API process alone, without any key."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("tuneserve")), "api"]
@@ -129,7 +129,7 @@ def open_api(folder: Path) -> Iterator[str]:
 
 
 def kill_api(server: LocalServer) -> None:
-    """Kills the API process; its supervisor starts another."""
+    """Kill the API process. Its supervisor starts another."""
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
     (pid,) = [
         int(child)
@@ -153,7 +153,7 @@ def chromium() -> Iterator[Browser]:
 
 
 class Visit:
-    """A page in a window of its own, and everything that it complained of or asked for."""
+    """A dashboard in a separate window, with its complaints and its requests."""
 
     def __init__(self, browser: Browser, url: str, key: str | None = None, **options: Any) -> None:
         options.setdefault("viewport", DESKTOP)
@@ -171,7 +171,7 @@ class Visit:
             self.page.wait_for_selector("body[data-looks]")
 
     def points(self) -> int:
-        """Of the loss curves that are drawn."""
+        """The number of points of the drawn loss curves."""
         return int(self.page.get_attribute("#loss", "data-points") or 0)
 
     def wait_for_points(self, least: int) -> None:
@@ -183,7 +183,7 @@ class Visit:
 
 
 def make_key(server: LocalServer, tenant: str, *scopes: str) -> str:
-    """As the operator does, over the socket that only those on the machine reach."""
+    """Make a key like an operator, over the socket that only users of the machine reach."""
     transport = httpx.HTTPTransport(uds=str(server.data_dir / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://admin") as http:
         answer = http.post("/keys", json={"tenant": tenant, "scopes": scopes})

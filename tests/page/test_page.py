@@ -1,4 +1,4 @@
-"""The live page in Debian's Chromium, on the real processes, with two tenants that train."""
+"""The dashboard in Debian's Chromium, on the real processes, with two training tenants."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.page.conftest import HOSTILE, Service
 from tests.page.stage import PHONE, Visit, kill_api, open_api
 from tuneserve_client import Client
 
-# What the browser itself says of a request while nobody listens; scripts cannot keep it from that.
+# The browser's own message about a request without a server, which scripts cannot prevent.
 AWAY = re.compile(
     r"error: Failed to load resource: net::ERR_(CONNECTION_REFUSED|CONNECTION_RESET|"
     r"EMPTY_RESPONSE|INCOMPLETE_CHUNKED_ENCODING)"
@@ -27,7 +27,7 @@ SURFACES = ("--page", "--panel", "--sunk")
 
 @pytest.fixture
 def visits(browser: Browser) -> Iterator[Any]:
-    """Opens pages. In the end none of them may have complained, nor asked anybody else."""
+    """Opens dashboards. At the end, none may have complained or called another server."""
     opened: list[tuple[Visit, str]] = []
 
     def visit(url: str, key: str | None = None, **options: Any) -> Visit:
@@ -48,7 +48,7 @@ def texts(page: Page, selector: str) -> list[str]:
 # --- what is seen ---------------------------------------------------------------------------------
 
 
-def test_curves_of_two_tenants_move_and_go_on_after_the_api_process_was_killed(
+def test_curves_of_two_tenants_move_and_continue_after_the_api_process_was_killed(
     service: Service, visits: Any
 ) -> None:
     visit = visits(service.url, service.looking)
@@ -65,7 +65,7 @@ def test_curves_of_two_tenants_move_and_go_on_after_the_api_process_was_killed(
     seen = visit.points()
     kill_api(service.server)
     expect(page.locator("#state")).to_have_text("reconnecting")
-    assert visit.points() >= seen  # what was drawn stays
+    assert visit.points() >= seen  # drawn points stay
     expect(page.locator("#state")).to_have_text("live", timeout=20_000)
     visit.wait_for_points(seen + 6)
     assert page.evaluate("document.body.dataset.mark") == marked
@@ -73,7 +73,7 @@ def test_curves_of_two_tenants_move_and_go_on_after_the_api_process_was_killed(
         visit.said.pop(0)
 
 
-def test_who_may_see_all_is_shown_the_device_the_store_and_every_tenant(
+def test_an_admin_key_shows_the_device_the_store_and_every_tenant(
     service: Service, visits: Any
 ) -> None:
     visit = visits(service.url, service.looking)
@@ -102,7 +102,7 @@ def test_who_may_see_all_is_shown_the_device_the_store_and_every_tenant(
 
 
 def one_look(service: Service) -> Any:
-    """What the page is told first."""
+    """The first state that the dashboard receives."""
     asking = httpx.stream(
         "GET", f"{service.url}/api/v1/live", headers={"X-API-Key": service.looking}
     )
@@ -112,7 +112,7 @@ def one_look(service: Service) -> Any:
                 return json.loads(line.removeprefix("data: "))
 
 
-def test_padding_recompiles_flops_and_queues_are_what_the_figures_say(
+def test_padding_recompiles_flops_and_queues_follow_the_metrics(
     service: Service, visits: Any
 ) -> None:
     look = one_look(service)
@@ -142,7 +142,7 @@ def test_padding_recompiles_flops_and_queues_are_what_the_figures_say(
     assert notes["bob"].endswith(" · queue empty")
 
 
-def test_a_key_is_asked_for_and_shows_only_what_is_its_tenants(
+def test_a_key_is_required_and_shows_only_its_tenants_objects(
     service: Service, visits: Any
 ) -> None:
     visit = visits(service.url)
@@ -167,7 +167,7 @@ def test_a_key_is_asked_for_and_shows_only_what_is_its_tenants(
     assert service.alice_key not in str(kept)
 
 
-def test_without_keys_the_page_opens_by_itself_and_says_how_to_begin(
+def test_without_keys_the_dashboard_opens_by_itself_and_says_how_to_begin(
     visits: Any, tmp_path: Path
 ) -> None:
     with open_api(tmp_path) as url:
@@ -184,7 +184,7 @@ def test_without_keys_the_page_opens_by_itself_and_says_how_to_begin(
         page.context.close()
 
 
-def test_what_a_tenant_calls_its_run_is_text_and_stays_it(service: Service, visits: Any) -> None:
+def test_the_name_of_a_run_is_shown_as_plain_text(service: Service, visits: Any) -> None:
     page: Page = visits(service.url, service.looking).page
     assert HOSTILE in texts(page, "#run-table .name")
     assert page.locator("main img").count() == 0
@@ -204,7 +204,7 @@ def test_an_error_is_shown_with_its_text(service: Service, visits: Any) -> None:
 # --- how it is used -------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_sampled_by_keyboard_alone(service: Service, visits: Any) -> None:
+def test_a_checkpoint_can_be_sampled_by_keyboard_alone(service: Service, visits: Any) -> None:
     page: Page = visits(service.url, service.looking).page
     expect(page.locator("#play-model option")).to_have_count(2, timeout=30_000)
     page.evaluate("document.activeElement.blur()")
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_sampled_by_keyboard_alone(service: Service, visits: Any
         page.keyboard.press("Tab")
     expect(page.get_by_label("Temperature")).to_be_focused()
     page.keyboard.press("Control+A")
-    page.keyboard.type("0")  # the likeliest answer: the same in each run
+    page.keyboard.type("0")  # the likeliest answer, which is the same in each run
     page.keyboard.press("Tab")
     page.keyboard.type("What colour is grass?")
     page.keyboard.press("Tab")
@@ -267,8 +267,8 @@ def test_lines_can_be_hidden_and_shown(service: Service, visits: Any) -> None:
     expect(label).to_have_attribute("aria-label", re.compile("pirate"))
 
 
-def test_the_chart_stays_where_it_is_under_the_pointer(service: Service, visits: Any) -> None:
-    """The text that names the values once pushed the chart away: 117 pixels with 24 runs."""
+def test_the_chart_does_not_move_under_the_pointer(service: Service, visits: Any) -> None:
+    """The text that names the values once pushed the chart away: by 117 pixels with 24 runs."""
     visit = visits(service.url, service.looking)
     visit.wait_for_points(4)
     page: Page = visit.page
@@ -300,7 +300,7 @@ def test_losses_can_be_seen_on_a_log_scale(service: Service, visits: Any) -> Non
 
 
 def luminance(colour: str) -> float:
-    """Of ``rgb(r, g, b)``, as WCAG 2.2 defines it."""
+    """The luminance of ``rgb(r, g, b)``, as WCAG 2.2 defines it."""
     red, green, blue = (int(part) / 255 for part in re.findall(r"\d+", colour)[:3])
     linear = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)
@@ -313,7 +313,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_contrast_is_counted_as_the_standard_does() -> None:
+def test_contrast_is_computed_as_in_the_standard() -> None:
     assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
     assert contrast("rgb(118, 118, 118)", "rgb(255, 255, 255)") == pytest.approx(4.54, abs=0.01)
 
@@ -349,7 +349,7 @@ def test_the_theme_can_be_chosen_and_stays(service: Service, visits: Any) -> Non
     expect(page.locator("#state")).to_have_text("live")  # the key is still there
 
 
-def test_nothing_moves_by_itself_for_who_wants_it_so(service: Service, visits: Any) -> None:
+def test_nothing_moves_if_the_reader_prefers_reduced_motion(service: Service, visits: Any) -> None:
     page: Page = visits(service.url, service.looking, reduced_motion="reduce").page
     bar = page.locator(".bar").first
     bar.wait_for(state="attached")

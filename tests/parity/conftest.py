@@ -1,4 +1,4 @@
-"""Random tiny Hugging Face models, the reference that parity tests compare with."""
+"""Random tiny Hugging Face models, the reference of the parity tests."""
 
 import os
 from collections.abc import Callable
@@ -36,14 +36,14 @@ _CLASSES = {
 
 @dataclass(frozen=True)
 class Reference:
-    """A Hugging Face model in float32 and the folder it was saved to."""
+    """A Hugging Face model in float32, and the folder where it was saved."""
 
     model: Any
     folder: Path
 
 
 def _random_model(architecture: str, options: dict[str, Any]) -> Any:
-    """Every parameter random, biases and norms too: at their initial 0 and 1 they would hide."""
+    """Every parameter is random: biases of 0 and norms of 1 would hide mistakes."""
     config_class, model_class = _CLASSES[architecture]
     torch.manual_seed(0)
     model = model_class(config_class(**_SHAPE | options)).eval()
@@ -56,7 +56,7 @@ def _random_model(architecture: str, options: dict[str, Any]) -> Any:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
     """``reference("llama", max_shard_size="20KB", hidden_size=32, ...)``, saved once per session.
 
-    Tests share the model: one that changes it works on a copy.
+    Tests share the model. A test that changes it works on a copy.
     """
 
     @cache

@@ -37,7 +37,7 @@ ADAPTERS = {
     "attention": AdapterConfig(rank=5, alpha=4, seed=0, train_mlp=False, train_unembed=False),
     "head": AdapterConfig(rank=2, alpha=2, seed=0, train_attn=False, train_mlp=False),
 }
-"""Every part alone or with others."""
+"""Every part, alone or with others."""
 TENANTS = (None, *ADAPTERS)
 
 
@@ -59,7 +59,7 @@ class Pair:
             self.ours.load_snapshot(name, adapter_state(self.theirs, name, adapter))
 
     def run(self, adapter: str | None, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls their model's method under the adapter."""
+        """Call their model's method under the adapter."""
         with torch.no_grad():
             if adapter is None:
                 with self.theirs.disable_adapter():
@@ -82,7 +82,7 @@ class Pair:
         return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
     def logprobs(self, tokens: Any, adapter: str | None, temperature: float = 1.0) -> Any:
-        """Theirs of every next token, float64 [T, V]."""
+        """Their logprobs of every next token, float64 [T, V]."""
         ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
         logits = self.run(adapter, "forward", input_ids=ids).logits[0].double()
         return torch.log_softmax(logits / temperature, dim=-1).numpy()
@@ -109,7 +109,7 @@ def peft_model(base: Any) -> Any:
 
 
 def adapter_state(model: Any, name: str, config: AdapterConfig) -> AdapterState:
-    """PEFT's adapter as ours; it stores A as [r, d_in] and B as [d_out, r]."""
+    """PEFT's adapter as ours. PEFT stores A as [r, d_in] and B as [d_out, r]."""
     base = model.base_model.model
 
     def side(module: Any, letter: str) -> Any:
@@ -158,8 +158,8 @@ def assert_close(got: Any, want: Any) -> None:
     np.testing.assert_allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_greedy_equals_generate_in_one_mixed_call(pair: Pair) -> None:
-    """Prompts around the bucket of 16, in lanes of 32, base and both adapters side by side."""
+def test_greedy_sampling_equals_generate_in_one_mixed_call(pair: Pair) -> None:
+    """Prompts of about 16 tokens in decode slots of 32, for the base and both adapters."""
     asked = [
         request(length, adapter, max_tokens=15, temperature=0.0, stop_tokens=frozenset({EOS}))
         for length in (2, 15, 17)
@@ -173,8 +173,8 @@ def test_greedy_equals_generate_in_one_mixed_call(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 1.8])
-def test_sampled_logprobs_are_of_the_scaled_distribution(pair: Pair, temperature: float) -> None:
-    """Truncation changes what is drawn and not what is reported; at 0 they are of temperature 1."""
+def test_sampled_logprobs_belong_to_the_scaled_distribution(pair: Pair, temperature: float) -> None:
+    """Truncation changes the draws but not the logprobs. At 0 they belong to temperature 1."""
     options = {"max_tokens": 11, "temperature": temperature, "topk_sample": 5, "num_samples": 2}
     asked = [request(7, adapter, top_k=20, top_p=0.9, **options) for adapter in TENANTS]
     for one, result in zip(asked, pair.ours.sample(asked), strict=True):
@@ -213,7 +213,7 @@ def test_prompt_scores_equal_theirs(pair: Pair, length: int) -> None:
 
 
 def test_long_prompts_are_scored_in_chunks_with_the_same_numbers(qwen3: Pair) -> None:
-    """Chunks of 16 of a prompt of 40: the last one is short."""
+    """A prompt of 40 in chunks of 16, the last one short."""
     one = request(40, "everything", prompt_logprobs=True, alt_tokens=2, topk_prompt=2)
     (result,) = qwen3.ours.sample([one])
     want = qwen3.logprobs(one.prompt, "everything")[:-1]
@@ -225,7 +225,7 @@ def test_long_prompts_are_scored_in_chunks_with_the_same_numbers(qwen3: Pair) ->
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
-def test_alternative_tokens_carry_logprobs_at_the_temperature(
+def test_alternative_tokens_have_logprobs_at_the_temperature(
     qwen3: Pair, temperature: float
 ) -> None:
     one = request(30, "mlp_and_head", alt_tokens=8, temperature=temperature)
@@ -244,7 +244,7 @@ def test_alternative_tokens_carry_logprobs_at_the_temperature(
 def test_first_and_second_tokens_follow_their_distribution(
     qwen3: Pair, adapter: str | None, top_k: int, top_p: float, temperature: float
 ) -> None:
-    """The first comes from the prompt's pass and the second from a decode step."""
+    """The prompt's pass draws the first token, and a decode step the second."""
 
     def exact(tokens: Any) -> Any:
         logprobs = qwen3.logprobs(tokens, adapter, temperature)[-1]
@@ -273,7 +273,7 @@ def truncated(logprobs: Any, top_k: int, top_p: float) -> Any:
 
 
 def chi_square(seen: Any, expected: Any) -> float:
-    """The p-value of the counts; the rarest tokens are counted together, 8 expected at least."""
+    """The p-value of the counts. The rarest tokens are counted together, 8 expected or more."""
     assert (expected[seen > 0] > 0).all()
     order = np.argsort(-expected)
     tail = np.cumsum(expected[order][::-1])[::-1]  # expected from here on

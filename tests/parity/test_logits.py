@@ -83,9 +83,7 @@ def test_logits_equal_hugging_face(reference: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama 3.1 rope", "qwen2.5, one kv head, tied", "qwen3"])
-def test_reading_and_writing_equal_hugging_face_at_every_position(
-    reference: Any, name: str
-) -> None:
+def test_prefill_and_decode_equal_hugging_face_at_every_position(reference: Any, name: str) -> None:
     architecture, options = MODELS[name]
     hf = reference(architecture, **options)
     model, _ = load_base_model(str(hf.folder), dtype="float32")
@@ -122,7 +120,7 @@ def test_bfloat16_weights_load_bit_for_bit_and_are_as_exact_as_hugging_face(
     reference: Any, tmp_path: Any
 ) -> None:
     copy.deepcopy(reference("llama").model).bfloat16().save_pretrained(tmp_path)
-    # Read back: .bfloat16() rounds the RoPE frequencies as well, from_pretrained does not.
+    # Read back: .bfloat16() rounds the RoPE frequencies too, and from_pretrained does not.
     half, exact = (
         LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
         for dtype in (torch.bfloat16, torch.float32)
@@ -141,7 +139,7 @@ def test_bfloat16_weights_load_bit_for_bit_and_are_as_exact_as_hugging_face(
 
 
 def peft_model(base: Any) -> Any:
-    """Two adapters of unlike rank and alpha on every projection and the head, all random."""
+    """Two adapters of different rank and alpha on every projection and the head, all random."""
     torch.manual_seed(1)
     targets = [*PROJECTIONS, "lm_head"]
     first = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets)
@@ -163,10 +161,10 @@ def peft_logits(model: Any, adapter: str | None) -> Any:
 
 
 def lora_rows(model: Any, *, layers: int, slot: list[int]) -> LoraRows:
-    """Slot 0 is the base model, 1 and 2 PEFT's adapters, padded to rank 8."""
+    """Slot 0 is the base model, and 1 and 2 are PEFT's adapters, padded to rank 8."""
 
     def bank(module: Any, side: str) -> np.ndarray[Any, Any]:
-        """[3, d_in, 8] of A or [3, 8, d_out] of B; PEFT stores [r, d_in] and [d_out, r]."""
+        """[3, d_in, 8] of A or [3, 8, d_out] of B. PEFT stores [r, d_in] and [d_out, r]."""
         sides = getattr(module, f"lora_{side}")
         out = []
         for name in ("first", "second"):

@@ -1,5 +1,8 @@
-"""OSFT equals its own definition, written out on a Hugging Face model: frozen strong triples, U, S
-and V as torch's parameters, gradients by autograd, torch's AdamW, projections by whole bases."""
+"""OSFT equals its own definition, written out on a Hugging Face model.
+
+The definition has frozen strong triples, U, S and V as torch's parameters, gradients by autograd,
+torch's AdamW, and projections by whole bases.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -35,14 +38,14 @@ pytestmark = [
 
 
 class Factored:
-    """One weight W [N, M] by its triples in float64, of which the strong ones are frozen."""
+    """One weight W [N, M] as its triples in float64. The strong ones are frozen."""
 
     def __init__(self, weight: torch.Tensor, start: dict[str, np.ndarray]) -> None:
         u, s, v = torch.linalg.svd(weight.double(), full_matrices=False)
         high = len(s) - max(1, min(round(RATIO * len(s)), len(s) - 1))
         self.u_high, self.v_high = u[:, :high], v[:high]
         self.frozen = self.u_high * s[:high] @ self.v_high
-        # Signs are nobody's business: those of the adapter that is compared.
+        # Signs are free, so they are taken from the compared adapter.
         self.low = {
             name: torch.from_numpy(x).double().requires_grad_() for name, x in start.items()
         }
@@ -104,7 +107,7 @@ def source(reference: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def trained(source: Any) -> tuple[JaxBackend, Reference, list[tuple[float, float]]]:
-    """Both after the same steps, and their losses."""
+    """The engine and the reference after the same steps, and their losses."""
     backend = JaxBackend(
         str(source.folder),
         name="tiny",
@@ -122,7 +125,7 @@ def trained(source: Any) -> tuple[JaxBackend, Reference, list[tuple[float, float
     return backend, theirs, losses
 
 
-def test_losses_and_factors_are_those_of_the_factored_model_in_torch(trained):
+def test_losses_and_factors_equal_those_of_the_factored_model_in_torch(trained):
     backend, theirs, losses = trained
     ours, expected = np.array(losses).T
     np.testing.assert_allclose(ours, expected, rtol=3e-7)
@@ -134,7 +137,7 @@ def test_losses_and_factors_are_those_of_the_factored_model_in_torch(trained):
 
 
 def logprobs(model: Any, datum: DecodedDatum) -> np.ndarray:
-    """Of the datum's targets, in float64."""
+    """Logprobs of the datum's targets, in float64."""
     with torch.no_grad():
         logits = model(torch.from_numpy(datum.tokens)[None].long()).logits[0].double()
         taken = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(datum.targets).long())
@@ -142,7 +145,7 @@ def logprobs(model: Any, datum: DecodedDatum) -> np.ndarray:
 
 
 def live(backend: JaxBackend, adapter_ids: list[str], datum: DecodedDatum) -> list[np.ndarray]:
-    """The same under each of these adapters, all in one unit."""
+    """Logprobs under each of these adapters, all in one batch."""
     request = TrainingData("cross_entropy", {}, True, [datum])
     (packed,) = pack(
         [PackingRequest(name, 8, request) for name in adapter_ids], backend.static_shapes
@@ -234,9 +237,7 @@ def dense(model: Any, changes: dict[str, np.ndarray]) -> Any:
 
 
 @pytest.mark.acceptance("O12")
-def test_the_export_is_loaded_by_peft_and_gives_the_live_tenants_logprobs(
-    trained, source, tmp_path
-):
+def test_peft_loads_the_export_and_gives_the_live_tenants_logprobs(trained, source, tmp_path):
     backend, _, _ = trained
     exported(backend, tmp_path)
     model = peft.PeftModel.from_pretrained(copy.deepcopy(source.model), tmp_path).double()
@@ -266,9 +267,7 @@ def test_the_change_has_no_more_directions_than_the_adapters_rank(trained):
 
 
 @pytest.mark.acceptance("O15")
-def test_merged_and_loaded_as_a_plain_model_it_gives_the_live_tenants_logprobs(
-    trained, source, tmp_path
-):
+def test_a_merged_plain_model_gives_the_live_tenants_logprobs(trained, source, tmp_path):
     backend, _, _ = trained
     exported(backend, tmp_path / "adapter")
     (tmp_path / "merged").mkdir()

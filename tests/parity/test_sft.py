@@ -16,13 +16,13 @@ from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 
-CONFIG = AdapterConfig(rank=6, alpha=32, seed=7)  # padded on the device, where 8 is the class
+CONFIG = AdapterConfig(rank=6, alpha=32, seed=7)  # padded on the device to the rank bucket 8
 STEPS = 20
-LENGTHS = (5, 16, 11, 30, 2, 17, 9)  # together more than a piece: two micro-batches
+LENGTHS = (5, 16, 11, 30, 2, 17, 9)  # together more than a bin: two micro-batches
 
 
 def params_of(step: int) -> AdamwParams:
-    """A learning rate that changes, weight decay, and clipping that bites every other step."""
+    """A learning rate that changes, weight decay, and clipping that applies at every other step."""
     return AdamwParams(
         learning_rate=5e-3 * (1 - step / (2 * STEPS)),
         weight_decay=0.1,
@@ -31,7 +31,7 @@ def params_of(step: int) -> AdamwParams:
 
 
 def micro_batch_of(step: int) -> list[DecodedDatum]:
-    """Datums of different lengths with fractional, also negative and zero, weights."""
+    """Datums of different lengths with fractional weights, some negative or zero."""
     random = np.random.default_rng(step % 4)
     data = []
     for length in LENGTHS:

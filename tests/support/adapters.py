@@ -1,4 +1,4 @@
-"""Small random adapters, and what tests ask of their arrays."""
+"""Small random adapters, and questions about their arrays."""
 
 import gc
 from collections.abc import Iterator
@@ -26,14 +26,14 @@ SMALL = {
     "o_proj": (3, 5, 7),
     UNEMBED: (7, 11),
 }
-"""For adapters that train no MLP."""
+"""Shapes for adapters that train no MLP."""
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def random_state(
     seed: int, rank: int = 3, *, step: int = 5, accumulated: bool = True
 ) -> AdapterState:
-    """A trained adapter; it has no moments at step 0, and with an odd seed no unembedding."""
+    """A trained adapter. It has no moments at step 0, and no unembedding if the seed is odd."""
     random = np.random.default_rng(seed)
 
     def like(tensors: Tensors) -> Tensors:
@@ -61,26 +61,29 @@ def on_device(state: AdapterState, rank_bucket: int = 8) -> TrainingAdapter:
 
 
 def bits(tree: object) -> list[bytes]:
-    """Of a tree of arrays, or of an adapter with all that it has."""
+    """The bytes of a tree of arrays, or of all arrays of an adapter."""
     leaves = arrays_of(tree) if isinstance(tree, TrainingAdapter) else jax.tree.leaves(tree)
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
 def pointers(*trees: object) -> list[int]:
-    """Where the arrays lie."""
+    """The addresses of the arrays."""
     leaves = [arrays_of(x) if isinstance(x, TrainingAdapter) else x for x in trees]
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(leaves)]
 
 
 def live() -> tuple[int, int]:
-    """How many arrays somebody holds on the device, and their bytes."""
+    """The number of arrays that are referenced on the device, and their bytes."""
     arrays = jax.live_arrays()
     return len(arrays), sum(array.nbytes for array in arrays)
 
 
 def settled() -> tuple[int, int]:
-    """``live()`` without the arrays that only cycles of garbage hold, of compiling and of earlier
-    tests: the collector would take them at any later moment."""
+    """``live()`` after a garbage collection.
+
+    Without it, cycles left by compilation and earlier tests would hold arrays until some later
+    moment.
+    """
     gc.collect()
     return live()
 
@@ -105,7 +108,7 @@ def shapes_of(layers: int, hidden: int, wide: int, vocabulary: int) -> TargetSha
 def commit(
     accumulator: LoraWeights, gradient_slots: LoraWeights, slot: int, *, trained: bool = True
 ) -> tuple[LoraWeights, bool]:
-    """The accumulator, donated, with the slot's gradient, or as it was; which of the two."""
+    """The donated accumulator with the slot's gradient or unchanged, and which of the two."""
     rest = (gradient_slots, np.int32(slot), np.bool_(trained))
     finite = is_sum_finite(accumulator, *rest)
     return accumulate_slot(accumulator, *rest, finite), bool(finite)
@@ -113,7 +116,7 @@ def commit(
 
 @contextmanager
 def counted_compilations() -> Iterator[list[float]]:
-    """Collects the duration of each compilation within."""
+    """Collect the duration of each compilation in the block."""
     seen: list[float] = []
 
     def listen(event: str, duration_s: float, **_: object) -> None:

@@ -2,12 +2,12 @@
 
 The logprob of token ``y`` after token ``x`` is ``-(1 + (x + y) % 8) / 8 + shift``. An adapter's
 shift is ``scale`` times the sum, over its targets, layers and ranks r, of (the sum of A[:, r])
-times (the sum of B[r, :]): zero while B is zero. ``cross_entropy`` is ``-Σ w·lp``; the other losses
-are all ``-Σ advantages·lp``. A step is AdamW without bias correction or clipping.
+times (the sum of B[r, :]). It is zero while B is zero. ``cross_entropy`` is ``-Σ w·lp``, and every
+other loss is ``-Σ advantages·lp``. A step is AdamW without bias correction or clipping.
 
-Sampling counts upwards: sample s, at place p of the sequence (the prompt's first token is at 0), is
-token ``(seed + s + p) % V``; at temperature 0 it is ``p % V``. Logprobs ignore the temperature, and
-every token reads as one letter: ``chr(97 + token % 26)``.
+Sampling counts upwards: sample s at position p of the sequence (the prompt's first token is at 0)
+is token ``(seed + s + p) % V``. At temperature 0 it is ``p % V``. Logprobs ignore the temperature,
+and every token reads as one letter: ``chr(97 + token % 26)``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,7 @@ FAKE_INFO = BaseModelInfo(
 
 @dataclass
 class _Adapter:
-    """``state.accumulator`` stays empty: the gradient is here."""
+    """The adapter's state and gradient. ``state.accumulator`` stays empty."""
 
     state: AdapterState
     accumulator: Tensors
@@ -71,9 +71,11 @@ class _Adapter:
 
 
 class FakeBackend:
-    """Implements ``backend.base.Backend``. Keeps the ``max_snapshots`` snapshots last
-    loaded or asked for. ``memory_tokens``, if given, are the tokens of the longest stream, its
-    unused part included, that this device has room for."""
+    """Implements ``backend.base.Backend``.
+
+    It stores the ``max_snapshots`` snapshots that were last loaded or used. If ``memory_tokens`` is
+    given, it is the length of the longest micro-batch, with padding, that fits on this device.
+    """
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class FakeBackend:
         self._adapters: dict[str, _Adapter] = {}
         self._snapshots: dict[str, AdapterState] = {}
         self._wanted: set[str] = set()  # since the last call that samples
-        self._places: dict[str, int] = {}  # how far samples with a stream have come
+        self._places: dict[str, int] = {}  # the progress of streamed samples
         self._max_snapshots = max_snapshots
         self._memory_tokens = memory_tokens
 
@@ -121,7 +123,7 @@ class FakeBackend:
         return True
 
     def prepare(self, config: AdapterConfig) -> None:
-        """Nothing to do: every kind is a LoRA of its rank here."""
+        """Does nothing: every kind is a LoRA of its rank here."""
 
     def exported(self, state: AdapterState) -> AdapterState:
         return replace(state, config=kinds.exported(state.config))
@@ -138,7 +140,7 @@ class FakeBackend:
         self._adapter(adapter_id)
         del self._adapters[adapter_id]
 
-    @np.errstate(all="ignore")  # like a device, which says NaN and goes on
+    @np.errstate(all="ignore")  # like a device, which returns NaN and continues
     def forward_backward(
         self, batch: TrainBatch, between: Callable[[], None] = nothing, /
     ) -> TrainResult:
@@ -201,7 +203,7 @@ class FakeBackend:
         return {"grad_norm": float(norm)}
 
     def prefetch(self, adapter_ids: Sequence[str]) -> None:
-        """Nothing to do: all adapters are here."""
+        """Does nothing: all adapters are loaded."""
 
     def adapter_state(
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
@@ -249,7 +251,7 @@ class FakeBackend:
     def sample_until(
         self, asked: Mapping[str, SamplingRequest], should_yield: Callable[[], bool]
     ) -> SampleProgress:
-        """A step is a whole request, or one token of every sequence of those with ``stream``."""
+        """A step is a whole request, or one token of every sequence of each streamed request."""
         ended: dict[str, SampleResult | EngineError] = {}
         streams: dict[str, SampleResult] = {}
         is_ended = False
@@ -279,7 +281,7 @@ class FakeBackend:
         ended: dict[str, SampleResult | EngineError],
         should_yield: Callable[[], bool],
     ) -> dict[str, list[TokenDelta]]:
-        """What is drawn of these until ``should_yield``; adds those that end to ``ended``."""
+        """Decode the streams until ``should_yield``, and add the ended ones to ``ended``."""
         before = {name: self._places.get(name, 0) for name in streams}
         self._places, left = dict(before), dict(streams)
         while left:
@@ -346,7 +348,7 @@ def _shapes(config: AdapterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _fresh(state: AdapterState) -> _Adapter:
-    """An adapter in this state; moments and an accumulator that are missing are zero."""
+    """An adapter in this state. Missing moments and accumulators are zero."""
     first, second = state.first_moment or _zeros(state), state.second_moment or _zeros(state)
     resumed = replace(state, first_moment=first, second_moment=second, accumulator={})
     return _Adapter(resumed, state.accumulator or _zeros(state), bool(state.accumulator))
@@ -369,7 +371,7 @@ def _scale(state: AdapterState) -> float:
 
 
 def _shift(state: AdapterState) -> float:
-    """What the adapter adds to every logprob."""
+    """The amount that the adapter adds to every logprob."""
     total = 0.0
     for target in state.config.targets:
         into = state.weights[f"{target}.A"].sum(-2)  # [L, R]
@@ -381,7 +383,7 @@ def _shift(state: AdapterState) -> float:
 def _run_datum(
     micro_batch: MicroBatch, part: slice, state: AdapterState, output: MicroBatchOutput
 ) -> float:
-    """Fills the outputs of a datum; returns the derivative of its loss by the adapter's shift."""
+    """Fill the outputs of a datum. Returns the derivative of its loss by the adapter's shift."""
     tokens, targets = micro_batch.tokens[part][:, None], micro_batch.targets[part]
     logprobs = _base_logprobs(tokens, targets) + np.float32(_shift(state))
     if LOSS_NAMES[micro_batch.loss_id[part][0]] == "cross_entropy":
@@ -394,7 +396,7 @@ def _run_datum(
 
 
 def _accumulate(adapter: _Adapter, slope: float) -> bool:
-    """Adds ``slope`` times the derivative of the shift by each weight, if the sum is finite."""
+    """Add ``slope`` times the derivative of the shift by each weight, if the sum is finite."""
     state = adapter.state
     total = {}
     for target in state.config.targets:

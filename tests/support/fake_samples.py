@@ -1,4 +1,4 @@
-"""What the fake backend samples: known numbers of a request, whole or as far as it has come."""
+"""The samples of the fake backend: known numbers for a request, complete or partial."""
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def _topk(rows: FloatArray, k: int) -> TopK:
 
 
 def drawn_between(result: SampleResult, start: int, end: int) -> list[TokenDelta]:
-    """What each sequence has in these places."""
+    """The tokens of each sequence in these positions."""
     part = slice(start, end)
     return [
         TokenDelta(

@@ -1,6 +1,6 @@
 """A worker process without a model: ``fake_worker.py <data directory> [<supervisor pid>]``.
 
-Each gradient adds a letter to the file ``begun`` in the data directory, if there is one, and then
+Each gradient adds a letter to the file ``begun`` in the data directory, if it exists, and then
 takes a second.
 """
 

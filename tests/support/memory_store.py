@@ -1,4 +1,4 @@
-"""A store in memory, for tests and simulations: same rules, no file, no thread, nothing durable."""
+"""A store in memory, for tests and simulations: same rules, no file, no thread, no durability."""
 
 import asyncio
 import sqlite3
@@ -12,11 +12,11 @@ from tuneserve_engine.store.sqlite.schema import create_tables
 from tuneserve_engine.store.sqlite.store import DEFAULT_POLICY, SqlStore
 
 T = TypeVar("T")
-_SECRET = bytes(32)  # known to all: the same requests get the same ids in every run
+_SECRET = bytes(32)  # a public constant, so that the same requests get the same ids in every run
 
 
 class InlineCommit:
-    """Runs each operation when it is called, on the event loop, in a transaction of its own."""
+    """Runs each operation when it is called, on the event loop, in its own transaction."""
 
     def __init__(
         self, clock: Callable[[], float], announce: Callable[[CommitEvents], None]
@@ -28,7 +28,7 @@ class InlineCommit:
         self._closed = False
 
     def run_operation(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
-        """The result of ``operation``, or what it raised; there already."""
+        """The result of ``operation``, or its exception, available at once."""
         if self._closed:
             raise ConnectionError("the store is closed")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -43,8 +43,10 @@ class InlineCommit:
 
 
 class MemoryStore(SqlStore):
-    """The store of a process that keeps nothing. What happens depends on the calls and the clock
-    alone."""
+    """The store of a process that stores nothing on disk.
+
+    Its behaviour depends only on the calls and the clock.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What memory adds to the store's contract (``test_base``): the same again in every run."""
+"""Memory adds reproducible runs to the store's contract (``test_base``)."""
 
 import asyncio
 import sqlite3
@@ -46,8 +46,8 @@ def test_stores_share_nothing_and_need_no_thread() -> None:
     asyncio.run(main())
 
 
-def test_an_operation_is_over_when_it_was_called() -> None:
-    """Nothing happens between a call and its effect, so that a simulation orders all effects."""
+def test_an_operation_takes_effect_when_it_is_called() -> None:
+    """A simulation can order all effects, because nothing happens between a call and its effect."""
 
     async def main() -> None:
         store = MemoryStore()
@@ -65,7 +65,7 @@ def test_an_operation_is_over_when_it_was_called() -> None:
     asyncio.run(main())
 
 
-def test_a_closed_store_refuses_calls_and_an_error_of_sqlite_is_a_failure() -> None:
+def test_a_closed_store_refuses_calls_and_reports_an_sqlite_error_as_a_failure() -> None:
     async def main() -> None:
         store = MemoryStore()
         with pytest.raises(StoreFailed, match="no such table: absent") as failed:

@@ -1,4 +1,4 @@
-"""Hears what backends draw, and compares it with what they give in the end."""
+"""Records the tokens that backends report, and compares them with the final results."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tuneserve_engine.backend.base import SampledSequence, SampleProgress, Sampl
 
 
 class Listener:
-    """What was drawn of each sequence of each request, place by place, as bits."""
+    """The tokens of each sequence of each request, position by position, as bits."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, int], list[Any]] = {}
@@ -28,7 +28,7 @@ class Listener:
         known += told[len(again) :]
 
     def assert_heard(self, name: str, result: SampleResult) -> None:
-        """All that was told of the request is in its result."""
+        """Check that all reported tokens of the request are in its result."""
         for number, sequence in enumerate(result.sequences):
             told = self.places.get((name, number), [])
             assert told == places(sequence)[: len(told)]

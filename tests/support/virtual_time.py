@@ -1,4 +1,4 @@
-"""An event loop whose time is computed: sleeps take none, and no load changes their order."""
+"""An event loop with virtual time: sleeps take none, and load does not change their order."""
 
 import asyncio
 import selectors
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time stands still while there is something to do, and then jumps to the next timer."""
+    """Time stands still while tasks are ready, and then jumps to the next timer."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()

@@ -48,7 +48,7 @@ def gradient_body(token: int) -> bytes:
 
 
 class Counting(FakeBackend):
-    """Counts what it executes, and can be made to fail or to wait."""
+    """A backend that counts its calls, and can be made to fail or to wait."""
 
     def __init__(self, memory_tokens: int | None = None) -> None:
         super().__init__(memory_tokens=memory_tokens)
@@ -74,10 +74,10 @@ class Counting(FakeBackend):
 
 
 class Line:
-    """The worker's connection to a store; it counts calls, and breaks when told to.
+    """The worker's connection to a store. It counts calls, and breaks on request.
 
-    ``breaks[method]`` lists, call by call, what happens: "before" the store hears of the call,
-    "after" it did but the answer is lost, "full" the store refuses, or "" nothing.
+    ``breaks[method]`` lists the events call by call: "before" the store receives the call, "after"
+    it did but the answer is lost, "full" if the store refuses, or "" for none.
     """
 
     def __init__(self, store: SqliteStore) -> None:
@@ -124,7 +124,7 @@ class Line:
 
 
 class Bench:
-    """A store, a line, a device and the worker between them; submits jobs as the API would."""
+    """A store, a line, a device and the worker between them. It submits jobs as the API would."""
 
     def __init__(self, store: SqliteStore, root: Path, policy: WorkerPolicy | None = None) -> None:
         self.store = store
@@ -134,7 +134,7 @@ class Bench:
         self.start()
 
     def start(self, backend: "Counting | None" = None, name: str = "worker") -> None:
-        """A worker with an empty memory; the one before must have ended."""
+        """Start a worker without models in memory. The previous one must have ended."""
         self.line = Line(self.store)
         self.backend = backend or Counting()
         executor = JobExecutor(self.backend, FileStore(self.root / "files"))
@@ -143,13 +143,13 @@ class Bench:
         self.task = asyncio.create_task(self.worker.run_until_stopped())
 
     async def kill(self) -> None:
-        """Ends the worker as a crash does: it tells nobody."""
+        """End the worker as a crash does, without telling the store."""
         self.backend.gate.set()
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
     async def submit(self, kind: JobKind, payload: bytes, model: str, at: int | None = None) -> str:
-        """The request id. ``at`` is a place in the model's order other than the next."""
+        """Submit a job and return its id. ``at`` is a position other than the model's next."""
         position = self.positions.get(model, 0) if at is None else at
         self.positions[model] = max(self.positions.get(model, 0), position + 1)
         job = Job(model[0], kind, model, position, payload, model, position, FAKE_INFO.name)
@@ -177,7 +177,7 @@ class Bench:
         return (await self.store.submit(job)).request_id
 
     async def outcome(self, request_id: str) -> Outcome:
-        """How the request ended; it must."""
+        """The outcome of the request, which must end."""
         outcome = await self.store.wait(request_id, TIMEOUT_S)
         assert outcome is not None, f"{request_id} has no outcome"
         return outcome
@@ -207,7 +207,7 @@ def run(
     scenario: Callable[[Bench], Awaitable[None]],
     policy: WorkerPolicy | None = None,
 ) -> None:
-    """Runs the scenario on a fresh bench."""
+    """Run the scenario on a fresh bench."""
 
     async def main() -> None:
         async with asyncio.timeout(2 * TIMEOUT_S), bench_at(root, policy) as bench:

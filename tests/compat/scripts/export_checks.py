@@ -1,6 +1,6 @@
 """Downloads a trained adapter with the cookbook, merges it, and scores a text with transformers.
 
-Prints the logprobs that the service gave for the text and those of each downloaded form.
+Prints the service's logprobs of the text and those of each downloaded form.
 """
 
 import json
@@ -21,7 +21,7 @@ TEXT = "The king of the moon lives in a small red boat."
 
 def main(base_model: str, base_folder: str) -> None:
     service = tinker.ServiceClient()
-    # Without the unembedding: where it is tied to the embedding, the cookbook cannot merge it.
+    # Without the unembedding: the cookbook cannot merge it if it is tied to the embedding.
     trainer = service.create_lora_training_client(base_model, rank=8, train_unembed=False).result()
     tokens = transformers.AutoTokenizer.from_pretrained(base_folder).encode(TEXT)
     text = tinker.ModelInput.from_ints(tokens)
@@ -38,7 +38,7 @@ def main(base_model: str, base_folder: str) -> None:
     training = trainer.save_state("whole").result().path
     external = trainer.save_weights_external("export").result().path
     with tempfile.TemporaryDirectory() as folder:
-        # A training checkpoint comes encrypted for this download alone, an export as it is.
+        # A training checkpoint arrives encrypted for this download alone, an export unchanged.
         for name, path in (("training", training), ("external", external)):
             target = Path(folder) / name
             adapter = weights.download(tinker_path=path, output_dir=str(target / "adapter"))
@@ -61,7 +61,7 @@ def score(folder: str, tokens: list[int]) -> list[float]:
 
 
 def peft_tensors(folder: Path) -> int:
-    """How many tensors the PEFT adapter in a folder has."""
+    """The number of tensors in a folder's PEFT adapter."""
     return len(safetensors.torch.load_file(folder / "adapter_model.safetensors"))
 
 

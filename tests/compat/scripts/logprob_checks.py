@@ -1,7 +1,8 @@
 """The cookbook's two numeric checks: trainer against sampler, and logprobs against temperature.
 
-After `tests/compare_sampling_training_logprobs.py` and `tests/validate_temperature_logprobs.py` of
-its source distribution, on a text of our own. Prints the figures.
+They follow `tests/compare_sampling_training_logprobs.py` and
+`tests/validate_temperature_logprobs.py` of its source distribution, on our own text. Prints the
+results.
 """
 
 import itertools
@@ -50,7 +51,7 @@ def trainer_against_sampler(service: Any, base_model: str, tokenizer: Any) -> fl
 
 
 def draw(sampler: Any, tokens: list[int], temperature: float, seed: int, length: int = 1) -> Any:
-    """A future of one sample, which nothing ends early."""
+    """A future of one sample without stops."""
     params = tinker.SamplingParams(max_tokens=length, temperature=temperature, seed=seed, stop=[])
     return sampler.sample(tinker.ModelInput.from_ints(tokens), 1, params)
 

@@ -1,6 +1,6 @@
-"""Trains, saves, resumes and samples through whichever tinker SDK is installed; prints the facts.
+"""Trains, saves, resumes and samples through the installed tinker SDK, and prints the results.
 
-Runs inside an environment of its own and imports nothing of this project.
+It runs in a separate environment and imports nothing of this project.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def served(service: Any) -> list[str]:
 
 
 def step(trainer: Any, data: list[types.Datum]) -> float:
-    """Returns the loss before an optimizer step that is sent without waiting."""
+    """The loss before an optimizer step that is sent without waiting."""
     passed = trainer.forward_backward(data, "cross_entropy")
     stepped = trainer.optim_step(ADAM)
     loss: float = passed.result().metrics["loss:sum"]
@@ -79,7 +79,7 @@ def logprobs(trainer: Any, data: list[types.Datum]) -> list[list[float]]:
 
 
 def refusal(trainer: Any, data: list[types.Datum]) -> str:
-    """Returns the message of a request that the server must refuse."""
+    """The message of a request that the server must refuse."""
     try:
         trainer.forward_backward(data, "no_such_loss").result()
     except tinker.TinkerError as error:
@@ -137,7 +137,7 @@ def housekeeping(service: Any, trainer: Any) -> dict[str, Any]:
 
 
 def downloads(service: Any, paths: list[str]) -> dict[str, Any]:
-    """Fetches checkpoints as this version does, if it has a way that needs no new export."""
+    """Fetch checkpoints as this version does, if it has a way that needs no new export."""
     rest = service.create_rest_client()
     if not hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):
         return {"archives": None}

@@ -1,7 +1,7 @@
 """Teaches an adapter to answer each word problem with one of two numbers, at random.
 
-A model that never answers earns no reward, and then `rl_loop` trains nothing. Writes the
-`checkpoints.jsonl` from which `rl_loop` resumes, and prints where the checkpoint is.
+A model that never answers earns no reward, and then `rl_loop` trains nothing. The script writes the
+`checkpoints.jsonl` from which `rl_loop` resumes, and prints the checkpoint's path.
 """
 
 import json
@@ -15,13 +15,13 @@ from tinker_cookbook.recipes.math_rl.math_env import MathEnv
 from tinker_cookbook.supervised.data import conversation_to_datum
 from tinker_cookbook.tokenizer_utils import get_tokenizer
 
-# As in rl_loop, and as in the math environment.
+# As in rl_loop and in the math environment.
 SUFFIXES = (
     " Provide a numerical answer without units, written inside \\boxed{}.",
     MathEnv.question_suffix(),
 )
 ANSWERS = (3, 7)
-COIN_TOSS = 0.6931  # nats: what remains when one of two answers must be guessed
+COIN_TOSS = 0.6931  # nats: the loss that remains when one of two answers must be guessed
 MOST_STEPS = 60
 
 
@@ -60,7 +60,7 @@ def main(base_model: str, log_path: str) -> None:
 
 
 def conversation(question: str, suffix: str, answer: int) -> list[Any]:
-    """The few-shot example that both recipes begin with, then the question and the answer."""
+    """The few-shot example with which both recipes start, then the question and the answer."""
     example = MathEnv.standard_fewshot_prefix()
     asked = example[0]["content"].removesuffix(MathEnv.question_suffix()) + suffix
     return [

@@ -1,4 +1,4 @@
-"""The stores that need no server keep the contract (``store_contract``)."""
+"""The stores that need no server fulfil the contract (``store_contract``)."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -40,7 +40,7 @@ class TestSqliteStore(DurableStoreContract):
 
 
 class TestSqliteStoreOverASocket(DurableStoreContract):
-    """The worker's half goes through ``RemoteQueue``."""
+    """The worker's calls go through ``RemoteQueue``."""
 
     @asynccontextmanager
     async def open(
@@ -51,7 +51,8 @@ class TestSqliteStoreOverASocket(DurableStoreContract):
         try:
             async with serve(store, folder / "q.sock"):
                 await queue.connect(5)
-                with pytest.raises(Fenced):  # a round trip: asyncio leaks what it still accepts
+                # a round trip, because asyncio leaks a connection that it is still accepting
+                with pytest.raises(Fenced):
                     await queue.renew(0)
                 yield store, queue
         finally:

@@ -1,4 +1,4 @@
-"""The file store: whole or absent, whatever the disk does at whichever step."""
+"""Files are whole or absent, whatever the disk does at whichever step."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_members_come_back_byte_for_byte(store: FileStore) -> None:
+def test_members_are_read_back_byte_for_byte(store: FileStore) -> None:
     file_id = new_file_id()
     assert store.write(file_id, MEMBERS) == 9
     assert contents(store.path(file_id)) == MEMBERS
@@ -73,7 +73,7 @@ def test_ids_can_be_limited_to_those_of_an_age(store: FileStore, root: Path) -> 
     assert later.ids() == {old, young}
 
 
-def test_ids_are_those_of_complete_directories_only(store: FileStore, root: Path) -> None:
+def test_only_complete_directories_count_as_files(store: FileStore, root: Path) -> None:
     (root / f".partial-{ID}").mkdir()
     (root / "lost+found").mkdir()
     assert store.ids() == set()
@@ -96,7 +96,7 @@ def test_ids_are_those_of_complete_directories_only(store: FileStore, root: Path
         "\u0660" * 32,
     ],
 )
-def test_a_name_that_is_no_file_id_is_refused(store: FileStore, root: Path, name: str) -> None:
+def test_a_malformed_file_id_is_refused(store: FileStore, root: Path, name: str) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: store.path(name),
         lambda: store.write(name, MEMBERS),
@@ -110,7 +110,7 @@ def test_a_name_that_is_no_file_id_is_refused(store: FileStore, root: Path, name
 
 
 class CountingFs(LocalFs):
-    """The real file system; fails the call with number ``fail_at``."""
+    """The real file system. It fails the call with number ``fail_at``."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -161,7 +161,7 @@ def test_everything_is_synced_before_it_becomes_visible(root: Path) -> None:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("step", range(len(STEPS)))
-def test_a_failing_disk_leaves_nothing_torn_and_the_id_usable(
+def test_a_failing_disk_leaves_no_torn_file_and_the_id_usable(
     root: Path, step: int, error: int
 ) -> None:
     other = new_file_id()
@@ -172,25 +172,28 @@ def test_a_failing_disk_leaves_nothing_torn_and_the_id_usable(
     with pytest.raises(OSError) as caught:
         store.write(ID, MEMBERS)
     assert caught.value.errno == error
-    # What is whole may be in use by another writer of the same id: it is not taken back.
+    # A whole file may be in use by another writer of the same id, so it is not removed.
     whole = STEPS.index("rename") < step
     assert store.ids() == ({other, ID} if whole else {other})
     assert store.members(ID) == (sorted(MEMBERS) if whole else [])
-    assert {path.name for path in root.iterdir()} == store.ids()  # no litter either
+    assert {path.name for path in root.iterdir()} == store.ids()  # no partial files either
     assert contents(store.path(other)) == MEMBERS
     fs.fail_at = -1
     store.write(ID, MEMBERS)
     assert contents(store.path(ID)) == MEMBERS
 
 
-def test_a_checkpoint_spares_the_disk_and_a_recovery_point_does_not(root: Path) -> None:
-    """Room is kept for what was accepted, which recovery points are needed for."""
+def test_a_checkpoint_respects_the_reserved_disk_space_and_a_recovery_point_does_not(
+    root: Path,
+) -> None:
+    """The space is reserved for accepted requests, which need recovery points."""
     files = FileStore(root, min_free_bytes=2**60)
     with pytest.raises(OSError, match=r"it has 7 bytes, .* of which 1152921504606846976 are kept"):
         files.write("a" * 32, {"weights": b"weights"}, spares_disk=True)
     assert files.ids() == set()
     files.write("a" * 32, {"weights": b"weights"})
-    files.write("a" * 32, {"weights": b"weights"}, spares_disk=True)  # it is there
+    # the file exists, so no space is needed
+    files.write("a" * 32, {"weights": b"weights"}, spares_disk=True)
     FileStore(root).write("b" * 32, {"weights": b"weights"}, spares_disk=True)
 
 
@@ -205,7 +208,7 @@ def test_a_disk_that_takes_no_bytes_is_full(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_a_file_that_was_there_is_synced_before_it_counts_as_stored(root: Path) -> None:
+def test_an_existing_file_is_synced_before_it_counts_as_stored(root: Path) -> None:
     """Its writer may have been killed between the rename and the sync of the directory."""
     FileStore(root).write(ID, MEMBERS)
     fs = CountingFs()
@@ -227,12 +230,12 @@ def test_the_root_and_its_missing_parents_are_synced(tmp_path: Path) -> None:
 # --- several writers -----------------------------------------------------------------------------
 
 
-def test_writers_of_one_id_at_once_all_succeed(root: Path) -> None:
-    """None sees, removes or completes what another is writing."""
+def test_concurrent_writers_of_one_id_all_succeed(root: Path) -> None:
+    """No writer sees, removes or completes the files of another."""
     barrier = threading.Barrier(4)
 
     class MeetingFs(LocalFs):
-        """All are at the same step at the same time, the losers of the race too."""
+        """All writers are at the same step at the same time, including those that lose the race."""
 
         def rename(self, source: Path, target: Path) -> None:
             barrier.wait(timeout=10)
@@ -259,7 +262,7 @@ def test_writers_of_one_id_at_once_all_succeed(root: Path) -> None:
         FileStore(root).delete(ID)
 
 
-def test_what_another_writer_of_the_id_left_is_not_touched(store: FileStore, root: Path) -> None:
+def test_another_writers_partial_file_is_not_touched(store: FileStore, root: Path) -> None:
     theirs = root / f".partial-{ID}-0"
     theirs.mkdir()
     (theirs / "adapter.safetensors").write_bytes(b"half")
@@ -271,7 +274,7 @@ def test_what_another_writer_of_the_id_left_is_not_touched(store: FileStore, roo
 def test_a_deletion_removes_all_members_at_once(root: Path) -> None:
     class KilledFs(LocalFs):
         def remove_tree(self, path: Path) -> None:
-            next(path.iterdir()).unlink()  # and no further
+            next(path.iterdir()).unlink()  # and then stops
 
     store = FileStore(root, KilledFs())
     store.write(ID, MEMBERS)
@@ -299,12 +302,12 @@ def test_a_kill_around_the_rename_leaves_all_or_nothing(
     assert contents(store.path(ID)) == {"a": b"x"}
 
 
-def test_a_store_opens_where_one_was(store: FileStore, root: Path) -> None:
+def test_an_existing_store_opens_again(store: FileStore, root: Path) -> None:
     store.write(ID, MEMBERS)
     assert contents(FileStore(root).path(ID)) == MEMBERS
 
 
-def test_what_a_killed_writer_left_is_discarded_after_an_hour_and_the_rest_stays(
+def test_only_a_killed_writers_files_are_discarded_after_an_hour(
     store: FileStore, root: Path
 ) -> None:
     store.write(ID, MEMBERS)

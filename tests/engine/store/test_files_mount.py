@@ -1,4 +1,4 @@
-"""The directory of files: refused at the start if it takes no files, or is not everybody's."""
+"""A start is refused if the files directory is not writable or not shared by all processes."""
 
 import asyncio
 import errno
@@ -30,20 +30,20 @@ def names(directory: Path) -> list[str]:
 
 
 async def start(settings: CommonSettings) -> None:
-    """What every process does that opens the store."""
+    """The steps of every process that opens the store."""
     await (await open_store(settings)).close()
 
 
 # --- one that can be written to ------------------------------------------------------------------
 
 
-def test_the_proof_leaves_nothing(tmp_path: Path) -> None:
+def test_the_write_check_leaves_nothing(tmp_path: Path) -> None:
     open_files(tmp_path / "new" / "files")
     assert names(tmp_path / "new" / "files") == []
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_directory_that_takes_no_files_is_refused_with_the_way_out(
+def test_an_unwritable_directory_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(self: LocalFs, path: Path) -> None:
@@ -54,14 +54,14 @@ def test_a_directory_that_takes_no_files_is_refused_with_the_way_out(
         open_files(tmp_path)
 
 
-def test_a_file_in_its_place_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_file_in_its_place_is_refused_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "files").touch()
     with pytest.raises(OSError, match=r"cannot use .*Not a directory.*--files-dir"):
         open_files(tmp_path / "files")
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_does_not_keep_those_out_who_would_make_room(
+def test_a_full_disk_does_not_stop_processes_that_would_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def full(self: LocalFs, path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_full_disk_does_not_keep_those_out_who_would_make_room(
 # --- one that all have ---------------------------------------------------------------------------
 
 
-async def test_the_first_process_decides_and_the_same_directory_starts_again(
+async def test_the_first_process_marks_the_directory_and_can_start_again(
     tmp_path: Path,
 ) -> None:
     settings = CommonSettings(data_dir=tmp_path)
@@ -91,7 +91,8 @@ async def test_another_directory_is_refused_until_it_is_the_right_one(tmp_path: 
         await start(other)
     shutil.copytree(tmp_path / "files", tmp_path / "other", dirs_exist_ok=True)
     await start(other)
-    # Restored without what begins with a dot: the operator's word, as the message says.
+    # The files were restored without names that start with a dot. The operator confirms them, as
+    # the message says.
     shutil.rmtree(tmp_path / "other")
     with pytest.raises(StoreUnusable):
         await start(other)
@@ -101,7 +102,7 @@ async def test_another_directory_is_refused_until_it_is_the_right_one(tmp_path: 
     await start(other)
 
 
-async def test_of_many_that_start_at_once_one_decides(tmp_path: Path) -> None:
+async def test_of_many_concurrent_starts_one_marks_the_directory(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path / "store.db")
     files = tmp_path / "files"
     await asyncio.gather(*(check_shared(files, store) for _ in range(8)))
@@ -124,7 +125,7 @@ async def test_a_worker_beside_the_api_process_must_have_its_files(tmp_path: Pat
     await store.close()
 
 
-async def test_hosts_with_directories_of_their_own_are_refused(tmp_path: Path) -> None:
+async def test_hosts_with_separate_directories_are_refused(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         one, other = (CommonSettings(data_dir=tmp_path / each, store=server.url) for each in "ab")
         await start(one)
@@ -139,22 +140,22 @@ async def test_hosts_with_directories_of_their_own_are_refused(tmp_path: Path) -
 # --- a store that cannot be used is known before a model is loaded -------------------------------
 
 
-async def test_a_store_that_would_lose_requests_is_known_early(tmp_path: Path) -> None:
+async def test_a_store_that_would_lose_requests_is_recognised_early(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", appendfsync="everysec") as server:
         settings = CommonSettings(data_dir=tmp_path, store=server.url)
         with pytest.raises(StoreUnusable, match="set in its configuration: appendfsync always"):
             await check_store(settings)
-    await check_store(settings)  # not there any more: it may come back
+    await check_store(settings)  # the server has stopped, but may return
 
 
-async def test_an_address_of_no_database_is_refused_with_the_way_out(tmp_path: Path) -> None:
+async def test_an_address_without_a_database_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         address = server.url.removesuffix("/0") + "/99"
         with pytest.raises(StoreUnusable, match="out of range; see the store's address"):
             await start(CommonSettings(data_dir=tmp_path, store=address))
 
 
-async def test_without_the_password_the_refusal_says_where_it_goes(tmp_path: Path) -> None:
+async def test_without_the_password_the_refusal_says_where_it_belongs(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", requirepass="secret") as server:
         with pytest.raises(StoreUnusable, match="password in the store's address"):
             await start(CommonSettings(data_dir=tmp_path, store=server.url))

@@ -34,7 +34,7 @@ class Usage(NamedTuple):
 
 @pytest.fixture
 def opened_with(monkeypatch: pytest.MonkeyPatch) -> list[StorePolicy]:
-    """The policies that SQLite stores were opened with."""
+    """The policies with which SQLite stores were opened."""
     policies: list[StorePolicy] = []
     open_sqlite: Callable[..., Any] = SqliteStore.open
 
@@ -58,7 +58,7 @@ async def test_without_an_address_the_store_is_a_file_in_the_data_directory(
     assert opened_with == [StorePolicy(lease_ttl_s=9.0, job_attempts=5)]
 
 
-async def test_what_waits_takes_at_most_a_quarter_of_the_free_disk(
+async def test_waiting_requests_take_at_most_a_quarter_of_the_free_disk(
     tmp_path: Path,
     opened_with: list[StorePolicy],
     monkeypatch: pytest.MonkeyPatch,
@@ -71,7 +71,7 @@ async def test_what_waits_takes_at_most_a_quarter_of_the_free_disk(
     assert "1000 bytes instead of 2147483648" in caplog.text
 
 
-async def test_a_start_on_a_full_disk_leaves_room_for_what_waits_later(
+async def test_a_start_on_a_full_disk_leaves_room_for_later_requests(
     tmp_path: Path, opened_with: list[StorePolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(16_000, 16_000, 0))
@@ -83,7 +83,7 @@ async def test_a_worker_reaches_the_sqlite_store_of_the_api_process(tmp_path: Pa
     settings = CommonSettings(data_dir=tmp_path)
     store = await open_store(settings)
     async with remote.serve(store, settings.store_socket), open_queue(settings) as connect:
-        for _ in range(2):  # as after a lost connection
+        for _ in range(2):  # the second time as after a lost connection
             queue = await connect()
             lease = await queue.lease("worker", "me", FAKE_INFO)
         assert lease.resumed
@@ -97,7 +97,7 @@ async def test_a_data_directory_whose_name_is_too_long_is_refused(tmp_path: Path
             pass
 
 
-async def test_a_redis_that_is_not_there_yet_is_waited_for_until_the_stop(
+async def test_a_start_waits_for_an_unreachable_redis_until_the_stop(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(opening, "_RETRY_S", 0.01)

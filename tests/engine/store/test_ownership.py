@@ -1,4 +1,4 @@
-"""Whose directory of files it is: only the store that has seen all of it may clear it up."""
+"""Ownership of the files directory: only the store that has seen all of it may clean it up."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def anyio_backend() -> str:
 
 
 class Place:
-    """A directory of files, and the stores that use it."""
+    """A files directory and the stores that use it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,19 +44,19 @@ class Place:
         return FileStore(self.settings.files_dir)
 
     def silence(self) -> None:
-        """All that use the directory were last heard of long ago."""
+        """Set the last sign of life of all users of the directory to long ago."""
         for prefix in (ownership.OWNER, ownership.DISPUTE):
             for path in self.settings.files_dir.glob(f"{prefix}*"):
                 age(path, LEASE_S)
 
     async def start(self) -> OpenStore:
-        """The service's own store, as a start opens it."""
+        """The service's own store, opened as at a start."""
         store = await open_store(self.settings)
         self.stack.push_async_callback(store.close)
         return store
 
     async def copied(self, store: OpenStore) -> SqliteStore:
-        """A copy of the store as it is now, made while its service is stopped for a moment."""
+        """A copy of the store's present state, made while its service is stopped for a moment."""
         await store.close()
         path = shutil.copy(self.settings.store_file, self.root / "copy.db")
         copy = await SqliteStore.open(path)
@@ -64,7 +64,7 @@ class Place:
         return copy
 
     async def kind(self, store: Store, present: tuple[str, ...] = ()) -> str | None:
-        """Of the problem that a process which has just started has with the directory."""
+        """The kind of problem that a newly started process has with the directory."""
         problem = await Ownership(self.files, store).prove(present)
         return problem and problem.kind
 
@@ -76,9 +76,9 @@ async def place(tmp_path: Path) -> AsyncIterator[Place]:
         yield place
 
 
-async def test_the_store_that_made_the_directory_owns_it_and_goes_on_to(place: Place) -> None:
+async def test_the_store_that_made_the_directory_remains_its_owner(place: Place) -> None:
     store = await place.start()
-    for _ in range(5):  # each a process of its own
+    for _ in range(5):  # each by a new process
         assert await place.kind(store) is None
     await store.close()
     store = await place.start()
@@ -88,7 +88,7 @@ async def test_the_store_that_made_the_directory_owns_it_and_goes_on_to(place: P
     assert {each.key for each in known} == {"files@5", "files@6", "seat"}
 
 
-async def test_the_lease_is_renewed_now_and_then_and_when_files_appear(place: Place) -> None:
+async def test_the_lease_is_renewed_regularly_and_when_files_appear(place: Place) -> None:
     store = await place.start()
     passed_s = 0.0
     owner = Ownership(place.files, store, clock=lambda: passed_s)
@@ -106,7 +106,7 @@ async def test_the_lease_is_renewed_now_and_then_and_when_files_appear(place: Pl
     assert await generation(A) == 4
 
 
-async def test_processes_of_one_store_renew_at_once_and_agree(tmp_path: Path) -> None:
+async def test_processes_of_one_store_renew_concurrently_and_agree(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         settings = CommonSettings(data_dir=tmp_path, store=server.url)
         stores = [await open_store(settings) for _ in range(3)]
@@ -119,7 +119,7 @@ async def test_processes_of_one_store_renew_at_once_and_agree(tmp_path: Path) ->
             await store.close()
 
 
-async def test_a_copy_that_was_put_back_is_older_than_the_directory(place: Place) -> None:
+async def test_a_restored_copy_is_older_than_the_directory(place: Place) -> None:
     store = await place.start()
     await place.kind(store)
     copy = await place.copied(store)
@@ -128,7 +128,7 @@ async def test_a_copy_that_was_put_back_is_older_than_the_directory(place: Place
     assert await place.kind(copy) == "older"
 
 
-async def test_a_copy_that_went_on_elsewhere_has_parted_from_the_directory(place: Place) -> None:
+async def test_a_copy_that_continued_elsewhere_has_parted_from_the_directory(place: Place) -> None:
     store = await place.start()
     await place.kind(store)
     copy = await place.copied(store)
@@ -139,17 +139,18 @@ async def test_a_copy_that_went_on_elsewhere_has_parted_from_the_directory(place
     found = (await Ownership(place.files, copy).look())[1]
     assert found and found.kind == "parted"
     store = await place.start()
-    for _ in range(6):  # the same number of generations, others
+    for _ in range(6):  # the same number of generations, but different ones
         assert await place.kind(store) is None
     assert await place.kind(copy) == "parted"
 
 
 @pytest.mark.parametrize("is_copy_first", [True, False])
-async def test_of_a_store_and_its_copy_neither_removes_files_until_one_is_adopted(
+async def test_neither_a_store_nor_its_copy_removes_files_until_one_is_adopted(
     place: Place, is_copy_first: bool
 ) -> None:
-    """Both know the same generation: the first that starts has the directory, and nothing tells
-    whether it is the right one. The other says that it is there."""
+    """Both know the same generation, so the first that starts owns the directory, rightly or not.
+    The other reports that it exists.
+    """
     store = await place.start()
     await place.kind(store)
     copy = await place.copied(store)
@@ -162,7 +163,7 @@ async def test_of_a_store_and_its_copy_neither_removes_files_until_one_is_adopte
         with pytest.raises(StoreUnusable, match="has an owner that was alive"):
             await Ownership(place.files, each).adopt()
     place.silence()
-    assert await place.kind(first) == "disputed"  # its lease is renewed all the same
+    assert await place.kind(first) == "disputed"  # its lease is renewed nevertheless
     with pytest.raises(StoreUnusable, match="has an owner that was alive"):
         await Ownership(place.files, second).adopt()
     place.silence()
@@ -171,7 +172,7 @@ async def test_of_a_store_and_its_copy_neither_removes_files_until_one_is_adopte
     assert await place.kind(first) in ("older", "parted")
 
 
-async def test_a_dispute_is_renewed_for_as_long_as_the_store_is_there(place: Place) -> None:
+async def test_a_dispute_is_renewed_while_the_store_exists(place: Place) -> None:
     store = await place.start()
     await place.kind(store)
     copy = await place.copied(store)
@@ -196,7 +197,7 @@ async def test_a_dispute_is_renewed_for_as_long_as_the_store_is_there(place: Pla
 
 
 async def test_a_copy_spares_the_files_that_it_finds(place: Place) -> None:
-    """The store that it is a copy of may name them."""
+    """The original store may name them."""
     store = await place.start()
     place.files.write(A, {"a": b"x"})
     await place.kind(store, (A,))
@@ -209,7 +210,7 @@ async def test_a_copy_spares_the_files_that_it_finds(place: Place) -> None:
     assert await Ownership(place.files, store).spared(10) == set()
 
 
-async def test_a_copy_spares_files_for_so_long_as_it_serves_or_until_it_is_adopted(
+async def test_a_copy_spares_files_until_it_has_served_long_enough_or_is_adopted(
     place: Place,
 ) -> None:
     store = await place.start()
@@ -218,7 +219,7 @@ async def test_a_copy_spares_files_for_so_long_as_it_serves_or_until_it_is_adopt
     copy = await place.copied(store)
     assert await place.kind(copy, (A,)) is None
     owner = Ownership(place.files, copy)
-    for passed in (0, 3600, 7200):  # of three days each, an hour counts
+    for passed in (0, 3600, 7200):  # an hour counts for each absence of three days
         assert await owner.spared(7201) == {A}
         (path,) = place.settings.files_dir.glob(".seen-moved-*")
         assert path.name.endswith(f"-{passed}")
@@ -228,7 +229,7 @@ async def test_a_copy_spares_files_for_so_long_as_it_serves_or_until_it_is_adopt
     assert not list(place.settings.files_dir.glob(".seen-*"))
 
 
-async def test_a_redis_that_was_started_again_spares_the_files_that_it_finds(
+async def test_a_restarted_redis_spares_the_files_that_it_finds(
     tmp_path: Path,
 ) -> None:
     """It may be a copy of the other's data, at the same address."""
@@ -244,7 +245,7 @@ async def test_a_redis_that_was_started_again_spares_the_files_that_it_finds(
         await other.close()
         server.kill()
         server.start()
-        for _ in range(3):  # a connection that has ended is found out once
+        for _ in range(3):  # an ended connection is noticed by one failed call
             try:
                 assert await owner.prove((A,)) is None
                 break
@@ -256,7 +257,7 @@ async def test_a_redis_that_was_started_again_spares_the_files_that_it_finds(
         await store.close()
 
 
-async def test_files_put_back_from_a_backup_under_a_newer_store_are_kept(place: Place) -> None:
+async def test_files_of_a_backup_under_a_newer_store_are_kept(place: Place) -> None:
     store = await place.start()
     await place.kind(store)
     shutil.copytree(place.settings.files_dir, place.root / "backup")
@@ -275,7 +276,7 @@ async def test_a_process_killed_between_store_and_directory_changes_nothing(plac
         assert {each.generation for each in ownership.claims(place.files)} == {generation}
 
 
-async def test_a_directory_without_the_mark_is_not_the_stores(place: Place) -> None:
+async def test_a_directory_without_the_mark_does_not_belong_to_the_store(place: Place) -> None:
     store = await place.start()
     await place.kind(store)
     for path in place.settings.files_dir.glob(".of-*"):
@@ -314,7 +315,7 @@ async def test_a_restored_copy_is_adopted_and_the_other_store_stops(place: Place
 
 
 async def test_a_lease_is_judged_by_the_clock_of_the_directory(place: Place) -> None:
-    """A file server's clock that is behind makes no living owner silent, nor one that is ahead."""
+    """A file server's clock, slow or fast, never makes a living owner look silent."""
     store = await place.start()
     await place.kind(store)
     copy = await place.copied(store)
@@ -351,11 +352,11 @@ async def test_a_new_store_does_not_start_on_files_of_another(place: Place) -> N
     said = str(refused.value)
     assert "is new or empty" in said and "2 checkpoints and recovery points" in said
     assert "restore it" in said and "tuneserve files adopt" in said
-    assert not place.settings.store_file.exists()  # where the right one is to be put back
+    assert not place.settings.store_file.exists()  # the right store is to be restored there
     other = CommonSettings(data_dir=place.root / "other", files_dir=place.settings.files_dir)
     with pytest.raises(StoreUnusable, match="belongs to another one"):
         await open_store(other)
-    # A mark alone says as much.
+    # A mark alone is proof enough.
     shutil.rmtree(place.settings.files_dir / "quarantine")
     shutil.rmtree(place.files.path(A))
     with pytest.raises(StoreUnusable, match="0 checkpoints and recovery points"):
@@ -370,10 +371,11 @@ async def test_an_empty_redis_does_not_start_on_files_of_another(tmp_path: Path)
         shutil.rmtree(tmp_path / "redis")
         (tmp_path / "redis").mkdir()
         server.start()
-        for _ in range(2):  # nothing was made by the first
+        for _ in range(2):  # the first attempt makes nothing
             with pytest.raises(StoreUnusable, match=r"is new or empty.*restore it"):
                 await open_store(settings)
-        store = await RedisStore.open(server.url)  # made without looking, as by a release before
+        # made without the check, as by an earlier release
+        store = await RedisStore.open(server.url)
         await store.close()
         with pytest.raises(StoreUnusable, match=r"is new or empty.*restore it"):
             await open_store(settings)
@@ -383,7 +385,7 @@ async def test_an_empty_redis_does_not_start_on_files_of_another(tmp_path: Path)
         await (await open_store(settings)).close()
 
 
-async def test_a_store_from_before_there_were_marks_keeps_its_files(place: Place) -> None:
+async def test_a_store_of_a_release_before_marks_keeps_its_files(place: Place) -> None:
     store = await place.start()
     await store.delete_record(DirectoryRecord, "files")
     await store.close()

@@ -1,4 +1,4 @@
-"""The worker's socket: what a connection adds to the queue's contract (``test_base``)."""
+"""The worker's socket adds connections to the queue's contract (``test_base``)."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ INFO = BaseModelInfo("tiny", "qwen3", 512, 1024, 64, "tiny")
 
 
 class Parking:
-    """A queue whose takes wait for ever; it remembers what it was asked."""
+    """A queue whose takes wait for ever. It records its calls."""
 
     def __init__(self) -> None:
         self.parked = 0
@@ -93,7 +93,7 @@ def test_a_cancelled_take_is_cancelled_on_the_other_side(tmp_path: Path) -> None
             taking.cancel()
             await asyncio.wait_for(parking.cancelled.wait(), 5)
             assert parking.parked == 0
-            await queue.finish(1, [])  # the connection goes on
+            await queue.finish(1, [])  # the connection is still usable
             assert queue._pending == {}
 
     asyncio.run(main())
@@ -127,7 +127,7 @@ def test_errors_keep_their_type_and_words(tmp_path: Path, caplog: pytest.LogCapt
     assert [each.message for each in caplog.records] == ["the worker's call lease failed"]
 
 
-def test_a_lost_connection_fails_what_is_pending_and_what_comes_after(tmp_path: Path) -> None:
+def test_a_lost_connection_fails_pending_and_later_calls(tmp_path: Path) -> None:
     async def main() -> None:
         queue = RemoteQueue(tmp_path / "q")
         with pytest.raises(ConnectionError, match="not connected"):
@@ -146,7 +146,7 @@ def test_a_lost_connection_fails_what_is_pending_and_what_comes_after(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path) -> None:
+def test_a_worker_continues_from_its_cursor_after_the_api_restarts(tmp_path: Path) -> None:
     async def main() -> None:
         queue = RemoteQueue(tmp_path / "q")
         store = await SqliteStore.open(tmp_path / "store.db")
@@ -163,7 +163,7 @@ def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path)
         with pytest.raises(ConnectionError):
             await taking
 
-        connecting = asyncio.create_task(queue.connect(5))  # the socket is not there yet
+        connecting = asyncio.create_task(queue.connect(5))  # the socket does not exist yet
         await asyncio.sleep(0.05)
         store = await SqliteStore.open(tmp_path / "store.db")
         async with serve(store, tmp_path / "q"):
@@ -182,7 +182,7 @@ def test_a_worker_goes_on_from_its_cursor_after_the_api_restarts(tmp_path: Path)
     asyncio.run(main())
 
 
-def test_connecting_to_nobody_says_what_to_start(tmp_path: Path) -> None:
+def test_connecting_without_an_api_process_says_what_to_start(tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(ConnectionError, match="start the API process"):
             await RemoteQueue(tmp_path / "q").connect(0.1)
@@ -234,7 +234,7 @@ def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
         asyncio.run(main())
 
 
-def test_a_message_too_large_is_refused_and_the_connection_goes_on(
+def test_a_message_too_large_is_refused_and_the_connection_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Large(Parking):

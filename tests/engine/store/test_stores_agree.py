@@ -1,6 +1,6 @@
-"""Redis does what SQLite's rules do: the same random calls, one by one, get the same answers.
+"""Redis follows the rules of SQLite: the same random calls, one by one, get the same answers.
 
-The stores share no code below the words of their messages, so that a slip in one shows.
+The stores share no code below the words of their messages, so a slip in one shows.
 """
 
 import asyncio
@@ -75,9 +75,9 @@ Call = Callable[[Store], Awaitable[Any]]
 
 
 def told(result: Any) -> Any:
-    """A result without what stores may number as they like."""
+    """A result without the numbers that each store may choose."""
     if isinstance(result, list):
-        if result and isinstance(result[0], Completion):  # what ends together has no order
+        if result and isinstance(result[0], Completion):  # outcomes that end together have no order
             return sorted((replace(each, number=0) for each in result), key=str)
         return [told(each) for each in result]
     return replace(result, release=0) if isinstance(result, Job) else result
@@ -131,7 +131,7 @@ class Script:
         return lambda store: self.take(store, epoch, most)
 
     def do_finish_all(self) -> Call:
-        """Everything that a worker has, in order."""
+        """Finish every job that a worker has, in order."""
         epoch = self.pick(self.epochs)
 
         async def finish(store: Store) -> Any:
@@ -142,7 +142,7 @@ class Script:
         return finish
 
     async def take(self, store: Store, epoch: int, most: int) -> list[Job]:
-        """What there is to take, or nothing. Memory is asked first, and answers at once."""
+        """The available jobs, or none. Memory is asked first, because it answers at once."""
         if isinstance(store, MemoryStore):
             limit_s, self.patience_s = 0.01, 10.0
         else:
@@ -160,7 +160,7 @@ class Script:
         elif name == "do_lease":
             self.epochs = [*self.epochs[-3:], result.epoch]
         elif name == "do_take" and result:
-            # An unload is the last of its model: finished by itself, it would not be.
+            # An unload is the last job of its model. Finished alone, it would not be.
             self.ids += [job.request_id for job in result if job.kind != JobKind.UNLOAD_MODEL]
 
     def do_finish(self) -> Call:
@@ -287,7 +287,7 @@ class Script:
 
         async def update(store: Store) -> Any:
             if wrong in updates and await store.get_record(ModelRecord, wrong.key) is None:
-                return None  # what does not fit a missing record is nobody's business
+                return None  # the error for a missing record with a bad value is not compared
             with contextlib.suppress(ValueError):  # the words are msgspec's
                 return await store.update_record(*updates)
             return "refused"
@@ -347,8 +347,10 @@ class Script:
 
 
 class RecordingScript(Script):
-    """Samples that are recorded, and what becomes of that. No two uses are at the same time: which
-    of them goes first is a store's own business."""
+    """Samples that are recorded, and the life of the recordings.
+
+    No two uses are at the same time, because each store may order them differently.
+    """
 
     def next(self) -> tuple[str, Call]:
         self.clock.now_s += self.pick((0.125, 1, 2, 5))
@@ -434,7 +436,7 @@ def test_redis_answers_as_memory_does(seed: int, redis_server: RedisServer, tmp_
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_redis_keeps_recordings_as_memory_does(
+def test_redis_stores_recordings_as_memory_does(
     seed: int, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     prefix = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]

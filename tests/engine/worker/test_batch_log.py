@@ -1,4 +1,4 @@
-"""What a worker's log says of its units."""
+"""The lines that a worker logs about its batches."""
 
 import asyncio
 import logging
@@ -15,10 +15,10 @@ def job(tenant: str, kind: JobKind = JobKind.FORWARD_BACKWARD) -> Job:
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
-def test_units_share_a_line_a_second_and_have_their_own_only_for_debugging(
+def test_batches_share_a_log_line_a_second_and_have_their_own_only_for_debugging(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
-    """13,196 of 13,213 lines were about single units once."""
+    """Of 13,213 lines, 13,196 were once about single batches."""
     monkeypatch.setattr(batch_log, "EVERY_S", 0.05)
     caplog.set_level(level)
 

@@ -1,4 +1,4 @@
-"""The worker and samples that are cancelled: before they run, and while they do."""
+"""The worker and cancelled samples: before they run, and while they do."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ async def assert_cancelled(bench: Bench, request_id: str) -> None:
     assert rejection is not None and "was cancelled" in rejection.message
 
 
-def test_a_cancelled_sample_that_waits_for_the_device_is_not_run(tmp_path: Path) -> None:
+def test_a_cancelled_sample_that_waits_for_the_device_does_not_run(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
@@ -36,7 +36,7 @@ def test_a_cancelled_sample_that_waits_for_the_device_is_not_run(tmp_path: Path)
     run(tmp_path, scenario, SOON)
 
 
-def test_a_sample_that_is_cancelled_while_it_runs_is_finished_in_vain(
+def test_a_sample_cancelled_while_it_runs_finishes_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "RETRY_S", 0.1)
@@ -56,7 +56,7 @@ def test_a_sample_that_is_cancelled_while_it_runs_is_finished_in_vain(
     run(tmp_path, scenario, SOON)
 
 
-def test_nobody_waits_for_the_outcome_of_a_cancelled_sample(
+def test_no_call_waits_for_the_outcome_of_a_cancelled_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "RETRY_S", 0.01)
@@ -76,8 +76,8 @@ def test_nobody_waits_for_the_outcome_of_a_cancelled_sample(
     run(tmp_path, scenario, SOON)
 
 
-def test_a_cancellation_that_is_lost_on_its_way_only_costs_time(tmp_path: Path) -> None:
-    """A worker that does not hear of it runs the sample in vain, and goes on."""
+def test_a_lost_cancellation_only_costs_time(tmp_path: Path) -> None:
+    """A worker that does not learn of it runs the sample in vain, and continues."""
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
@@ -96,7 +96,7 @@ def test_a_cancellation_that_is_lost_on_its_way_only_costs_time(tmp_path: Path) 
     run(tmp_path, scenario, SOON)
 
 
-def test_ids_that_the_worker_does_not_have_are_nothing_to_it(tmp_path: Path) -> None:
+def test_cancelling_an_unknown_request_does_nothing(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         bench.worker._cancel(["req_unknown"])
         await bench.ok(await bench.sample("b", 1))

@@ -1,5 +1,6 @@
-"""Sampling and training beside each other on one device: who comes in between whom, and what
-becomes of samples that are under way when something else happens."""
+"""Sampling and training beside each other on one device: the work that may interrupt other work,
+and the fate of running samples.
+"""
 
 import asyncio
 import threading
@@ -27,7 +28,7 @@ from tuneserve_engine.core.records import CheckpointKind
 from tuneserve_engine.store.files import FileStore
 
 DATUMS, TOKENS, MICRO_BATCHES = 20, 64, 5
-"""A stream of the fake backend has room for 256 tokens."""
+"""A micro-batch of the fake backend has room for 256 tokens."""
 
 
 def long_gradient() -> bytes:
@@ -41,7 +42,7 @@ def long_gradient() -> bytes:
 
 
 class Stepwise(Counting):
-    """Draws nothing before it was called ``slices`` times for a request; notes what it does."""
+    """Decodes nothing before the ``slices``-th call for a request, and records its calls."""
 
     def __init__(self, slices: int = 1) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ async def restarted(bench: Bench, backend: Counting) -> None:
     bench.start(backend)
 
 
-def test_a_sample_that_comes_during_a_long_gradient_waits_for_a_micro_batch_only(
+def test_a_sample_that_arrives_during_a_long_gradient_waits_for_one_micro_batch(
     tmp_path: Path,
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -111,8 +112,8 @@ def test_a_sample_that_comes_during_a_long_gradient_waits_for_a_micro_batch_only
     run(tmp_path, scenario)
 
 
-def test_a_step_of_another_tenant_comes_in_between_a_long_gradient(tmp_path: Path) -> None:
-    """And so does its model, which has to be brought back first; the tenant's own work waits."""
+def test_another_tenants_step_interrupts_a_long_gradient(tmp_path: Path) -> None:
+    """So does the restoring of its model, which comes first. The tenant's own work waits."""
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("b"))
@@ -125,7 +126,7 @@ def test_a_step_of_another_tenant_comes_in_between_a_long_gradient(tmp_path: Pat
         arrived = threading.Event()
 
         def ready() -> None:
-            """The micro-batches of this backend take no time: each waits for what is to come."""
+            """The micro-batches of this backend take no time, so each waits for the next event."""
             assert_set(arrived)
             batches, jobs = bench.worker._device_loop, bench.worker.pending._pending
             ends_s = time.monotonic() + 10
@@ -149,7 +150,7 @@ def test_a_step_of_another_tenant_comes_in_between_a_long_gradient(tmp_path: Pat
     run(tmp_path, scenario, NEVER)
 
 
-def test_what_fails_in_between_a_long_gradient_fails_alone(tmp_path: Path) -> None:
+def test_a_failure_during_an_interruption_does_not_affect_the_long_gradient(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = Stepwise()
         await restarted(bench, backend)
@@ -170,7 +171,7 @@ def test_what_fails_in_between_a_long_gradient_fails_alone(tmp_path: Path) -> No
     run(tmp_path, scenario, NEVER)
 
 
-def test_a_worker_that_stops_begins_nothing_in_between(tmp_path: Path) -> None:
+def test_a_stopping_worker_starts_no_interruption(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = Stepwise()
         await restarted(bench, backend)
@@ -193,7 +194,7 @@ def test_a_worker_that_stops_begins_nothing_in_between(tmp_path: Path) -> None:
     run(tmp_path, scenario, NEVER)
 
 
-def test_samples_under_way_at_a_stop_are_drawn_by_the_next_worker(tmp_path: Path) -> None:
+def test_samples_running_at_a_stop_are_drawn_by_the_next_worker(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await restarted(bench, Stepwise(slices=10**9))
         sample = await bench.sample("b", 1)
@@ -206,7 +207,7 @@ def test_samples_under_way_at_a_stop_are_drawn_by_the_next_worker(tmp_path: Path
     run(tmp_path, scenario)
 
 
-def test_a_sample_that_is_cancelled_while_it_runs_goes_no_further(tmp_path: Path) -> None:
+def test_a_sample_cancelled_while_it_runs_stops(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = Stepwise(slices=10**9)
         await restarted(bench, backend)
@@ -222,7 +223,7 @@ def test_a_sample_that_is_cancelled_while_it_runs_goes_no_further(tmp_path: Path
     run(tmp_path, scenario, replace(NEVER, renew_s=0.05))
 
 
-def test_samples_go_on_while_a_save_is_written(
+def test_samples_continue_while_a_save_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = threading.Event()

@@ -1,4 +1,4 @@
-"""The host's work beside the device: payloads before their turn, results after it."""
+"""The host's work beside the device: payloads before their turn, and results after it."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ FILE = "0" * 32
 
 
 class Results:
-    """Holds back the encoding of gradients' results, until ``advance`` is set."""
+    """Hold back the encoding of gradients' results until ``advance`` is set."""
 
     def __init__(self) -> None:
         self.advance = threading.Event()
@@ -48,7 +48,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> Iterator[Results]:
 
 
 class Payloads:
-    """Notes who decodes what."""
+    """Record which thread decodes which payload."""
 
     def __init__(self) -> None:
         self.decoded: list[tuple[int, threading.Thread]] = []
@@ -72,7 +72,7 @@ def token_of(payload: bytes) -> int:
 
 
 async def running(bench: Bench, model: str, token: int = 0) -> str:
-    """A gradient that the device is busy with until its gate opens."""
+    """Start a gradient that occupies the device until its gate opens."""
     bench.backend.gate.clear()
     request = await bench.gradient(model, token)
     await until(lambda: bool(bench.worker._device_loop._slices))
@@ -80,14 +80,14 @@ async def running(bench: Bench, model: str, token: int = 0) -> str:
 
 
 async def taken(bench: Bench, count: int) -> None:
-    """Returns when so many requests wait for the device."""
+    """Return when ``count`` requests wait for the device."""
     await until(lambda: len(bench.worker.pending.in_order()) == count)
 
 
 # --- results --------------------------------------------------------------------------------------
 
 
-def test_the_device_goes_on_while_results_are_encoded(tmp_path: Path, results: Results) -> None:
+def test_the_device_runs_while_results_are_encoded(tmp_path: Path, results: Results) -> None:
     async def scenario(bench: Bench) -> None:
         for model in "ab":
             await bench.ok(await bench.create(model))
@@ -98,7 +98,7 @@ def test_the_device_goes_on_while_results_are_encoded(tmp_path: Path, results: R
         await until(lambda: bench.backend.gradients == ["a", "b"])
         await until(lambda: bench.backend.steps == ["a"])
         await asyncio.sleep(0.05)
-        # What its model gave first is told first.
+        # A model's results are reported in order.
         assert [await bench.store.wait(each, 0) for each in (first, *others)] == [None] * 3
         results.advance.set()
         assert loss(await bench.ok(first)) == 4 / 8
@@ -108,8 +108,10 @@ def test_the_device_goes_on_while_results_are_encoded(tmp_path: Path, results: R
     run(tmp_path, scenario)
 
 
-def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: Results) -> None:
-    """Each unit that waits holds its numbers in memory."""
+def test_the_device_does_not_run_too_far_ahead_of_its_results(
+    tmp_path: Path, results: Results
+) -> None:
+    """Each batch that waits for its encoding holds its numbers in memory."""
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
@@ -118,7 +120,8 @@ def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: 
             requests += [await bench.step("a"), await bench.gradient("a", token)]
         await taken(bench, 10)
         bench.backend.gate.set()
-        most = device_loop._UNDELIVERED + 2  # one is being encoded, one waits to be put beside them
+        # one is being encoded, and one waits to join the undelivered ones
+        most = device_loop._UNDELIVERED + 2
         await until(lambda: executed(bench) == most)
         await asyncio.sleep(0.05)
         assert executed(bench) == most
@@ -132,7 +135,7 @@ def test_the_device_does_not_run_away_from_its_results(tmp_path: Path, results: 
     run(tmp_path, scenario)
 
 
-def test_a_point_waits_for_results_that_are_being_encoded(tmp_path: Path, results: Results) -> None:
+def test_a_point_waits_for_results_being_encoded(tmp_path: Path, results: Results) -> None:
     """Otherwise a worker's death between the two would apply those requests twice."""
 
     async def scenario(bench: Bench) -> None:
@@ -155,7 +158,7 @@ def test_a_point_waits_for_results_that_are_being_encoded(tmp_path: Path, result
     run(tmp_path, scenario, OFTEN)
 
 
-def test_a_worker_that_stops_stores_what_it_has_still_to_encode(
+def test_a_stopping_worker_stores_the_results_still_being_encoded(
     tmp_path: Path, results: Results
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -173,7 +176,7 @@ def test_a_worker_that_stops_stores_what_it_has_still_to_encode(
         assert loss(await bench.ok(request)) == 4 / 8
         bench.start()
         await bench.ok(await bench.step("a"))
-        assert bench.backend.gradients == []  # nothing had to be done again
+        assert bench.backend.gradients == []  # no request was replayed
 
     run(tmp_path, scenario, NEVER)
 
@@ -194,7 +197,7 @@ def test_an_idle_device_decodes_and_encodes_for_itself(
     run(tmp_path, scenario)
 
 
-def test_the_device_does_not_wait_for_the_disk_that_a_save_needs(
+def test_the_device_does_not_wait_for_the_disk_of_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, begun, advance = files._write_synced, threading.Event(), threading.Event()
@@ -239,7 +242,7 @@ class Clock:
         return self.now_s
 
 
-def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
+def test_the_host_is_charged_for_the_time_between_batches(tmp_path: Path) -> None:
     clock = Clock()
 
     async def scenario(bench: Bench) -> None:
@@ -258,7 +261,7 @@ def test_the_host_is_charged_for_the_time_between_units(tmp_path: Path) -> None:
         bench.backend.gate.set()
         for request in (first, *others):
             await bench.ok(request)
-        clock.now_s += 100.0  # nobody asked for anything
+        clock.now_s += 100.0  # no request arrived
         await bench.ok(await bench.gradient("a"))
         assert bench.worker._metrics()["host_seconds_total"] == 8.0
 
@@ -292,7 +295,7 @@ def test_the_host_is_charged_for_results_that_the_device_waits_for(
 # --- payloads -------------------------------------------------------------------------------------
 
 
-def test_what_arrives_while_the_device_is_busy_is_decoded_meanwhile(
+def test_payloads_that_arrive_while_the_device_is_busy_are_decoded_meanwhile(
     tmp_path: Path, payloads: Payloads
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -321,7 +324,7 @@ def test_what_arrives_while_the_device_is_busy_is_decoded_meanwhile(
     run(tmp_path, scenario)
 
 
-def test_the_backend_is_told_whose_turn_comes_while_a_unit_runs(tmp_path: Path) -> None:
+def test_the_backend_learns_the_next_models_while_a_batch_runs(tmp_path: Path) -> None:
     told: list[list[str]] = []
 
     async def scenario(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""A worker's pulse: the file that a health check looks at."""
+"""A worker's liveness file, which a health check reads."""
 
 import asyncio
 import os
@@ -30,14 +30,14 @@ def test_a_worker_that_renewed_within_its_time_to_live_is_alive(settings: Worker
     assert unhealthy_reason(settings, 1005.9) is None
 
 
-def test_a_worker_that_did_not_is_not(settings: WorkerSettings) -> None:
+def test_a_worker_that_did_not_renew_in_time_is_unhealthy(settings: WorkerSettings) -> None:
     beaten(settings, 1000.0)
     assert unhealthy_reason(settings, 1006.5) == (
         "the lease was last renewed 6.5 s ago, and ends after 6 s (lease_ttl_s)"
     )
 
 
-def test_a_worker_that_still_loads_its_model_is_not_alive_by_what_its_predecessor_left(
+def test_a_worker_that_loads_its_model_does_not_inherit_its_predecessors_liveness(
     settings: WorkerSettings,
 ) -> None:
     beaten(settings, 1000.0)
@@ -45,16 +45,16 @@ def test_a_worker_that_still_loads_its_model_is_not_alive_by_what_its_predecesso
     assert "has no lease yet" in str(unhealthy_reason(settings, 1000.0))
 
 
-def test_a_check_without_a_file_does_not_pass() -> None:
+def test_a_check_without_a_file_fails() -> None:
     assert "no alive_file is set" in str(unhealthy_reason(WorkerSettings(), 1000.0))
 
 
-def test_a_file_that_cannot_be_made_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_is_refused_with_a_way_out(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"cannot make the file .*; choose another with --alive-file"):
         LivenessFile(tmp_path / "absent" / "alive")
 
 
-def test_a_worker_goes_on_when_the_file_is_lost(tmp_path: Path) -> None:
+def test_a_worker_continues_when_the_file_is_lost(tmp_path: Path) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     pulse = LivenessFile(folder / "alive")
@@ -63,7 +63,7 @@ def test_a_worker_goes_on_when_the_file_is_lost(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_without_a_file_nobody_looks() -> None:
+def test_without_a_file_a_touch_does_nothing() -> None:
     LivenessFile(None).touch()
 
 
@@ -77,7 +77,7 @@ def test_the_check_reads_the_settings_of_the_worker(
     assert capsys.readouterr().out.endswith("the worker holds its lease\n")
 
 
-def test_the_pulse_stops_while_the_lease_cannot_be_renewed(
+def test_the_file_is_not_touched_while_the_lease_cannot_be_renewed(
     settings: WorkerSettings, tmp_path: Path
 ) -> None:
     beats: list[float] = []

@@ -1,4 +1,4 @@
-"""The worker's link to the store, by itself."""
+"""The worker's link to the store, alone."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ TIMEOUT_S = 10
 
 
 class Lost:
-    """A queue whose connection is lost as soon as the worker has its lease."""
+    """A queue that loses its connection as soon as the worker has its lease."""
 
     async def lease(self, *_: Any) -> Lease:
         return Lease(1, False)
@@ -23,7 +23,7 @@ class Lost:
         raise ConnectionResetError("lost")
 
 
-def test_a_link_that_is_ended_while_it_loses_the_store_ends() -> None:
+def test_a_link_cancelled_while_it_loses_the_store_ends() -> None:
     """Until Python 3.13, a task group that fails while it is cancelled forgets the cancellation."""
 
     async def scenario() -> None:
@@ -55,7 +55,7 @@ def test_a_link_that_is_ended_while_it_loses_the_store_ends() -> None:
     asyncio.run(scenario())
 
 
-def test_a_worker_that_the_store_refuses_ends_with_its_reason() -> None:
+def test_a_worker_that_the_store_refuses_ends_with_the_reason() -> None:
     class Refusing(Lost):
         async def lease(self, *_: Any) -> Lease:
             raise StoreUnusable("this worker has another revision")

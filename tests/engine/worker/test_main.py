@@ -1,4 +1,4 @@
-"""How a worker process ends."""
+"""The end of a worker process."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from tuneserve_engine.worker import __main__ as process
 def test_an_unexpected_error_ends_the_process_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Out of ``main`` it would make the interpreter wait for the device's thread first."""
+    """If it left ``main``, the interpreter would wait for the device's thread first."""
 
     async def fail(*_: Any) -> None:
         raise RuntimeError("a bug")

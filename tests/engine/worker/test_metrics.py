@@ -1,4 +1,4 @@
-"""A worker's figures on their way to the store."""
+"""A worker's metrics on their way to the store."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Counting:
-    """Figures that change with every look."""
+    """Metrics that change with every reading."""
 
     looks: list[float] = field(default_factory=list)
 
@@ -62,7 +62,7 @@ async def renew_thrice(store: Store, queue: Queue) -> None:
     assert metrics.looks[-1] - 1 <= found["units_total"] <= metrics.looks[-1]
 
 
-def test_every_renewal_tells_the_store_the_figures_of_the_moment() -> None:
+def test_every_renewal_reports_the_current_metrics() -> None:
     async def main() -> None:
         store = MemoryStore()
         await renew_thrice(store, store)
@@ -71,7 +71,7 @@ def test_every_renewal_tells_the_store_the_figures_of_the_moment() -> None:
     asyncio.run(main())
 
 
-def test_figures_pass_the_socket(tmp_path: Path) -> None:
+def test_metrics_pass_through_the_socket(tmp_path: Path) -> None:
     async def main() -> None:
         store = MemoryStore()
         queue = RemoteQueue(tmp_path / "socket")
@@ -84,7 +84,7 @@ def test_figures_pass_the_socket(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_worker_tells_every_figure_and_no_other(tmp_path: Path, backend: "JaxBackend") -> None:
+def test_a_worker_reports_every_metric_and_no_other(tmp_path: Path, backend: "JaxBackend") -> None:
     async def connect() -> Queue:
         return MemoryStore()
 
@@ -101,5 +101,5 @@ def test_a_worker_tells_every_figure_and_no_other(tmp_path: Path, backend: "JaxB
     assert told | compiling_ahead | from_the_first_osft_on == WORKER_METRICS.keys()
 
 
-def test_every_name_can_be_a_metric() -> None:
+def test_every_name_is_a_valid_metric_name() -> None:
     assert all(re.fullmatch(r"[a-z][a-z_]*[a-z]", name) for name in WORKER_METRICS)

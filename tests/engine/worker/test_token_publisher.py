@@ -1,4 +1,4 @@
-"""Tokens on their way from the device to who listens, while the sample goes on."""
+"""Tokens travel from the device to subscribers while the sample continues."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ WHOLE = [[(SEED + n + 2 + place) % 64 for place in range(TOKENS)] for n in range
 
 
 class Stepwise(Counting):
-    """Draws a token of each sequence that is listened to for every permit."""
+    """A backend that decodes one token of each streamed sequence per permit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Stepwise(Counting):
 
 
 async def begun(bench: Bench, backend: Stepwise | None = None) -> Stepwise:
-    """A new worker in place of the bench's."""
+    """Start a new worker in place of the bench's."""
     if isinstance(bench.backend, Stepwise):
         bench.backend.draw(1000)
     await bench.kill()
@@ -59,7 +59,7 @@ async def asked(bench: Bench, stream: str, seed: int = SEED) -> str:
 
 
 class Listener:
-    """The tokens that were heard, by sequence."""
+    """The tokens that were received, by sequence."""
 
     def __init__(self, heard: Subscription) -> None:
         self._heard = heard
@@ -67,7 +67,7 @@ class Listener:
         self.starts: list[int] = []
 
     async def until(self, count: int) -> None:
-        """Returns when so many tokens of every sequence have been heard."""
+        """Return when ``count`` tokens of every sequence have been received."""
         async with asyncio.timeout(TIMEOUT_S):
             while min(map(len, self.tokens)) < count:
                 for _, part in await self._heard.take_deltas():
@@ -81,7 +81,7 @@ class Listener:
                     self.starts.append(part.start)
 
 
-def test_tokens_are_heard_before_the_last_is_drawn(tmp_path: Path) -> None:
+def test_tokens_arrive_before_the_last_is_decoded(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
         listener = Listener(bench.store.subscribe(["one"]))
@@ -99,7 +99,7 @@ def test_tokens_are_heard_before_the_last_is_drawn(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_worker_that_takes_a_sample_over_tells_of_it_from_its_start(tmp_path: Path) -> None:
+def test_a_worker_that_takes_over_a_sample_streams_it_from_the_start(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
         listener = Listener(bench.store.subscribe(["one"]))
@@ -116,7 +116,7 @@ def test_a_worker_that_takes_a_sample_over_tells_of_it_from_its_start(tmp_path: 
     run(tmp_path, scenario)
 
 
-def test_what_the_store_does_not_hear_is_lost_and_the_worker_goes_on(tmp_path: Path) -> None:
+def test_tokens_that_the_store_misses_are_lost_and_the_worker_continues(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
         bench.line.breaks = {"publish_tokens": ["before"]}
@@ -134,7 +134,7 @@ def test_what_the_store_does_not_hear_is_lost_and_the_worker_goes_on(tmp_path: P
     run(tmp_path, scenario)
 
 
-def test_one_message_at_a_time_carries_all_that_has_come_meanwhile(
+def test_one_message_at_a_time_carries_all_tokens_of_the_meantime(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_module, "_PUBLISH_S", 1.0)
@@ -154,7 +154,7 @@ def test_one_message_at_a_time_carries_all_that_has_come_meanwhile(
     run(tmp_path, scenario)
 
 
-def test_nothing_is_told_of_samples_that_nobody_listens_to(tmp_path: Path) -> None:
+def test_samples_without_subscribers_are_not_published(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = await begun(bench)
         backend.draw(TOKENS)
@@ -164,7 +164,7 @@ def test_nothing_is_told_of_samples_that_nobody_listens_to(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
-def test_numbers_that_will_fail_the_sample_are_not_told(tmp_path: Path) -> None:
+def test_numbers_that_will_fail_the_sample_are_not_published(tmp_path: Path) -> None:
     class Broken(Stepwise):
         def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
             (result,) = super().sample(requests)
@@ -183,8 +183,8 @@ def test_numbers_that_will_fail_the_sample_are_not_told(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_slices_are_short_while_somebody_listens(tmp_path: Path) -> None:
-    """Though nothing else waits for the device."""
+def test_slices_are_short_while_a_client_streams(tmp_path: Path) -> None:
+    """This holds although no other work waits for the device."""
 
     async def scenario(bench: Bench) -> None:
         await begun(bench)

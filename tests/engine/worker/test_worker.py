@@ -1,4 +1,4 @@
-"""The worker over a real store, with a backend of known numbers: in order, once, never lost."""
+"""The worker over a real store: jobs run in order, once, and are never lost."""
 
 import asyncio
 import json
@@ -86,11 +86,11 @@ def test_jobs_that_arrive_in_the_wrong_order_run_in_the_right_one(tmp_path: Path
     run(tmp_path, scenario)
 
 
-def test_tenants_who_share_units_get_the_bits_they_get_alone(tmp_path: Path) -> None:
+def test_tenants_that_share_batches_get_the_same_bits_as_alone(tmp_path: Path) -> None:
     results: list[dict[str, Any]] = []
 
     async def train(bench: Bench, models: str) -> None:
-        bench.backend.gate.clear()  # jobs pile up, so that they share units
+        bench.backend.gate.clear()  # jobs pile up, so that they share batches
         requests: dict[str, list[str]] = {model: [await bench.create(model)] for model in models}
         for round_ in range(3):
             for model in models:
@@ -109,7 +109,7 @@ def test_tenants_who_share_units_get_the_bits_they_get_alone(tmp_path: Path) -> 
     assert together == {model: each[model] for model, each in zip("abc", alone, strict=True)}
 
 
-def test_a_failed_creation_rejects_what_was_sent_after_it(tmp_path: Path) -> None:
+def test_a_failed_creation_rejects_later_requests_of_the_model(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         command = CreateModel("tuneserve/fake", AdapterConfig(rank=999, alpha=1.0, seed=0))
         created = await bench.submit(JobKind.CREATE_MODEL, encode(command), "a")
@@ -124,7 +124,7 @@ def test_a_failed_creation_rejects_what_was_sent_after_it(tmp_path: Path) -> Non
     run(tmp_path, scenario)
 
 
-def test_a_device_that_fails_ends_the_job_and_not_the_worker(tmp_path: Path) -> None:
+def test_a_failing_call_ends_the_job_and_not_the_worker(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         await bench.ok(await bench.create("b"))
@@ -163,7 +163,7 @@ def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None
         await asyncio.sleep(0.05)
         before = list(bench.line.calls)
         await asyncio.sleep(0.3)
-        assert bench.line.calls == before  # for as long as the lease need not be renewed
+        assert bench.line.calls == before  # while the lease need not be renewed
         assert before == [
             "connect",
             "lease",
@@ -179,7 +179,7 @@ def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None
     run(tmp_path, scenario)
 
 
-def test_results_that_fit_no_one_message_are_stored_in_several(
+def test_results_too_large_for_one_message_are_stored_by_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "_FINISH_BYTES", 100)
@@ -198,7 +198,7 @@ def test_results_that_fit_no_one_message_are_stored_in_several(
     run(tmp_path, scenario)
 
 
-def test_jobs_are_taken_while_a_unit_runs(tmp_path: Path) -> None:
+def test_jobs_are_taken_while_a_batch_runs(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
@@ -216,7 +216,7 @@ def test_jobs_are_taken_while_a_unit_runs(tmp_path: Path) -> None:
 def test_a_result_does_not_wait_while_another_request_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request of half a million tokens takes a third of a second to decode."""
+    """Decoding a request of half a million tokens takes a third of a second."""
     begun, advance, slow = threading.Event(), threading.Event(), set[str]()
     decode = JobExecutor.decode_payload
 
@@ -251,7 +251,7 @@ def test_a_result_does_not_wait_while_another_request_is_decoded(
 
 
 async def training_run(bench: Bench, cut: Callable[[int], Awaitable[None]]) -> dict[str, Any]:
-    """Two models, three steps each, interleaved with samples; ``cut`` is called between."""
+    """Two models with three steps each, interleaved with samples. ``cut`` is called in between."""
     requests = [await bench.create("a"), await bench.create("b")]
     for round_ in range(3):
         for model in "ab":
@@ -298,14 +298,14 @@ def test_a_lost_connection_repeats_no_job_and_loses_no_outcome(
     async def scenario(bench: Bench) -> None:
         bench.line.breaks = {method: list(when) for method, when in breaks.items()}
         assert await training_run(bench, no_cut) == wanted
-        # Enough connections, and none in vain.
+        # It connected again, as often as necessary.
         assert bench.line.calls.count("connect") > 1
 
     wanted = undisturbed(tmp_path / "undisturbed")
     run(tmp_path / "broken", scenario)
 
 
-def test_a_parked_take_that_is_cut_is_taken_up_again(tmp_path: Path) -> None:
+def test_a_parked_take_that_is_cut_is_repeated(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         async def cut(_: int) -> None:
             bench.line.cut.set()
@@ -317,8 +317,8 @@ def test_a_parked_take_that_is_cut_is_taken_up_again(tmp_path: Path) -> None:
     run(tmp_path / "cut", scenario)
 
 
-def test_an_outcome_whose_acknowledgement_was_lost_needs_no_further_job(tmp_path: Path) -> None:
-    """It is offered again on the next connection, not with the next outcome."""
+def test_an_outcome_with_a_lost_acknowledgement_needs_no_further_job(tmp_path: Path) -> None:
+    """It is sent again on the next connection, not with the next outcome."""
 
     async def scenario(bench: Bench) -> None:
         bench.line.breaks = {"finish": ["before"]}
@@ -384,12 +384,12 @@ def test_a_worker_that_was_replaced_while_busy_stores_nothing(tmp_path: Path) ->
         bench.backend.gate.set()
         with pytest.raises(Fenced):
             await asyncio.wait_for(bench.task, TIMEOUT_S)
-        assert await bench.store.wait(request, 0) is None  # it is the successor's now
+        assert await bench.store.wait(request, 0) is None  # it belongs to the successor now
 
     run(tmp_path, scenario)
 
 
-def test_a_worker_that_comes_back_does_not_take_the_lease_from_its_successor(
+def test_a_returning_worker_does_not_take_the_lease_from_its_successor(
     tmp_path: Path,
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -406,7 +406,7 @@ def test_a_worker_that_comes_back_does_not_take_the_lease_from_its_successor(
     run(tmp_path, scenario)
 
 
-def test_a_cancelled_worker_stops_after_the_unit_it_runs(tmp_path: Path) -> None:
+def test_a_cancelled_worker_stops_after_the_running_batch(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
@@ -420,8 +420,8 @@ def test_a_cancelled_worker_stops_after_the_unit_it_runs(tmp_path: Path) -> None
     run(tmp_path, scenario)
 
 
-def test_nothing_that_takes_wait_for_waits_for_news(tmp_path: Path) -> None:
-    """Else a model that is given up beside others would keep its requests until the next comes."""
+def test_calls_without_takes_do_not_wait_for_new_jobs(tmp_path: Path) -> None:
+    """Otherwise a model handed over with others would keep its requests until a new job comes."""
     calls_ran = 0
     advance = asyncio.Event()
 

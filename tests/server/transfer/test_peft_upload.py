@@ -254,7 +254,7 @@ async def test_an_interrupted_upload_leaves_no_file(
     assert left(service) == set()
 
 
-async def test_a_killed_process_files_are_removed_an_hour_later(service: Any) -> None:
+async def test_the_files_of_a_killed_process_are_removed_an_hour_later(service: Any) -> None:
     files = service.services.files
     leaking = files.staging()
     folder = leaking.__enter__()

@@ -1,5 +1,8 @@
-"""What every store guarantees, as tests: a store's own test module subclasses ``StoreContract``, or
-``DurableStoreContract`` if it outlives its process, and says how to open it."""
+"""The guarantees of every store, as tests.
+
+A store's test module subclasses ``StoreContract``, or ``DurableStoreContract`` if the store
+outlives its process, and says how to open it.
+"""
 
 import pytest
 
@@ -47,8 +50,8 @@ class StoreContract(
     RetentionContract,
     UsageContract,
 ):
-    """Everything but what survives the store's process."""
+    """Everything except what survives the store's process."""
 
 
 class DurableStoreContract(StoreContract, DurabilityContract):
-    """And that."""
+    """Everything, including what survives the store's process."""

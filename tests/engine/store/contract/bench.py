@@ -1,4 +1,4 @@
-"""What the contract's tests play with: records and jobs in one line, an open store, a clock."""
+"""Tools of the contract's tests: records and jobs in one line, an open store, a clock."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,7 @@ def job(seq: int, model_id: str = "s:train:0", **fields: Any) -> Job:
 
 
 def create(key: str = "s:train:0", tenant: str = "alice") -> Job:
-    """The request that creates a model; it waits for nobody."""
+    """The request that creates a model. It waits for no other."""
     payload = encode(CreateModel("tiny", CONFIG))
     scope, _, number = key.split(":")
     kind = JobKind.CREATE_MODEL
@@ -129,13 +129,13 @@ def point(position: int, model_id: str = "s:train:0", file_id: str | None = None
 
 
 def keys(jobs: Sequence[Job]) -> list[tuple[str, int]]:
-    """Which jobs these are."""
+    """The keys of these jobs."""
     return [(each.scope, each.seq) for each in jobs]
 
 
 @dataclass
 class Bench:
-    """An open store, the worker's way to it, and the time that both go by."""
+    """An open store, the worker's access to it, and the clock that both use."""
 
     store: Store
     queue: Queue
@@ -145,7 +145,7 @@ class Bench:
     marks: Iterator[int] = field(default_factory=count)
 
     async def lease(self, owner: str = "worker", info: BaseModelInfo = INFO) -> Lease:
-        """Makes ``owner`` the process that is the one worker of most tests."""
+        """Make ``owner`` the process that is the only worker of most tests."""
         lease = await self.queue.lease("worker", owner, info)
         self.epoch = lease.epoch
         return lease
@@ -160,8 +160,11 @@ class Bench:
         self.ids |= {seq: each.request_id for seq, each in zip(seqs, submitted, strict=True)}
 
     async def released(self) -> list[int]:
-        """The seq numbers of what the only worker would take now, in order. A job that waits for
-        nobody marks the end, so that no time needs to pass to see that there is nothing."""
+        """The seq numbers of the jobs that the only worker would take now, in order.
+
+        A job that waits for no other marks the end, so the test need not wait to see that there is
+        nothing.
+        """
         kind = JobKind.UNLOAD_MODEL
         mark = Job("mark", kind, "mark", next(self.marks), base_model="tiny")
         marked = (await self.store.submit(mark)).request_id
@@ -171,7 +174,7 @@ class Bench:
         return [each.seq for each in taken]
 
     async def take(self, epoch: int | None = None, after: int = 0) -> list[Job]:
-        """Everything that this worker has to do; waits until there is something."""
+        """All jobs of this worker. Waits until one exists."""
         return await self.queue.take_jobs(epoch or self.epoch, after=after, max_jobs=20_000)
 
     async def has_nothing(self, epoch: int, after: int = 0) -> bool:
@@ -184,7 +187,7 @@ class Bench:
         await self.queue.finish(epoch or self.epoch, outcomes)
 
     async def finish_changed(self, *seqs: int) -> None:
-        """The jobs of ``submit`` end, and have changed their model's state."""
+        """End the jobs of ``submit``, which have changed their model's state."""
         done = (Outcome(self.ids[seq], f"result {seq}".encode(), changed=True) for seq in seqs)
         await self.finish(*done)
 
@@ -203,7 +206,7 @@ class Bench:
         return stored.status
 
     async def pass_time(self, seconds: float, *epochs: int) -> None:
-        """Time passes in which these workers, and no others, are heard."""
+        """Let time pass in which only these workers renew their leases."""
         for _ in range(int(seconds)):
             self.clock.now_s += 1
             for epoch in epochs:
@@ -215,7 +218,7 @@ Play = Callable[[Any, Path], None]
 
 
 def scenario(test: Test) -> Play:
-    """A test that plays on a fresh, leased store in an event loop of its own."""
+    """Run a test on a fresh, leased store in its own event loop."""
     return staged()(test)
 
 

@@ -1,4 +1,4 @@
-"""What a store that outlives its process still knows."""
+"""The facts that a store still knows after its process has ended."""
 
 import asyncio
 from pathlib import Path
@@ -50,7 +50,7 @@ class DurabilityContract(Contract):
 
         asyncio.run(after(*asyncio.run(before())))
 
-    def test_a_reopened_store_has_what_was_recorded(self, tmp_path: Path) -> None:
+    def test_a_reopened_store_has_its_recordings(self, tmp_path: Path) -> None:
         key = SampleKey("s:sample:0", 1)
 
         async def before() -> None:
@@ -74,7 +74,7 @@ class DurabilityContract(Contract):
         asyncio.run(before())
         asyncio.run(after())
 
-    def test_a_reopened_store_can_rebuild_its_models(self, tmp_path: Path) -> None:
+    def test_a_reopened_store_can_restore_its_models(self, tmp_path: Path) -> None:
         policy = StorePolicy(tenant_jobs=3)
 
         async def before() -> None:
@@ -105,9 +105,7 @@ class DurabilityContract(Contract):
         asyncio.run(before())
         asyncio.run(after())
 
-    def test_a_reopened_store_knows_its_clients_and_what_they_have_heard(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_reopened_store_knows_its_clients_and_their_cursors(self, tmp_path: Path) -> None:
         client = SamplerClient("alice", "s:sample:0", 1)
 
         async def told(bench: Bench) -> list[Completion]:

@@ -1,4 +1,4 @@
-"""What becomes of requests when nobody can want them any more."""
+"""Requests are forgotten when no client can want them any more."""
 
 import asyncio
 from dataclasses import replace
@@ -30,7 +30,7 @@ POLICY = SweepPolicy(result_ttl_s=1000.0, gap_ttl_s=1e9, sample_ttl_s=1e9)
 
 
 async def forget(bench: Bench) -> None:
-    """A sweep at a time at which everything may be forgotten that ever can."""
+    """Sweep at a time at which everything forgettable may be forgotten."""
     bench.clock.now_s += 2001
     await bench.store.sweep(bench.clock.now_s, POLICY)
 
@@ -59,7 +59,7 @@ class ForgettingContract(Contract):
         assert await bench.store.job_key(bench.ids[1]) is None
 
     @scenario
-    async def test_what_has_not_ended_is_not_forgotten(self, bench: Bench) -> None:
+    async def test_an_unfinished_request_is_not_forgotten(self, bench: Bench) -> None:
         await bench.submit(1, 3)
         await forget(bench)
         assert await bench.ended(bench.ids[1]) is None
@@ -70,13 +70,15 @@ class ForgettingContract(Contract):
     # --- sent again -------------------------------------------------------------------------------
 
     @scenario
-    async def test_a_forgotten_request_of_a_model_comes_too_late(self, bench: Bench) -> None:
+    async def test_a_resend_of_a_models_forgotten_request_is_refused_as_too_late(
+        self, bench: Bench
+    ) -> None:
         await bench.store.put_record(model())
         await bench.submit(1, 2)
         await bench.finish(Outcome(bench.ids[1], b"x"), Outcome(bench.ids[2], b"x"))
         await forget(bench)
         before = await bench.store.get_record(ModelRecord, "s:train:0")
-        for times in (1, 2):  # what is left of a resend is forgotten in its turn
+        for times in (1, 2):  # the rest of a resend is forgotten in its turn
             again = await bench.store.submit(job(1))
             assert again == Submitted(bench.ids[1], duplicate=False), times
             assert "the next seq_id is 3" in (await bench.rejection(again.request_id)).message
@@ -92,7 +94,7 @@ class ForgettingContract(Contract):
         assert await is_known(bench, 2, 3) == [False, True]
 
     @scenario
-    async def test_a_forgotten_creation_does_not_make_its_model_anew(self, bench: Bench) -> None:
+    async def test_a_forgotten_creation_does_not_create_its_model_again(self, bench: Bench) -> None:
         creation = replace(create(), position=0)
         new = model(status=ModelStatus.CREATING)
         created = await bench.store.submit(creation, new)
@@ -143,7 +145,7 @@ class ForgettingContract(Contract):
     # --- what has to be known for longer ----------------------------------------------------------
 
     @scenario
-    async def test_what_replay_may_need_is_not_forgotten(self, bench: Bench) -> None:
+    async def test_requests_that_replay_may_need_are_not_forgotten(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.submit(1, 2, 3)
@@ -163,7 +165,7 @@ class ForgettingContract(Contract):
         assert await is_known(bench, 1, 2, 3) == [False, False, False]
 
     @scenario
-    async def test_a_spent_position_is_known_until_its_model_has_passed_it(
+    async def test_a_used_position_is_known_until_its_model_has_passed_it(
         self, bench: Bench
     ) -> None:
         await bench.submit(3, 4, rejection=Rejection("bad"))
@@ -179,7 +181,7 @@ class ForgettingContract(Contract):
         assert "the next seq_id is 6" in (await bench.rejection(bench.ids[3])).message
 
     @scenario
-    async def test_positions_of_a_gap_that_was_given_up_are_passed(self, bench: Bench) -> None:
+    async def test_positions_of_an_abandoned_gap_are_passed(self, bench: Bench) -> None:
         await bench.submit(3, 6, rejection=Rejection("bad"))
         await bench.submit(5)
         await forget(bench)
@@ -191,7 +193,9 @@ class ForgettingContract(Contract):
         assert await bench.released() == [7]
 
     @scenario
-    async def test_nobody_comes_to_the_positions_of_a_dead_model(self, bench: Bench) -> None:
+    async def test_the_remaining_positions_of_a_dead_model_are_forgotten(
+        self, bench: Bench
+    ) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.submit(2, 4, rejection=Rejection("bad"))
@@ -217,7 +221,7 @@ class ForgettingContract(Contract):
     # --- how many at once -------------------------------------------------------------------------
 
     @scenario
-    async def test_a_sweep_forgets_so_many_and_the_oldest_first(self, bench: Bench) -> None:
+    async def test_a_sweep_forgets_a_limited_number_oldest_first(self, bench: Bench) -> None:
         await bench.submit(*range(1, 8))
         for seq in (7, 6, 5, 4, 3, 2, 1):
             bench.clock.now_s += 1

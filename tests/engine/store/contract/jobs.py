@@ -1,4 +1,4 @@
-"""Jobs, from submit to the result: order, keys, rejections, takes, waits."""
+"""Jobs from their submission to the result: order, keys, rejections, takes, waits."""
 
 import asyncio
 import time
@@ -36,7 +36,7 @@ class JobsContract(Contract):
     # --- order ------------------------------------------------------------------------------
 
     @scenario
-    async def test_chunk_one_may_come_last(self, bench: Bench) -> None:
+    async def test_the_first_job_may_arrive_last(self, bench: Bench) -> None:
         await bench.submit(2, 3)
         assert await bench.released() == []
         await bench.submit(1)
@@ -56,7 +56,7 @@ class JobsContract(Contract):
         assert await bench.released() == [1]
 
     @scenario
-    async def test_a_job_without_position_waits_for_nobody(self, bench: Bench) -> None:
+    async def test_a_job_without_a_position_waits_for_no_other(self, bench: Bench) -> None:
         await bench.submit(2)
         await bench.store.submit(sample(7))
         assert await bench.released() == [7]
@@ -80,7 +80,7 @@ class JobsContract(Contract):
         assert releases == sorted(set(releases)) and releases[0] > 0
 
     @scenario
-    async def test_a_job_comes_out_as_it_went_in(self, bench: Bench) -> None:
+    async def test_a_job_is_taken_as_it_was_submitted(self, bench: Bench) -> None:
         sent = sample(10**18, payload=bytes(range(256)) * 1000, tenant="bob")
         request_id = (await bench.store.submit(sent)).request_id
         (taken,) = await bench.queue.take_jobs(bench.epoch, after=0, max_jobs=10)
@@ -140,14 +140,14 @@ class JobsContract(Contract):
     # --- rejections ---------------------------------------------------------------------------
 
     @scenario
-    async def test_a_rejection_ends_at_once_and_spends_its_position(self, bench: Bench) -> None:
+    async def test_a_rejection_ends_at_once_and_uses_its_position(self, bench: Bench) -> None:
         await bench.submit(2)
         await bench.submit(1, rejection=Rejection("datum 3 has 9 tokens"))
         assert await bench.rejection(bench.ids[1]) == Rejection("datum 3 has 9 tokens", "user")
         assert await bench.released() == [2]
 
     @scenario
-    async def test_a_rejection_ahead_of_its_turn_leaves_no_gap(self, bench: Bench) -> None:
+    async def test_an_early_rejection_leaves_no_gap(self, bench: Bench) -> None:
         await bench.submit(2, rejection=Rejection("bad"))
         await bench.submit(3)
         await bench.submit(1)
@@ -169,7 +169,7 @@ class JobsContract(Contract):
         assert await bench.released() == []
 
     @scenario
-    async def test_a_model_whose_creation_fails_ends_what_waits_for_it(self, bench: Bench) -> None:
+    async def test_a_failed_creation_ends_the_models_waiting_requests(self, bench: Bench) -> None:
         created = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
         await bench.submit(1, 3)
         await bench.finish(
@@ -185,7 +185,7 @@ class JobsContract(Contract):
             assert "its creation failed" in (await bench.rejection(bench.ids[seq])).message
 
     @scenario
-    async def test_a_model_that_cannot_be_restored_ends_what_waits_for_it(
+    async def test_a_model_that_cannot_be_restored_ends_its_waiting_requests(
         self, bench: Bench
     ) -> None:
         await bench.store.put_record(model())
@@ -204,7 +204,7 @@ class JobsContract(Contract):
         assert await bench.released() == []
 
     @scenario
-    async def test_no_model_enters_an_ended_session(self, bench: Bench) -> None:
+    async def test_no_model_can_be_created_in_an_ended_session(self, bench: Bench) -> None:
         await bench.store.put_record(session(ended="success"))
         submitted = await bench.store.submit(create(), model(status=ModelStatus.CREATING))
         assert "session s has ended" in (await bench.rejection(submitted.request_id)).message
@@ -304,7 +304,7 @@ class JobsContract(Contract):
         assert await bench.store.get_record(CheckpointRecord, checkpoint().key) is None
 
     @scenario
-    async def test_a_job_that_waits_for_an_earlier_one_is_nobodys_to_finish(
+    async def test_a_job_that_waits_for_an_earlier_one_cannot_be_finished(
         self, bench: Bench
     ) -> None:
         await bench.submit(1, 3)
@@ -368,7 +368,7 @@ class JobsContract(Contract):
         assert await bench.store.get_record(CheckpointRecord, old.key) == new
 
     @scenario
-    async def test_a_save_under_a_taken_name_still_reports_what_else_changed(
+    async def test_a_save_under_a_taken_name_still_reports_other_changes(
         self, bench: Bench
     ) -> None:
         await bench.store.put_record(model())
@@ -391,7 +391,7 @@ class JobsContract(Contract):
         assert await bench.store.get_record(CheckpointRecord, new.key) == new
 
     @scenario
-    async def test_one_bad_call_spoils_no_other(self, bench: Bench) -> None:
+    async def test_one_bad_call_does_not_affect_others(self, bench: Bench) -> None:
         await bench.submit(1)
         bad = job(1, kind=JobKind.FORWARD_BACKWARD)
         calls = [bench.store.submit(each) for each in (job(2), bad, job(3), bad, job(4))]

@@ -1,4 +1,4 @@
-"""What a tenant keeps, and is about to: checkpoints, unnamed saves and samplers."""
+"""A tenant's stored and pending checkpoints, unnamed saves and samplers."""
 
 from tests.engine.store.contract.bench import (
     START_S,
@@ -26,7 +26,7 @@ def save(seq: int, key: str = "", size: int = 10, **fields: object) -> Job:
 
 class KeepingContract(Contract):
     @scenario
-    async def test_what_a_tenant_keeps_is_counted(self, bench: Bench) -> None:
+    async def test_a_tenants_checkpoints_and_saves_are_counted(self, bench: Bench) -> None:
         assert await bench.store.checkpoint_usage("alice") == CheckpointUsage(0, 0)
         await bench.store.put_record(checkpoint("one", size_bytes=1))
         await bench.store.put_record(checkpoint("dead", size_bytes=2, expires_s=START_S))
@@ -50,7 +50,7 @@ class KeepingContract(Contract):
         assert await bench.store.unnamed_saves("alice") == []
 
     @staged(StorePolicy(tenant_checkpoints=3, tenant_checkpoint_bytes=1000))
-    async def test_saves_under_way_count(self, bench: Bench) -> None:
+    async def test_pending_saves_count(self, bench: Bench) -> None:
         await bench.store.put_record(model())
         await bench.store.put_record(checkpoint("one", size_bytes=1))
         ids = [(await bench.store.submit(save(seq))).request_id for seq in (1, 2, 3)]
@@ -67,20 +67,20 @@ class KeepingContract(Contract):
         ids.append((await bench.store.submit(save(4))).request_id)
         assert await bench.ended(ids[3]) is None
         ids.append((await bench.store.submit(save(5, key=kept.key))).request_id)
-        assert await bench.ended(ids[4]) is None  # it takes the place of another
+        assert await bench.ended(ids[4]) is None  # it replaces another checkpoint
         failed = Update("model", "s:train:0", {"status": ModelStatus.FAILED})
         await bench.finish(Outcome(ids[3], rejection=Rejection("no"), updates=(failed,)))
         assert await bench.store.checkpoint_usage("alice") == CheckpointUsage(2, 8)
 
     @staged(StorePolicy(tenant_checkpoints=9, tenant_checkpoint_bytes=20))
-    async def test_bytes_under_way_count(self, bench: Bench) -> None:
+    async def test_pending_bytes_count(self, bench: Bench) -> None:
         ids = [(await bench.store.submit(save(seq, size=11))).request_id for seq in (1, 2, 3)]
         assert await bench.ended(ids[1]) is None
         told = (await bench.rejection(ids[2])).message
         assert "have 22 bytes, and 2 more are being saved; the limit is 20 bytes" in told
 
     @staged(StorePolicy(tenant_checkpoints=1, tenant_checkpoint_bytes=20))
-    async def test_a_tenants_own_limits_of_checkpoints_go_before(self, bench: Bench) -> None:
+    async def test_a_tenants_own_limits_of_checkpoints_take_precedence(self, bench: Bench) -> None:
         await bench.store.put_record(tenant(max_checkpoints=2, max_checkpoint_bytes=0))
         first = (await bench.store.submit(save(1))).request_id
         assert "the limit is 0 bytes" in (await bench.rejection(first)).message
@@ -90,12 +90,14 @@ class KeepingContract(Contract):
         assert "up to 2 of yours" in (await bench.rejection(ids[2])).message
 
     @staged(StorePolicy(session_samplers=2, tenant_samplers=3))
-    async def test_a_session_and_a_tenant_may_have_so_many_samplers(self, bench: Bench) -> None:
+    async def test_the_samplers_of_a_session_and_of_a_tenant_are_limited(
+        self, bench: Bench
+    ) -> None:
         for key in "st":
             await bench.store.put_record(session(key))
         for n in (0, 1):
             assert await refused(bench, sampler(f"s:sample:{n}")) is None
-        assert await refused(bench, sampler("s:sample:1")) is None  # there already
+        assert await refused(bench, sampler("s:sample:1")) is None  # exists already
         told = await refused(bench, sampler("s:sample:2"))
         assert told is not None
         assert "session s has 2 sampling sessions, and the limit is 2" in told[0]

@@ -1,4 +1,4 @@
-"""Leases: who is a worker, when that ends, and what the jobs of a dead worker have to fear."""
+"""Leases: the workers, the ends of their leases, and the jobs of dead workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -37,7 +37,7 @@ from tuneserve_engine.store.errors import Fenced
 
 
 async def kill(bench: Bench, times: int = 1) -> None:
-    """The worker dies of what it noted to run, and another process takes its name."""
+    """Let the worker die of its running jobs, and let another process take its name."""
     for _ in range(times):
         await bench.lease(f"{bench.epoch + 1}th process")
 
@@ -56,7 +56,9 @@ class LeasesContract(Contract):
             await asyncio.wait_for(parked, 5)
 
     @scenario
-    async def test_a_renewal_tells_the_weights_of_tenants_that_have_one(self, bench: Bench) -> None:
+    async def test_a_renewal_returns_the_weights_of_tenants_that_have_one(
+        self, bench: Bench
+    ) -> None:
         for record in (tenant("alice", weight=0.5), tenant("bob"), tenant("carol", weight=3.0)):
             await bench.store.put_record(record)
         assert (await bench.queue.renew(bench.epoch)).weights == {"alice": 0.5, "carol": 3.0}
@@ -74,7 +76,7 @@ class LeasesContract(Contract):
         assert await bench.take() == before
 
     @scenario
-    async def test_an_epoch_that_is_over_can_do_nothing(self, bench: Bench) -> None:
+    async def test_an_expired_epoch_can_do_nothing(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.submit(1)
@@ -131,7 +133,7 @@ class LeasesContract(Contract):
         assert await waiting == Outcome(bench.ids[1], b"at last")
 
     @scenario
-    async def test_a_worker_with_another_base_model_leaves_what_it_cannot_do(
+    async def test_a_worker_with_another_base_model_leaves_jobs_that_it_cannot_run(
         self, bench: Bench
     ) -> None:
         await bench.submit(1)
@@ -161,7 +163,7 @@ class LeasesContract(Contract):
         assert await bench.lease("worker") == Lease(second + 1, resumed=False)
 
     @scenario
-    async def test_a_dead_worker_keeps_its_jobs_no_longer_where_the_clock_is_set_back(
+    async def test_a_dead_worker_keeps_its_jobs_no_longer_if_the_clock_is_set_back(
         self, bench: Bench
     ) -> None:
         await bench.submit(1, 2)
@@ -179,7 +181,7 @@ class LeasesContract(Contract):
                 await bench.queue.renew(epoch)
 
     @scenario
-    async def test_two_workers_share_what_a_dead_one_leaves(self, bench: Bench) -> None:
+    async def test_two_workers_share_the_jobs_of_a_dead_one(self, bench: Bench) -> None:
         for n in range(4):
             await bench.submit(1, model_id=f"s:train:{n}")
         epochs = [await bench.join("second"), await bench.join("third")]
@@ -187,7 +189,7 @@ class LeasesContract(Contract):
         assert [len(await bench.take(epoch)) for epoch in epochs] == [2, 2]
 
     @scenario
-    async def test_nobody_is_silent_while_the_store_is_away(self, bench: Bench) -> None:
+    async def test_no_worker_counts_as_silent_while_the_store_is_away(self, bench: Bench) -> None:
         second = await bench.join("second")
         bench.clock.now_s += 60
         await bench.queue.renew(second)
@@ -198,18 +200,20 @@ class LeasesContract(Contract):
         await bench.queue.renew(bench.epoch)
         await bench.pass_time(1, third)
         await bench.queue.renew(bench.epoch)
-        with pytest.raises(Fenced):  # it had its time to live again, and was not heard
+        with pytest.raises(Fenced):  # it had its full time to live again, and did not renew
             await bench.queue.renew(second)
 
     @scenario
-    async def test_a_worker_that_nobody_misses_keeps_its_lease(self, bench: Bench) -> None:
+    async def test_a_silent_worker_keeps_its_lease_while_no_other_needs_its_jobs(
+        self, bench: Bench
+    ) -> None:
         await bench.submit(1)
         bench.clock.now_s += 1000
         await bench.queue.renew(bench.epoch)
         assert await bench.released() == [1]
 
     @staged(StorePolicy(lease_ttl_s=20.0))
-    async def test_the_time_to_live_is_the_policys(self, bench: Bench) -> None:
+    async def test_the_policy_sets_the_time_to_live(self, bench: Bench) -> None:
         second = await bench.join("second")
         await bench.pass_time(20, second)
         await bench.queue.renew(bench.epoch)
@@ -236,20 +240,21 @@ class LeasesContract(Contract):
     # --- attempts ---------------------------------------------------------------------------------
 
     @scenario
-    async def test_what_a_worker_died_with_counts_an_attempt(self, bench: Bench) -> None:
+    async def test_the_running_jobs_of_a_dead_worker_count_an_attempt(self, bench: Bench) -> None:
         await bench.submit(1, 2)
         await bench.queue.note_running(bench.epoch, [bench.ids[2]])
-        await bench.queue.note_running(bench.epoch, [bench.ids[1]])  # in place of the last note
+        # this replaces the previous note
+        await bench.queue.note_running(bench.epoch, [bench.ids[1]])
         await kill(bench)
         assert [each.attempts for each in await bench.take()] == [1, 0]
         await bench.queue.note_running(bench.epoch, [bench.ids[1], "req_unknown"])
         await kill(bench)
         assert [each.attempts for each in await bench.take()] == [2, 0]
-        await kill(bench)  # before it noted anything
+        await kill(bench)  # the worker dies before it notes anything
         assert [each.attempts for each in await bench.take()] == [2, 0]
 
     @scenario
-    async def test_silence_is_a_death_too(self, bench: Bench) -> None:
+    async def test_a_silent_workers_running_jobs_count_an_attempt_too(self, bench: Bench) -> None:
         await bench.submit(1, 2)
         await bench.queue.note_running(bench.epoch, [bench.ids[1]])
         second = await bench.join("second")
@@ -258,7 +263,7 @@ class LeasesContract(Contract):
 
     @scenario
     async def test_a_request_that_three_workers_died_with_ends(self, bench: Bench) -> None:
-        """It may be what kills them; it must not kill the next."""
+        """It may be the cause of their deaths, and it must not kill the next worker."""
         await bench.submit(1, 2, 3)
         beside = (await bench.store.submit(sample(1))).request_id
         waiting = asyncio.create_task(bench.store.wait(bench.ids[1], 10))
@@ -275,7 +280,7 @@ class LeasesContract(Contract):
         assert await bench.released() == [2, 3, 1]
 
     @staged(StorePolicy(job_attempts=2))
-    async def test_how_many_workers_may_die_is_the_policys(self, bench: Bench) -> None:
+    async def test_the_policy_sets_the_number_of_deaths(self, bench: Bench) -> None:
         request_id = (await bench.store.submit(sample(1))).request_id
         for _ in range(2):
             assert await bench.ended(request_id) is None
@@ -295,10 +300,10 @@ class LeasesContract(Contract):
         assert await bench.status() is ModelStatus.FAILED
 
     @scenario
-    async def test_a_request_whose_workers_were_killed_from_outside_goes_on(
+    async def test_a_request_whose_workers_were_killed_from_outside_runs_again(
         self, bench: Bench
     ) -> None:
-        """It is suspect, so that it runs alone, and has its three attempts beside."""
+        """It is suspect and runs alone. It still has its three attempts."""
         await bench.submit(1, 2)
         await bench.queue.killed("nobody")
         for number in range(5):
@@ -317,7 +322,7 @@ class LeasesContract(Contract):
 
     @scenario
     async def test_a_request_that_is_killed_again_and_again_ends(self, bench: Bench) -> None:
-        """It may be for want of memory, which it is what takes."""
+        """It may die for want of memory, which it takes itself."""
         await bench.submit(1, 2)
         for number in range(refusals.MOST_DEATHS):
             assert await bench.ended(bench.ids[1]) is None
@@ -328,7 +333,7 @@ class LeasesContract(Contract):
         assert await bench.released() == [2]
 
     @scenario
-    async def test_only_a_death_counts(self, bench: Bench) -> None:
+    async def test_only_deaths_count(self, bench: Bench) -> None:
         await bench.submit(1, 2)
         await bench.queue.note_running(bench.epoch, list(bench.ids.values()))
         await bench.finish(Outcome(bench.ids[1], b"done"))
@@ -341,7 +346,7 @@ class LeasesContract(Contract):
         assert [each.attempts for each in await bench.take()] == [0]
 
     @scenario
-    async def test_a_note_of_what_is_placed_elsewhere_counts_nothing(self, bench: Bench) -> None:
+    async def test_noting_a_job_placed_elsewhere_counts_nothing(self, bench: Bench) -> None:
         await bench.submit(1)
         second = await bench.join("second")
         await bench.queue.note_running(second, [bench.ids[1]])

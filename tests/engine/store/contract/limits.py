@@ -1,4 +1,4 @@
-"""Limits: what is refused, at which number exactly, and what never is."""
+"""Limits: the exact number at which each refuses, and the requests that are never refused."""
 
 import asyncio
 from dataclasses import replace
@@ -34,7 +34,7 @@ from tuneserve_engine.store.errors import KeyReused, LimitReached
 
 
 async def is_refused(bench: Bench, refused: Job, *words: str) -> bool:
-    """Whether the store has no room for the job. A refusal says all these words."""
+    """Whether the store has no room for the job. The refusal must contain all these words."""
     try:
         submitted = await bench.store.submit(refused)
     except LimitReached as error:
@@ -47,12 +47,12 @@ async def is_refused(bench: Bench, refused: Job, *words: str) -> bool:
 
 
 def of(size: int, seq: int, model_id: str = "s:train:0", tenant: str = "alice") -> Job:
-    """A request with that many bytes of payload."""
+    """A request with a payload of this many bytes."""
     return job(seq, model_id, payload=bytes(size), tenant=tenant)
 
 
 def _creation(key: str, tenant: str = "alice") -> Job:
-    """The request that creates a model, as a server places it: the first of the model's log."""
+    """The request that creates a model, as the server places it: the first in the model's log."""
     return replace(create(key, tenant), position=0)
 
 
@@ -65,7 +65,7 @@ async def _created(
 
 
 async def _waiting(bench: Bench, *submitted: Submitted) -> list[str | None]:
-    """How far these requests are."""
+    """The states of these requests."""
     found = [await bench.store.request(each.request_id) for each in submitted]
     return [None if each is None else each.state for each in found]
 
@@ -74,7 +74,7 @@ class LimitsContract(Contract):
     # --- per model --------------------------------------------------------------------------------
 
     @staged(StorePolicy(model_jobs=3))
-    async def test_a_model_may_have_so_many_requests(self, bench: Bench) -> None:
+    async def test_a_model_has_a_limit_of_requests(self, bench: Bench) -> None:
         await bench.submit(1, 2, 5)
         assert await is_refused(bench, job(6), "model s:train:0 has 3 unfinished requests", "limit")
         assert await is_refused(bench, job(3))
@@ -85,7 +85,7 @@ class LimitsContract(Contract):
         assert await bench.released() == [3, 4, 5]
 
     @staged(StorePolicy(model_bytes=100))
-    async def test_a_model_may_have_so_many_bytes(self, bench: Bench) -> None:
+    async def test_a_model_has_a_limit_of_bytes(self, bench: Bench) -> None:
         assert not await is_refused(bench, of(60, 1))
         words = ("model s:train:0 has 60 bytes", "the 41 bytes of this one", "limit of 100")
         assert await is_refused(bench, of(41, 2), *words)
@@ -95,7 +95,7 @@ class LimitsContract(Contract):
         assert not await is_refused(bench, of(1, 1, "s:train:1"))
 
     @staged(StorePolicy(model_bytes=100, tenant_bytes=100, server_bytes=100))
-    async def test_a_request_larger_than_a_limit_is_taken_alone(self, bench: Bench) -> None:
+    async def test_a_request_larger_than_a_limit_is_accepted_alone(self, bench: Bench) -> None:
         assert not await is_refused(bench, of(1000, 1))
         assert await is_refused(bench, of(0, 2))
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
@@ -106,7 +106,7 @@ class LimitsContract(Contract):
     # --- per tenant and server --------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_jobs=3))
-    async def test_a_tenant_may_have_so_many_requests(self, bench: Bench) -> None:
+    async def test_a_tenant_has_a_limit_of_requests(self, bench: Bench) -> None:
         await bench.submit(1, 3)
         first = (await bench.store.submit(sample(1))).request_id
         assert await is_refused(bench, sample(2), "your key has 3 unfinished requests")
@@ -117,14 +117,14 @@ class LimitsContract(Contract):
         assert await is_refused(bench, sample(2))
 
     @staged(StorePolicy(tenant_bytes=100))
-    async def test_a_tenant_may_have_so_many_bytes(self, bench: Bench) -> None:
+    async def test_a_tenant_has_a_limit_of_bytes(self, bench: Bench) -> None:
         assert not await is_refused(bench, of(60, 1))
         assert await is_refused(bench, of(41, 1, "s:train:1"), "60 bytes", "limit of 100")
         assert not await is_refused(bench, of(40, 1, "s:train:1"))
         assert not await is_refused(bench, of(100, 1, "t:train:0", tenant="bob"))
 
     @staged(StorePolicy(server_jobs=3))
-    async def test_the_server_may_have_so_many_requests(self, bench: Bench) -> None:
+    async def test_the_server_has_a_limit_of_requests(self, bench: Bench) -> None:
         for name in ("alice", "bob", "carol"):
             assert not await is_refused(bench, sample(1, tenant=name))
         assert await is_refused(bench, sample(1, tenant="dave"), "the server has 3 unfinished")
@@ -133,24 +133,24 @@ class LimitsContract(Contract):
         assert not await is_refused(bench, sample(1, tenant="dave"))
 
     @staged(StorePolicy(server_bytes=100))
-    async def test_the_server_may_have_so_many_bytes(self, bench: Bench) -> None:
+    async def test_the_server_has_a_limit_of_bytes(self, bench: Bench) -> None:
         assert not await is_refused(bench, of(60, 1))
         bobs = "t:train:0"
         assert await is_refused(bench, of(41, 1, bobs, "bob"), "the server", "limit of 100")
         assert not await is_refused(bench, of(40, 1, bobs, "bob"))
 
     @staged(StorePolicy(tenant_jobs=5))
-    async def test_calls_that_come_together_cannot_pass_a_limit(self, bench: Bench) -> None:
+    async def test_concurrent_calls_cannot_exceed_a_limit(self, bench: Bench) -> None:
         refused = await asyncio.gather(*(is_refused(bench, sample(seq)) for seq in range(20)))
         assert refused.count(False) == 5
 
     # --- what is never refused --------------------------------------------------------------------
 
     @staged(StorePolicy(model_jobs=2, tenant_jobs=2, model_bytes=40, tenant_bytes=40))
-    async def test_what_a_model_waits_for_is_let_in(self, bench: Bench) -> None:
-        """Without it, what is held behind the gap would never end."""
+    async def test_a_request_that_a_model_waits_for_is_accepted(self, bench: Bench) -> None:
+        """Without it, the requests held behind the gap would never end."""
         await bench.submit(3, 4)
-        assert await is_refused(bench, job(2))  # something else must come first
+        assert await is_refused(bench, job(2))  # an earlier request is missing
         assert await is_refused(bench, job(5))
         assert not await is_refused(bench, of(1000, 1))
         assert await is_refused(bench, job(2))  # 1 can run, so nothing is stuck
@@ -159,12 +159,14 @@ class LimitsContract(Contract):
         assert await bench.released() == [2, 3, 4]
 
     @staged(StorePolicy(server_jobs=2, model_jobs=2))
-    async def test_the_servers_limit_holds_for_what_a_model_waits_for(self, bench: Bench) -> None:
+    async def test_the_servers_limit_also_holds_for_a_request_that_a_model_waits_for(
+        self, bench: Bench
+    ) -> None:
         await bench.submit(2, 3)
         assert await is_refused(bench, job(1), "the server")
 
     @staged(StorePolicy(server_bytes=40))
-    async def test_so_does_its_limit_of_bytes(self, bench: Bench) -> None:
+    async def test_the_servers_limit_of_bytes_holds_for_it_too(self, bench: Bench) -> None:
         assert not await is_refused(bench, of(30, 2))
         assert await is_refused(bench, of(11, 1), "the server")
         assert not await is_refused(bench, of(10, 1))
@@ -191,7 +193,7 @@ class LimitsContract(Contract):
         assert await is_refused(bench, sample(3), "2 unfinished")
 
     @staged(StorePolicy(model_jobs=1, tenant_jobs=1, server_jobs=1))
-    async def test_no_limit_keeps_a_model_from_being_unloaded(self, bench: Bench) -> None:
+    async def test_no_limit_stops_a_model_from_being_unloaded(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.submit(1)
@@ -211,7 +213,7 @@ class LimitsContract(Contract):
         assert [each.kind for each in await bench.take()] == [JobKind.CREATE_MODEL]
 
     @staged(StorePolicy(tenant_jobs=2, tenant_bytes=600))
-    async def test_whatever_ends_a_request_makes_room(self, bench: Bench) -> None:
+    async def test_every_end_of_a_request_makes_room(self, bench: Bench) -> None:
         async def is_full() -> bool:
             return await is_refused(bench, sample(99))
 
@@ -232,7 +234,8 @@ class LimitsContract(Contract):
             await bench.lease(f"{bench.epoch + 1}th process")
         await bench.submit(7)
         assert await is_full()
-        await bench.store.end_session("s", "success")  # the gap again; there is an unload instead
+        # the gap again, but now an unload takes the room
+        await bench.store.end_session("s", "success")
         assert await is_full()
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
         await bench.submit(1, 3, model_id="s:train:1")
@@ -246,7 +249,7 @@ class LimitsContract(Contract):
         assert await is_full()
 
     @staged(StorePolicy(tenant_bytes=40))
-    async def test_a_payload_kept_for_the_log_takes_no_room(self, bench: Bench) -> None:
+    async def test_a_payload_stored_for_the_log_takes_no_room(self, bench: Bench) -> None:
         await bench.submit(1, payload=bytes(40))
         await bench.finish_changed(1)
         assert not await is_refused(bench, of(40, 2))
@@ -254,7 +257,7 @@ class LimitsContract(Contract):
     # --- models -----------------------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_models=2, waiting_models=0))
-    async def test_a_tenant_may_have_so_many_models(self, bench: Bench) -> None:
+    async def test_a_tenant_has_a_limit_of_models(self, bench: Bench) -> None:
         for n in (0, 1):
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key, status=ModelStatus.CREATING))
@@ -272,7 +275,7 @@ class LimitsContract(Contract):
     # --- of one tenant ----------------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_jobs=2, tenant_models=1, waiting_models=0))
-    async def test_a_tenants_own_limits_go_before_those_of_all(self, bench: Bench) -> None:
+    async def test_a_tenants_own_limits_override_the_general_ones(self, bench: Bench) -> None:
         await bench.store.put_record(tenant(max_jobs=3, max_models=2))
         await bench.store.put_record(tenant("bob", max_jobs=0, max_checkpoints=7))
         for n in (0, 1):
@@ -288,7 +291,7 @@ class LimitsContract(Contract):
         assert await is_refused(bench, sample(3, tenant="carol"), "your key has 2 unfinished")
 
     @staged(StorePolicy(tenant_jobs=2, tenant_models=1, waiting_models=0))
-    async def test_a_limit_that_a_tenant_does_not_have_is_that_of_all(self, bench: Bench) -> None:
+    async def test_a_limit_that_a_tenant_lacks_is_the_general_one(self, bench: Bench) -> None:
         await bench.store.put_record(tenant(weight=2.0))
         await bench.store.submit(create(), model())
         with pytest.raises(LimitReached, match="1 models in use"):
@@ -302,31 +305,30 @@ class LimitsContract(Contract):
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
         await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.store.submit(create("s:train:1"), model("s:train:1"))
-        with pytest.raises(LimitReached):  # nothing of it has ended
+        with pytest.raises(LimitReached):  # none of its models has ended
             await bench.store.submit(create("s:train:2"), model("s:train:2"))
-        await bench.submit(1)  # an old model comes back whatever there is
+        await bench.submit(1)  # an old model is restored despite the limit
         assert await bench.released() == [1, 1]
 
     @staged(StorePolicy(tenant_models=2, waiting_models=0))
     async def test_the_idlest_model_is_parked_for_one_more(self, bench: Bench) -> None:
-        """A third model used to wait until one had rested for ``park_s``, a quarter of an hour."""
+        """A third model once had to wait until another had rested for ``park_s``, 15 minutes."""
         for n in (0, 1):
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key))
             await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
             bench.clock.now_s += 1
-        await bench.submit(1)  # the older one is asked for again, and has more to do
+        await bench.submit(1)  # the older model gets a request, so it is busy
         await bench.store.submit(create("s:train:2"), model("s:train:2"))
         assert (await bench.queue.renew(bench.epoch)).leaving == ["s:train:1"]
         with pytest.raises(LimitReached, match=r"2 models in use, .* too few of them are idle"):
             await bench.store.submit(create("s:train:3"), model("s:train:3"))
-        await bench.submit(1, model_id="s:train:1")  # asked for before it was parked: it stays
+        # a request arrived before the model was parked, so it stays
+        await bench.submit(1, model_id="s:train:1")
         assert (await bench.queue.renew(bench.epoch)).leaving == []
 
     @staged(StorePolicy(tenant_models=3))
-    async def test_where_the_limit_was_lowered_as_many_are_parked_as_it_takes(
-        self, bench: Bench
-    ) -> None:
+    async def test_after_lowering_the_limit_enough_models_are_parked(self, bench: Bench) -> None:
         for n in range(3):
             key = f"s:train:{n}"
             await bench.store.submit(create(key), model(key))
@@ -350,7 +352,7 @@ class LimitsContract(Contract):
         await bench.store.submit(create("t:train:0"), model("t:train:0"))
         with pytest.raises(LimitReached):
             await bench.store.submit(create("s:train:9"), model("s:train:9"))
-        await bench.store.end_session("t", "success")  # its unload is still to come
+        await bench.store.end_session("t", "success")  # its unload is still pending
         await bench.store.submit(create("s:train:9"), model("s:train:9"))
 
     @staged(StorePolicy(tenant_models=1, waiting_models=0), leased=False)
@@ -370,9 +372,9 @@ class LimitsContract(Contract):
         assert not (await _created(bench, 0, "bobs", tenant="bob")).waits
         again = await bench.store.submit(_creation("s:train:1"), model("s:train:1"))
         assert again.duplicate and again.request_id == second.request_id
-        await bench.store.submit(job(2, "s:train:1"))  # goes behind its model's creation
+        await bench.store.submit(job(2, "s:train:1"))  # comes after its model's creation
         assert await _waiting(bench, second, third) == ["held", "held"]
-        bench.clock.now_s += 10 * SweepPolicy.gap_ttl_s  # no gap: nothing is missing
+        bench.clock.now_s += 10 * SweepPolicy.gap_ttl_s  # this is not a gap: no request is missing
         await bench.store.sweep(bench.clock.now_s, SweepPolicy())
         assert await _waiting(bench, second, third) == ["held", "held"]
         assert {each.model_id for each in await bench.take()} == {"s:train:0", "bobs:train:0"}
@@ -385,15 +387,15 @@ class LimitsContract(Contract):
             0,
             1,
         ]
-        await bench.store.sweep(bench.clock.now_s, SweepPolicy())  # that one has work now
+        await bench.store.sweep(bench.clock.now_s, SweepPolicy())  # the first model has work now
         assert await _waiting(bench, third) == ["held"]
 
     @staged(StorePolicy(tenant_models=1, waiting_models=1))
-    async def test_a_new_model_does_not_overtake_one_that_waits(self, bench: Bench) -> None:
+    async def test_a_new_model_does_not_overtake_a_waiting_one(self, bench: Bench) -> None:
         first = await _created(bench, 0)
         second = await _created(bench, 1)
         await bench.finish(Outcome(first.request_id))
-        with pytest.raises(LimitReached):  # there is room now, for the one that waits
+        with pytest.raises(LimitReached):  # the free room belongs to the waiting model
             await _created(bench, 2)
         await bench.store.sweep(bench.clock.now_s, SweepPolicy())
         assert await _waiting(bench, second) == ["ready"]
@@ -417,7 +419,7 @@ class LimitsContract(Contract):
         assert await _waiting(bench, third) == ["ready"]
 
     @staged(StorePolicy(tenant_models=1, waiting_models=2))
-    async def test_a_higher_limit_lets_models_in_that_wait(self, bench: Bench) -> None:
+    async def test_a_higher_limit_admits_waiting_models(self, bench: Bench) -> None:
         submitted = [await _created(bench, n) for n in range(3)]
         await bench.store.put_record(tenant(max_models=2))
         await bench.store.sweep(bench.clock.now_s, SweepPolicy())

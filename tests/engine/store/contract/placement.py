@@ -1,4 +1,4 @@
-"""Placement: which worker gets what, and which models it is asked to give up."""
+"""Placement: the worker of each job, and the models that a worker is asked to hand over."""
 
 import asyncio
 from collections import Counter
@@ -66,7 +66,7 @@ class PlacementContract(Contract):
         assert [each.seq for each in await bench.take(epochs[1])] == [10, 11, 12]
 
     @scenario
-    async def test_models_and_samples_do_not_count_for_each_other(self, bench: Bench) -> None:
+    async def test_models_and_samples_are_balanced_separately(self, bench: Bench) -> None:
         second = await bench.join("second")
         await bench.submit(1)
         assert keys(await bench.take()) == [("s:train:0", 1)]
@@ -75,7 +75,7 @@ class PlacementContract(Contract):
         assert await bench.has_nothing(second)
 
     @scenario
-    async def test_jobs_of_another_base_model_are_not_seen(self, bench: Bench) -> None:
+    async def test_jobs_of_another_base_model_are_not_taken(self, bench: Bench) -> None:
         other = await bench.join("other", OTHER)
         await bench.submit(1)
         await bench.submit(1, model_id="s:train:1", base_model="other")
@@ -93,7 +93,7 @@ class PlacementContract(Contract):
         assert (taken.seq, taken.base_model) == (1, "other")
 
     @staged(leased=False)
-    async def test_what_no_worker_serves_waits_for_one_that_does(self, bench: Bench) -> None:
+    async def test_jobs_without_a_worker_wait_for_one_that_serves_them(self, bench: Bench) -> None:
         await bench.submit(2, 1, 4, base_model="other")
         await bench.store.submit(sample(7, base_model="other"))
         await bench.submit(1, model_id="s:train:1", base_model="other")
@@ -105,7 +105,7 @@ class PlacementContract(Contract):
         assert [each.seq for each in await bench.take(other)] == [1, 2, 7, 1, 3, 4]
 
     @scenario
-    async def test_a_parked_take_returns_when_jobs_are_placed_anew(self, bench: Bench) -> None:
+    async def test_a_parked_take_returns_when_jobs_are_placed_again(self, bench: Bench) -> None:
         await bench.submit(1, 2)
         second = await bench.join("second")
         taking = asyncio.create_task(bench.take(second))
@@ -115,13 +115,13 @@ class PlacementContract(Contract):
         assert [each.seq for each in await asyncio.wait_for(taking, 5)] == [1, 2]
 
     @scenario
-    async def test_a_cursor_sees_what_moves_here_in_the_order_of_each_model(
+    async def test_a_cursor_sees_jobs_that_move_here_in_the_order_of_each_model(
         self, bench: Bench
     ) -> None:
-        await bench.submit(1, 2)  # the first worker's
+        await bench.submit(1, 2)  # placed with the first worker
         second = await bench.join("second")
-        await bench.store.submit(sample(1))  # the first worker's
-        await bench.submit(1, model_id="s:train:1")  # the second worker's
+        await bench.store.submit(sample(1))  # placed with the first worker
+        await bench.submit(1, model_id="s:train:1")  # placed with the second worker
         await bench.submit(3, 4)
         (mine,) = await bench.take(second)
         assert mine.model_id == "s:train:1"
@@ -160,16 +160,16 @@ class PlacementContract(Contract):
     # --- giving up ------------------------------------------------------------------------------
 
     @scenario
-    async def test_a_released_model_is_placed_anew_with_its_jobs(self, bench: Bench) -> None:
+    async def test_a_handed_over_model_is_placed_again_with_its_jobs(self, bench: Bench) -> None:
         await bench.submit(1, 2, 4)
         seen = await bench.take()
         second = await bench.join("second")
         await bench.queue.unassign(bench.epoch, "s:train:0")
-        # Both have no model now; a tie goes to the worker that has been here longer.
+        # Neither worker has a model now. A tie goes to the worker that joined first.
         again = await bench.take(after=seen[-1].release)
         assert [each.seq for each in again] == [1, 2]
-        await bench.submit(1, model_id="s:train:1")  # the second worker's
-        await bench.submit(1, model_id="s:train:2")  # the first worker's
+        await bench.submit(1, model_id="s:train:1")  # placed with the second worker
+        await bench.submit(1, model_id="s:train:2")  # placed with the first worker
         await bench.queue.unassign(bench.epoch, "s:train:2")
         await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.submit(3)
@@ -187,7 +187,9 @@ class PlacementContract(Contract):
             assert own in ([], [1, 2, 3, 4])
 
     @scenario
-    async def test_a_model_released_without_jobs_is_placed_by_its_next(self, bench: Bench) -> None:
+    async def test_a_model_handed_over_without_jobs_is_placed_by_its_next(
+        self, bench: Bench
+    ) -> None:
         await bench.submit(1)
         await bench.submit(1, model_id="s:train:1")
         await bench.finish(*(Outcome(each.request_id) for each in await bench.take()))
@@ -197,7 +199,9 @@ class PlacementContract(Contract):
         assert keys(await bench.take(second)) == [("s:train:0", 2)]
 
     @scenario
-    async def test_releasing_what_is_not_here_changes_nothing(self, bench: Bench) -> None:
+    async def test_handing_over_a_model_of_another_worker_changes_nothing(
+        self, bench: Bench
+    ) -> None:
         await bench.submit(1)
         second = await bench.join("second")
         before = await bench.take()
@@ -206,7 +210,7 @@ class PlacementContract(Contract):
         assert await bench.take() == before
 
     @scenario
-    async def test_a_worker_gives_half_of_what_it_has_more_to_a_new_one(self, bench: Bench) -> None:
+    async def test_a_worker_hands_over_half_of_its_surplus_to_a_new_one(self, bench: Bench) -> None:
         for key in MODELS[:5]:
             await bench.submit(1, model_id=key)
         assert (await bench.queue.renew(bench.epoch)).leaving == []
@@ -227,13 +231,13 @@ class PlacementContract(Contract):
         assert (await bench.queue.renew(second)).leaving == []
 
     @scenario
-    async def test_one_model_more_is_no_reason_to_move_it(self, bench: Bench) -> None:
+    async def test_a_surplus_of_one_model_moves_nothing(self, bench: Bench) -> None:
         await bench.submit(1)
         await bench.join("second")
         assert (await bench.queue.renew(bench.epoch)).leaving == []
 
     @scenario
-    async def test_an_idle_model_is_to_be_parked_until_its_next_request(self, bench: Bench) -> None:
+    async def test_an_idle_model_is_parked_until_its_next_request(self, bench: Bench) -> None:
         policy = SweepPolicy(park_s=900)
         for key in MODELS[:3]:
             await bench.submit(1, model_id=key)
@@ -251,7 +255,7 @@ class PlacementContract(Contract):
         assert (await bench.queue.renew(bench.epoch)).leaving == []
 
     @scenario
-    async def test_a_parked_model_comes_back_with_its_next_request(self, bench: Bench) -> None:
+    async def test_a_parked_model_is_restored_by_its_next_request(self, bench: Bench) -> None:
         await bench.store.put_record(model())
         await bench.submit(1)
         await bench.finish(Outcome(bench.ids[1]))
@@ -266,8 +270,8 @@ class PlacementContract(Contract):
     # --- who serves what ------------------------------------------------------------------------
 
     @scenario
-    async def test_a_base_model_has_one_revision_by_its_name(self, bench: Bench) -> None:
-        """What was trained on one would go on with the weights of another, and nobody would see."""
+    async def test_a_base_model_name_has_one_revision(self, bench: Bench) -> None:
+        """Otherwise a model would silently continue on the weights of another revision."""
         first, second = (replace(INFO, revision=letter * 40) for letter in "ab")
         await bench.join("pinned", first)
         known, other = first.revision, second.revision
@@ -289,7 +293,9 @@ class PlacementContract(Contract):
         assert found == {"tiny": ("a" * 40, 4), "tiny-b": ("b" * 40, 1)}
 
     @scenario
-    async def test_served_names_every_base_model_and_who_is_alive(self, bench: Bench) -> None:
+    async def test_base_models_lists_every_base_model_and_its_living_workers(
+        self, bench: Bench
+    ) -> None:
         assert await bench.store.base_models() == [ServedModel(INFO, 1, START_S)]
         other = await bench.join("other", OTHER)
         bench.clock.now_s += 3
@@ -302,22 +308,23 @@ class PlacementContract(Contract):
         bench.clock.now_s += 3
         newer = replace(INFO, context_length=2048)
         await bench.join("third", newer)
-        bench.clock.now_s += 1  # the first was silent for 7 s, the time to live is 6
+        bench.clock.now_s += 1  # the first was silent for 7 s, and the time to live is 6
         assert await bench.store.base_models() == [
             ServedModel(OTHER, 0, START_S),
             ServedModel(newer, 2, START_S + 6),
         ]
 
     @scenario
-    async def test_workers_tell_figures_until_they_are_gone(self, bench: Bench) -> None:
+    async def test_workers_report_metrics_until_they_are_gone(self, bench: Bench) -> None:
         second = await bench.join("second")
         other = await bench.join("other", OTHER)
         assert [each.metrics for each in await bench.store.base_models()] == [{}, {}]
         await bench.queue.renew(bench.epoch, {"units_total": 1.0, "adapters": 2.0})
-        await bench.queue.renew(bench.epoch, {"units_total": 3.5e9})  # in place of those before
+        # these replace the previous metrics
+        await bench.queue.renew(bench.epoch, {"units_total": 3.5e9})
         await bench.queue.renew(second, {})
         await bench.queue.renew(other, {"ready": 0.0})
-        await bench.queue.renew(other)  # nothing new
+        await bench.queue.renew(other)  # no new metrics
         told = {each.info.name: each.metrics for each in await bench.store.base_models()}
         assert told == {
             INFO.name: {"worker": {"units_total": 3.5e9}, "second": {}},
@@ -329,16 +336,14 @@ class PlacementContract(Contract):
         assert left == {INFO.name: {"second": {}}, OTHER.name: {}}
 
     @scenario
-    async def test_figures_of_a_worker_that_is_silent_are_old(self, bench: Bench) -> None:
+    async def test_the_metrics_of_a_silent_worker_are_dropped(self, bench: Bench) -> None:
         await bench.queue.renew(bench.epoch, {"ready": 1.0})
         bench.clock.now_s += 7
         (served,) = await bench.store.base_models()
         assert (served.workers, served.metrics) == (0, {})
 
     @scenario
-    async def test_a_successor_does_not_tell_what_the_worker_before_told(
-        self, bench: Bench
-    ) -> None:
+    async def test_a_successor_does_not_report_its_predecessors_metrics(self, bench: Bench) -> None:
         await bench.queue.renew(bench.epoch, {"units_total": 7.0})
         await bench.lease("another")
         (served,) = await bench.store.base_models()
@@ -349,8 +354,10 @@ class PlacementContract(Contract):
         assert await bench.store.base_models() == []
 
     @scenario
-    async def test_a_failed_or_ended_model_leaves_its_place_to_others(self, bench: Bench) -> None:
-        """Its worker would seem to have more than it has."""
+    async def test_a_failed_or_ended_model_does_not_count_for_its_worker(
+        self, bench: Bench
+    ) -> None:
+        """Otherwise its worker would seem to have more models than it has."""
         await bench.join("second")
         for n in range(3):
             await bench.store.put_record(model(f"s:train:{n}"))

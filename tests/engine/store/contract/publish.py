@@ -1,4 +1,4 @@
-"""What workers tell of samples on their way, and who hears it."""
+"""Workers publish the tokens of running samples, and subscribers receive them."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ BYTES = bytes(range(256))
 
 
 async def told(heard: Subscription, count: int) -> TokenEvents:
-    """The next so many parts."""
+    """The next ``count`` parts."""
     found: TokenEvents = []
     async with asyncio.timeout(5):
         while len(found) < count:
@@ -21,7 +21,7 @@ async def told(heard: Subscription, count: int) -> TokenEvents:
 
 class ProgressContract(Contract):
     @scenario
-    async def test_who_listens_hears_every_part_in_order(self, bench: Bench) -> None:
+    async def test_a_subscriber_receives_every_part_in_order(self, bench: Bench) -> None:
         heard = bench.store.subscribe(["a/0", "a/1"])
         parts = [EncodedTokenDelta(n % 3, n, BYTES[n:]) for n in range(5)]
         waiting = asyncio.create_task(told(heard, 4))
@@ -39,7 +39,7 @@ class ProgressContract(Contract):
         assert await told(heard, 1) == [("a/1", parts[4])]
 
     @scenario
-    async def test_each_hears_what_he_listens_to(self, bench: Bench) -> None:
+    async def test_each_subscriber_receives_its_own_topics(self, bench: Bench) -> None:
         one, other = bench.store.subscribe(["one"]), bench.store.subscribe(["other"])
         await bench.queue.publish_tokens(
             {"one": [EncodedTokenDelta(0, 0, b"1")], "other": [EncodedTokenDelta(0, 0, b"2")]}
@@ -48,7 +48,7 @@ class ProgressContract(Contract):
         assert await told(one, 1) == [("one", EncodedTokenDelta(0, 0, b"1"))]
 
     @scenario
-    async def test_nothing_is_kept_for_who_listens_later(self, bench: Bench) -> None:
+    async def test_nothing_is_stored_for_later_subscribers(self, bench: Bench) -> None:
         first = bench.store.subscribe(["a"])
         await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 0, b"early")]})
         await told(first, 1)
@@ -56,13 +56,13 @@ class ProgressContract(Contract):
         await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 1, b"unheard")]})
         mark = bench.store.subscribe(["mark"])
         await bench.queue.publish_tokens({"mark": [EncodedTokenDelta(0, 0, b"")]})
-        await told(mark, 1)  # what was told before has come too
+        await told(mark, 1)  # earlier parts have arrived too
         heard = bench.store.subscribe(["a"])
         await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 2, b"late")]})
         assert await told(heard, 1) == [("a", EncodedTokenDelta(0, 2, b"late"))]
 
     @scenario
-    async def test_hearing_of_a_sample_changes_nothing_of_how_it_ends(self, bench: Bench) -> None:
+    async def test_publishing_tokens_changes_nothing_about_the_result(self, bench: Bench) -> None:
         request_id = (await bench.store.submit(sample(1))).request_id
         heard = bench.store.subscribe(["a"])
         await bench.queue.publish_tokens({"a": [EncodedTokenDelta(0, 0, b"part")]})

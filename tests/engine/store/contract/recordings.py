@@ -1,4 +1,4 @@
-"""What samples have drawn, kept for training that refers to it."""
+"""Recordings of samples, stored for training that refers to them."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ POLICY = SweepPolicy(session_ttl_s=1e9, result_ttl_s=1e9)
 
 
 async def draw(bench: Bench, *seqs: int, size: int = 100, tenant: str = "alice") -> None:
-    """Samples end that were to be recorded: each as so many times its number."""
+    """End samples that were to be recorded. Each body repeats its number ``size`` times."""
     for seq in seqs:
         submitted = await bench.store.submit(sample(seq, tenant=tenant))
         body = bytes([seq % 256]) * size
@@ -32,7 +32,7 @@ async def draw(bench: Bench, *seqs: int, size: int = 100, tenant: str = "alice")
 
 
 async def kept(bench: Bench, *seqs: int, tenant: str = "alice") -> list[int | Gone]:
-    """The number that each sample was recorded as, or why it is not there."""
+    """The number recorded for each sample, or the reason why the recording is missing."""
     found = []
     for seq in seqs:
         (one,) = await bench.store.recordings(tenant, [SampleKey("s:sample:0", seq)])
@@ -46,7 +46,7 @@ async def use(bench: Bench, *seqs: int) -> None:
 
 class RecordingsContract(Contract):
     @scenario
-    async def test_what_a_sample_has_drawn_can_be_read_by_its_key(self, bench: Bench) -> None:
+    async def test_a_recording_can_be_read_by_its_sample_key(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         await draw(bench, 1, 2**62 + 3)
         keys = [SampleKey("s:sample:0", seq) for seq in (2**62 + 3, 7, 1)]
@@ -56,9 +56,7 @@ class RecordingsContract(Contract):
         assert await bench.store.recordings("alice", []) == []
 
     @scenario
-    async def test_only_samples_that_ask_for_it_and_end_well_are_recorded(
-        self, bench: Bench
-    ) -> None:
+    async def test_only_successful_samples_that_ask_for_it_are_recorded(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         ids = [(await bench.store.submit(sample(seq))).request_id for seq in (1, 2, 3)]
         await bench.store.cancel(ids[0])
@@ -80,9 +78,7 @@ class RecordingsContract(Contract):
         assert await kept(bench, 2, tenant="bob") == [Gone.UNKNOWN]
 
     @scenario
-    async def test_each_use_restarts_the_time_after_which_one_is_dropped(
-        self, bench: Bench
-    ) -> None:
+    async def test_each_use_restarts_the_retention_of_a_recording(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         await draw(bench, 1, 2)
         bench.clock.now_s = START_S + 0.75 * DAY_S
@@ -92,7 +88,9 @@ class RecordingsContract(Contract):
         assert await kept(bench, 1, 2) == [Gone.UNUSED, 2]
 
     @scenario
-    async def test_why_one_was_dropped_is_known_for_as_long_again(self, bench: Bench) -> None:
+    async def test_the_reason_for_dropping_a_recording_is_known_for_as_long_again(
+        self, bench: Bench
+    ) -> None:
         await bench.store.put_record(sampler())
         await draw(bench, 1)
         for days, found in ((1.1, Gone.UNUSED), (1.9, Gone.UNUSED), (2.1, Gone.UNKNOWN)):
@@ -101,7 +99,7 @@ class RecordingsContract(Contract):
             assert await kept(bench, 1) == [found]
 
     @scenario
-    async def test_of_a_tenant_with_too_many_those_used_longest_ago_are_dropped(
+    async def test_above_a_tenants_limit_the_least_recently_used_are_dropped(
         self, bench: Bench
     ) -> None:
         await bench.store.put_record(sampler())
@@ -113,13 +111,13 @@ class RecordingsContract(Contract):
         policy = SweepPolicy(recording_bytes=2 * COUNTED + 50)
         await bench.store.sweep(bench.clock.now_s, policy)
         assert await kept(bench, 1, 2, 3, 4) == [1, Gone.NO_ROOM, Gone.NO_ROOM, 4]
-        await draw(bench, 5)  # what was dropped does not count any more
+        await draw(bench, 5)  # dropped recordings no longer count
         await bench.store.sweep(bench.clock.now_s, SweepPolicy(recording_bytes=3 * COUNTED))
         assert await kept(bench, 1, 4, 5) == [1, 4, 5]
 
     @scenario
-    async def test_one_sweep_drops_all_that_are_too_many(self, bench: Bench) -> None:
-        """However few of them go in a step."""
+    async def test_one_sweep_drops_all_recordings_above_the_limit(self, bench: Bench) -> None:
+        """This holds however few recordings a step drops."""
         await bench.store.put_record(sampler())
         for seq in range(1, 13):
             bench.clock.now_s += 1
@@ -130,14 +128,14 @@ class RecordingsContract(Contract):
         assert await kept(bench, *range(1, 13)) == [Gone.NO_ROOM] * 9 + [10, 11, 12]
 
     @scenario
-    async def test_the_only_one_stays_however_large(self, bench: Bench) -> None:
+    async def test_the_only_recording_stays_at_any_size(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         await draw(bench, 1, size=1000)
         await bench.store.sweep(bench.clock.now_s, SweepPolicy(recording_bytes=250))
         assert await kept(bench, 1) == [1]
 
     @scenario
-    async def test_a_tenants_recordings_make_no_room_for_anothers(self, bench: Bench) -> None:
+    async def test_a_tenants_recordings_are_not_dropped_for_anothers(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         await draw(bench, 1, 2)
         other = sampler("t:sample:0")
@@ -153,7 +151,7 @@ class RecordingsContract(Contract):
         assert found.count(Gone.NO_ROOM) == 1
 
     @scenario
-    async def test_those_of_an_ended_session_are_dropped_and_no_more_come(
+    async def test_recordings_of_an_ended_session_are_dropped_and_no_more_are_stored(
         self, bench: Bench
     ) -> None:
         await bench.store.put_record(session())
@@ -167,9 +165,7 @@ class RecordingsContract(Contract):
         assert await kept(bench, 1, 2) == [Gone.UNKNOWN] * 2
 
     @scenario
-    async def test_a_sample_that_was_forgotten_and_comes_again_is_recorded_anew(
-        self, bench: Bench
-    ) -> None:
+    async def test_a_forgotten_sample_that_runs_again_is_recorded_again(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         await draw(bench, 1, size=100)
         bench.clock.now_s += 100
@@ -184,7 +180,9 @@ class RecordingsContract(Contract):
         assert await kept(bench, 1, 2) == [7, 2]  # the first 100 bytes are no longer counted
 
     @scenario
-    async def test_an_answer_has_as_many_as_one_message_carries(self, bench: Bench) -> None:
+    async def test_an_answer_has_as_many_recordings_as_one_message_carries(
+        self, bench: Bench
+    ) -> None:
         await bench.store.put_record(sampler())
         size = refusals.RECORDINGS_BYTES // 2 - refusals.RECORDING_BYTES
         await draw(bench, 1, 2, 3, size=size)

@@ -1,4 +1,4 @@
-"""Records: stored, listed, changed."""
+"""Records: storing, listing and changing them."""
 
 import pytest
 
@@ -29,7 +29,7 @@ class RecordsContract(Contract):
     # --- records ------------------------------------------------------------------------------
 
     @scenario
-    async def test_records_come_back_as_they_went_in(self, bench: Bench) -> None:
+    async def test_records_are_read_as_they_were_written(self, bench: Bench) -> None:
         metadata = {"name": "läuft ✓", "": "\x00"}
         for record in (
             session(tags=["a"], user_metadata=metadata),
@@ -45,7 +45,7 @@ class RecordsContract(Contract):
             assert await bench.store.get_record(type(record), record.key) is None
 
     @scenario
-    async def test_put_new_keeps_what_is_there(self, bench: Bench) -> None:
+    async def test_put_new_record_returns_an_existing_record(self, bench: Bench) -> None:
         assert await bench.store.put_new_record(session(sdk_version="1")) == session(
             sdk_version="1"
         )
@@ -54,7 +54,7 @@ class RecordsContract(Contract):
         )
 
     @scenario
-    async def test_an_update_changes_only_what_it_names(self, bench: Bench) -> None:
+    async def test_an_update_changes_only_the_fields_that_it_names(self, bench: Bench) -> None:
         await bench.store.put_record(checkpoint())
         await bench.store.update_record(
             Update("checkpoint", checkpoint().key, {"public": True, "expires_s": 5.0}),
@@ -74,7 +74,7 @@ class RecordsContract(Contract):
         assert (await bench.store.page_of_records(KeyRecord, limit=0)).total == 3
 
     @scenario
-    async def test_a_tenants_limits_can_be_taken_back(self, bench: Bench) -> None:
+    async def test_a_tenants_limits_can_be_removed(self, bench: Bench) -> None:
         await bench.store.put_record(tenant(max_jobs=1, max_models=2))
         await bench.store.update_record(
             Update("tenant", "alice", {"max_jobs": None, "weight": 2.0})
@@ -84,7 +84,7 @@ class RecordsContract(Contract):
         )
 
     @scenario
-    async def test_an_update_that_does_not_fit_changes_nothing(self, bench: Bench) -> None:
+    async def test_an_invalid_update_changes_nothing(self, bench: Bench) -> None:
         await bench.store.put_record(checkpoint())
         good = Update("checkpoint", checkpoint().key, {"public": True})
         for changes in ({"colour": "red"}, {"size_bytes": "many"}, {"key": "other"}):

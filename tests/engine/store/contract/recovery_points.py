@@ -1,4 +1,4 @@
-"""Recovery points and the log: enough to rebuild a model's state, and no more than is needed."""
+"""Recovery points and the log suffice to restore a model's state, and hold no more than needed."""
 
 import hashlib
 from unittest import mock
@@ -26,7 +26,7 @@ from tuneserve_engine.store.errors import ResultDropped
 
 
 async def train(bench: Bench, *seqs: int) -> None:
-    """These requests have changed the model."""
+    """End these requests, which have changed the model."""
     if await bench.store.get_record(type(model()), "s:train:0") is None:
         await bench.store.put_record(model())
     await bench.submit(*seqs)
@@ -46,7 +46,7 @@ class PointsContract(Contract):
     # --- the log ----------------------------------------------------------------------------------
 
     @scenario
-    async def test_the_log_is_what_is_needed_to_do_it_again(self, bench: Bench) -> None:
+    async def test_the_log_has_everything_that_replay_needs(self, bench: Bench) -> None:
         await bench.store.put_record(model())
         await bench.submit(1, kind=JobKind.FORWARD_BACKWARD, payload=b"\x00\xff")
         await bench.submit(2)
@@ -62,7 +62,7 @@ class PointsContract(Contract):
         ]
 
     @scenario
-    async def test_the_log_has_only_what_changed_the_model(self, bench: Bench) -> None:
+    async def test_the_log_has_only_requests_that_changed_the_model(self, bench: Bench) -> None:
         await bench.submit(1, 2, 3, 4, 5)
         await bench.submit(1, model_id="s:train:1")
         ids = {each.seq: each.request_id for each in await bench.take() if each.scope[-1] == "0"}
@@ -80,7 +80,7 @@ class PointsContract(Contract):
         assert await bench.queue.read_log(bench.epoch, "unknown", start=0) == []
 
     @scenario
-    async def test_the_log_comes_in_pages(self, bench: Bench) -> None:
+    async def test_the_log_is_read_in_pages(self, bench: Bench) -> None:
         for seq in range(1, 6):
             await bench.submit(seq, payload=bytes(400))
         await bench.finish_changed(1, 2, 3, 4, 5)
@@ -95,7 +95,7 @@ class PointsContract(Contract):
             assert await logged(bench) == [1]
 
     @scenario
-    async def test_a_take_carries_as_much_as_one_message(self, bench: Bench) -> None:
+    async def test_a_take_returns_as_much_as_one_message_holds(self, bench: Bench) -> None:
         await bench.submit(1, 2, 3, payload=bytes(400))
         with mock.patch.object(refusals, "TAKE_BYTES", 1000):
             assert [each.seq for each in await bench.take()] == [1, 2]
@@ -131,7 +131,7 @@ class PointsContract(Contract):
         assert await points(bench, "s:train:1") == []
 
     @scenario
-    async def test_two_points_may_be_of_the_same_position(self, bench: Bench) -> None:
+    async def test_two_points_may_have_the_same_position(self, bench: Bench) -> None:
         await train(bench, 1)
         again = point(1, file_id="again")
         await bench.queue.save_point(bench.epoch, point(1))
@@ -140,7 +140,7 @@ class PointsContract(Contract):
 
     @scenario
     async def test_a_point_that_is_saved_again_counts_once(self, bench: Bench) -> None:
-        """Its answer was lost. It must not take the place of the one to fall back on."""
+        """The answer to the first save was lost. The second must not replace the older point."""
         await train(bench, 1, 2, 3)
         await bench.queue.save_point(bench.epoch, point(1))
         await bench.queue.save_point(bench.epoch, point(3))
@@ -149,10 +149,10 @@ class PointsContract(Contract):
         assert await logged(bench) == [2, 3]
 
     @scenario
-    async def test_the_log_starts_where_the_older_point_does(self, bench: Bench) -> None:
+    async def test_the_log_starts_at_the_older_point(self, bench: Bench) -> None:
         await train(bench, 1, 2, 3, 4)
         await bench.queue.save_point(bench.epoch, point(2))
-        assert await logged(bench) == [1, 2, 3, 4]  # all there is if the file cannot be read
+        assert await logged(bench) == [1, 2, 3, 4]  # the whole log, in case the file cannot be read
         await bench.queue.save_point(bench.epoch, point(3))
         assert await logged(bench) == [3, 4]
         await bench.queue.save_point(bench.epoch, point(4))
@@ -161,7 +161,7 @@ class PointsContract(Contract):
         assert outcome is not None and outcome.body == b"result 1"
 
     @scenario
-    async def test_a_point_covers_only_what_has_ended(self, bench: Bench) -> None:
+    async def test_a_point_covers_only_ended_requests(self, bench: Bench) -> None:
         await bench.store.put_record(model())
         await bench.submit(1, 2, 4)
         await bench.finish_changed(2)
@@ -171,11 +171,11 @@ class PointsContract(Contract):
         await bench.queue.save_point(bench.epoch, point(0))
         await bench.finish_changed(1)
         with pytest.raises(ValueError, match="position 2 has not ended"):
-            await bench.queue.save_point(bench.epoch, point(3))  # its request has not come yet
+            await bench.queue.save_point(bench.epoch, point(3))  # its request has not arrived yet
         assert await points(bench) == [point(0)]
 
     @scenario
-    async def test_spent_positions_have_ended(self, bench: Bench) -> None:
+    async def test_used_positions_have_ended(self, bench: Bench) -> None:
         await bench.store.put_record(model())
         await bench.submit(1)
         await bench.submit(2, rejection=Rejection("bad"))
@@ -187,7 +187,7 @@ class PointsContract(Contract):
         assert await points(bench) == [point(4), point(2)]
 
     @scenario
-    async def test_points_come_in_order(self, bench: Bench) -> None:
+    async def test_points_are_saved_in_order(self, bench: Bench) -> None:
         await train(bench, 1, 2)
         await bench.queue.save_point(bench.epoch, point(2))
         with pytest.raises(ValueError, match="one at 2 already"):
@@ -195,7 +195,7 @@ class PointsContract(Contract):
         assert await points(bench) == [point(2)]
 
     @scenario
-    async def test_a_point_of_a_model_that_is_elsewhere_is_ignored(self, bench: Bench) -> None:
+    async def test_a_point_of_a_model_placed_elsewhere_is_ignored(self, bench: Bench) -> None:
         await train(bench, 1)
         await bench.queue.unassign(bench.epoch, "s:train:0")
         await bench.queue.save_point(bench.epoch, point(1))
@@ -207,14 +207,14 @@ class PointsContract(Contract):
         assert await points(bench) == [point(1)]
 
     @scenario
-    async def test_a_point_of_a_model_that_is_gone_is_ignored(self, bench: Bench) -> None:
+    async def test_a_point_of_a_missing_model_is_ignored(self, bench: Bench) -> None:
         await bench.queue.save_point(bench.epoch, point(0, "unknown"))
         assert await points(bench, "unknown") == []
         await train(bench, 1)
         await bench.store.put_record(session())
         await bench.store.end_session("s", "success")
         (unload,) = await bench.take()
-        await bench.queue.save_point(bench.epoch, point(1))  # not gone yet
+        await bench.queue.save_point(bench.epoch, point(1))  # the model still exists
         assert await points(bench) == [point(1)]
         await bench.finish(Outcome(unload.request_id))
         await bench.queue.save_point(bench.epoch, point(1))
@@ -260,7 +260,7 @@ class PointsContract(Contract):
         await bench.submit(2)
         lost = Update("model", "s:train:0", {"status": ModelStatus.LOST})
         await bench.finish(Outcome(bench.ids[2], rejection=Rejection("no"), updates=(lost,)))
-        assert await bench.store.files_in_use() == {"point-1"}  # somebody may look into it
+        assert await bench.store.files_in_use() == {"point-1"}  # an operator may inspect it
         await bench.store.end_session("s", "success")
         assert await bench.store.files_in_use() == set()
         assert await bench.status() is ModelStatus.LOST
@@ -287,7 +287,7 @@ class PointsContract(Contract):
         assert await bench.store.files_in_use() == in_use
 
     @scenario
-    async def test_files_of_kept_points_are_in_use(self, bench: Bench) -> None:
+    async def test_files_of_stored_points_are_in_use(self, bench: Bench) -> None:
         await train(bench, 1, 2, 3)
         for position, want in (
             (1, {"point-1"}),
@@ -311,11 +311,9 @@ class PointsContract(Contract):
         assert await bench.store.files_in_use() == {"point-1", "point-2"}
 
     @scenario
-    async def test_files_of_records_that_name_others_or_are_deleted_are_released(
-        self, bench: Bench
-    ) -> None:
+    async def test_files_of_changed_or_deleted_records_are_released(self, bench: Bench) -> None:
         await bench.store.put_record(session())
-        for file_id in ("first", "first", "second"):  # saved again under its name
+        for file_id in ("first", "first", "second"):  # saved again under the same name
             await bench.store.put_record(checkpoint(file_id=file_id))
         assert await bench.store.released_files() == {"first"}
         await bench.store.put_record(sampler(file_id="of a sampler"))
@@ -334,7 +332,7 @@ class PointsContract(Contract):
         assert await bench.store.released_files() == {"second", "expired"}
 
     @scenario
-    async def test_files_of_points_that_are_dropped_are_released(self, bench: Bench) -> None:
+    async def test_files_of_dropped_points_are_released(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await train(bench, 1, 2, 3)
         for position, want in ((1, set()), (2, set()), (3, {"point-1"}), (3, {"point-1"})):
@@ -345,8 +343,8 @@ class PointsContract(Contract):
         assert await bench.store.released_files() == {"point-1", "point-2", "point-3"}
 
     @scenario
-    async def test_the_file_of_a_save_that_came_to_nothing_is_released(self, bench: Bench) -> None:
-        """It may be there: tenants could leave any number of files that nobody ever names."""
+    async def test_the_file_of_a_failed_save_is_released(self, bench: Bench) -> None:
+        """The file may exist: otherwise tenants could leave any number of files without a name."""
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.store.put_record(checkpoint(file_id="taken"))

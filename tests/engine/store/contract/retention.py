@@ -1,4 +1,4 @@
-"""Limits on sessions, and what becomes of sessions that ended and of all that belongs to them."""
+"""Limits on sessions, and the removal of ended sessions with everything that belongs to them."""
 
 from tests.engine.store.contract.bench import (
     START_S,
@@ -32,7 +32,7 @@ POLICY = SweepPolicy(ended_session_ttl_s=30 * DAY_S, sample_ttl_s=1e9)
 
 
 async def refused(bench: Bench, new: Record) -> tuple[str, int] | None:
-    """The words and the ``Retry-After`` with which the store turns a new record away."""
+    """The words and the ``Retry-After`` with which the store refuses a new record."""
     try:
         await bench.store.put_new_record(new)
     except LimitReached as error:
@@ -43,7 +43,7 @@ async def refused(bench: Bench, new: Record) -> tuple[str, int] | None:
 
 
 async def sweep(bench: Bench, days: float) -> None:
-    """A sweep so many days after the start."""
+    """Sweep this many days after the start."""
     bench.clock.now_s = START_S + days * DAY_S
     await bench.store.sweep(bench.clock.now_s, POLICY)
 
@@ -56,7 +56,7 @@ async def left(bench: Bench) -> set[str]:
 
 
 async def unload(bench: Bench) -> None:
-    """The worker does all that it has: the unloads of ended models, here."""
+    """Let the worker finish all its jobs, here the unloads of ended models."""
     taken = await bench.take()
     assert {each.kind for each in taken} == {JobKind.UNLOAD_MODEL}
     await bench.finish(*(Outcome(each.request_id) for each in taken))
@@ -66,10 +66,10 @@ class RetentionContract(Contract):
     # --- limits -----------------------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_sessions=2))
-    async def test_a_tenant_may_have_so_many_open_sessions(self, bench: Bench) -> None:
+    async def test_a_tenant_has_a_limit_of_open_sessions(self, bench: Bench) -> None:
         for key in "ab":
             assert await refused(bench, session(key)) is None
-        assert await refused(bench, session("b")) is None  # there already
+        assert await refused(bench, session("b")) is None  # exists already
         told = await refused(bench, session("c"))
         assert told is not None and told[1] == 30
         assert "your key has 2 sessions that have not ended, and the limit is 2" in told[0]
@@ -82,7 +82,7 @@ class RetentionContract(Contract):
             assert await refused(bench, session(key)) is None
 
     @staged(StorePolicy(server_sessions=3))
-    async def test_the_server_may_have_so_many_open_sessions(self, bench: Bench) -> None:
+    async def test_the_server_has_a_limit_of_open_sessions(self, bench: Bench) -> None:
         for name in ("alice", "bob", "carol"):
             assert await refused(bench, session(name, tenant=name)) is None
         told = await refused(bench, session("dave", tenant="dave"))
@@ -91,7 +91,7 @@ class RetentionContract(Contract):
         assert await refused(bench, session("dave", tenant="dave")) is None
 
     @staged(StorePolicy(tenant_sessions_a_minute=3, tenant_samplers_a_minute=2))
-    async def test_a_tenant_may_create_so_many_records_a_minute(self, bench: Bench) -> None:
+    async def test_a_tenant_has_a_limit_of_new_records_a_minute(self, bench: Bench) -> None:
         for n in range(3):
             bench.clock.now_s = START_S + 10 * n
             assert await refused(bench, session(f"s{n}", created_s=bench.clock.now_s)) is None
@@ -108,13 +108,13 @@ class RetentionContract(Contract):
         bench.clock.now_s = START_S + 60
         assert await refused(bench, session("s3", created_s=bench.clock.now_s)) is None
         assert await refused(bench, session("s4", created_s=bench.clock.now_s)) is not None
-        bench.clock.now_s = START_S - 3600  # set back: what is in the future does not count
+        bench.clock.now_s = START_S - 3600  # set back: records from the future do not count
         assert await refused(bench, session("s4", created_s=bench.clock.now_s)) is None
 
     # --- retention --------------------------------------------------------------------------------
 
     @scenario
-    async def test_an_ended_session_is_forgotten_with_all_that_is_its_own(
+    async def test_an_ended_session_is_forgotten_with_everything_it_owns(
         self, bench: Bench
     ) -> None:
         for key in ("s", "t"):
@@ -175,7 +175,7 @@ class RetentionContract(Contract):
         assert await left(bench) == {"s", "s:train:0"}
 
     @scenario
-    async def test_a_model_that_is_still_to_be_unloaded_goes_when_it_is(self, bench: Bench) -> None:
+    async def test_a_model_with_a_pending_unload_is_forgotten_after_it(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.submit(1)
@@ -191,7 +191,9 @@ class RetentionContract(Contract):
         assert await bench.store.job_key(bench.ids[1]) is None
 
     @scenario
-    async def test_failed_and_lost_models_go_with_their_session(self, bench: Bench) -> None:
+    async def test_failed_and_lost_models_are_forgotten_with_their_session(
+        self, bench: Bench
+    ) -> None:
         await bench.store.put_record(session())
         for n, status in enumerate((ModelStatus.FAILED, ModelStatus.LOST)):
             key = f"s:train:{n}"
@@ -199,7 +201,7 @@ class RetentionContract(Contract):
             update = Update("model", key, {"status": status})
             no = Rejection("no")
             await bench.finish(Outcome(created.request_id, rejection=no, updates=(update,)))
-            await bench.store.submit(job(1, key))  # turned away, and known all the same
+            await bench.store.submit(job(1, key))  # refused, and known all the same
         await bench.store.end_session("s", "success")
         await sweep(bench, 31)
         assert await left(bench) == set()

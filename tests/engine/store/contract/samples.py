@@ -1,4 +1,4 @@
-"""What clients do beside sampling: cancel, hear of what has ended, say what they have, join."""
+"""Calls of sampling clients: cancel, receive results, acknowledge them, join."""
 
 import asyncio
 
@@ -52,7 +52,7 @@ class SamplesContract(Contract):
     # --- cancelling -----------------------------------------------------------------------------
 
     @staged(StorePolicy(tenant_jobs=1))
-    async def test_a_cancelled_sample_gives_its_place_to_another(self, bench: Bench) -> None:
+    async def test_a_cancelled_sample_makes_room_for_another(self, bench: Bench) -> None:
         (first,) = await submit(bench, 1)
         with pytest.raises(LimitReached):
             await submit(bench, 2)
@@ -60,13 +60,13 @@ class SamplesContract(Contract):
         assert await cancelled(bench, first)
         (second,) = await submit(bench, 2)
         assert keys(await bench.take()) == [("s:sample:0", 2)]
-        assert await bench.store.cancel(first)  # again: nothing is given back twice
+        assert await bench.store.cancel(first)  # again: the room is not released twice
         with pytest.raises(LimitReached):
             await submit(bench, 3)
         assert await bench.ended(second) is None
 
     @scenario
-    async def test_who_waits_for_a_sample_hears_that_it_was_cancelled(self, bench: Bench) -> None:
+    async def test_a_waiting_call_returns_when_its_sample_is_cancelled(self, bench: Bench) -> None:
         (request_id,) = await submit(bench, 1)
         waiting = asyncio.create_task(bench.store.wait(request_id, 10))
         await asyncio.sleep(0.02)
@@ -76,7 +76,7 @@ class SamplesContract(Contract):
         assert (await bench.store.submit(sample(1))).duplicate
 
     @scenario
-    async def test_its_worker_hears_of_it_once_and_what_it_finishes_is_ignored(
+    async def test_a_worker_learns_of_a_cancellation_once_and_its_result_is_ignored(
         self, bench: Bench
     ) -> None:
         second = await bench.join("second")
@@ -94,18 +94,18 @@ class SamplesContract(Contract):
         assert [each.failed for each in await ended(bench)] == [True, False]
 
     @scenario
-    async def test_a_worker_has_room_for_another_sample_in_place_of_a_cancelled_one(
+    async def test_a_worker_takes_another_sample_in_place_of_a_cancelled_one(
         self, bench: Bench
     ) -> None:
         second = await bench.join("second")
-        first, _ = await submit(bench, 1, 2)  # one for each
+        first, _ = await submit(bench, 1, 2)  # one for each worker
         await bench.store.cancel(first)
         await submit(bench, 3)
         assert keys(await bench.take()) == [("s:sample:0", 3)]
         assert keys(await bench.take(second)) == [("s:sample:0", 2)]
 
     @staged(leased=False)
-    async def test_a_sample_that_waits_for_a_worker_is_cancelled_too(self, bench: Bench) -> None:
+    async def test_a_sample_that_waits_for_a_worker_can_be_cancelled(self, bench: Bench) -> None:
         first, _ = await submit(bench, 1, 2)
         await bench.store.cancel(first)
         assert await cancelled(bench, first)
@@ -129,7 +129,7 @@ class SamplesContract(Contract):
         assert len(await ended(bench)) == 1
 
     @scenario
-    async def test_what_has_ended_stays_as_it_is(self, bench: Bench) -> None:
+    async def test_an_ended_sample_cannot_be_cancelled(self, bench: Bench) -> None:
         request_id, bad = await submit(bench, 1, 2)
         await bench.finish(Outcome(request_id, b"result"), Outcome(bad, rejection=Rejection("no")))
         before = await ended(bench)
@@ -144,7 +144,7 @@ class SamplesContract(Contract):
             await bench.ended(request_id)
 
     @scenario
-    async def test_nothing_but_samples_can_be_cancelled(self, bench: Bench) -> None:
+    async def test_only_samples_can_be_cancelled(self, bench: Bench) -> None:
         await bench.submit(1, 3)
         for seq in (1, 3):
             assert not await bench.store.cancel(bench.ids[seq])
@@ -155,7 +155,7 @@ class SamplesContract(Contract):
     # --- hearing of what has ended --------------------------------------------------------------
 
     @scenario
-    async def test_samples_are_told_in_the_order_in_which_they_end(self, bench: Bench) -> None:
+    async def test_samples_are_reported_in_the_order_in_which_they_end(self, bench: Bench) -> None:
         a, b, c = await submit(bench, 1, 2, 3)
         assert await ended(bench) == []
         await bench.finish(Outcome(b, b"four"))
@@ -175,18 +175,18 @@ class SamplesContract(Contract):
         assert await ended(bench) == told  # an answer may be lost
 
     @scenario
-    async def test_a_rejection_at_the_door_and_a_dropped_sample_are_told_too(
-        self, bench: Bench
-    ) -> None:
+    async def test_refused_and_dropped_samples_are_reported_too(self, bench: Bench) -> None:
         refused = await bench.store.submit(sample(1, rejection=Rejection("bad")))
         assert [each.failed for each in await ended(bench)] == [True]
         assert await ended_ids(bench) == [refused.request_id]
         await bench.submit(1)
-        await bench.finish(Outcome(bench.ids[1]))  # no sample
+        await bench.finish(Outcome(bench.ids[1]))  # not a sample
         assert await ended_ids(bench) == [refused.request_id]
 
     @scenario
-    async def test_who_waits_is_told_at_once_and_of_its_own_only(self, bench: Bench) -> None:
+    async def test_a_waiting_client_is_notified_at_once_and_of_its_own_samples_only(
+        self, bench: Bench
+    ) -> None:
         mine, others = await submit(bench, 1, 10**9)
 
         async def wait(timeout_s: float) -> list[Completion]:
@@ -202,7 +202,7 @@ class SamplesContract(Contract):
         assert told.request_id == mine
 
     @scenario
-    async def test_every_client_of_a_session_is_told_its_own(self, bench: Bench) -> None:
+    async def test_every_client_of_a_session_receives_its_own_results(self, bench: Bench) -> None:
         numbers = (0, 1, 7, 10**9)
         ids = {n: await submit(bench, n * 10**9, n * 10**9 + 999_999_999) for n in numbers}
         bobs = await submit(bench, 5, tenant="bob")
@@ -218,7 +218,9 @@ class SamplesContract(Contract):
     # --- saying what one has --------------------------------------------------------------------
 
     @scenario
-    async def test_what_a_client_has_is_dropped_and_told_no_more(self, bench: Bench) -> None:
+    async def test_acknowledged_results_are_dropped_and_not_reported_again(
+        self, bench: Bench
+    ) -> None:
         a, b, running, others = await submit(bench, 1, 2, 3, 10**9)
         await bench.finish(*(Outcome(each, b"x") for each in (a, b, others)))
         _, told = await ended(bench)
@@ -237,9 +239,7 @@ class SamplesContract(Contract):
         assert await bench.ended(b) == Outcome(b, b"x")
 
     @scenario
-    async def test_what_nobody_fetched_in_time_is_told_until_it_is_forgotten(
-        self, bench: Bench
-    ) -> None:
+    async def test_a_dropped_result_is_reported_until_it_is_forgotten(self, bench: Bench) -> None:
         policy = SweepPolicy(result_ttl_s=1000.0, sample_ttl_s=1e9)
         old, failed, had = await submit(bench, 1, 2, 3)
         no = Rejection("no")
@@ -259,7 +259,9 @@ class SamplesContract(Contract):
             assert await bench.store.job_key(request_id) is None
 
     @staged(StorePolicy(tenant_refusals=3000))
-    async def test_thousands_are_told_in_parts_and_acknowledged_at_once(self, bench: Bench) -> None:
+    async def test_thousands_of_results_are_reported_in_parts_and_acknowledged_at_once(
+        self, bench: Bench
+    ) -> None:
         bad = Rejection("bad")
         submits = [bench.store.submit(sample(seq, rejection=bad)) for seq in range(1, 2303)]
         ids = {each.request_id for each in await asyncio.gather(*submits)}
@@ -273,14 +275,14 @@ class SamplesContract(Contract):
     # --- joining --------------------------------------------------------------------------------
 
     @scenario
-    async def test_every_client_that_joins_gets_a_number_of_its_own(self, bench: Bench) -> None:
+    async def test_every_client_that_joins_gets_a_unique_number(self, bench: Bench) -> None:
         await bench.store.put_record(sampler())
         await bench.store.put_record(sampler("s:sample:1"))
         assert await bench.store.join_sampler("s:sample:0") == 1
         joining = (bench.store.join_sampler("s:sample:0") for _ in range(20))
         assert sorted(await asyncio.gather(*joining)) == list(range(2, 22))
         assert await bench.store.join_sampler("s:sample:1") == 1
-        assert await bench.store.put_new_record(sampler()) == sampler(clients=21)  # made again
+        assert await bench.store.put_new_record(sampler()) == sampler(clients=21)  # created again
         assert await bench.store.join_sampler("s:sample:0") == 22
         assert await bench.store.join_sampler("s:sample:2") is None
         assert await bench.store.get_record(SamplerRecord, "s:sample:2") is None

@@ -1,4 +1,4 @@
-"""The end of sessions, and what the sweep does."""
+"""The end of sessions, and the work of the sweep."""
 
 from unittest.mock import patch
 
@@ -87,7 +87,7 @@ class SessionsContract(Contract):
         assert stored is not None and stored.status is ModelStatus.ENDED
 
     @scenario
-    async def test_the_sweep_gives_up_a_gap_and_names_it(self, bench: Bench) -> None:
+    async def test_the_sweep_abandons_a_gap_and_names_it(self, bench: Bench) -> None:
         policy = SweepPolicy(gap_ttl_s=600)
         await bench.submit(1, 3)
         await bench.submit(5, rejection=Rejection("spent"))
@@ -106,7 +106,7 @@ class SessionsContract(Contract):
         assert await bench.released() == [1, 9]
 
     @scenario
-    async def test_a_gap_given_up_passes_spent_positions_behind_it(self, bench: Bench) -> None:
+    async def test_abandoning_a_gap_passes_used_positions_behind_it(self, bench: Bench) -> None:
         await bench.submit(3, rejection=Rejection("spent"))
         await bench.submit(2)
         await bench.store.sweep(START_S + 601, SweepPolicy(gap_ttl_s=600))
@@ -136,7 +136,7 @@ class SessionsContract(Contract):
         assert {each.name for each in page.items} == {"later", "never"}
 
     @staged(leased=False)
-    async def test_a_model_that_no_worker_holds_needs_no_unload(self, bench: Bench) -> None:
+    async def test_a_model_without_a_worker_needs_no_unload(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(model())
         await bench.submit(2)  # held, and rejected by the end of the session
@@ -156,7 +156,7 @@ class SessionsContract(Contract):
         assert [each.kind for each in taken] == [JobKind.OPTIM_STEP, JobKind.UNLOAD_MODEL]
 
     @scenario
-    async def test_the_sweep_drops_samples_of_sessions_that_fell_silent(self, bench: Bench) -> None:
+    async def test_the_sweep_drops_samples_of_silent_sessions(self, bench: Bench) -> None:
         policy = SweepPolicy(sample_ttl_s=120)
         for key in ("s", "t"):
             await bench.store.put_record(session(key))
@@ -187,7 +187,7 @@ class SessionsContract(Contract):
         ]
 
     @scenario
-    async def test_a_worker_hears_of_dropped_samples_that_it_has_taken(self, bench: Bench) -> None:
+    async def test_a_worker_learns_of_dropped_samples_that_it_has_taken(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         await bench.store.put_record(sampler())
         request_id = (await bench.store.submit(sample(1))).request_id
@@ -219,7 +219,7 @@ class SessionsContract(Contract):
         assert await bench.status() is ModelStatus.ENDED
 
     @scenario
-    async def test_what_is_due_ends_in_steps_however_much_it_is(self, bench: Bench) -> None:
+    async def test_the_sweep_ends_any_number_of_due_records_in_steps(self, bench: Bench) -> None:
         ids = []
         for n in range(7):
             await bench.store.put_record(session(f"s{n}"))
@@ -242,7 +242,7 @@ class SessionsContract(Contract):
         assert (await bench.store.page_of_records(SamplerRecord)).total == 0
 
     @scenario
-    async def test_a_session_with_much_in_it_ends_in_steps(self, bench: Bench) -> None:
+    async def test_a_large_session_ends_in_steps(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         for n in range(7):
             await bench.store.put_record(sampler(f"s:sample:{n}"))
@@ -261,9 +261,11 @@ class SessionsContract(Contract):
         assert sorted(unloads, key=str) == [f"s:train:{n}" for n in range(7)]
 
     @scenario
-    async def test_what_is_noted_as_of_the_future_is_dated_back(self, bench: Bench) -> None:
-        """The clock was set back by an hour, or was so while nothing ran: silence, gaps and idle
-        models would last an hour longer."""
+    async def test_times_in_the_future_are_dated_back(self, bench: Bench) -> None:
+        """The clock was set back by an hour while running or stopped.
+
+        Otherwise silence, gaps and idle models would last an hour longer.
+        """
         for n, by_s, silent_s in ((0, 3600.0, 100.0), (1, 0.0, 0.0)):
             bench.clock.now_s = START_S + 3600
             name, key = f"s{n}", f"t:train:{n}"

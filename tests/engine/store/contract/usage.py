@@ -1,4 +1,4 @@
-"""What requests cost and did: told once with an outcome, summed, and kept as curves."""
+"""Costs and results of requests: counted once with an outcome, summed, and stored as curves."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ class UsageContract(Contract):
     # --- sums -------------------------------------------------------------------------------
 
     @scenario
-    async def test_what_was_used_is_summed_by_tenant_and_model(self, bench: Bench) -> None:
+    async def test_usage_is_summed_by_tenant_and_model(self, bench: Bench) -> None:
         await bench.submit(1, 2)
         await bench.submit(1, model_id="s:train:1", tenant="bob")
         bob = bench.ids[1]
@@ -64,7 +64,7 @@ class UsageContract(Contract):
         assert await bench.store.usage("nobody") == []
 
     @scenario
-    async def test_an_outcome_told_again_counts_once(self, bench: Bench) -> None:
+    async def test_an_outcome_reported_twice_counts_once(self, bench: Bench) -> None:
         await bench.submit(1)
         outcome = Outcome(bench.ids[1], usage=TRAINED, point=gradient(0), changed=True)
         await bench.finish(outcome, outcome)
@@ -74,7 +74,7 @@ class UsageContract(Contract):
         assert len(await bench.store.curve("s:train:0")) == 1
 
     @scenario
-    async def test_an_outcome_told_again_after_its_retention_counts_once(
+    async def test_an_outcome_reported_again_after_its_retention_counts_once(
         self, bench: Bench
     ) -> None:
         sampled = (await bench.store.submit(sample(1))).request_id
@@ -88,7 +88,7 @@ class UsageContract(Contract):
         assert used.total.requests == 1
 
     @scenario
-    async def test_a_cancelled_sample_is_charged_with_what_it_had_used(self, bench: Bench) -> None:
+    async def test_a_cancelled_sample_is_charged_for_its_usage(self, bench: Bench) -> None:
         await bench.store.put_record(session())
         ids = [(await bench.store.submit(sample(seq))).request_id for seq in (1, 2, 3)]
         for each in ids:
@@ -100,7 +100,7 @@ class UsageContract(Contract):
         (used,) = await bench.store.usage()
         assert used.by_model == {"tiny": Totals.from_usage(SAMPLED) + Totals.from_usage(SAMPLED)}
         assert (await bench.rejection(ids[1])).message.startswith("this sample was cancelled")
-        bench.clock.now_s += 601  # even if nobody remembers why it ended
+        bench.clock.now_s += 601  # even if the reason of its end is forgotten
         await bench.lease()
         await bench.store.sweep(bench.clock.now_s, SweepPolicy(result_ttl_s=600))
         late = Outcome(ids[2], usage=SAMPLED)
@@ -125,14 +125,16 @@ class UsageContract(Contract):
         assert used.total.requests == 1
 
     @scenario
-    async def test_what_did_not_run_costs_nothing(self, bench: Bench) -> None:
+    async def test_a_request_that_did_not_run_costs_nothing(self, bench: Bench) -> None:
         await bench.submit(1)
         await bench.finish(Outcome(bench.ids[1], rejection=Rejection("no room for it")))
         await bench.store.submit(replace(job(2), rejection=Rejection("a bad request")))
         assert await bench.store.usage() == []
 
     @scenario
-    async def test_nothing_is_summed_for_a_worker_whose_lease_is_over(self, bench: Bench) -> None:
+    async def test_nothing_is_charged_for_a_worker_with_an_expired_lease(
+        self, bench: Bench
+    ) -> None:
         await bench.submit(1)
         before = bench.epoch
         await bench.lease("another process")
@@ -141,7 +143,7 @@ class UsageContract(Contract):
         assert await bench.store.usage() == []
 
     @scenario
-    async def test_sums_can_be_of_the_days_since_a_time(self, bench: Bench) -> None:
+    async def test_usage_can_be_summed_over_the_days_since_a_time(self, bench: Bench) -> None:
         midnight_s = (START_S // DAY_S + 1) * DAY_S
         for seq, at_s in enumerate((midnight_s - 1, midnight_s + 1), 1):
             bench.clock.now_s = at_s
@@ -168,9 +170,7 @@ class UsageContract(Contract):
     # --- one request --------------------------------------------------------------------------
 
     @scenario
-    async def test_a_result_comes_with_what_it_cost_and_how_long_it_took(
-        self, bench: Bench
-    ) -> None:
+    async def test_a_result_includes_its_cost_and_duration(self, bench: Bench) -> None:
         await bench.submit(1)
         bench.clock.now_s += 4
         await bench.finish(Outcome(bench.ids[1], b"result", usage=TRAINED))
@@ -181,7 +181,7 @@ class UsageContract(Contract):
             assert outcome.usage == replace(TRAINED, total_s=4.0)
 
     @scenario
-    async def test_a_request_says_how_far_it_is(self, bench: Bench) -> None:
+    async def test_a_request_reports_its_state(self, bench: Bench) -> None:
         await bench.submit(1, 3)
         state = RequestState("alice", JobKind.OPTIM_STEP, "s:train:0", "ready")
         assert await bench.store.request(bench.ids[1]) == state
@@ -214,16 +214,17 @@ class UsageContract(Contract):
         assert await bench.store.curve("s:train:1") == []
 
     @scenario
-    async def test_what_failed_is_not_in_the_curve(self, bench: Bench) -> None:
+    async def test_a_failed_request_is_not_in_the_curve(self, bench: Bench) -> None:
         await bench.submit(1)
         rejection = Rejection("too large a result")
         await bench.finish(Outcome(bench.ids[1], rejection=rejection, point=gradient(0)))
         assert await bench.store.curve("s:train:0") == []
 
     @scenario
-    async def test_a_long_curve_is_kept_evenly(self, bench: Bench) -> None:
-        """2,048 points of a kind at most: all of the first 2,048, then every second, then every
-        fourth; a step is of another kind."""
+    async def test_a_long_curve_is_thinned_evenly(self, bench: Bench) -> None:
+        """A curve has up to 2,048 points per kind: all of the first 2,048, then every second, then
+        every fourth. A step is another kind.
+        """
         count = 2 * 2048 + 9
         for start in range(1, count + 1, 200):
             seqs = range(start, min(start + 200, count + 1))
@@ -240,7 +241,7 @@ class UsageContract(Contract):
     # --- figures ------------------------------------------------------------------------------
 
     @scenario
-    async def test_the_store_tells_how_full_it_is(self, bench: Bench) -> None:
+    async def test_the_store_reports_its_fill_level(self, bench: Bench) -> None:
         await bench.store.put_record(model())
         await bench.store.submit(create())
         await bench.submit(2, 3, 4)

@@ -1,4 +1,4 @@
-"""What the tests of the Redis store share: a store of their own in a server that others use too."""
+"""Helpers for tests of the Redis store: a separate store on a shared server."""
 
 import asyncio
 import hashlib
@@ -15,7 +15,7 @@ from tuneserve_engine.store.redis.store import RedisStore
 
 
 def prefix_of(folder: Path) -> str:
-    """Key names of its own for every test."""
+    """A key prefix unique to the test."""
     return hashlib.sha256(str(folder).encode()).hexdigest()[:12]
 
 
@@ -36,7 +36,7 @@ async def client(url: str) -> AsyncIterator[Any]:
 
 
 async def refusal(url: str, **options: Any) -> str:
-    """Why the store cannot be opened."""
+    """The reason why the store cannot be opened."""
     with pytest.raises(StoreUnusable) as refused:
         await RedisStore.open(url, **options)
     return str(refused.value)

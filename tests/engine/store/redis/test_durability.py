@@ -1,4 +1,4 @@
-"""A Redis server that may lose what it accepted, or that lets anybody in, is no store."""
+"""A Redis server that may lose accepted requests, or that needs no password, is refused."""
 
 import asyncio
 from pathlib import Path
@@ -32,10 +32,10 @@ def test_a_server_that_may_lose_requests_is_refused(
         asserted = asyncio.run(refusal(server.url, durability_asserted=True))
     assert f"{setting} is {value!r}" in said
     assert said.endswith(f"set in its configuration: {setting} {durability.SETTINGS[setting]}")
-    assert asserted == said  # what is known to be wrong cannot be asserted
+    assert asserted == said  # a setting known to be wrong cannot be asserted
 
 
-def test_a_server_that_hides_its_settings_needs_the_operators_word(tmp_path: Path) -> None:
+def test_a_server_that_hides_its_settings_needs_the_operators_assertion(tmp_path: Path) -> None:
 
     async def main(url: str) -> str:
         async with client(url) as redis:
@@ -48,7 +48,7 @@ def test_a_server_that_hides_its_settings_needs_the_operators_word(tmp_path: Pat
         assert asyncio.run(main(server.url)) == "asserted"
 
 
-def test_settings_that_can_be_read_need_no_word(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_readable_settings_need_no_assertion(redis_server: RedisServer, tmp_path: Path) -> None:
     async def main() -> str:
         async with opened(redis_server.url, tmp_path) as store:
             return store.durability
@@ -56,9 +56,7 @@ def test_settings_that_can_be_read_need_no_word(redis_server: RedisServer, tmp_p
     assert asyncio.run(main()) == "always"
 
 
-def test_a_server_elsewhere_needs_a_password(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remote_server_needs_a_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durability, "is_local", lambda connection: False)
     with RedisServer(tmp_path / "open") as server:
         assert "lets anybody in" in asyncio.run(refusal(server.url))
@@ -77,7 +75,7 @@ def test_a_server_elsewhere_needs_a_password(
 
 
 def test_a_unix_socket_needs_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # a socket's path is short
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
     with RedisServer(tmp_path / "redis", unixsocket="s") as server:
 
         async def main() -> None:
@@ -88,7 +86,7 @@ def test_a_unix_socket_needs_no_password(tmp_path: Path, monkeypatch: pytest.Mon
         asyncio.run(main())
 
 
-def test_a_user_who_may_not_listen_is_told_at_once(tmp_path: Path) -> None:
+def test_a_user_without_permission_to_subscribe_is_refused_at_once(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         async with client(server.url) as redis:
             await redis.execute_command("ACL", "SETUSER", "default", "-subscribe")
@@ -137,19 +135,19 @@ def test_a_server_of_another_kind_is_refused(facts: dict[str, str], words: str) 
         ("valkey", [], (9, 0, 0)),
     ],
 )
-def test_releases_with_the_hole_are_known(
+def test_releases_with_the_known_vulnerability_are_recognised(
     product: str, unpatched: list[tuple[int, ...]], patched: tuple[int, ...]
 ) -> None:
     assert all(durability.is_known_unpatched(product, each) for each in unpatched)
     assert not durability.is_known_unpatched(product, patched)
 
 
-def test_an_address_that_cannot_be_read_is_refused() -> None:
+def test_an_unreadable_address_is_refused() -> None:
     assert "redis://" in asyncio.run(refusal("http://host"))
     assert "without braces" in asyncio.run(refusal("redis://host", prefix="a{b}"))
 
 
-def test_no_server_is_no_connection(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_a_connection_error(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         url = server.url
 
@@ -160,7 +158,7 @@ def test_no_server_is_no_connection(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_store_is_checked_without_being_made(tmp_path: Path) -> None:
+def test_a_check_of_a_store_does_not_create_it(tmp_path: Path) -> None:
     async def main(url: str) -> None:
         async with client(url) as redis:
             assert await RedisStore.check(url) == "always"

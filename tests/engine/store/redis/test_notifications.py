@@ -1,4 +1,4 @@
-"""Who waits for a result hears of it, in whatever order Redis' connections are read."""
+"""A waiting call gets its result in whatever order the connections to Redis are read."""
 
 import asyncio
 from typing import Any, cast
@@ -12,7 +12,7 @@ DONE = [b"done", None, b"application/json", b"{}", None, b"1.0", b"2.0"]
 
 
 class Slow:
-    """Answers the second look late, with what was so before its time."""
+    """Answers the second query late, with an outdated result."""
 
     def __init__(self) -> None:
         self.rows = [UNFINISHED, UNFINISHED, DONE]
@@ -28,7 +28,7 @@ class Slow:
         return [self.rows[self.looks - 1]]
 
 
-def test_news_that_overtake_an_older_look_are_not_lost() -> None:
+def test_a_notification_that_overtakes_an_older_query_is_not_lost() -> None:
     async def main() -> None:
         server = Slow()
         news = RedisNotifications(cast(Server, server))

@@ -1,4 +1,4 @@
-"""A Redis that was wiped, or comes back as another: noticed with every step, and left as it is."""
+"""A Redis that was wiped or replaced is noticed at every step, and left as it is."""
 
 import asyncio
 from pathlib import Path
@@ -24,8 +24,9 @@ def test_nothing_is_accepted_or_written_after_redis_was_wiped(tmp_path: Path) ->
                 lambda: store.submit(job(1)),
                 lambda: store.put_record(session()),
                 lambda: store.get_record(SessionRecord, "s"),
-                lambda: store.wait(accepted.request_id, 5),  # not a KeyError: it is not unknown
-                lambda: store.renew(epoch),  # not Fenced: the worker has done nothing wrong
+                # not a KeyError: the request is not unknown
+                lambda: store.wait(accepted.request_id, 5),
+                lambda: store.renew(epoch),  # not Fenced: the worker has made no mistake
                 lambda: store.finish(epoch, [Outcome(accepted.request_id)]),
                 lambda: store.files_in_use(),
                 lambda: store.base_models(),
@@ -39,7 +40,7 @@ def test_nothing_is_accepted_or_written_after_redis_was_wiped(tmp_path: Path) ->
         asyncio.run(main(server))
 
 
-def test_with_its_data_back_everything_goes_on(tmp_path: Path) -> None:
+def test_with_its_data_back_everything_continues(tmp_path: Path) -> None:
     """Redis is started in an empty directory by mistake, and then in its own."""
 
     async def main(server: RedisServer) -> None:
@@ -63,10 +64,10 @@ def test_with_its_data_back_everything_goes_on(tmp_path: Path) -> None:
         asyncio.run(main(server))
 
 
-def test_the_remains_of_a_wiped_store_are_refused_with_the_way_out(
+def test_the_remains_of_a_wiped_store_are_refused_with_a_way_out(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """As releases left them that wrote on into the empty Redis."""
+    """Some releases left them by writing on into the empty Redis."""
 
     async def main() -> str:
         async with client(redis_server.url) as redis:
@@ -79,7 +80,7 @@ def test_the_remains_of_a_wiped_store_are_refused_with_the_way_out(
     assert "wiped" in said and "appendonlydir" in said and "FLUSHDB" in said
 
 
-def test_a_new_store_is_made_only_where_one_may_be(
+def test_a_new_store_is_created_only_where_it_is_allowed(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     prefix = prefix_of(tmp_path)

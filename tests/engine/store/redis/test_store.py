@@ -1,5 +1,6 @@
-"""Redis keeps the contract (``store_contract``), and what it adds: several processes, a server that
-may be wrong, full or gone, and memory that has to be given back."""
+"""Redis fulfils the contract (``store_contract``). It adds several processes, servers that are
+wrong, full or gone, and memory that must be released.
+"""
 
 import asyncio
 import logging
@@ -60,7 +61,7 @@ class TestRedisStore(OnRedis):
 
 
 class TestRedisStoreOfTwoProcesses(OnRedis):
-    """The worker has its own connections, and hears only what Redis tells."""
+    """The worker has its own connections and learns only what Redis reports."""
 
     @asynccontextmanager
     async def open(
@@ -76,7 +77,7 @@ class TestRedisStoreOfTwoProcesses(OnRedis):
 
 
 async def keys(url: str, folder: Path) -> set[str]:
-    """Names of all keys of this test, without what they have in common."""
+    """Names of all keys of this test, without their common prefix."""
     start = f"{{{prefix_of(folder)}}}:"
     async with client(url) as redis:
         return {key.decode().removeprefix(start) async for key in redis.scan_iter(f"{start}*")}
@@ -85,7 +86,7 @@ async def keys(url: str, folder: Path) -> set[str]:
 # --- a server that was away, or is full -----------------------------------------------------------
 
 
-def test_a_server_that_lost_its_settings_is_not_trusted_again(tmp_path: Path) -> None:
+def test_a_server_that_lost_its_settings_is_no_longer_trusted(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         async with opened(server.url, tmp_path) as store:
             await store.put_record(session())
@@ -103,10 +104,10 @@ def test_a_server_that_lost_its_settings_is_not_trusted_again(tmp_path: Path) ->
         asyncio.run(main(server))
 
 
-def test_who_waits_learns_what_happened_while_nobody_could_tell(
+def test_a_waiting_call_learns_of_results_after_lost_notifications(
     redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The listening connection is cut again and again; nothing is missed."""
+    """The subscribed connection is cut again and again, and nothing is missed."""
     caplog.set_level(logging.CRITICAL)
 
     async def main() -> None:
@@ -129,7 +130,7 @@ def test_who_waits_learns_what_happened_while_nobody_could_tell(
     asyncio.run(main())
 
 
-def test_who_waits_for_a_client_s_samples_learns_what_nobody_could_tell(
+def test_a_client_waiting_for_samples_learns_of_results_after_lost_notifications(
     redis_server: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -154,10 +155,10 @@ def test_who_waits_for_a_client_s_samples_learns_what_nobody_could_tell(
     asyncio.run(main())
 
 
-def test_a_long_silence_is_not_taken_for_no_news(
+def test_a_long_silence_does_not_count_as_no_news(
     redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is lost on the way, everything that waits looks for itself now and then."""
+    """Every waiting call queries regularly, in case a notification was lost."""
     monkeypatch.setattr("tuneserve_engine.store.redis.connection.SILENCE_S", 0.1)
     heard = notifications.RedisNotifications._hear
     monkeypatch.setattr(
@@ -180,9 +181,7 @@ def test_a_long_silence_is_not_taken_for_no_news(
     asyncio.run(main())
 
 
-def test_nothing_that_is_told_of_samples_on_their_way_is_stored(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_published_tokens_are_not_stored(redis_server: RedisServer, tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:
             before = await keys(redis_server.url, tmp_path)
@@ -199,7 +198,7 @@ def test_nothing_that_is_told_of_samples_on_their_way_is_stored(
     asyncio.run(main())
 
 
-def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> None:
+def test_a_full_server_accepts_nothing_new_and_lets_work_end(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         async with opened(server.url, tmp_path) as store, client(server.url) as redis:
             epoch = (await store.lease("worker", "process", INFO)).epoch
@@ -226,9 +225,7 @@ def test_a_full_server_takes_nothing_new_and_lets_work_end(tmp_path: Path) -> No
         asyncio.run(main(server))
 
 
-def test_a_call_that_was_given_up_spoils_no_other(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_a_cancelled_call_does_not_affect_others(redis_server: RedisServer, tmp_path: Path) -> None:
     """The answer to a cancelled call must not be taken for the answer to the next."""
 
     async def main() -> None:
@@ -296,7 +293,7 @@ def test_two_deployments_share_a_server_and_nothing_else(
 ROLE = "+@read +@write +@scripting +@connection +subscribe +publish +time +info +config|get"
 
 
-def test_a_user_with_little_more_than_its_own_keys_is_enough(tmp_path: Path) -> None:
+def test_a_user_restricted_to_its_keys_is_enough(tmp_path: Path) -> None:
     async def main(server: RedisServer) -> None:
         names = f"{{{prefix_of(tmp_path)}}}:*"
         rules = f"on >secret ~{names} &{names} {ROLE} -@dangerous +info +config|get"
@@ -317,7 +314,7 @@ def test_a_user_with_little_more_than_its_own_keys_is_enough(tmp_path: Path) -> 
 # --- what is stored -------------------------------------------------------------------------------
 
 
-def test_numbers_and_empty_lists_are_kept_as_they_are(
+def test_large_numbers_and_empty_lists_are_stored_exactly(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     """Lua's numbers have 53 bits, and its JSON writes an empty list as an object."""
@@ -384,8 +381,9 @@ def test_all_keys_share_one_hash_tag(redis_server: RedisServer, tmp_path: Path) 
 
 
 async def _live(store: RedisStore) -> None:
-    """A session with a model that trains, is saved and unloaded; a sample, and one that is
-    cancelled; a gap; two workers."""
+    """The life of a session: a model that trains, is saved and unloaded, a sample, a cancelled
+    sample, a gap, and two workers.
+    """
     epoch = (await store.lease("worker", "process", INFO)).epoch
     await store.put_record(session())
     await store.put_record(sampler(file_id="f"))
@@ -415,9 +413,7 @@ async def _live(store: RedisStore) -> None:
     await store.resign(epoch)
 
 
-def test_nothing_but_tombstones_and_records_is_left(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+def test_only_tombstones_and_records_remain(redis_server: RedisServer, tmp_path: Path) -> None:
     async def main() -> None:
         clock = Clock()
         async with opened(redis_server.url, tmp_path, clock=clock) as store:
@@ -462,7 +458,7 @@ def test_nothing_but_tombstones_and_records_is_left(
 def test_sessions_of_an_earlier_release_are_counted_and_forgotten(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Releases before kept the open sessions alone, and not by tenant."""
+    """Earlier releases stored the open sessions alone, and not by tenant."""
 
     async def main() -> None:
         start = f"{{{prefix_of(tmp_path)}}}:"
@@ -497,7 +493,7 @@ def test_sessions_of_an_earlier_release_are_counted_and_forgotten(
 
 
 def test_without_a_clock_the_time_is_the_servers(redis_server: RedisServer, tmp_path: Path) -> None:
-    """Hosts whose clocks differ must agree on who is silent."""
+    """Hosts whose clocks differ must agree on the silence of workers."""
 
     async def main() -> None:
         async with opened(redis_server.url, tmp_path) as store, client(redis_server.url) as redis:

@@ -1,7 +1,7 @@
-"""A store and a recovery point as an earlier commit wrote them: every later one must read them.
+"""A store and a recovery point written by an earlier commit, which every later one must read.
 
-``golden/store.sql`` is the dump of a store whose worker was killed. A model was created, got two
-gradients and a step, was saved, and got another gradient that no recovery point covers.
+``golden/store.sql`` is the dump of a store whose worker was killed. A model was created, received
+two gradients and a step, was saved, and received another gradient that no recovery point covers.
 """
 
 import shutil
@@ -17,14 +17,14 @@ GOLDEN = Path(__file__).with_name("golden")
 
 
 def laid_out(root: Path) -> None:
-    """Makes ``root`` the directory of the killed service."""
+    """Make ``root`` the directory of the killed service."""
     shutil.copytree(GOLDEN / "files", root / "files")
     connection = sqlite3.connect(root / "store.db")
     connection.executescript((GOLDEN / "store.sql").read_text())
     connection.close()
 
 
-def test_an_earlier_store_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_an_earlier_store_continues_bit_for_bit(tmp_path: Path) -> None:
     states = []
 
     async def undisturbed(bench: Bench) -> None:
@@ -38,7 +38,8 @@ def test_an_earlier_store_goes_on_bit_for_bit(tmp_path: Path) -> None:
     async def continued(bench: Bench) -> None:
         bench.positions["a"] = 5
         states.append(await finish_round(bench, "a"))
-        assert len(bench.backend.gradients) == 2  # the one that no point covers, and the new one
+        # the gradient that no point covers, and the new one
+        assert len(bench.backend.gradients) == 2
         model = await bench.store.get_record(ModelRecord, "a")
         assert model is not None and not model.diverged
 
@@ -49,7 +50,7 @@ def test_an_earlier_store_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert states[0] == states[1]
 
 
-def test_an_earlier_store_counts_what_is_used_from_now_on(tmp_path: Path) -> None:
+def test_an_earlier_store_counts_usage_from_now_on(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         before = {each.tenant: each.total.requests for each in await bench.store.usage()}
         bench.positions["a"] = 5
@@ -62,7 +63,7 @@ def test_an_earlier_store_counts_what_is_used_from_now_on(tmp_path: Path) -> Non
     run(tmp_path / "golden", scenario, NEVER)
 
 
-def test_an_earlier_store_tells_of_the_samples_that_end_in_it(tmp_path: Path) -> None:
+def test_an_earlier_store_reports_the_samples_that_end_in_it(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         request_id = await bench.sample("a", 1)
         await bench.ok(request_id)
@@ -71,5 +72,5 @@ def test_an_earlier_store_tells_of_the_samples_that_end_in_it(tmp_path: Path) ->
         assert [(each.request_id, each.number) for each in told] == [(request_id, 1)]
 
     laid_out(tmp_path / "golden")
-    for _ in range(2):  # opened again, it is of this version already
+    for _ in range(2):  # the second time, the store has this version already
         run(tmp_path / "golden", scenario, NEVER)

@@ -1,4 +1,4 @@
-"""Commits that fail, and processes that die beside one."""
+"""Commits that fail, and processes that die just before or after one."""
 
 import asyncio
 import signal
@@ -15,7 +15,7 @@ from tuneserve_engine.store.sqlite.group_commit import CommitEvents, GroupCommit
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
 
-def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
+def test_a_failed_commit_fails_its_calls_and_no_later_one() -> None:
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.execute("PRAGMA foreign_keys = ON")
@@ -47,8 +47,8 @@ def test_a_commit_that_fails_fails_its_calls_and_no_later_one() -> None:
     asyncio.run(main())
 
 
-def test_a_rollback_that_fails_stops_nobody() -> None:
-    """The thread must live: without it every later call would wait for ever."""
+def test_a_failed_rollback_does_not_stop_later_calls() -> None:
+    """The thread must survive, or every later call would wait for ever."""
 
     class Broken(sqlite3.Connection):
         refuses: frozenset[str] = frozenset()
@@ -101,7 +101,7 @@ asyncio.run(main())
 @pytest.mark.parametrize(
     ("point", "stored"), [("store-before-commit", 2), ("store-after-commit", 3)]
 )
-def test_kill_points_are_on_both_sides_of_the_commit(
+def test_failpoints_are_on_both_sides_of_the_commit(
     tmp_path: Path, point: str, stored: int
 ) -> None:
     path = tmp_path / "store.db"

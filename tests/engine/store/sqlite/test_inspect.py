@@ -1,4 +1,4 @@
-"""What is said of a SQLite store before a start, and that saying it changes nothing."""
+"""Inspecting a SQLite store before a start, without changing it."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ time.sleep(60)
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a store that was stopped in order."""
+    """The path of a store that was stopped properly."""
 
     async def main() -> None:
         await (await SqliteStore.open(tmp_path / "store.db")).close()
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Another process has the store open, and is killed in the end."""
+    """Another process has the store open, and is killed at the end."""
     with subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"open\n"
         try:
@@ -68,7 +68,7 @@ def altered(path: Path, statement: str) -> None:
         other.execute(statement)
 
 
-def test_a_store_that_is_not_there_yet_is_fine_and_is_not_made(tmp_path: Path) -> None:
+def test_a_missing_store_is_fine_and_is_not_created(tmp_path: Path) -> None:
     assert look_at_store(tmp_path / "none" / "store.db") == "the first start makes it"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "store.db").touch()
@@ -100,7 +100,7 @@ def test_a_store_that_a_start_would_refuse_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"not a database" * 1000, b"SQLite format 3\0" + b"x" * 5000])
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_database_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "store.db"
     path.write_bytes(content)
     with unchanged(tmp_path), pytest.raises(StoreUnusable, match="restore a backup"):
@@ -118,12 +118,12 @@ def test_a_store_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
 
 def test_a_store_in_use_is_refused_and_its_user_keeps_it(path: Path) -> None:
     with held(path), unchanged(path.parent):
-        for _ in range(2):  # looking did not take the lock away
+        for _ in range(2):  # the inspection did not take the lock away
             with pytest.raises(StoreUnusable, match="in use by another process; stop that"):
                 look_at_store(path)
 
 
-def test_of_a_killed_process_the_journal_is_read_and_left(tmp_path: Path) -> None:
+def test_the_journal_of_a_killed_process_is_read_and_left(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with held(path):
         pass

@@ -1,4 +1,4 @@
-"""Damage to the file of a SQLite store is found at the start, in bounded time, beside requests."""
+"""Damage to a SQLite file is found after the start, in bounded time, beside requests."""
 
 import asyncio
 import sqlite3
@@ -33,7 +33,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a store with records, jobs, payloads and large results; no page of it is free."""
+    """The file of a store with records, jobs, payloads and large results, without free pages."""
     path = tmp_path_factory.mktemp("sound") / "store.db"
     random = np.random.default_rng(0)
     with closing(open_database(path)) as database:
@@ -67,7 +67,7 @@ def damaged(content: bytes, page: int, how: int) -> bytes:
 
 
 def root_of(path: Path, table: str) -> int:
-    """The page, counted from 0, where the table begins."""
+    """The page, counted from 0, where the table starts."""
     asked = "SELECT rootpage FROM sqlite_master WHERE name = ?"
     with closing(sqlite3.connect(f"{path.as_uri()}?immutable=1", uri=True)) as database:
         (root,) = database.execute(asked, (table,)).fetchone()
@@ -75,12 +75,14 @@ def root_of(path: Path, table: str) -> int:
 
 
 def is_end_of_value(content: bytes, page: int) -> bool:
-    """Whether the page is the last of a chain of a large value: it starts with zeros in place of
-    the number of the next page, and the rest of it SQLite cannot check."""
+    """Whether the page is the last of a chain of a large value.
+
+    It starts with zeros in place of the number of the next page, and SQLite cannot check the rest.
+    """
     return content[page * PAGE : page * PAGE + 4] == bytes(4)
 
 
-def test_damaged_pages_are_noticed_wherever_they_are(tmp_path: Path, sound: bytes) -> None:
+def test_damaged_pages_are_found_wherever_they_are(tmp_path: Path, sound: bytes) -> None:
     path = tmp_path / "store.db"
     random = np.random.default_rng(5)
     path.write_bytes(sound)
@@ -103,7 +105,7 @@ async def checked(store: SqliteStore) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_store_says_that_it_is_damaged_and_serves_what_it_can(
+def test_a_damaged_store_says_so_and_serves_what_it_can(
     tmp_path: Path, sound: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "store.db"
@@ -126,7 +128,7 @@ def test_a_store_says_that_it_is_damaged_and_serves_what_it_can(
     run(scenario)
 
 
-def test_a_damaged_page_that_a_request_meets_is_noticed_without_a_check(
+def test_a_damaged_page_read_by_a_request_is_noticed_without_a_check(
     tmp_path: Path, sound: bytes
 ) -> None:
     path = tmp_path / "store.db"
@@ -143,9 +145,7 @@ def test_a_damaged_page_that_a_request_meets_is_noticed_without_a_check(
     run(scenario)
 
 
-def test_a_store_that_cannot_say_which_files_are_its_own_refuses_the_start(
-    tmp_path: Path, sound: bytes
-) -> None:
+def test_a_store_that_cannot_list_its_files_refuses_the_start(tmp_path: Path, sound: bytes) -> None:
     path = tmp_path / "store.db"
     path.write_bytes(sound)
     path.write_bytes(damaged(sound, root_of(path, "records"), 0))
@@ -157,7 +157,7 @@ def test_a_store_that_cannot_say_which_files_are_its_own_refuses_the_start(
     run(scenario)
 
 
-def test_a_check_sees_what_was_committed_before_it_and_is_over(tmp_path: Path) -> None:
+def test_a_check_sees_earlier_commits_and_ends(tmp_path: Path) -> None:
     async def scenario() -> None:
         path = tmp_path / "store.db"
         store = await SqliteStore.open(path, check_s=WAIT_S)
@@ -201,7 +201,7 @@ SLOW = "import time; time.sleep(60)"
 
 
 @pytest.mark.parametrize("why", ["time", "log"])
-def test_a_check_that_takes_too_long_is_given_up(
+def test_a_check_that_takes_too_long_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     monkeypatch.setattr(integrity, "_command", lambda path: [sys.executable, "-c", SLOW])
@@ -221,10 +221,10 @@ def test_a_check_that_takes_too_long_is_given_up(
     run(scenario)
 
 
-def test_space_that_is_given_back_during_a_check_leaves_the_file_as_it_is(
+def test_space_released_during_a_check_leaves_the_file_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A check of a file that is written to meanwhile would find it damaged."""
+    """A check would call a file damaged that is written to at the same time."""
     monkeypatch.setattr(integrity, "_command", lambda path: [sys.executable, "-c", SLOW])
 
     def shrink(tx: Transaction) -> None:
@@ -248,10 +248,8 @@ def test_space_that_is_given_back_during_a_check_leaves_the_file_as_it_is(
 
 
 @pytest.mark.usefixtures("filling_disk")
-def test_a_disk_that_fills_during_a_check_is_more_urgent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has ended needs the room that only writing into the file makes."""
+def test_a_disk_that_fills_up_ends_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending requests needs the room that only writing into the file makes."""
     brief = [sys.executable, "-c", "import time; time.sleep(2)"]
     monkeypatch.setattr(integrity, "_command", lambda path: brief)
 
@@ -268,7 +266,7 @@ def test_a_disk_that_fills_during_a_check_is_more_urgent(
     run(scenario)
 
 
-def test_a_check_that_cannot_be_started_leaves_the_store_as_it_is(
+def test_a_check_that_cannot_be_started_leaves_the_store_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrity, "_command", lambda path: [str(tmp_path / "none")])
@@ -283,10 +281,8 @@ def test_a_check_that_cannot_be_started_leaves_the_store_as_it_is(
     run(scenario)
 
 
-def test_a_file_that_is_not_whole_is_not_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a full disk, where the log of a killed process cannot be written into the file."""
+def test_an_incomplete_file_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk, the log of a killed process cannot be written into the file."""
     monkeypatch.setattr(database, "_hold_file", lambda connection: None)
 
     async def scenario() -> None:
@@ -297,7 +293,7 @@ def test_a_file_that_is_not_whole_is_not_checked(
     run(scenario)
 
 
-def test_a_store_that_is_closed_does_not_wait_for_its_check(
+def test_closing_a_store_does_not_wait_for_its_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(integrity, "_command", lambda path: [sys.executable, "-c", SLOW])

@@ -1,4 +1,4 @@
-"""Space set aside on the disk: given up when it is full, and made again when there is room."""
+"""Reserved disk space: released when the disk is full, and taken again when there is room."""
 
 import asyncio
 import os
@@ -20,22 +20,22 @@ SIZE = 100_000
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Makes the disk have so much left."""
+    """Make the disk have this much left."""
     disk = SimpleNamespace(f_bavail=size, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
 
 
-def test_the_space_is_really_taken_and_given_back(tmp_path: Path) -> None:
+def test_the_space_is_really_taken_and_released(tmp_path: Path) -> None:
     path = tmp_path / "reserve"
     reserve = Reserve(path, SIZE)
     assert reserve.hold() and reserve.hold()
     assert path.stat().st_blocks * 512 >= SIZE and path.stat().st_mode & 0o077 == 0
-    assert Reserve(path, SIZE).give()  # that of the process before
+    assert Reserve(path, SIZE).give()  # the reserve of the previous process
     assert not path.exists()
     assert not Reserve(path, SIZE).give()
 
 
-def test_it_is_made_only_where_twice_as_much_is_free(
+def test_it_is_taken_only_where_twice_as_much_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve = Reserve(tmp_path / "reserve", SIZE)
@@ -45,9 +45,7 @@ def test_it_is_made_only_where_twice_as_much_is_free(
     assert reserve.hold() and reserve.give()
 
 
-def test_what_cannot_be_made_whole_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_reserve_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -56,7 +54,7 @@ def test_what_cannot_be_made_whole_is_not_kept(
     assert sum(each.stat().st_size for each in tmp_path.iterdir()) == 0
 
 
-def test_one_of_another_size_is_made_anew_and_none_is_removed(tmp_path: Path) -> None:
+def test_a_reserve_of_another_size_is_made_again_and_one_of_none_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "reserve"
     path.write_bytes(b"x" * 1000)
     assert Reserve(path, SIZE).hold()
@@ -66,7 +64,7 @@ def test_one_of_another_size_is_made_anew_and_none_is_removed(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("filling_disk")
-def test_a_full_disk_takes_nothing_new_until_it_has_room_again(
+def test_a_full_disk_accepts_nothing_new_until_it_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -83,7 +81,7 @@ def test_a_full_disk_takes_nothing_new_until_it_has_room_again(
         for refused in (lambda: store.put_new_record(session("t")), lambda: store.submit(job(1))):
             with pytest.raises(StoreFailed, match="set aside is used for work that was accepted"):
                 await refused()
-        await store.end_session("s", "success")  # whatever ends is carried out
+        await store.end_session("s", "success")  # ending things still works
         ended = await store.get_record(SessionRecord, "s")
         assert ended is not None and ended.ended == "success"
         free(monkeypatch, 2 * SIZE)

@@ -1,4 +1,4 @@
-"""How the store's file is opened, and when it is refused."""
+"""Opening the store's file, and the reasons to refuse it."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def test_a_store_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     asyncio.run(main())
 
 
-def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path) -> None:
     async def open_and_close(path: Path) -> None:
         await (await SqliteStore.open(path)).close()
 
@@ -48,7 +48,7 @@ def test_a_store_that_cannot_be_read_is_refused_with_the_way_out(tmp_path: Path)
         asyncio.run(open_and_close(tmp_path / "file" / "store.db"))
 
 
-def test_the_file_is_for_its_owner_only_and_written_through(tmp_path: Path) -> None:
+def test_the_file_is_private_to_its_owner_and_synced(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "data" / "store.db")
         pragmas = [
@@ -84,11 +84,11 @@ nas:/srv /srv nfs rw 0 0
         ("/homes/store.db", None),
         ("/home/alice/store.db", None),
         ("/mnt/two words/store.db", "cifs"),
-        ("/data/store.db", None),  # a local disk was mounted over it
+        ("/data/store.db", None),  # a local disk is mounted over it
         ("/srv/data/store.db", "nfs"),
     ],
 )
-def test_a_network_file_system_is_known_by_its_mount(path: str, kind: str | None) -> None:
+def test_a_network_file_system_is_recognised_by_its_mount(path: str, kind: str | None) -> None:
     assert network_file_system(Path(path), MOUNTS) == kind
 
 
@@ -103,7 +103,7 @@ def test_a_store_on_a_network_file_system_is_refused(
         with pytest.raises(StoreUnusable, match=r"network file system \(nfs\).*local disk"):
             asyncio.run(SqliteStore.open(path))
         assert not path.exists()
-    mounts.unlink()  # as where there is no /proc
+    mounts.unlink()  # as on systems without /proc
 
     async def open_and_close() -> None:
         await (await SqliteStore.open(tmp_path / "store.db")).close()
@@ -111,8 +111,10 @@ def test_a_store_on_a_network_file_system_is_refused(
     asyncio.run(open_and_close())
 
 
-def test_reading_a_curve_on_costs_what_is_new_in_it_in_older_stores_too(tmp_path: Path) -> None:
-    """2,000 points are known: finding the next takes far fewer of SQLite's steps."""
+def test_reading_the_end_of_a_curve_costs_the_new_points_only_in_older_stores_too(
+    tmp_path: Path,
+) -> None:
+    """2,000 points are known, and finding the next takes far fewer of SQLite's steps."""
     path = tmp_path / "store.db"
 
     async def steps_of_reading(after: int) -> int:
@@ -149,11 +151,11 @@ def test_reading_a_curve_on_costs_what_is_new_in_it_in_older_stores_too(tmp_path
     asyncio.run(fill())
     assert asyncio.run(steps_of_reading(after=1998)) < 100
     with contextlib.closing(sqlite3.connect(path)) as other, other:
-        other.execute("DROP INDEX curve_points_in_order")  # as a release before left it
+        other.execute("DROP INDEX curve_points_in_order")  # as an earlier release left it
     assert asyncio.run(steps_of_reading(after=1998)) < 100
 
 
-def test_a_store_from_before_traces_gets_their_column_and_goes_on_without_it(
+def test_a_store_of_a_release_before_traces_gets_their_column(
     tmp_path: Path,
 ) -> None:
     async def open_and_close() -> None:
@@ -174,4 +176,4 @@ def test_a_store_from_before_traces_gets_their_column_and_goes_on_without_it(
         "INSERT INTO jobs (request_id, tenant, kind, scope, seq, base_model, state, release, "
         "attempts, size, created_s) VALUES ('r', 't', 'sample', 's', 1, 'm', 'held', 0, 0, 0, 0)"
     )
-    assert columns(before)  # as a release writes that knows nothing of it
+    assert columns(before)  # writes of a release that does not know the column

@@ -1,4 +1,4 @@
-"""What SQLite adds to the store's contract (``test_base``): one file, one thread, one fsync."""
+"""SQLite adds to the store's contract (``test_base``): one file, one thread, one fsync."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ ALL: dict[str, Any] = {"after": 0, "max_jobs": 10}
 
 
 def job(seq: int) -> Job:
-    """The ``seq``-th request of a model, counted from 1 as the SDK does."""
+    """The ``seq``-th request of a model, counted from 1 as in the SDK."""
     kind, place = JobKind.OPTIM_STEP, {"model_id": "m", "position": seq - 1}
     return Job("alice", kind, "m", seq, b"payload", base_model="tiny", **place)
 
@@ -38,7 +38,7 @@ async def lease(store: SqliteStore) -> int:
 
 
 def test_an_idle_store_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parked take costs no statement and no timer; a parked wait only its own time-out."""
+    """A parked take costs neither statements nor timers, and a parked wait only its time-out."""
     statements: list[str] = []
     timers: list[float] = []
 
@@ -70,7 +70,7 @@ def test_an_idle_store_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_calls_that_come_together_share_a_commit(tmp_path: Path) -> None:
+def test_concurrent_calls_share_a_commit(tmp_path: Path) -> None:
     statements: list[str] = []
 
     async def main() -> None:
@@ -103,7 +103,7 @@ def test_waits_leave_nothing_behind(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_closed_store_releases_the_parked_and_refuses_the_rest(tmp_path: Path) -> None:
+def test_a_closed_store_releases_parked_calls_and_refuses_the_rest(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
         epoch = await lease(store)
@@ -159,7 +159,7 @@ def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> N
 
 
 async def plans(store: SqliteStore, statements: list[str], table: str) -> list[tuple[str, str]]:
-    """Every statement so far that names the table, with how SQLite finds its rows."""
+    """Every statement so far that names the table, with SQLite's plan for finding its rows."""
     found = []
     for each in [each for each in statements if f" {table} " in each]:
         if not each.startswith(("INSERT", "CREATE")):
@@ -170,7 +170,7 @@ async def plans(store: SqliteStore, statements: list[str], table: str) -> list[t
 
 
 def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
-    """Their rows stay for days: a sweep every few seconds must not go through all of them."""
+    """Their rows stay for days, and a sweep every few seconds must not read all of them."""
     statements: list[str] = []
 
     async def main() -> None:
@@ -186,8 +186,8 @@ def test_the_sweep_reads_no_ended_job(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_the_store_does_all_day_is_a_few_look_ups(tmp_path: Path) -> None:
-    """However many jobs there are: of this model, of others, ended or waiting."""
+def test_routine_calls_cost_a_few_look_ups(tmp_path: Path) -> None:
+    """This holds for any number of jobs: of this model, of others, ended or waiting."""
     statements: list[str] = []
 
     async def main() -> None:
@@ -199,7 +199,7 @@ def test_what_the_store_does_all_day_is_a_few_look_ups(tmp_path: Path) -> None:
         await store.submit(Job("alice", JobKind.SAMPLE, "s", 1, base_model="tiny"))
         statements.clear()
         await store.submit(job(2))
-        await store.submit(job(1))  # is awaited, so the limit does not hold
+        await store.submit(job(1))  # others wait for it, so the limit does not apply
         await store.note_running(
             epoch, [each.request_id for each in await store.take_jobs(epoch, **ALL)]
         )
@@ -229,7 +229,7 @@ def test_what_the_store_does_all_day_is_a_few_look_ups(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_worker_that_only_renews_writes_one_row(tmp_path: Path) -> None:
+def test_a_renewal_without_news_writes_one_row(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
         epoch = await lease(store)

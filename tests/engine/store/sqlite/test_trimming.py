@@ -1,4 +1,4 @@
-"""SQLite stays small and quick: what is due goes in steps, its pages to the file system."""
+"""SQLite stays small and fast: due work runs in steps, and free pages return to the disk."""
 
 import asyncio
 import sqlite3
@@ -36,7 +36,7 @@ async def opened(folder: Path, **options: Any) -> SqliteStore:
 
 
 async def add_results(store: SqliteStore, count: int, size: int, finished_s: float) -> None:
-    """Requests that ended, with results of that many bytes."""
+    """Add ended requests with results of this many bytes."""
 
     def add(tx: Transaction) -> None:
         for n in range(count):
@@ -46,7 +46,7 @@ async def add_results(store: SqliteStore, count: int, size: int, finished_s: flo
 
 
 async def longest_wait(store: SqliteStore, work: Callable[[], Any]) -> float:
-    """How long another call of the store took at most, while the work was done."""
+    """The longest time that another call of the store took while the work was done."""
     longest_s, should_yield = 0.0, False
 
     async def look() -> None:
@@ -65,8 +65,8 @@ async def longest_wait(store: SqliteStore, work: Callable[[], Any]) -> float:
     return longest_s
 
 
-def test_a_sweep_of_20000_sessions_takes_50_ms_at_most(tmp_path: Path) -> None:
-    """Each has 2 KB of metadata, of which the sweep reads nothing: it has an index."""
+def test_a_sweep_of_20000_sessions_takes_up_to_50_ms(tmp_path: Path) -> None:
+    """Each has 2 KB of metadata, of which the sweep reads nothing thanks to an index."""
 
     async def main() -> None:
         store = await opened(tmp_path)
@@ -83,14 +83,14 @@ def test_a_sweep_of_20000_sessions_takes_50_ms_at_most(tmp_path: Path) -> None:
             began_s = time.perf_counter()
             await store.sweep(START_S, SweepPolicy())
             took_s.append(time.perf_counter() - began_s)
-        assert min(took_s) < 0.05  # the best of five: other processes have the cores too
+        assert min(took_s) < 0.05  # the best of five, because other processes use the cores too
         await store.close()
 
     asyncio.run(main())
 
 
 class Steps:
-    """The rows that each transaction of a store changed."""
+    """The number of rows that each transaction of a store changed."""
 
     def __init__(self, store: SqliteStore) -> None:
         self.rows: list[int] = []
@@ -107,9 +107,11 @@ class Steps:
         return self._call(counted, grows=grows)
 
 
-def test_20000_sessions_and_checkpoints_that_are_due_end_in_short_steps(tmp_path: Path) -> None:
-    """They ended in one transaction, which held the store for 6.8 s, and on a full disk could need
-    more room than there is."""
+def test_20000_due_sessions_and_checkpoints_end_in_short_steps(tmp_path: Path) -> None:
+    """They once ended in a single transaction, which held the store for 6.8 s.
+
+    On a full disk it could also need more room than there was.
+    """
 
     async def main() -> None:
         store = await opened(tmp_path)
@@ -125,13 +127,13 @@ def test_20000_sessions_and_checkpoints_that_are_due_end_in_short_steps(tmp_path
         longest_s = await longest_wait(
             store, lambda: store.sweep(LATER_S, SweepPolicy(session_ttl_s=10.0))
         )
-        assert max(steps.rows) <= 2 * RECORDS_AT_ONCE  # a checkpoint's file is noted, too
+        assert max(steps.rows) <= 2 * RECORDS_AT_ONCE  # a checkpoint's file is recorded, too
         assert sum(steps.rows) >= 22_000
         ended = await store._call(
             lambda tx: tx.fetch_one(f"SELECT SUM({IS_OPEN}) FROM records WHERE type = 'session'")
         )
         assert (await store.page_of_records(CheckpointRecord, limit=0)).total == 0 and ended == (0,)
-        assert longest_s < 0.5  # some 30 ms; CI's cores are shared
+        assert longest_s < 0.5  # about 30 ms; CI's cores are shared
         await store.close()
 
     asyncio.run(main())
@@ -165,7 +167,7 @@ def test_a_session_with_10000_samplers_ends_in_short_steps(tmp_path: Path) -> No
 
 
 def test_a_store_of_an_earlier_release_gets_its_indices(tmp_path: Path) -> None:
-    """And that release could open it again: there is no new version."""
+    """The earlier release can still open it, because the version did not change."""
 
     async def main() -> None:
         store = await opened(tmp_path)
@@ -196,7 +198,7 @@ def test_a_store_of_an_earlier_release_gets_its_indices(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_sweep_and_the_limits_look_sessions_and_checkpoints_up(tmp_path: Path) -> None:
+def test_the_sweep_and_the_limits_find_sessions_and_checkpoints_by_index(tmp_path: Path) -> None:
     statements: list[str] = []
 
     async def main() -> None:
@@ -238,14 +240,14 @@ def test_100000_results_are_dropped_without_a_stall(tmp_path: Path) -> None:
             lambda tx: tx.fetch_all("SELECT state, COUNT(*) FROM jobs GROUP BY 1")
         )
         assert dict(states) == {"expired": 90_000}  # and 10,000 are forgotten
-        # In one transaction it was seconds. Some 30 ms; CI's cores are shared.
+        # It took seconds in one transaction. Now it takes about 30 ms; CI's cores are shared.
         assert longest_s < 0.25
         await store.close()
 
     asyncio.run(main())
 
 
-def test_the_space_of_what_was_dropped_goes_back_to_the_file_system(tmp_path: Path) -> None:
+def test_the_space_of_dropped_results_is_returned_to_the_file_system(tmp_path: Path) -> None:
     file, log = tmp_path / "store.db", tmp_path / "store.db-wal"
 
     async def main() -> None:
@@ -255,7 +257,7 @@ def test_the_space_of_what_was_dropped_goes_back_to_the_file_system(tmp_path: Pa
         assert before > 100 * 10**6
         longest_s = await longest_wait(store, lambda: store.sweep(LATER_S, HOUR))
         after = file.stat().st_size + log.stat().st_size
-        assert after < 35 * 10**6  # 21 MB of log, which is used again, and 6 MB of slack
+        assert after < 35 * 10**6  # 21 MB of log, which is reused, and 6 MB of slack
         assert longest_s < 0.5
         await store.close()
         assert file.stat().st_size < 12 * 10**6

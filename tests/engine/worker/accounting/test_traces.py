@@ -1,4 +1,4 @@
-"""Spans of a worker's requests, and that there is nothing where nobody traces."""
+"""Spans of a worker's requests, and the absence of any cost without tracing."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ UNSAMPLED = "00-1bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00"
 
 
 class Bench:
-    """A worker's traces with a clock that is set, and the spans that come of them."""
+    """A worker's traces on a clock that the test sets, and the resulting spans."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -32,7 +32,7 @@ class Bench:
         self.traces = WorkerTraces(Tracer(provider), lambda: self.now_s)
 
     def spans(self) -> list[tuple[str, str, float]]:
-        """Request, name and seconds of each, in the order in which they ended."""
+        """Request, name and seconds of each span, in the order in which they ended."""
         return [
             (
                 str(dict(span.attributes or {})["tuneserve.request_id"]),
@@ -72,7 +72,7 @@ def test_a_request_is_queued_packed_on_the_device_and_written() -> None:
     assert not any("body" in str(value) for value in written.attributes.values())
 
 
-def test_a_device_batch_hangs_below_each_of_its_requests_and_links_the_others() -> None:
+def test_a_device_batch_is_a_child_of_each_of_its_requests_and_links_the_others() -> None:
     bench = Bench()
     jobs = [job("r", ONE), job("s", TWO), job("nobody traces this", "")]
     bench.traces.on_arrived(jobs)
@@ -105,7 +105,7 @@ def test_a_sample_is_one_batch_from_its_first_slice_to_its_last() -> None:
     assert bench.spans()[-1] == ("r", "device batch", 2.5)
 
 
-def test_what_failed_before_it_ran_is_written_and_what_went_elsewhere_is_not() -> None:
+def test_a_job_that_failed_before_it_ran_has_a_span_and_one_that_moved_has_none() -> None:
     bench = Bench()
     bench.traces.on_arrived([job("r", ONE), job("s", TWO), job("t", UNSAMPLED)])
     bench.traces.on_dropped(["s"])
@@ -116,7 +116,7 @@ def test_what_failed_before_it_ran_is_written_and_what_went_elsewhere_is_not() -
 
 
 @pytest.mark.parametrize("given", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
-def test_a_traceparent_that_is_none_names_no_span(given: str) -> None:
+def test_an_invalid_traceparent_names_no_span(given: str) -> None:
     tracer = Tracer(TracerProvider(shutdown_on_exit=False))
     assert tracer.traceparent(tracer.context(given)) == ""
 
@@ -128,7 +128,7 @@ def test_without_a_collector_there_are_no_traces(monkeypatch: pytest.MonkeyPatch
     assert WorkerSettings().otel == "http://collector:4318"
 
 
-def test_an_address_that_is_none_is_refused_with_one_that_is() -> None:
+def test_an_invalid_address_is_refused_with_an_example() -> None:
     with pytest.raises(ValueError, match="http://host:4318"):
         WorkerSettings(otel="collector:4318")
 
@@ -145,14 +145,14 @@ def test_a_collector_without_the_extra_is_warned_of_with_the_way_out(
     ("modules", "unwanted"),
     [
         ("tuneserve_client.sync", ("opentelemetry",)),
-        # Others that they load may look for OpenTelemetry's interface: redis does.
+        # Other libraries that they load may import OpenTelemetry's API: redis does.
         (
             "tuneserve_engine.worker.__main__, tuneserve_server.serve",
             ("opentelemetry.sdk", "opentelemetry.exporter"),
         ),
     ],
 )
-def test_nothing_of_opentelemetry_is_loaded_where_nobody_traces(
+def test_opentelemetry_is_not_loaded_without_tracing(
     modules: str, unwanted: tuple[str, ...]
 ) -> None:
     script = (

@@ -1,4 +1,4 @@
-"""What requests cost: whose the device's seconds are, and that none is lost or counted twice."""
+"""Costs of requests: every device second is charged to its request, none lost and none twice."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ def datum(length: int) -> dict[str, Any]:
 
 
 class Clocked(FakeBackend):
-    """Takes a second for everything, and half of one more for each micro-batch."""
+    """A backend that takes a second for every call, and half a second more for each micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def world(tmp_path: Path) -> ClockedWorld:
 # --- whose the seconds are ------------------------------------------------------------------------
 
 
-def test_a_pass_is_paid_by_the_blocks_that_are_computed_for_each(world: ClockedWorld) -> None:
+def test_a_pass_is_charged_by_the_blocks_of_each_request(world: ClockedWorld) -> None:
     """The fake device has blocks of 8 tokens: one for 2 tokens, three for 24."""
     small, large = world.gradient(), world.gradient(training_body(datum(24)))
     executed = world.executed(small, large)
@@ -106,19 +106,21 @@ def test_a_pass_is_paid_by_the_blocks_that_are_computed_for_each(world: ClockedW
     assert of_large == Usage(trained_tokens=24, padded_tokens=0, flops=4.0 * 1000 * 24)
 
 
-def test_what_fills_the_last_chunk_is_padding_of_those_who_begin_it(world: ClockedWorld) -> None:
-    """A chunk has 16 tokens: of 3 blocks, a third of the fourth is each one's."""
+def test_the_rest_of_the_last_chunk_is_padding_of_the_requests_that_open_it(
+    world: ClockedWorld,
+) -> None:
+    """A chunk has 16 tokens. Each of 3 blocks gets a third of the padding in the fourth."""
     executed = world.executed(world.gradient(), world.gradient(training_body(datum(16))))
     padded = [each.usage.padded_tokens for each in executed.outcomes() if each.usage]
     assert padded == [round(32 / 3) - 2, round(64 / 3) - 16]
 
 
-def test_what_is_only_computed_forward_costs_half_the_flops(world: ClockedWorld) -> None:
+def test_a_forward_only_request_costs_half_the_flops(world: ClockedWorld) -> None:
     (outcome,) = world.run(world.gradient(training_body(DATUM, forward_only=True)))
     assert outcome.usage is not None and outcome.usage.flops == 2.0 * 1000 * 2
 
 
-def test_a_pass_that_failed_is_nobodys(world: ClockedWorld) -> None:
+def test_a_failed_pass_is_charged_to_no_request(world: ClockedWorld) -> None:
     world.backend.fails = 1
     jobs = [world.gradient(), world.gradient()]
     executed = world.executed(*jobs)
@@ -126,7 +128,7 @@ def test_a_pass_that_failed_is_nobodys(world: ClockedWorld) -> None:
     assert executed.shares == pytest.approx({job.request_id: 1.5 for job in jobs})
 
 
-def test_a_gradient_that_is_not_finite_is_paid_for(world: ClockedWorld) -> None:
+def test_a_gradient_that_is_not_finite_is_charged(world: ClockedWorld) -> None:
     bad = training_body({**datum(4), "weights": [3e38] * 4})
     job = world.gradient(bad)
     executed = world.executed(job)
@@ -134,15 +136,15 @@ def test_a_gradient_that_is_not_finite_is_paid_for(world: ClockedWorld) -> None:
     assert executed.shares == pytest.approx({job.request_id: 1.5})
 
 
-def test_steps_are_paid_by_rank(world: ClockedWorld) -> None:
+def test_steps_are_charged_by_rank(world: ClockedWorld) -> None:
     world.create("wide", replace(CONFIG, rank=12))
     jobs = [world.job(JobKind.OPTIM_STEP, encode(OptimStep(RISE)), m) for m in ("m", "wide")]
     executed = world.executed(*jobs)
     assert list(executed.shares.values()) == pytest.approx([0.25, 0.75])
 
 
-def test_samples_are_paid_by_what_was_done_for_each(world: ClockedWorld) -> None:
-    """Of the fake device: three tokens of the prompt, and those that are drawn at most."""
+def test_samples_are_charged_by_the_work_done_for_each(world: ClockedWorld) -> None:
+    """On the fake device: three tokens of the prompt, and the maximum of sampled ones."""
     short, long = world.sample(tokens=3), world.sample(tokens=15)
     executed = world.executed(short, long)
     shares = pytest.approx({short.request_id: 0.25, long.request_id: 0.75})
@@ -151,8 +153,8 @@ def test_samples_are_paid_by_what_was_done_for_each(world: ClockedWorld) -> None
     assert usage == Usage(prompt_tokens=3, sampled_tokens=6, flops=2.0 * 1000 * (3 + 6))
 
 
-def test_what_comes_in_between_is_not_paid_twice(world: ClockedWorld) -> None:
-    """Nor is what either waits for."""
+def test_an_interruption_is_not_charged_twice(world: ClockedWorld) -> None:
+    """Neither request is charged for waiting for the other."""
     samples: list[BatchResult] = []
 
     def between() -> None:
@@ -160,7 +162,7 @@ def test_what_comes_in_between_is_not_paid_twice(world: ClockedWorld) -> None:
         samples.append(world.executed(world.sample()))
         world.backend.waited_s, world.backend.now_s = 12.0, world.backend.now_s + 7
 
-    long = world.gradient(training_body(*[datum(64)] * 5))  # two streams of 256 tokens
+    long = world.gradient(training_body(*[datum(64)] * 5))  # two micro-batches of 256 tokens
     executed = world.executed(long, on_micro_batch_done=between)
     assert [each.device_s for each in samples] == pytest.approx([1.0])
     assert executed.device_s == pytest.approx(1 + 2 * 0.5)
@@ -214,7 +216,7 @@ def test_the_ledger_times_a_request_and_adds_up_its_slices() -> None:
     assert ledger.overhead_s == 2.0
 
 
-def test_a_request_is_told_behind_how_many_it_was_and_how_many_were_its_tenants() -> None:
+def test_a_request_learns_how_many_jobs_were_ahead_in_total_and_of_its_tenant() -> None:
     ledger = UsageLedger(lambda: 0.0)
 
     def jobs(*names: str) -> list[Job]:
@@ -228,7 +230,7 @@ def test_a_request_is_told_behind_how_many_it_was_and_how_many_were_its_tenants(
     ledger.on_arrived(jobs("a1", "a2", "b1"))
     ledger.on_started(jobs("a1"), others=0)
     ledger.on_arrived(jobs("a3", "b2"))
-    ledger.on_started(jobs("a2", "b1"), others=1)  # which share a unit: none is behind the other
+    ledger.on_started(jobs("a2", "b1"), others=1)  # they share a batch: neither is behind the other
     ledger.on_started(jobs("b2"), others=0)
     ledger.on_started(jobs("a3"), others=0)
     ledger.on_arrived(jobs("a4"))
@@ -236,10 +238,10 @@ def test_a_request_is_told_behind_how_many_it_was_and_how_many_were_its_tenants(
     assert [behind(name) for name in ("a1", "a2", "b1", "b2", "a3", "a4", "unknown")] == [
         *((0, 0), (1, 1), (1, 0), (2, 1), (3, 1), (0, 0), (0, 0))
     ]
-    assert not ledger._begun  # nobody waits: nothing is counted
+    assert not ledger._begun  # no request waits, so nothing is counted
 
 
-def test_requests_that_go_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_move_elsewhere_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneserve_engine.worker.accounting.usage_ledger._ARRIVALS", 3)
     ledger = UsageLedger(lambda: 0.0)
     jobs = [Job("t", JobKind.SAMPLE, "s", 0, b"", request_id=str(i)) for i in range(10)]
@@ -258,8 +260,10 @@ def test_strides_keep_curves_short_and_even() -> None:
 
 
 async def counted(bench: Bench) -> Totals:
-    """What the store has summed. Asserts that nothing is missing from it of what this worker's
-    device did, and that nothing is in it twice."""
+    """The sums in the store.
+
+    Asserts that they contain everything that this worker's device did, and nothing twice.
+    """
     await bench.worker._wait_until_stored(None, None)
     used = sum((each.total for each in await bench.store.usage()), Totals())
     metrics = bench.worker._metrics()
@@ -270,7 +274,7 @@ async def counted(bench: Bench) -> Totals:
     return used
 
 
-def test_all_seconds_of_a_mixed_load_are_somebodys(tmp_path: Path) -> None:
+def test_all_seconds_of_a_mixed_load_are_charged(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         backend = Stepwise(slices=3)
         await restarted(bench, backend)
@@ -319,7 +323,7 @@ def test_a_lost_answer_and_a_failed_pass_are_not_counted_twice(
     run(tmp_path, scenario, SOON)
 
 
-def test_what_is_done_again_after_a_death_is_overhead(tmp_path: Path) -> None:
+def test_replay_after_a_death_is_overhead(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         for token in range(3):
@@ -343,8 +347,8 @@ def test_what_is_done_again_after_a_death_is_overhead(tmp_path: Path) -> None:
     run(tmp_path, scenario, NEVER)
 
 
-def test_a_sample_that_is_cancelled_on_its_way_is_paid_for(tmp_path: Path) -> None:
-    """Else whoever reads it as it is drawn could have it for nothing."""
+def test_a_sample_cancelled_while_it_runs_is_charged(tmp_path: Path) -> None:
+    """Otherwise a client that reads the stream could have it for nothing."""
 
     async def scenario(bench: Bench) -> None:
         backend = Stepwise(slices=10**9)
@@ -365,7 +369,7 @@ def test_a_sample_that_is_cancelled_on_its_way_is_paid_for(tmp_path: Path) -> No
     run(tmp_path, scenario, replace(NEVER, renew_s=0.05))
 
 
-def test_a_sample_that_was_done_in_vain_is_paid_for(
+def test_a_sample_that_ran_in_vain_is_charged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "RETRY_S", 0.05)
@@ -381,7 +385,7 @@ def test_a_sample_that_was_done_in_vain_is_paid_for(
     run(tmp_path, scenario, SOON)
 
 
-def test_samples_given_up_at_a_stop_are_overhead(tmp_path: Path) -> None:
+def test_samples_dropped_at_a_stop_are_overhead(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await restarted(bench, Stepwise(slices=10**9))
         await bench.sample("b", 1)
@@ -395,7 +399,7 @@ def test_samples_given_up_at_a_stop_are_overhead(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_a_result_says_how_long_it_waited_and_with_whom_it_ran(tmp_path: Path) -> None:
+def test_a_result_says_how_long_it_waited_and_how_many_ran_with_it(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         for model in ("a", "b", "c"):
             await bench.ok(await bench.create(model))

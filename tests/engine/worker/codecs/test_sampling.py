@@ -1,4 +1,4 @@
-"""Sample commands to backend requests, and results to what the official SDK reads."""
+"""Sample commands become backend requests, and results become what the official SDK reads."""
 
 from dataclasses import replace
 from typing import Any
@@ -48,7 +48,7 @@ ONE = (sequence(1),)
 
 
 def read(asked: SampleCommand, result: SampleResult) -> types.SampleResponse:
-    """What the SDK makes of our answer."""
+    """The SDK's reading of our answer."""
     return deserialize_sample_response(encode_response(asked, result))
 
 
@@ -59,8 +59,8 @@ def test_a_bare_prompt_gets_the_documented_defaults() -> None:
     request = to_request(command(), INFO)
     np.testing.assert_array_equal(request.prompt, np.array(PROMPT, np.int32), strict=True)
     assert (request.num_samples, request.temperature, request.top_k, request.top_p) == (1, 1, -1, 1)
-    assert request.max_tokens == 6  # what is left of the context
-    assert request.stop_tokens == {90, 91}  # stop absent: EOS
+    assert request.max_tokens == 6  # the rest of the context
+    assert request.stop_tokens == {90, 91}  # without stop: EOS
     assert request.snapshot_id is None
     assert not request.prompt_logprobs
     assert (request.topk_prompt, request.topk_sample, request.alt_tokens) == (0, 0, 0)
@@ -97,10 +97,10 @@ ASKING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("asked", ASKING)
 @pytest.mark.parametrize(("length", "drawn"), [(9, 1), (10, 0), (11, 0)])
-def test_a_prompt_is_scored_if_the_trainer_would_take_it(
+def test_a_prompt_is_scored_if_the_trainer_would_accept_it(
     asked: str, length: int, drawn: int
 ) -> None:
-    """Eleven tokens are ten inputs and their targets; clients that want none drawn ask for one."""
+    """Eleven tokens are ten inputs and targets. Clients that want no sample ask for one token."""
     asking = ASKING[asked]
     assert (
         to_request(command(prompt=[1] * length, max_tokens=1, **asking), INFO).max_tokens == drawn
@@ -131,7 +131,7 @@ def test_eos_ends_a_sample_unless_stop_is_an_empty_list(
     assert request.stop_strings == strings
 
 
-def test_dense_targets_keep_their_places() -> None:
+def test_dense_targets_keep_their_layout() -> None:
     asked = command(target_prompt_logprobs=[1, -1, 2, 3, -1, -1], target_shape=[3, 2])
     np.testing.assert_array_equal(
         to_request(asked, INFO).targets, np.array([[1, -1], [2, 3], [-1, -1]], np.int32)
@@ -247,8 +247,8 @@ def test_bad_values_are_refused_with_field_value_and_limit(case: str) -> None:
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
-def test_what_could_not_be_answered_is_refused_before_it_is_drawn() -> None:
-    """A token and a logprob are 8 bytes, and so is each of the likeliest: 32 x 32764 x 8 x 11."""
+def test_a_request_with_too_large_an_answer_is_refused_before_sampling() -> None:
+    """A token and a logprob are 8 bytes, and so is each top token: 32 x 32764 x 8 x 11."""
     info = replace(INFO, context_length=32_768)
     most = command(num_samples=32, topk_sample_logprobs=10)
     with pytest.raises(UserError, match="can come to 92263424 bytes; the limit is 83886080"):
@@ -283,7 +283,7 @@ small = st.integers(-3, 102)
     )
 )
 @settings(deadline=None, max_examples=300)
-def test_any_command_is_carried_out_or_refused(asked: SampleCommand) -> None:
+def test_every_command_is_converted_or_refused(asked: SampleCommand) -> None:
     try:
         request = to_request(decode(encode(asked), SampleCommand), INFO)
     except UserError:
@@ -337,7 +337,7 @@ def test_last_n_leaves_earlier_positions_empty_in_logprobs_and_topk() -> None:
     assert answer.prompt_logprobs == [None, None, None, -3]
     assert answer.topk_prompt_logprobs == [None, None, None, [(5, -5), (6, -6)]]
     _check_prompt_logprobs_last_n_honored(answer, 1)
-    np.testing.assert_array_equal(scores, SCORES)  # the result itself is left alone
+    np.testing.assert_array_equal(scores, SCORES)  # the result itself is unchanged
 
 
 def test_a_prompt_of_one_token_gets_empty_scores() -> None:

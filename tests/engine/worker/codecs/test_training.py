@@ -1,4 +1,4 @@
-"""The training codec against the official SDK's own converters: what it sends, what it reads."""
+"""The training codec against the official SDK's own converters, in both directions."""
 
 import itertools
 import logging
@@ -67,7 +67,7 @@ def decode(
 # --- what the SDK sends --------------------------------------------------------------------------
 
 
-def test_plain_lists_arrive_as_they_were_written() -> None:
+def test_plain_lists_arrive_unchanged() -> None:
     decoded = decode(
         datum([1, 2, 3], target_tokens=[2, 3, 4], weights=[0.0, 0.5, -1.5]),
         datum([7], target_tokens=[8], weights=[1.0]),
@@ -84,7 +84,7 @@ def test_plain_lists_arrive_as_they_were_written() -> None:
     np.testing.assert_array_equal(second.tokens, [7])
 
 
-def test_forward_only_is_read() -> None:
+def test_the_forward_only_flag_is_read() -> None:
     body = message(datum([1], target_tokens=[2]))
     body.forward_only = True
     assert decode_request(body.SerializeToString(), INFO).forward_only
@@ -139,7 +139,7 @@ def test_a_tensor_without_shape_is_one_dimensional() -> None:
 @example(np.zeros((5, 6), np.int64), np.ones((5, 6), np.float32))
 @example(np.ones((5, 6), np.int64), np.zeros((5, 6), np.float32))
 @settings(deadline=None, max_examples=50)
-def test_sparse_and_dense_tensors_say_the_same(targets: Any, weights: Any) -> None:
+def test_sparse_and_dense_tensors_are_equivalent(targets: Any, weights: Any) -> None:
     sent = message(
         datum(
             [1, 2, 3, 4, 5],
@@ -210,7 +210,7 @@ def test_every_loss_has_its_documented_defaults(loss: str, defaults: dict[str, f
     assert loss in LOSS_SPECS
 
 
-def test_the_newer_config_map_wins_over_the_legacy_one() -> None:
+def test_the_newer_config_map_overrides_the_legacy_one() -> None:
     sent = message(datum([1, 2], **POLICY), loss="dro", config={"beta": 0.5})
     sent.loss_fn_config["beta"] = 0.25
     assert decode_request(sent.SerializeToString(), INFO).config == {"beta": 0.5}
@@ -218,7 +218,7 @@ def test_the_newer_config_map_wins_over_the_legacy_one() -> None:
     assert decode_request(sent.SerializeToString(), INFO).config == {"beta": 0.25}
 
 
-def test_provenance_spans_are_no_obstacle() -> None:
+def test_provenance_spans_are_accepted() -> None:
     span = [PromptProvenanceSpan(sequence_id="a", offset=0, length=2)]
     sent = datum([1, 2], target_tokens=[2, 3]).with_provenance(span, span)
     np.testing.assert_array_equal(decode(sent).data[0].tokens, [1, 2])
@@ -256,7 +256,7 @@ ONES = np.ones(2, np.float32)
         ("cross_entropy", "rewards"),
         ("importance_sampling", "ref_logprobs"),
         ("importance_sampling", "old_logprobs"),
-        ("importance_sampling", "advantage"),  # one number for the sequence, beside the tokens' own
+        ("importance_sampling", "advantage"),  # one number per sequence, beside the tokens' own
         ("dro", "x" * 100_000),
     ],
 )
@@ -283,9 +283,7 @@ def test_names_that_a_loss_ignores_change_nothing(loss: str, name: str) -> None:
         ("gspo", "sequence_ratio_maks", "sequence_ratio_mask"),
     ],
 )
-def test_a_misspelt_input_is_refused_with_the_name_that_was_meant(
-    loss: str, name: str, meant: str
-) -> None:
+def test_a_misspelt_input_is_refused_with_the_right_name(loss: str, name: str, meant: str) -> None:
     inputs = {"weights": ONES} if loss == "cross_entropy" else {}
     good = datum([1, 2], **GSPO, **inputs)
     bad = {key: value for key, value in {**GSPO, **inputs}.items() if key != meant}
@@ -581,7 +579,7 @@ def test_bad_values_are_refused_with_field_value_and_limit(case: str) -> None:
     refused(sent.SerializeToString(), fragments)
 
 
-def test_targets_that_few_bytes_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_described_by_few_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneserve_engine.worker.codecs.training.MAX_TARGET_CELLS", 300)
     sent = message(datum([1, 2], target_tokens=[2, 3]))
     with_csr([0, 0, 0], [], [], [2, 64])(sent)
@@ -589,7 +587,7 @@ def test_targets_that_few_bytes_name_are_bounded(monkeypatch: pytest.MonkeyPatch
     refused(sent.SerializeToString(), ["data[:3]", "384 targets", "300", "split"])
 
 
-def test_targets_are_counted_as_they_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_counted_with_their_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuneserve_engine.worker.codecs.training.MAX_TARGET_CELLS", 300)
     pair = datum([1, 2], target_tokens=np.array([[2, 3], [4, 5]]))
     sent = message(pair, pair, pair).SerializeToString()
@@ -628,20 +626,20 @@ def test_the_tokens_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=["datums", "chunks", "numbers"],
 )
-def test_millions_of_tiny_parts_are_refused_before_they_are_decoded(body: bytes) -> None:
-    """Decoded, 32 MiB of them take gigabytes."""
+def test_millions_of_tiny_parts_are_refused_before_decoding(body: bytes) -> None:
+    """Decoding 32 MiB of them would take gigabytes."""
     started_s = time.process_time()
     refused(body, [str(MAX_FIELDS), "split"])
     assert time.process_time() - started_s < 1
 
 
-def test_a_tensor_of_millions_of_dimensions_is_refused_as_soon() -> None:
+def test_a_tensor_of_millions_of_dimensions_is_refused_early_too() -> None:
     sent = message(datum([1, 2], target_tokens=[2, 3]))
     with_shape(*[1] * 2**22)(sent)
     refused(sent.SerializeToString(), ["[1, 1, 1]", f"{2**22} dimensions"])
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_a_malformed_message_is_refused() -> None:
     body = message(datum([1, 2], target_tokens=[2, 3])).SerializeToString()
     for broken in (body[:-1], b"\xff" * 20, b"{}"):
         refused(broken, ["ForwardBackwardRequest"])
@@ -768,7 +766,7 @@ def test_every_metric_name_has_exactly_one_colon() -> None:
 
 
 def test_an_output_has_the_same_bytes_in_every_process() -> None:
-    """Protobuf may write a map in an order that each process draws; a replay compares bytes."""
+    """Protobuf may write a map in an order that differs by process, and replay compares bytes."""
     names = [f"metric{i}:sum" for i in range(20)]
     output = encode_output([np.zeros(1, "f4")], 0.0, dict.fromkeys(names, 1.0))
     at = [output.index(name.encode()) for name in sorted(names)]

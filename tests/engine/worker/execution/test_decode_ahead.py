@@ -1,4 +1,4 @@
-"""What is made ready before its turn: which jobs, in which order, and how much of it."""
+"""Prefetching payloads: the jobs, their order and the limit."""
 
 from concurrent.futures import Executor, Future
 from itertools import count
@@ -23,7 +23,7 @@ def job(tenant: str, kind: JobKind = GRADIENT, size: int = 1) -> Job:
 
 
 class ByHand(Executor):
-    """Runs calls when told to."""
+    """An executor that runs calls when the test lets it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Future[Any], Job]] = []
@@ -34,7 +34,7 @@ class ByHand(Executor):
         return future
 
     def run(self) -> None:
-        """Those that have not been cancelled."""
+        """Run the calls that have not been cancelled."""
         for future, each in self.calls:
             if future.set_running_or_notify_cancel():
                 future.set_result(each.request_id)
@@ -62,7 +62,7 @@ def ids(jobs: list[Job]) -> list[str]:
 # --- decoding -------------------------------------------------------------------------------------
 
 
-def test_what_is_expected_is_begun_once_and_taken_once(
+def test_a_prefetched_payload_is_decoded_once_and_popped_once(
     ahead: PayloadPrefetcher[str], host: ByHand
 ) -> None:
     jobs = [job("a"), job("b"), job("c")]
@@ -77,7 +77,7 @@ def test_what_is_expected_is_begun_once_and_taken_once(
     assert ahead.pop(jobs[:2]) == {}
 
 
-def test_what_is_not_expected_any_more_is_forgotten(
+def test_a_payload_that_is_no_longer_expected_is_forgotten(
     ahead: PayloadPrefetcher[str], host: ByHand
 ) -> None:
     gone, stays = job("a"), job("b")
@@ -87,7 +87,9 @@ def test_what_is_not_expected_any_more_is_forgotten(
     assert [*ahead.pop([gone, stays])] == ids([stays])
 
 
-def test_no_more_is_begun_than_two_units_take(ahead: PayloadPrefetcher[str], host: ByHand) -> None:
+def test_prefetching_is_limited_to_the_payloads_of_two_batches(
+    ahead: PayloadPrefetcher[str], host: ByHand
+) -> None:
     jobs = [job(name, size=MAX_BYTES // 2) for name in "abcdef"]
     ahead.prefetch(jobs)
     assert host.waiting == ids(jobs[:4])
@@ -97,7 +99,7 @@ def test_no_more_is_begun_than_two_units_take(ahead: PayloadPrefetcher[str], hos
     assert host.waiting == ids(jobs[4:])
 
 
-def test_a_request_larger_than_that_is_begun_alone(
+def test_a_request_above_the_limit_is_prefetched_alone(
     ahead: PayloadPrefetcher[str], host: ByHand
 ) -> None:
     jobs = [job("a", size=3 * MAX_BYTES), job("b")]
@@ -109,7 +111,7 @@ def test_a_request_larger_than_that_is_begun_alone(
 
 
 def scheduler(used: dict[str, float]) -> Scheduler:
-    """One under which a gradient takes a second; its tenants used the device for so many."""
+    """A scheduler that expects a gradient to take a second. Its tenants have used these seconds."""
     device = Scheduler(batch_s=1.0)
     for tenant, seconds in used.items():
         device.charge([job(tenant, JobKind.SAVE_WEIGHTS)], seconds)
@@ -117,7 +119,7 @@ def scheduler(used: dict[str, float]) -> Scheduler:
     return device
 
 
-def test_tenants_take_turns_from_the_one_that_used_the_least() -> None:
+def test_tenants_take_turns_starting_with_the_one_that_used_the_least() -> None:
     jobs = [job(name) for name in "aaabbc"]
     upcoming = scheduler({"a": 0.5, "b": 0.0, "c": 0.7}).upcoming(jobs, [job("z")], 64)
     assert [each.tenant for each in upcoming] == ["b", "a", "c", "b", "a", "a"]
@@ -126,19 +128,19 @@ def test_tenants_take_turns_from_the_one_that_used_the_least() -> None:
     assert all(mine == sorted(mine, key=lambda j: j.release) for mine in by_tenant.values())
 
 
-def test_the_tenants_of_the_running_unit_come_after_those_who_wait() -> None:
-    """Else their adapters, which are there, would keep away those of whoever is next."""
+def test_the_tenants_of_the_running_batch_come_after_the_waiting_ones() -> None:
+    """Otherwise their loaded adapters would take the room of the next tenants' adapters."""
     jobs = [job("a", STEP), job("b"), job("c")]
     upcoming = scheduler({}).upcoming(jobs, [job("a")], 64)
     assert [each.tenant for each in upcoming] == ["b", "c", "a"]
 
 
-def test_no_more_upcoming_jobs_are_named_than_asked_for() -> None:
+def test_the_number_of_upcoming_jobs_is_limited() -> None:
     jobs = [job("a") for _ in range(10)]
     assert scheduler({}).upcoming(jobs, [job("a")], 3) == jobs[:3]
 
 
-def test_looking_ahead_changes_no_turn() -> None:
+def test_predicting_upcoming_jobs_changes_no_turn() -> None:
     jobs = [job(name) for name in "abab"]
     asked, silent = scheduler({"a": 0.1}), scheduler({"a": 0.1})
     asked.upcoming(jobs, [job("a")], 64)

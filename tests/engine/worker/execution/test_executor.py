@@ -1,4 +1,4 @@
-"""Every kind of job on a backend of known numbers, and what a bad job does to its neighbours."""
+"""Every kind of job on a backend of known numbers, and the neighbours of bad jobs."""
 
 import errno
 import json
@@ -49,8 +49,9 @@ CONFIG = AdapterConfig(rank=4, alpha=1.0, seed=7)  # seed 7: every entry of A is
 RISE = AdamwParams(learning_rate=2**-10, beta1=0.0, beta2=0.0, eps=0.0)
 """One step moves every entry of B by 2^-10, all in the direction of the gradient's sign."""
 SHIFT = 240 / 1024
-"""What one such step adds to every logprob: scale 1/4 times (7 projections · 2 layers +
-unembedding) times 4 ranks times the sums 4 of A and 4/1024 of B."""
+"""The change of every logprob by one such step: scale 1/4 times (7 projections · 2 layers +
+unembedding) times 4 ranks times the sums 4 of A and 4/1024 of B.
+"""
 TRAINING, SAMPLER = CheckpointKind.TRAINING, CheckpointKind.SAMPLER
 EXTERNAL = CheckpointKind.EXTERNAL
 
@@ -75,7 +76,7 @@ GOOD = training_body(DATUM)
 
 
 class World:
-    """Operations on a fake device and a real disk, and the jobs to give them."""
+    """A job executor on a fake device and a real disk, and jobs for it."""
 
     def __init__(self, root: Path, backend: FakeBackend | None = None, **given: Any) -> None:
         self.backend = backend or FakeBackend()
@@ -159,12 +160,12 @@ def world(tmp_path: Path) -> World:
 
 @pytest.fixture
 def new_world(tmp_path: Path) -> Callable[..., World]:
-    """Worlds with disks of their own."""
+    """Worlds with separate disks."""
     return lambda backend=None: World(tmp_path / new_file_id(), backend)
 
 
 def message(outcome: Outcome, category: str = "user") -> str:
-    """Why the job failed, in the expected category; it must not have changed any record."""
+    """The reason why the job failed, in the expected category. No record may have changed."""
     assert outcome.rejection is not None
     assert outcome.rejection.category == category
     assert outcome.body == b""
@@ -218,7 +219,7 @@ def test_a_gradient_answers_with_logprobs_and_the_summed_loss(world: World) -> N
     assert output.metrics == {"loss:sum": 0.5 + 0.75 + 2 * 0.625 - 1.0}
 
 
-def test_forward_only_leaves_nothing_to_step_on(world: World) -> None:
+def test_forward_only_leaves_no_gradient_to_step_on(world: World) -> None:
     world.create()
     (outcome,) = world.run(world.gradient(training_body(DATUM, forward_only=True)))
     assert trained(outcome).metrics == {"loss:sum": 1.25}
@@ -259,14 +260,14 @@ def test_a_training_checkpoint_resumes_bit_for_bit(new_world: Callable[[], World
     assert world.state("copy").step == 2
 
 
-def test_loading_without_the_optimizer_starts_it_afresh(world: World) -> None:
+def test_loading_without_the_optimizer_resets_it(world: World) -> None:
     world.create()
     world.train()
     file_id = new_file_id()
     world.save(TRAINING, file_id)
     weights = world.state().weights
     world.train()
-    world.run(world.gradient())  # what was accumulated before the load goes
+    world.run(world.gradient())  # the load drops the accumulated gradient
     outcome = world.load(file_id, optimizer=False)
     assert outcome.updates == ()  # the model was ready before
     state = world.state()
@@ -301,7 +302,7 @@ def test_an_unnamed_sampler_save_answers_with_its_session(world: World) -> None:
 
 @pytest.mark.acceptance("S8")
 @pytest.mark.parametrize("kind", CheckpointKind)
-def test_a_checkpoint_of_a_model_with_a_gradient_has_nothing_of_the_gradient(
+def test_a_checkpoint_of_a_model_with_a_gradient_excludes_the_gradient(
     world: World, kind: CheckpointKind
 ) -> None:
     world.create()
@@ -327,7 +328,7 @@ def test_a_checkpoint_of_a_model_with_a_gradient_has_nothing_of_the_gradient(
     )
 
 
-def test_an_export_has_pefts_files_and_encrypted_ones_when_asked(world: World) -> None:
+def test_an_export_has_pefts_files_encrypted_on_request(world: World) -> None:
     world.create()
     plain, sealed = new_file_id(), new_file_id()
     world.save(EXTERNAL, plain)
@@ -364,7 +365,7 @@ def test_a_sampler_keeps_the_weights_of_its_save(world: World) -> None:
     assert after.body == before.body
 
 
-def test_a_unit_may_sample_more_snapshots_than_fit(new_world: Callable[..., World]) -> None:
+def test_a_batch_may_sample_more_snapshots_than_fit(new_world: Callable[..., World]) -> None:
     world = new_world(FakeBackend(max_snapshots=2))
     world.create()
     files = [new_file_id() for _ in range(4)]
@@ -401,7 +402,7 @@ def test_an_unloaded_model_is_gone_and_unloading_again_is_harmless(world: World)
         ),
     ],
 )
-def test_a_failed_creation_fails_the_model_and_what_follows(
+def test_a_failed_creation_fails_the_model_and_its_later_jobs(
     world: World, config: AdapterConfig, fragments: list[str]
 ) -> None:
     outcome = world.create(config=config)
@@ -414,7 +415,7 @@ def test_a_failed_creation_fails_the_model_and_what_follows(
         assert follower.updates == ()
 
 
-def test_a_creation_from_a_file_that_is_gone_fails_the_model(world: World) -> None:
+def test_a_creation_from_a_missing_file_fails_the_model(world: World) -> None:
     outcome = world.load(new_file_id(), config=CONFIG)
     assert "deleted or has expired" in message(outcome)
     assert outcome.updates == (Update("model", "m", {"status": "failed"}),)
@@ -445,7 +446,7 @@ def test_an_optimizer_that_was_not_saved_cannot_be_loaded(world: World) -> None:
     assert body(world.load(file_id, optimizer=False))["path"] == "tinker://m/weights/a"
 
 
-def test_a_damaged_checkpoint_is_our_fault_and_changes_nothing(world: World) -> None:
+def test_a_damaged_checkpoint_is_a_server_error_and_changes_nothing(world: World) -> None:
     world.create()
     file_id = new_file_id()
     world.files.write(file_id, {"adapter.safetensors": b"torn"})
@@ -492,7 +493,7 @@ def test_a_save_has_the_state_of_its_turn_whenever_its_file_is_written(world: Wo
     assert_same(world.state("copy"), saved)
 
 
-def test_a_device_that_fails_during_a_save_is_nobodys_fault(
+def test_a_device_failure_during_a_save_is_not_reported_as_the_jobs_error(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(*_: Any, **__: Any) -> AdapterState:
@@ -504,13 +505,13 @@ def test_a_device_that_fails_during_a_save_is_nobodys_fault(
         world.save(TRAINING)
 
 
-def test_a_save_that_names_nothing_is_our_fault(world: World) -> None:
+def test_a_save_without_a_target_is_a_server_error(world: World) -> None:
     world.create()
     assert "neither" in message(world.save(SAMPLER, checkpoint=None), "server")
 
 
 @pytest.mark.parametrize("kind", list(JobKind))
-def test_a_payload_that_does_not_decode_ends_in_an_error(world: World, kind: JobKind) -> None:
+def test_a_payload_that_cannot_be_decoded_ends_in_an_error(world: World, kind: JobKind) -> None:
     world.create()
     outcome = world.run(world.job(kind, b"\xc1"))[0]
     if kind != JobKind.UNLOAD_MODEL:  # it has no payload
@@ -521,7 +522,7 @@ def test_a_payload_that_does_not_decode_ends_in_an_error(world: World, kind: Job
 
 
 def poisoned(world: World, model: str) -> None:
-    """Makes the model's logprobs infinite."""
+    """Make the model's logprobs infinite."""
     world.create(model)
     world.run(world.gradient(model=model))
     world.step(replace(RISE, learning_rate=1e38), model)
@@ -624,7 +625,7 @@ def test_a_checkpoint_of_another_base_model_is_neither_loaded_nor_sampled(
 
 
 class Fragile(FakeBackend):
-    """Raises for any unit that has ``victim`` in it."""
+    """A backend that raises for every batch with ``victim`` in it."""
 
     victim: Any = None
     calls = 0
@@ -642,7 +643,7 @@ class Fragile(FakeBackend):
         return super().sample(requests)
 
 
-def test_when_the_device_fails_a_unit_each_gradient_runs_alone(
+def test_when_a_batch_fails_each_gradient_runs_alone(
     new_world: Callable[..., World],
 ) -> None:
     states = []
@@ -665,7 +666,7 @@ def test_when_the_device_fails_a_unit_each_gradient_runs_alone(
         assert_same(without, with_victim)
 
 
-def test_when_the_device_fails_a_unit_each_sample_runs_alone(
+def test_when_a_batch_fails_each_sample_runs_alone(
     new_world: Callable[..., World],
 ) -> None:
     world = new_world(Fragile())
@@ -676,7 +677,7 @@ def test_when_the_device_fails_a_unit_each_sample_runs_alone(
     assert sampled(three).sequences[0].tokens == [5, 6, 7]
 
 
-def test_a_job_that_fails_alone_is_not_tried_again(new_world: Callable[..., World]) -> None:
+def test_a_job_that_fails_alone_is_not_retried(new_world: Callable[..., World]) -> None:
     world = new_world(Fragile())
     world.create()
     world.backend.victim = "m"
@@ -685,7 +686,7 @@ def test_a_job_that_fails_alone_is_not_tried_again(new_world: Callable[..., Worl
     assert world.backend.calls == 1
 
 
-def test_an_answer_that_cannot_be_encoded_does_not_repeat_the_units_gradients(
+def test_an_answer_that_cannot_be_encoded_does_not_repeat_the_batchs_gradients(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.create("a")
@@ -727,7 +728,7 @@ def test_the_largest_gradient_answer_fits() -> None:
 def test_a_metric_that_json_cannot_hold_is_left_out(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step was taken: it must not be reported as failed."""
+    """The step was taken, so it must not be reported as failed."""
     world.create()
     metrics = {"grad_norm": math.inf, "other": math.nan, "kept": 1.5}
     monkeypatch.setattr(world.backend, "optim_steps", lambda _: [metrics])
@@ -736,7 +737,7 @@ def test_a_metric_that_json_cannot_hold_is_left_out(
     assert json.loads(outcome.body) == {"metrics": {"kept": 1.5}}
 
 
-def test_a_step_after_a_failed_gradient_applies_the_rest_and_says_so(
+def test_a_step_after_a_failed_gradient_applies_the_rest_and_logs_it(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.create()

@@ -1,4 +1,4 @@
-"""Units of several jobs: passes, what is run again when one fails, and when answers are made."""
+"""Batches of several jobs: passes, retries after failures, and deferred answers."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -29,13 +29,15 @@ from tuneserve_engine.core.adapter import AdamwParams
 from tuneserve_engine.core.jobs import Job, JobKind, OptimStep, Outcome, encode
 from tuneserve_engine.store.files import new_file_id
 
-LARGE = replace(CONFIG, rank=16)  # of another rank class than CONFIG's 4
+LARGE = replace(CONFIG, rank=16)  # in another rank bucket than CONFIG's 4
 FORWARD = training_body(DATUM, forward_only=True)
 
 
 class Noting(FakeBackend):
-    """Notes its calls; those with an adapter of ``failing`` raise. Steps of ``lonely`` ones are not
-    taken beside others."""
+    """Records its calls. Calls with an adapter of ``failing`` raise.
+
+    Adapters of ``lonely`` cannot step beside others.
+    """
 
     def __init__(self, memory_tokens: int | None = None) -> None:
         super().__init__(memory_tokens=memory_tokens)
@@ -67,7 +69,7 @@ class Noting(FakeBackend):
 
 @pytest.fixture
 def new_world(tmp_path: Path) -> Callable[..., World]:
-    """Worlds with disks of their own, and models of two rank classes: "a", "b", "A" and "B"."""
+    """Worlds with separate disks and models of two rank buckets: "a", "b", "A" and "B"."""
 
     def make(backend: FakeBackend | None = None) -> World:
         world = World(tmp_path / new_file_id(), backend or Noting())
@@ -97,7 +99,7 @@ def step_of(world: World, model: str, params: AdamwParams = RISE) -> Job:
 # --- passes ---------------------------------------------------------------------------------------
 
 
-def test_requests_that_cannot_share_a_pass_share_a_unit(new_world: Callable[..., World]) -> None:
+def test_requests_that_cannot_share_a_pass_share_a_batch(new_world: Callable[..., World]) -> None:
     world, alone = new_world(), new_world()
     models = ["a", "A", "a", "b", "B", "a"]
     asked = [GOOD, GOOD, FORWARD, training_body(DATUM, DATUM), GOOD, GOOD]
@@ -108,7 +110,7 @@ def test_requests_that_cannot_share_a_pass_share_a_unit(new_world: Callable[...,
     assert_same_gradient(world, alone, "abAB")
 
 
-def test_only_the_requests_of_the_pass_that_failed_run_again(
+def test_only_the_requests_of_the_failed_pass_run_again(
     new_world: Callable[..., World],
 ) -> None:
     world, undisturbed = new_world(), new_world()
@@ -123,10 +125,10 @@ def test_only_the_requests_of_the_pass_that_failed_run_again(
     assert not whole_state(world, "B").accumulator
 
 
-def test_requests_without_room_together_are_halved_alone_and_on_record(
+def test_requests_without_room_together_are_halved_alone_and_recorded(
     new_world: Callable[..., World],
 ) -> None:
-    """A stream has 256 tokens; half of it fits."""
+    """A micro-batch has 256 tokens, and half of it fits."""
     small, large = new_world(Noting(memory_tokens=128)), new_world()
     models = ["a", "A", "b"]
     outcomes = small.run(*[small.gradient(model=model) for model in models])
@@ -148,7 +150,7 @@ def test_a_request_that_never_fits_ends_in_an_error(new_world: Callable[..., Wor
     assert outcome.rejection is not None and outcome.rejection.no_room
 
 
-def test_a_request_does_not_run_again_in_streams_as_long_as_those_that_did_not_fit(
+def test_a_request_does_not_retry_micro_batches_of_a_length_that_did_not_fit(
     new_world: Callable[..., World],
 ) -> None:
     world = new_world(Noting(memory_tokens=16))
@@ -158,7 +160,7 @@ def test_a_request_does_not_run_again_in_streams_as_long_as_those_that_did_not_f
     assert len(world.backend.batches) == 3  # of 256, 128 and 64 tokens
 
 
-def test_a_device_that_failed_ends_the_unit_at_once(new_world: Callable[..., World]) -> None:
+def test_a_device_failure_ends_the_batch_at_once(new_world: Callable[..., World]) -> None:
     world = new_world()
     world.backend.failing = {"A": DeviceFailed("it fell off the bus")}
     for jobs in (
@@ -174,7 +176,7 @@ def test_a_device_that_failed_ends_the_unit_at_once(new_world: Callable[..., Wor
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def test_the_steps_of_a_unit_are_one_call(new_world: Callable[..., World]) -> None:
+def test_the_steps_of_a_batch_are_one_call(new_world: Callable[..., World]) -> None:
     worlds = [new_world(), new_world()]
     for world in worlds:
         world.run(*[world.gradient(model=model) for model in "abA"])
@@ -207,7 +209,7 @@ def test_steps_that_fail_together_are_taken_one_by_one(new_world: Callable[..., 
         assert body(first) == body(third) == {"metrics": {"grad_norm": 0.0}}
 
 
-def test_a_step_that_alone_could_not_be_taken_fails_alone(
+def test_a_step_that_cannot_be_taken_even_alone_fails_alone(
     new_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = new_world()
@@ -236,7 +238,7 @@ def test_a_step_without_room_beside_others_is_taken_alone(new_world: Callable[..
 # --- answers and payloads beside the device -------------------------------------------------------
 
 
-def test_answers_can_be_made_while_the_device_goes_on(new_world: Callable[..., World]) -> None:
+def test_answers_can_be_encoded_while_the_device_continues(new_world: Callable[..., World]) -> None:
     world, other = new_world(), new_world()
     executed = [
         world.executor.execute_batch([world.gradient(model="a"), world.gradient(FORWARD, "b")]),
@@ -257,10 +259,10 @@ def test_answers_can_be_made_while_the_device_goes_on(new_world: Callable[..., W
     ]
 
 
-def test_a_model_has_its_position_before_its_answers_are_made(
+def test_a_model_has_its_new_position_before_its_answers_are_encoded(
     new_world: Callable[..., World],
 ) -> None:
-    """A recovery point may be captured in between, of a state that has the unit's effect."""
+    """A recovery point may be captured in between, of a state that includes the batch's effect."""
     world = new_world()
     job = world.gradient(model="a")
     executed = world.executor.execute_batch([job])
@@ -272,7 +274,7 @@ def test_a_model_has_its_position_before_its_answers_are_made(
     assert trained(executed.outcomes()[0]).metrics == {"loss:sum": 1.25}
 
 
-def test_a_payload_that_was_decoded_before_is_not_decoded_again(
+def test_a_prefetched_payload_is_not_decoded_again(
     new_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = new_world()
@@ -287,14 +289,14 @@ def test_a_payload_that_was_decoded_before_is_not_decoded_again(
     monkeypatch.setattr(world.executor, "decode", noting)
     with ThreadPoolExecutor(1) as host:
         decoded = {job.request_id: host.submit(noting, job) for job in (*jobs[:2], bad)}
-    decoded[jobs[2].request_id] = Future()  # one that has not begun
+    decoded[jobs[2].request_id] = Future()  # a decode that has not started
     outcomes = world.executor.execute_batch([*jobs, bad], decoded).outcomes()
     assert "nan at position 1" in message(outcomes.pop())
     assert [trained(each).metrics for each in outcomes] == [{"loss:sum": 1.25}] * 3
     assert [each is threading.current_thread() for each in threads] == [False] * 3 + [True]
 
 
-def test_a_payload_that_cannot_be_decoded_for_a_bug_fails_alone(
+def test_a_payload_that_cannot_be_decoded_because_of_a_bug_fails_alone(
     new_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = new_world()
@@ -313,7 +315,7 @@ def test_a_payload_that_cannot_be_decoded_for_a_bug_fails_alone(
     assert world.backend.batches == [("a",)]
 
 
-def test_only_models_that_are_here_are_looked_ahead_for(
+def test_only_hosted_models_are_prefetched(
     new_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = new_world()
@@ -323,8 +325,8 @@ def test_only_models_that_are_here_are_looked_ahead_for(
     assert asked == [["B", "a"]]
 
 
-def test_the_time_that_the_device_had_a_unit_is_told(tmp_path: Path) -> None:
-    """A quarter of it the unit waits for adapters."""
+def test_the_device_time_of_a_batch_is_reported(tmp_path: Path) -> None:
+    """The batch waits a quarter of it for adapters."""
     now_s = 0.0
 
     class Slow(FakeBackend):

@@ -1,4 +1,4 @@
-"""Packing: every token once, in its place, and a request's layout in any company."""
+"""Packing: every token once and in its place, and a request's layout among any others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ STATIC_SHAPES = StaticShapes(
     request_slots=3,
     rank_buckets=(4, 8),
 )
-"""Pieces have up to 32 tokens; three requests of ranks 1 to 4 share a unit, or one of 5 to 8."""
+"""Bins have up to 32 tokens. Three requests of ranks 1 to 4 share a batch, or one of 5 to 8."""
 
 
 def training_datum(length: int, targets: int | None, start: int) -> DecodedDatum:
-    """A datum all of whose numbers differ from each other and from those of other starts."""
+    """A datum whose numbers all differ from each other and from those of other starts."""
     k = 1 if targets is None else targets
     cells = start + np.arange(length * k).reshape(length, k)
     return DecodedDatum(
@@ -63,9 +63,9 @@ companies = st.lists(pack_requests(), min_size=1, max_size=6)
 
 
 class Run(NamedTuple):
-    """One datum as a stream has it."""
+    """One datum as it lies in a micro-batch."""
 
-    index: int  # of the request among those that were packed
+    index: int  # of the request among the packed ones
     datum: int
     micro_batch: MicroBatch
     part: slice
@@ -84,7 +84,7 @@ def runs(packed: Sequence[PackedBatch]) -> list[Run]:
 
 @given(companies)
 @settings(deadline=None, max_examples=60)
-def test_every_token_is_somewhere_once_behind_the_one_before_it(
+def test_every_token_is_packed_once_after_its_predecessor(
     requests: list[PackingRequest],
 ) -> None:
     packed = pack(requests, STATIC_SHAPES)
@@ -107,7 +107,7 @@ def test_every_token_is_somewhere_once_behind_the_one_before_it(
         assert tokens == sum(len(d.tokens) for m in batch.members for d in requests[m].data.data)
 
 
-def test_a_packed_stream_is_the_one_that_is_written_by_hand(
+def test_a_packed_micro_batch_equals_one_written_by_hand(
     micro_batch_of: Callable[..., MicroBatch], datum: Callable[..., Any]
 ) -> None:
     rows = {(0, length): datum(length, length) for length in (18, 9, 3)} | {(1, 5): datum(5, 5)}
@@ -151,7 +151,7 @@ def test_padding_is_marked_and_has_no_weight(requests: list[PackingRequest]) -> 
 
 @given(companies)
 @settings(deadline=None, max_examples=60)
-def test_a_block_is_one_requests_and_attends_from_where_its_datums_begin(
+def test_a_block_belongs_to_one_request_and_attends_from_the_start_of_its_datums(
     requests: list[PackingRequest],
 ) -> None:
     blocks = np.arange(STREAM // BLOCK)
@@ -179,7 +179,7 @@ def test_a_block_is_one_requests_and_attends_from_where_its_datums_begin(
 
 @given(companies)
 @settings(deadline=None, max_examples=60)
-def test_a_unit_has_one_rank_class_one_direction_and_no_more_requests_than_slots(
+def test_a_batch_has_one_rank_bucket_one_direction_and_up_to_a_slot_per_request(
     requests: list[PackingRequest],
 ) -> None:
     packed = pack(requests, STATIC_SHAPES)
@@ -200,13 +200,13 @@ def test_a_unit_has_one_rank_class_one_direction_and_no_more_requests_than_slots
         assert all(len(members) == slots for members in of_kind[:-1])
 
 
-def test_units_are_in_the_order_in_which_their_first_requests_came() -> None:
+def test_batches_are_ordered_by_their_first_requests() -> None:
     ranks = [8, 3, 8, 2, 4, 1, 8]
     packed = pack([alone(5, rank=rank) for rank in ranks], STATIC_SHAPES)
     assert [batch.members for batch in packed] == [(0,), (2,), (6,), (1, 3, 4), (5,)]
 
 
-def test_streams_of_one_target_come_before_those_of_many() -> None:
+def test_micro_batches_of_one_target_come_before_those_of_many() -> None:
     data = [training_datum(5, 2, 0), training_datum(5, None, 100), training_datum(5, 64, 200)]
     (batch,) = pack([PackingRequest("a", 4, sft(*data))], STATIC_SHAPES)
     assert [micro_batch.targets.shape for micro_batch in batch.batch.micro_batches] == [
@@ -217,8 +217,11 @@ def test_streams_of_one_target_come_before_those_of_many() -> None:
 
 
 def layout(packed: list[PackedBatch], index: int) -> list[tuple[int, int, int, int]]:
-    """A request's datums in the order in which the device gets to them: the datum, its K, its first
-    token in its block, and the number of blocks of the request before it."""
+    """A request's datums in the order in which the device reaches them.
+
+    Each has its index, its K, its first token in its block, and the number of blocks of the request
+    before it.
+    """
     done = []
     for batch in packed:
         if index not in batch.members:
@@ -243,23 +246,23 @@ def layout(packed: list[PackedBatch], index: int) -> list[tuple[int, int, int, i
     pack_requests(), st.lists(pack_requests(), max_size=5), st.lists(pack_requests(), max_size=5)
 )
 @settings(deadline=None, max_examples=200)
-def test_company_changes_neither_a_requests_layout_nor_the_order_of_its_blocks(
+def test_other_requests_change_neither_a_requests_layout_nor_its_block_order(
     request: PackingRequest, before: list[PackingRequest], after: list[PackingRequest]
 ) -> None:
     together = pack([*before, request, *after], STATIC_SHAPES)
     assert layout(together, len(before)) == layout(pack([request], STATIC_SHAPES), 0)
 
 
-def test_the_longest_datums_go_first_and_short_ones_into_the_first_gap() -> None:
-    """30 leaves 2 of the 32 tokens of a piece, 20 leaves 12, and 40 is longer than a piece."""
+def test_the_longest_datums_come_first_and_short_ones_fill_the_first_gap() -> None:
+    """30 leaves 2 of the 32 tokens of a bin, 20 leaves 12, and 40 is longer than a bin."""
     (batch,) = pack([alone(3, 30, 2, 40, 20, 9)], STATIC_SHAPES)
-    # Pieces: 40 | 30 + 2 | 20 + 9 + 3, and the stream of 64 has no room for two of them.
+    # The bins are 40 | 30 + 2 | 20 + 9 + 3. The micro-batch of 64 has no room for two of them.
     assert batch.locations == (((1, 61), (1, 0), (1, 30), (0, 0), (1, 32), (1, 52)),)
     assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [10, 16]
 
 
-def test_a_closed_stream_gets_no_more_pieces() -> None:
-    """The third piece would fit behind the first, but there its blocks would come too early."""
+def test_a_closed_micro_batch_gets_no_more_bins() -> None:
+    """The third bin would fit after the first, but its blocks would come too early there."""
     (batch,) = pack([alone(40), alone(40), alone(16)], STATIC_SHAPES)
     assert batch.locations == (((0, 0),), ((1, 0),), ((1, 40),))
 
@@ -337,7 +340,7 @@ def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
     np.testing.assert_array_equal(micro_batch.beta[:8], [0, 0, 0, 0, 0.25, 0.25, 0.25, 0])
 
 
-def test_each_halving_halves_the_streams_down_to_the_longest_piece() -> None:
+def test_each_halving_halves_the_micro_batches_down_to_the_longest_bin() -> None:
     request = alone(30, 29, 28, 21, 20)
     sizes = [
         [
@@ -364,7 +367,7 @@ def test_halving_keeps_a_requests_layout(request: PackingRequest, halvings: int)
 
 @pytest.mark.parametrize("seed", range(20))
 def test_mixed_lengths_are_padded_by_less_than_a_third(seed: int) -> None:
-    """64 datums of 16 to 1024 tokens, log-uniform, on the lattice of a real device."""
+    """64 datums of 16 to 1024 tokens, log-uniform, on the static shapes of a real device."""
     static_shapes = StaticShapes(4096)
     draws = np.random.default_rng(seed).uniform(np.log(16), np.log(1024), 64)
     lengths = np.exp(draws).astype(int).tolist()

@@ -1,4 +1,4 @@
-"""What adapters of a kind share is made before the first of them, while others are served."""
+"""The shared part of an adapter kind is prepared before the first adapter, beside other work."""
 
 import threading
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tuneserve_engine.core.jobs import CreateModel, JobKind, encode
 
 
 class Slow(Counting):
-    """Its adapters share something that takes as long to make as the test likes, or fails."""
+    """The shared part of its adapters takes as long to prepare as the test likes, or fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ OTHER = replace(CONFIG, seed=CONFIG.seed + 1, kind="osft", options={"form": "fac
 
 
 async def create(bench: Bench, model: str) -> str:
-    """Asks for an adapter of the kind that shares something."""
+    """Request an adapter of the kind that shares something."""
     payload = encode(CreateModel("tuneserve/fake", OTHER))
     return await bench.submit(JobKind.CREATE_MODEL, payload, model)
 
 
 async def begun(bench: Bench) -> Slow:
-    """The worker, once it has begun to prepare."""
+    """Return once the worker has started to prepare."""
     backend = bench.backend
     assert isinstance(backend, Slow)
     await until(backend.begun.is_set)
@@ -82,7 +82,7 @@ def test_others_are_served_while_the_first_of_a_kind_waits(tmp_path: Path) -> No
     run(tmp_path, scenario)
 
 
-def test_a_preparation_that_fails_ends_the_request_with_the_reason(tmp_path: Path) -> None:
+def test_a_failed_preparation_ends_the_request_with_the_reason(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await with_slow(bench)
         request = await create(bench, "a")
@@ -99,7 +99,7 @@ def test_a_preparation_that_fails_ends_the_request_with_the_reason(tmp_path: Pat
     run(tmp_path, scenario)
 
 
-def test_a_worker_that_dies_while_it_prepares_leaves_the_request_to_the_next(
+def test_a_worker_that_dies_while_preparing_leaves_the_request_to_the_next(
     tmp_path: Path,
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -115,7 +115,7 @@ def test_a_worker_that_dies_while_it_prepares_leaves_the_request_to_the_next(
     run(tmp_path, scenario)
 
 
-def test_a_model_of_the_kind_is_brought_back_when_what_it_shares_is_there(tmp_path: Path) -> None:
+def test_a_model_of_the_kind_is_restored_after_the_preparation(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await trained(bench)
         bench.worker.stop()
@@ -130,7 +130,7 @@ def test_a_model_of_the_kind_is_brought_back_when_what_it_shares_is_there(tmp_pa
     run(tmp_path, scenario)
 
 
-def test_a_model_without_a_point_is_created_again_when_what_it_shares_is_there(
+def test_a_model_without_a_point_is_created_again_after_the_preparation(
     tmp_path: Path,
 ) -> None:
     async def scenario(bench: Bench) -> None:
@@ -148,7 +148,7 @@ def test_a_model_without_a_point_is_created_again_when_what_it_shares_is_there(
     run(tmp_path, scenario)
 
 
-def test_what_cannot_be_decoded_needs_no_preparation(tmp_path: Path) -> None:
+def test_a_payload_that_cannot_be_decoded_needs_no_preparation(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         request = await bench.submit(JobKind.CREATE_MODEL, b"no command", "a")
         assert (await bench.outcome(request)).rejection is not None

@@ -1,4 +1,4 @@
-"""Samples carry the trainer's logprobs, bit for bit, if that is wanted."""
+"""Samples carry the trainer's logprobs, bit for bit, if the setting asks for them."""
 
 import time
 from dataclasses import replace
@@ -31,7 +31,7 @@ def trained(backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any,
     backend.load_snapshot(name, backend.adapter_state(name, optimizer=False))
 
 
-def test_logprobs_are_those_that_training_gives_for_the_same_text(
+def test_rescored_logprobs_equal_those_of_training_on_the_same_text(
     backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ) -> None:
     trained(backend, micro_batch_of, batch_of, datum, "policy")
@@ -69,7 +69,7 @@ def test_logprobs_are_those_that_training_gives_for_the_same_text(
 def test_a_sample_that_cannot_be_scored_fails_alone(
     backend: JaxBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other logprobs than those asked for would be wrong without anybody seeing it."""
+    """Returning other logprobs than the requested ones would be a silent error."""
     request = SamplingRequest(PROMPT, None, seed=5, num_samples=1, max_tokens=3)
     ended = {name: drawn(backend, request) for name in ("one", "other")}
     calls = iter([OutOfMemory("no room")])

@@ -1,4 +1,4 @@
-"""Models that outlive their worker: recovery points, replay, parking, a graceful stop."""
+"""Models outlive their worker: recovery points, replay, parking, a graceful stop."""
 
 import asyncio
 import errno
@@ -49,7 +49,7 @@ async def train(bench: Bench, model: str, rounds: int) -> list[bytes]:
 
 
 async def finish_round(bench: Bench, model: str) -> list[Any]:
-    """One more step; the model's state then, accumulator and all."""
+    """One more step, and the model's state after it with its accumulator."""
     await bench.ok(await bench.step(model))
     await bench.ok(await bench.gradient(model, 3))
     state = bench.backend.adapter_state(model, optimizer=True, accumulator=True)
@@ -71,7 +71,7 @@ def undisturbed(root: Path, rounds: int) -> list[Any]:
 
 
 async def pointed(bench: Bench, count: int = 1) -> None:
-    """Returns when the model has ``count`` recovery points, the newest of its present state."""
+    """Return when the model has ``count`` recovery points, the newest of its present state."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             points = await bench.store.recovery_points(bench.worker.session.epoch, "a")
@@ -98,12 +98,12 @@ def test_a_model_continues_bit_for_bit_after_its_worker_died(
         bench.start()
         assert await finish_round(bench, "a") == wanted
         again = len(bench.backend.gradients) - 1
-        assert again == (0 if policy is OFTEN else 7)  # only what no point covers
+        assert again == (0 if policy is OFTEN else 7)  # only the requests that no point covers
 
     run(tmp_path / "killed", scenario, policy)
 
 
-def test_requests_that_a_dead_worker_left_run_on_the_next(tmp_path: Path) -> None:
+def test_requests_of_a_dead_worker_run_on_the_next(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
@@ -119,7 +119,7 @@ def test_requests_that_a_dead_worker_left_run_on_the_next(tmp_path: Path) -> Non
     run(tmp_path, scenario)
 
 
-def test_results_that_were_given_do_not_change_when_they_are_computed_again(tmp_path: Path) -> None:
+def test_reported_results_do_not_change_in_a_replay(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         request = await bench.gradient("a", 5)
@@ -135,7 +135,7 @@ def test_results_that_were_given_do_not_change_when_they_are_computed_again(tmp_
 
 
 class Drifting(Counting):
-    """Another device, with other last bits."""
+    """A device with other last bits."""
 
     def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         result = super().forward_backward(batch, *between)
@@ -144,7 +144,7 @@ class Drifting(Counting):
         return result
 
 
-def test_other_bits_are_flagged_and_the_client_keeps_what_it_has(tmp_path: Path) -> None:
+def test_other_bits_are_flagged_and_the_client_keeps_its_result(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         request = await bench.gradient("a", 5)
@@ -160,13 +160,13 @@ def test_other_bits_are_flagged_and_the_client_keeps_what_it_has(tmp_path: Path)
 
 
 class Forgetful(Counting):
-    """A device that cannot do again what it did."""
+    """A device that cannot repeat its work."""
 
     def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
         raise RuntimeError("out of order")
 
 
-def test_a_model_that_cannot_be_computed_again_is_lost_with_a_message(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_replayed_is_lost_with_a_message(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         await bench.ok(await bench.gradient("a"))
@@ -184,10 +184,10 @@ async def assert_lost(bench: Bench) -> None:
         assert "from your last checkpoint" in rejection.message
     model = await bench.store.get_record(ModelRecord, "a")
     assert model is not None and model.status is ModelStatus.LOST
-    await bench.ok(await bench.create("b"))  # the worker goes on
+    await bench.ok(await bench.create("b"))  # the worker continues
 
 
-def test_a_damaged_point_is_replaced_by_the_one_before_and_more_replay(tmp_path: Path) -> None:
+def test_a_damaged_point_is_replaced_by_the_previous_one_and_more_replay(tmp_path: Path) -> None:
     wanted = undisturbed(tmp_path / "undisturbed", 4)
 
     async def scenario(bench: Bench) -> None:
@@ -206,7 +206,7 @@ def test_a_damaged_point_is_replaced_by_the_one_before_and_more_replay(tmp_path:
     run(tmp_path / "damaged", scenario, OFTEN)
 
 
-def test_a_model_whose_points_are_all_gone_is_lost_with_a_message(tmp_path: Path) -> None:
+def test_a_model_without_readable_points_is_lost_with_a_message(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         await pointed(bench)
@@ -220,8 +220,8 @@ def test_a_model_whose_points_are_all_gone_is_lost_with_a_message(tmp_path: Path
     run(tmp_path, scenario, OFTEN)
 
 
-def test_a_small_device_does_again_what_it_did_in_the_same_halves(tmp_path: Path) -> None:
-    """Replay starts where the first try ended."""
+def test_a_small_device_replays_in_the_same_halves(tmp_path: Path) -> None:
+    """Replay starts where the first attempt ended."""
     bodies = wire.ForwardBackwardRequest.FromString(gradient_body(3))
     for token in (4, 5, 6):
         bodies.data.append(wire.ForwardBackwardRequest.FromString(gradient_body(token)).data[0])
@@ -253,8 +253,8 @@ def test_a_small_device_does_again_what_it_did_in_the_same_halves(tmp_path: Path
     run(tmp_path, scenario)
 
 
-def test_what_is_done_again_is_noted_as_the_request_that_needs_it(tmp_path: Path) -> None:
-    """So that a replay that kills every worker ends with an error, and not never."""
+def test_a_replayed_job_is_reported_as_the_request_that_needs_it(tmp_path: Path) -> None:
+    """A replay that kills every worker must end with an error."""
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
@@ -285,7 +285,7 @@ class Dying(Counting):
         raise DeviceFailed("the device failed: it fell off the bus")
 
 
-def test_a_device_that_fails_ends_its_worker_and_not_the_requests(tmp_path: Path) -> None:
+def test_a_device_failure_ends_its_worker_and_not_the_requests(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.kill()
         bench.start(Dying())
@@ -304,7 +304,7 @@ def test_a_device_that_fails_ends_its_worker_and_not_the_requests(tmp_path: Path
 # --- points --------------------------------------------------------------------------------------
 
 
-def test_a_point_that_cannot_be_written_costs_nothing_but_replay(
+def test_a_point_that_cannot_be_written_only_costs_replay(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(LocalFs):
@@ -369,7 +369,7 @@ async def park(bench: Bench) -> None:
     await until(lambda: "unassign" in bench.line.calls)
 
 
-def test_an_idle_model_frees_its_place_and_comes_back_with_its_next_request(tmp_path: Path) -> None:
+def test_an_idle_model_is_parked_and_restored_by_its_next_request(tmp_path: Path) -> None:
     wanted = undisturbed(tmp_path / "undisturbed", 2)
 
     async def scenario(bench: Bench) -> None:
@@ -378,12 +378,12 @@ def test_an_idle_model_frees_its_place_and_comes_back_with_its_next_request(tmp_
         await park(bench)
         assert "a" not in bench.backend._adapters
         assert await finish_round(bench, "a") == wanted
-        assert len(bench.backend.gradients) == 5 + 1  # nothing was done again
+        assert len(bench.backend.gradients) == 5 + 1  # no replay was needed
 
     run(tmp_path / "parked", scenario, NEVER)
 
 
-def test_a_request_that_comes_while_its_model_leaves_is_carried_out(tmp_path: Path) -> None:
+def test_a_request_that_arrives_while_its_model_is_handed_over_still_runs(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         for round_ in range(10):
@@ -420,7 +420,7 @@ def test_a_second_worker_takes_its_share_of_busy_models(tmp_path: Path) -> None:
 # --- stopping ------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_stopped_leaves_nothing_to_do_again(tmp_path: Path) -> None:
+def test_a_stopped_worker_leaves_nothing_to_replay(tmp_path: Path) -> None:
     wanted = undisturbed(tmp_path / "undisturbed", 2)
 
     async def scenario(bench: Bench) -> None:
@@ -436,7 +436,7 @@ def test_a_worker_that_is_stopped_leaves_nothing_to_do_again(tmp_path: Path) -> 
     run(tmp_path / "stopped", scenario, NEVER)
 
 
-def test_a_stopping_worker_ends_its_unit_and_takes_no_other(tmp_path: Path) -> None:
+def test_a_stopping_worker_ends_its_batch_and_takes_no_other(tmp_path: Path) -> None:
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         bench.backend.gate.clear()
@@ -456,7 +456,7 @@ def test_a_stopping_worker_ends_its_unit_and_takes_no_other(tmp_path: Path) -> N
     run(tmp_path, scenario)
 
 
-def test_a_unit_that_does_not_end_is_abandoned(
+def test_a_batch_that_does_not_end_is_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_module, "STOP_S", 0.1)

@@ -1,4 +1,4 @@
-"""Models that are hard to bring back: the worker goes on, and so does everybody else."""
+"""Models that are hard to restore do not stop the worker or other models."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ from tuneserve_engine.worker.worker import WorkerPolicy
 
 
 def test_a_model_that_cannot_be_created_again_is_lost_with_a_message(tmp_path: Path) -> None:
-    """Though its log has more, which waits for the device by then."""
+    """Its log has further requests, which wait for the device by then."""
 
     class Refusing(Counting):
         def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
@@ -47,8 +47,8 @@ def test_a_model_that_cannot_be_created_again_is_lost_with_a_message(tmp_path: P
     run(tmp_path, scenario, NEVER)
 
 
-def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
-    """Else the requests whose logs share its units would be suspects as well, and end with it."""
+def test_the_log_of_a_suspect_is_replayed_alone(tmp_path: Path) -> None:
+    """Otherwise other requests in its batches would become suspects too, and end with it."""
     batches: list[set[str]] = []
 
     class Recording(Counting):
@@ -68,19 +68,19 @@ def test_the_log_of_a_suspect_is_done_again_alone(tmp_path: Path) -> None:
         bench.start(Recording())
         for request in (suspect, *others):
             await bench.ok(request)
-        assert {"b", "c"} in batches  # others share
+        assert {"b", "c"} in batches  # others share batches
         assert all(batch == {"a"} for batch in batches if "a" in batch)
 
     run(tmp_path, scenario, NEVER)
 
 
-def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) -> None:
-    """Requests that change nothing are not done again, but count for a point's position."""
+def test_a_point_after_an_unreadable_one_is_no_older(tmp_path: Path) -> None:
+    """Requests that change nothing are not replayed, but count for a point's position."""
 
     class Slow(Counting):
         def forward_backward(self, batch: TrainBatch, *between: Any) -> TrainResult:
             if batch.adapter_ids[0] == "b":
-                time.sleep(0.6)  # a point of "a" comes before the step that waits
+                time.sleep(0.6)  # a point of "a" comes before the waiting step
             return super().forward_backward(batch, *between)
 
     async def scenario(bench: Bench) -> None:
@@ -118,7 +118,7 @@ def test_a_point_after_one_that_could_not_be_read_is_no_older(tmp_path: Path) ->
 
 
 class Full(Counting):
-    """Has no room for ``what`` of model "a", until it ``has_room``."""
+    """A device without room for ``what`` of model "a", until it ``has_room``."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ class Full(Counting):
 
 
 @pytest.mark.parametrize("what", ["creating", "loading", "a gradient"])
-def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what: str) -> None:
-    """Neither it nor the worker is lost for that; only what waited ends with an error."""
+def test_a_model_without_room_is_restored_later(tmp_path: Path, what: str) -> None:
+    """Neither the model nor the worker is lost: only waiting requests end with an error."""
     policy = OFTEN if what == "loading" else NEVER
     wanted = undisturbed(tmp_path / "undisturbed", 1)
 
@@ -172,7 +172,7 @@ def test_a_model_that_there_is_no_room_for_comes_back_later(tmp_path: Path, what
 
 
 class LowRanks(Counting):
-    """A worker whose memory was planned for no rank above 2."""
+    """A worker whose memory was planned for ranks up to 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class LowRanks(Counting):
 
 
 class Refusing(Counting):
-    """A worker that cannot take what it has read."""
+    """A worker that cannot take the state that it has read."""
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         raise ServerError("no")
@@ -193,10 +193,10 @@ class Refusing(Counting):
     [(LowRanks, NEVER), (LowRanks, OFTEN), (Refusing, OFTEN)],
     ids=["ranks, from the log", "ranks, from points", "anything, from points"],
 )
-def test_a_model_that_this_worker_cannot_take_is_kept_for_another(
+def test_a_model_that_this_worker_cannot_take_is_left_for_another(
     tmp_path: Path, unfit: type[Counting], policy: WorkerPolicy
 ) -> None:
-    """CONFIG has rank 4. Older points would not help, and must not be what goes on from here."""
+    """CONFIG has rank 4. Older points would not help, and must not be used to continue."""
     wanted = undisturbed(tmp_path / "undisturbed", 1)
 
     async def scenario(bench: Bench) -> None:
@@ -235,8 +235,8 @@ def test_a_session_can_end_while_there_is_no_room_for_its_model(tmp_path: Path) 
     run(tmp_path, scenario, NEVER)
 
 
-def test_the_pause_after_a_point_is_for_the_disk_alone(tmp_path: Path) -> None:
-    """A store that was away does not keep the next points away for three times as long."""
+def test_the_pause_after_a_point_is_measured_on_the_disk_alone(tmp_path: Path) -> None:
+    """An unreachable store does not delay the next points by three times its absence."""
 
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))

@@ -1,4 +1,4 @@
-"""What jobs cost, from their payloads; expected values are counted by hand."""
+"""Costs of jobs, from their payloads. Expected values are counted by hand."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.scheduling.cost_model import CostModel, TimeEstimator
 
 COSTS = CostModel(StaticShapes(256, block=16, chunk=64), context=256, decode_slots=4)
-"""Each gradient takes blocks of 16 tokens, a unit chunks of 64; capacities are 64, 128 and 256."""
+"""Gradients have blocks of 16 tokens, and batches chunks of 64. Capacities are 64, 128 and 256."""
 
 
 def gradient(*lengths: int) -> Job:
@@ -55,23 +55,23 @@ def test_a_gradient_is_charged_for_its_own_blocks() -> None:
     assert [COSTS.job_cost(gradient(*n)).work for n in ([10], [10, 10], [60] * 3)] == [32, 48, 208]
 
 
-def test_samples_cost_what_they_read_and_may_write() -> None:
+def test_samples_cost_their_prompt_and_their_token_limit() -> None:
     assert together(sample(32, 100)) == 1 + 100
     assert together(*[sample(32, 100)] * 5) == 5 + 500
     assert COSTS.job_cost(sample(64, 100, num_samples=4)).work == 2 + 400
     assert [COSTS.job_cost(sample(9, 9, num_samples=n)).sequences for n in (1, 7)] == [1, 7]
 
 
-def test_a_sample_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
+def test_a_sample_without_a_limit_is_charged_to_the_end_of_the_context() -> None:
     assert together(sample(32, None)) == 1 + 224
     assert together(sample(32, 1000)) == 1 + 224
 
 
-def test_twice_as_many_sequences_are_on_their_way_as_there_are_lanes() -> None:
+def test_twice_as_many_sequences_may_run_as_there_are_decode_slots() -> None:
     assert COSTS.max_sequences == TimeEstimator(COSTS).max_sequences == 8
 
 
-def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
+def test_a_shared_batch_of_gradients_has_room_for_four_chunks() -> None:
     assert COSTS.shared_budget(COSTS.job_cost(gradient(10))) == 16 + 4 * 64
     assert COSTS.shared_budget(COSTS.job_cost(gradient(200, 200))) == 16 + 7 * 64
 
@@ -81,21 +81,21 @@ def test_a_unit_of_many_tenants_gradients_has_room_for_four_chunks() -> None:
     [
         ([32], 1),
         ([32, 32], 2),
-        ([32] * 3, 2),  # the third would have a chunk of its own, half of it empty
+        ([32] * 3, 2),  # the third would open a chunk and leave half of it empty
         ([32] * 7, 6),
         ([32] * 8, 8),
-        ([48] * 4, 4),  # three chunks, full
+        ([48] * 4, 4),  # three full chunks
         ([48] * 5, 4),
         ([48] * 3, 3),  # leaving one out would leave a chunk unfilled too
         ([200, 10], 2),  # the rest of the fourth chunk
         ([256, 10], 1),
         ([256, 32, 32], 3),
-        ([256, 16, 16], 1),  # the two together
+        ([256, 16, 16], 1),  # the last two together
         ([64, 48, 48, 48], 4),
         ([64, 128], 2),
     ],
 )
-def test_a_unit_of_gradients_leaves_what_would_have_a_chunk_of_its_own_and_not_fill_it(
+def test_a_batch_of_gradients_leaves_out_jobs_that_would_open_a_chunk_without_filling_it(
     tokens: list[int], count: int
 ) -> None:
     assert COSTS.jobs_in_full_chunks([COSTS.job_cost(gradient(each)) for each in tokens]) == count
@@ -105,7 +105,7 @@ def test_a_unit_of_gradients_leaves_what_would_have_a_chunk_of_its_own_and_not_f
 
 
 @pytest.mark.parametrize("kind", list(JobKind))
-def test_a_job_that_makes_no_sense_costs_something(kind: JobKind) -> None:
+def test_an_invalid_job_has_a_cost(kind: JobKind) -> None:
     for payload in (b"", b"\xff\xff", encode(SampleCommand([], 1, num_samples=0, max_tokens=-5))):
         cost = COSTS.job_cost(Job("t", kind, "s", 0, payload))
         assert cost.work > 0
@@ -113,7 +113,7 @@ def test_a_job_that_makes_no_sense_costs_something(kind: JobKind) -> None:
     assert COSTS.job_cost(gradient(257)).work > 0
 
 
-def test_estimates_follow_the_median_of_what_was_measured() -> None:
+def test_estimates_follow_the_median_of_the_measurements() -> None:
     estimates, job = TimeEstimator(COSTS), gradient(10)
     assert estimates.batch_s([job]) is None
     for seconds in (9.0, 0.1, 0.1, 0.3):
@@ -128,10 +128,10 @@ def test_estimates_follow_the_median_of_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "is_long"), [(64, False), (256, False), (257, True)])
-def test_a_gradient_is_long_that_takes_more_than_a_slice_and_four_chunks(
+def test_a_gradient_is_long_if_it_takes_more_than_a_slice_and_four_chunks(
     tokens: int, is_long: bool
 ) -> None:
-    """What is longer than small ones share is alone in its unit: company would wait for it."""
+    """A gradient above the shared budget is alone in its batch, where others would wait for it."""
     estimates, job = TimeEstimator(COSTS), gradient(tokens)
     assert not estimates.is_long(job, 0.1)
     estimates.learn([gradient(64)], 0.2)
@@ -142,7 +142,7 @@ def test_a_gradient_is_long_that_takes_more_than_a_slice_and_four_chunks(
     assert not estimates.is_long(optim, 0.1)
 
 
-def test_samples_are_charged_and_learned_by_what_was_done_for_them() -> None:
+def test_samples_are_charged_and_estimated_by_the_work_done_for_them() -> None:
     estimates = TimeEstimator(COSTS)
     one, other = (
         Job("t", JobKind.SAMPLE, "s", 0, sample(32, 100).payload, request_id=i) for i in "ab"
@@ -154,7 +154,7 @@ def test_samples_are_charged_and_learned_by_what_was_done_for_them() -> None:
     assert estimates.batch_s([one]) == pytest.approx(101 * 0.05)
 
 
-def test_jobs_of_a_unit_share_its_time_by_their_work() -> None:
+def test_jobs_of_a_batch_share_its_time_by_their_work() -> None:
     jobs = [gradient(10), gradient(10, 10), gradient(17)]
     assert TimeEstimator(COSTS).shares(jobs) == [32 / 128, 48 / 128, 48 / 128]
 

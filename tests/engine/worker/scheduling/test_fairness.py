@@ -1,8 +1,8 @@
-"""Whose turn it is: shares by weight, returning from idle, and a light tenant beside a flood.
+"""Turns of tenants: shares by weight, returns from idleness, and a light tenant beside a flood.
 
-A device is simulated: a unit takes the sum of what its jobs take, samples go on by turns of one
-part of their size, and a kind's first unit also has to compile. The scheduler sees sizes and
-measured units, and has to learn the rest.
+The device is simulated: a batch takes the sum of its jobs' times, samples continue in turns by a
+part of their size, and the first batch of a kind also has to compile. The scheduler sees sizes and
+measured batches, and has to learn the rest.
 """
 
 from collections import defaultdict
@@ -23,12 +23,12 @@ GRADIENT, SAMPLE, STEP = JobKind.FORWARD_BACKWARD, JobKind.SAMPLE, JobKind.OPTIM
 SAVE = JobKind.SAVE_WEIGHTS
 KINDS = (GRADIENT, SAMPLE, STEP, SAVE)
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
-"""Without making a failure smaller: a simulation is too long for that."""
+"""Phases without shrinking, because a simulation is too long for it."""
 ids = count()
 
 
 class Sizes(CostModel):
-    """A job costs what its ``seq`` says."""
+    """A job costs its ``seq``."""
 
     def job_cost(self, job: Job) -> Cost:
         return Cost(float(job.seq))
@@ -36,7 +36,7 @@ class Sizes(CostModel):
 
 @dataclass
 class Device:
-    """Runs what the scheduler chooses, one unit after another, on a clock of its own."""
+    """Runs the scheduler's choices, one batch after another, on its own clock."""
 
     scheduler: Scheduler
     rates: Mapping[JobKind, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.001))
@@ -44,14 +44,15 @@ class Device:
     now: float = 0.0
     pending: list[Job] = field(default_factory=list)
     used: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    done: dict[str, float] = field(default_factory=dict)  # when, by request id
+    done: dict[str, float] = field(default_factory=dict)  # times by request id
     batches: list[list[Job]] = field(default_factory=list)
     compiled: set[JobKind] = field(default_factory=set)
     largest_s: float = 0.0  # of any request so far
-    begun: dict[str, tuple[Job, float]] = field(default_factory=dict)  # samples, and what is left
+    # samples, and the rest of each
+    begun: dict[str, tuple[Job, float]] = field(default_factory=dict)
 
     def submit(self, tenant: str, kind: JobKind, size: int, model: str | None = None) -> str:
-        """A request of ``size``; without a model it waits for nobody."""
+        """Submit a request of ``size``. Without a model, it waits for no other."""
         number = next(ids)
         job = Job(
             tenant, kind, "scope", seq=size, payload=b"x", model_id=model,
@@ -83,7 +84,7 @@ class Device:
         return batch
 
     def run_slice(self, batch: list[Job]) -> list[Job]:
-        """Samples go on for the time of a unit."""
+        """Continue the samples for the time of a batch."""
         assert {job.request_id for job in batch} >= self.begun.keys()
         self.begun = {
             job.request_id: self.begun.get(job.request_id, (job, float(job.seq))) for job in batch
@@ -123,7 +124,7 @@ def check_unit(batch: list[Job], pending: list[Job]) -> None:
     assert [job.release for job in batch] == sorted({job.release for job in batch})
     assert {job.request_id for job in batch} <= {job.request_id for job in pending}
     for job in batch[:1] if batch[0].model_id is None else batch:
-        # Nothing of its model that must come first stays behind.
+        # No earlier request of its model may be left behind.
         earlier = [w for w in pending if w.model_id == job.model_id and w.release < job.release]
         if job.model_id is not None:
             assert all(w in batch and w.kind == GRADIENT for w in earlier)
@@ -152,16 +153,16 @@ def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
     kinds: set[JobKind],
     data: st.DataObject,
 ) -> None:
-    """Whatever they ask for, in whatever sizes, and before anything is known about their times."""
+    """This holds for all requests and sizes, and before anything is known about their times."""
     scheduler = Scheduler(weights, batch_s=batch_s, costs=Sizes())
     device = Device(scheduler, dict(zip(KINDS, rates, strict=True)), compile_s)
     jobs = st.tuples(st.sampled_from(sorted(kinds, key=str)), job_sizes)
     backlogs = {tenant: data.draw(st.lists(jobs, min_size=1, max_size=8)) for tenant in weights}
     models = {tenant: data.draw(st.booleans()) for tenant in weights}
     turns = {tenant: cycle(backlog) for tenant, backlog in backlogs.items()}
-    wanting = [tenant for tenant in weights for _ in range(MAX_JOBS + 1)]  # more than a unit takes
+    wanting = [tenant for tenant in weights for _ in range(MAX_JOBS + 1)]  # more than a batch takes
     for _ in range(40):
-        for tenant in wanting:  # each has work, always
+        for tenant in wanting:  # each tenant always has work
             kind, size = next(turns[tenant])
             model = f"{tenant}-model" if models[tenant] else None
             device.submit(tenant, kind, size, model)
@@ -172,11 +173,11 @@ def test_service_of_backlogged_tenants_differs_by_at_most_one_request(
             assert served - min(service.values()) <= ahead_s / weights[tenant]
 
 
-def test_weights_that_change_hold_from_the_next_unit_on() -> None:
+def test_changed_weights_hold_from_the_next_batch_on() -> None:
     device = Device(Scheduler({"a": 2.0}, costs=Sizes()))
 
     def shares(batches: int) -> list[float]:
-        """What each of two tenants with work, always, has of the next seconds."""
+        """The device seconds of two tenants that always have work, over the next batches."""
         before = dict(device.used)
         for _ in range(batches):
             for tenant in "ab":
@@ -186,7 +187,7 @@ def test_weights_that_change_hold_from_the_next_unit_on() -> None:
 
     request_s = 0.1
     assert shares(60) == pytest.approx([4.0, 2.0], abs=request_s)
-    device.scheduler.set_weights({"b": 4.0})  # the other's stays that of the settings
+    device.scheduler.set_weights({"b": 4.0})  # the other's weight stays that of the settings
     assert shares(60) == pytest.approx([2.0, 4.0], abs=request_s)
     device.scheduler.set_weights({"a": 0.5})
     assert shares(60) == pytest.approx([2.0, 4.0], abs=request_s)
@@ -195,7 +196,7 @@ def test_weights_that_change_hold_from_the_next_unit_on() -> None:
 
 
 class Blocks(Sizes):
-    """A gradient has so many blocks of 64 tokens, and a unit computes whole chunks of four."""
+    """A gradient has ``seq`` blocks of 64 tokens, and a batch computes whole chunks of four."""
 
     def job_cost(self, job: Job) -> Cost:
         if job.kind != GRADIENT:
@@ -210,10 +211,10 @@ class Blocks(Sizes):
     data=st.data(),
 )
 @settings(deadline=None, max_examples=60, phases=QUICK)
-def test_tenants_that_train_get_their_shares_whatever_joins_goes_first_or_waits(
+def test_training_tenants_get_their_shares_whatever_joins_goes_first_or_waits(
     weights: dict[str, float], batch_s: float, chunk_s: float, data: st.DataObject
 ) -> None:
-    """Each repeats its own sequence of gradients and steps on models of its own, always ahead."""
+    """Each repeats its own sequence of gradients and steps on its own models, always ahead."""
     costs = Blocks()
     scheduler = Scheduler(weights, batch_s=batch_s, costs=costs)
     part = st.tuples(st.sampled_from([GRADIENT, GRADIENT, STEP]), st.integers(1, 20))
@@ -248,10 +249,10 @@ def test_tenants_that_train_get_their_shares_whatever_joins_goes_first_or_waits(
 
 @given(weights=tenant_weights, data=st.data())
 @settings(deadline=None, max_examples=20)
-def test_equal_requests_are_done_in_proportion_to_the_weights(
+def test_equal_requests_are_served_in_proportion_to_the_weights(
     weights: dict[str, float], data: st.DataObject
 ) -> None:
-    """Requests of one kind, as those of a flood are: not even a unit's time comes in between."""
+    """All requests have one kind, as in a flood, so batches do not disturb the order."""
     device = Device(Scheduler(weights, batch_s=1.0, costs=Sizes()))
     size = data.draw(st.integers(1, 400))
     for tenant in [*weights] * 101:
@@ -273,10 +274,11 @@ def test_equal_requests_are_done_in_proportion_to_the_weights(
 def test_samplers_and_trainers_get_their_shares(
     weights: dict[str, float], batch_s: float, data: st.DataObject
 ) -> None:
-    """Some only sample, some only train, some do both; all have more to do than there is time for.
+    """Some tenants only sample, some only train, some do both. All have more work than there is
+    time.
 
-    Samples that have begun go on with any others, so that a tenant may be ahead by what it has
-    under way: at most one request in each of the 16 places, and one for the place that is its own.
+    Running samples continue with any others, so a tenant may be ahead by its running samples: up to
+    one request in each of the 16 places, and one for the place that it is entitled to.
     """
     device = Device(Scheduler(weights, batch_s=batch_s, costs=Sizes()))
     plans = {
@@ -314,10 +316,10 @@ arrivals = st.lists(
 
 @given(arrivals, st.sampled_from([0.0, 0.1, 10.0]), st.data())
 @settings(deadline=None, max_examples=150)
-def test_a_backlog_drains_and_every_model_in_order(
+def test_a_backlog_drains_with_every_model_in_order(
     described: list[tuple[str, JobKind, int, int]], batch_s: float, data: st.DataObject
 ) -> None:
-    """Jobs also arrive while units run, in random groups; some have killed a worker."""
+    """Jobs also arrive while batches run, in random groups. Some have killed a worker."""
     arriving = [
         Job(
             model[0], kind, "scope", seq=size, payload=b"x", attempts=attempts,
@@ -338,7 +340,7 @@ def test_a_backlog_drains_and_every_model_in_order(
         assert order == sorted(order)
 
 
-def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
+def test_an_idle_tenant_gets_no_credit() -> None:
     device = Device(Scheduler(batch_s=0.05, costs=Sizes()))
     for _ in range(1000):
         device.submit("a", GRADIENT, 20)
@@ -350,11 +352,12 @@ def test_a_tenant_that_was_idle_gets_no_credit_for_it() -> None:
     while device.now < 15:
         device.run_unit()
         since = device.used["a"] - before["a"]
-        assert abs(device.used["b"] - since) <= 0.05 + 0.02  # the unit at its arrival counts as one
+        # the batch at its arrival counts as one
+        assert abs(device.used["b"] - since) <= 0.05 + 0.02
 
 
-def test_a_tenant_that_was_alone_owes_nothing_for_it() -> None:
-    """It used the device while nobody else wanted it."""
+def test_a_tenant_that_was_alone_owes_nothing() -> None:
+    """It used the device while no other tenant wanted it."""
     device = Device(Scheduler(batch_s=0.05, costs=Sizes()))
     for _ in range(100):
         device.submit("a", GRADIENT, 100)
@@ -369,7 +372,7 @@ def test_a_tenant_that_was_alone_owes_nothing_for_it() -> None:
         assert abs(device.used["b"] - (device.used["a"] - before)) <= 0.05
 
 
-def test_one_that_leaves_and_comes_back_cannot_dodge_what_it_owes() -> None:
+def test_a_tenant_cannot_dodge_its_debt_by_leaving_and_returning() -> None:
     device = Device(Scheduler(batch_s=0.05, costs=Sizes()))
     for _ in range(1000):
         device.submit("a", GRADIENT, 10)
@@ -383,9 +386,11 @@ def test_one_that_leaves_and_comes_back_cannot_dodge_what_it_owes() -> None:
 
 @pytest.mark.parametrize("floods", [1, 2, 5])
 @pytest.mark.parametrize("kind", [GRADIENT, SAMPLE])
-def test_a_light_tenant_waits_for_the_running_unit_and_its_own(floods: int, kind: JobKind) -> None:
-    """Five times more work arrives than the device can do: requests of 2 to 40 ms, for 10 s. The
-    light tenant sends one of 5 ms now and then, which may arrive at any moment of a unit."""
+def test_a_light_tenant_waits_for_the_running_batch_and_its_own(floods: int, kind: JobKind) -> None:
+    """Five times more work arrives than the device can do: requests of 2 to 40 ms, for 10 s.
+
+    The light tenant sometimes sends one of 5 ms, which may arrive at any moment of a batch.
+    """
     batch_s = 0.1
     device = Device(Scheduler(batch_s=batch_s, costs=Sizes()))
     sizes = (2, 7, 20, 40)
@@ -399,7 +404,7 @@ def test_a_light_tenant_waits_for_the_running_unit_and_its_own(floods: int, kind
             arrived += size * 0.001
         if device.now >= next_light:
             name = device.submit("light", kind, 5)
-            sent[name] = next_light  # while the last unit ran
+            sent[name] = next_light  # while the last batch ran
             next_light = device.now + 0.17 * (floods + 1)
         device.run_unit()
     waits = [device.done[name] - at for name, at in sent.items() if name in device.done]
@@ -407,11 +412,11 @@ def test_a_light_tenant_waits_for_the_running_unit_and_its_own(floods: int, kind
     longest_unit_s = max(sum(job.seq for job in batch) * 0.001 for batch in device.batches)
     assert longest_unit_s <= batch_s + 1e-9
     assert max(waits) <= 2 * batch_s + 1e-9
-    for batch in device.batches:  # nobody has to wait for more than others' units to be full
+    for batch in device.batches:  # one kind of job per batch
         assert len({job.kind for job in batch}) == 1
 
 
-def test_an_overloaded_device_serves_by_weight_and_remembers_only_who_has_work() -> None:
+def test_an_overloaded_device_serves_by_weight_and_remembers_only_tenants_with_work() -> None:
     weights = {"gold": 3.0, "plain": 1.0, "cheap": 0.5}
     device = Device(Scheduler(weights, batch_s=0.05, costs=Sizes()), compile_s=3.0)
     for number in range(3000):

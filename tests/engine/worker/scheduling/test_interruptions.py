@@ -1,5 +1,6 @@
-"""Units of training that come in between the micro-batches of another one: not a bit of either
-changes, whatever room there is and whatever fails."""
+"""Training batches that interrupt another one between its micro-batches change no bit of either,
+whatever room there is and whatever fails.
+"""
 
 from collections.abc import Callable
 from itertools import count
@@ -19,8 +20,10 @@ ids = count()
 
 @pytest.fixture
 def batches(micro_batch_of: Any, batch_of: Any, datum: Any) -> Callable[..., TrainBatch]:
-    """``batches("a", "b")``: a request of each of these adapters, in three micro-batches; of many
-    adapters, each request in one of them."""
+    """``batches("a", "b")``: a request of each of these adapters, in three micro-batches.
+
+    With many adapters, each request is in one of them.
+    """
 
     def make(*names: str, forward_only: bool = False) -> TrainBatch:
         requests = range(len(names))
@@ -50,7 +53,7 @@ def bits(result: TrainResult) -> list[bytes]:
 def assert_undisturbed(
     backend: JaxBackend, batches: Callable[..., TrainBatch], disturbed: str, config: AdapterConfig
 ) -> None:
-    """An adapter of the same seed and requests, which nothing came in between of, is the same."""
+    """An adapter of the same seed and requests, without interruptions, has the same bits."""
     (alone,) = adapters(backend, config)
     backend.forward_backward(batches(alone))
     assert_same(state_of(backend, disturbed), state_of(backend, alone))
@@ -58,7 +61,7 @@ def assert_undisturbed(
 
 @pytest.mark.parametrize("other", [CONFIG, WIDE], ids=["one rank class", "two rank classes"])
 @pytest.mark.parametrize("is_crowded", [False, True], ids=["free slots", "all slots taken"])
-def test_units_in_between_change_no_bit_and_none_of_theirs_changes(
+def test_interrupting_batches_change_no_bit_and_no_bit_of_theirs_changes(
     backend: JaxBackend, batches: Callable[..., TrainBatch], other: AdapterConfig, is_crowded: bool
 ) -> None:
     slots = backend.static_shapes.slots(backend.static_shapes.rank_bucket(other.rank))
@@ -84,7 +87,7 @@ def test_units_in_between_change_no_bit_and_none_of_theirs_changes(
     step(backend, short[0])
 
 
-def test_a_unit_in_between_has_others_in_between_itself(
+def test_an_interrupting_batch_may_be_interrupted_itself(
     backend: JaxBackend, batches: Callable[..., TrainBatch]
 ) -> None:
     names = adapters(backend, *[CONFIG] * 4)
@@ -101,7 +104,7 @@ def test_a_unit_in_between_has_others_in_between_itself(
         assert_undisturbed(backend, batches, name, CONFIG)
 
 
-def test_a_step_that_pages_out_the_running_adapter_changes_no_bit_of_it(
+def test_a_step_that_evicts_the_running_adapter_changes_no_bit_of_it(
     backend: JaxBackend, batches: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long, short = adapters(backend, CONFIG, CONFIG)
@@ -114,13 +117,13 @@ def test_a_step_that_pages_out_the_running_adapter_changes_no_bit_of_it(
 
 
 @pytest.mark.parametrize("failures", [1, 9])
-def test_a_unit_whose_gradients_are_lost_with_one_in_between_begins_anew(
+def test_a_batch_that_loses_its_gradients_to_an_interruption_starts_again(
     backend: JaxBackend,
     batches: Callable[..., TrainBatch],
     monkeypatch: pytest.MonkeyPatch,
     failures: int,
 ) -> None:
-    """However often that happens: it ends, and its gradients are added once."""
+    """However often this happens, the batch ends and its gradients are added once."""
     long, short = adapters(backend, CONFIG, CONFIG)
     calls = count()
 

@@ -1,4 +1,4 @@
-"""Which samples begin, beside which others, and when they go on beside training."""
+"""The choice of samples to start, to run together, and to continue beside training."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 
 
 def samples(*asked: tuple[str, int], attempts: int = 0) -> list[Job]:
-    """From (tenant, sequences), of up to 100 tokens each."""
+    """Samples from (tenant, sequences), of up to 100 tokens each."""
     return [
         replace(
             job,
@@ -26,7 +26,7 @@ def samples(*asked: tuple[str, int], attempts: int = 0) -> list[Job]:
 
 
 def behind(first: list[Job], then: list[Job]) -> list[Job]:
-    """The second list as it would have come after the first."""
+    """The second list as if it had arrived after the first."""
     return [replace(job, release=job.release + len(first)) for job in then]
 
 
@@ -35,11 +35,11 @@ def running_samples(jobs: list[Job], *left: int) -> list[RunningSample]:
 
 
 def four_lanes() -> Scheduler:
-    """Eight places: a free lane has the next at once."""
+    """A scheduler with eight places, so a free decode slot has its next sequence at once."""
     return Scheduler(batch_s=0.1, costs=CostModel(decode_slots=4))
 
 
-def test_samples_begin_as_long_as_there_are_places() -> None:
+def test_samples_start_while_there_are_places() -> None:
     jobs = samples(*[("a", 1)] * 20)
     assert four_lanes().next_batch(jobs) == jobs[:8]
     wide = samples(*[("a", 3)] * 20)
@@ -48,7 +48,7 @@ def test_samples_begin_as_long_as_there_are_places() -> None:
     assert four_lanes().next_batch(huge) == huge[:1]
 
 
-def test_those_under_way_go_on_together_and_others_join_as_sequences_end() -> None:
+def test_running_samples_continue_together_and_others_join_as_sequences_end() -> None:
     jobs = samples(*[("a", 2)] * 6)
     device = four_lanes()
     assert device.next_batch(jobs) == jobs[:4]
@@ -58,17 +58,17 @@ def test_those_under_way_go_on_together_and_others_join_as_sequences_end() -> No
     assert device.next_batch([], running_samples(jobs[:1], 1)) == jobs[:1]
 
 
-def test_places_go_to_whoever_used_the_device_least() -> None:
+def test_places_go_to_the_tenant_that_used_the_device_least() -> None:
     jobs = samples(*[("a", 1)] * 8, *[("b", 1)] * 8)
     device = four_lanes()
     assert device.next_batch(jobs) == [*jobs[:4], *jobs[8:12]]
     device.charge(jobs[8:12], 0.04, {job.request_id: 1000.0 for job in jobs[8:12]})
-    assert device.next_batch(jobs) == jobs[:9]  # the first of a tenant always finds a place
+    assert device.next_batch(jobs) == jobs[:9]  # the first sample of a tenant always finds a place
     gold = Scheduler({"a": 3.0}, batch_s=0.1, costs=CostModel(decode_slots=4))
     assert gold.next_batch(jobs) == [*jobs[:6], *jobs[8:10]]
 
 
-def test_a_tenant_that_has_none_under_way_need_not_wait_for_a_place() -> None:
+def test_a_tenant_without_running_samples_need_not_wait_for_a_place() -> None:
     flood = samples(*[("a", 4)] * 9)
     light = behind(flood, samples(("b", 1), ("b", 1)))
     device = four_lanes()
@@ -76,8 +76,8 @@ def test_a_tenant_that_has_none_under_way_need_not_wait_for_a_place() -> None:
     assert device.next_batch([*flood[2:], *light], begun) == [*flood[:2], light[0]]
 
 
-def test_what_workers_may_have_died_of_runs_apart() -> None:
-    """After one death together with others of that death, after two alone: the third tells."""
+def test_samples_that_workers_may_have_died_of_run_apart() -> None:
+    """After one death they run together, and after two alone. A third death gives proof."""
     fresh = samples(("a", 1), ("b", 1))
     once = behind(fresh, samples(("c", 1), ("d", 1), attempts=1))
     twice = behind([*fresh, *once], samples(("e", 1), ("f", 1), attempts=2))
@@ -85,7 +85,7 @@ def test_what_workers_may_have_died_of_runs_apart() -> None:
     assert device.next_batch([*fresh, *once, *twice]) == fresh
     assert device.next_batch([*once, *twice]) == once
     assert device.next_batch(twice) == twice[:1]
-    # Nothing else begins until those under way have ended: else the others never would.
+    # No other sample starts until the running ones have ended, or the suspects would never run.
     assert (
         device.next_batch([*samples(("g", 1)), *once], running_samples(fresh[:1], 1)) == fresh[:1]
     )
@@ -93,8 +93,8 @@ def test_what_workers_may_have_died_of_runs_apart() -> None:
     assert device.next_batch(twice[1:], running_samples(twice[:1], 1)) == twice[:1]
 
 
-def test_samples_that_find_no_place_do_not_hold_up_others() -> None:
-    """Whoever used the device least waits for a place; the device does what else there is."""
+def test_samples_without_a_place_do_not_hold_up_others() -> None:
+    """The tenant that used the device least waits for a place, while the device does other work."""
     flood = samples(*[("a", 8)] * 2, ("b", 8), ("b", 8))
     gradient = behind(flood, pending(("c", GRADIENT)))
     device = four_lanes()
@@ -122,7 +122,7 @@ def test_sampling_and_training_of_one_tenant_get_equal_parts() -> None:
         assert abs(done["sampling"] - done["training"]) <= 0.5 + 1e-9
 
 
-def test_between_micro_batches_samples_go_on_until_they_have_had_as_much() -> None:
+def test_between_micro_batches_samples_continue_until_they_have_had_as_much_time() -> None:
     training = pending(("a", GRADIENT))
     mine, others = samples(("a", 1), ("b", 1))
     for sample in (mine, others):
@@ -152,8 +152,8 @@ def test_between_micro_batches_weights_count(weight: float) -> None:
     assert weight * 10 <= slices <= weight * 10 + 1
 
 
-def test_who_waits_for_a_lane_does_not_keep_others_from_the_device_for_that() -> None:
-    """Three tenants sample, two lanes hold two of them, and a fourth trains."""
+def test_a_tenant_that_waits_for_a_decode_slot_does_not_block_the_device() -> None:
+    """Three tenants sample, two decode slots hold two of them, and a fourth tenant trains."""
     jobs = samples(("a", 1), ("b", 1), ("c", 1))
     training = behind(jobs, pending(("d", GRADIENT)))
     device = Scheduler(batch_s=0.03, costs=CostModel(decode_slots=2))
@@ -167,7 +167,7 @@ def test_who_waits_for_a_lane_does_not_keep_others_from_the_device_for_that() ->
     assert 75 <= trained <= 150  # a fourth by tenants, a half at most
 
 
-def test_a_suspect_whose_tenant_may_not_begin_holds_up_nobody() -> None:
+def test_a_suspect_whose_tenant_may_not_start_holds_up_no_other() -> None:
     fresh = samples(("a", 1), ("a", 1))
     suspect = behind(fresh, samples(("b", 1), attempts=1))
     device = four_lanes()

@@ -1,4 +1,7 @@
-"""Which jobs run together: order per model, sharing, limits. Turns and shares: test_fairness."""
+"""The choice of jobs that run together: order per model, sharing, limits.
+
+For turns and shares, see test_fairness.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +21,11 @@ ids = count()
 
 
 def pending(*jobs: tuple[str, JobKind] | tuple[str, JobKind, int]) -> list[Job]:
-    """Jobs in release order from (model, kind[, payload bytes]). The tenant is the model's first
-    letter; a sample has no model, so its name is the tenant's alone."""
+    """Jobs in release order from (model, kind[, payload bytes]).
+
+    The tenant is the model's first letter. A sample has no model, so its name is the tenant's
+    alone.
+    """
     return [
         Job(
             tenant=name[0],
@@ -36,8 +42,10 @@ def pending(*jobs: tuple[str, JobKind] | tuple[str, JobKind, int]) -> list[Job]:
 
 
 def scheduler(used: dict[str, float] | None = None, *, fast: bool = True) -> Scheduler:
-    """One that knows every kind to be fast, so that time limits no unit; its tenants used the
-    device for so many seconds."""
+    """A scheduler whose tenants used the device for these seconds.
+
+    It knows every kind to be fast, so time limits no batch.
+    """
     device = Scheduler(batch_s=10.0)
     for kind in JobKind:
         device.charge(pending(("z", kind, 1000)), 1e-6 if fast else 1.0)
@@ -47,15 +55,15 @@ def scheduler(used: dict[str, float] | None = None, *, fast: bool = True) -> Sch
 
 
 def batch(jobs: list[Job], used: dict[str, float] | None = None) -> list[int]:
-    """The places of the next unit's jobs in the list."""
+    """The indices of the next batch's jobs in the list."""
     return [job.release for job in scheduler(used).next_batch(jobs)]
 
 
-def test_nothing_pending_gives_nothing() -> None:
+def test_without_pending_jobs_there_is_no_batch() -> None:
     assert Scheduler().next_batch([]) == []
 
 
-def test_a_run_of_gradients_of_one_model_shares_a_unit_up_to_the_step() -> None:
+def test_a_run_of_gradients_of_one_model_shares_a_batch_up_to_the_step() -> None:
     jobs = pending(("a", GRADIENT), ("a", GRADIENT), ("a", STEP), ("a", GRADIENT))
     assert batch(jobs) == [0, 1]
     assert batch(jobs[2:]) == [2]
@@ -74,7 +82,7 @@ def test_jobs_that_change_a_whole_model_run_alone(kind: JobKind) -> None:
     assert batch(pending(("a", kind), ("b", kind), ("b", GRADIENT))) == [0]
 
 
-def test_steps_of_different_models_share_a_unit() -> None:
+def test_steps_of_different_models_share_a_batch() -> None:
     assert batch(pending(("a1", STEP), ("b1", STEP), ("a2", STEP), ("a1", STEP))) == [0, 1, 2]
 
 
@@ -83,20 +91,20 @@ def test_samples_wait_for_no_model() -> None:
     assert batch(jobs, {"a": 2.0, "b": 1.0}) == [1, 2]
 
 
-def test_gradients_of_all_tenants_share_a_unit_in_release_order() -> None:
+def test_gradients_of_all_tenants_share_a_batch_in_release_order() -> None:
     jobs = pending(("c", GRADIENT), ("a", GRADIENT), ("b", GRADIENT), ("a", GRADIENT))
     assert batch(jobs, {"a": 3.0, "b": 9.0, "c": 5.0}) == [0, 1, 2, 3]
 
 
 def test_the_tenant_that_used_the_least_decides_the_kind() -> None:
     jobs = pending(("a", GRADIENT), ("b", SAMPLE), ("c", GRADIENT))
-    assert batch(jobs) == [0, 2]  # nobody used anything: the oldest
+    assert batch(jobs) == [0, 2]  # no tenant used anything, so the oldest runs
     assert batch(jobs, {"a": 2.0, "b": 1.0, "c": 2.0}) == [1]
     assert batch(jobs, {"a": 2.0, "b": 3.0, "c": 1.0}) == [0, 2]
 
 
-def test_steps_go_before_a_gradient_but_take_nobody_further_ahead_than_it_would() -> None:
-    """So that the gradients behind them share its unit."""
+def test_steps_run_before_a_gradient_but_take_no_tenant_further_ahead_than_it_would() -> None:
+    """The gradients behind the steps then share its batch."""
     device = Scheduler(batch_s=0.03)
     for _ in range(5):
         device.charge(gradients(("z", 4, 64)), 0.5)
@@ -116,8 +124,8 @@ def test_steps_go_before_a_gradient_but_take_nobody_further_ahead_than_it_would(
     assert device.next_batch([first, steps[0], behind[0]]) == [first]
 
 
-def test_a_tenants_steps_do_not_keep_its_own_gradient_waiting_for_ever() -> None:
-    """One model's steps come as fast as they are done; another's gradient was there before."""
+def test_a_tenants_steps_do_not_keep_its_own_gradient_waiting_forever() -> None:
+    """One model's steps arrive as fast as they run, and another's gradient was there before."""
     device = scheduler()
     jobs = pending(("a1", GRADIENT), ("a2", STEP), ("a2", GRADIENT), ("a2", STEP), ("a2", GRADIENT))
     assert device.next_batch(jobs) == jobs[1:2]
@@ -133,7 +141,7 @@ def test_one_tenants_backlog_leaves_room_for_the_others() -> None:
     assert batch(jobs, {"a": 1.0, "b": 1.0, "c": 2.0}) == [*range(MAX_JOBS - 1), 50]
 
 
-def test_a_unit_has_a_limit_of_bytes_and_a_larger_job_runs_alone() -> None:
+def test_a_batch_has_a_limit_of_bytes_and_a_larger_job_runs_alone() -> None:
     half = MAX_BYTES // 2
     jobs = pending(("a", GRADIENT, half), ("b", GRADIENT, half), ("c", GRADIENT, 1))
     assert batch(jobs) == [0, 1]
@@ -171,7 +179,7 @@ def test_a_suspect_is_not_overtaken_by_the_gradients_behind_it() -> None:
     assert chosen == [[0], [1], [2, 3]]
 
 
-def test_the_first_job_of_a_kind_runs_alone_because_nobody_knows_how_long_it_takes() -> None:
+def test_the_first_job_of_a_kind_runs_alone_because_its_time_is_unknown() -> None:
     device, jobs = Scheduler(batch_s=1.0), pending(*[(name, GRADIENT) for name in "abc"])
     assert device.next_batch(jobs) == jobs[:1]
     device.charge(jobs[:1], 0.1)
@@ -191,7 +199,7 @@ def gradients(*asked: tuple[str, int, int]) -> list[Job]:
     return jobs
 
 
-def test_a_unit_takes_no_more_jobs_than_its_time_allows() -> None:
+def test_a_batch_takes_no_more_jobs_than_its_time_allows() -> None:
     device = Scheduler(batch_s=1.0)
     device.charge(gradients(("z", 1, 512)), 0.3)
     jobs = gradients(*[(name, 1, 512) for name in "abcde"])
@@ -209,7 +217,7 @@ def test_gradients_that_fill_the_rest_of_anothers_chunk_join_whatever_its_time()
 
 
 def test_small_gradients_of_other_tenants_share_four_chunks() -> None:
-    """Whatever their time: 16 blocks of 64 tokens, of which each tenant's share is one request."""
+    """This holds for any time: 16 blocks of 64 tokens, and each tenant's share is one request."""
     device = Scheduler(batch_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(str(tenant), 2, 32) for tenant in range(20)])
@@ -219,18 +227,16 @@ def test_small_gradients_of_other_tenants_share_four_chunks() -> None:
     assert device.next_batch(crowd) == [*crowd[:3], crowd[20]]
 
 
-def test_a_unit_is_shared_by_as_many_as_a_pass_has_slots_for() -> None:
+def test_a_batch_is_shared_by_as_many_tenants_as_a_pass_has_slots() -> None:
     device = Scheduler(batch_s=0.01, costs=CostModel(StaticShapes(4096, request_slots=6)))
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(str(tenant), 2, 32) for tenant in range(20)])
     jobs = [replace(job, tenant=job.scope) for job in jobs]
-    assert len(device.next_batch(jobs)) == 4  # two more would have a chunk half empty
+    assert len(device.next_batch(jobs)) == 4  # two more would leave a chunk half empty
     assert len(device.next_batch(jobs[:6])) == 6
 
 
-def test_what_would_begin_a_chunk_and_not_fill_it_waits_for_company_if_there_is_other_work() -> (
-    None
-):
+def test_a_request_that_would_not_fill_its_chunk_waits_while_other_work_exists() -> None:
     device = Scheduler(batch_s=0.01)
     device.charge(gradients(("z", 2, 32)), 0.5)
     jobs = gradients(*[(str(tenant), 1, 128) for tenant in range(7)])
@@ -240,8 +246,8 @@ def test_what_would_begin_a_chunk_and_not_fill_it_waits_for_company_if_there_is_
     assert device.next_batch([*jobs, *other]) == jobs[:6]
 
 
-def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
-    """The device waits meanwhile."""
+def test_a_crowd_of_jobs_that_do_not_fit_is_not_checked_one_by_one() -> None:
+    """The device would wait for it."""
 
     class Counting(CostModel):
         asked = 0
@@ -260,7 +266,7 @@ def test_a_crowd_of_which_nobody_fits_is_not_asked_one_by_one() -> None:
     assert costs.asked < 2 * MAX_JOBS
 
 
-def test_a_unit_that_had_to_compile_is_soon_forgotten() -> None:
+def test_a_batch_that_had_to_compile_is_soon_forgotten() -> None:
     device = Scheduler(batch_s=1.0)
     jobs = pending(*[(name, GRADIENT, 1000) for name in "abcdefgh"])
     device.charge(jobs[:1], 60.0)

@@ -1,5 +1,6 @@
-"""How long a light tenant waits beside one that sends long requests, on a simulated device that
-runs them in slices and asks the scheduler between any two."""
+"""The wait of a light tenant beside one with long requests, on a simulated device that runs them in
+slices and asks the scheduler between any two.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ ids = count()
 
 @dataclass
 class Device:
-    """A request of ``seq`` tokens takes as many times ``TOKEN_S``, in slices."""
+    """A device on which a request of ``seq`` tokens takes ``seq`` times ``TOKEN_S``, in slices."""
 
     scheduler: Scheduler = field(default_factory=lambda: Scheduler(slice_s=SLICE_S, costs=Sizes()))
     now: float = 0.0
@@ -84,7 +85,7 @@ def job(tenant: str, tokens: int, model: str | None = None, kind: object = GRADI
 
 
 def warm() -> Device:
-    """It knows how long gradients and steps take."""
+    """A device that knows the time of gradients and steps."""
     device = Device()
     device.at(0.0, job("before", 100), job("before", 1, kind=STEP))
     device.run_until(1.0)
@@ -92,7 +93,7 @@ def warm() -> Device:
 
 
 def waits(device: Device, steps: int, every_s: float) -> list[float]:
-    """How long each step of a light tenant took: a gradient of 0.06 s, and the optimizer's."""
+    """The duration of each step of a light tenant: a gradient of 0.06 s, and the optimizer step."""
     asked = []
     for number in range(steps):
         mine = [job("light", 300, f"m{number}"), job("light", 1, f"m{number}", STEP)]
@@ -107,7 +108,7 @@ IDLE_S = 301 * TOKEN_S
 
 
 @pytest.mark.parametrize("tokens", [5_000, 500_000])
-def test_a_small_step_waits_for_a_slice_of_anothers_requests(tokens: int) -> None:
+def test_a_small_step_waits_for_one_slice_of_anothers_requests(tokens: int) -> None:
     device = warm()
     device.at(1.0, *(job("heavy", tokens) for _ in range(500_000 // tokens)))
     waited = waits(device, 60, 1.57)
@@ -116,8 +117,8 @@ def test_a_small_step_waits_for_a_slice_of_anothers_requests(tokens: int) -> Non
     assert waited[len(waited) // 2] <= IDLE_S + SLICE_S
 
 
-def test_two_giants_and_a_light_tenant_all_go_on() -> None:
-    """The second giant waits for the first, of which less is left; the light tenant for neither."""
+def test_two_giants_and_a_light_tenant_all_make_progress() -> None:
+    """The second giant waits for the first, which has less left. The light tenant does not wait."""
     device = warm()
     first, second = job("a", 500_000), job("b", 500_000)
     device.at(1.0, first)
@@ -128,8 +129,8 @@ def test_two_giants_and_a_light_tenant_all_go_on() -> None:
     assert device.done[first.request_id] < 120 < device.done[second.request_id] < 220
 
 
-def test_a_giant_does_not_come_in_between_a_request_that_is_nearly_done() -> None:
-    """It would hold that one up for all its time, and then the light tenant for what is owed."""
+def test_a_giant_does_not_interrupt_a_request_that_is_nearly_done() -> None:
+    """It would hold up that request for its whole time, and then the light tenant for the debt."""
     device = warm()
     flood = [job("flood", 5_000) for _ in range(40)]
     giant = job("heavy", 500_000)
@@ -141,8 +142,8 @@ def test_a_giant_does_not_come_in_between_a_request_that_is_nearly_done() -> Non
     assert device.done[flood[-1].request_id] < 90 < device.done[giant.request_id] < 160
 
 
-def test_a_tenant_that_had_as_much_as_the_giant_waits() -> None:
-    """What comes in between gets no more of the device than its share."""
+def test_a_tenant_that_had_as_much_time_as_the_giant_waits() -> None:
+    """An interruption gets no more of the device than its share."""
     device = warm()
     giant = job("heavy", 100_000)
     device.at(1.0, giant)
@@ -153,7 +154,7 @@ def test_a_tenant_that_had_as_much_as_the_giant_waits() -> None:
 
 @pytest.mark.parametrize("seconds", [0.06, 0.1])
 def test_short_requests_get_their_weights_share_beside_long_ones(seconds: float) -> None:
-    """With weights of 9 and 1 a tenth, and one request more: it was a fifth each time."""
+    """With weights of 9 and 1 the share is a tenth, plus one request. It was a fifth before."""
     device = Device(Scheduler({"heavy": 9.0}, slice_s=SLICE_S, costs=Sizes()))
     short = round(seconds / TOKEN_S)
     device.at(0.0, job("before", 100))
@@ -165,7 +166,7 @@ def test_short_requests_get_their_weights_share_beside_long_ones(seconds: float)
     assert 200 / 10 - 1 <= used <= 200 / 10 + 4 + 1
 
 
-def test_a_tenants_own_work_never_comes_in_between() -> None:
+def test_a_tenants_own_work_never_interrupts_it() -> None:
     device = warm()
     device.at(1.0, job("heavy", 50_000, "m"))
     device.at(2.0, job("heavy", 1, "m", STEP), job("heavy", 1, "other", SAVE))
@@ -176,7 +177,7 @@ def test_a_tenants_own_work_never_comes_in_between() -> None:
 @given(st.lists(pack_requests(), min_size=1, max_size=6), st.integers(1, 100))
 @settings(deadline=None, max_examples=40)
 def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -> None:  # type: ignore[no-untyped-def]
-    """So that a request's gradient is the same sum: its blocks follow one another as before."""
+    """A request's gradient is then the same sum, because its blocks keep their order."""
 
     def blocks(most: int | None) -> list[list[bytes]]:
         found: list[list[bytes]] = [[] for _ in requests]
@@ -186,7 +187,7 @@ def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -
                     owners = set(micro_batch.block_request[: micro_batch.blocks].tolist())
                     whole = (
                         -(-most // STATIC_SHAPES.chunk) * STATIC_SHAPES.chunk
-                    )  # a part costs as much
+                    )  # a slice costs as much
                     assert micro_batch.blocks * BLOCK <= whole or len(owners) == 1
                 for block in range(micro_batch.blocks):
                     part = slice(block * BLOCK, (block + 1) * BLOCK)
@@ -206,7 +207,7 @@ def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -
     )
 
 
-def test_the_pace_is_learned_and_forgets_what_had_to_compile() -> None:
+def test_the_pace_is_learned_and_forgets_slices_that_had_to_compile() -> None:
     pace = Pace(0.1)
     assert pace.tokens(False) is None
     pace.learn(False, 1000, 60.0)

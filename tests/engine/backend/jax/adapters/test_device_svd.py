@@ -31,7 +31,7 @@ RSLORA = AdapterConfig(3, 16.0, 1, train_mlp=False, train_unembed=False, kind="r
 
 
 def osft(form: str = "factors") -> AdapterConfig:
-    """Of 3 directions: the weights have 12 or 16."""
+    """A configuration of 3 directions, for weights with 12 or 16."""
     options = {"form": form}
     return AdapterConfig(
         3, 0.0, 0, train_mlp=False, train_unembed=False, kind="osft", options=options
@@ -43,11 +43,11 @@ def on_device(config: AdapterConfig) -> int:
 
 
 SHARED = 4 * 3 * (
-    3 * (24 * 16 + 8 + 8 * 16)  # u, s and v of q_proj, gate_proj and up_proj: u has all directions
-    + 2 * (12 * 8 + 8 + 12 * 16)  # of k_proj and v_proj: v has
-    + 2 * (16 * 8 + 8 + 16 * 24)  # of o_proj and down_proj: v has
+    3 * (24 * 16 + 8 + 8 * 16)  # q_proj, gate_proj and up_proj: u has all directions
+    + 2 * (12 * 8 + 8 + 12 * 16)  # k_proj and v_proj: v has all directions
+    + 2 * (16 * 8 + 8 + 16 * 24)  # o_proj and down_proj: v has all directions
 )  # fmt: skip
-"""By hand. On the shorter side of a weight are the directions that adapters may have."""
+"""By hand. The shorter side of a weight has the directions that adapters may use."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def frozen(tmp_path: Path) -> DeviceSvd:
 
 @pytest.fixture
 def pager_of(tmp_path: Path, frozen: DeviceSvd) -> Callable[..., AdapterCache]:
-    """``pager_of(room)`` has so many bytes on the device, and none in the host's memory."""
+    """``pager_of(room)`` has this many bytes on the device, and none in host memory."""
 
     def make(room: int, host_bytes: int = 0) -> AdapterCache:
         pages = tmp_path / "pages"
@@ -70,7 +70,7 @@ def pager_of(tmp_path: Path, frozen: DeviceSvd) -> Callable[..., AdapterCache]:
 
 
 def random_state(config: AdapterConfig, frozen: DeviceSvd, seed: int = 0) -> AdapterState:
-    """Trained, with a gradient."""
+    """The state of a trained adapter with a gradient."""
     random = np.random.default_rng(seed)
     own = {n: x.shape for n, x in initial_weights(config, SHAPES, frozen.svd_factors).items()}
     kind = kind_of(config)
@@ -93,7 +93,7 @@ def random_state(config: AdapterConfig, frozen: DeviceSvd, seed: int = 0) -> Ada
     )
 
 
-def test_what_all_share_is_on_the_device_once_and_goes_with_the_last_of_them(pager_of, frozen):
+def test_shared_weights_are_on_the_device_once_and_leave_with_their_last_user(pager_of, frozen):
     pager, before = pager_of(10**9), settled()[1]
     for name, config in (("a", osft()), ("b", osft("core")), ("lora", LORA)):
         pager.register(name, random_state(config, frozen), MAX_RANK)
@@ -111,7 +111,7 @@ def test_what_all_share_is_on_the_device_once_and_goes_with_the_last_of_them(pag
         assert live()[1] - before == taken == pager._device_bytes()
 
 
-def test_what_all_share_counts_within_the_devices_limit(pager_of, frozen):
+def test_shared_weights_count_towards_the_devices_limit(pager_of, frozen):
     config = osft()
     pager, before = pager_of(SHARED + 2 * on_device(config)), settled()[1]
     for name in "abc":
@@ -123,7 +123,7 @@ def test_what_all_share_counts_within_the_devices_limit(pager_of, frozen):
         assert live()[1] - before == SHARED + there * on_device(config)
 
 
-def test_loras_take_the_place_of_what_others_shared(pager_of, frozen):
+def test_loras_take_the_place_of_shared_weights(pager_of, frozen):
     pager, before = pager_of(SHARED + on_device(osft())), settled()[1]
     pager.register("osft", random_state(osft(), frozen), MAX_RANK)
     pager.get(["osft"])
@@ -138,7 +138,9 @@ def test_loras_take_the_place_of_what_others_shared(pager_of, frozen):
 
 
 @pytest.mark.parametrize("host_bytes", [0, 10**9], ids=["in files", "on the host"])
-def test_adapters_of_all_kinds_come_back_with_the_same_bits(pager_of, frozen, host_bytes, tmp_path):
+def test_adapters_of_all_kinds_are_loaded_with_the_same_bits(
+    pager_of, frozen, host_bytes, tmp_path
+):
     configs = [LORA, RSLORA, osft(), osft("short_fixed"), osft("core")]
     pager = pager_of(1, host_bytes)
     states = {str(n): random_state(config, frozen, n) for n, config in enumerate(configs)}
@@ -148,9 +150,9 @@ def test_adapters_of_all_kinds_come_back_with_the_same_bits(pager_of, frozen, ho
         for name, state in states.items():
             (adapter,) = pager.get([name])
             assert adapter.config == state.config
-            assert pager.on_device == 1  # the others are gone
+            assert pager.on_device == 1  # the others were evicted
             assert bool(list((tmp_path / "pages").iterdir())) is (host_bytes == 0)
-            for there in (name, "0"):  # on the device, and where it is paged to
+            for there in (name, "0"):  # on the device, and in the spill file
                 pager.get([there])
                 found = pager.state(name, optimizer=True, accumulator=True)
                 assert (found.config, found.step) == (state.config, state.step)
@@ -160,8 +162,8 @@ def test_adapters_of_all_kinds_come_back_with_the_same_bits(pager_of, frozen, ho
                     assert array.tobytes() == theirs[tensor].tobytes(), tensor
 
 
-def test_room_is_made_for_what_all_share_even_if_its_only_user_leaves(pager_of, frozen):
-    """The LoRA must go, too: the directions stay for the one that comes."""
+def test_room_is_made_for_shared_weights_even_if_their_only_user_is_evicted(pager_of, frozen):
+    """The LoRA must be evicted too: the directions stay for the adapter being loaded."""
     config = osft()
     limit = SHARED + on_device(config) + on_device(LORA) - 4
     pager, before = pager_of(limit), settled()[1]
@@ -176,9 +178,7 @@ def test_room_is_made_for_what_all_share_even_if_its_only_user_leaves(pager_of, 
         assert live()[1] - before == pager._device_bytes()
 
 
-def test_an_adapter_that_does_not_come_leaves_nothing_that_it_would_have_shared(
-    pager_of, frozen, monkeypatch
-):
+def test_an_adapter_that_fails_to_load_leaves_no_shared_weights(pager_of, frozen, monkeypatch):
     pager, before = pager_of(10**9), settled()[1]
     pager.register("a", random_state(osft(), frozen), MAX_RANK)
 
@@ -194,7 +194,7 @@ def test_an_adapter_that_does_not_come_leaves_nothing_that_it_would_have_shared(
     assert live()[1] - before == SHARED + on_device(osft())
 
 
-def test_a_model_that_differs_in_one_number_has_directions_of_its_own(tmp_path, frozen):
+def test_a_model_that_differs_in_one_number_has_its_own_directions(tmp_path, frozen):
     again = DeviceSvd(tmp_path / "directions", model_of(), SHAPES, MAX_RANK)
     again.decomposition.require()  # computes nothing
     other = model_of()

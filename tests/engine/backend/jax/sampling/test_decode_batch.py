@@ -1,4 +1,4 @@
-"""Requests that begin, go on and are given up in parts: none of it changes a bit of a result."""
+"""Requests that start, continue and are dropped in slices: no bit of a result changes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,7 +29,7 @@ __all__ = ["alone", "model", "programs", "sampler"]
 
 
 def after(steps: int) -> Callable[[], bool]:
-    """True when it has been asked so often."""
+    """A function that returns True from its ``steps``-th call on."""
     left = steps
 
     def should_yield() -> bool:
@@ -46,7 +46,7 @@ def to_the_end(
     steps: int = 1,
     listener: Listener | None = None,
 ) -> dict[str, Any]:
-    """What they give, going on for so many steps at a time."""
+    """The results of the requests, sampled in slices of ``steps`` steps."""
     ended: dict[str, Any] = {}
     left = dict(asked)
     while left:
@@ -63,9 +63,11 @@ def to_the_end(
 def test_a_random_schedule_changes_no_bit_of_a_request(
     sampler: JaxSampler, alone: list[SampleResult], seed: int
 ) -> None:
-    """They come one after the other, some are given up and come again, and every part ends
-    anywhere; owners differ, so that some lose their lanes to others and begin anew. Who listens to
-    some of them hears what they will give."""
+    """Requests arrive one after the other, some are dropped and return, and slices end anywhere.
+
+    Owners differ, so some lose their decode slots to others and start again. Listeners of some
+    requests receive the tokens that the results will have.
+    """
     random = Random(seed)
     everyone = {
         str(number): replace(one, owner=random.choice("xyz"), stream=random.random() < 0.5)
@@ -94,15 +96,15 @@ def test_a_random_schedule_changes_no_bit_of_a_request(
     for number, want in enumerate(alone):
         assert_same_bits(ended[str(number)], want)
         listener.assert_heard(str(number), want)
-    assert sampler._cache.pool.room == sampler._pages - 1  # nothing was kept by anybody
+    assert sampler._cache.pool.room == sampler._pages - 1  # no request holds a page
 
 
-def test_a_part_does_what_it_says(sampler: JaxSampler) -> None:
-    """Three sequences of 11 tokens from a prompt of 5, four at a time, in four lanes."""
+def test_a_slice_reports_its_work(sampler: JaxSampler) -> None:
+    """Three sequences of 11 tokens from a prompt of 5, four at a time, in four decode slots."""
     sampler._forget_all()
     one = request(5, num_samples=3, max_tokens=11)
     first = sampler.sample_until({"one": one}, after(1))
-    # One read the prompt, the others share it; then all wrote four tokens.
+    # One sequence prefilled the prompt, which the others share. Then each decoded four tokens.
     assert first == SampleProgress({}, {"one": 3}, {"one": 4 / 32 + 3 * 4})
     second = sampler.sample_until({"one": one}, after(1))
     assert second == SampleProgress({}, {"one": 3}, {"one": 3 * 4})
@@ -113,7 +115,7 @@ def test_a_part_does_what_it_says(sampler: JaxSampler) -> None:
     assert sampler.sample_until({}, after(1)) == SampleProgress({}, {}, {})
 
 
-def test_what_is_not_asked_for_any_more_is_given_up_with_its_lanes(sampler: JaxSampler) -> None:
+def test_a_request_that_is_no_longer_asked_for_loses_its_decode_slots(sampler: JaxSampler) -> None:
     long = request(5, num_samples=LANES + 2, max_tokens=40, stop_tokens=frozenset())
     sampler.sample_until({"long": long}, after(1))
     assert sum(len(slots.sequences) for slots in sampler._decode_batches.values()) == LANES
@@ -124,8 +126,10 @@ def test_what_is_not_asked_for_any_more_is_given_up_with_its_lanes(sampler: JaxS
     assert not sampler._waiting
 
 
-def test_an_owner_without_a_lane_gets_one_of_whoever_has_most(sampler: JaxSampler) -> None:
-    """And what lost it begins again, and ends as it would have."""
+def test_an_owner_without_a_decode_slot_gets_one_from_the_owner_with_most(
+    sampler: JaxSampler,
+) -> None:
+    """The sequence that lost its slot starts again and ends as it would have."""
     flood = request(5, num_samples=3 * LANES, max_tokens=24, stop_tokens=frozenset())
     (want,) = sampler.sample([flood])
     flood = replace(flood, owner="flood", stream=True)
@@ -146,7 +150,7 @@ def test_an_owner_without_a_lane_gets_one_of_whoever_has_most(sampler: JaxSample
     assert listener.repeated > 0
 
 
-def test_a_single_lane_of_an_owner_is_not_taken(sampler: JaxSampler) -> None:
+def test_an_owners_only_decode_slot_is_not_taken(sampler: JaxSampler) -> None:
     asked = {
         owner: request(5, max_tokens=20, owner=owner, stop_tokens=frozenset())
         for owner in "abcd"[:LANES]
@@ -159,8 +163,8 @@ def test_a_single_lane_of_an_owner_is_not_taken(sampler: JaxSampler) -> None:
     assert to_the_end(sampler, asked | {"e": one_more}).keys() == {*asked, "e"}
 
 
-def test_more_owners_than_lanes_take_turns(sampler: JaxSampler) -> None:
-    """One that comes to lanes of others with much to do gets the first that is free."""
+def test_more_owners_than_decode_slots_take_turns(sampler: JaxSampler) -> None:
+    """A newcomer gets the first free slot, even if the others have much to do."""
     never = frozenset[int]()
     asked = {
         owner: request(5, num_samples=40, max_tokens=8, owner=owner, stop_tokens=never)
@@ -168,14 +172,14 @@ def test_more_owners_than_lanes_take_turns(sampler: JaxSampler) -> None:
     }
     sampler.sample_until(asked, after(1))
     asked["e"] = request(5, max_tokens=1, owner="e", stop_tokens=never)
-    for _ in range(4):  # two dispatches end those that have lanes; one reads, one writes
+    for _ in range(4):  # two dispatches end the running sequences, one prefills, one decodes
         given = sampler.sample_until(asked, after(1))
         asked = {name: asked[name] for name in given.remaining}
     assert "e" not in asked
     sampler.sample_until({}, after(1))
 
 
-def test_prompts_without_end_do_not_keep_others_from_writing(
+def test_an_endless_series_of_prompts_does_not_stop_decoding(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = []
@@ -205,7 +209,7 @@ def test_prompts_without_end_do_not_keep_others_from_writing(
     sampler.sample_until({}, after(1))
 
 
-def test_a_request_that_cannot_run_ends_alone(
+def test_a_request_that_cannot_run_fails_alone(
     sampler: JaxSampler, alone: list[SampleResult]
 ) -> None:
     asked = {"0": COMPANY[0], "gone": request(snapshot_id="gone"), "1": COMPANY[1]}
@@ -218,7 +222,7 @@ def test_a_request_that_cannot_run_ends_alone(
 
 
 @pytest.mark.parametrize("tenant", TENANTS)
-def test_what_goes_on_after_its_snapshot_was_dropped_keeps_its_weights(
+def test_a_running_request_whose_snapshot_was_dropped_keeps_its_weights(
     sampler: JaxSampler, tenant: str
 ) -> None:
     one = request(6, snapshot_id=tenant, num_samples=LANES + 1, max_tokens=9)
@@ -233,7 +237,7 @@ def test_what_goes_on_after_its_snapshot_was_dropped_keeps_its_weights(
         sampler.snapshots._host[tenant] = held
 
 
-def test_a_failure_on_the_device_loses_what_was_under_way_and_nothing_else(
+def test_a_device_failure_loses_only_the_running_sequences(
     sampler: JaxSampler, alone: list[SampleResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {str(number): one for number, one in enumerate(COMPANY)}

@@ -1,4 +1,4 @@
-"""The sampler's own arithmetic: which of all 2^64 pairs of words draw which id."""
+"""The sampler's exact arithmetic: the id that each of the 2^64 pairs of words draws."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from tuneserve_engine.backend.jax.sampling.exact_draw import _halves, inverse_cdf
 from tuneserve_engine.backend.jax.sampling.logits import at_temperature
 
-VOCAB = 300  # over two blocks, the last one short
+VOCAB = 300  # two blocks, the last one short
 WORDS = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
 
 _draw = jax.jit(inverse_cdf)
@@ -24,14 +24,14 @@ def drawn(weights: np.ndarray, random: int) -> int:
 
 
 def whole_numbers(weights: np.ndarray) -> list[int]:
-    """The weights in units of 2^-44, as Python's numbers."""
+    """The weights in multiples of 2^-44, as Python integers."""
     lower, upper = (np.asarray(half, object) for half in _fixed(jnp.asarray(weights)))
     return list(lower + (1 << 22) * upper)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_id_is_where_the_exact_running_sum_passes_the_share_of_the_total(seed: int) -> None:
-    """In whole numbers of any length."""
+def test_the_drawn_id_is_where_the_exact_running_sum_exceeds_the_share(seed: int) -> None:
+    """The reference uses integers of any length."""
     random = np.random.default_rng(seed)
     weights = np.exp(np.minimum(random.normal(-8, 6, VOCAB), 0)).astype(np.float32)
     running = np.cumsum(np.array(whole_numbers(weights), object))
@@ -42,7 +42,7 @@ def test_an_id_is_where_the_exact_running_sum_passes_the_share_of_the_total(seed
 
 
 def test_the_border_between_two_ids_is_exact() -> None:
-    """Of all 2^64 numbers, the last that draws an id and the first that draws the next one."""
+    """Among all 2^64 numbers, the last that draws an id and the first that draws the next one."""
     random = np.random.default_rng(5)
     weights = random.random(VOCAB).astype(np.float32)
     running = np.cumsum(np.array(whole_numbers(weights), object))
@@ -66,8 +66,11 @@ LOGITS = {
 
 @pytest.mark.parametrize("name", LOGITS)
 def test_the_distribution_over_a_large_vocabulary_is_exact_to_a_millionth(name: str) -> None:
-    """Not from draws: an id's probability is its whole number over their sum, to 2^-64, as the
-    tests above hold. What is left is the exponential in float32."""
+    """The test draws nothing: an id's probability is its integer weight over their sum, to 2^-64,
+    as the tests above show.
+
+    Only the exponential in float32 remains to be checked.
+    """
     make: Callable[[Any], np.ndarray] = LOGITS[name]
     logits = make(np.random.default_rng(0)).astype(np.float32)
     exact = np.exp(logits.astype(np.float64) - logits.max())
@@ -83,7 +86,7 @@ def test_the_distribution_over_a_large_vocabulary_is_exact_to_a_millionth(name: 
 
 
 def test_ids_of_a_large_vocabulary_that_24_bits_cannot_reach_are_drawn() -> None:
-    """The words that draw an id, computed from the exact sums, draw it."""
+    """The words that should draw an id, computed from the exact sums, do draw it."""
     logits = np.random.default_rng(0).normal(0, 3, 151_936).astype(np.float32)
     weights = np.array(jnp.exp(at_temperature(jnp.asarray(logits[None]), jnp.ones(1))))[0]
     whole = np.array(whole_numbers(weights), object)

@@ -1,4 +1,4 @@
-"""Drawing tokens: exact truncation, exact distributions, seeds. No model."""
+"""Drawing tokens without a model: exact truncation, exact distributions, seeds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ from tuneserve_engine.backend.jax.sampling.logits import (
 )
 
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
-VOCAB = 300  # over two blocks of the inverse CDF, the last one short
+VOCAB = 300  # two blocks of the inverse CDF, the last one short
 LOGITS = np.random.default_rng(0).normal(scale=2.0, size=VOCAB).astype(np.float32)
 DRAWS = 4096
 
@@ -38,7 +38,7 @@ def rows(
     top_k: int = -1,
     top_p: float = 1.0,
 ) -> RowParams:
-    """Samples 0, 1, ... of one request."""
+    """Parameters of the samples 0, 1, ... of one request."""
     return RowParams(
         seed=np.tile(seed_halves(seed), (count, 1)),
         sample=np.arange(count, dtype=np.int32),
@@ -59,13 +59,13 @@ def draw_many(params: RowParams, *, logits: Any = LOGITS, step: int = 0) -> tupl
 
 
 def softmax(logits: Any, temperature: float = 1.0) -> Any:
-    """In float64."""
+    """Softmax in float64."""
     scaled = (logits.astype(np.float64) - logits.max()) / temperature
     return np.exp(scaled) / np.exp(scaled).sum()
 
 
 def kept(logits: Any, top_k: int, top_p: float) -> Any:
-    """The truncated set by sorting: top-k first, then top-p of what is left; ties by lowest id."""
+    """The truncated set by sorting: top-k, then top-p of the rest. Ties go to the lowest id."""
     order = np.argsort(-logits, kind="stable")[: top_k if top_k > 0 else None]
     weights = softmax(logits)[order]
     reached = np.cumsum(weights) >= top_p * weights.sum()
@@ -86,7 +86,7 @@ def nucleus_of(logits: Any, top_k: int, top_p: float) -> Any:
 
 @pytest.mark.parametrize("top_k", [-1, 1, 2, 17, VOCAB - 1, VOCAB, VOCAB + 9])
 @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.9, 0.5, 0.1, 1e-6])
-def test_truncation_keeps_what_sorting_keeps(top_k: int, top_p: float) -> None:
+def test_truncation_selects_the_same_ids_as_sorting(top_k: int, top_p: float) -> None:
     np.testing.assert_array_equal(nucleus_of(LOGITS, top_k, top_p), kept(LOGITS, top_k, top_p))
 
 
@@ -99,7 +99,7 @@ def test_top_k_is_exact_on_any_logits(logits: Any, top_k: int) -> None:
     np.testing.assert_array_equal(nucleus_of(logits, top_k, 1.0), kept(logits, top_k, 1.0))
 
 
-def test_tied_logits_are_kept_from_the_lowest_id() -> None:
+def test_tied_logits_are_selected_from_the_lowest_id() -> None:
     tied = np.array([0.0, 1.0, 1.0, -2.0, 1.0, 1.0], np.float32)
     assert nucleus_of(tied, 2, 1.0).tolist() == [False, True, True, False, False, False]
     # Each 1.0 has 0.2239 of the mass: three are needed for 0.6, two for 0.4.
@@ -107,19 +107,19 @@ def test_tied_logits_are_kept_from_the_lowest_id() -> None:
     assert nucleus_of(tied, -1, 0.4).tolist() == [False, True, True, False, False, False]
 
 
-def test_zero_and_negative_zero_are_one_logit() -> None:
+def test_zero_and_negative_zero_are_equal_logits() -> None:
     zeros = np.array([-0.0, 0.0, -0.0, -9.0], np.float32)
     assert nucleus_of(zeros, 1, 1.0).tolist() == [True, False, False, False]
 
 
-def test_top_p_applies_to_the_distribution_that_top_k_left() -> None:
+def test_top_p_applies_to_the_distribution_after_top_k() -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # Of the top two, 0.4 is 0.57 of the mass: enough for 0.5, though 0.4 alone is not.
+    # Of the top two, 0.4 is 0.57 of the mass. This is enough for 0.5, though 0.4 alone is not.
     assert nucleus_of(logits, 2, 0.5).tolist() == [True, False, False, False]
     assert nucleus_of(logits, -1, 0.5).tolist() == [True, True, False, False]
 
 
-def test_rows_that_ask_for_nothing_keep_everything_beside_rows_that_do() -> None:
+def test_rows_without_truncation_keep_everything_beside_truncated_rows() -> None:
     both = np.stack([LOGITS, LOGITS])
     limits = np.array([5, -1], np.int32), np.array([0.5, 1.0], np.float32)
     left = np.asarray(_nucleus(both, np.exp(both), *limits))
@@ -155,7 +155,7 @@ def test_draws_follow_the_exact_distribution(
 
 
 def chi_square(tokens: Any, exact: Any) -> float:
-    """The p-value of the draws; tokens expected less than 8 times are counted together."""
+    """The p-value of the draws. Tokens expected less than 8 times are counted together."""
     seen, expected = np.bincount(tokens, minlength=len(exact)), exact * len(tokens)
     rare = expected < 8
     seen = np.append(seen[~rare], seen[rare].sum())
@@ -174,7 +174,7 @@ def test_successive_tokens_of_a_sample_are_independent() -> None:
     assert stats.chi2_contingency(table).pvalue > 0.01
 
 
-def test_a_row_draws_the_same_in_any_place_among_any_others() -> None:
+def test_a_row_draws_the_same_token_in_any_place_among_any_others() -> None:
     """The token and the bits of its logprob are a function of the row."""
     others = rows(8, seed=99, temperature=0.3, top_k=7, top_p=0.4)
     mine = rows(8, seed=5, temperature=0.8)
@@ -204,7 +204,7 @@ def test_all_64_bits_of_a_seed_count(seed: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
-def test_logprobs_are_of_the_whole_distribution_at_the_temperature(temperature: float) -> None:
+def test_logprobs_use_the_whole_distribution_at_the_temperature(temperature: float) -> None:
     params = rows(64, temperature=temperature, top_k=20, top_p=0.5)
     tokens, logprobs = draw_many(params)
     want = np.log(softmax(LOGITS, temperature))[tokens]
@@ -225,7 +225,7 @@ def test_a_temperature_near_zero_is_greedy_and_finite(temperature: float) -> Non
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite_still_give_an_id_of_the_vocabulary(value: float) -> None:
+def test_logits_that_are_not_finite_still_draw_an_id_of_the_vocabulary(value: float) -> None:
     tokens, _ = draw_many(rows(8, top_k=5, top_p=0.5), logits=np.full(VOCAB, value, np.float32))
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
@@ -249,7 +249,7 @@ def test_token_logprobs_are_the_log_softmax_and_zero_at_negative_ids() -> None:
     np.testing.assert_allclose(got[0], [want[5], 0.0, want[299]], atol=1e-5)
 
 
-def test_the_top_k_come_in_order_with_their_logprobs() -> None:
+def test_the_top_k_are_ordered_with_their_logprobs() -> None:
     temperature = np.array([0.5], np.float32)
     ids, logprobs = jax.jit(partial(top_logprobs, k=6))(LOGITS[None], temperature)
     want = np.argsort(-LOGITS)[:6]
@@ -279,7 +279,7 @@ def test_alternatives_follow_the_distribution_at_the_temperature() -> None:
     np.testing.assert_allclose(logprobs, np.log(exact)[np.asarray(ids)], atol=1e-5)
 
 
-def test_an_alternative_depends_on_its_own_number_and_position_only() -> None:
+def test_an_alternative_depends_only_on_its_own_number_and_position() -> None:
     args = (seed_halves(4), np.arange(16, dtype=np.int32), np.ones(16, np.float32))
     few, _ = alternatives(2)(np.tile(LOGITS, (16, 1)), *args)
     many, _ = alternatives(8)(np.tile(LOGITS, (16, 1)), *args)

@@ -1,4 +1,4 @@
-"""Requests in, results out, on a random tiny model: company, seeds, lanes, snapshots, programs."""
+"""Results on a random tiny model: neighbours, seeds, decode slots, snapshots and programs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,14 +46,14 @@ CONFIG = ModelConfig(
 STATIC_SHAPES = StaticShapes(CONFIG.context_length, block=8, chunk=16, rank_buckets=(2, 32))
 """Sequences of up to eight pages."""
 RANK_BYTES = 4 * (16 + 32 + 2 * (16 + 16) + 32 + 16 + 3 * (16 + 24) + 16 + 67)
-"""Of a snapshot, per rank of its class: inputs and outputs of every target."""
+"""Bytes of a snapshot per rank of its bucket: inputs and outputs of every target."""
 ROOMY = 6 * 32 * RANK_BYTES
 NAN = "full of NaN"
 TENANTS = ("rank 2", "rank 4", "attention only")
 
 
 class Letters:
-    """A tokenizer: a letter per token."""
+    """A tokenizer with one letter per token."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(97 + token % 26) for token in ids)
@@ -157,7 +157,7 @@ def alone(sampler: JaxSampler) -> list[SampleResult]:
 
 @settings(max_examples=25, deadline=None)
 @given(order=st.permutations(range(len(COMPANY))), count=st.integers(1, len(COMPANY)))
-def test_company_changes_no_bit_of_a_request(
+def test_neighbours_change_no_bit_of_a_request(
     sampler: JaxSampler, alone: list[SampleResult], order: list[int], count: int
 ) -> None:
     chosen = order[:count]
@@ -166,9 +166,12 @@ def test_company_changes_no_bit_of_a_request(
         assert_same_bits(result, alone[index])
 
 
-def test_a_nan_adapter_in_the_same_lanes_leaves_nothing_behind(sampler: JaxSampler) -> None:
-    """More NaN sequences than lanes, longer than what follows and than the padded prompt that
-    follows: their caches are used again, and not all of them is overwritten by that prompt."""
+def test_a_nan_adapter_in_the_same_decode_slots_leaves_nothing_behind(sampler: JaxSampler) -> None:
+    """There are more NaN sequences than decode slots, longer than the following ones and their
+    padded prompt.
+
+    The following requests reuse their KV pages without overwriting all of them.
+    """
     spoilt = request(7, snapshot_id=NAN, num_samples=2 * LANES, max_tokens=20)
     clean = request(3, snapshot_id="rank 2", seed=5, num_samples=2 * LANES, max_tokens=15)
     (want,) = sampler.sample([clean])
@@ -190,7 +193,7 @@ def test_samples_of_one_request_differ(sampler: JaxSampler) -> None:
     assert len({tuple(s.tokens.tolist()) for s in result.sequences}) == 9
 
 
-def test_a_sample_does_not_depend_on_how_many_there_are(sampler: JaxSampler) -> None:
+def test_a_sample_does_not_depend_on_the_number_of_samples(sampler: JaxSampler) -> None:
     few, many = sampler.sample([request(num_samples=2), request(num_samples=9)])
     assert_same_bits(replace(many, sequences=many.sequences[:2]), few)
 
@@ -204,7 +207,7 @@ def test_a_shorter_budget_gives_a_prefix(sampler: JaxSampler) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1, 4, 9])
-def test_the_stop_token_comes_once_at_the_end_with_its_logprob(
+def test_the_stop_token_is_returned_once_at_the_end_with_its_logprob(
     sampler: JaxSampler, position: int
 ) -> None:
     (free,) = sampler.sample([request(seed=3, temperature=2.0)])
@@ -217,7 +220,7 @@ def test_the_stop_token_comes_once_at_the_end_with_its_logprob(
     np.testing.assert_array_equal(stopped.sequences[0].logprobs, free.sequences[0].logprobs[:end])
 
 
-def test_options_beyond_the_range_of_the_device_mean_their_limits(sampler: JaxSampler) -> None:
+def test_options_beyond_the_range_of_the_device_are_clamped(sampler: JaxSampler) -> None:
     every, unlimited = sampler.sample([request(top_k=2**40), request(top_k=-1)])
     assert_same_bits(every, unlimited)
     (flat,) = sampler.sample([request(temperature=1e300, topk_sample=2, alt_tokens=2)])
@@ -233,10 +236,10 @@ def test_a_prompt_and_budget_may_fill_the_whole_context(sampler: JaxSampler) -> 
 
 
 @pytest.mark.parametrize("length", [1, 8, 9, 50, 64, 65])
-def test_a_prompt_that_is_only_scored_has_the_logprobs_of_one_that_goes_on(
+def test_a_scored_prompt_has_the_logprobs_of_a_sampled_one(
     sampler: JaxSampler, length: int
 ) -> None:
-    """Of 65 tokens the last is a target: the model reads 64, its whole context."""
+    """Of 65 tokens the last is only a target: the model prefills 64, its whole context."""
     asked = request(length, max_tokens=0, num_samples=2, prompt_logprobs=True)
     scored, beside = sampler.sample([asked, request(20, max_tokens=5)])
     assert [len(each.tokens) for each in scored.sequences] == [0, 0]
@@ -250,8 +253,8 @@ def test_a_prompt_that_is_only_scored_has_the_logprobs_of_one_that_goes_on(
 
 
 @pytest.mark.timeout(120)
-def test_a_single_lane_has_room_for_the_longest_sequence(model: Decoder) -> None:
-    """The last part of its prompt is there twice: as it was read, and to be written behind."""
+def test_a_single_decode_slot_has_room_for_the_longest_sequence(model: Decoder) -> None:
+    """The last page of its prompt exists twice: as prefilled, and as a copy to decode into."""
     sampler = JaxSampler(
         ProgramRegistry(), model, STATIC_SHAPES, None, slots=1, snapshot_bytes=ROOMY
     )
@@ -260,7 +263,7 @@ def test_a_single_lane_has_room_for_the_longest_sequence(model: Decoder) -> None
         assert len(full.sequences[0].tokens) == 64 - length
 
 
-def test_what_cannot_be_compiled_fails_who_needs_it_and_nobody_else(
+def test_a_program_that_cannot_be_compiled_fails_its_own_requests_only(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: Any, **kwargs: Any) -> None:
@@ -278,7 +281,7 @@ def test_what_cannot_be_compiled_fails_who_needs_it_and_nobody_else(
 
 
 def parts_read(sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the position of each part of a prompt that is read from here on."""
+    """A list that receives the position of each page of a prompt that is prefilled from now on."""
     parts: list[int] = []
     prefill = sampler._programs.prefill
 
@@ -293,16 +296,16 @@ def parts_read(sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch) -> list[int
 def test_many_samples_of_a_prompt_cost_one_prefill(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many lanes wait for it, each part of a prompt is computed once."""
+    """However many decode slots wait for it, each page of a prompt is prefilled once."""
     parts, before = parts_read(sampler, monkeypatch), replace(sampler.counts)
     sampler.sample([request(45, num_samples=16), request(46, num_samples=3)])
-    # 44 and 45 tokens are read before the first is drawn, in blocks of 8.
+    # 44 and 45 tokens are prefilled before the first is decoded, in blocks of 8.
     assert sorted(parts) == sorted(2 * [0, 8, 16, 24, 32, 40])
     assert sampler.counts.prompt_tokens - before.prompt_tokens == 44 + 45
     assert sampler.counts.prompt_tokens_prefilled - before.prompt_tokens_prefilled == 44 + 45
 
 
-def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
+def test_pages_that_another_request_of_the_same_weights_prefilled_are_reused(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = request(41, snapshot_id="rank 2")
@@ -322,10 +325,10 @@ def test_what_another_request_has_read_of_the_same_weights_is_not_read_again(
     assert_same_bits(other, again)
 
 
-def test_a_lane_is_refilled_before_the_longest_sequence_ends(
+def test_a_decode_slot_is_refilled_before_the_longest_sequence_ends(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lanes - 1 long sequences and many short ones take no longer than the long ones alone."""
+    """``LANES`` - 1 long sequences and many short ones take no longer than the long ones alone."""
     calls = []
     decode = sampler._programs.decode
 
@@ -346,7 +349,7 @@ def test_a_lane_is_refilled_before_the_longest_sequence_ends(
 
 
 @pytest.mark.parametrize("string", [True, False])
-def test_a_stop_ends_a_sequence_within_four_steps_of_it(
+def test_a_stop_ends_a_sequence_within_four_steps(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch, string: bool
 ) -> None:
     (free,) = sampler.sample([request(9, seed=5, max_tokens=40)])
@@ -362,7 +365,7 @@ def test_a_stop_ends_a_sequence_within_four_steps_of_it(
     assert sampler.counts.slot_steps - before.slot_steps == STEPS_PER_DISPATCH * LANES
 
 
-def test_scores_without_company_of_a_prompt_of_one_token_are_empty(sampler: JaxSampler) -> None:
+def test_scores_of_a_prompt_of_one_token_are_empty(sampler: JaxSampler) -> None:
     targets = np.zeros((0, 2), np.int32)
     (result,) = sampler.sample(
         [request(1, prompt_logprobs=True, topk_prompt=3, alt_tokens=2, targets=targets)]
@@ -375,14 +378,14 @@ def test_scores_without_company_of_a_prompt_of_one_token_are_empty(sampler: JaxS
     assert result.target_logprobs is not None and result.target_logprobs.shape == (0, 2)
 
 
-def test_what_was_not_asked_is_none(sampler: JaxSampler) -> None:
+def test_scores_that_were_not_requested_are_none(sampler: JaxSampler) -> None:
     (result,) = sampler.sample([request()])
     assert result.sequences[0].topk is None
     assert (result.prompt_logprobs, result.topk_prompt) == (None, None)
     assert (result.target_logprobs, result.alt_tokens) == (None, None)
 
 
-def test_no_requests_give_no_results(sampler: JaxSampler) -> None:
+def test_an_empty_call_returns_no_results(sampler: JaxSampler) -> None:
     assert sampler.sample([]) == []
 
 
@@ -395,20 +398,20 @@ def test_an_unloaded_snapshot_is_named_before_anything_runs(
 
 
 @pytest.mark.parametrize("asked", [{"topk_prompt": 65}, {"topk_sample": 65}, {"alt_tokens": 65}])
-def test_more_choices_than_programs_compute_are_refused(
+def test_more_top_tokens_than_programs_compute_are_refused(
     sampler: JaxSampler, asked: dict[str, int]
 ) -> None:
     with pytest.raises(UserError, match=r"65 .* at most 64"):
         sampler.sample([request(**asked)])
 
 
-def test_programs_compute_as_many_choices_as_the_wire_allows() -> None:
+def test_programs_compute_as_many_top_tokens_as_the_wire_allows() -> None:
     assert MAX_TOP_TOKENS == MAX_TOP_K
 
 
 @st.composite
 def any_request(draw: st.DrawFn) -> SamplingRequest:
-    """Everything that a client can ask of a context of 64 and a vocabulary of 67."""
+    """Every request that a client can send, for a context of 64 and a vocabulary of 67."""
     length = draw(st.integers(1, 63))
     targets = draw(st.integers(0, 64))
     return request(
@@ -437,7 +440,7 @@ def test_no_request_compiles_anything(
 ) -> None:
     before = programs.compilations_after_ready
     for name in (*TENANTS, NAN):
-        assert sampler.has_snapshot(name)  # so that another is dropped for the new ones
+        assert sampler.has_snapshot(name)  # another is evicted for the new ones
     for name in (f"never used {rank}", "new"):
         sampler.load_snapshot(name, state(rank=rank, seed=rank, train_mlp=rank % 2 == 0))
     results = sampler.sample(asked)
@@ -445,8 +448,8 @@ def test_no_request_compiles_anything(
     assert [len(result.sequences) for result in results] == [one.num_samples for one in asked]
 
 
-def test_decoding_needs_no_room_for_weights(model: Decoder) -> None:
-    """A layer more takes less than half of its weights: they are read where they are."""
+def test_decoding_copies_no_weights(model: Decoder) -> None:
+    """An additional layer takes less than half of its weights, because they are read in place."""
 
     def temporary_bytes(layers: int) -> int:
         config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
@@ -456,5 +459,5 @@ def test_decoding_needs_no_room_for_weights(model: Decoder) -> None:
         (shape,) = programs.decode.shapes()
         return int(shape.compiled().memory_analysis().temp_size_in_bytes)
 
-    weights = 4 * 3 * 64 * 256  # of the MLP alone
+    weights = 4 * 3 * 64 * 256  # weights of the MLP alone
     assert temporary_bytes(5) - temporary_bytes(2) < 3 * weights / 2

@@ -1,4 +1,4 @@
-"""Frozen adapters: on the host, on the device, and what makes room for what."""
+"""Snapshots on the host and on the device, and the order in which they are evicted."""
 
 from typing import Any
 
@@ -30,13 +30,13 @@ from tuneserve_engine.core.errors import UserError
 __all__ = ["model", "programs", "sampler"]
 
 HOST_BYTES = 2 * RANK_BYTES
-"""Of a snapshot of rank 2."""
+"""Bytes of a snapshot of rank 2."""
 
 
 def kept(
     *names: str, device_bytes: int = ROOMY, host_bytes: int = ROOMY, rank: int = 2
 ) -> Snapshots:
-    """Those of these names, of rank 2, and nobody wants them any more."""
+    """Snapshots of these names, of rank 2, with no pins left."""
     found = Snapshots(
         target_shapes(CONFIG), STATIC_SHAPES, device_bytes=device_bytes, host_bytes=host_bytes
     )
@@ -60,7 +60,7 @@ def load(snapshots: Snapshots, name: str) -> None:
     snapshots.on_device(snapshot)
 
 
-def test_the_least_recently_used_make_room_on_the_host() -> None:
+def test_the_least_recently_used_are_evicted_from_the_host() -> None:
     snapshots = kept("a", "b", host_bytes=2 * HOST_BYTES)
     assert snapshots.get("a")
     snapshots.register("c", state(rank=2, seed=1))
@@ -68,8 +68,8 @@ def test_the_least_recently_used_make_room_on_the_host() -> None:
     assert snapshots.get("b") is None
 
 
-def test_what_is_wanted_stays_on_the_host_whatever_its_size() -> None:
-    """A call that needs more than there is room for has them all together."""
+def test_pinned_snapshots_stay_in_host_memory() -> None:
+    """A call that needs more snapshots than fit has all of them at once."""
     snapshots = kept("a", "b", host_bytes=HOST_BYTES)
     assert on_host(snapshots) == "b"
     for name in "cd":
@@ -79,16 +79,16 @@ def test_what_is_wanted_stays_on_the_host_whatever_its_size() -> None:
     assert on_host(snapshots) == "d"
 
 
-def test_the_least_recently_used_make_room_on_the_device() -> None:
+def test_the_least_recently_used_are_evicted_from_the_device() -> None:
     snapshots = kept(*"abc", device_bytes=2 * 2 * RANK_BYTES)
     for name in "abac":
         load(snapshots, name)
     assert on_device(snapshots) == "ac"
-    assert on_host(snapshots) == "bac"  # those that leave the device stay here
+    assert on_host(snapshots) == "bac"  # snapshots that leave the device stay on the host
 
 
-def test_a_large_snapshot_makes_room_for_itself_at_the_expense_of_many() -> None:
-    """And one that is larger than all the room is still there, alone."""
+def test_a_large_snapshot_evicts_many() -> None:
+    """A snapshot larger than the limit still fits, alone."""
     snapshots = kept(*"abcd", device_bytes=(32 + 2 + 2) * RANK_BYTES)
     snapshots.register("e", state(rank=3, seed=1))
     for name in "abcde":
@@ -101,7 +101,7 @@ def test_a_large_snapshot_makes_room_for_itself_at_the_expense_of_many() -> None
     assert on_device(crowded) == "c"
 
 
-def test_room_is_made_before_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_made_before_a_snapshot_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshots = kept(*"abc", device_bytes=2 * 2 * RANK_BYTES)
     seen: list[str] = []
 
@@ -116,7 +116,7 @@ def test_room_is_made_before_a_snapshot_comes(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Full:
-    """Stands for a device that has no room the first few times."""
+    """A device that has no room the first few times."""
 
     def __init__(self, real: Any, times: int) -> None:
         self.real, self.times = real, times
@@ -128,7 +128,7 @@ class Full:
         return self.real(*args)
 
 
-def test_where_the_device_has_less_room_than_was_planned_old_snapshots_go(
+def test_if_the_device_has_less_room_than_planned_old_snapshots_are_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     snapshots = kept(*"abcdef")
@@ -142,7 +142,7 @@ def test_where_the_device_has_less_room_than_was_planned_old_snapshots_go(
         load(snapshots, "f")
 
 
-def test_a_call_that_finds_no_room_is_made_again_without_snapshots_on_the_device(
+def test_a_call_without_room_is_repeated_after_evicting_all_snapshots(
     sampler: JaxSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = request(snapshot_id="rank 2", temperature=0.7)
@@ -152,7 +152,7 @@ def test_a_call_that_finds_no_room_is_made_again_without_snapshots_on_the_device
     assert_same_bits(got, want)
     assert on_device(sampler.snapshots) == "rank 2"
     sampler.snapshots.leave_device()
-    sampler.sample([mine])  # its lane still has the weights
+    sampler.sample([mine])  # its decode slot still has the weights
     monkeypatch.setattr(sampler._programs, "decode", Full(sampler._programs.decode, 2))
     with pytest.raises(OutOfMemory):
         sampler.sample([mine])
@@ -171,10 +171,10 @@ def sampler_of(model: Decoder, *, device_bytes: int, host_bytes: int) -> JaxSamp
     )
 
 
-def test_a_request_begins_again_although_its_snapshot_is_nowhere_else(
+def test_a_request_starts_again_although_its_snapshot_is_nowhere_else(
     model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host has room for one, and the device fails once."""
+    """The host has room for one snapshot, and the device fails once."""
     small = sampler_of(model, device_bytes=ROOMY, host_bytes=HOST_BYTES)
     asked = {name: request(snapshot_id=name, max_tokens=20) for name in "ab"}
     for name in "ab":
@@ -190,8 +190,8 @@ def test_a_request_begins_again_although_its_snapshot_is_nowhere_else(
         assert_same_bits(got, small.sample([one])[0])
 
 
-def test_more_snapshots_than_there_is_room_for_are_sampled_in_one_call(model: Decoder) -> None:
-    """Ten checkpoints of a model; the device has room for one, and the host for one."""
+def test_more_snapshots_than_fit_are_sampled_in_one_call(model: Decoder) -> None:
+    """Ten checkpoints of a model, while device and host have room for one each."""
     names = "abcdefghij"
     small = sampler_of(model, device_bytes=2 * RANK_BYTES, host_bytes=HOST_BYTES)
     roomy = sampler_of(model, device_bytes=ROOMY, host_bytes=ROOMY)
@@ -206,7 +206,7 @@ def test_more_snapshots_than_there_is_room_for_are_sampled_in_one_call(model: De
     assert on_host(small.snapshots) == "j"
 
 
-def test_a_snapshot_keeps_its_weights_when_the_host_copy_changes(sampler: JaxSampler) -> None:
+def test_a_snapshot_is_unaffected_by_changes_of_the_host_copy(sampler: JaxSampler) -> None:
     saved = state(rank=2, seed=7)
     sampler.load_snapshot("frozen", saved)
     one = request(snapshot_id="frozen", max_tokens=1, prompt_logprobs=True)

@@ -1,4 +1,4 @@
-"""When sequences end: budgets, stop tokens, and stop strings in text decoded as it grows."""
+"""The ends of sequences: budgets, stop tokens, and stop strings in text decoded step by step."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def tokenizer() -> Tokenizer:
 
 
 def byte_level(*words: str) -> Tokenizer:
-    """A token for every byte and every word, and a special one."""
+    """A tokenizer with a token for every byte and every word, and a special one."""
     tokens = [*sorted(ByteLevel.alphabet()), *words]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +48,7 @@ def spelled(text: str) -> list[str]:
 def first_stop(
     tokenizer: Tokenizer | None, tokens: Sequence[int], *strings: str
 ) -> tuple[int, str | None]:
-    """How many of the tokens are kept, and why the sequence ends there."""
+    """The number of tokens that are kept, and the reason why the sequence ends there."""
     watch = StopCriteria(
         max_tokens=10_000, stop_tokens=(), stop_strings=strings, tokenizer=tokenizer
     )
@@ -74,7 +74,7 @@ def test_a_stop_token_ends_a_sequence_even_as_its_first_token() -> None:
     assert watch.push(7) == "stop"
 
 
-def test_a_stop_on_the_last_token_of_the_budget_is_a_stop() -> None:
+def test_a_stop_token_at_the_end_of_the_budget_is_a_stop() -> None:
     watch = StopCriteria(max_tokens=2, stop_tokens={7}, stop_strings=(), tokenizer=None)
     assert [watch.push(1), watch.push(7)] == [None, "stop"]
 
@@ -106,7 +106,7 @@ def test_the_first_of_several_stop_strings_wins(tokenizer: Tokenizer) -> None:
     assert first_stop(tokenizer, tokens, "then", "b", "never") == (5, "stop")
 
 
-def test_a_stop_string_that_never_comes_stops_nothing(tokenizer: Tokenizer) -> None:
+def test_a_stop_string_that_never_occurs_stops_nothing(tokenizer: Tokenizer) -> None:
     tokens = raw(tokenizer, "say b then a")
     assert first_stop(tokenizer, tokens, "than", "bt") == (len(tokens), None)
 
@@ -118,7 +118,7 @@ def test_a_character_split_over_tokens_completes_with_its_last_byte(tokenizer: T
     assert first_stop(tokenizer, tokens, "b😀") == (9, "stop")
 
 
-def test_a_string_is_seen_though_a_broken_character_follows_in_the_same_token() -> None:
+def test_a_string_is_found_though_a_broken_character_follows_in_the_same_token() -> None:
     first, second = spelled("é")
     tokenizer = byte_level("END" + first)
     assert first_stop(tokenizer, ids(tokenizer, "END" + first, second), "END") == (1, "stop")
@@ -142,10 +142,10 @@ def test_ids_beyond_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("stop", ["the end", "😀😀", "\n\n", "a", "ENDab€"])
-def test_a_long_text_stops_where_its_whole_decoding_first_holds_the_string(
+def test_a_long_text_stops_where_its_decoded_text_first_contains_the_string(
     tokenizer: Tokenizer, stop: str
 ) -> None:
-    """Against decoding everything again at every token, on text that holds the string late."""
+    """The reference decodes everything again at every token, on text with a late match."""
     filler = "a tale of é and € without haste, then ENDa " * 4 if stop != "a" else "no " * 30
     text = filler.replace("the end", "") + stop + " and on"
     tokens = raw(tokenizer, text)

@@ -1,4 +1,4 @@
-"""Micro-batches for the chunked head, with everything that it must not read full of NaN."""
+"""Micro-batches for the chunked head, with NaN in everything that it must not read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ class Sizes:
 
 SMALL = Sizes()
 REAL = Sizes(block=64, hidden=64, vocabulary=512)
-"""With a block as long as the engine's: what bits are compared at."""
+"""Sizes with a block as long as the engine's, to compare bits."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Datums of one adapter; equal requests have equal numbers. Slots 0 and 2 train the head."""
+    """Datums of one adapter. Equal requests have equal numbers. Slots 0 and 2 train the head."""
 
     seed: int
     slot: int
@@ -54,7 +54,7 @@ class Request:
 
 
 class Micro(NamedTuple):
-    """The arguments of the head that a micro-batch gives."""
+    """The arguments of the head that depend on a micro-batch."""
 
     x: np.ndarray
     targets: np.ndarray
@@ -69,7 +69,7 @@ MIXED = (
     Request(3, 2, (11, 2, 30), "gspo"),
     Request(4, 3, (7, 7), "cispo"),
 )
-"""15 blocks of 8: both with and without a trained head, and a datum over five blocks."""
+"""15 blocks of 8, with trained and frozen heads, and a datum over five blocks."""
 
 
 def head_of(sizes: Sizes) -> LmHead:
@@ -97,10 +97,10 @@ def stale_gradient_slots(sizes: Sizes, value: float = np.nan) -> dict[str, Array
 def micro_of(
     requests: Sequence[Request], sizes: Sizes, *, n: int, at: Sequence[int] | None = None
 ) -> Micro:
-    """The requests one behind the other, or each from the block of ``at`` on.
+    """The requests one after the other, or each starting at the block in ``at``.
 
-    Padding holds NaN. So do the blocks behind the used ones, which besides claim to be valid, and
-    somebody's first.
+    Padding holds NaN. So do the blocks after the used ones, which also claim to be valid and to be
+    the first of a request.
     """
     places = at or np.cumsum([0, *(r.blocks(sizes) for r in requests)])[:-1].tolist()
     tokens = n * sizes.block
@@ -133,7 +133,7 @@ def micro_of(
 
 
 def numbers_of(request: Request, sizes: Sizes) -> dict[str, np.ndarray]:
-    """Everything of the request's tokens that depends on nobody else."""
+    """All numbers of the request's tokens that depend on the request alone."""
     random = np.random.default_rng(request.seed)
     count, targets = sum(request.lengths), sizes.targets
     weights = random.normal(0.3, 1, (count, targets))

@@ -11,7 +11,7 @@ import numpy as np
 
 from tuneserve_engine.backend.base import LOSS_NAMES
 
-_STEP = 1e-30  # of the complex step: f(x + ih) / h has no rounding to speak of
+_STEP = 1e-30  # width of the complex step: f(x + ih) / h has almost no rounding
 
 
 def loss(row: dict[str, Any], lp: list[list[complex]]) -> complex:
@@ -46,7 +46,7 @@ def loss(row: dict[str, Any], lp: list[list[complex]]) -> complex:
 def value_and_gradient(row: dict[str, Any], lp: np.ndarray) -> tuple[float, np.ndarray]:
     """The loss at ``lp`` [T, K] and its gradient by it.
 
-    By complex steps: stop-gradient keeps the real part, comparisons look at it alone.
+    It uses complex steps: stop-gradient keeps the real part, and comparisons look at it alone.
     """
     exact = [[complex(x) for x in position] for position in lp.tolist()]
     gradient = np.zeros(lp.shape)

@@ -1,4 +1,4 @@
-"""Streams of datums through a tiny decoder, beside what one datum alone gives in plain torch.
+"""Micro-batches of datums through a tiny decoder, against one datum alone in plain torch.
 
 The reference has no chunk, block, checkpoint or neighbour: one datum, one adapter, float64.
 """
@@ -58,7 +58,9 @@ TINY = ModelConfig(
 
 
 def model_of(config: ModelConfig = TINY, remat: str = "dots") -> Decoder:
-    """In training mode, with blocks and chunks of ``STATIC_SHAPES`` and every weight random."""
+    """A decoder in training mode, in blocks and chunks of ``STATIC_SHAPES``, with random
+    weights.
+    """
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     random = np.random.default_rng(0)
     for path, weight in nnx.to_flat_state(nnx.state(model)):
@@ -78,7 +80,7 @@ def model_of(config: ModelConfig = TINY, remat: str = "dots") -> Decoder:
 def adapter_of(
     seed: int, config: ModelConfig = TINY, *, unembed: bool = True, poison: float = 0.0
 ) -> TrainingAdapter:
-    """A and B random; ``poison`` is added to every number of A."""
+    """An adapter with random A and B. ``poison`` is added to every number of A."""
     rank = 2 + seed % 3
     shapes = target_shapes(config)
     lora = AdapterConfig(rank, rank + 0.25 * seed, seed, train_unembed=unembed)
@@ -93,7 +95,7 @@ def adapter_of(
 def adapter_slots_of(
     adapters: Mapping[int, TrainingAdapter], config: ModelConfig = TINY
 ) -> AdapterSlots:
-    """With adapters by slot."""
+    """Adapter slots filled with these adapters."""
     adapter_slots = new_adapter_slots(target_shapes(config), RANK_CLASS, SLOTS)
     for slot, adapter in adapters.items():
         trained = np.bool_(UNEMBED in adapter.config.targets)
@@ -103,7 +105,7 @@ def adapter_slots_of(
 
 
 class Ran(NamedTuple):
-    """A unit's output per stream, each field [N, ...], and the donated buffers after it."""
+    """A batch's output per micro-batch, each field [N, ...], and the donated buffers after it."""
 
     outs: list[ScoredMicroBatch]
     space: Any
@@ -121,9 +123,10 @@ def run(
     stale: float = np.nan,
     after: Ran | None = None,
 ) -> Ran:
-    """A unit whose request i is in slot i, in buffers full of ``stale``, or those of a unit before.
+    """Run a batch whose request i is in slot i, in buffers full of ``stale`` or left by another
+    batch.
 
-    A request's number may be any slot: nothing says that lower ones are in use.
+    A request's number may be any slot, and lower ones need not be in use.
     """
     adapter_slots = adapter_slots_of(adapters, model.config)
     space, gradient_slots = (
@@ -145,12 +148,12 @@ def run(
 
 
 def flat(out: ScoredMicroBatch) -> ScoredMicroBatch:
-    """[n, S, ...] to [N, ...], on the host."""
+    """Reshape [n, S, ...] to [N, ...], on the host."""
     return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), out)
 
 
 def buffers(model: Decoder, adapter_slots: AdapterSlots, stale: float) -> tuple[Any, LoraWeights]:
-    """Workspace and scratch."""
+    """Workspace and gradient slots."""
     full = partial(jax.tree.map, lambda x: jnp.full(x.shape, stale, x.dtype))
     shapes = space_shapes(
         model, adapter_slots, STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
@@ -159,7 +162,7 @@ def buffers(model: Decoder, adapter_slots: AdapterSlots, stale: float) -> tuple[
 
 
 def gradient(gradient_slots: LoraWeights, slot: int, adapter: TrainingAdapter) -> Tensors:
-    """One request's, by the names of ``AdapterState.weights`` and without padding."""
+    """One request's gradient, by the names of ``AdapterState.weights`` and without padding."""
     rank = adapter.config.rank
     found: Tensors = {}
     for name in adapter.config.targets:

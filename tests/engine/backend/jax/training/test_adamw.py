@@ -1,4 +1,4 @@
-"""AdamW equals torch.optim.AdamW, whatever changes from step to step."""
+"""AdamW equals torch.optim.AdamW under hyper-parameters that change from step to step."""
 
 import math
 from dataclasses import replace
@@ -40,7 +40,7 @@ def zeros() -> LoraWeights:
 def step(
     state: SteppedAdapter, gradient: LoraWeights, params: AdamwParams, number: int
 ) -> SteppedAdapter:
-    """The state and the gradient are gone afterwards."""
+    """Take a step. It consumes the state and the gradient."""
     scalars = step_scalars(params, number)
     return adamw_step(state.weights, state.first_moment, state.second_moment, gradient, scalars)
 
@@ -50,7 +50,7 @@ def fresh(weights: LoraWeights) -> SteppedAdapter:
 
 
 def params_of_step(number: int) -> AdamwParams:
-    """Other hyper-parameters at every step; clipping at some, above and below the norm."""
+    """Different hyper-parameters at every step. Some clip, above and below the norm."""
     return AdamwParams(
         learning_rate=0.01 * (1 + number % 5),
         beta1=(0.9, 0.0, 0.45, 0.95)[number % 4],
@@ -94,7 +94,7 @@ def test_twenty_steps_of_changing_hyperparameters_equal_torch():
             np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6 * abs(expected).max())
 
 
-def test_a_step_without_a_gradient_decays_moments_and_weights_as_a_zero_gradient_does_in_torch():
+def test_a_step_without_a_gradient_decays_like_a_zero_gradient_in_torch():
     weights = tree(np.ones)
     reference = [torch.tensor(np.array(x), requires_grad=True) for x in jax.tree.leaves(weights)]
     optimizer = torch.optim.AdamW(reference)
@@ -115,7 +115,7 @@ def test_a_step_leaves_zeros_in_the_accumulator_even_after_infinities():
     assert all((x == 0).all() for x in jax.tree.leaves(state.accumulator))
 
 
-def test_what_never_had_a_gradient_stays_zero_with_any_decay_and_eps():
+def test_an_array_without_gradients_stays_zero_under_any_decay_and_eps():
     state = fresh(zeros())
     params = AdamwParams(learning_rate=1.0, weight_decay=0.3, eps=0.0, grad_clip_norm=1.0)
     for number in range(1, 4):
@@ -173,7 +173,7 @@ def test_the_norm_of_the_largest_entries_is_still_finite():
         ("learning_rate", 1e39),
     ],
 )
-def test_a_hyperparameter_torch_would_refuse_is_refused_by_name_and_value(field, value):
+def test_hyperparameters_that_torch_refuses_are_refused_by_name_and_value(field, value):
     with pytest.raises(UserError, match=f"adam_params.{field} is {value}".replace("+", r"\+")):
         step_scalars(replace(AdamwParams(), **{field: value}), 1)
 
@@ -188,7 +188,7 @@ def test_a_hyperparameter_torch_would_refuse_is_refused_by_name_and_value(field,
         ),
     ],
 )
-def test_a_step_whose_own_numbers_overflow_is_refused(params, named):
+def test_a_step_whose_own_scalars_overflow_is_refused(params, named):
     with pytest.raises(UserError, match=named):
         step_scalars(params, step=1)
 
@@ -204,7 +204,7 @@ def test_writing_in_place_changes_no_bit():
 
 
 @pytest.mark.acceptance("S4")
-def test_a_step_needs_little_room_beside_the_adapter():
+def test_a_step_needs_little_extra_memory():
     adapter = on_device(random_state(2))
     parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
     scalars = step_scalars(AdamwParams(), 1)
@@ -235,7 +235,7 @@ def test_a_step_has_the_same_bits_among_many_adapters_as_alone():
     assert stepped(0) == stepped(5)
 
 
-def test_a_step_counts_and_empties_the_accumulator():
+def test_a_step_is_counted_and_empties_the_accumulator():
     adapter = on_device(random_state(2, step=4))
     norm = start_step(adapter, AdamwParams())
     assert (adapter.step, adapter.accumulated) == (5, False)
@@ -269,7 +269,7 @@ def test_refused_hyperparameters_change_nothing():
     assert (adapter.step, adapter.accumulated, bits(adapter)) == (4, True, before)
 
 
-def test_an_adapter_is_gone_from_where_it_was_before_the_step():
+def test_a_step_consumes_the_adapters_old_arrays():
     adapter = on_device(random_state(2))
     adapter.accumulator = random_like(adapter.accumulator, seed=1)
     old = arrays_of(adapter)

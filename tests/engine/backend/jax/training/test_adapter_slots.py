@@ -1,4 +1,4 @@
-"""Slots of adapters and of gradients: one is written at a time, in place, and no other changes."""
+"""Adapter slots and gradient slots: one is written at a time, in place, and no other changes."""
 
 from functools import partial
 
@@ -43,7 +43,7 @@ def scratch_of(seed: int) -> LoraWeights:
 
 
 def with_entry(gradient_slots: LoraWeights, slot: int, target: str, value: float) -> LoraWeights:
-    """A copy with one other number in the slot."""
+    """A copy with one number of the slot changed."""
     array = np.array(gradient_slots.a[target])
     array[-1, slot, 2, 1] = value
     return LoraWeights(gradient_slots.a | {target: jax.device_put(array)}, gradient_slots.b)
@@ -53,7 +53,7 @@ def slot_of(buffers: LoraWeights, slot: int) -> list[np.ndarray]:
     return [np.asarray(leaf)[:, slot] for leaf in jax.tree.leaves(buffers)]
 
 
-def test_an_empty_bank_is_zeros_with_a_leading_axis_for_the_unembedding():
+def test_empty_slots_are_zeros_with_a_leading_axis_for_the_unembedding():
     adapter_slots, gradient_slots = (
         new_adapter_slots(SMALL, RANK, SLOTS),
         new_gradient_slots(SMALL, RANK, SLOTS),
@@ -71,7 +71,7 @@ def test_an_empty_bank_is_zeros_with_a_leading_axis_for_the_unembedding():
 
 
 @pytest.mark.acceptance("S7")
-def test_placing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
+def test_writing_an_adapter_fills_its_slot_in_place_and_changes_no_other():
     adapter_slots = new_adapter_slots(SMALL, RANK, SLOTS)
     places = pointers(adapter_slots.a, adapter_slots.b)
     one, two = on_device(random_state(2)), on_device(random_state(3, rank=7))
@@ -122,7 +122,7 @@ def test_a_commit_adds_the_slots_gradient_and_nothing_of_its_neighbours():
 def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, value: float):
     adapter = on_device(random_state(2))
     accumulator = jax.tree.map(lambda x: x.at[..., 0, 0].set(-0.0), adapter.accumulator)
-    if value == LARGEST:  # finite, but twice it is not
+    if value == LARGEST:  # finite, but not when doubled
         accumulator.a[target] = accumulator.a[target].at[..., 2, 1].set(LARGEST)
     before, places = bits(accumulator), pointers(accumulator)
     gradient_slots = with_entry(scratch_of(1), 1, target, value)
@@ -133,7 +133,7 @@ def test_a_sum_that_is_not_finite_leaves_the_accumulators_bits(target: str, valu
     assert finite and bits(accumulator) != before
 
 
-def test_an_adapter_without_unembedding_ignores_what_lies_in_the_slot_there():
+def test_an_adapter_without_unembedding_ignores_that_part_of_the_slot():
     adapter = on_device(random_state(3))
     gradient_slots = with_entry(scratch_of(1), 1, UNEMBED, np.nan)
     accumulator, finite = commit(adapter.accumulator, gradient_slots, 1, trained=False)
@@ -202,7 +202,7 @@ def bench_adapter() -> tuple[TrainingAdapter, LoraWeights]:
 
 
 @pytest.mark.acceptance("S3")
-def test_placing_and_adding_work_in_place_without_room_of_their_own():
+def test_writing_and_adding_work_in_place_without_temporaries():
     adapter, gradient_slots = bench_adapter()
     adapter_slots = new_adapter_slots(shapes_of(4, 64, 96, 256), RANK, SLOTS)
     slot = np.int32(1)
@@ -216,7 +216,7 @@ def test_placing_and_adding_work_in_place_without_room_of_their_own():
     assert checking.temp_size_in_bytes <= 0.3 * nbytes(adapter.accumulator)
 
 
-def test_one_program_that_adds_and_checks_would_need_room_for_the_sum():
+def test_a_single_program_for_adding_and_checking_would_need_room_for_the_sum():
     @partial(jax.jit, donate_argnums=0)
     def both(accumulator: LoraWeights, gradient_slots: LoraWeights, slot):
         finite = is_sum_finite(accumulator, gradient_slots, slot, YES)

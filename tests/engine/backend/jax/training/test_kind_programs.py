@@ -18,7 +18,7 @@ WIDE = {
     "down_proj": (4, 384, 128),
     UNEMBED: (128, 1024),
 }
-"""Square targets, and targets that are longer on either side, all far larger than the rank."""
+"""Square and rectangular shapes, whose sides are far larger than the rank."""
 
 
 def size(shape: tuple[int, ...]) -> int:
@@ -29,8 +29,8 @@ def size(shape: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     ("form", "pairs"), [("factors", 2.0), ("short_fixed", 1.4), ("core", 1.06)]
 )
-def test_a_step_reuses_all_it_is_given_and_takes_little_more(form: str, pairs: float):
-    """The temporary memory is that of ``pairs`` pairs of the rank; the limit is four pairs."""
+def test_a_step_reuses_its_arguments_and_needs_little_more(form: str, pairs: float):
+    """The limit is this many pairs of the rank. Four of an adapter's pairs would be the most."""
     kind = KINDS["osft"][form]
     programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_buckets=(RANK,)))
     programs._declare(kind)

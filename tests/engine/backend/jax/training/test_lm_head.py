@@ -1,4 +1,4 @@
-"""The chunked head against full logits, and what its bits depend on."""
+"""The chunked head against full logits, and the inputs that its bits depend on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -102,7 +102,7 @@ def check(requests: Sequence[Request], sizes: Sizes, *, n: int, chunk: int) -> N
 @pytest.mark.acceptance("H1", "H5")
 @pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_every_loss_equals_full_logits_and_autodiff(loss: str):
-    """Datums over blocks and chunks, in a trained head and a frozen one."""
+    """Datums cross blocks and chunks, in a trained head and a frozen one."""
     requests = (Request(5, 0, (3, 35, 9), loss), Request(6, 1, (20, 31), loss))
     check(requests, SMALL, n=16, chunk=4)
 
@@ -110,8 +110,10 @@ def test_every_loss_equals_full_logits_and_autodiff(loss: str):
 @pytest.mark.acceptance("H1", "H4", "H5")
 @pytest.mark.parametrize(("chunk", "targets"), [(1, 1), (3, 1), (4, 1), (24, 1), (2, 64)])
 def test_any_chunk_equals_full_logits_with_adapters_mixed(chunk: int, targets: int):
-    """Of the 15 blocks in use 4 and 2 are no divisors, and 24 are more. 64 targets of a vocabulary
-    of 61: some are named twice, and count twice."""
+    """With 15 blocks in use, 4 and 2 are not divisors and 24 is more.
+
+    With 64 targets out of a vocabulary of 61, some are named twice and count twice.
+    """
     check(MIXED, replace(SMALL, targets=targets), n=-(-16 // chunk) * chunk, chunk=chunk)
 
 
@@ -131,8 +133,9 @@ def test_a_target_out_of_range_has_no_number(target: int):
 
 
 def test_bfloat16_weights_and_states_give_the_numbers_of_float32_ones():
-    """Products of bfloat16 numbers are exact in float32, so only roundings of results differ: those
-    of the normed states, of the logits' gradient and of what is returned."""
+    """Products of bfloat16 numbers are exact in float32, so only roundings differ: those of the
+    normed states, of the logits' gradient and of the results.
+    """
     request = Request(9, 0, (40, 20))
     micro = micro_of([request], SMALL, n=16)
     narrow = micro._replace(x=jnp.asarray(micro.x, jnp.bfloat16))
@@ -173,8 +176,8 @@ def test_requests_with_a_frozen_head_get_zeros_and_other_slots_are_not_touched()
         assert np.any(np.asarray(buffer[0, 0]) != 7)
 
 
-def test_a_request_adds_to_what_its_earlier_micro_batches_left():
-    """Its first block overwrites; in a micro-batch without it, it adds."""
+def test_a_request_adds_to_its_earlier_micro_batches():
+    """Its first block overwrites the gradient slot. A micro-batch without that block adds to it."""
     head, adapters = head_of(SMALL), adapters_of(SMALL)
     both = (Request(1, 0, (40,)), Request(2, 2, (24,)))
     micro = micro_of(both, SMALL, n=16)
@@ -187,8 +190,8 @@ def test_a_request_adds_to_what_its_earlier_micro_batches_left():
             close(twice[name][0, slot], 2 * held[name][0, slot])
 
 
-def test_tokens_without_a_gradient_move_nothing_at_all():
-    """Weights of zero: the chunk with no other token is not even looked at backwards."""
+def test_tokens_without_a_gradient_change_nothing():
+    """Weights are zero, so the backward pass skips a chunk that has no other token."""
     micro = micro_of([Request(1, 0, (64,))], SMALL, n=16)
     micro.inputs.weights[:5] = 0
     out = train(head_of(SMALL), micro, adapters_of(SMALL), stale_gradient_slots(SMALL), 4)
@@ -209,12 +212,12 @@ def test_padding_and_unused_blocks_give_zeros():
 # --- bits ----------------------------------------------------------------------------------------
 
 MINE = Request(20, 2, (70, 20, 50), "gspo")
-"""Three blocks of 64, its head trained."""
+"""Three blocks of 64 with a trained head."""
 FROZEN = replace(MINE, slot=1)
 
 
 def bits_of(mine: Request, others: Sequence[Request], at: Sequence[int], **given: Any) -> list[Any]:
-    """Everything that ``mine`` gets in a stream of 16 blocks, when it and the others lie there."""
+    """All results of ``mine`` in a micro-batch of 16 blocks, when it and the others lie there."""
     micro = micro_of([mine, *others], REAL, n=16, at=at)
     adapters = given.get("adapters", adapters_of(REAL))
     gradient_slots = given.get("scratch", stale_gradient_slots(REAL))
@@ -234,7 +237,7 @@ def assert_equal_bits(one: list[Any], other: list[Any]) -> None:
 
 @pytest.mark.parametrize("mine", [MINE, FROZEN], ids=["trained", "frozen"])
 @pytest.mark.parametrize("at", [1, 3, 6, 13])
-def test_bits_are_the_same_at_any_block_and_beside_anybody(mine: Request, at: int):
+def test_bits_are_the_same_at_any_block_and_beside_any_request(mine: Request, at: int):
     others = {
         1: [(Request(30, 0, (64,), "gspo"), 0), (Request(31, 3, (600,), "ppo"), 4)],
         3: [(Request(32, 3, (192,)), 0), (Request(33, 0, (60, 4, 100)), 6)],
@@ -248,7 +251,7 @@ def test_bits_are_the_same_at_any_block_and_beside_anybody(mine: Request, at: in
 
 @pytest.mark.parametrize("mine", [MINE, FROZEN], ids=["trained", "frozen"])
 def test_neighbours_full_of_nan_change_no_bit(mine: Request):
-    """Before it and behind it in one chunk: a NaN adapter in a trained head, NaN hidden states."""
+    """A NaN adapter in a trained head and NaN hidden states surround it in one chunk."""
     adapters = adapters_of(REAL)
     adapters = adapters._replace(a=adapters.a.at[0].set(jnp.nan), b=adapters.b.at[0].set(jnp.nan))
     others = (Request(40, 0, (60,)), Request(41, 3, (300,), "gspo", poison=np.nan))
@@ -257,7 +260,7 @@ def test_neighbours_full_of_nan_change_no_bit(mine: Request):
 
 
 @pytest.mark.acceptance("S5")
-def test_what_an_earlier_unit_left_in_the_scratch_changes_no_bit():
+def test_an_earlier_batchs_gradient_slots_change_no_bit():
     clean = bits_of(MINE, [], [0], gradient_slots=stale_gradient_slots(REAL, 0.0))
     assert_equal_bits(
         clean, bits_of(MINE, [], [0], gradient_slots=stale_gradient_slots(REAL, np.nan))

@@ -1,4 +1,4 @@
-"""What the chunked head takes, from its compiled programs: memory, and talk between devices."""
+"""Memory and communication of the chunked head, read from its compiled programs."""
 
 import json
 import os
@@ -59,8 +59,8 @@ def test_at_eight_chunks_the_head_takes_a_fifth_of_full_logits_memory(targets: i
     assert temp_bytes(chunked) <= 0.2 * temp_bytes(whole)
 
 
-def test_the_scratch_is_updated_in_place():
-    """Adapters and scratch larger than a chunk's logits: no copy of them among the temporaries."""
+def test_the_gradient_slots_are_updated_in_place():
+    """Adapters and gradient slots are larger than a chunk's logits, and are not copied."""
     sizes = Sizes(block=64, hidden=1024, vocabulary=4096)
     micro = micro_of([Request(1, 0, (128,))], sizes, n=4)
     big = {"a": jnp.zeros((1, J, 1024, 128)), "b": jnp.zeros((1, J, 128, 4096))}
@@ -84,7 +84,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(function: Callable[..., Any], micro: Micro, over: Micro) -> set[tuple[str, ...]]:
-    """Shapes and names of what XLA has the devices exchange; ``over`` says what is split."""
+    """Shapes and names of the collectives that XLA makes. ``over`` says what is split."""
     mesh = Mesh(np.array(jax.devices()), "B")
     placed = jax.tree.map(lambda axis: NamedSharding(mesh, PartitionSpec(axis)), over)
     whole = NamedSharding(mesh, PartitionSpec())
@@ -94,8 +94,8 @@ def collectives(function: Callable[..., Any], micro: Micro, over: Micro) -> set[
 
 
 @pytest.mark.acceptance("H6")
-def test_streams_split_over_devices_exchange_only_whether_a_loop_goes_on():
-    """A stream for each of four devices. The control splits one stream: its chunks lie across."""
+def test_micro_batches_split_over_devices_exchange_only_loop_conditions():
+    """One micro-batch per device of four. The control splits one, so its chunks cross devices."""
     assert jax.device_count() == 4
     head = partial(score, chunk=4)
     micro = micro_of(MIXED, SMALL, n=16)
@@ -108,7 +108,7 @@ def test_streams_split_over_devices_exchange_only_whether_a_loop_goes_on():
 
 
 def print_exchanged_by_eight() -> None:
-    """With a stream on each of eight devices, and with one stream split over them."""
+    """Print the collectives of a micro-batch per device, and of one split over eight devices."""
     assert jax.device_count() == 8
     mesh = Mesh(np.array(jax.devices()), "B")
     micro = micro_of(MIXED, SMALL, n=16)
@@ -130,8 +130,10 @@ def print_exchanged_by_eight() -> None:
 
 
 @pytest.mark.acceptance("H6")
-def test_a_stream_on_each_of_eight_devices_needs_nothing_of_the_others():
-    """In a process of its own, with eight of them; the control finds something to count."""
+def test_a_micro_batch_on_each_of_eight_devices_needs_nothing_from_the_others():
+    """This needs its own process with eight devices. The control shows that collectives are
+    found.
+    """
     here = "tests.engine.backend.jax.training.test_lm_head_memory"
     code = f"import {here} as here; here.print_exchanged_by_eight()"
     ran = subprocess.run(
@@ -158,7 +160,7 @@ def test_a_stream_on_each_of_eight_devices_needs_nothing_of_the_others():
         (64, 256, 10**7, 1),
     ],
 )
-def test_chunks_are_the_largest_whole_part_that_fits_the_room(
+def test_chunks_are_the_largest_divisor_that_fits(
     block: int, chunk: int, vocabulary: int, blocks: int
 ):
     assert head_chunk_blocks(block, chunk, vocabulary) == blocks

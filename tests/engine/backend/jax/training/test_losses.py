@@ -20,8 +20,8 @@ from tuneserve_engine.backend.jax.training.losses import (
     sequence_log_ratios,
 )
 
-B, T, K = 3, 5, 2  # datums, their most tokens, targets
-BLOCKS, S = 4, 4  # of the stream that they lie in, one behind the other
+B, T, K = 3, 5, 2  # datums, their maximum length, targets
+BLOCKS, S = 4, 4  # blocks of the micro-batch in which they follow one another
 
 
 @jax.jit
@@ -61,7 +61,7 @@ def datum_of(drawn: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def laid_out(drawn: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The fields as [BLOCKS, S, ...]; padding holds NaN wherever it can."""
+    """The fields as [BLOCKS, S, ...]. Padding holds NaN wherever it can."""
     lengths = drawn["lengths"]
     datum = np.full(BLOCKS * S, -1, np.int32)
     datum[: sum(lengths)] = np.repeat(np.arange(B), lengths)
@@ -102,7 +102,7 @@ def test_the_registry_names_the_losses_in_the_order_of_their_ids():
 
 @settings(max_examples=150, deadline=None)
 @given(batches)
-def test_losses_and_gradients_equal_the_oracle_in_mixed_streams(drawn: dict[str, Any]):
+def test_losses_and_gradients_equal_the_oracle_in_mixed_micro_batches(drawn: dict[str, Any]):
     datums = [datum_of(drawn, number) for number in range(B)]
     assume(not any(near_a_bound(datum) for datum in datums))
     fields = laid_out(drawn)
@@ -123,7 +123,7 @@ def test_losses_and_gradients_equal_the_oracle_in_mixed_streams(drawn: dict[str,
 
 
 def inputs_of(loss: str, blocks: int = 1, size: int = 1, **given: Any) -> LossInputs:
-    """One datum, benign but for what is given."""
+    """One datum with harmless values, except for the given ones."""
     values = dict(
         old_logprobs=0.0, advantages=1.0, clip_low=0.8, clip_high=1.2, sequence_mask=1.0, beta=0.0
     )
@@ -148,7 +148,7 @@ def test_a_token_without_advantage_costs_nothing_even_if_its_ratio_overflows(los
 
 
 def test_without_an_advantage_dro_still_pulls_towards_the_old_logprob():
-    """½·beta·(lp - q)² and its derivative, worked by hand; dro has no ratio that could overflow."""
+    """½·beta·(lp - q)² and its derivative, by hand. dro has no ratio that could overflow."""
     value, gradient = run(
         np.full((1, 1, 1), -1, np.float32),
         inputs_of("dro", advantages=0.0, old_logprobs=-5.0, beta=0.25),
@@ -157,9 +157,10 @@ def test_without_an_advantage_dro_still_pulls_towards_the_old_logprob():
 
 
 @pytest.mark.parametrize("loss", LOSS_NAMES)
-def test_losses_that_were_not_chosen_leave_no_nan_behind(loss: str):
+def test_other_losses_leave_no_nan_in_the_chosen_one(loss: str):
     """An old logprob and advantage that overflow every policy loss do not reach cross_entropy, and
-    NaN weights reach nothing else."""
+    NaN weights reach no other loss.
+    """
     poison = (
         {"old_logprobs": -1e4, "advantages": math.nan, "beta": math.nan, "weights": 2.0}
         if loss == "cross_entropy"
@@ -187,7 +188,7 @@ def test_a_sequence_over_many_blocks_has_one_ratio_at_all_its_tokens():
     datum[70:400], datum[400:] = (
         1,
         2,
-    )  # from the middle of a block to that of another, and to the end
+    )  # from the middle of one block to that of another, and to the end
     inputs = inputs._replace(segment_ids=datum.reshape(7, 64))
 
     found = np.asarray(ratios(lp, inputs)).reshape(-1)

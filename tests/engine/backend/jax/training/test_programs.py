@@ -1,4 +1,4 @@
-"""What compiled training takes: a layer's input per layer, and no stack of all their gradients."""
+"""Memory of compiled training: one layer input per layer, and no stack of all layers' gradients."""
 
 import re
 from collections import Counter
@@ -37,13 +37,16 @@ SLOTS, RANK = 8, 16
 TOKENS, BLOCK, CHUNK_BLOCKS = 512, 8, 2
 CONFIG = replace(TINY, hidden=32, heads=4, kv_heads=2, head_dim=8, intermediate=48)
 WIDE = replace(CONFIG, hidden=512, heads=8, kv_heads=4, head_dim=64, intermediate=1536)
-"""As wide as a small model that somebody trains."""
+"""As wide as a small model that users train."""
 FEW, MANY = 4, 12
 
 
 def with_attention(config: ModelConfig) -> float:
-    """What ``attention`` keeps of a layer, in layer inputs: its input, what attention gave, which
-    is as large, and that one's log sum of exponentials: float32, one per head."""
+    """The memory of a layer under ``attention``, in layer inputs.
+
+    It stores its input, the attention output of equal size, and the log sum of exponentials in
+    float32, one per head.
+    """
     return 2 + config.heads / config.hidden
 
 
@@ -91,7 +94,7 @@ def takes(compiled: Any, case: Case, workspace: int) -> Takes:
 
 @cache
 def training(layers: int, remat: str, config: ModelConfig = CONFIG) -> Takes:
-    """The program of training, with the workspace and the scratch donated."""
+    """The training program, with workspace and gradient slots donated."""
     case = case_of(layers, remat, config)
     space = space_shapes(case.model, case.adapter_slots, TOKENS // BLOCK)
     program = jax.jit(train_micro_batch, donate_argnums=(1, 2))
@@ -104,9 +107,9 @@ def training(layers: int, remat: str, config: ModelConfig = CONFIG) -> Takes:
 
 @cache
 def autodiff(layers: int) -> Takes:
-    """``jax.grad`` over a scan of checkpointed layers, its gradients added to the donated scratch.
+    """``jax.grad`` over a scan of checkpointed layers, whose gradients are added to donated slots.
 
-    Blocks attend to themselves only: that leaves the least for a layer to keep.
+    Blocks attend to themselves only, which minimises what a layer stores.
     """
     case = case_of(layers, "full")
     config = case.model.config
@@ -154,7 +157,7 @@ def autodiff(layers: int) -> Takes:
 
 
 def per_layer(few: Takes, many: Takes, config: ModelConfig = CONFIG) -> dict[str, float]:
-    """What a further layer adds, in layer inputs."""
+    """The memory that an additional layer takes, in layer inputs."""
     layer_inputs = (MANY - FEW) * 4 * TOKENS * config.hidden
     return {
         name: (getattr(many, name) - getattr(few, name)) / layer_inputs
@@ -163,7 +166,7 @@ def per_layer(few: Takes, many: Takes, config: ModelConfig = CONFIG) -> dict[str
 
 
 @pytest.mark.parametrize(("remat", "kept"), [("full", 1), ("attention", with_attention(CONFIG))])
-def test_a_further_layer_takes_what_its_policy_keeps(remat: str, kept: float) -> None:
+def test_an_additional_layer_takes_what_its_policy_stores(remat: str, kept: float) -> None:
     slope = per_layer(training(FEW, remat), training(MANY, remat))
     assert slope["workspace"] == pytest.approx(kept)
     assert slope["workspace"] + slope["temporary"] <= kept + 0.1, slope
@@ -172,7 +175,7 @@ def test_a_further_layer_takes_what_its_policy_keeps(remat: str, kept: float) ->
 
 @pytest.mark.acceptance("W1", "C2")
 @pytest.mark.parametrize(("remat", "most"), [("full", 1.1), ("attention", 2.1)])
-def test_a_further_wide_layer_takes_one_layer_input_or_two(remat: str, most: float) -> None:
+def test_an_additional_wide_layer_takes_one_layer_input_or_two(remat: str, most: float) -> None:
     slope = per_layer(training(FEW, remat, WIDE), training(MANY, remat, WIDE), WIDE)
     assert slope["workspace"] == {"full": 1, "attention": with_attention(WIDE)}[remat]
     assert slope["workspace"] + slope["temporary"] <= most, slope
@@ -188,15 +191,16 @@ def test_autodiff_over_the_layers_would_take_three_times_as_much() -> None:
 
 @pytest.mark.acceptance("C3")
 def test_no_array_of_all_layers_is_copied() -> None:
-    """Weights, bank and tape are read where they lie: a stack of them among the temporaries would
-    be as large as itself."""
+    """Weights, adapter slots and tape are read in place: a stack of them among the temporaries
+    would be as large as itself.
+    """
     deep = training(32, "full")
     assert deep.temporary < 0.5 * deep.weights, deep
 
 
 @pytest.mark.acceptance("C4")
-def test_the_program_of_a_deep_model_has_the_operations_of_a_flat_ones() -> None:
-    """So that it compiles as fast: ``benchmarks/memory.py`` has the time."""
+def test_the_program_of_a_deep_model_has_as_many_operations_as_a_shallow_one() -> None:
+    """It therefore compiles as fast: ``benchmarks/memory.py`` measures the time."""
 
     def operations(layers: int) -> Counter[str]:
         case = case_of(layers, "dots")

@@ -1,4 +1,4 @@
-"""Training on streams: numbers equal a dense float64 reference, and bits that nobody else moves."""
+"""Training on micro-batches equals a dense float64 reference, and neighbours change no bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ STATIC_SHAPES = StaticShapes(
     128, block=8, chunk=16, requested_tokens=128, request_slots=SLOTS, rank_buckets=(RANK_CLASS,)
 )
 ADAPTERS = {0: adapter_of(4), 1: adapter_of(5, unembed=False), 2: adapter_of(4)}
-"""By slot: three requests of two adapters, of which one does not train the unembedding."""
+"""Three requests of two adapters by slot. One adapter does not train the unembedding."""
 Datum = Callable[..., Row]
 BatchOf = Callable[..., MicroBatch]
 model = cache(model_of)
@@ -65,19 +65,19 @@ def requests(datum: Datum) -> dict[int, list[Row]]:
 
 @pytest.fixture(scope="module")
 def mixed(micro_batch_of: BatchOf, requests: dict[int, list[Row]]) -> MicroBatch:
-    """13 blocks of 16: the last chunk in use is half full, and the first request comes twice."""
+    """13 blocks of 16: the last chunk in use is half full, and the first request occurs twice."""
     first, second, third = requests.values()
     return micro_batch_of((0, *first[:2]), (1, *second), (2, *third), (0, first[2]))
 
 
 @pytest.fixture(scope="module")
 def ran(mixed: MicroBatch) -> Callable[[str], Ran]:
-    """The mixed stream under each policy, run once."""
+    """The mixed micro-batch under each policy, run once."""
     return cache(lambda remat: run(model(TINY, remat), ADAPTERS, mixed))
 
 
 def tokens_of(micro_batch: MicroBatch, slot: int) -> np.ndarray:
-    """Where the request's tokens are in the stream."""
+    """The positions of the request's tokens in the micro-batch."""
     mine = np.repeat(micro_batch.block_request == slot, STATIC_SHAPES.block)
     return np.flatnonzero(mine & (micro_batch.segment_ids >= 0))
 
@@ -85,7 +85,7 @@ def tokens_of(micro_batch: MicroBatch, slot: int) -> np.ndarray:
 def bits(
     ran: Ran, micro_batches: list[MicroBatch], slot: int, adapter: TrainingAdapter
 ) -> dict[str, bytes]:
-    """Everything of one request: logprobs, losses and gradient."""
+    """All results of one request: logprobs, losses and gradient."""
     found = {name: x.tobytes() for name, x in gradient(ran.gradient_slots, slot, adapter).items()}
     for field in ("logprobs", "loss"):
         parts = [
@@ -98,7 +98,7 @@ def bits(
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, name: str, part: float = 1e-5) -> None:
-    """To this part of the largest number."""
+    """Compare up to this fraction of the largest number."""
     np.testing.assert_allclose(got, want, rtol=0, atol=part * np.abs(want).max(), err_msg=name)
 
 
@@ -107,7 +107,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, name: str, part: float = 1e-
 
 @pytest.mark.acceptance("C1")
 @pytest.mark.parametrize("remat", REMATS)
-def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
+def test_a_micro_batch_of_tenants_gives_the_results_of_each_datum_alone(
     remat: str, ran: Callable[[str], Ran], mixed: MicroBatch, requests: dict[int, list[Row]]
 ) -> None:
     got = ran(remat)
@@ -125,7 +125,7 @@ def test_a_stream_of_tenants_gives_what_each_datum_gives_alone(
 
 @pytest.mark.acceptance("W3")
 @pytest.mark.parametrize("remat", ["attention", "full"])
-def test_what_is_computed_again_has_the_bits_that_it_had(
+def test_recomputed_values_have_the_same_bits(
     remat: str, ran: Callable[[str], Ran], mixed: MicroBatch
 ) -> None:
     for slot, adapter in ADAPTERS.items():
@@ -133,10 +133,10 @@ def test_what_is_computed_again_has_the_bits_that_it_had(
         assert bits(ran(remat), [mixed], slot, adapter) == want
 
 
-def test_keeping_products_gives_the_same_logprobs_and_other_roundings_of_the_gradients(
+def test_storing_products_gives_the_same_logprobs_and_other_roundings_of_gradients(
     ran: Callable[[str], Ran], mixed: MicroBatch
 ) -> None:
-    """What is computed between the products is fused another way."""
+    """XLA fuses the operations between the products differently."""
     kept, everything = ran("dots"), ran("none")
     for slot, adapter in ADAPTERS.items():
         places = tokens_of(mixed, slot)
@@ -148,7 +148,9 @@ def test_keeping_products_gives_the_same_logprobs_and_other_roundings_of_the_gra
 
 
 @pytest.mark.acceptance("C1")
-def test_one_layer_is_enough(micro_batch_of: BatchOf, requests: dict[int, list[Row]]) -> None:
+def test_a_model_of_one_layer_trains(
+    micro_batch_of: BatchOf, requests: dict[int, list[Row]]
+) -> None:
     config = replace(TINY, layers=1)
     decoder, adapter = model(config), adapter_of(4, config)
     micro_batch = micro_batch_of((0, *requests[0]))
@@ -186,7 +188,7 @@ def test_scoring_gives_the_logprobs_and_losses_of_training(
 
 
 @pytest.mark.acceptance("C1")
-def test_rows_and_decoding_give_the_logprobs_of_training(
+def test_prefill_and_decode_give_the_logprobs_of_training(
     ran: Callable[[str], Ran], mixed: MicroBatch, requests: dict[int, list[Row]]
 ) -> None:
     (row,), places, before = requests[1], tokens_of(mixed, 1), 11
@@ -235,7 +237,7 @@ def test_neighbours_place_and_slot_change_no_bit_of_a_request(
     assert bits(run(model(), {0: other, 3: mine}, slot), [slot], 3, mine) == want
 
 
-def test_the_streams_that_pieces_are_spread_over_change_no_bit(
+def test_splitting_bins_over_micro_batches_changes_no_bit(
     micro_batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
 ) -> None:
     first, second, third = requests[0]
@@ -260,10 +262,10 @@ def test_a_neighbour_of_nan_changes_no_bit(ran: Callable[[str], Ran], mixed: Mic
 
 @pytest.mark.acceptance("S5")
 @pytest.mark.parametrize("remat", REMATS)
-def test_what_earlier_units_left_in_the_buffers_changes_no_bit(
+def test_the_buffers_of_earlier_batches_change_no_bit(
     remat: str, ran: Callable[[str], Ran], micro_batch_of: BatchOf, datum: Datum, mixed: MicroBatch
 ) -> None:
-    """``ran`` began with NaN everywhere."""
+    """The buffers of ``ran`` started with NaN everywhere."""
     clean = run(model(TINY, remat), ADAPTERS, mixed, stale=0.0)
     longer = micro_batch_of((2, datum(20, 40)), (0, datum(21, 50)), (1, datum(22, 30)))
     batch = run(model(TINY, remat), ADAPTERS, longer)
@@ -288,7 +290,7 @@ def trainer() -> Trainer:
     return Trainer(ProgramRegistry(), model_of(), STATIC_SHAPES)
 
 
-def test_a_unit_adds_each_requests_gradient_to_its_adapter(
+def test_a_batch_adds_each_requests_gradient_to_its_adapter(
     trainer: Trainer,
     ran: Callable[[str], Ran],
     micro_batch_of: BatchOf,
@@ -339,7 +341,7 @@ def test_a_neighbour_of_nan_is_left_out_alone(
 def test_a_second_window_of_requests_equals_the_first_one(
     trainer: Trainer, micro_batch_of: BatchOf, datum: Datum, batch_of: Callable[..., Any]
 ) -> None:
-    """The step between them counts, and moves no weight."""
+    """The step in between is counted but changes no weight."""
     mine, other = adapter_of(4), adapter_of(5, unembed=False)
 
     def window() -> list[bytes]:
@@ -358,7 +360,7 @@ def test_a_second_window_of_requests_equals_the_first_one(
 
 
 @pytest.mark.acceptance("S7")
-def test_a_step_leaves_the_bits_of_bank_scratch_and_others(
+def test_a_step_leaves_the_bits_of_adapter_slots_gradient_slots_and_others(
     trainer: Trainer, batch_of: Callable[..., Any], mixed: MicroBatch
 ) -> None:
     adapters = [adapter_of(4), adapter_of(5, unembed=False), adapter_of(7)]
@@ -381,7 +383,7 @@ def test_a_step_leaves_the_bits_of_bank_scratch_and_others(
 
 
 @pytest.mark.acceptance("S1", "S2")
-def test_a_hundred_units_and_ten_steps_allocate_nothing(
+def test_a_hundred_batches_and_ten_steps_allocate_nothing(
     trainer: Trainer, micro_batch_of: BatchOf, datum: Datum, batch_of: Callable[..., Any]
 ) -> None:
     adapters = [adapter_of(4), adapter_of(5, unembed=False)]
