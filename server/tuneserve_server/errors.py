@@ -318,7 +318,7 @@ def _note(request: Request, status: int, code: str, detail: str) -> None:
     is_absent = status == UnknownResource.status and request.method == "GET"
     if services is not None and not is_absent and (tenant or status >= 500):
         route = request.scope.get("route")
-        services.recent.note(tenant, code, detail, getattr(route, "path", ""))
+        services.recent.record_error(tenant, code, detail, getattr(route, "path", ""))
 
 
 def answer(request: Request, error: ApiError) -> JSONResponse:
