@@ -34,6 +34,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff check $(PATHS)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.check_sizes
 
 fix: .venv/dev.stamp
 	$(BIN)/ruff format $(PATHS)

@@ -18,7 +18,8 @@ from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 
 from tuneserve_engine.backend.jax.adapters.arrays import adapter_bytes, target_shapes
-from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
+from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.model.weights import read_config
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.backend_options import Remat

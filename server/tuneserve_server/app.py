@@ -91,34 +91,7 @@ def create_app(
     """
 
     counted = HttpMetrics()
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = await _services(settings, store, polls or LongPolls(), counted)
-        app.state.services = services
-        sqlite = settings.store_kind == "sqlite"
-        siblings = None if sqlite else Siblings(store, settings.sweep_s)
-        async with remote.serve(store, settings.store_socket) if sqlite else nullcontext():
-            sweeping = asyncio.create_task(
-                sweep_forever(
-                    *(store, services.unused, settings.sweep_policy, settings.sweep_s),
-                    siblings=siblings,
-                    first=partial(unnamed_saves.adopt, store, services.files),
-                )
-            )
-            try:
-                yield
-            finally:
-                sweeping.cancel()
-                with suppress(asyncio.CancelledError):
-                    await sweeping
-                if siblings is not None:
-                    await siblings.leave()
-                services.imports.stop()
-                services.archives.stop()
-                services.texts.stop()
-                services.body_memory.stop()
-
+    lifespan = partial(_lifespan, settings, store, polls or LongPolls(), counted)
     app = _Api(
         title="tuneserve",
         lifespan=lifespan,
@@ -146,6 +119,41 @@ def create_app(
         CountRequests, metrics=counted, prefix=PREFIX, access_log=settings.access_log
     )
     return app
+
+
+@asynccontextmanager
+async def _lifespan(
+    settings: ApiSettings,
+    store: OpenStore,
+    polls: LongPolls,
+    counted: HttpMetrics,
+    app: FastAPI,
+) -> AsyncIterator[None]:
+    """Run what lives as long as the application: its services, the sweeper, the workers' socket."""
+    services = await _services(settings, store, polls, counted)
+    app.state.services = services
+    sqlite = settings.store_kind == "sqlite"
+    siblings = None if sqlite else Siblings(store, settings.sweep_s)
+    async with remote.serve(store, settings.store_socket) if sqlite else nullcontext():
+        sweeping = asyncio.create_task(
+            sweep_forever(
+                *(store, services.unused, settings.sweep_policy, settings.sweep_s),
+                siblings=siblings,
+                first=partial(unnamed_saves.adopt, store, services.files),
+            )
+        )
+        try:
+            yield
+        finally:
+            sweeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await sweeping
+            if siblings is not None:
+                await siblings.leave()
+            services.imports.stop()
+            services.archives.stop()
+            services.texts.stop()
+            services.body_memory.stop()
 
 
 class _Api(FastAPI):

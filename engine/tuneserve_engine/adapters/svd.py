@@ -22,16 +22,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.kinds.base import SvdFactors, TargetShapes
+from tuneserve_engine.adapters.svd_files import (
+    ARRAYS,
+    ID,
+    SUMS,
+    check_sums,
+    fsync_path,
+    is_held,
+    sums_of,
+    write_header,
+    write_member,
+)
 from tuneserve_engine.adapters.svd_process import SvdProcess
-from tuneserve_engine.adapters.tensor_file import checksum_of
 from tuneserve_engine.core.adapter import AdapterConfig
-from tuneserve_engine.core.errors import FileDamaged, ServerError, UserError
+from tuneserve_engine.core.errors import ServerError, UserError
 from tuneserve_engine.process import permissions
 from tuneserve_engine.process.disk_room import check_room
 
@@ -41,9 +51,6 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 Layers = Callable[[str], Sequence[Array]]
 """A function that returns a target's weights [D, F], layer by layer, of any float type."""
 
-_ARRAYS = ("u", "s", "v")
-_ID = "id"
-_SUMS = "xxh3"
 _ID_CHARS = 12
 
 
@@ -93,7 +100,7 @@ class BaseWeightSvd:
     @property
     def is_kept(self) -> bool:
         """Whether all files exist, so that nothing is left to compute."""
-        return all((self._folder / name / _ID).is_file() for name in self._shapes)
+        return all((self._folder / name / ID).is_file() for name in self._shapes)
 
     @property
     def is_at_work(self) -> bool:
@@ -161,7 +168,7 @@ class BaseWeightSvd:
         """
         self.require()
         if target not in self._sound:
-            _check_sums(self._folder / target)
+            check_sums(self._folder / target)
             self._sound.add(target)
         return self._read[target]
 
@@ -217,7 +224,7 @@ class BaseWeightSvd:
         folder = self._folder / name
         layers, inputs, outputs = self._shapes[name]
         try:
-            u, s, v = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in _ARRAYS)
+            u, s, v = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ARRAYS)
         except Exception as error:  # any kind: NumPy parses the header as Python
             raise ValueError(f"{folder} cannot be read ({error}): remove it") from error
         count = min(inputs, outputs)
@@ -226,14 +233,14 @@ class BaseWeightSvd:
         if found != expected:
             raise ValueError(f"{folder} has arrays of {found}, not {expected}: remove it")
         self._read[name] = u, s, v
-        return (folder / _ID).read_text(encoding="utf-8")
+        return (folder / ID).read_text(encoding="utf-8")
 
     def _missing_bytes(self) -> int:
         """Return the bytes of the files that are still to be made."""
         missing = [
             shape
             for name, shape in self._shapes.items()
-            if not (self._folder / name / _ID).is_file()
+            if not (self._folder / name / ID).is_file()
         ]
         return sum(4 * n * min(d, f) * (d + f + 1) for n, d, f in missing)
 
@@ -245,18 +252,18 @@ class BaseWeightSvd:
         folder = self._folder / name
         self._clear(name)
         try:
-            if not (folder / _ID).is_file():
+            if not (folder / ID).is_file():
                 with self._room(name) as partial:
                     digest = hashlib.sha256()
                     for part in self._write(name, partial, triples):
                         digest.update(part)
-                    _write_member(partial / _ID, digest.hexdigest().encode())
-                    _write_member(partial / _SUMS, json.dumps(_sums_of(partial)).encode())
-                    _fsync(partial)
+                    write_member(partial / ID, digest.hexdigest().encode())
+                    write_member(partial / SUMS, json.dumps(sums_of(partial)).encode())
+                    fsync_path(partial)
                     partial.rename(folder)
-                    _fsync(self._folder)
+                    fsync_path(self._folder)
         except OSError:
-            if not (folder / _ID).is_file():  # else another process made it first
+            if not (folder / ID).is_file():  # else another process made it first
                 raise
         self._opened(name)
         self.done = self._layers_read()
@@ -267,13 +274,13 @@ class BaseWeightSvd:
         A folder without an id is half deleted or half restored, and would block the complete one.
         """
         folder = self._folder / name
-        if folder.exists() and not (folder / _ID).is_file():
+        if folder.exists() and not (folder / ID).is_file():
             logger.warning("%s is not whole: it is removed, and made again", folder)
             with suppress(FileNotFoundError):  # another process was first
                 folder.rename(self._folder / f"{name}.{uuid.uuid4().hex}.partial")
         for partial in self._folder.glob(f"{name}.*.partial"):
             lock = partial.with_suffix(".lock")
-            if not _is_held(lock):
+            if not is_held(lock):
                 shutil.rmtree(partial, ignore_errors=True)
                 lock.unlink(missing_ok=True)
 
@@ -311,7 +318,7 @@ class BaseWeightSvd:
             paths = [folder / f"{part}.npy" for part in shapes]
             files = [opened.enter_context(permissions.open_shared(each)) for each in paths]
             for file, shape in zip(files, shapes.values(), strict=True):
-                _write_header(file, (layers, *shape))
+                write_header(file, (layers, *shape))
             for layer, weight in zip(range(layers), self._layers(name), strict=True):
                 if not threading.main_thread().is_alive():  # the process waits for this thread
                     raise ServerError("the worker stops; ask again")
@@ -334,31 +341,6 @@ class BaseWeightSvd:
                 os.fsync(file.fileno())
 
 
-def _sums_of(folder: Path) -> dict[str, str]:
-    return {
-        name: checksum_of(folder / name) for name in (_ID, *(f"{each}.npy" for each in _ARRAYS))
-    }
-
-
-def _check_sums(folder: Path) -> None:
-    """Raise ``FileDamaged`` if a file in a target's folder differs from what was written."""
-    if not (folder / _SUMS).exists():
-        return  # made by an earlier release
-    try:
-        told, found = json.loads((folder / _SUMS).read_text(encoding="utf-8")), _sums_of(folder)
-        bad = [name for name, digits in found.items() if told.get(name) != digits]
-        reason = f"{', '.join(bad)} does not have its checksum" if bad else ""
-    except (OSError, ValueError, AttributeError) as error:
-        reason = str(error)
-    if reason:
-        raise FileDamaged(
-            f"the base model's directions in {folder} are damaged: {reason}; ask the operator to "
-            "restore that folder from a backup, or to remove it while the workers are stopped: "
-            "then it is made again; or use lora",
-            reason,
-        )
-
-
 def svd_bytes(inputs: int, outputs: int) -> int:
     """Estimate the bytes of memory that the triples of a weight take.
 
@@ -372,38 +354,3 @@ def svd_bytes(inputs: int, outputs: int) -> int:
 def kept(rank: int, size: int) -> Array:
     """Return 1 for the first ``rank`` of ``size`` directions, and 0 for the others."""
     return (np.arange(size) < rank).astype(np.float32)
-
-
-def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
-    described = np.lib.format.dtype_to_descr(np.dtype(np.float32))
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": described, "fortran_order": False, "shape": shape}
-    )
-
-
-def _is_held(lock: Path) -> bool:
-    """Return whether the writer that made this lock is alive."""
-    try:
-        with lock.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # held, or unknown
-        return True
-    return False
-
-
-def _write_member(path: Path, content: bytes) -> None:
-    with permissions.open_shared(path) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(path: Path) -> None:
-    """Sync a file, or the names in a folder."""
-    opened = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -36,6 +36,7 @@ from tuneserve_engine.worker.pending import PendingJobs
 from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 from tuneserve_engine.worker.services import WorkerServices
 from tuneserve_engine.worker.token_publisher import TokenPublisher
+from tuneserve_engine.worker.unstored import UnstoredOutcomes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,8 +44,6 @@ T = TypeVar("T")
 _TAKE_JOBS = 256
 _REPORT_S = 1.0
 """Seconds for which a sampling slice with the same requests as the last report is not reported."""
-_FINISH_BYTES = 64 * 2**20
-"""The most body bytes that one ``finish`` carries, unless a single outcome is larger."""
 STOP_S = 25.0
 _RESIGN_S = 2.0
 
@@ -103,6 +102,7 @@ class Worker:
         self.session = StoreSession(
             connect, name, info, self._renewed, policy.renew_s, self._metrics
         )
+        self._unstored = UnstoredOutcomes(self._note_stored)
         self._ledger = UsageLedger(policy.clock)
         self._observers: list[JobObserver] = [self._ledger, *policy.observers]
         self._device = policy.device()
@@ -119,7 +119,7 @@ class Worker:
             on_device=self.on_device,
             on_disk=self._on_disk,
             offer=self._offer,
-            wait_until_stored=self._wait_until_stored,
+            wait_until_stored=self._unstored.wait,
             without_takes=self._without_takes,
             report_running=self._report_running,
             start_jobs=self._start_jobs,
@@ -140,10 +140,6 @@ class Worker:
         self._taking = asyncio.Lock()
         self._pause = asyncio.Event()
         self._pausing = 0
-        self._unstored: dict[str, Job] = {}  # jobs that run, or whose outcome is not stored yet
-        self._outcomes: list[Outcome] = []
-        self._offered = asyncio.Event()
-        self._stored = asyncio.Event()  # replaced after each use, which wakes its waiters
         self._stopping = asyncio.Event()
         self._has_resigned = False
         self._tasks: asyncio.TaskGroup | None = None
@@ -165,7 +161,9 @@ class Worker:
             async with asyncio.TaskGroup() as self._tasks:
                 device_loop = self._tasks.create_task(self._device_loop.run_batches())
                 self._tasks.create_task(self._deliver())
-                self._tasks.create_task(self.session.run_session(self._take_jobs, self._finish))
+                self._tasks.create_task(
+                    self.session.run_session(self._take_jobs, self._unstored.store_forever)
+                )
                 self._tasks.create_task(self._models.save_points_forever())
                 self._tasks.create_task(self._stop_after(device_loop))
         except BaseExceptionGroup as group:
@@ -186,7 +184,7 @@ class Worker:
                 await device_loop
                 if self.session.is_up:
                     await self._models.save_all()
-                    await self._wait_until_stored(None, None)
+                    await self._unstored.wait(None, None)
                     await self._resign()
         except TimeoutError:
             logger.warning("not everything was saved within %g s; the log has it", STOP_S)
@@ -229,13 +227,11 @@ class Worker:
         self.pending.drop_requests(request_ids)
         self._device_loop.cancel(request_ids)
         self._drop(request_ids)
-        self._wake_stored()
 
     def _drop(self, request_ids: Sequence[str]) -> None:
         for observer in self._observers:
             observer.on_dropped(request_ids)
-        for request_id in request_ids:
-            self._unstored.pop(request_id, None)
+        self._unstored.drop(request_ids)
 
     async def _take_jobs(self, queue: Queue, epoch: int) -> None:
         while True:
@@ -275,47 +271,18 @@ class Worker:
             if self._pausing == 0:  # else a take could start before the next call and block it
                 self._pause.clear()
 
-    async def _finish(self, queue: Queue, epoch: int) -> None:
-        while True:
-            await self._offered.wait()
-            batch = _first_of(self._outcomes)
-            failpoint("worker-before-finish")
-            await queue.finish(epoch, batch)
-            failpoint("worker-finished")
-            del self._outcomes[: len(batch)]
-            for observer in self._observers:
-                observer.on_stored(batch)
-            for outcome in batch:
-                self._unstored.pop(outcome.request_id, None)
-            self._wake_stored()
-            if not self._outcomes:  # not earlier: after a lost connection the rest is offered again
-                self._offered.clear()
-
-    def _wake_stored(self) -> None:
-        self._stored.set()
-        self._stored = asyncio.Event()
-
-    async def _wait_until_stored(self, model_id: str | None, position: int | None) -> None:
-        """Wait until all begun requests of the model before ``position`` have durable results.
-
-        A ``model_id`` of None means every model, a ``position`` of None every request.
-        """
-        while any(
-            model_id in {None, job.model_id}
-            and (position is None or job.position is None or job.position < position)
-            for job in self._unstored.values()
-        ):
-            await self._stored.wait()
+    def _note_stored(self, outcomes: Sequence[Outcome]) -> None:
+        for observer in self._observers:
+            observer.on_stored(outcomes)
 
     def _offer(self, outcomes: list[Outcome]) -> None:
-        self._outcomes.extend(self._ledger.with_usage(outcomes))
-        self._offered.set()
+        self._unstored.offer(self._ledger.with_usage(outcomes))
 
     # --- the device's side ----------------------------------------------------------------------
 
     def _start_jobs(self, jobs: Sequence[Job], others: int) -> None:
         new = [job for job in jobs if not self.pending.is_replay(job)]
-        self._unstored |= {job.request_id: job for job in new}
+        self._unstored.start(new)
         for observer in self._observers:
             observer.on_started(new, others)
 
@@ -419,13 +386,3 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 class _Stopped(Exception):
     """The signal that ends the other tasks of a worker that has stopped."""
-
-
-def _first_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the oldest outcomes that one ``finish`` can carry; at least one."""
-    size = 0
-    for count, outcome in enumerate(outcomes):
-        size += len(outcome.body) + len(outcome.recording)
-        if count and size > _FINISH_BYTES:
-            return list(outcomes[:count])
-    return list(outcomes)

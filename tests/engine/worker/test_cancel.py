@@ -65,7 +65,7 @@ def test_no_call_waits_for_the_outcome_of_a_cancelled_sample(
         bench.line.breaks = {"finish": ["full"] * 1000}
         unwanted = await bench.sample("b", 1)
         await until(lambda: "finish" in bench.line.calls)
-        stored = asyncio.create_task(bench.worker._wait_until_stored(None, None))
+        stored = asyncio.create_task(bench.worker._unstored.wait(None, None))
         await asyncio.sleep(0.05)
         assert not stored.done()
         await bench.store.cancel(unwanted)

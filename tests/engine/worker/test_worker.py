@@ -144,11 +144,11 @@ def test_a_weight_in_the_store_reaches_the_scheduler_with_the_next_renewal(tmp_p
     async def scenario(bench: Bench) -> None:
         await bench.ok(await bench.create("a"))
         scheduler = bench.worker._scheduler
-        assert scheduler._weight("a") == 1.0
+        assert scheduler._shares.weight("a") == 1.0
         await bench.store.put_record(TenantRecord("a", "a", 0.0, weight=3.0))
-        await until(lambda: scheduler._weight("a") == 3.0)
+        await until(lambda: scheduler._shares.weight("a") == 3.0)
         await bench.store.update_record(Update("tenant", "a", {"weight": None}))
-        await until(lambda: scheduler._weight("a") == 1.0)
+        await until(lambda: scheduler._shares.weight("a") == 1.0)
 
     run(tmp_path, scenario, WorkerPolicy(renew_s=0.05))
 

@@ -1,9 +1,8 @@
 """The JAX backend: the device's state, and the pure programs that run on it."""
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -32,11 +31,13 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
 )
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
 from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
+from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
 from tuneserve_engine.backend.jax.adapters.spill_files import SpillFolder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.fingerprint import ask_for_float32, numerics_id
 from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import gib, plan
+from tuneserve_engine.backend.jax.model.info import base_model_info
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
@@ -45,36 +46,14 @@ from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.core.backend_options import BackendOptions, DType, Remat
 from tuneserve_engine.core.errors import UserError
-from tuneserve_engine.core.hub import resolve_base_model, revision_of
+from tuneserve_engine.core.hub import resolve_base_model
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 
-_UNLIMITED_BYTES = 1 << 62
 _MEMORY = [name for name in WORKER_METRICS if name.startswith("memory_")]
 
 Stepped = dict[str, Mapping[str, float] | Exception]
 """By adapter: the metrics of its step, or the error that prevented it."""
-
-
-@dataclass(frozen=True)
-class AdapterRoom:
-    """The room for adapters on the device, in host memory and on disk.
-
-    Training adapters take at most ``device_bytes`` of the device; the host takes at most
-    ``host_bytes``; the rest goes to files in a new directory under ``directory`` (None: the
-    system's temporary directory). Snapshots, which are sampled from, have their own budget: at most
-    ``snapshot_bytes`` of the device and a quarter of ``host_bytes``; the remaining three quarters
-    are for training adapters. ``decompositions`` is the directory of what some kinds of adapters
-    share (None: in the same directory as the files). All these files leave ``min_free_bytes`` of
-    the disk free.
-    """
-
-    device_bytes: int = _UNLIMITED_BYTES
-    host_bytes: int = _UNLIMITED_BYTES
-    directory: Path | None = None
-    snapshot_bytes: int = _UNLIMITED_BYTES
-    decompositions: Path | None = None
-    min_free_bytes: int = 0
 
 
 class JaxBackend:
@@ -104,24 +83,9 @@ class JaxBackend:
         folder = resolve_base_model(base_model)
         model, config = load_base_model(str(folder), dtype=dtype)
         self._static_shapes = static_shapes or StaticShapes(config.context_length)
-        if self._static_shapes.context_length > config.context_length:
-            raise ValueError(
-                f"the static shapes have a context of {self._static_shapes.context_length} tokens; "
-                f"{name} was built for {config.context_length}; lower it"
-            )
         self._shapes = target_shapes(config)
-        self._info = BaseModelInfo(
-            name=name,
-            architecture=config.architecture,
-            vocab_size=config.vocab_size,
-            context_length=self._static_shapes.context_length,
-            max_rank=self._static_shapes.max_rank,
-            tokenizer_id=tokenizer_id,
-            eos_token_ids=config.eos_token_ids,
-            parameters=sum(map(math.prod, self._shapes.values())),
-            target_shapes=tuple(self._shapes.items()),
-            revision=revision_of(folder),
-            client_tokenizer_id=client_tokenizer_id,
+        self._info = base_model_info(
+            folder, config, self._static_shapes, name, (tokenizer_id, client_tokenizer_id)
         )
         self.sample_rows = sample_rows
         """The number of sequences that are decoded together."""
@@ -156,11 +120,10 @@ class JaxBackend:
             frozen=self._svd,
             min_free_bytes=room.min_free_bytes,
         )
-        kept = None
-        if compile_cache_dir is not None:
-            least = room.min_free_bytes
-            kept = ProgramCache(compile_cache_dir, self._numerics_id, min_free_bytes=least)
-        self._programs = ProgramRegistry(kept)
+        kept = compile_cache_dir and ProgramCache(
+            compile_cache_dir, self._numerics_id, min_free_bytes=room.min_free_bytes
+        )
+        self._programs = ProgramRegistry(kept or None)
         self._trainer = Trainer(self._programs, model, self._static_shapes)
         self._sampler = JaxSampler(
             self._programs,

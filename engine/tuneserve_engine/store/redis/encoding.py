@@ -32,7 +32,7 @@ from tuneserve_engine.store.base import (
     RequestState,
     SamplerClient,
 )
-from tuneserve_engine.store.errors import LimitReached, ResultDropped, StoreUnusable
+from tuneserve_engine.store.errors import ResultDropped, StoreUnusable
 
 _SUBMITTED = ("tenant", "kind", "scope", "seq", "model", "position", "base")
 JOB_FIELDS = (*_SUBMITTED, "release", "attempts", "trace", "digest", "halvings")
@@ -202,30 +202,6 @@ def read_job(row: Sequence[Any]) -> Job:
 def read_entry(row: Sequence[Any]) -> LogEntry:
     digest, halvings = row[-3:-1]
     return LogEntry(read_job(row), bytes.fromhex(digest.decode()), int(halvings))
-
-
-def check_limits(new: Job, answer: Sequence[Any], policy: StorePolicy) -> None:
-    """Raise ``LimitReached`` if the script's answer to a new job is a limit."""
-    rule, *values = answer
-    if rule == b"over":
-        raise _overloaded(new, *values)
-    if rule == b"ahead":
-        refusals.check_window(new, int(values[0]), policy)
-    if rule == b"refusals" and new.rejection is not None:
-        level_s, now_s = map(float, values)
-        _, wait_s = refusals.level_of_refusals(level_s, now_s, policy)
-        raise refusals.too_many_refusals(new.rejection, policy.tenant_refusals, wait_s)
-
-
-def _overloaded(new: Job, scope: bytes, what: bytes, held: int, limit: int) -> LimitReached:
-    """Return the error for a limit that a job would pass."""
-    if what == b"models":
-        return refusals.too_many_models(limit, held)
-    whose = {b"server": "the server", b"tenant": "your key", b"model": f"model {new.model_id}"}
-    retry_after_s = {b"server": 10, b"tenant": 5, b"model": 2}[scope]
-    if what == b"jobs":
-        return refusals.too_many_jobs(whose[scope], limit, retry_after_s)
-    return refusals.too_many_bytes(whose[scope], len(new.payload), held, limit, retry_after_s)
 
 
 # --- outcomes -----------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ from tuneserve_engine.store.errors import Fenced, KeyReused, StoreFailed, StoreU
 from tuneserve_engine.store.pubsub import Subscription
 from tuneserve_engine.store.redis import encoding as forms
 from tuneserve_engine.store.redis.connection import Server
+from tuneserve_engine.store.redis.limits import check_limits
 from tuneserve_engine.store.redis.notifications import RedisNotifications
 from tuneserve_engine.store.redis.sweep import end_session, sweep
 from tuneserve_engine.store.seat import seat_named
@@ -202,7 +203,7 @@ class RedisStore:
         the rule was about has changed meanwhile: then the client may send the job again.
         """
         rule = answer[0]
-        forms.check_limits(job, answer, self._policy)
+        check_limits(job, answer, self._policy)
         if rule == b"late":
             return refusals.too_late(job, int(answer[1]) + job.seq - (job.position or 0))
         if rule == b"keeps":

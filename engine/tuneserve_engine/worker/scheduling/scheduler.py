@@ -6,13 +6,14 @@ Plain Python; the caller measures time.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from tuneserve_engine.core.jobs import MAX_JOBS, Job, JobKind
 from tuneserve_engine.core.policies import SLICE_S
 from tuneserve_engine.worker.scheduling.cost_model import CostModel, TimeEstimator
+from tuneserve_engine.worker.scheduling.fair_share import FairShare
 from tuneserve_engine.worker.scheduling.runnable import (
     Running,
     RunningSample,
@@ -21,9 +22,7 @@ from tuneserve_engine.worker.scheduling.runnable import (
     is_sample,
     runnable_of,
 )
-
-_SUSPECTED = 2
-"""The number of worker deaths a sample may have caused from which on the sample runs alone."""
+from tuneserve_engine.worker.scheduling.sample_admission import SampleAdmission
 
 MAX_BYTES = 1 << 20
 """Payload bytes after which a batch takes no further job; a larger job still runs, alone."""
@@ -56,21 +55,15 @@ class Scheduler:
         slice_s: float = SLICE_S,
         costs: CostModel | None = None,
     ) -> None:
-        self._set_weights = dict(weights or {})
-        self._weights = self._set_weights
-        self._unit_s = batch_s
+        self._shares = FairShare(weights or {})
+        self._batch_s = batch_s
         self._slice_s = slice_s
         self._estimates = TimeEstimator(costs or CostModel())
-        self._counters: dict[str, float] = {}
-        self._floor = 0.0  # the lowest counter of a tenant with work; never falls
-        self._largest_s = 0.0  # the largest share of one request so far
-        self._batches = 0
-        self._last_batch: dict[str, int] = {}
-        self._sampling_lead_s: dict[str, float] = {}  # of a tenant's samples over its other work
+        self._samples = SampleAdmission(self._shares, self._estimates, batch_s)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Override the weights given at construction with these, from the next batch on."""
-        self._weights = {**self._set_weights, **weights}
+        self._shares.set_weights(weights)
 
     def next_batch(
         self, pending: Sequence[Job], running_samples: Sequence[RunningSample] = ()
@@ -90,8 +83,8 @@ class Scheduler:
         begun = [each.job for each in running_samples]
         self._estimates.forget_all_but([*begun, *pending])
         runnable = runnable_of(pending)
-        self._lift_arrivals(by_tenant([*begun, *runnable]))
-        samples = self._joining(runnable, running_samples)
+        self._shares.lift_arrivals(by_tenant([*begun, *runnable]))
+        samples = self._samples.joining(runnable, running_samples)
         others = [job for job in runnable if not is_sample(job)]
         waiting = by_tenant([*begun, *samples, *others])
         if not waiting:
@@ -119,21 +112,25 @@ class Scheduler:
         runnable = runnable_of(pending)
         others = [job for job in runnable if job.tenant not in used and not is_sample(job)]
         # Only lift: the floor itself stays where it was when the running batches began.
-        self._lift({job.tenant for job in others})
+        self._shares.lift({job.tenant for job in others})
         lowest = min(used[job.tenant] for job in running[-1].batch)
-        samples = self._samples_between(used, lowest, pending, running_samples)
+        samples = self._samples.interrupting(used, lowest, pending, running_samples)
         waiting = self._fitting_jobs(running[-1], by_tenant(others), lowest)
         if not waiting:
             return samples
         others = [job for jobs in waiting.values() for job in jobs]
         first = self._first_job(waiting, others)
         if samples:
-            tenant = min(samples, key=lambda job: self._turn_key(job.tenant, job, used)).tenant
+            tenant = min(
+                samples, key=lambda job: self._shares.turn_key(job.tenant, job, used)
+            ).tenant
             mine = [job for job in samples if job.tenant == tenant][:1]
             if tenant == first.tenant:
                 if is_sample(self._next_of(tenant, [*mine, first])):
                     return samples
-            elif self._turn_key(tenant, mine[0], used) < self._turn_key(first.tenant, first):
+            elif self._shares.turn_key(tenant, mine[0], used) < self._shares.turn_key(
+                first.tenant, first
+            ):
                 return samples
         return self._fill_batch(first, waiting, len(others))
 
@@ -158,52 +155,27 @@ class Scheduler:
             for tenant, jobs in waiting.items()
             if not is_long[tenant] or (self._estimates.batch_s(jobs[:1]) or 0.0) <= left_s
         }
-        if min((self._counter(tenant) for tenant in fitting), default=lowest) < lowest:
+        if min((self._shares.counter(tenant) for tenant in fitting), default=lowest) < lowest:
             return fitting
         if running.interrupted_s >= _INTERRUPTION_SHARE * running.seconds:
             return {}
         return {
             tenant: jobs
             for tenant, jobs in fitting.items()
-            if not is_long[tenant] and self._is_near(tenant, lowest)
+            if not is_long[tenant] and self._shares.is_near(tenant, lowest, self._batch_s)
         }
-
-    def _is_near(self, tenant: str, lowest: float) -> bool:
-        """Return whether the tenant is at most the largest past request ahead of ``lowest``."""
-        ahead_s = (self._counter(tenant) - lowest) * self._weight(tenant)
-        return ahead_s <= max(self._unit_s, self._largest_s)
 
     def _counters_so_far(self, running: Sequence[Running]) -> dict[str, float]:
         """Return the counters of the running batches' tenants, with their time so far added."""
         used: dict[str, float] = {}
         for batch, seconds, _ in running:
             for tenant, at in self._counters_after(batch, seconds).items():
-                used[tenant] = used.get(tenant, self._counter(tenant)) + at - self._counter(tenant)
+                used[tenant] = (
+                    used.get(tenant, self._shares.counter(tenant))
+                    + at
+                    - self._shares.counter(tenant)
+                )
         return used
-
-    def _samples_between(
-        self,
-        used: Mapping[str, float],
-        lowest: float,
-        pending: Sequence[Job],
-        running_samples: Sequence[RunningSample],
-    ) -> list[Job]:
-        """Return the samples to continue or begin before the running batches; empty if not next.
-
-        ``used`` has the counters of the running batches' tenants.
-        """
-        begun = [each.job for each in running_samples]
-        samples = [*begun, *self._joining(pending, running_samples)]
-        if not samples:
-            return []
-        tenant = min((job.tenant for job in samples), key=lambda t: used.get(t, self._counter(t)))
-        at = used.get(tenant, self._counter(tenant))
-        lead_s = self._sampling_lead_s.get(tenant, 0.0)
-        if at == lowest and tenant in used:  # the interrupted batch is of the same tenant
-            lead_s -= (at - self._counter(tenant)) * self._weight(tenant)
-        if at > lowest or (at == lowest and lead_s > 0):
-            return []
-        return sorted(samples, key=lambda job: job.release)
 
     def _fill_batch(
         self, first: Job, waiting: Mapping[str, Sequence[Job]], pending: int
@@ -230,8 +202,8 @@ class Scheduler:
         for job in pending:
             queues.setdefault(job.tenant, deque()).append(job)
         known_s = None if is_sample(running[0]) else self._estimates.batch_s(running)
-        counters = self._counters_after(running, known_s or self._unit_s)
-        turns = [(*self._turn_key(t, jobs[0], counters), t) for t, jobs in queues.items()]
+        counters = self._counters_after(running, known_s or self._batch_s)
+        turns = [(*self._shares.turn_key(t, jobs[0], counters), t) for t, jobs in queues.items()]
         heapify(turns)
         upcoming: list[Job] = []
         while turns and len(upcoming) < most:
@@ -239,8 +211,8 @@ class Scheduler:
             job = queues[tenant].popleft()
             upcoming.append(job)
             if queues[tenant]:
-                seconds = self._estimates.batch_s([job]) or self._unit_s
-                counter += seconds / self._weight(tenant)
+                seconds = self._estimates.batch_s([job]) or self._batch_s
+                counter += seconds / self._shares.weight(tenant)
                 heappush(turns, (counter, served, queues[tenant][0].release, tenant))
         return upcoming
 
@@ -251,91 +223,8 @@ class Scheduler:
 
         ``work`` is the work done for each sample, by request id.
         """
-        self._batches += 1
-        shares = self._estimates.shares(batch, work)
-        charged = self._counters_with(batch, seconds, shares)
-        # A tenant without a decode slot cannot use its turn, and must not keep it from others.
-        served = {job.tenant for job, share in zip(batch, shares, strict=True) if share}
-        lowest = min(charged[tenant] for tenant in served)
-        self._counters |= {tenant: max(at, lowest) for tenant, at in charged.items()}
-        self._largest_s = max(self._largest_s, seconds * max(shares))
-        self._last_batch |= {job.tenant: self._batches for job in batch}
-        for job, share in zip(batch, shares, strict=True):
-            lead_s = seconds * share if is_sample(job) else -seconds * share
-            self._sampling_lead_s[job.tenant] = self._sampling_lead_s.get(job.tenant, 0) + lead_s
+        self._shares.charge(batch, seconds, self._estimates.shares(batch, work))
         self._estimates.learn(batch, seconds, work)
-
-    def _joining(
-        self, waiting: Sequence[Job], running_samples: Sequence[RunningSample]
-    ) -> list[Job]:
-        """Return the samples that may begin beside those under way, by the lowest counter.
-
-        Samples begin as long as there are places; a tenant without a running sample need not wait
-        for one. A tenant that is more than one request ahead of any waiting tenant (training
-        included) starts no sample: running samples are served in every tenant's turn.
-
-        Samples that may have killed a worker run apart from unsuspected ones, so that three deaths
-        find the culprit: the first has all samples running, the second only the suspected ones.
-        """
-        left = self._estimates.max_sequences - sum(each.sequences for each in running_samples)
-        present = {each.job.tenant for each in running_samples}
-        lowest = min((self._counter(job.tenant) for job in waiting), default=0.0)
-        queues = {
-            tenant: deque(jobs)
-            for tenant, jobs in by_tenant(job for job in waiting if is_sample(job)).items()
-            if self._is_near(tenant, lowest)
-        }
-        first = [jobs[0] for jobs in queues.values()] + [each.job for each in running_samples]
-        if running_samples and len({job.attempts for job in first}) > 1:
-            return []  # the samples under way end first, then the others can begin
-        charged: dict[str, float] = {}
-        joining: list[Job] = []
-        while queues:
-            tenant = min(queues, key=lambda t: self._turn_key(t, queues[t][0], charged))
-            job = queues[tenant].popleft()
-            is_apart = job.attempts >= _SUSPECTED or job.attempts != (joining or [job])[0].attempts
-            if (present and is_apart) or (tenant in present and left <= 0):
-                del queues[tenant]
-                continue
-            if not queues[tenant]:
-                del queues[tenant]
-            joining.append(job)
-            present.add(tenant)
-            left -= self._estimates.sequences(job)
-            seconds = self._estimates.batch_s([job]) or self._unit_s
-            at = charged.get(tenant, self._counter(tenant))
-            charged[tenant] = at + seconds / self._weight(tenant)
-        return joining
-
-    def _lift_arrivals(self, waiting: Mapping[str, object]) -> None:
-        """Lift tenants that come back to the floor, and forget absent tenants not above it."""
-        busy = [self._counters[tenant] for tenant in waiting if tenant in self._counters]
-        if not waiting:  # no tenant missed the device time that others used
-            busy = [max(self._counters.values(), default=self._floor)]
-        self._floor = max(self._floor, min(busy, default=self._floor))
-        for tenant in [name for name, at in self._counters.items() if at <= self._floor]:
-            if tenant not in waiting:
-                del self._counters[tenant]
-                self._last_batch.pop(tenant, None)
-                self._sampling_lead_s.pop(tenant, None)
-        self._lift(waiting)
-
-    def _lift(self, tenants: Iterable[str]) -> None:
-        for tenant in tenants:
-            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
-
-    def _turn_key(
-        self, tenant: str, job: Job, charged: Mapping[str, float] | None = None
-    ) -> tuple[float, int, int]:
-        """Return the sort key of the tenant's turn; the least goes first.
-
-        The order is: lowest counter, then served longest ago, then released first. Tenants in
-        ``charged`` are being served right now.
-        """
-        served = self._last_batch.get(tenant, 0)
-        if charged and tenant in charged:
-            return charged[tenant], self._batches + 1, job.release
-        return self._counter(tenant), served, job.release
 
     def _first_job(self, waiting: Mapping[str, Sequence[Job]], pending: Sequence[Job]) -> Job:
         """Return the next job of the tenant whose turn it is, or an optimizer step before it.
@@ -344,7 +233,7 @@ class Scheduler:
         it, and if the step takes its tenant no further ahead than the gradient would: a step takes
         next to no time, and afterwards both gradients can share a batch.
         """
-        tenant = min(waiting, key=lambda tenant: self._turn_key(tenant, waiting[tenant][0]))
+        tenant = min(waiting, key=lambda tenant: self._shares.turn_key(tenant, waiting[tenant][0]))
         first = self._next_of(tenant, waiting[tenant])
         if first.kind != JobKind.FORWARD_BACKWARD:
             return first
@@ -357,9 +246,9 @@ class Scheduler:
         ]
         if not steps:
             return first
-        step = min(steps, key=lambda job: self._turn_key(job.tenant, job))
-        room_s = max(self._unit_s, min(self._estimates.solo_s(first), self._largest_s))
-        lowest_first = sorted(waiting, key=self._counter)
+        step = min(steps, key=lambda job: self._shares.turn_key(job.tenant, job))
+        room_s = max(self._batch_s, min(self._estimates.solo_s(first), self._shares.largest_s))
+        lowest_first = sorted(waiting, key=self._shares.counter)
         return step if self._counters_if_joined([], step, (room_s, room_s), lowest_first) else first
 
     def _next_of(self, tenant: str, jobs: Sequence[Job]) -> Job:
@@ -369,9 +258,9 @@ class Scheduler:
         """
         samples = [job for job in jobs if is_sample(job)]
         others = [job for job in jobs if not is_sample(job)]
-        lead_s = self._sampling_lead_s.get(tenant, 0.0)
+        lead_s = self._shares.sampling_lead_s(tenant)
         if not samples or not others:
-            self._sampling_lead_s.pop(tenant, None)
+            self._shares.forget_sampling_lead(tenant)
         elif lead_s:
             return others[0] if lead_s > 0 else samples[0]
         return jobs[0]
@@ -384,7 +273,7 @@ class Scheduler:
         because the device waits.
         """
         batch = [first]
-        room_s = max(self._unit_s, self._estimates.solo_s(first))
+        room_s = max(self._batch_s, self._estimates.solo_s(first))
         shared_s = max(room_s, self._estimates.shared_s(first))
         queues = {
             tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
@@ -394,11 +283,15 @@ class Scheduler:
         seconds = self._estimates.batch_s(batch) or 0.0
         counters = self._counters_after(batch, seconds)
         others = [t for t, jobs in queues.items() if jobs and t not in counters]
-        turns = sorted(((*self._turn_key(t, queues[t][0]), t) for t in others), reverse=True)
-        lowest_first = sorted(waiting, key=self._counter)
+        turns = sorted(((*self._shares.turn_key(t, queues[t][0]), t) for t in others), reverse=True)
+        lowest_first = sorted(waiting, key=self._shares.counter)
         refusals = 0
         while len(batch) < most and refusals < MAX_JOBS:
-            later = ((*self._turn_key(t, queues[t][0], counters), t) for t in counters if queues[t])
+            later = (
+                (*self._shares.turn_key(t, queues[t][0], counters), t)
+                for t in counters
+                if queues[t]
+            )
             *_, tenant = min([*later, *turns[-1:]], default=(None,))
             if tenant is None:
                 break
@@ -424,9 +317,9 @@ class Scheduler:
         """
         kept = batch[: self._estimates.jobs_in_full_chunks(batch)]
         charged = self._counters_after(kept, self._estimates.batch_s(kept) or 0.0)
-        lowest = min(charged.get(tenant, self._counter(tenant)) for tenant in waiting)
-        room_s = max(self._unit_s, self._estimates.solo_s(batch[0]))
-        is_fair = all((at - lowest) * self._weight(t) <= room_s for t, at in charged.items())
+        lowest = min(charged.get(tenant, self._shares.counter(tenant)) for tenant in waiting)
+        room_s = max(self._batch_s, self._estimates.solo_s(batch[0]))
+        is_fair = all((at - lowest) * self._shares.weight(t) <= room_s for t, at in charged.items())
         return kept if is_fair else batch
 
     def _counters_if_joined(
@@ -452,30 +345,12 @@ class Scheduler:
         if seconds is None or seconds > batch_s:
             return None
         charged = self._counters_after(together, seconds)
-        others = (self._counters[tenant] for tenant in lowest_first if tenant not in charged)
+        others = (self._shares.counter(tenant) for tenant in lowest_first if tenant not in charged)
         lowest = min([*charged.values(), *islice(others, 1)])
         # Check all tenants, not only the one that joins: all that share a further chunk pay for it.
-        near = all((at - lowest) * self._weight(t) <= apart_s for t, at in charged.items())
+        near = all((at - lowest) * self._shares.weight(t) <= apart_s for t, at in charged.items())
         return charged if near else None
 
     def _counters_after(self, batch: Sequence[Job], seconds: float) -> dict[str, float]:
         """Return the counters of the batch's tenants after the batch."""
-        return self._counters_with(batch, seconds, self._estimates.shares(batch))
-
-    def _counters_with(
-        self, batch: Sequence[Job], seconds: float, parts: Sequence[float]
-    ) -> dict[str, float]:
-        shares: dict[str, float] = {}
-        for job, share in zip(batch, parts, strict=True):
-            shares[job.tenant] = shares.get(job.tenant, 0.0) + share
-        return {
-            tenant: self._counter(tenant) + seconds * share / self._weight(tenant)
-            for tenant, share in shares.items()
-        }
-
-    def _counter(self, tenant: str) -> float:
-        """Return the tenant's counter, or the floor at which an absent tenant would come back."""
-        return self._counters.get(tenant, self._floor)
-
-    def _weight(self, tenant: str) -> float:
-        return self._weights.get(tenant, 1.0)
+        return self._shares.counters_after(batch, seconds, self._estimates.shares(batch))

@@ -264,7 +264,7 @@ async def counted(bench: Bench) -> Totals:
 
     Asserts that they contain everything that this worker's device did, and nothing twice.
     """
-    await bench.worker._wait_until_stored(None, None)
+    await bench.worker._unstored.wait(None, None)
     used = sum((each.total for each in await bench.store.usage()), Totals())
     metrics = bench.worker._metrics()
     busy_s = metrics["device_seconds_total"]
@@ -334,7 +334,7 @@ def test_replay_after_a_death_is_overhead(tmp_path: Path) -> None:
         bench.start(Counting(), name="other")
         await bench.store.resign(1)
         await bench.ok(await bench.step("a"))
-        await bench.worker._wait_until_stored(None, None)
+        await bench.worker._unstored.wait(None, None)
         (used,) = await bench.store.usage()
         metrics = bench.worker._metrics()
         after_s = used.total.device_s - before.device_s

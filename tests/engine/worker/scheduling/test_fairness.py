@@ -99,7 +99,7 @@ class Device:
                 self.begun[name] = (job, left - part)
                 work[name] += part
                 seconds += part * self.rates[SAMPLE]
-            if seconds >= self.scheduler._unit_s:
+            if seconds >= self.scheduler._batch_s:
                 break
         self.now += seconds
         for job in batch:
@@ -431,4 +431,4 @@ def test_an_overloaded_device_serves_by_weight_and_remembers_only_tenants_with_w
     while device.pending or device.begun:
         device.run_unit()
     device.scheduler.next_batch([])
-    assert not device.scheduler._counters and not device.scheduler._last_batch
+    assert not device.scheduler._shares._counters and not device.scheduler._shares._last_batch

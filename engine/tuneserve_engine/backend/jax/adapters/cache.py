@@ -7,67 +7,32 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import cast
 
-import numpy as np
-
 from tuneserve_engine.adapters.kinds import kind_of
-from tuneserve_engine.adapters.state import AdapterState, Tensors
+from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import OutOfMemory
 from tuneserve_engine.backend.jax.adapters.arrays import (
     TargetShapes,
     TrainingAdapter,
     adapter_bytes,
-    arrays_of,
     check_state,
     restored_adapter,
     saved_state,
 )
+from tuneserve_engine.backend.jax.adapters.cached_adapter import (
+    CachedAdapter,
+    free_arrays,
+    part_of_state,
+    resumable_copy,
+)
 from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
-from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile, bytes_of
+from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile
 from tuneserve_engine.core.errors import ServerError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _CachedAdapter:
-    """One adapter. It is in one of three places, or in none while it moves."""
-
-    rank_bucket: int
-    device_bytes: int
-    is_sharing: bool = False  # whether it needs the decomposition of the base weights
-    device: TrainingAdapter | None = None
-    host: AdapterState | None = None
-    host_bytes: int = 0
-    file: SpillFile | None = None
-
-    def keep(self, state: AdapterState) -> None:
-        """Keep the state in host memory."""
-        self.host, self.host_bytes = state, bytes_of(state)
-
-    def stored(self) -> AdapterState:
-        """Return the state that is in host memory or in the file."""
-        if self.host is not None:
-            return self.host
-        assert self.file is not None, "the adapter is on its way"
-        return self.file.read()
-
-    def forget_stored(self) -> None:
-        self.host = None
-        if self.file is not None:
-            self.file.delete()
-            self.file = None
-
-    def discard(self) -> None:
-        """Free the memory or the file of the adapter, in all three places."""
-        self.forget_stored()
-        if self.device is not None:
-            _free(self.device)
-            self.device = None
 
 
 class AdapterCache:
@@ -102,7 +67,7 @@ class AdapterCache:
         self._shapes = shapes
         self._device_limit = device_bytes
         self._host_limit = host_bytes
-        self._entries: OrderedDict[str, _CachedAdapter] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[str, CachedAdapter] = OrderedDict()  # least recently used first
         self._pinned: frozenset[str] = frozenset()
         self._prefetch_queue: deque[str] = deque()  # adapters still to be loaded ahead
         self._asked: set[str] = set()  # adapters of the same list that have been tried
@@ -136,8 +101,8 @@ class AdapterCache:
         check_state(state, self._shapes)
         kind = kind_of(state.config)
         size = adapter_bytes(self._shapes, rank_bucket, kind)
-        entry = _CachedAdapter(rank_bucket, size, kind.needs_decomposition)
-        entry.keep(_resumable(state))
+        entry = CachedAdapter(rank_bucket, size, kind.needs_decomposition)
+        entry.keep(resumable_copy(state))
         with self._exclusive():
             with self._state:
                 old = self._entries.pop(adapter_id, None)
@@ -207,7 +172,7 @@ class AdapterCache:
                 entry = self._entry(adapter_id)
             if entry.device is not None:
                 return saved_state(entry.device, optimizer=optimizer, accumulator=accumulator)
-            return _part(entry.stored(), optimizer=optimizer, accumulator=accumulator)
+            return part_of_state(entry.stored(), optimizer=optimizer, accumulator=accumulator)
 
     def remove(self, adapter_id: str) -> None:
         with self._exclusive():
@@ -271,7 +236,7 @@ class AdapterCache:
                 if not has_room and asked is self._asked:
                     self._prefetch_queue.clear()
 
-    def _load(self, entry: _CachedAdapter, *, sparing: Collection[str] | None = None) -> bool:
+    def _load(self, entry: CachedAdapter, *, sparing: Collection[str] | None = None) -> bool:
         """Load the adapter to the device, and return whether it is there.
 
         ``sparing`` names adapters that must not be evicted: if there is not enough room without
@@ -299,7 +264,7 @@ class AdapterCache:
             self._make_host_room()
         return True
 
-    def _evict_one(self, sparing: Collection[str], *, coming: _CachedAdapter) -> bool:
+    def _evict_one(self, sparing: Collection[str], *, coming: CachedAdapter) -> bool:
         """Evict the least recently used adapter; return False if all have to stay."""
         with self._state:
             entry = next(iter(self._removable(sparing)), None)
@@ -315,14 +280,14 @@ class AdapterCache:
             with self._state:
                 entry.device = adapter
             raise
-        _free(adapter)
+        free_arrays(adapter)
         if not coming.is_sharing:
             self._free_shared()
         self.evictions += 1
         return True
 
     def _make_host_room(
-        self, coming: _CachedAdapter | None = None, *, may_refuse: bool = False
+        self, coming: CachedAdapter | None = None, *, may_refuse: bool = False
     ) -> None:
         """Write adapters beyond the host's limit to files.
 
@@ -338,7 +303,7 @@ class AdapterCache:
                 logger.error("%s; until then they take more of it than they should", error)
             self._writes_fail = True
 
-    def _write_excess(self, coming: _CachedAdapter | None) -> None:
+    def _write_excess(self, coming: CachedAdapter | None) -> None:
         with self._state:
             held = [x for x in self._entries.values() if x.host is not None and x is not coming]
         excess = sum(entry.host_bytes for entry in held) - self._host_limit
@@ -354,7 +319,7 @@ class AdapterCache:
 
     # --- bookkeeping -----------------------------------------------------------------------------
 
-    def _entry(self, adapter_id: str) -> _CachedAdapter:
+    def _entry(self, adapter_id: str) -> CachedAdapter:
         entry = self._entries.get(adapter_id)
         if entry is None:
             raise ServerError(
@@ -368,7 +333,7 @@ class AdapterCache:
             own = sum(x.device_bytes for x in self._entries.values() if x.device is not None)
             return own + self._shared_bytes(self._is_shared())
 
-    def _needed(self, entry: _CachedAdapter) -> int:
+    def _needed(self, entry: CachedAdapter) -> int:
         """Return the bytes that loading the adapter would add on the device."""
         if entry.device is not None:
             return 0
@@ -393,7 +358,7 @@ class AdapterCache:
             can_go = sum(entry.device_bytes for entry in self._removable(sparing))
             return self._device_bytes() - can_go + needed <= self._device_limit
 
-    def _removable(self, sparing: Collection[str]) -> list[_CachedAdapter]:
+    def _removable(self, sparing: Collection[str]) -> list[CachedAdapter]:
         """Return the adapters that may be evicted, the least recently used first."""
         with self._state:
             return [
@@ -403,49 +368,3 @@ class AdapterCache:
                 and adapter_id not in self._pinned
                 and adapter_id not in sparing
             ]
-
-
-def _free(adapter: TrainingAdapter) -> None:
-    """Free the adapter's memory now, not when the last reference goes.
-
-    The trainer keeps references, to know which weights it has copied. Deleted arrays also cannot be
-    trained any more by mistake.
-    """
-    for array in arrays_of(adapter):
-        array.delete()
-
-
-def _resumable(state: AdapterState) -> AdapterState:
-    """Return a copy of the part of the state that a restored adapter has."""
-    has_stepped = state.step > 0 and bool(state.first_moment)
-    copy = AdapterState(
-        state.config, _copied(state.weights), accumulator=_copied(state.accumulator)
-    )
-    if not has_stepped:
-        return copy
-    return replace(
-        copy,
-        step=state.step,
-        first_moment=_copied(state.first_moment),
-        second_moment=_copied(state.second_moment),
-    )
-
-
-def _part(state: AdapterState, *, optimizer: bool, accumulator: bool) -> AdapterState:
-    """Return what ``saved_state`` would return for an adapter, from its evicted state."""
-    part = AdapterState(state.config, _copied(state.weights))
-    if optimizer:
-        zeros = {name: np.zeros_like(tensor) for name, tensor in state.weights.items()}
-        part = replace(
-            part,
-            step=state.step,
-            first_moment=_copied(state.first_moment or zeros),
-            second_moment=_copied(state.second_moment or zeros),
-        )
-    if accumulator:
-        part = replace(part, accumulator=_copied(state.accumulator))
-    return part
-
-
-def _copied(tensors: Tensors) -> Tensors:
-    return {name: np.array(tensor, order="C") for name, tensor in tensors.items()}

@@ -19,15 +19,11 @@ from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling.decode_batch import (
-    Counts,
-    DecodeBatch,
-    DecodedSequence,
-    KvCache,
-)
+from tuneserve_engine.backend.jax.sampling.decode_batch import Counts, DecodeBatch, KvCache
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.sampling.programs import MAX_TOP_TOKENS, Programs
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
+from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.sampling.stop_criteria import StopCriteria, TextDecoder
 from tuneserve_engine.core.errors import EngineError, ServerError, UserError

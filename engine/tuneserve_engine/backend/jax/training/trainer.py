@@ -11,11 +11,9 @@ from jaxtyping import Array
 
 from tuneserve_engine.adapters.kinds.base import AdapterKind
 from tuneserve_engine.backend.base import (
-    LOSS_NAMES,
     FloatArray,
     IntArray,
     MicroBatch,
-    MicroBatchOutput,
     TrainBatch,
     TrainResult,
 )
@@ -46,6 +44,7 @@ from tuneserve_engine.backend.jax.training.programs import (
     space_shapes,
     train_micro_batch,
 )
+from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, policy_gaps
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
@@ -53,7 +52,6 @@ from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 
 logger = logging.getLogger(__name__)
 
-_CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
 _ATTEMPTS = 3
 """How often a batch restarts because a batch that interrupted it failed.
 
@@ -140,7 +138,7 @@ class Trainer:
     ) -> TrainResult:
         rank_bucket = adapters[0].rank_bucket
         with self._rank_slots(rank_bucket).claimed(len(adapters)) as claimed:
-            running = _Running(batch, claimed, len(adapters))
+            running = RunningBatch(batch, claimed, len(adapters))
             try:
                 # Waits here: a failure on the device comes before an accumulator is touched.
                 adapters = self._run_micro_batches(running, adapters, interrupt)
@@ -172,7 +170,7 @@ class Trainer:
 
     def _run_micro_batches(
         self,
-        running: "_Running",
+        running: "RunningBatch",
         adapters: Sequence[TrainingAdapter],
         interrupt: Callable[[], Sequence[TrainingAdapter]] | None,
     ) -> Sequence[TrainingAdapter]:
@@ -211,11 +209,11 @@ class Trainer:
         return adapters
 
     def _wait_for(
-        self, running: "_Running", micro_batch: MicroBatch, out: ScoredMicroBatch
+        self, running: "RunningBatch", micro_batch: MicroBatch, out: ScoredMicroBatch
     ) -> None:
         """Wait for a micro-batch and add its output to the batch's."""
         output = running.add_output(micro_batch, out)
-        gaps = _policy_gaps(micro_batch, output)
+        gaps = policy_gaps(micro_batch, output)
         self.policy_tokens += gaps.size
         self.policy_gap += float(gaps.sum(dtype=np.float64))
 
@@ -341,47 +339,6 @@ class Trainer:
         return in_tree(specs_of(part_shapes(self._shapes, rank_bucket, LORA)))
 
 
-class _Running:
-    """A running batch: its slots, its ``outputs`` so far, and which of its requests are finite.
-
-    A request is finite if the losses and logprobs of all its tokens are.
-    """
-
-    def __init__(self, batch: TrainBatch, claimed: BatchSlots, requests: int) -> None:
-        self.batch = batch
-        self.claimed = claimed
-        self.outputs: list[MicroBatchOutput] = []
-        self._finite = np.ones(requests, np.bool_)
-
-    @property
-    def finite(self) -> list[bool]:
-        return [bool(ok) for ok in self._finite]
-
-    def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> MicroBatchOutput:
-        """Wait for the micro-batch's output and return it."""
-        output = _fetched(out)
-        bad = ~(np.isfinite(output.logprobs).all(axis=1) & np.isfinite(output.loss))
-        bad &= micro_batch.segment_ids >= 0
-        blocks = bad.reshape(len(micro_batch.block_request), -1).any(axis=1)
-        self._finite[micro_batch.block_request[blocks]] = False
-        self.outputs.append(output)
-        return output
-
-
-def _policy_gaps(micro_batch: MicroBatch, out: MicroBatchOutput) -> FloatArray:
-    """Return the absolute differences between sampled and current logprobs, all finite.
-
-    Covers tokens of policy losses with an advantage other than 0.
-    """
-    counts = (
-        (micro_batch.segment_ids >= 0)
-        & (micro_batch.loss_id != _CROSS_ENTROPY)
-        & (micro_batch.advantages != 0)
-    )
-    gaps: FloatArray = np.abs(out.logprobs[counts, 0] - micro_batch.old_logprobs[counts])
-    return gaps[np.isfinite(gaps)]
-
-
 def _micro_batch_specs(static_shapes: StaticShapes, targets: int) -> Any:
     """Return a blank micro-batch: only the shapes matter to the programs."""
     n, blocks = (
@@ -415,14 +372,3 @@ def _blank(shape: Any) -> Any:
     room = np.zeros(int(np.prod(shape.shape)) + 1, shape.dtype)
     start = int(room.ctypes.data % 64 == 0)
     return room[start : start + room.size - 1].reshape(shape.shape)
-
-
-def _fetched(out: ScoredMicroBatch) -> MicroBatchOutput:
-    """Return the output on the host, once it has been computed."""
-    host: ScoredMicroBatch = jax.device_get(out)
-    return MicroBatchOutput(_rows(host.logprobs), _rows(host.loss))  # type: ignore[arg-type]
-
-
-def _rows(blocks: FloatArray) -> FloatArray:
-    """Reshape [n, S, ...] to [N, ...]."""
-    return blocks.reshape(-1, *blocks.shape[2:])

@@ -13,7 +13,8 @@ from tests.engine.conftest import STATIC_SHAPES
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
 from tuneserve_engine.backend.jax.adapters.arrays import TrainingAdapter, adapter_bytes
-from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
+from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 
 CONFIG = AdapterConfig(rank=8, alpha=32, seed=1)

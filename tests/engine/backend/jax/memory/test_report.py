@@ -8,7 +8,8 @@ from tests.engine.conftest import STATIC_SHAPES, TINY
 from tuneserve_engine.adapters import kinds
 from tuneserve_engine.adapters.kinds import KINDS, adapter_bytes, decomposition_bytes
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
-from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
+from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import UserError

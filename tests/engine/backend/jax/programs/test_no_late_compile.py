@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tuneserve_engine.backend.base import LOSS_NAMES, SamplingRequest
-from tuneserve_engine.backend.jax.backend import AdapterRoom, JaxBackend
+from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
+from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
