@@ -286,16 +286,16 @@ async def test_a_poll_counts_as_a_heartbeat_of_its_session(api: Any, bodies: Any
     ]
     store = api.services.store
     for number, answer in enumerate(answers):
-        await store.update(Update("session", session, {"last_seen_s": 1.0}))
+        await store.update_record(Update("session", session, {"last_seen_s": 1.0}))
         api.services.last_seen._noted_s.clear()  # as if half a minute had passed
         await api.call("POST", "/retrieve_future", json=answer)
-        seen_s = (await store.get(SessionRecord, session)).last_seen_s
+        seen_s = (await store.get_record(SessionRecord, session)).last_seen_s
         assert abs(seen_s - time.time()) < 10, number
-    await store.update(Update("session", session, {"last_seen_s": 1.0}))
+    await store.update_record(Update("session", session, {"last_seen_s": 1.0}))
     response = await api.call("POST", "/retrieve_future", json=answers[0], key="tml-b")
     assert response.status_code == 404
     # another tenant's poll does not count
-    assert (await store.get(SessionRecord, session)).last_seen_s == 1.0
+    assert (await store.get_record(SessionRecord, session)).last_seen_s == 1.0
 
 
 async def test_a_session_that_was_silent_for_an_hour_continues_where_it_was(
@@ -306,7 +306,7 @@ async def test_a_session_that_was_silent_for_an_hour_continues_where_it_was(
     sampler = await service.sampler(session)
     store, policy = service.services.store, service.services.settings.sweep_policy
     hour_ago_s = time.time() - 3600
-    await store.update(Update("session", session, {"last_seen_s": hour_ago_s}))
+    await store.update_record(Update("session", session, {"last_seen_s": hour_ago_s}))
     await store.sweep(time.time(), policy)
     await service.post("/session_heartbeat", {"session_id": session})
     await service.output(await service.forward_backward(model, 1))
@@ -324,10 +324,10 @@ async def test_queued_samples_of_a_silent_session_are_dropped_with_a_reason(
     sampler = await api.sampler(session)
     answer = await api.post("/asample", bodies.asample(sampler, 0))
     store, policy = api.services.store, api.services.settings.sweep_policy
-    await store.update(Update("session", session, {"last_seen_s": time.time() - 119}))
+    await store.update_record(Update("session", session, {"last_seen_s": time.time() - 119}))
     await store.sweep(time.time(), policy)
     response = await api.call("POST", "/retrieve_future", json=answer)
     assert response.status_code == 408
-    await store.update(Update("session", session, {"last_seen_s": time.time() - 121}))
+    await store.update_record(Update("session", session, {"last_seen_s": time.time() - 121}))
     await store.sweep(time.time(), policy)
     assert "120 s" in await api.error(answer)

@@ -202,15 +202,15 @@ async def test_a_run_that_was_restored_with_other_results_says_so(service: Any) 
     model = await service.model(await service.session())
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (False, False)
-    await service.services.store.update(Update("model", model, {"diverged": True}))
-    assert (await service.services.store.get(ModelRecord, model)).diverged
+    await service.services.store.update_record(Update("model", model, {"diverged": True}))
+    assert (await service.services.store.get_record(ModelRecord, model)).diverged
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (True, True)
 
 
 async def test_a_run_whose_state_is_lost_is_corrupted_but_not_diverged(service: Any) -> None:
     model = await service.model(await service.session())
-    await service.services.store.update(Update("model", model, {"status": "lost"}))
+    await service.services.store.update_record(Update("model", model, {"status": "lost"}))
     run = await service.get(f"/training_runs/{model}")
     assert (run["corrupted"], run["diverged"]) == (True, False)
 

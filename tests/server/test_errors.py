@@ -121,7 +121,7 @@ async def test_an_unexpected_error_is_500_without_details(
     async def broken(*_: object) -> None:
         raise RuntimeError("secret detail")
 
-    monkeypatch.setattr(api.services.store, "put_new", broken)
+    monkeypatch.setattr(api.services.store, "put_new_record", broken)
     transport = httpx.ASGITransport(api.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         response = await http.post(
@@ -139,7 +139,7 @@ async def test_an_unusable_store_is_503_with_a_retry_after(
     async def full(*_: object) -> None:
         raise error("database or disk is full")
 
-    monkeypatch.setattr(api.services.store, "put_new", full)
+    monkeypatch.setattr(api.services.store, "put_new_record", full)
     response = await api.call("POST", "/create_session", json={})
     assert (response.status_code, response.json()["code"]) == (503, "store_unavailable")
     assert int(response.headers["retry-after"]) == 1

@@ -158,7 +158,7 @@ async def test_every_request_ends_in_spite_of_dying_workers_ending_sessions_and_
     assert not await api.services.store._call(
         lambda tx: tx.all("SELECT * FROM jobs WHERE state IN ('held', 'ready')")
     )
-    models = (await api.services.store.page(ModelRecord)).items
+    models = (await api.services.store.page_of_records(ModelRecord)).items
     assert ModelStatus.LOST not in {model.status for model in models}
     aside = api.services.files.set_aside_groups()
     # files of killed workers only, and none of routine work

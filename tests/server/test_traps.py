@@ -68,14 +68,14 @@ async def test_requests_run_in_the_order_of_their_numbers_instead_of_their_arriv
 ) -> None:
     """Trap 4: the first chunk of a forward_backward arrives last, and its optim_step before it."""
     taken: list[int] = []
-    take = api.services.store.take
+    take = api.services.store.take_jobs
 
     async def noting(*args: Any, **options: Any) -> Any:
         jobs = await take(*args, **options)
         taken.extend(job.position for job in jobs)
         return jobs
 
-    monkeypatch.setattr(api.services.store, "take", noting)
+    monkeypatch.setattr(api.services.store, "take_jobs", noting)
     await api.start_worker()
     model = await api.model(await api.session())
     answers = {seq: await api.forward_backward(model, seq) for seq in (2, 3)}

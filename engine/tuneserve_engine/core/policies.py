@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 SLICE_S = 0.1
-"""About how long one micro-batch of a long request takes, in seconds: another tenant's request
-waits so long before it runs in between. On two cores and the embedded model, a micro-batch of a
-tenth of a second costs no more per token than one of half a second."""
+"""The time that one micro-batch of a long request takes, in seconds, about. Another tenant's request
+waits at most so long before it runs in between."""
 
 RESERVE_BYTES = 32 * 2**20
 """Disk space for the write-ahead log between two checkpoints, and as much for the database."""

@@ -240,7 +240,7 @@ def test_a_result_does_not_wait_while_another_request_is_decoded(
         advance.set()
         await bench.ok(second)
 
-    monkeypatch.setattr(JobExecutor, "decode", decode_slowly)
+    monkeypatch.setattr(JobExecutor, "decode_payload", decode_slowly)
     try:
         run(tmp_path, scenario)
     finally:

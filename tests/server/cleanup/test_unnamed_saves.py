@@ -52,12 +52,14 @@ class Saves:
 
     async def unused_for(self, seconds: float, *keys: str) -> None:
         then_s = time.time() - seconds
-        await self.store.update(*(Update("sampler", key, {"used_s": then_s}) for key in keys))
+        await self.store.update_record(
+            *(Update("sampler", key, {"used_s": then_s}) for key in keys)
+        )
         self.service.services.last_seen._noted_s.clear()
 
     async def kept(self) -> list[str]:
         """The stored saves, oldest first."""
-        page = await self.store.page(SamplerRecord, parent=self.session)
+        page = await self.store.page_of_records(SamplerRecord, parent=self.session)
         return [each.key for each in reversed(page.items)]
 
 
@@ -120,19 +122,21 @@ async def test_queued_saves_count(saves: Saves) -> None:
     for answer in answers:
         await saves.service.poll(answer["request_id"])
     assert len(await saves.kept()) == 3
-    assert len((await saves.store.page(CheckpointRecord)).items) == 3
+    assert len((await saves.store.page_of_records(CheckpointRecord)).items) == 3
 
 
 async def test_the_expected_size_of_a_save_counts_until_the_worker_reports_it(
     saves: Saves,
 ) -> None:
-    first = await saves.store.get(SamplerRecord, await saves.save())
+    first = await saves.store.get_record(SamplerRecord, await saves.save())
     await saves.service.stop_worker()
     answers = [await saves.ask(sampling_session_seq_id=200)]
     coming = (await saves.store.kept(first.tenant)).size_bytes - first.size_bytes
     assert coming > 4 * 4 * 4 * 8  # the numbers of an adapter, without its file's header
     limit = first.size_bytes + 3 * coming
-    await saves.store.put(TenantRecord(first.tenant, first.tenant, 0.0, max_checkpoint_bytes=limit))
+    await saves.store.put_record(
+        TenantRecord(first.tenant, first.tenant, 0.0, max_checkpoint_bytes=limit)
+    )
     answers += [await saves.ask(sampling_session_seq_id=201 + n) for n in range(3)]
     refused = await saves.store.wait(answers.pop()["request_id"], 0)
     assert f"have {limit} bytes, and 3 more are being saved" in refused.rejection.message
@@ -161,7 +165,7 @@ async def test_a_waiting_sample_has_its_weights_even_if_the_save_is_removed(
     await saves.service.stop_worker()
     answer = await saves.service.post("/asample", bodies.asample(key, 0))
     await saves.unused_for(HOUR_S, key)
-    await saves.store.delete(SamplerRecord, key)
+    await saves.store.delete_record(SamplerRecord, key)
     await saves.service.services.unused.clean(older_than_s=-1)
     await saves.service.start_worker()
     assert (await saves.service.poll(answer["request_id"])).status_code == 200
@@ -185,10 +189,10 @@ async def test_at_the_limit_a_save_unused_for_a_minute_is_removed(saves: Saves) 
 
 async def test_saves_count_under_the_limit_of_bytes(saves: Saves) -> None:
     key = await saves.save()
-    stored = await saves.store.get(SamplerRecord, key)
+    stored = await saves.store.get_record(SamplerRecord, key)
     size = stored.size_bytes
     assert size > 0
-    await saves.store.put(
+    await saves.store.put_record(
         TenantRecord(stored.tenant, stored.tenant, 0.0, max_checkpoint_bytes=size)
     )
     assert f"your checkpoints have {size} bytes" in await saves.service.error(
@@ -198,16 +202,16 @@ async def test_saves_count_under_the_limit_of_bytes(saves: Saves) -> None:
 
 async def test_saves_of_an_earlier_release_count_from_the_update_on(saves: Saves) -> None:
     """The earlier release recorded neither their model nor their size nor the time of use."""
-    stored = await saves.store.get(SamplerRecord, await saves.save())
+    stored = await saves.store.get_record(SamplerRecord, await saves.save())
     old = replace(stored, model_id="", size_bytes=0, used_s=0.0)
-    await saves.store.put(old)
-    await saves.store.put(replace(old, key=f"{old.key}1", file_id="0" * 32))
-    await saves.store.put(replace(old, key=f"{old.key}2", file_id=None))
+    await saves.store.put_record(old)
+    await saves.store.put_record(replace(old, key=f"{old.key}1", file_id="0" * 32))
+    await saves.store.put_record(replace(old, key=f"{old.key}2", file_id=None))
     await unnamed_saves.adopt(saves.store, saves.service.services.files)
-    now = await saves.store.get(SamplerRecord, old.key)
+    now = await saves.store.get_record(SamplerRecord, old.key)
     assert now.size_bytes == stored.size_bytes
     assert abs(time.time() - now.used_s) < 60
     assert await saves.store.kept(old.tenant) == CheckpointUsage(2, stored.size_bytes)
-    await saves.store.put(replace(now, used_s=5.0))
+    await saves.store.put_record(replace(now, used_s=5.0))
     await unnamed_saves.adopt(saves.store, saves.service.services.files)
-    assert (await saves.store.get(SamplerRecord, old.key)).used_s == 5.0
+    assert (await saves.store.get_record(SamplerRecord, old.key)).used_s == 5.0

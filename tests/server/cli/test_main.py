@@ -269,7 +269,7 @@ def test_up_gives_its_workers_one_name_unique_to_this_up(
         def __init__(self, children: list[ChildSpec], *_: object) -> None:
             seen.extend(children)
 
-        async def run(self, _: object) -> int:
+        async def supervise(self, _: object) -> int:
             return 0
 
     monkeypatch.setattr(supervisor, "Supervisor", Keeper)

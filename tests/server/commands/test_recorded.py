@@ -239,7 +239,7 @@ async def test_an_accepted_request_is_replayed_after_the_recording_is_dropped(
     await service.start_worker()
     step = {"model_id": rollout.model, "seq_id": 2, "adam_params": {"learning_rate": 1e-3}}
     assert "error" not in await service.result(await service.post("/optim_step", step))
-    model = await service.services.store.get(ModelRecord, rollout.model)
+    model = await service.services.store.get_record(ModelRecord, rollout.model)
     assert model is not None and not model.diverged
 
 

@@ -188,7 +188,7 @@ async def test_lost_tokens_arrive_with_the_result(
             raise ConnectionError("lost")
         store._streams.tell(parts)
 
-    monkeypatch.setattr(store, "progress", progress)
+    monkeypatch.setattr(store, "publish_tokens", progress)
     async with live.ask({**LONG, "logprobs": 1, "n": 2}) as stream:
         for count in range(1, 4):
             live.draw(1)

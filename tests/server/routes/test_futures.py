@@ -141,10 +141,12 @@ async def test_an_ended_session_still_reports_its_results(service: Any, bodies: 
 async def test_polls_count_as_heartbeats(api: Any) -> None:
     session = await api.session()
     sampler = await api.sampler(session)
-    stored = await api.services.store.get(SessionRecord, session)
-    await api.services.store.put(replace(stored, last_seen_s=0.0))
+    stored = await api.services.store.get_record(SessionRecord, session)
+    await api.services.store.put_record(replace(stored, last_seen_s=0.0))
     await heard(api, sampler, timeout=0)
-    assert (await api.services.store.get(SessionRecord, session)).last_seen_s > time.time() - 60
+    assert (
+        await api.services.store.get_record(SessionRecord, session)
+    ).last_seen_s > time.time() - 60
 
 
 async def test_a_tenant_with_too_many_polls_is_held_for_a_second_only(api: Any) -> None:

@@ -92,7 +92,7 @@ async def test_an_expired_checkpoint_is_removed_at_once_and_its_file_after_a_swe
     model = await service.model(await service.session())
     path = await save(service, model, 1, "a", ttl_seconds=3600)
     store, files = service.services.store, service.services.files
-    await store.update(Update("checkpoint", path, {"expires_s": time.time() - 1}))
+    await store.update_record(Update("checkpoint", path, {"expires_s": time.time() - 1}))
     assert (await service.get("/checkpoints"))["checkpoints"] == []
     assert (
         await service.call("POST", "/weights_info", json={"tinker_path": path})
@@ -102,7 +102,7 @@ async def test_an_expired_checkpoint_is_removed_at_once_and_its_file_after_a_swe
     await service.services.unused.clean(older_than_s=0)
     # a file of an expired checkpoint is deleted, not quarantined
     assert files.ids() == set() and files.set_aside_groups() == {}
-    assert await store.get(CheckpointRecord, path) is None
+    assert await store.get_record(CheckpointRecord, path) is None
 
 
 async def test_a_deleted_checkpoint_is_removed_and_its_name_is_free(service: Any) -> None:
@@ -180,11 +180,11 @@ async def test_a_heartbeat_keeps_a_session_alive(api: Any) -> None:
     session = await api.session()
     store = api.services.store
     silent = Update("session", session, {"last_seen_s": time.time() - 10 * 86_400})
-    await store.update(silent)
+    await store.update_record(silent)
     await api.post("/session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
     await store.sweep(time.time(), SweepPolicy())
-    assert (await store.get(SessionRecord, session)).ended is None
-    await store.update(silent)
+    assert (await store.get_record(SessionRecord, session)).ended is None
+    await store.update_record(silent)
     await store.sweep(time.time(), SweepPolicy())
     response = await api.call("POST", "/session_heartbeat", json={"session_id": session})
     assert (response.status_code, "(expired)" in response.text) == (410, True)
@@ -193,13 +193,13 @@ async def test_a_heartbeat_keeps_a_session_alive(api: Any) -> None:
 async def test_a_session_does_not_expire_while_the_server_was_away(api: Any) -> None:
     session = await api.session()
     store = api.services.store
-    await store.update(Update("session", session, {"last_seen_s": 0.0}))
+    await store.update_record(Update("session", session, {"last_seen_s": 0.0}))
     sweeping = asyncio.create_task(
         sweep_forever(store, api.services.unused, SweepPolicy(session_ttl_s=1), 0.01)
     )
     await asyncio.sleep(0.1)
     sweeping.cancel()
-    assert (await store.get(SessionRecord, session)).ended is None
+    assert (await store.get_record(SessionRecord, session)).ended is None
     assert patient(SweepPolicy()).session_ttl_s > 1e8
 
 
@@ -207,7 +207,7 @@ async def test_the_reason_of_the_first_finish_stays(api: Any) -> None:
     session = await api.session()
     for reason in ("errored", "success"):
         await api.post(f"/sessions/{session}/finish", {"reason": {"type": reason}, "detail": None})
-    assert (await api.services.store.get(SessionRecord, session)).ended == "errored"
+    assert (await api.services.store.get_record(SessionRecord, session)).ended == "errored"
 
 
 async def test_the_capabilities_show_the_served_base_model(service: Any) -> None:
@@ -258,7 +258,7 @@ async def test_a_damaged_store_accepts_nothing_new_and_still_serves_its_contents
     await asyncio.sleep(0.2)
     sweeping.cancel()
     assert files.members("0" * 32) == ["a"]
-    assert (await store.get(SessionRecord, session)).ended is None
+    assert (await store.get_record(SessionRecord, session)).ended is None
 
 
 async def test_health_needs_no_key_and_describes_the_worker(api: Any) -> None:
@@ -382,10 +382,10 @@ async def test_fields_of_newer_and_older_sdks_are_accepted(service: Any) -> None
 async def test_a_session_lists_its_newest_samplers_and_pages_the_others(service: Any) -> None:
     """36,000 samplers once took half a second of the store."""
     session, store = await service.session(), service.services.store
-    tenant = (await store.get(SessionRecord, session)).tenant
+    tenant = (await store.get_record(SessionRecord, session)).tenant
     keys = [f"{session}:sample:{n}" for n in range(1001)]
     for key in keys:
-        await store.put(SamplerRecord(key, tenant, session, "tuneserve/fake", 0.0))
+        await store.put_record(SamplerRecord(key, tenant, session, "tuneserve/fake", 0.0))
     listed = (await service.get(f"/sessions/{session}"))["sampler_ids"]
     assert listed == keys[:0:-1]
     rest = await service.get(f"/sessions/{session}?offset=1000&limit=5000")

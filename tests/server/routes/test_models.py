@@ -29,7 +29,7 @@ async def create(service: Any, request: dict[str, Any]) -> tuple[str, AdapterCon
 
 
 async def record(service: Any, model_id: str) -> ModelRecord:
-    found: ModelRecord = await service.services.store.get(ModelRecord, model_id)
+    found: ModelRecord = await service.services.store.get_record(ModelRecord, model_id)
     return found
 
 

@@ -209,8 +209,8 @@ async def test_a_sampler_of_another_base_model_does_not_use_the_served_one(
     """The operator may have restarted the service with another model."""
     session = await service.session()
     sampler = await service.sampler(session)
-    stored = await service.services.store.get(SamplerRecord, sampler)
-    await service.services.store.put(replace(stored, base_model="earlier/model"))
+    stored = await service.services.store.get_record(SamplerRecord, sampler)
+    await service.services.store.put_record(replace(stored, base_model="earlier/model"))
     error = await service.error(await service.post("/asample", bodies.asample(sampler, 0)))
     assert "'earlier/model'" in error and "'tuneserve/fake'" in error
 
@@ -221,13 +221,13 @@ async def test_a_session_that_ends_during_a_samplers_creation_has_no_sampler(
     """Otherwise the sampler and the file that it names would never be deleted."""
     session = await api.session()
     store = api.services.store
-    put_new = store.put_new
+    put_new = store.put_new_record
 
     async def overtaken(record: Any) -> Any:
         await store.end_session(session, "interrupted")
         return await put_new(record)
 
-    monkeypatch.setattr(store, "put_new", overtaken)
+    monkeypatch.setattr(store, "put_new_record", overtaken)
     request = {
         "session_id": session,
         "sampling_session_seq_id": 0,
@@ -235,4 +235,4 @@ async def test_a_session_that_ends_during_a_samplers_creation_has_no_sampler(
     }
     response = await api.call("POST", "/create_sampling_session", json=request)
     assert (response.status_code, response.json()["code"]) == (410, "session_ended")
-    assert (await store.page(SamplerRecord, tenant=None)).total == 0
+    assert (await store.page_of_records(SamplerRecord, tenant=None)).total == 0

@@ -124,7 +124,7 @@ async def test_on_a_full_disk_no_session_starts_and_every_session_can_end(
         assert "retry-after" in refused.headers
     await api.post("/session_heartbeat", {"session_id": session, "type": "session_heartbeat"})
     await finish(api, session)
-    assert (await api.services.store.get(SessionRecord, session)).ended == "success"
+    assert (await api.services.store.get_record(SessionRecord, session)).ended == "success"
 
 
 async def test_an_ended_session_is_listed_until_its_time_is_over(api: Any) -> None:

@@ -37,8 +37,8 @@ from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.fingerprint import ask_for_float32, numerics_id
 from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import gib, plan
-from tuneserve_engine.backend.jax.model.info import base_model_info
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
+from tuneserve_engine.backend.jax.model_info import base_model_info
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler

@@ -286,7 +286,7 @@ def test_a_prefetched_payload_is_not_decoded_again(
         threads.append(threading.current_thread())
         return decode(job)
 
-    monkeypatch.setattr(world.executor, "decode", noting)
+    monkeypatch.setattr(world.executor, "decode_payload", noting)
     with ThreadPoolExecutor(1) as host:
         decoded = {job.request_id: host.submit(noting, job) for job in (*jobs[:2], bad)}
     decoded[jobs[2].request_id] = Future()  # a decode that has not started
@@ -308,7 +308,7 @@ def test_a_payload_that_cannot_be_decoded_because_of_a_bug_fails_alone(
             raise MemoryError
         return decode(job)
 
-    monkeypatch.setattr(world.executor, "decode", failing)
+    monkeypatch.setattr(world.executor, "decode_payload", failing)
     first, second = world.run(good, bad)
     assert trained(first).metrics == {"loss:sum": 1.25}
     assert "internal error" in message(second, "server")
