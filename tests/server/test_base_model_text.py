@@ -9,7 +9,6 @@ import transformers
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.errors import InvalidField
-from tuneserve_server.openai.responses import cut_at, offsets
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +54,3 @@ def test_a_template_cannot_change_its_input_or_reach_beyond_it(tmp_path: Path) -
         (tmp_path / "chat_template.jinja").write_text(source)
         with pytest.raises(InvalidField, match="cannot render"):
             BaseText("own", tmp_path).chat([], {})
-
-
-@pytest.mark.parametrize("said", ["plain words", "naïve 🎉🎉 ok", "日本語", "🎉", ""])
-def test_a_token_starts_after_the_whole_characters_before_it(text: BaseText, said: str) -> None:
-    tokens = text.encode(said)
-    expected = [len(text.decode(tokens[:i]).rstrip("\ufffd")) for i in range(len(tokens))]
-    assert offsets(tokens, text) == expected
-    assert text.decode(tokens) == said
-
-
-def test_text_is_cut_at_the_first_stop_string() -> None:
-    assert cut_at("a--b==c", ["==", "--"]) == "a"
-    assert cut_at("abc", ["x"]) == "abc"

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 SLICE_S = 0.1
-"""The time that one micro-batch of a long request takes, in seconds, about. Another tenant's request
-waits at most so long before it runs in between."""
+"""The time that one micro-batch of a long request takes, in seconds, about. Another tenant's
+request waits at most so long before it runs in between."""
 
 RESERVE_BYTES = 32 * 2**20
 """Disk space for the write-ahead log between two checkpoints, and as much for the database."""

@@ -4,15 +4,11 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.redis_server import RedisServer
-from tests.server.cleanup.unused_case import A
 from tests.server.cli.test_keys import socket, tuneserve
 from tests.server.conftest import Api
 from tuneserve_engine.store.files import FileStore
@@ -114,64 +110,4 @@ async def test_a_new_store_adopts_old_files_before_its_service_starts(tmp_path: 
     assert await looked_at(settings) == (
         "OK",
         "the files directory belongs to the store; 0 files are in quarantine",
-    )
-
-
-async def test_doctor_recognises_a_restored_copy_before_it_starts(tmp_path: Path) -> None:
-    settings = ApiSettings(data_dir=tmp_path / "data")
-    assert (await looked_at(settings))[0] == "OK"
-    assert list(tmp_path.iterdir()) == []
-    async with running(settings):
-        pass
-    shutil.copy(settings.store_file, tmp_path / "backup.db")
-    async with running(settings) as unused:
-        FileStore(settings.files_dir).write(A, {"a": b"x"})
-        await unused.prove()
-    assert (await looked_at(settings))[0] == "OK"
-    shutil.copy(tmp_path / "backup.db", settings.store_file)
-    level, text = await looked_at(settings)
-    assert level == "WARN" and "older than its directory" in text
-    async with running(settings) as unused:
-        assert unused.problem and unused.problem.kind == "older"
-    for path in settings.files_dir.glob(".of-*"):
-        path.rmdir()
-    assert (await looked_at(settings))[0] == "FAIL"
-
-
-async def test_doctor_recognises_a_store_that_has_moved(tmp_path: Path) -> None:
-    settings = ApiSettings(data_dir=tmp_path / "data")
-    async with running(settings):
-        pass
-    settings.store_file.rename(tmp_path / "first.db")
-    shutil.copy(tmp_path / "first.db", settings.store_file)
-    level, text = await looked_at(settings)
-    assert level == "WARN" and "copied, restored or moved" in text and "files adopt" in text
-    silence(settings.files_dir)
-    adopted = await tuneserve(settings.data_dir, "files", "adopt")
-    assert adopted.exit_code == 0
-    assert (await looked_at(settings))[0] == "OK"
-
-
-async def test_doctor_recognises_an_empty_redis_by_the_files(tmp_path: Path) -> None:
-    with RedisServer(tmp_path / "redis") as server:
-        settings = ApiSettings(data_dir=tmp_path / "data", store=server.url)
-        assert (await looked_at(settings))[0] == "OK"
-        async with running(settings):
-            pass
-        assert (await looked_at(settings))[0] == "OK"
-        server.command("FLUSHALL")
-        level, text = await looked_at(settings)
-        assert level == "FAIL" and "is new or empty" in text
-        assert server.command("DBSIZE").strip() == b":0"
-
-
-async def test_an_unreachable_store_gives_no_verdict_on_the_files(tmp_path: Path) -> None:
-    settings = ApiSettings(data_dir=tmp_path / "data")
-    async with running(settings):
-        pass
-    settings.store_file.write_bytes(b"not a database" * 1000)
-    found: Any = await looked_at(settings)
-    assert found == (
-        "WARN",
-        "the owner of the files cannot be checked before the store is in order",
     )

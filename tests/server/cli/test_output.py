@@ -1,11 +1,11 @@
-"""The names of commands in their output."""
+"""The names of commands, curves and sizes in the output of commands."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from tuneserve_server.cli.output import this_command
+from tuneserve_server.cli.output import size, sparkline, this_command
 
 
 @pytest.mark.parametrize("name", ["tuneserve", "pytest"])
@@ -19,3 +19,20 @@ def test_a_command_is_named_as_it_was_called(
     assert this_command() == (str(command) if name == "tuneserve" else "tuneserve")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert this_command() == "tuneserve"
+
+
+def test_a_sparkline_shows_means_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 2, 8, 8, 1, 1], 3) == "▁█▁"
+    assert sparkline([5, 5], 4) == "▁▁"
+    assert sparkline([], 4) == ""
+
+
+def test_sizes_are_shown_in_units_of_1024() -> None:
+    assert [size(each) for each in (None, 5, 2048, 3 * 2**20, 5 * 2**29)] == [
+        "-",
+        "5 B",
+        "2 KiB",
+        "3 MiB",
+        "2.5 GiB",
+    ]

@@ -1,12 +1,9 @@
 """The contents of the dashboard: curves, rates and recent errors."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from tuneserve_engine.core.usage import CurvePoint
 from tuneserve_server.dashboard.curves import MOST_ROWS, Curve
-from tuneserve_server.dashboard.recent_errors import MOST_OF_TENANT, RecentErrors
-from tuneserve_server.dashboard.state import Rates
 
 
 def steps(numbers: Sequence[int], start: int = 0) -> Iterator[CurvePoint]:
@@ -52,45 +49,3 @@ def test_each_gradient_counts_by_its_weights_or_else_by_its_tokens() -> None:
         CurvePoint("optim_step", 3, step=1),
     ]
     assert [row.loss for row in Curve.from_points(points).rows] == [170 / 1100]
-
-
-def test_rates_cover_the_last_seconds() -> None:
-    now_s = 0.0
-    rates = Rates(lambda: now_s)
-    rates.add_counters({"a": {"n": 0.0}})
-    assert rates.rates_of("a") == {}
-    for count in range(1, 61):
-        now_s = float(count)
-        rates.add_counters({"a": {"n": 2.0 * count if count <= 30 else 60.0 + 5 * (count - 30)}})
-        assert count > 30 or rates.rates_of("a") == {"n": 2.0}
-    assert rates.rates_of("a") == {"n": 5.0}
-    now_s += 60  # no viewer looked in the meantime
-    rates.add_counters({"a": {"n": 300.0}})
-    assert rates.rates_of("a") == {}
-
-
-def test_a_new_or_restarted_counter_has_a_rate_from_its_second_reading() -> None:
-    now_s = 0.0
-    rates = Rates(lambda: now_s)
-    seen: list[Any] = [{"a": 10.0}, {}, {"a": 20.0}, {"a": 21.0}, {"a": 3.0, "b": 5.0}]
-    for values in [*seen, {"a": 5.0, "b": 9.0}]:
-        now_s += 1
-        rates.add_counters({key: {"n": value} for key, value in values.items()})
-        if values == {"a": 21.0}:
-            assert rates.rates_of("a") == {"n": 1.0}
-        if values == {"a": 3.0, "b": 5.0}:
-            assert rates.rates_of("a") == rates.rates_of("b") == {}
-    assert (rates.rates_of("a"), rates.rates_of("b")) == ({"n": 2.0}, {"n": 4.0})
-
-
-def test_one_tenants_errors_push_out_only_its_own() -> None:
-    now_s = iter(range(1000))
-    recent = RecentErrors(lambda: float(next(now_s)))
-    recent.record_error("quiet", "code", "text", "/route")
-    for number in range(2 * MOST_OF_TENANT):
-        recent.record_error("loud", "code", f"text {number} {'x' * 1000}", "/route")
-    assert len(recent.newest("loud", 100)) == MOST_OF_TENANT
-    assert [each.tenant for each in recent.newest("quiet", 100)] == ["quiet"]
-    newest = recent.newest(None, 2)
-    assert [each.text[:7] for each in newest] == ["text 39", "text 38"]
-    assert len(newest[0].text) < 700

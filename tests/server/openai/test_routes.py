@@ -28,7 +28,6 @@ from tests.server.openai.openai_case import (
 )
 from tests.support.fake_backend import FAKE_INFO
 from tuneserve_server.errors import OPENAI_PREFIX
-from tuneserve_server.openai.responses import Choice, CompletionShape, Likely, ScoredToken
 
 pytestmark = pytest.mark.anyio
 
@@ -195,19 +194,6 @@ async def test_tokens_may_be_named_by_their_ids(speaking: Any) -> None:
     assert all(
         name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top
     )
-
-
-def test_tokens_at_one_position_have_different_names() -> None:
-    top = [Likely(7, "\ufffd", -0.5), Likely(8, "\ufffd", -1.0), Likely(5, "x", -2.0)]
-    shape = CompletionShape()
-    scored = [
-        ScoredToken(9, "x", 0, -3.0, top),  # has the same text as a likelier token
-        ScoredToken(8, "\ufffd", 1, -1.0, top),
-        ScoredToken(5, "x", 2, -2.0, top),
-    ]
-    said = shape.choice(0, Choice("", None, scored))["logprobs"]
-    assert said["tokens"] == ["token_id:9", "token_id:8", "x"]
-    assert said["top_logprobs"] == [{"token_id:7": -0.5, "token_id:8": -1.0, "x": -2.0}] * 3
 
 
 async def test_without_a_seed_each_prompt_gets_its_own(speaking: Any) -> None:

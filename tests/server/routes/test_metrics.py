@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.fake_backend import FAKE_INFO
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
-from tuneserve_server.cli.readiness import report_progress
 from tuneserve_server.metric_names import API_METRICS
 
 pytestmark = pytest.mark.anyio
@@ -143,44 +142,3 @@ async def test_health_shows_the_share_of_programs_that_fail_to_compile(api: Any)
     )
     assert health["base_models"][0]["failing"] == health["failing"]
     assert (health["worker"], "warming" in health) == ("ready", False)
-
-
-async def test_up_prints_that_it_is_ready_and_how_far_compilation_is(
-    monkeypatch: pytest.MonkeyPatch, settings: Any
-) -> None:
-    own = {
-        "name": settings.served_name,
-        "context_length": 77,
-        "warming": "1 of 3 programs compiled",
-        "failing": "1 of 3 programs cannot be compiled",
-    }
-    other = {"name": "other/model", "workers": 1, "context_length": 9}
-    answers = [
-        {},
-        {"worker": "absent", "base_models": []},
-        # The command must not wait for a worker of another base model on the same data directory.
-        {"worker": "ready", "base_model": "other/model", "base_models": [other]},
-        {"worker": "ready", "base_models": [{**own, "workers": 0}, other]},
-        {"worker": "ready", "base_models": [other, {**own, "workers": 1}]},
-    ]
-    monkeypatch.setattr("tuneserve_server.cli.readiness.health_of", lambda _: answers.pop(0))
-    said: list[str] = []
-    await report_progress(settings, said.append)
-    assert said[1] == f"ready: TINKER_BASE_URL={settings.url} TINKER_API_KEY=tml-local"
-    assert not answers
-    assert said[2:] == [
-        f"base model {settings.served_name}, context 77 tokens",
-        "warming up: 1 of 3 programs compiled; requests that need the others wait for them",
-        "attention: 1 of 3 programs cannot be compiled",
-    ]
-
-
-async def test_up_says_how_to_get_a_key_if_keys_are_required(
-    monkeypatch: pytest.MonkeyPatch, settings: Any
-) -> None:
-    own = {"name": settings.served_name, "workers": 1}
-    health = {"base_models": [own], "keys_required": True}
-    monkeypatch.setattr("tuneserve_server.cli.readiness.health_of", lambda _: health)
-    said: list[str] = []
-    await report_progress(settings, said.append)
-    assert said[1].endswith("TINKER_API_KEY=<from tuneserve keys create>")

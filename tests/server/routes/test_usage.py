@@ -1,24 +1,15 @@
 """Costs shown to a tenant: sums, curves, request costs and budgets. Operators see more."""
 
-import asyncio
 import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.engine.store.contract.bench import INFO
-from tests.support.memory_store import MemoryStore
 from tuneserve_client.wire.types import CurveResponse, RequestResponse, UsageResponse
-from tuneserve_engine.core.jobs import Job, JobKind, Outcome
-from tuneserve_engine.core.records import TenantRecord, Update
-from tuneserve_engine.core.usage import Usage
 from tuneserve_server.access.auth import open_tenant
 from tuneserve_server.access.budgets import Budgets
-from tuneserve_server.errors import BudgetUsedUp
-from tuneserve_server.store_metrics import StoreMetrics
 
 pytestmark = pytest.mark.anyio
 
@@ -141,62 +132,6 @@ async def test_a_failed_request_is_described_as_failed(service: Any) -> None:
 # --- budgets --------------------------------------------------------------------------------------
 
 
-async def spent(store: MemoryStore, tenant: str, seconds: float, seq: int = 0) -> None:
-    job = Job(tenant, JobKind.SAMPLE, "s:sample:0", seq, base_model="tiny")
-    request = (await store.submit(job)).request_id
-    epoch = (await store.lease("worker", "process", INFO)).epoch
-    await store.finish(epoch, [Outcome(request, usage=Usage(seconds))])
-
-
-async def test_a_budget_lasts_for_a_day() -> None:
-    now_s = 10 * DAY_S + 3600
-    store = MemoryStore(clock=lambda: now_s)
-    budgets = Budgets(store, {"a": 5.0, "none": 0.0}, clock=lambda: now_s)
-    await spent(store, "a", 4.0)
-    await spent(store, "b", 400.0)
-    for tenant in "ab":
-        await budgets.check(tenant, JobKind.SAMPLE)
-    await spent(store, "a", 2.5, seq=1)
-    now_s += 2
-    for kind in (JobKind.SAMPLE, JobKind.FORWARD_BACKWARD, JobKind.OPTIM_STEP):
-        with pytest.raises(
-            BudgetUsedUp, match=r"used 6\.5 device seconds today, .* is 5 a day; .* 00:00 UTC"
-        ):
-            await budgets.check("a", kind)
-    await budgets.check("a", JobKind.SAVE_WEIGHTS)
-    await budgets.check("b", JobKind.SAMPLE)
-    with pytest.raises(BudgetUsedUp):
-        await budgets.check("none", JobKind.SAMPLE)
-    told = await budgets.told("a")
-    assert told is not None
-    assert (told.used_device_ms, told.limit_device_ms) == (6500.0, 5000.0)
-    assert told.resets == datetime.fromtimestamp(11 * DAY_S, UTC)
-    now_s += DAY_S
-    await budgets.check("a", JobKind.SAMPLE)
-    await store.close()
-
-
-async def test_a_tenants_own_budget_overrides_the_setting_at_once() -> None:
-    now_s = 10 * DAY_S
-    store = MemoryStore(clock=lambda: now_s)
-    budgets = Budgets(store, {"a": 100.0}, clock=lambda: now_s)
-    for tenant in "ab":
-        await spent(store, tenant, 4.0)
-        await budgets.check(tenant, JobKind.SAMPLE)
-        await store.put_new_record(TenantRecord(tenant, tenant, now_s, device_s_a_day=3.0))
-    now_s += 1
-    for tenant in "ab":
-        with pytest.raises(BudgetUsedUp, match=r"used 4\.0 device seconds today, .* is 3 a"):
-            await budgets.check(tenant, JobKind.SAMPLE)
-        await store.update_record(Update("tenant", tenant, {"device_s_a_day": None}))
-    now_s += 1
-    for tenant, limit_ms in (("a", 100_000.0), ("b", None)):
-        await budgets.check(tenant, JobKind.SAMPLE)
-        told = await budgets.told(tenant)
-        assert (told and told.limit_device_ms) == limit_ms
-    await store.close()
-
-
 async def test_a_tenant_with_a_spent_budget_is_refused_for_now_and_keeps_accepted_requests(
     service: Any, bodies: Any
 ) -> None:
@@ -219,86 +154,3 @@ async def test_a_tenant_with_a_spent_budget_is_refused_for_now_and_keeps_accepte
     await service.forward_backward(other, 1, key="tml-b")
     told = (await service.get("/usage"))["budget"]
     assert told["used_device_ms"] >= told["limit_device_ms"]
-
-
-# --- metrics --------------------------------------------------------------------------------------
-
-
-async def scraped(api: Any) -> dict[str, dict[tuple[str, ...], float]]:
-    text = (await api.http.get("/metrics")).text
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for family in text_string_to_metric_families(text):
-        for each in family.samples:
-            found.setdefault(each.name, {})[tuple(each.labels.values())] = each.value
-    return found
-
-
-async def test_requests_are_counted_by_route_and_status(service: Any) -> None:
-    model, _ = await trained(service)
-    await service.call("GET", f"/training_runs/{model}")
-    await service.call("GET", f"/training_runs/{model}", key="tml-b")
-    await service.http.get("/no/such/path")
-    await service.http.request("BREW", "/no/such/path")
-    await service.http.request("BREW", "/api/v1/create_session")
-    found = await scraped(service)
-    counted = found["tuneserve_http_requests_total"]
-    route = "/api/v1/training_runs/{model_id}"
-    assert (counted["GET", route, "200"], counted["GET", route, "404"]) == (1, 1)
-    assert counted["POST", "/api/v1/forward_backward", "200"] == 2
-    assert counted["none", "none", "404"] == 2
-    assert counted["none", "/api/v1/create_session", "405"] == 1
-    assert found["tuneserve_http_request_duration_seconds_count"]["GET", route] == 2
-
-
-async def test_a_request_that_raises_is_counted_as_a_500(
-    api: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(api.services.store, "usage", broken)
-    with pytest.raises(ZeroDivisionError):
-        await api.call("GET", "/usage")
-    counted = (await scraped(api))["tuneserve_http_requests_total"]
-    assert counted["GET", "/api/v1/usage", "500"] == 1
-
-
-async def test_the_store_reports_its_fill_level_and_tenants_are_not_shown(service: Any) -> None:
-    await trained(service)
-    found = await scraped(service)
-    assert found["tuneserve_store_unfinished_requests"] == {(): 0}
-    assert found["tuneserve_store_logged_requests"] == {(): 4}
-    assert found["tuneserve_store_recovery_points"] == {(): 0}
-    assert not [name for name in found if "tenant" in name]
-
-
-async def test_tenants_are_shown_if_the_operator_enables_it(service: Any) -> None:
-    services = service.services
-    shown = StoreMetrics(services.store, tenants=True)
-    service.app.state.services = replace(services, store_metrics=shown)
-    await asyncio.gather(trained(service), trained(service, "tml-b"))
-    found = await scraped(service)
-    seconds = found["tuneserve_tenant_device_seconds_total"]
-    assert seconds.keys() == {(A,), (B,)}
-    used = (await service.get("/usage"))["total"]["device_ms"]
-    assert seconds[A,] == pytest.approx(used / 1000, abs=1e-5)
-
-
-async def test_tenants_beyond_the_first_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneserve_server.store_metrics.MOST_TENANTS", 2)
-    now_s = 0.0
-    store = MemoryStore()
-    shown = StoreMetrics(store, tenants=True, clock=lambda: now_s)
-    seconds = []
-    for seq, (tenant, used) in enumerate([("b", 1.0), ("c", 2.0), ("a", 4.0), ("d", 8.0)]):
-        await spent(store, tenant, used, seq)
-        now_s += 10
-        metrics = {each.name: each for each in await shown.metrics()}
-        samples = metrics["tuneserve_tenant_device_seconds"].samples
-        seconds.append({each.labels["tenant"]: each.value for each in samples})
-    assert seconds[1:] == [
-        {"b": 1.0, "c": 2.0},
-        {"others": 4.0, "b": 1.0, "c": 2.0},
-        {"others": 12.0, "b": 1.0, "c": 2.0},
-    ]
-    await store.close()

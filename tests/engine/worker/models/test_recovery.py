@@ -1,7 +1,6 @@
 """Models outlive their worker: recovery points, replay, parking, a graceful stop."""
 
 import asyncio
-import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.fake_backend import FAKE_INFO
 from tests.support.worker_bench import (
     TIMEOUT_S,
     Bench,
@@ -23,13 +21,10 @@ from tests.support.worker_bench import (
 from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_engine.backend.base import DeviceFailed, TrainBatch, TrainResult
 from tuneserve_engine.core.jobs import JobKind, Outcome
-from tuneserve_engine.core.policies import SweepPolicy
 from tuneserve_engine.core.records import ModelRecord, ModelStatus
-from tuneserve_engine.store.files import FileStore, LocalFs
 from tuneserve_engine.worker import worker as worker_module
-from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.models.recovery_points import PointPolicy
-from tuneserve_engine.worker.worker import Worker, WorkerPolicy
+from tuneserve_engine.worker.worker import WorkerPolicy
 
 NEVER = WorkerPolicy(points=PointPolicy(interval_s=1e9, steps=10**9), renew_s=0.05)
 OFTEN = WorkerPolicy(points=PointPolicy(interval_s=0.01, steps=1), renew_s=0.05)
@@ -304,117 +299,7 @@ def test_a_device_failure_ends_its_worker_and_not_the_requests(tmp_path: Path) -
 # --- points --------------------------------------------------------------------------------------
 
 
-def test_a_point_that_cannot_be_written_only_costs_replay(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Full(LocalFs):
-        is_full = False
-
-        def fsync(self, descriptor: int) -> None:
-            if self.is_full:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            super().fsync(descriptor)
-
-    fs = Full()
-
-    async def scenario(bench: Bench) -> None:
-        await bench.kill()
-        executor = JobExecutor(bench.backend, FileStore(tmp_path / "files", fs))
-        worker = Worker(bench.line.connect, executor, FAKE_INFO, name="worker", policy=OFTEN)
-        bench.task = asyncio.create_task(worker.run_until_stopped())
-        fs.is_full = True
-        await bench.ok(await bench.create("a"))
-        await train(bench, "a", 2)
-        await until(lambda: "was not written" in caplog.text)
-        fs.is_full = False
-        async with asyncio.timeout(TIMEOUT_S):
-            while not await worker.session.call(
-                lambda queue, epoch: queue.recovery_points(epoch, "a")
-            ):
-                await asyncio.sleep(0.02)
-
-    run(tmp_path, scenario, OFTEN)
-
-
-def test_a_point_waits_for_the_results_before_it(tmp_path: Path) -> None:
-    """Otherwise a worker's death between the two would apply those requests twice."""
-    wanted = undisturbed(tmp_path / "undisturbed", 1)
-
-    async def scenario(bench: Bench) -> None:
-        await bench.ok(await bench.create("a"))
-        bench.backend.gate.clear()
-        gradients = [await bench.gradient("a", token) for token in (0, 1)]
-        await until(lambda: bench.line.calls.count("take_jobs") >= 3)
-        bench.line.breaks = {"finish": ["before"] * 10_000}
-        bench.backend.gate.set()
-        await until(lambda: len(bench.backend.gradients) == 2)
-        await asyncio.sleep(0.2)  # long enough for many points
-        await bench.kill()
-        assert [p.position for p in await bench.store.recovery_points(1, "a")] in ([], [1])
-        bench.start()
-        for request in gradients:
-            await bench.ok(request)
-        await bench.ok(await bench.step("a"))
-        await bench.ok(await bench.gradient("a", 7))
-        assert await finish_round(bench, "a") == wanted
-
-    run(tmp_path / "killed", scenario, OFTEN)
-
-
-# --- parking and handing over --------------------------------------------------------------------
-
-
-async def park(bench: Bench) -> None:
-    await bench.store.sweep(1e12, SweepPolicy(session_ttl_s=1e13, park_s=1.0, result_ttl_s=1e13))
-    await until(lambda: "unassign" in bench.line.calls)
-
-
-def test_an_idle_model_is_parked_and_restored_by_its_next_request(tmp_path: Path) -> None:
-    wanted = undisturbed(tmp_path / "undisturbed", 2)
-
-    async def scenario(bench: Bench) -> None:
-        await bench.ok(await bench.create("a"))
-        await train(bench, "a", 2)
-        await park(bench)
-        assert "a" not in bench.backend._adapters
-        assert await finish_round(bench, "a") == wanted
-        assert len(bench.backend.gradients) == 5 + 1  # no replay was needed
-
-    run(tmp_path / "parked", scenario, NEVER)
-
-
-def test_a_request_that_arrives_while_its_model_is_handed_over_still_runs(tmp_path: Path) -> None:
-    async def scenario(bench: Bench) -> None:
-        await bench.ok(await bench.create("a"))
-        for round_ in range(10):
-            bench.line.calls.clear()
-            await bench.store.sweep(
-                1e12, SweepPolicy(session_ttl_s=1e13, park_s=1.0, result_ttl_s=1e13)
-            )
-            await asyncio.sleep(0.01 * round_)
-            await bench.ok(await bench.gradient("a", round_))
-            await bench.ok(await bench.step("a"))
-        assert bench.backend.adapter_state("a", optimizer=True).step == 10
-
-    run(tmp_path, scenario, NEVER)
-
-
-def test_a_second_worker_takes_its_share_of_busy_models(tmp_path: Path) -> None:
-    async def scenario(bench: Bench) -> None:
-        for model in "abcd":
-            await bench.ok(await bench.create(model))
-        first, task = bench.backend, bench.task
-        bench.start(name="another")
-        await until(lambda: len(first._adapters) == 2)
-        for model in "abcd":
-            await bench.ok(await bench.gradient(model))
-            await bench.ok(await bench.step(model))
-        assert len(first._adapters) == len(bench.backend._adapters) == 2
-        assert not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    run(tmp_path, scenario, NEVER)
+# --- giving up -----------------------------------------------------------------------------------
 
 
 # --- stopping ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from tests.engine.worker.execution.test_packing import BLOCK, STATIC_SHAPES, pac
 from tests.engine.worker.scheduling.test_fairness import GRADIENT, SAVE, STEP, Sizes
 from tuneserve_engine.core.jobs import Job
 from tuneserve_engine.worker.execution.packing import pack
-from tuneserve_engine.worker.scheduling.pace import Pace
 from tuneserve_engine.worker.scheduling.runnable import Running
 from tuneserve_engine.worker.scheduling.scheduler import Scheduler
 
@@ -205,13 +204,3 @@ def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -
     assert len(runs(pack(requests, STATIC_SHAPES, 0, lambda _: tokens))) == sum(
         len(each.data.data) for each in requests
     )
-
-
-def test_the_pace_is_learned_and_forgets_slices_that_had_to_compile() -> None:
-    pace = Pace(0.1)
-    assert pace.tokens(False) is None
-    pace.learn(False, 1000, 60.0)
-    for _ in range(2):
-        pace.learn(False, 1000, 0.2)
-    assert pace.tokens(False) == 500
-    assert pace.tokens(True) is None

@@ -18,7 +18,7 @@ WIDE = {
     "down_proj": (4, 384, 128),
     UNEMBED: (128, 1024),
 }
-"""Square targets, and targets that are longer on either side, all far larger than the rank."""
+"""Square and rectangular shapes, whose sides are far larger than the rank."""
 
 
 def size(shape: tuple[int, ...]) -> int:

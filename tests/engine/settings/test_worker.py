@@ -1,0 +1,86 @@
+"""Settings of the worker: its directories, its plan and its name."""
+
+import os
+import socket
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tuneserve_engine.core.backend_options import PlanRequest
+from tuneserve_engine.settings.worker import WorkerSettings
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_directories_are_in_the_data_directory_unless_they_are_set() -> None:
+    plain = WorkerSettings(data_dir=Path("d"))
+    assert (plain.compile_cache_dir, plain.decompositions_dir, plain.pages_dir) == (
+        Path("d/compiled"),
+        Path("d/decompositions"),
+        Path("d/pages"),
+    )
+    moved = WorkerSettings(compile_cache=Path("c"), decompositions=Path("s"))
+    assert (moved.compile_cache_dir, moved.decompositions_dir) == (Path("c"), Path("s"))
+
+
+def test_the_plan_and_the_backend_have_the_choices_of_the_settings() -> None:
+    choices: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "max_context_tokens": 100,
+        "batch_tokens": 200,
+        "chunk_tokens": 128,
+        "remat": "full",
+        "max_rank": 8,
+        "request_slots": 4,
+        "sample_rows": 2,
+        "device_memory_bytes": 10**9,
+        "adapter_device_bytes": 10**8,
+        "adapter_host_bytes": 0,
+    }
+    assert choices.keys() == {each.name for each in fields(PlanRequest)}
+    settings = WorkerSettings(**choices, base_model="someone/model", min_free_bytes=7)
+    assert settings.plan_request == PlanRequest(**choices)
+    options = settings.backend_options
+    assert (options.plan, options.min_free_bytes) == (settings.plan_request, 7)
+    assert (options.base_model, options.served_name, options.base_model_revision) == (
+        "someone/model",
+        "someone/model",
+        None,
+    )
+
+
+def test_without_settings_the_planner_has_its_own_defaults() -> None:
+    assert WorkerSettings().plan_request == PlanRequest()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunk_tokens": 100},
+        {"chunk_tokens": 0},
+        {"request_slots": 33},
+        {"remat": "some"},
+        {"tenant_weights": {"a": 0}},
+        {"tenant_weights": "a=1"},
+        {"point_s": 0},
+    ],
+)
+def test_a_value_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        WorkerSettings(**wrong)
+
+
+def test_weights_of_tenants_are_a_json_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNESERVE_TENANT_WEIGHTS", '{"a": 2, "b": 0.5}')
+    assert WorkerSettings().tenant_weights == {"a": 2.0, "b": 0.5}
+
+
+def test_a_worker_without_a_name_has_that_of_its_host_and_process() -> None:
+    assert WorkerSettings().lease_name == f"{socket.gethostname()}-{os.getpid()}"
+    assert WorkerSettings(worker_name="one").lease_name == "one"

@@ -1,0 +1,39 @@
+"""The recipe of a training run: its order, its rates, and its memory in checkpoints."""
+
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from tuneserve_server.cli.train_recipe import Recipe
+
+
+def test_every_epoch_has_each_row_once_in_a_new_order() -> None:
+    recipe = Recipe("digest", seed=3, epochs=2, batch_size=3)
+    data = list(range(8))
+    batches = [recipe.batch(step, data) for step in range(recipe.steps(8))]
+    assert [len(each) for each in batches] == [3, 3, 2, 3, 3, 2]
+    first, second = ([*chain.from_iterable(each)] for each in (batches[:3], batches[3:]))
+    assert sorted(first) == sorted(second) == data
+    assert first != second
+    other = replace(recipe, seed=4)
+    assert [other.batch(step, data) for step in range(6)] != batches
+
+
+def test_the_learning_rate_falls_to_zero_in_a_straight_line() -> None:
+    recipe = Recipe("digest", epochs=2, batch_size=4, learning_rate=1e-3)
+    rates = [recipe.rate(step, 8) for step in range(4)]
+    assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+
+
+def test_a_checkpoint_remembers_the_next_step() -> None:
+    recipe = Recipe("digest", seed=3, epochs=2, batch_size=3, learning_rate=3e-5)
+    assert Recipe.remembered(recipe.metadata(17)) == (recipe, 17)
+    assert Recipe.remembered({}) is None
+    assert Recipe.remembered({**recipe.metadata(17), "tuneserve_train_seed": "x"}) is None
+    assert recipe.changed({"epochs": 9, "seed": None}) == replace(recipe, epochs=9)
+    assert recipe.has_order_of(replace(recipe, epochs=9, learning_rate=1.0))
+    assert not recipe.has_order_of(replace(recipe, batch_size=4))
+    cut = replace(recipe, max_tokens=24)
+    assert Recipe.remembered(cut.metadata(17)) == (cut, 17)
+    assert not cut.has_order_of(recipe)
