@@ -68,21 +68,21 @@ BUGS = (
     ),
     Bug(
         "a point before the results that it has the effect of",
-        f"{ENGINE}/worker/models/manager.py",
-        "        await self._host.stored(model_id, position)\n",
+        f"{ENGINE}/worker/models/recovery_points.py",
+        "        await self._services.wait_until_stored(model_id, position)\n",
         "",
         SIMULATION,
     ),
     Bug(
         "a point that claims one request more than it has",
         f"{ENGINE}/worker/execution/executor.py",
-        "self._residents[job.model_id].position = job.position + 1",
-        "self._residents[job.model_id].position = job.position + 2",
+        "self._models[job.model_id].position = job.position + 1",
+        "self._models[job.model_id].position = job.position + 2",
         SIMULATION,
     ),
     Bug(
         "outcomes count as stored before they are",
-        f"{ENGINE}/worker/worker.py",
+        f"{ENGINE}/worker/unstored.py",
         "            await queue.finish(epoch, batch)\n",
         "            self._outcomes = self._outcomes[len(batch) :]\n"
         "            await queue.finish(epoch, batch)\n"
@@ -92,7 +92,7 @@ BUGS = (
     Bug(
         "no check of the epoch",
         f"{ENGINE}/store/sqlite/placement.py",
-        'if tx.one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:',
+        'if tx.fetch_one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:',
         "if False:",
         ("tests/support/test_memory_store.py", "tests/faults/test_leases.py"),
     ),
