@@ -28,7 +28,7 @@ from tuneserve_engine.core.records import (
 from tuneserve_engine.store.errors import Fenced
 from tuneserve_engine.store.files import new_file_id
 from tuneserve_engine.worker import lease as link_module
-from tuneserve_engine.worker import worker as worker_module
+from tuneserve_engine.worker import unstored
 from tuneserve_engine.worker.execution.executor import JobExecutor
 from tuneserve_engine.worker.worker import WorkerPolicy
 
@@ -182,7 +182,7 @@ def test_an_idle_worker_makes_no_calls_and_wakes_at_once(tmp_path: Path) -> None
 def test_results_too_large_for_one_message_are_stored_by_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_FINISH_BYTES", 100)
+    monkeypatch.setattr(unstored, "_FINISH_BYTES", 100)
 
     async def scenario(bench: Bench) -> None:
         bench.backend.gate.clear()
