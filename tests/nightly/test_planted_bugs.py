@@ -68,8 +68,8 @@ BUGS = (
     ),
     Bug(
         "a point before the results that it has the effect of",
-        f"{ENGINE}/worker/models/manager.py",
-        "        await self._host.stored(model_id, position)\n",
+        f"{ENGINE}/worker/models/recovery_points.py",
+        "        await self._services.unstored.wait(model_id, position)\n",
         "",
         SIMULATION,
     ),
@@ -82,7 +82,7 @@ BUGS = (
     ),
     Bug(
         "outcomes count as stored before they are",
-        f"{ENGINE}/worker/worker.py",
+        f"{ENGINE}/worker/unstored.py",
         "            await queue.finish(epoch, batch)\n",
         "            self._outcomes = self._outcomes[len(batch) :]\n"
         "            await queue.finish(epoch, batch)\n"
