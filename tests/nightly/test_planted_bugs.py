@@ -69,7 +69,7 @@ BUGS = (
     Bug(
         "a point before the results that it has the effect of",
         f"{ENGINE}/worker/models/recovery_points.py",
-        "        await self._services.wait_until_stored(model_id, position)\n",
+        "        await self._services.unstored.wait(model_id, position)\n",
         "",
         SIMULATION,
     ),

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -120,7 +121,7 @@ class DeviceLoop:
                 continue
             await self._start_batch(batch)
             failpoint("worker-before-unit")
-            slice_ = _TimeSlice(batch, self._decoded.pop(batch), self._clock)
+            slice_ = _TimeSlice(batch, self._decoded.pop(batch), self._clock())
             self.host_s += slice_.started_s - idle_since_s
             self._slices = [slice_]
             loop = asyncio.get_running_loop()
@@ -148,18 +149,24 @@ class DeviceLoop:
     async def _start_batch(self, batch: Sequence[Job]) -> None:
         new = [job for job in batch if job.request_id not in self._sampling]
         self._pending.remove_jobs(new)
-        self._services.start_jobs(new, len(batch) - 1)
+        begun = [job for job in new if not self._pending.is_replay(job)]
+        self._services.unstored.jobs.update((job.request_id, job) for job in begun)
+        self._services.ledger.on_started(begun, len(batch) - 1)
+        for observer in self._services.observers:
+            observer.on_started(begun, len(batch) - 1)
         self._on_device = batch if batch[0].kind == JobKind.SAMPLE else ()
         await self._services.report_running(batch)
 
     async def _finish_batch(
         self, slice_: "_TimeSlice", result: BatchResult, outcomes: list[Outcome] | None
     ) -> None:
-        seconds = slice_.seconds
+        seconds = self._clock() - slice_.started_s - slice_.interrupted_s
         self.device_s += result.device_s
         self.host_s += max(seconds - result.device_s, 0.0)
         self._scheduler.charge(slice_.batch, seconds, result.work)
-        self._services.account(result)
+        self._services.ledger.on_ran(result)
+        for observer in self._services.observers:
+            observer.on_ran(result)
         if slice_.batch[0].kind == JobKind.SAMPLE:
             unfinished = result.remaining.keys() - self._cancelled
             jobs = {job.request_id: job for job in slice_.batch if job.request_id in unfinished}
@@ -203,13 +210,14 @@ class DeviceLoop:
             or self._executor.has_streams
             or self._stopping.is_set()
         )
-        return slice_.seconds >= (BATCH_S if is_awaited else _SAMPLING_S)
+        seconds = self._clock() - slice_.started_s - slice_.interrupted_s
+        return seconds >= (BATCH_S if is_awaited else _SAMPLING_S)
 
     def _run_between(self, loop: asyncio.AbstractEventLoop, slice_: "_TimeSlice") -> None:
         """Give the device to waiting calls, and to other batches as long as it is their turn."""
         if self._ended.is_set():
             return
-        slice_.pause()
+        slice_.ran_s = self._clock() - slice_.started_s - slice_.interrupted_s
         for _ in range(len(self._calls)):  # only the calls that wait now
             self._run_call()
         try:
@@ -225,20 +233,25 @@ class DeviceLoop:
             raise DeviceFailed(f"what ran between micro-batches failed: {error}") from error
         if slice_.is_interrupted:
             self._call_loop(loop, self._services.report_running(slice_.batch))
-        slice_.resume()
+        slice_.interrupted_s = self._clock() - slice_.started_s - slice_.ran_s
+        slice_.is_interrupted = False
 
     async def _start_interrupting(self) -> "_TimeSlice | None":
         """Start a batch inside the last one on the device; None if there is none to run."""
         if self._stopping.is_set():
             return None
-        running = [Running(each.batch, each.seconds, each.interrupted_s) for each in self._slices]
+        now_s = self._clock()
+        running = [
+            Running(each.batch, each.ran_s, now_s - each.started_s - each.ran_s)
+            for each in self._slices
+        ]
         pending, samples = self._pending.in_order(), list(self._sampling.values())
         batch = self._scheduler.interrupting_batch(running, pending, samples)
         if not batch:
             return None
         await self._start_batch(batch)
         self._slices[-1].is_interrupted = True
-        slice_ = _TimeSlice(batch, self._decoded.pop(batch), self._clock, is_interrupting=True)
+        slice_ = _TimeSlice(batch, self._decoded.pop(batch), self._clock(), is_interrupting=True)
         self._slices.append(slice_)
         return slice_
 
@@ -261,46 +274,20 @@ class DeviceLoop:
                     raise
 
 
+@dataclass(eq=False)
 class _TimeSlice:
-    """A batch's time on the device, without the time of batches that ran inside it.
+    """A batch's time on the device, without the time of batches and calls that ran inside it.
 
     ``decoded`` has the decoded payloads of some of its jobs, by request id.
     """
 
-    def __init__(
-        self,
-        batch: list[Job],
-        decoded: Mapping[str, "Future[Any]"],
-        clock: Callable[[], float],
-        *,
-        is_interrupting: bool = False,
-    ) -> None:
-        self.batch = batch
-        self.decoded = decoded
-        self.is_interrupting = is_interrupting
-        self.is_interrupted = False  # since it last resumed
-        self.started_s = clock()
-        self._paused_s: float | None = None
-        self._interrupted_s = 0.0
-        self._clock = clock
-
-    def pause(self) -> None:
-        self._paused_s = self._clock()
-
-    def resume(self) -> None:
-        assert self._paused_s is not None
-        self._interrupted_s += self._clock() - self._paused_s
-        self._paused_s, self.is_interrupted = None, False
-
-    @property
-    def seconds(self) -> float:
-        now_s = self._clock() if self._paused_s is None else self._paused_s
-        return now_s - self.started_s - self._interrupted_s
-
-    @property
-    def interrupted_s(self) -> float:
-        """The seconds since the start in which other batches or calls had the device."""
-        return self._clock() - self.started_s - self.seconds
+    batch: list[Job]
+    decoded: Mapping[str, "Future[Any]"]
+    started_s: float
+    is_interrupting: bool = False
+    is_interrupted: bool = False  # by a batch, since it last resumed
+    ran_s: float = 0.0  # its seconds on the device when it last paused
+    interrupted_s: float = 0.0  # the other seconds from its start until it last resumed
 
 
 class _Call(NamedTuple):

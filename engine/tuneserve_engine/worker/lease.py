@@ -47,7 +47,8 @@ class StoreSession:
         self._renew_s = renew_s
         self._metrics = metrics
         self._owner = uuid.uuid4().hex
-        self._epoch: int | None = None
+        self.epoch = 0
+        """The epoch of the lease; 0 before the first lease."""
         self._queue: Queue | None = None
         self._connected = asyncio.Event()
         self._faults = ThrottledLog(logger)
@@ -55,11 +56,6 @@ class StoreSession:
     @property
     def is_up(self) -> bool:
         return self._connected.is_set()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the lease; 0 before the first lease."""
-        return self._epoch or 0
 
     async def run_session(self, *traffic: Call[None]) -> None:
         """Connect, take the lease and run ``traffic`` beside the renewals; repeat when it fails.
@@ -80,13 +76,13 @@ class StoreSession:
                 self._connected.clear()
 
     async def _exchange(self, queue: Queue, traffic: tuple[Call[None], ...]) -> None:
-        if self._epoch is not None:
+        if self.epoch:
             # Learn of a successor before leasing: leasing would take the name back from it.
-            self._renewed(await queue.renew(self._epoch))
+            self._renewed(await queue.renew(self.epoch))
         lease = await queue.lease(self._name, self._owner, self._info)
-        if self._epoch is not None and not lease.resumed:
+        if self.epoch and not lease.resumed:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")
-        self._epoch, self._queue = lease.epoch, queue
+        self.epoch, self._queue = lease.epoch, queue
         self._connected.set()
         self._faults.forget()
         logger.info("ready: serving %s as epoch %d", self._info.name, lease.epoch)
@@ -103,9 +99,9 @@ class StoreSession:
         """Return the result of ``call``, retried until the store has answered it."""
         while True:
             await self._connected.wait()
-            assert self._queue is not None and self._epoch is not None
+            assert self._queue is not None
             try:
-                return await call(self._queue, self._epoch)
+                return await call(self._queue, self.epoch)
             except ConnectionError:
                 # ``keep`` notices the loss too, but perhaps only after this loop tries again.
                 await asyncio.sleep(_RECONNECT_S)
@@ -118,9 +114,9 @@ class StoreSession:
 
     async def notify(self, call: Call[None]) -> None:
         """Call once if the store is connected; a call that fails is lost."""
-        if self._queue is not None and self._epoch is not None:
+        if self._queue is not None:
             try:
-                await call(self._queue, self._epoch)
+                await call(self._queue, self.epoch)
             except (ConnectionError, StoreFailed):
                 pass
 

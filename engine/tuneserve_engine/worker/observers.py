@@ -1,4 +1,4 @@
-"""The events of a worker's jobs, for observers such as the usage ledger and traces."""
+"""The events of a worker's jobs, for observers such as traces."""
 
 from collections.abc import Iterable, Sequence
 

@@ -4,10 +4,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuneserve_engine.core.jobs import EncodedTokenDelta, Job, Outcome
-from tuneserve_engine.worker.execution.outcomes import BatchResult
+from tuneserve_engine.core.jobs import EncodedTokenDelta, Job
+from tuneserve_engine.worker.accounting.usage_ledger import UsageLedger
 from tuneserve_engine.worker.lease import StoreSession
+from tuneserve_engine.worker.observers import JobObserver
 from tuneserve_engine.worker.pending import PendingJobs
+from tuneserve_engine.worker.unstored import UnstoredOutcomes
 
 
 @dataclass(frozen=True)
@@ -20,25 +22,20 @@ class WorkerServices:
     """
 
     pending: PendingJobs
+    unstored: UnstoredOutcomes
     session: StoreSession
+    ledger: UsageLedger
+    observers: Sequence[JobObserver]
     clock: Callable[[], float]
-    spawn: Callable[[Coroutine[Any, Any, None]], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
     on_device: Callable[[Callable[[], Any]], Awaitable[Any]]
     on_disk: Callable[[Callable[[], Any]], Awaitable[Any]]
 
-    offer: Callable[[list[Outcome]], None]
-    """Send these outcomes to the store."""
-    wait_until_stored: Callable[[str, int | None], Awaitable[None]]
-    """Wait until the results of the model's requests before the position are durable."""
     without_takes: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
     """Make the call while no jobs are being taken from the store."""
 
     report_running: Callable[[Sequence[Job]], Coroutine[Any, Any, None]]
     """Report to the store what runs now."""
-    start_jobs: Callable[[Sequence[Job], int], None]
-    """Note that these jobs left the pending ones for a batch, with so many jobs beside each."""
-    account: Callable[[BatchResult], None]
-    """Account for a batch that had the device."""
     abandon: Callable[[Sequence[str]], None]
     """Note that these requests have begun, and that this worker does not end them."""
     cancel_running: Callable[[Sequence[str]], None]

@@ -20,7 +20,7 @@ class TokenPublisher:
     """
 
     def __init__(
-        self, session: StoreSession, spawn: Callable[[Coroutine[Any, Any, None]], None]
+        self, session: StoreSession, spawn: Callable[[Coroutine[Any, Any, None]], object]
     ) -> None:
         self._session = session
         self._spawn = spawn

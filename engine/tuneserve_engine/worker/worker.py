@@ -10,11 +10,11 @@ worker's death loses nothing either: the worker that takes over its models resto
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.jobs import Job, JobKind, Outcome, Rejection
@@ -25,9 +25,8 @@ from tuneserve_engine.store.errors import Fenced
 from tuneserve_engine.telemetry import logs
 from tuneserve_engine.worker.accounting.usage_ledger import UsageLedger
 from tuneserve_engine.worker.batch_log import BatchLog, BatchTimes
-from tuneserve_engine.worker.device_loop import DeviceLoop, FinishedBatch
+from tuneserve_engine.worker.device_loop import DeviceLoop
 from tuneserve_engine.worker.execution.executor import JobExecutor
-from tuneserve_engine.worker.execution.outcomes import BatchResult
 from tuneserve_engine.worker.lease import StoreSession
 from tuneserve_engine.worker.models.manager import ModelManager
 from tuneserve_engine.worker.models.recovery_points import PointPolicy
@@ -102,28 +101,29 @@ class Worker:
         self.session = StoreSession(
             connect, name, info, self._renewed, policy.renew_s, self._metrics
         )
-        self._unstored = UnstoredOutcomes(self._note_stored)
         self._ledger = UsageLedger(policy.clock)
-        self._observers: list[JobObserver] = [self._ledger, *policy.observers]
+        self._observers = policy.observers
+        self._unstored = UnstoredOutcomes(self._ledger, policy.observers)
         self._device = policy.device()
         self._decoder = policy.decoder()
         self._host = policy.host()
         self._disk = policy.disk()
         self._scheduler = scheduler or Scheduler()
-        self._publisher = TokenPublisher(self.session, self.spawn)
+        self._tasks = asyncio.TaskGroup()
+        """The tasks beside everything else; an exception that one raises ends the worker."""
+        self._publisher = TokenPublisher(self.session, self._tasks.create_task)
         services = WorkerServices(
             pending=self.pending,
+            unstored=self._unstored,
             session=self.session,
+            ledger=self._ledger,
+            observers=policy.observers,
             clock=policy.clock,
-            spawn=self.spawn,
+            spawn=self._tasks.create_task,
             on_device=self.on_device,
             on_disk=self._on_disk,
-            offer=self._offer,
-            wait_until_stored=self._unstored.wait,
             without_takes=self._without_takes,
             report_running=self._report_running,
-            start_jobs=self._start_jobs,
-            account=self._account,
             abandon=self._abandon,
             cancel_running=self._cancel_running,
             publish=self._publisher.publish,
@@ -142,7 +142,6 @@ class Worker:
         self._pausing = 0
         self._stopping = asyncio.Event()
         self._has_resigned = False
-        self._tasks: asyncio.TaskGroup | None = None
         self._batches_total = 0
         self._batch_log = BatchLog()
 
@@ -158,14 +157,14 @@ class Worker:
         ``LeaseLost`` if another worker has taken over.
         """
         try:
-            async with asyncio.TaskGroup() as self._tasks:
-                device_loop = self._tasks.create_task(self._device_loop.run_batches())
-                self._tasks.create_task(self._deliver())
-                self._tasks.create_task(
+            async with self._tasks as tasks:
+                device_loop = tasks.create_task(self._device_loop.run_batches())
+                tasks.create_task(self._deliver())
+                tasks.create_task(
                     self.session.run_session(self._take_jobs, self._unstored.store_forever)
                 )
-                self._tasks.create_task(self._models.save_points_forever())
-                self._tasks.create_task(self._stop_after(device_loop))
+                tasks.create_task(self._models.points.save_forever())
+                tasks.create_task(self._stop_after(device_loop))
         except BaseExceptionGroup as group:
             _, failures = group.split((_Stopped, Fenced) if self._has_resigned else _Stopped)
             if failures is not None:
@@ -183,7 +182,7 @@ class Worker:
             async with asyncio.timeout(STOP_S):
                 await device_loop
                 if self.session.is_up:
-                    await self._models.save_all()
+                    await self._models.points.save_all()
                     await self._unstored.wait(None, None)
                     await self._resign()
         except TimeoutError:
@@ -235,10 +234,22 @@ class Worker:
 
     async def _take_jobs(self, queue: Queue, epoch: int) -> None:
         while True:
+            # Take unless paused: a pause ends the wait for jobs, and the next turn of the loop
+            # waits until the lock is free again.
             async with self._taking:
-                jobs = await self._unless_paused(
+                taking = asyncio.ensure_future(
                     queue.take_jobs(epoch, after=self._cursor, max_jobs=_TAKE_JOBS)
                 )
+                pause = asyncio.ensure_future(self._pause.wait())
+                try:
+                    await asyncio.wait((taking, pause), return_when=asyncio.FIRST_COMPLETED)
+                    jobs = taking.result() if taking.done() else []
+                finally:
+                    taking.cancel()
+                    pause.cancel()
+                    await asyncio.gather(taking, pause, return_exceptions=True)
+
+            self._ledger.on_arrived(jobs)
             for observer in self._observers:
                 observer.on_arrived(jobs)
             for job in jobs:
@@ -249,16 +260,6 @@ class Worker:
                     self._models.route(job)
             self._device_loop.prefetch()
             failpoint("worker-took")
-
-    async def _unless_paused(self, take: Awaitable[list[Job]]) -> list[Job]:
-        taking, pause = asyncio.ensure_future(take), asyncio.ensure_future(self._pause.wait())
-        try:
-            await asyncio.wait((taking, pause), return_when=asyncio.FIRST_COMPLETED)
-            return taking.result() if taking.done() else []
-        finally:
-            for task in (taking, pause):
-                task.cancel()
-            await asyncio.gather(taking, pause, return_exceptions=True)
 
     async def _without_takes(self, call: Callable[[], Awaitable[None]]) -> None:
         self._pausing += 1
@@ -271,35 +272,20 @@ class Worker:
             if self._pausing == 0:  # else a take could start before the next call and block it
                 self._pause.clear()
 
-    def _note_stored(self, outcomes: Sequence[Outcome]) -> None:
-        for observer in self._observers:
-            observer.on_stored(outcomes)
-
-    def _offer(self, outcomes: list[Outcome]) -> None:
-        self._unstored.offer(self._ledger.with_usage(outcomes))
-
     # --- the device's side ----------------------------------------------------------------------
-
-    def _start_jobs(self, jobs: Sequence[Job], others: int) -> None:
-        new = [job for job in jobs if not self.pending.is_replay(job)]
-        self._unstored.start(new)
-        for observer in self._observers:
-            observer.on_started(new, others)
-
-    def _account(self, result: BatchResult) -> None:
-        for observer in self._observers:
-            observer.on_ran(result)
 
     def _cancel_running(self, request_ids: Sequence[str]) -> None:
         """Report the cost of these cancelled samples; the store knows everything else already."""
         if request_ids:
-            self._offer([Outcome(each, rejection=refusals.cancelled()) for each in request_ids])
+            ended = [Outcome(each, rejection=refusals.cancelled()) for each in request_ids]
+            self._unstored.offer(ended)
 
     def _abandon(self, request_ids: Sequence[str]) -> None:
         self._ledger.move_to_overhead(request_ids)
         self._drop(request_ids)
         if request_ids:  # clear the report, so that no request is blamed for a death from here on
-            self.spawn(self.session.notify(lambda queue, epoch: queue.note_running(epoch, [])))
+            clear = self.session.notify(lambda queue, epoch: queue.note_running(epoch, []))
+            self._tasks.create_task(clear)
 
     async def _report_running(self, batch: Sequence[Job]) -> None:
         """Report the running requests to the store, without waiting for its answer.
@@ -316,7 +302,8 @@ class Worker:
         if is_slice and ids == self._reported[0] and now_s < self._reported[1] + _REPORT_S:
             return
         self._reported = ids, now_s
-        self.spawn(self.session.notify(lambda queue, epoch: queue.note_running(epoch, ids)))
+        report = self.session.notify(lambda queue, epoch: queue.note_running(epoch, ids))
+        self._tasks.create_task(report)
         await asyncio.sleep(0)  # so that the report is sent before the batch starts
 
     # --- results --------------------------------------------------------------------------------
@@ -329,35 +316,28 @@ class Worker:
             outcomes = batch.outcomes
             if outcomes is None:
                 outcomes = await self._start(self._host, batch.result.outcomes)
-            self._deliver_batch(batch, outcomes, self.clock() - started_s)
+            encoding_s = self.clock() - started_s
+
+            self._batches_total += 1
+            jobs = batch.result.jobs
+            batch_id = f"{self.session.epoch}-{self._batches_total}"
+            for observer in self._observers:
+                observer.on_finished(jobs, batch_id)
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                outcome = self._models.record_outcome(job, outcome)
+                if outcome.rejection is not None:
+                    _log_failure(job, outcome.rejection, batch_id)
+                if self.pending.is_replay(job):
+                    self.pending.finish_replay(job, outcome)
+                else:
+                    self._unstored.offer([outcome])
+
+            failed = sum(outcome.rejection is not None for outcome in outcomes)
+            times = BatchTimes(batch.seconds, batch.result.device_s, encoding_s)
+            self._batch_log.record(batch_id, jobs, failed, times)
             self._device_loop.finished.task_done()
 
-    def _deliver_batch(
-        self, batch: FinishedBatch, outcomes: list[Outcome], encoding_s: float
-    ) -> None:
-        self._batches_total += 1
-        jobs = batch.result.jobs
-        batch_id = f"{self.session.epoch}-{self._batches_total}"
-        for observer in self._observers:
-            observer.on_finished(jobs, batch_id)
-        for job, outcome in zip(jobs, outcomes, strict=True):
-            outcome = self._models.record_outcome(job, outcome)
-            if outcome.rejection is not None:
-                _log_failure(job, outcome.rejection, batch_id)
-            if self.pending.is_replay(job):
-                self.pending.finish_replay(job, outcome)
-            else:
-                self._offer([outcome])
-        failed = sum(outcome.rejection is not None for outcome in outcomes)
-        times = BatchTimes(batch.seconds, batch.result.device_s, encoding_s)
-        self._batch_log.record(batch_id, jobs, failed, times)
-
     # --- what the models need -------------------------------------------------------------------
-
-    def spawn(self, task: Coroutine[Any, Any, None]) -> None:
-        """Run the task beside everything else; an exception that it raises ends the worker."""
-        assert self._tasks is not None
-        self._tasks.create_task(task)
 
     async def on_device(self, call: Callable[[], T]) -> T:
         return await self._device_loop.on_device(call)

@@ -16,6 +16,7 @@ from tuneserve_engine.backend.base import SampleProgress, SampleResult, Sampling
 from tuneserve_engine.core.jobs import Job, JobKind, SampleCommand, encode
 from tuneserve_engine.store.pubsub import Subscription
 from tuneserve_engine.worker import token_publisher as live_module
+from tuneserve_engine.worker.device_loop import _TimeSlice
 
 TOKENS = 12
 SEED = 5
@@ -192,16 +193,14 @@ def test_slices_are_short_while_a_client_streams(tmp_path: Path) -> None:
         executor = batches._executor
         assert not executor.has_streams
 
-        class Turn:
-            is_interrupting = False
-            seconds = 0.1
-
-        assert not batches._should_yield(Turn())  # type: ignore[arg-type]
+        turn = _TimeSlice([], {}, batches._clock() - 0.1)
+        assert not batches._should_yield(turn)
         await asked(bench, "one")
         assert isinstance(bench.backend, Stepwise)
         bench.backend.draw(1)
         await until(lambda: executor.has_streams)
-        assert batches._should_yield(Turn())  # type: ignore[arg-type]
+        turn.started_s = batches._clock() - 0.1
+        assert batches._should_yield(turn)
         bench.backend.draw(TOKENS)
 
     run(tmp_path, scenario)

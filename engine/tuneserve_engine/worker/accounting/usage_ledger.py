@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from tuneserve_engine.core.jobs import Job, Outcome
 from tuneserve_engine.core.usage import Usage
 from tuneserve_engine.worker.execution.outcomes import BatchResult
-from tuneserve_engine.worker.observers import JobObserver
 
 _ARRIVALS = 65_536
 """The number of requests whose arrival is remembered: more than a store accepts. Beyond it, the
@@ -42,7 +41,7 @@ class _Account:
     device_to_s: float = 0.0
 
 
-class UsageLedger(JobObserver):
+class UsageLedger:
     """A ledger that puts each device second into one request's account or into ``overhead_s``.
 
     The overhead is work for requests that ended long ago (replay), for samples that another worker
@@ -59,6 +58,7 @@ class UsageLedger(JobObserver):
         """The FLOPs of the requests that have ended."""
 
     def on_arrived(self, jobs: Sequence[Job]) -> None:
+        """Note that the worker has received the jobs."""
         now_s, begun = self._clock(), self._begun.total()
         for job in jobs:
             self._arrived[job.request_id] = _Arrival(now_s, self._begun[job.tenant], begun)
@@ -66,6 +66,7 @@ class UsageLedger(JobObserver):
             del self._arrived[next(iter(self._arrived))]
 
     def on_started(self, jobs: Sequence[Job], others: int) -> None:
+        """Open an account for each of these jobs, which start with ``others`` jobs beside each."""
         now_s, begun = self._clock(), self._begun.total()
         for job in jobs:
             begun_own = self._begun[job.tenant]
@@ -95,17 +96,14 @@ class UsageLedger(JobObserver):
                 device_s -= seconds
         self.overhead_s += device_s
 
-    def with_usage(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes, each with its usage if its request had begun."""
-        return [self._closed(each) for each in outcomes]
-
     def move_to_overhead(self, request_ids: Iterable[str]) -> None:
         """Move the cost of these requests to the overhead: another worker will run them again."""
         for request_id in request_ids:
             account = self._accounts.pop(request_id, None)
             self.overhead_s += 0.0 if account is None else account.device_s
 
-    def _closed(self, outcome: Outcome) -> Outcome:
+    def with_usage(self, outcome: Outcome) -> Outcome:
+        """Close the request's account and return the outcome, with its usage if it had begun."""
         account = self._accounts.pop(outcome.request_id, None)
         self._arrived.pop(outcome.request_id, None)
         if account is None:

@@ -30,21 +30,13 @@ class ModelManager:
         self._services = services
         self._models: dict[str, HostedModel] = {}
         self._recovery = Recovery(executor, services)
-        self._points = RecoveryPoints(executor, policy, services, self._models)
+        self.points = RecoveryPoints(executor, policy, services, self._models)
         self._handing_over = asyncio.Lock()
 
     @property
     def points_unreadable(self) -> int:
         """The number of recovery points that could not be used."""
         return self._recovery.points_unreadable
-
-    async def save_points_forever(self) -> None:
-        """Save recovery points of changed models as the policy says. Never returns."""
-        await self._points.save_forever()
-
-    async def save_all(self) -> None:
-        """Save a recovery point of every changed model now."""
-        await self._points.save_all()
 
     # --- jobs in, outcomes out ------------------------------------------------------------------
 
@@ -100,7 +92,9 @@ class ModelManager:
         if outcome.changed and not outcome.rejection:
             model.is_accumulating = job.kind == JobKind.FORWARD_BACKWARD
             model.steps += job.kind == JobKind.OPTIM_STEP
-            self._points.mark_changed(model)
+            if model.changed_s is None:
+                model.changed_s = self._services.clock()
+            self.points.changed.set()
         if is_replay:
             return outcome
         updates, model.updates = model.updates, ()
@@ -132,7 +126,8 @@ class ModelManager:
         self._models.pop(model_id, None)
         status = Update("model", model_id, {"status": ModelStatus.LOST.value})
         first = model.held[0].request_id
-        self._services.offer([Outcome(first, rejection=refusals.lost(model_id), updates=(status,))])
+        lost = Outcome(first, rejection=refusals.lost(model_id), updates=(status,))
+        self._services.unstored.offer([lost])
 
     def _refuse_for_now(self, model_id: str, model: HostedModel, why: str) -> None:
         """Reject the jobs that wait for the model; only its unloads still run.
@@ -145,7 +140,8 @@ class ModelManager:
         unloads = [job for job in model.held if job.kind == JobKind.UNLOAD_MODEL]
         others = [job for job in model.held if job.kind != JobKind.UNLOAD_MODEL]
         self._services.pending.add_jobs(unloads)
-        self._services.offer([Outcome(job.request_id, rejection=no_room) for job in others])
+        refused = [Outcome(job.request_id, rejection=no_room) for job in others]
+        self._services.unstored.offer(refused)
 
     # --- handing over ---------------------------------------------------------------------------
 
@@ -162,9 +158,9 @@ class ModelManager:
     async def _save_and_release(self, model_id: str, model: HostedModel) -> None:
         async with self._handing_over:
             model.held = self._services.pending.withdraw(model_id) + model.held
-            await self._services.wait_until_stored(model_id, None)
+            await self._services.unstored.wait(model_id, None)
             try:
-                await self._points.save(model_id)
+                await self.points.save(model_id)
             except OSError as error:
                 message = "%s stays here: its state was not written: %s"
                 logger.error(message, model_id, error, extra=log_extra(model_id))

@@ -46,24 +46,35 @@ class RecoveryPoints:
         self._policy = policy
         self._services = services
         self._models = models
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when a model has begun to differ from its newest point."""
         self._writing = asyncio.Lock()
         self._writing_s = 0.0  # disk time of the last point, without the time spent waiting
-
-    def mark_changed(self, model: HostedModel) -> None:
-        """Note that the model differs from its newest point."""
-        if model.changed_s is None:
-            model.changed_s = self._services.clock()
-        self._changed.set()
 
     async def save_forever(self) -> None:
         """Save changed models as the policy says. Never returns."""
         while True:
-            self._changed.clear()
+            self.changed.clear()
             if not any(model.changed_s is not None for model in self._models.values()):
-                await self._changed.wait()
+                await self.changed.wait()
             await asyncio.sleep(_TICK_S)
-            for model_id in [m for m, model in self._models.items() if self._is_due(model)]:
+
+            due, now_s = [], self._services.clock()
+            for model_id, model in self._models.items():
+                # A point right after a step has no gradient to write, so a model that accumulates
+                # waits, but at most twice as long: not every training loop steps often.
+                late = 2 if model.is_accumulating else 1
+                if (
+                    model.is_ready
+                    and model.changed_s is not None
+                    and (
+                        now_s - model.changed_s >= late * self._policy.interval_s
+                        or model.steps >= late * self._policy.steps
+                    )
+                ):
+                    due.append(model_id)
+
+            for model_id in due:
                 self._writing_s = 0.0
                 await self._save_or_retry(model_id)
                 await asyncio.sleep(self._writing_s * (1 / self._policy.busy - 1))
@@ -99,17 +110,6 @@ class RecoveryPoints:
                 model.changed_s = model.changed_s or self._services.clock()
                 raise
 
-    def _is_due(self, model: HostedModel) -> bool:
-        if model.changed_s is None or not model.is_ready:
-            return False
-        # A point right after a step has no gradient to write, so a model that accumulates waits,
-        # but at most twice as long: not every training loop steps often.
-        late = 2 if model.is_accumulating else 1
-        waited_s = self._services.clock() - model.changed_s
-        return (
-            waited_s >= late * self._policy.interval_s or model.steps >= late * self._policy.steps
-        )
-
     async def _save_or_retry(self, model_id: str) -> None:
         try:
             await self.save(model_id)
@@ -119,7 +119,7 @@ class RecoveryPoints:
 
     async def _write(self, model_id: str, state: AdapterState, position: int) -> None:
         # A result that is not stored would be computed again, on a state that already includes it.
-        await self._services.wait_until_stored(model_id, position)
+        await self._services.unstored.wait(model_id, position)
         failpoint("point-before-file")
         file_id = new_file_id()
         started_s = self._services.clock()

@@ -206,7 +206,8 @@ def test_the_ledger_times_a_request_and_adds_up_its_slices() -> None:
         BatchResult([a], [], {"b": 1}, device_s=2.0, shares={"a": 0.5, "b": 1.5}, began_s=13.5)
     )
     now_s = 15.5
-    (of_a, unknown) = ledger.with_usage([Outcome("a", usage=Usage(flops=7.0)), Outcome("unknown")])
+    of_a = ledger.with_usage(Outcome("a", usage=Usage(flops=7.0)))
+    unknown = ledger.with_usage(Outcome("unknown"))
     assert of_a.usage == Usage(
         1.0, flops=7.0, queued_s=2.0, ran_s=3.5, others=4, packed_s=0.25, transfer_s=0.5
     )
@@ -223,7 +224,7 @@ def test_a_request_learns_how_many_jobs_were_ahead_in_total_and_of_its_tenant() 
         return [Job(name[0], JobKind.SAMPLE, "s", 0, b"", request_id=name) for name in names]
 
     def behind(name: str) -> tuple[int, int]:
-        (outcome,) = ledger.with_usage([Outcome(name)])
+        outcome = ledger.with_usage(Outcome(name))
         assert outcome.usage is not None
         return outcome.usage.behind, outcome.usage.behind_own
 
