@@ -126,7 +126,7 @@ class Footprint:
         layer += (queries + 2 * keys) * c.attention_bias + c.hidden * c.output_bias
         return layer + (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
 
-    @property
+    @cached_property
     def rank_parameters(self) -> int:
         """Parameters of an adapter per rank: every target is included, trained or not."""
         c = self.config

@@ -39,7 +39,7 @@ def downwards(**settings: Any) -> list[Plan]:
             plans.append(planned(memory, **settings))
         except DoesNotFit:
             return plans
-        memory = memory * 99 // 100
+        memory = memory * 98 // 100
 
 
 def test_with_enough_memory_everything_has_its_default() -> None:
