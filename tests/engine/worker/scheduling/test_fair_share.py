@@ -62,7 +62,7 @@ def test_an_absent_tenant_above_the_floor_keeps_its_debt() -> None:
     assert counters(shares, ["a", "b", "new"]) == [9.0, 1.0, 1.0]
 
 
-def test_without_work_nobody_owes_anything() -> None:
+def test_without_work_no_tenant_owes_another() -> None:
     shares = charged(charged(FairShare({}), 9.0, ("a", 1.0)), 1.0, ("b", 1.0))
     shares.lift_arrivals({})
     assert counters(shares, ["a", "b", "new"]) == [9.0, 9.0, 9.0]
