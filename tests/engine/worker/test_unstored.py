@@ -33,10 +33,13 @@ class Queue:
 @asynccontextmanager
 async def storing(unstored: UnstoredOutcomes, queue: Any) -> AsyncIterator[None]:
     task = asyncio.create_task(unstored.store_forever(queue, EPOCH))
-    yield
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    try:
+        async with asyncio.timeout(5.0):
+            yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def job(name: str, model: str | None = None, position: int | None = None) -> Job:
@@ -108,7 +111,7 @@ async def test_a_wait_is_for_begun_requests_of_the_model_before_the_position(
     assert await is_waiting(waiting) is waits
     async with storing(unstored, Queue()):
         unstored.offer([Outcome("a")])
-        await asyncio.wait_for(waiting, 5.0)
+        await waiting
 
 
 async def test_a_request_without_a_position_is_waited_for_at_any_position() -> None:

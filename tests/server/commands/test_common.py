@@ -1,5 +1,6 @@
 """The commands that bodies become, and the values that are refused with their limit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,6 +185,12 @@ def test_the_expected_size_of_a_save_counts_weights_and_two_moments() -> None:
     sampler = common.with_size(unnamed, CONFIG, FAKE_INFO).sampler
     assert sampler is not None and sampler.size_bytes == weights
     assert common.with_size(unnamed, CONFIG, None) is unnamed
+    # A trained core of OSFT has rank * rank numbers; its sampler weights are a whole LoRA.
+    core = replace(CONFIG, kind="osft", options={"form": "core"})
+    trained = common.with_size(save(path="a"), core, FAKE_INFO).checkpoint
+    assert trained is not None and trained.size_bytes == 3 * 4 * layers * 2 * 2 * 4
+    exported = common.with_size(unnamed, core, FAKE_INFO).sampler
+    assert exported is not None and exported.size_bytes == weights
 
 
 def test_a_load_that_creates_a_model_has_the_checkpoints_adapter() -> None:
