@@ -1,6 +1,7 @@
-"""The rules for names, over the product's whole code."""
+"""The rules for names, over the product's whole code and its tests."""
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,11 @@ TREES = {
     path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
     for package in PACKAGES
     for path in (ROOT / package).rglob("*.py")
+}
+ELSEWHERE = {
+    module: told
+    for part in tomllib.loads((ROOT / "tests/tested_elsewhere.toml").read_text()).values()
+    for module, told in part.items()
 }
 
 
@@ -37,3 +43,47 @@ def test_no_class_name_is_defined_twice() -> None:
 def test_a_verb_without_a_noun_is_a_public_function_in_at_most_one_file(verb: str) -> None:
     assert len(TREES) > 300
     assert len([path for path, tree in TREES.items() if verb in functions_of(tree.body)]) <= 1
+
+
+def mirrored_test(module: str) -> str:
+    """Return the name of the module's own test file: ``__main__`` is tested in ``test_main``."""
+    half, _, *folders, name = module.split("/")
+    tests = "/".join(["tests", half.replace("clients", "client"), *folders])
+    return f"{tests}/test_{name.removesuffix('.py').strip('_')}.py"
+
+
+def needs_a_test(module: str) -> bool:
+    """Return whether the module is written by hand and, as an ``__init__``, defines anything."""
+    if not module.endswith("/__init__.py"):
+        return not module.endswith("_pb2.py")
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return any(isinstance(node, kinds) for node in TREES[module].body)
+
+
+def imports_of(file: Path) -> set[str]:
+    """Return the dotted names of all modules, and of names in them, that the file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
+
+
+def test_every_module_has_a_test_of_its_name_or_a_line_that_says_where_it_is_tested() -> None:
+    modules = [module for module in TREES if needs_a_test(module)]
+    own = {module for module in modules if (ROOT / mirrored_test(module)).is_file()}
+    assert len(own) > 200
+    assert sorted(set(modules) - own - ELSEWHERE.keys()) == []
+    assert sorted(ELSEWHERE.keys() - (set(modules) - own)) == [], (
+        "tested under its own name, or gone"
+    )
+
+
+@pytest.mark.parametrize("module", ELSEWHERE)
+def test_the_named_file_imports_the_module_or_runs_it_through_another(module: str) -> None:
+    file, _, reason = ELSEWHERE[module].partition(": ")
+    name = module.partition("/")[2].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    assert (ROOT / file).is_file() and reason
+    assert (name in imports_of(ROOT / file)) != reason.startswith("through ")

@@ -570,24 +570,6 @@ def test_too_little_memory_is_reported_with_the_need_of_a_weight(
     assert kept.is_whole
 
 
-def test_the_kernel_would_kill_the_decomposing_process_and_not_the_worker():
-    with SvdProcess() as triples:
-        triples.decompose(np.eye(3))
-        assert triples._process is not None
-        pid = triples._process.pid
-        assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == "1000"
-    assert not Path(f"/proc/{pid}").exists()
-
-
-def test_another_end_of_the_process_is_reported_with_its_status(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with (
-        SvdProcess() as triples,
-        pytest.raises(ServerError, match="ended with status 1; ask again"),
-    ):
-        triples.decompose(np.eye(3))
-
-
 def test_a_truncated_file_is_named(tmp_path: Path):
     made(tmp_path)
     path = tmp_path / "o_proj" / "v.npy"

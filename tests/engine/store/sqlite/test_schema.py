@@ -10,7 +10,6 @@ import pytest
 from tuneserve_engine.core.usage import CurvePoint
 from tuneserve_engine.store.errors import StoreUnusable
 from tuneserve_engine.store.sqlite import usage
-from tuneserve_engine.store.sqlite.database import network_file_system
 from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
@@ -61,54 +60,6 @@ def test_the_file_is_private_to_its_owner_and_synced(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
-
-
-MOUNTS = r"""
-sysfs /sys sysfs rw,relatime 0 0
-/dev/sda1 / ext4 rw,relatime 0 0
-nas:/home /home nfs4 rw,relatime,vers=4.2 0 0
-//nas/share /mnt/two\040words cifs rw 0 0
-/dev/sdb1 /home/alice xfs rw 0 0
-me@host: /data fuse.sshfs rw 0 0
-/dev/sdc1 /data ext4 rw 0 0
-/dev/sdd1 /srv ext4 rw 0 0
-nas:/srv /srv nfs rw 0 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/var/lib/tuneserve/store.db", None),
-        ("/home/bob/store.db", "nfs4"),
-        ("/homes/store.db", None),
-        ("/home/alice/store.db", None),
-        ("/mnt/two words/store.db", "cifs"),
-        ("/data/store.db", None),  # a local disk is mounted over it
-        ("/srv/data/store.db", "nfs"),
-    ],
-)
-def test_a_network_file_system_is_recognised_by_its_mount(path: str, kind: str | None) -> None:
-    assert network_file_system(Path(path), MOUNTS) == kind
-
-
-def test_a_store_on_a_network_file_system_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = tmp_path / "mounts"
-    monkeypatch.setattr("tuneserve_engine.store.sqlite.database._MOUNTS", mounts)
-    mounts.write_text(f"/dev/sda1 / ext4 rw 0 0\nnas:/x {tmp_path} nfs rw 0 0\n")
-    (tmp_path / "link").symlink_to(tmp_path)
-    for path in (tmp_path / "new folder" / "store.db", tmp_path / "link" / "store.db"):
-        with pytest.raises(StoreUnusable, match=r"network file system \(nfs\).*local disk"):
-            asyncio.run(SqliteStore.open(path))
-        assert not path.exists()
-    mounts.unlink()  # as on systems without /proc
-
-    async def open_and_close() -> None:
-        await (await SqliteStore.open(tmp_path / "store.db")).close()
-
-    asyncio.run(open_and_close())
 
 
 def test_reading_the_end_of_a_curve_costs_the_new_points_only_in_older_stores_too(
