@@ -43,7 +43,7 @@ from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.backend.jax.training.trainer import Trainer
-from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.backend_options import BackendOptions, DType, Remat
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.hub import resolve_base_model
@@ -82,26 +82,26 @@ class JaxBackend:
         ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
         model, config = load_base_model(str(folder), dtype=dtype)
-        self._static_shapes = static_shapes or StaticShapes(config.context_length)
+        self.static_shapes = static_shapes or StaticShapes(config.context_length)
         self._shapes = target_shapes(config)
-        self._info = base_model_info(
-            folder, config, self._static_shapes, name, (tokenizer_id, client_tokenizer_id)
+        self.info = base_model_info(
+            folder, config, self.static_shapes, name, (tokenizer_id, client_tokenizer_id)
         )
         self.sample_rows = sample_rows
         """The number of sequences that are decoded together."""
         self.memory: Mapping[str, float] = dict.fromkeys(_MEMORY, 0.0)
         """The plan of the device's memory, in bytes; all zeros if no plan was made."""
         self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
-        self._numerics_id = numerics_id(
+        self.numerics_id = numerics_id(
             folder,
             dtype=dtype,
-            static_shapes=self._static_shapes,
+            static_shapes=self.static_shapes,
             remat=remat,
             sample_rows=sample_rows,
         )
         model.remat = remat
-        model.block = self._static_shapes.block
-        model.chunk_blocks = self._static_shapes.chunk // self._static_shapes.block
+        model.block = self.static_shapes.block
+        model.chunk_blocks = self.static_shapes.chunk // self.static_shapes.block
         room = room or AdapterRoom()
         self._room_bytes = room.device_bytes
         self._spill_folder = SpillFolder(room.directory)
@@ -109,7 +109,7 @@ class JaxBackend:
             room.decompositions or self._spill_folder.path / "decompositions",
             model,
             self._shapes,
-            self._static_shapes.max_rank,
+            self.static_shapes.max_rank,
             min_free_bytes=room.min_free_bytes,
         )
         self._adapters = AdapterCache(
@@ -121,14 +121,14 @@ class JaxBackend:
             min_free_bytes=room.min_free_bytes,
         )
         kept = compile_cache_dir and ProgramCache(
-            compile_cache_dir, self._numerics_id, min_free_bytes=room.min_free_bytes
+            compile_cache_dir, self.numerics_id, min_free_bytes=room.min_free_bytes
         )
         self._programs = ProgramRegistry(kept or None)
-        self._trainer = Trainer(self._programs, model, self._static_shapes)
+        self._trainer = Trainer(self._programs, model, self.static_shapes)
         self._sampler = JaxSampler(
             self._programs,
             model,
-            self._static_shapes,
+            self.static_shapes,
             _tokenizer(folder),
             slots=sample_rows,
             snapshot_bytes=room.snapshot_bytes,
@@ -173,18 +173,6 @@ class JaxBackend:
         """The programs that are compiled or will be."""
         return self._programs
 
-    @property
-    def info(self) -> BaseModelInfo:
-        return self._info
-
-    @property
-    def static_shapes(self) -> StaticShapes:
-        return self._static_shapes
-
-    @property
-    def numerics_id(self) -> str:
-        return self._numerics_id
-
     def is_prepared(self, config: AdapterConfig) -> bool:
         kind = kind_of(config)
         is_known = self._svd.decomposition.is_whole or not kind.needs_decomposition
@@ -198,8 +186,8 @@ class JaxBackend:
         self._trainer.prepare(kind)
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
-        self._static_shapes.rank_bucket(config.rank)  # raises before anything of that size is made
-        config = kinds.validated(config, self._shapes, self._static_shapes.max_rank)
+        self.static_shapes.rank_bucket(config.rank)  # raises before anything of that size is made
+        config = kinds.validated(config, self._shapes, self.static_shapes.max_rank)
         if kind_of(config).needs_decomposition:
             self._need_directions()
             config = replace(config, frozen=self._svd.decomposition.id)
@@ -216,7 +204,7 @@ class JaxBackend:
             self._svd.decomposition.prepare()
 
     def _put(self, adapter_id: str, state: AdapterState) -> None:
-        rank_bucket = self._static_shapes.rank_bucket(state.config.rank)
+        rank_bucket = self.static_shapes.rank_bucket(state.config.rank)
         self._check_room(state.config, rank_bucket)
         translate_device_errors(self._adapters.register, adapter_id, state, rank_bucket)
 
@@ -230,7 +218,7 @@ class JaxBackend:
         if not kind.needs_decomposition:
             return
         slots, size = (
-            self._static_shapes.slots(rank_bucket),
+            self.static_shapes.slots(rank_bucket),
             adapter_bytes(self._shapes, rank_bucket, kind),
         )
         needed = slots * size + self._svd.bytes
@@ -343,7 +331,7 @@ class JaxBackend:
     @property
     def metrics(self) -> Mapping[str, float]:
         """Gauges and counters by the names in ``metric_names.WORKER_METRICS``."""
-        pager, sampled = self._adapters, self._sampler.counts
+        pager, trained, sampled = self._adapters, self._trainer.counts, self._sampler.counts
         decomposition = self._svd.decomposition
         is_at_work = decomposition.is_at_work
         return {
@@ -351,10 +339,10 @@ class JaxBackend:
             **self.memory,
             "weights_to_decompose": decomposition.weights if is_at_work else 0,
             "weights_decomposed": decomposition.done if is_at_work else 0,
-            "tokens_trained_total": self._trainer.tokens_trained,
-            "tokens_computed_total": self._trainer.tokens_computed,
-            "policy_tokens_total": self._trainer.policy_tokens,
-            "policy_logprob_gap_total": self._trainer.policy_gap,
+            "tokens_trained_total": trained.tokens,
+            "tokens_computed_total": trained.tokens_computed,
+            "policy_tokens_total": trained.policy_tokens,
+            "policy_logprob_gap_total": trained.policy_gap,
             "tokens_sampled_total": sampled.tokens,
             "lane_steps_total": sampled.slot_steps,
             "prompt_tokens_total": sampled.prompt_tokens,

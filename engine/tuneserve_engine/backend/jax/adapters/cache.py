@@ -62,6 +62,7 @@ class AdapterCache:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._frozen = frozen
+        self._shared_bytes = frozen.bytes if frozen is not None else 0  # of the decomposition
         self._numbers = count()
         self._writes_fail = False  # whether the last write of a file failed
         self._shapes = shapes
@@ -130,7 +131,8 @@ class AdapterCache:
         room = 0
         with self._state:
             entries = [self._entries.get(adapter_id) for adapter_id in adapter_ids]
-        shared = self._shared_bytes(any(entry and entry.is_sharing for entry in entries))
+        is_sharing = any(entry and entry.is_sharing for entry in entries)
+        shared = self._shared_bytes if is_sharing else 0
         for adapter_id in adapter_ids:
             with self._state:
                 entry = self._entries.get(adapter_id)
@@ -193,8 +195,9 @@ class AdapterCache:
             for adapter_id in reversed(known):
                 self._entries.move_to_end(adapter_id)
             self._prefetch_queue, self._asked = deque(known), set()
-            is_idle, self._is_prefetching = not self._is_prefetching, True
-        if is_idle:
+            starts = bool(known) and not self._is_prefetching
+            self._is_prefetching |= starts
+        if starts:
             self._background.submit(self._prefetch_queued)
 
     # --- moving: by one thread at a time, which has the turn -------------------------------------
@@ -330,23 +333,21 @@ class AdapterCache:
 
     def _device_bytes(self) -> int:
         with self._state:
-            own = sum(x.device_bytes for x in self._entries.values() if x.device is not None)
-            return own + self._shared_bytes(self._is_shared())
+            there = [entry for entry in self._entries.values() if entry.device is not None]
+            shared = self._shared_bytes if any(entry.is_sharing for entry in there) else 0
+            return shared + sum(entry.device_bytes for entry in there)
 
     def _needed(self, entry: CachedAdapter) -> int:
         """Return the bytes that loading the adapter would add on the device."""
         if entry.device is not None:
             return 0
-        shared = entry.is_sharing and not self._is_shared()
-        return entry.device_bytes + self._shared_bytes(shared)
+        brings_shared = entry.is_sharing and not self._is_shared()
+        return entry.device_bytes + (self._shared_bytes if brings_shared else 0)
 
     def _is_shared(self) -> bool:
         """Return whether an adapter on the device needs the decomposition."""
         with self._state:
             return any(x.is_sharing for x in self._entries.values() if x.device is not None)
-
-    def _shared_bytes(self, is_shared: bool) -> int:
-        return self._frozen.bytes if is_shared and self._frozen is not None else 0
 
     def _free_shared(self) -> None:
         """Take the decomposition off the device if no adapter there needs it any more."""

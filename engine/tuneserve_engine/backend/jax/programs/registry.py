@@ -70,7 +70,8 @@ class Program:
         shape = self._shapes.get(key)
         if shape is None:
             shape = self._shapes.setdefault(key, Specialization(self, key, _specs(args), 0))
-        return shape.compiled()(*self._bound, *args)
+        run = shape.executable or shape.compiled()
+        return run(*self._bound, *args)
 
     def shapes(self) -> list["Specialization"]:
         """Return everything declared."""
@@ -108,13 +109,13 @@ class Specialization:
         self.name = f"{program.name} {key}"
         self._program = program
         self._specs = specs
-        self._compiled: Compiled | None = None
+        self.executable: Compiled | None = None
         self._refusal: str | None = None  # not the exception: its frames would keep arrays alive
         self._lock = threading.Lock()
 
     @property
     def is_compiled(self) -> bool:
-        return self._compiled is not None
+        return self.executable is not None
 
     @property
     def is_refused(self) -> bool:
@@ -130,18 +131,18 @@ class Specialization:
 
         Raises ``ServerError`` if it cannot be compiled; the device and other programs still work.
         """
-        if self._compiled is None:
+        if self.executable is None:
             with self._lock:
-                if self._compiled is None and self._refusal is None:
+                if self.executable is None and self._refusal is None:
                     self._compile()
-        if self._compiled is None:
+        if self.executable is None:
             raise self._error()
-        return self._compiled
+        return self.executable
 
     def _compile(self) -> None:
         started_s = time.monotonic()
         try:
-            self._compiled = self._program.compiled(self._key, self._specs)
+            self.executable = self._program.compiled(self._key, self._specs)
         except Exception as error:
             logger.exception("%s cannot be compiled", self.name)
             reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]

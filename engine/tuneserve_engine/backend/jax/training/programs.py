@@ -44,32 +44,36 @@ class DeviceMicroBatch(NamedTuple):
 
     @classmethod
     def from_host(
-        cls, micro_batch: MicroBatch, block: int, begun: Collection[int] = ()
+        cls,
+        micro_batch: MicroBatch,
+        block: int,
+        begun: Collection[int] = (),
+        first_slot: int = 0,
     ) -> "DeviceMicroBatch":
         """Return the batch's arrays, not copied: they are sent when the program is called.
 
         ``begun`` are the requests with a block in an earlier micro-batch of their ``TrainBatch``.
+        Request i is in the i-th slot from ``first_slot`` on.
         """
-
-        def rows(x: Any) -> Any:
-            return x.reshape(-1, block, *x.shape[1:])
-
         request = micro_batch.block_request
         used = request >= 0
         first = np.zeros_like(used)
         starts = np.unique(request, return_index=True)
         for index, at in zip(*(part.tolist() for part in starts), strict=True):
             first[at] = index >= 0 and index not in begun
-        slot = np.maximum(request, 0)
-        fields = {name: rows(getattr(micro_batch, name)) for name in _OF_TOKENS}
-        inputs = LossInputs(valid=rows(micro_batch.segment_ids >= 0), **fields)
+        slot = np.where(used, request + np.int32(first_slot), np.int32(0))
+        of_tokens = {name: getattr(micro_batch, name) for name in _OF_TOKENS}
+        rows: dict[str, Any] = {
+            name: x.reshape(-1, block, *x.shape[1:]) for name, x in of_tokens.items()
+        }
+        losses = {name: rows[name] for name in _OF_LOSSES}
         return cls(
-            tokens=rows(micro_batch.tokens),
-            targets=rows(micro_batch.targets),
-            inputs=inputs,
+            tokens=rows["tokens"],
+            targets=rows["targets"],
+            inputs=LossInputs(valid=rows["segment_ids"] >= 0, **losses),
             layers=PackedTokens(
-                rows(micro_batch.positions),
-                fields["segment_ids"],
+                rows["positions"],
+                rows["segment_ids"],
                 micro_batch.first_visible_block,  # type: ignore[arg-type]
                 np.int32(micro_batch.blocks),  # type: ignore[arg-type]
                 slot,  # type: ignore[arg-type]
@@ -78,7 +82,8 @@ class DeviceMicroBatch(NamedTuple):
         )
 
 
-_OF_TOKENS = tuple(name for name in LossInputs._fields if name != "valid")
+_OF_LOSSES = tuple(name for name in LossInputs._fields if name != "valid")
+_OF_TOKENS = ("tokens", "targets", "positions", *_OF_LOSSES)
 
 
 class ScoredMicroBatch(NamedTuple):

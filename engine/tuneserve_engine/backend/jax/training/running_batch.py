@@ -1,70 +1,55 @@
 """A running batch: its slots, its outputs so far, and which of its requests are finite."""
 
+from dataclasses import dataclass, field
+
 import jax
 import numpy as np
 
-from tuneserve_engine.backend.base import (
-    LOSS_NAMES,
-    FloatArray,
-    MicroBatch,
-    MicroBatchOutput,
-    TrainBatch,
-)
-from tuneserve_engine.backend.jax.training.programs import (
-    ScoredMicroBatch,
-)
+from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, MicroBatchOutput, TrainBatch
+from tuneserve_engine.backend.jax.training.programs import ScoredMicroBatch
 from tuneserve_engine.backend.jax.training.slots import BatchSlots
 
 _CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
 
 
+@dataclass
+class Counts:
+    """Counters of training since the start, ``forward_only`` included."""
+
+    tokens: int = 0  # without padding
+    tokens_computed: int = 0  # with padding
+    policy_tokens: int = 0  # tokens of policy losses with an advantage other than 0
+    policy_gap: float = 0.0  # sum of absolute differences of their logprobs, sampled and current
+
+
+@dataclass(eq=False)
 class RunningBatch:
     """A running batch: its slots, its ``outputs`` so far, and which of its requests are finite.
 
-    A request is finite if the losses and logprobs of all its tokens are.
+    A request is finite if the losses and logprobs of all its tokens are. ``counts`` are those of
+    all batches.
     """
 
-    def __init__(self, batch: TrainBatch, claimed: BatchSlots, requests: int) -> None:
-        self.batch = batch
-        self.claimed = claimed
-        self.outputs: list[MicroBatchOutput] = []
-        self._finite = np.ones(requests, np.bool_)
+    batch: TrainBatch
+    claimed: BatchSlots
+    finite: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    counts: Counts
+    outputs: list[MicroBatchOutput] = field(default_factory=list)
 
-    @property
-    def finite(self) -> list[bool]:
-        return [bool(ok) for ok in self._finite]
-
-    def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> MicroBatchOutput:
-        """Wait for the micro-batch's output and return it."""
-        output = _fetched(out)
-        bad = ~(np.isfinite(output.logprobs).all(axis=1) & np.isfinite(output.loss))
-        bad &= micro_batch.segment_ids >= 0
-        blocks = bad.reshape(len(micro_batch.block_request), -1).any(axis=1)
-        self._finite[micro_batch.block_request[blocks]] = False
+    def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> None:
+        """Wait for the micro-batch's output and add it."""
+        logprobs, loss = jax.device_get(out)
+        output = MicroBatchOutput(logprobs.reshape(-1, logprobs.shape[-1]), loss.reshape(-1))
         self.outputs.append(output)
-        return output
+        is_real = micro_batch.segment_ids >= 0
 
+        bad = ~(np.isfinite(output.logprobs).all(axis=1) & np.isfinite(output.loss)) & is_real
+        blocks = bad.reshape(len(micro_batch.block_request), -1).any(axis=1)
+        self.finite[micro_batch.block_request[blocks]] = False
 
-def policy_gaps(micro_batch: MicroBatch, out: MicroBatchOutput) -> FloatArray:
-    """Return the absolute differences between sampled and current logprobs, all finite.
-
-    Covers tokens of policy losses with an advantage other than 0.
-    """
-    counts = (
-        (micro_batch.segment_ids >= 0)
-        & (micro_batch.loss_id != _CROSS_ENTROPY)
-        & (micro_batch.advantages != 0)
-    )
-    gaps: FloatArray = np.abs(out.logprobs[counts, 0] - micro_batch.old_logprobs[counts])
-    return gaps[np.isfinite(gaps)]
-
-
-def _fetched(out: ScoredMicroBatch) -> MicroBatchOutput:
-    """Return the output on the host, once it has been computed."""
-    host: ScoredMicroBatch = jax.device_get(out)
-    return MicroBatchOutput(_rows(host.logprobs), _rows(host.loss))  # type: ignore[arg-type]
-
-
-def _rows(blocks: FloatArray) -> FloatArray:
-    """Reshape [n, S, ...] to [N, ...]."""
-    return blocks.reshape(-1, *blocks.shape[2:])
+        is_policy = micro_batch.loss_id != _CROSS_ENTROPY
+        counted = is_real & is_policy & (micro_batch.advantages != 0)
+        gaps = np.abs(output.logprobs[counted, 0] - micro_batch.old_logprobs[counted])
+        gaps = gaps[np.isfinite(gaps)]
+        self.counts.policy_tokens += gaps.size
+        self.counts.policy_gap += float(gaps.sum(dtype=np.float64))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tuneserve_engine.backend.base import IntArray
 from tuneserve_engine.backend.jax.adapters.arrays import (
     LoraWeights,
     TargetShapes,
@@ -88,11 +87,6 @@ class BatchSlots(NamedTuple):
 
     slots: RankSlots
     first: int
-
-    def shifted(self, requests: IntArray) -> IntArray:
-        """Return the slots of requests given by number; -1 stays -1."""
-        shifted: IntArray = np.where(requests >= 0, requests + np.int32(self.first), requests)
-        return shifted
 
 
 class GradientsLost(Exception):

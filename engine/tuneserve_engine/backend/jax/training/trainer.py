@@ -44,7 +44,7 @@ from tuneserve_engine.backend.jax.training.programs import (
     space_shapes,
     train_micro_batch,
 )
-from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, policy_gaps
+from tuneserve_engine.backend.jax.training.running_batch import Counts, RunningBatch
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
@@ -97,14 +97,14 @@ class Trainer:
         )
         self._kinds = KindPrograms(programs, self._shapes, static_shapes)
         self._space_shapes = partial(space_shapes, model)
-        self._space: Workspace | None = None
-        self._slots: dict[int, RankSlots] = {}
-        self._spaces: dict[tuple[int, int], Any] = {}  # shapes by blocks and rank bucket
-        self.tokens_trained = self.tokens_computed = 0
-        """Tokens of all batches so far (``forward_only`` too), without and with padding."""
-        self.policy_tokens, self.policy_gap = 0, 0.0
-        """Tokens of policy losses that count, and the sum of the absolute differences between the
-        logprobs that came with them and those computed here."""
+        self._space: Workspace | None = None  # only one exists at a time
+        self._space_specs: Any = None  # of the newest workspace
+        self._specs_by_size: dict[tuple[int, int], Any] = {}  # by blocks and rank bucket
+        self._slots = {
+            rank_bucket: RankSlots(self._shapes, rank_bucket, static_shapes.slots(rank_bucket))
+            for rank_bucket in static_shapes.rank_buckets
+        }
+        self.counts = Counts()
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
@@ -136,9 +136,8 @@ class Trainer:
         adapters: Sequence[TrainingAdapter],
         interrupt: Callable[[], Sequence[TrainingAdapter]] | None,
     ) -> TrainResult:
-        rank_bucket = adapters[0].rank_bucket
-        with self._rank_slots(rank_bucket).claimed(len(adapters)) as claimed:
-            running = RunningBatch(batch, claimed, len(adapters))
+        with self._slots[adapters[0].rank_bucket].claimed(len(adapters)) as claimed:
+            running = RunningBatch(batch, claimed, np.ones(len(adapters), np.bool_), self.counts)
             try:
                 # Waits here: a failure on the device comes before an accumulator is touched.
                 adapters = self._run_micro_batches(running, adapters, interrupt)
@@ -149,7 +148,7 @@ class Trainer:
                 self._space = None
                 claimed.slots.spoil()
                 raise
-            finite = running.finite
+            finite = running.finite.tolist()
             if not batch.forward_only:
                 accumulators = [adapter.accumulator for adapter in adapters]
                 commit = partial(self._commit, adapters, claimed, finite)
@@ -170,7 +169,7 @@ class Trainer:
 
     def _run_micro_batches(
         self,
-        running: "RunningBatch",
+        running: RunningBatch,
         adapters: Sequence[TrainingAdapter],
         interrupt: Callable[[], Sequence[TrainingAdapter]] | None,
     ) -> Sequence[TrainingAdapter]:
@@ -185,37 +184,29 @@ class Trainer:
         begun: set[int] = set()
         for micro_batch in running.batch.micro_batches:
             # Sent while the previous micro-batch runs.
-            shifted = micro_batch._replace(block_request=claimed.shifted(micro_batch.block_request))
             device_batch = jax.device_put(
-                DeviceMicroBatch.from_host(shifted, self._static_shapes.block, begun)
+                DeviceMicroBatch.from_host(
+                    micro_batch, self._static_shapes.block, begun, claimed.first
+                )
             )
             if dispatched is not None:
-                self._wait_for(running, *dispatched)
+                running.add_output(*dispatched)
                 if interrupt is not None:
                     adapters = interrupt()
                     if claimed.slots.version != version:
                         raise GradientsLost(adapters)
                     self._write_adapters(claimed, adapters)
-            begun |= set(shifted.block_request.tolist())
+            begun |= set(micro_batch.block_request.tolist())
             used = micro_batch.blocks * self._static_shapes.block
-            self.tokens_trained += int(np.count_nonzero(micro_batch.segment_ids >= 0))
-            self.tokens_computed += multiple_from(used, self._static_shapes.chunk)
+            self.counts.tokens += int(np.count_nonzero(micro_batch.segment_ids >= 0))
+            self.counts.tokens_computed += multiple_from(used, self._static_shapes.chunk)
             dispatched = (
                 micro_batch,
                 self._dispatch(device_batch, claimed.slots, running.batch.forward_only),
             )
         if dispatched is not None:
-            self._wait_for(running, *dispatched)
+            running.add_output(*dispatched)
         return adapters
-
-    def _wait_for(
-        self, running: "RunningBatch", micro_batch: MicroBatch, out: ScoredMicroBatch
-    ) -> None:
-        """Wait for a micro-batch and add its output to the batch's."""
-        output = running.add_output(micro_batch, out)
-        gaps = policy_gaps(micro_batch, output)
-        self.policy_tokens += gaps.size
-        self.policy_gap += float(gaps.sum(dtype=np.float64))
 
     def _dispatch(
         self, device_batch: Any, slots: RankSlots, forward_only: bool
@@ -226,7 +217,17 @@ class Trainer:
         if forward_only:
             out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
             return out
-        space, gradient_slots = self._workspace(blocks, slots.rank_bucket), slots.gradient_slots
+
+        sizes = (blocks, slots.rank_bucket)
+        if sizes not in self._specs_by_size:
+            adapter_slots = self._adapter_slots_specs(slots.rank_bucket)
+            self._specs_by_size[sizes] = self._space_shapes(adapter_slots, blocks)
+        if self._space is None or self._space_specs != self._specs_by_size[sizes]:
+            self._space = None  # frees its memory before the other is allocated
+            self._space_specs = self._specs_by_size[sizes]
+            self._space = jax.device_put(jax.tree.map(_blank, self._space_specs))
+
+        space, gradient_slots = self._space, slots.gradient_slots
         self._space = slots.gradient_slots = None  # donated: an exception leaves neither
         trained = self._train(key, space, gradient_slots, slots.adapter_slots, device_batch)
         self._space, slots.gradient_slots = trained.space, trained.gradient_slots
@@ -255,16 +256,11 @@ class Trainer:
             adapters[index].accumulated |= bool(is_added)
         return [ok and bool(checked[index]) for index, ok in enumerate(finite)]
 
-    def _rank_slots(self, rank_bucket: int) -> RankSlots:
-        if rank_bucket not in self._slots:
-            count = self._static_shapes.slots(rank_bucket)
-            self._slots[rank_bucket] = RankSlots(self._shapes, rank_bucket, count)
-        return self._slots[rank_bucket]
-
     def _write_adapters(self, claimed: BatchSlots, adapters: Sequence[TrainingAdapter]) -> None:
         """Put request i's adapter into the i-th of the batch's adapter slots."""
         slots = claimed.slots
-        slots.allocate()
+        if slots.adapter_slots is None or slots.gradient_slots is None:
+            slots.allocate()
         for slot, adapter in enumerate(adapters, claimed.first):
             if slots.held.get(slot) is adapter.weights:
                 continue
@@ -280,20 +276,6 @@ class Trainer:
             )
             slots.held[slot] = adapter.weights
 
-    def _workspace(self, blocks: int, rank_bucket: int) -> Workspace:
-        """Return the workspace for ``blocks`` blocks; only one exists at a time."""
-        shapes = self._shapes_of_space(blocks, rank_bucket)
-        if self._space is None or jax.tree.map(_shape, self._space) != shapes:
-            self._space = None
-            self._space = jax.device_put(jax.tree.map(_blank, shapes))
-        return self._space
-
-    def _shapes_of_space(self, blocks: int, rank_bucket: int) -> Any:
-        if (blocks, rank_bucket) not in self._spaces:
-            adapter_slots = self._adapter_slots_specs(rank_bucket)
-            self._spaces[blocks, rank_bucket] = self._space_shapes(adapter_slots, blocks)
-        return self._spaces[blocks, rank_bucket]
-
     # --- what is compiled ahead -----------------------------------------------------------------
 
     def _declare(self) -> None:
@@ -304,10 +286,11 @@ class Trainer:
             adapter_slots = self._adapter_slots_specs(rank_bucket)
             gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
             weights = self._adapter_specs(rank_bucket)
+            space = self._space_shapes(adapter_slots, blocks)
+            self._specs_by_size[blocks, rank_bucket] = space
             for targets in self._static_shapes.target_buckets:
                 device_batch = _micro_batch_specs(self._static_shapes, targets)
                 key, late = (rank_bucket, targets, blocks), order + (targets > 1)
-                space = self._shapes_of_space(blocks, rank_bucket)
                 self._train.declare(
                     key, space, gradient_slots, adapter_slots, device_batch, order=late
                 )
@@ -361,10 +344,6 @@ def _micro_batch_specs(static_shapes: StaticShapes, targets: int) -> Any:
 
 def _float32(shape: tuple[int, ...]) -> Any:
     return spec(shape, np.float32)
-
-
-def _shape(x: Array) -> Any:
-    return spec(x.shape, x.dtype)
 
 
 def _blank(shape: Any) -> Any:

@@ -268,7 +268,7 @@ def test_a_process_that_ends_finishes_only_one_program() -> None:
 import jax, jax.numpy as jnp
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 programs = ProgramRegistry()
-program = programs.add("double", lambda x: x + x, use="tests")
+program = programs.add_program("double", lambda x: x + x, use="tests")
 for size in range(10_000):
     program.declare(size, jax.ShapeDtypeStruct((size,), jnp.float32))
 programs.compile_ahead(threads=1)

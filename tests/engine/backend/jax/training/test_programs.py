@@ -1,4 +1,7 @@
-"""Memory of compiled training: one layer input per layer, and no stack of all layers' gradients."""
+"""Training programs: the slots of a micro-batch, and the memory that a compiled program takes.
+
+It takes one layer input per layer, and no stack of all layers' gradients.
+"""
 
 import re
 from collections import Counter
@@ -214,3 +217,14 @@ def test_the_program_of_a_deep_model_has_as_many_operations_as_a_shallow_one() -
     flat = operations(4)
     assert flat["stablehlo.dot_general"] > 10
     assert operations(32) == flat
+
+
+def test_requests_are_in_the_slots_from_the_first_on_and_unused_blocks_in_none() -> None:
+    arrays = empty(TOKENS, BLOCK)
+    arrays["block_request"][:3] = 0, 2, -1
+    micro_batch = MicroBatch(**arrays, blocks=2)
+    for first, slots in ((0, [0, 2, 0]), (3, [3, 5, 0])):
+        sent = DeviceMicroBatch.from_host(micro_batch, BLOCK, begun={2}, first_slot=first)
+        assert sent.owners.slot[:3].tolist() == sent.layers.slot[:3].tolist() == slots
+        assert sent.owners.is_used[:3].tolist() == [True, True, False]
+        assert sent.owners.is_first[:3].tolist() == [True, False, False]
