@@ -19,10 +19,13 @@ class PendingJobs:
         self._pending: dict[str, Job] = {}
         self._replays: dict[str, asyncio.Future[Outcome]] = {}
         self._samples = 0
+        self.is_empty = True
+        """Whether no job waits. Any thread may read it."""
         self.arrived = asyncio.Event()
 
     def add_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
+            self.is_empty = False
             self._samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
             self._pending[job.request_id] = job
         self.arrived.set()
@@ -50,11 +53,6 @@ class PendingJobs:
         return job.request_id in self._replays
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no job waits. Any thread may read it."""
-        return not self._pending
-
-    @property
     def has_samples(self) -> bool:
         """Whether a sample waits. Any thread may read it."""
         return self._samples > 0
@@ -72,6 +70,7 @@ class PendingJobs:
         for job in jobs:
             del self._pending[job.request_id]
             self._samples -= job.kind == JobKind.SAMPLE
+        self.is_empty = not self._pending
 
     def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Remove the jobs of these requests, if they wait."""

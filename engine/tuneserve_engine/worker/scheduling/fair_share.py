@@ -45,7 +45,8 @@ class FairShare:
         """
         if charged and tenant in charged:
             return charged[tenant], self._batches + 1, job.release
-        return self.counter(tenant), self._last_batch.get(tenant, 0), job.release
+        at = self._counters.get(tenant, self._floor)
+        return at, self._last_batch.get(tenant, 0), job.release
 
     def lift_arrivals(self, waiting: Collection[str]) -> None:
         """Lift tenants that come back to the floor, and forget absent tenants not above it."""
@@ -73,7 +74,8 @@ class FairShare:
         for job, share in zip(batch, shares, strict=True):
             of_tenant[job.tenant] = of_tenant.get(job.tenant, 0.0) + share
         return {
-            tenant: self.counter(tenant) + seconds * share / self.weight(tenant)
+            tenant: self._counters.get(tenant, self._floor)
+            + seconds * share / self._weights.get(tenant, 1.0)
             for tenant, share in of_tenant.items()
         }
 

@@ -95,6 +95,8 @@ class Scheduler:
         first = self._first_job(waiting, pending)
         if first.kind == JobKind.SAMPLE:
             return sorted([*begun, *samples], key=lambda job: job.release)
+        if len(pending) == 1:
+            return [first]  # there is no other job to join it
         return self._fill_batch(first, waiting, len(pending))
 
     def interrupting_batch(
@@ -201,6 +203,8 @@ class Scheduler:
         Each tenant's jobs are in release order, and the tenants take turns; the jobs follow the
         batch that runs now.
         """
+        if not pending:
+            return []
         queues: dict[str, deque[Job]] = {}
         for job in pending:
             queues.setdefault(job.tenant, deque()).append(job)
