@@ -59,7 +59,8 @@ class FairShare:
                 del self._counters[tenant]
                 self._last_batch.pop(tenant, None)
                 self.sampling_lead_s.pop(tenant, None)
-        self.lift(waiting)
+        for tenant in waiting:
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
 
     def lift(self, tenants: Iterable[str]) -> None:
         """Lift these tenants to the floor, which does not move."""
