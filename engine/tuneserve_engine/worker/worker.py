@@ -281,7 +281,7 @@ class Worker:
     # --- the device's side ----------------------------------------------------------------------
 
     def _start_jobs(self, jobs: Sequence[Job], others: int) -> None:
-        new = [job for job in jobs if not self.pending.is_replay(job)]
+        new = [job for job in jobs if job.request_id not in self.pending.replays]
         self._unstored.start(new)
         for observer in self._observers:
             observer.on_started(new, others)
@@ -308,7 +308,9 @@ class Worker:
         restored.
         """
         ids = [
-            self._models.restored_for(job) if self.pending.is_replay(job) else job.request_id
+            self._models.restored_for(job)
+            if job.request_id in self.pending.replays
+            else job.request_id
             for job in batch
         ]
         now_s = self.clock()
@@ -344,7 +346,7 @@ class Worker:
             outcome = self._models.record_outcome(job, outcome)
             if outcome.rejection is not None:
                 _log_failure(job, outcome.rejection, batch_id)
-            if self.pending.is_replay(job):
+            if job.request_id in self.pending.replays:
                 self.pending.finish_replay(job, outcome)
             else:
                 self._offer([outcome])

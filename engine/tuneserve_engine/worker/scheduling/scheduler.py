@@ -34,7 +34,7 @@ itself catches up."""
 BATCH_S = 0.03
 """Device seconds after which a batch takes no further job, because all other tenants wait for it. A
 job that costs no more time still joins, and so do small gradients of other tenants (see
-``CostModel.shared``)."""
+``CostModel.shared_budget``)."""
 
 
 class Scheduler:
