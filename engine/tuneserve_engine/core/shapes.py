@@ -1,6 +1,6 @@
 """The closed set of shapes that the device runs, and a request's choice from it. Plain Python."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tuneserve_engine.core.errors import UserError
@@ -43,6 +43,15 @@ class StaticShapes:
     request_slots: int = 32
     rank_buckets: tuple[int, ...] = (8, 32, 128)
 
+    micro_batch_tokens: int = field(init=False, repr=False, compare=False)
+    """The tokens N of a micro-batch, a multiple of ``chunk``. Results do not depend on it."""
+
+    bin_tokens: int = field(init=False, repr=False, compare=False)
+    """The most tokens into which a request's short datums are packed together.
+
+    It is a multiple of ``block``; a longer datum is alone in its bin.
+    """
+
     def __post_init__(self) -> None:
         if self.context_length < 1:
             raise ValueError(f"context_length is {self.context_length}; it must be at least 1")
@@ -59,23 +68,15 @@ class StaticShapes:
         if not self.rank_buckets or not rising:
             raise ValueError(f"rank_buckets are {self.rank_buckets}; use rising positive numbers")
 
+        # The class is frozen, so its own attributes are set around that.
+        tokens = multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
+        object.__setattr__(self, "micro_batch_tokens", tokens)
+        object.__setattr__(self, "bin_tokens", min(4 * self.chunk, tokens))
+
     @property
     def max_rank(self) -> int:
         """The largest rank an adapter can have."""
         return self.rank_buckets[-1]
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """The tokens N of a micro-batch, a multiple of ``chunk``. Results do not depend on it."""
-        return multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
-
-    @property
-    def bin_tokens(self) -> int:
-        """The most tokens into which a request's short datums are packed together.
-
-        It is a multiple of ``block``; a longer datum is alone in its bin.
-        """
-        return min(4 * self.chunk, self.micro_batch_tokens)
 
     @property
     def target_buckets(self) -> tuple[int, ...]:

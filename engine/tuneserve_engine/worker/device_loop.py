@@ -149,7 +149,7 @@ class DeviceLoop:
     async def _start_batch(self, batch: Sequence[Job]) -> None:
         new = [job for job in batch if job.request_id not in self._sampling]
         self._pending.remove_jobs(new)
-        begun = [job for job in new if not self._pending.is_replay(job)]
+        begun = [job for job in new if job.request_id not in self._pending.replays]
         self._services.unstored.jobs.update((job.request_id, job) for job in begun)
         self._services.ledger.on_started(begun, len(batch) - 1)
         for observer in self._services.observers:

@@ -17,12 +17,16 @@ class PendingJobs:
 
     def __init__(self) -> None:
         self._pending: dict[str, Job] = {}
-        self._replays: dict[str, asyncio.Future[Outcome]] = {}
+        self.replays: dict[str, asyncio.Future[Outcome]] = {}
+        """The future outcomes of logged jobs that are replayed, by request id."""
         self._samples = 0
+        self.is_empty = True
+        """Whether no job waits. Any thread may read it."""
         self.arrived = asyncio.Event()
 
     def add_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
+            self.is_empty = False
             self._samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
             self._pending[job.request_id] = job
         self.arrived.set()
@@ -35,7 +39,7 @@ class PendingJobs:
         """
         loop = asyncio.get_running_loop()
         futures = {entry.job.request_id: loop.create_future() for entry in entries}
-        self._replays |= futures
+        self.replays |= futures
         self.add_jobs(
             replace(
                 entry.job,
@@ -45,14 +49,6 @@ class PendingJobs:
             for entry in entries
         )
         return asyncio.gather(*futures.values())
-
-    def is_replay(self, job: Job) -> bool:
-        return job.request_id in self._replays
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no job waits. Any thread may read it."""
-        return not self._pending
 
     @property
     def has_samples(self) -> bool:
@@ -72,12 +68,13 @@ class PendingJobs:
         for job in jobs:
             del self._pending[job.request_id]
             self._samples -= job.kind == JobKind.SAMPLE
+        self.is_empty = not self._pending
 
     def drop_requests(self, request_ids: Iterable[str]) -> None:
         """Remove the jobs of these requests, if they wait."""
         self.remove_jobs([self._pending[name] for name in request_ids if name in self._pending])
 
     def finish_replay(self, job: Job, outcome: Outcome) -> None:
-        future = self._replays.pop(job.request_id)
+        future = self.replays.pop(job.request_id)
         if not future.done():
             future.set_result(outcome)

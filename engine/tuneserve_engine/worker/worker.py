@@ -294,7 +294,9 @@ class Worker:
         restored.
         """
         ids = [
-            self._models.restored_for(job) if self.pending.is_replay(job) else job.request_id
+            self._models.restored_for(job)
+            if job.request_id in self.pending.replays
+            else job.request_id
             for job in batch
         ]
         now_s = self.clock()
@@ -327,7 +329,7 @@ class Worker:
                 outcome = self._models.record_outcome(job, outcome)
                 if outcome.rejection is not None:
                     _log_failure(job, outcome.rejection, batch_id)
-                if self.pending.is_replay(job):
+                if job.request_id in self.pending.replays:
                     self.pending.finish_replay(job, outcome)
                 else:
                     self._unstored.offer([outcome])

@@ -57,11 +57,12 @@ def test_a_replay_has_the_attempts_of_its_cause_and_awaits_all_outcomes() -> Non
         outcomes = pending.replay(entries, attempts=2)
         first, second, new = pending.in_order()
         assert [(each.attempts, each.halvings) for each in (first, second)] == [(3, 0), (2, 1)]
-        assert [pending.is_replay(each) for each in (first, second, new)] == [True, True, False]
+        replayed = [each.request_id in pending.replays for each in (first, second, new)]
+        assert replayed == [True, True, False]
         pending.remove_jobs([first, second])
         for each in (second, first):
             pending.finish_replay(each, Outcome(each.request_id))
         assert [each.request_id for each in await outcomes] == ["a", "b"]
-        assert not pending.is_replay(first)
+        assert not pending.replays
 
     asyncio.run(asyncio.wait_for(test(), 10))

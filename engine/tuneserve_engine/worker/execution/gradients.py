@@ -82,7 +82,7 @@ class GradientRunner:
         """
         try:
             to_pack = [each.request for each in requests]
-            passes = pack(to_pack, self.backend.static_shapes, halvings, self.pace.tokens)
+            passes = pack(to_pack, self.backend.static_shapes, halvings, self.pace.tokens.get)
         except Exception as error:
             return self._run_alone(requests, on_micro_batch_done, halvings, error)
         results: Results = {}

@@ -84,7 +84,7 @@ class ModelManager:
         model = self._models.get(job.model_id or "")
         if model is None or job.model_id is None:
             return outcome
-        is_replay = self._services.pending.is_replay(job)
+        is_replay = job.request_id in self._services.pending.replays
         never_created = outcome.rejection is not None and job.position == 0 and not is_replay
         if job.kind == JobKind.UNLOAD_MODEL or never_created:
             del self._models[job.model_id]

@@ -1,7 +1,6 @@
 """Estimates of how long jobs take: a job's cost, read from its payload, times the seconds per cost
 of past batches of its kind. Plain Python; the caller measures time."""
 
-import sys
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,13 +52,23 @@ class CostModel:
     ):
         self._static_shapes = static_shapes or StaticShapes(context)
         self._context = context
-        self._decode_slots = decode_slots
+        self.small_tokens = self._static_shapes.bin_tokens
+        """The most tokens of a gradient that shares its chunks with those of many tenants."""
+        self.slots = self._static_shapes.slots(self._static_shapes.rank_buckets[0])
+        """The number of gradients that one pass takes if all adapters have the lowest ranks."""
+        self.max_sequences = 2 * decode_slots
+        """The number of sequences that may be under way at once.
+
+        It is twice the number of decode slots, so that a free slot has its next sequence at once.
+        """
 
     def job_cost(self, job: Job) -> Cost:
         """Return the cost of the job, read from its payload."""
         try:
             if job.kind == JobKind.FORWARD_BACKWARD:
-                return self._gradient_cost(datum_lengths(job.payload, _MOST_FIELDS))
+                lengths = datum_lengths(job.payload, _MOST_FIELDS)
+                tokens = multiple_from(sum(lengths), self._static_shapes.block)
+                return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
             if job.kind == JobKind.SAMPLE:
                 return self._sample_cost(msgspec.msgpack.decode(job.payload, type=_SampleSize))
         except (EngineError, msgspec.DecodeError):
@@ -67,14 +76,15 @@ class CostModel:
         return Cost(1)
 
     def batch_cost(self, costs: Sequence[Cost]) -> float:
-        """Return the cost of jobs of one kind in one batch."""
-        if any(cost.tokens for cost in costs):
-            return self._gradients_cost(costs)
-        return sum(cost.work for cost in costs)
+        """Return the cost of jobs of one kind in one batch.
 
-    def solo_budget(self, cost: Cost) -> float:
-        """Return the most that a batch started by this job may cost: the cost of the job alone."""
-        return self.batch_cost([cost])
+        Gradients cost the computed tokens, padding included, as if one micro-batch had room for
+        all.
+        """
+        tokens = sum(cost.tokens for cost in costs)
+        if tokens:
+            return _REQUEST_TOKENS + multiple_from(tokens, self._static_shapes.chunk)
+        return sum(cost.work for cost in costs)
 
     def shared_budget(self, cost: Cost) -> float:
         """Return the most that a batch may cost that this job starts and other tenants join.
@@ -82,28 +92,9 @@ class CostModel:
         A batch of gradients has a fixed cost on the device, however small it is: a CPU copies each
         layer's weights. So small gradients of many tenants share four chunks.
         """
-        if not cost.tokens:
-            return self.solo_budget(cost)
-        return self._gradients_cost(
-            [replace(cost, tokens=max(cost.tokens, self._static_shapes.bin_tokens))]
-        )
-
-    def is_small(self, cost: Cost) -> bool:
-        """Return whether the gradient fits the chunks that small ones of many tenants share."""
-        return 0 < cost.tokens <= self._static_shapes.bin_tokens
-
-    @property
-    def max_sequences(self) -> int:
-        """The number of sequences that may be under way at once.
-
-        It is twice the number of decode slots, so that a free slot has its next sequence at once.
-        """
-        return 2 * self._decode_slots
-
-    @property
-    def slots(self) -> int:
-        """The number of gradients that one pass takes if all adapters have the lowest ranks."""
-        return self._static_shapes.slots(self._static_shapes.rank_buckets[0])
+        if cost.tokens:
+            cost = replace(cost, tokens=max(cost.tokens, self.small_tokens))
+        return self.batch_cost([cost])
 
     def jobs_in_full_chunks(self, costs: Sequence[Cost]) -> int:
         """Return the length of the longest prefix that fills whole chunks, if dropping the rest
@@ -119,15 +110,6 @@ class CostModel:
                 return count
         return len(costs)
 
-    def _gradient_cost(self, lengths: Sequence[int]) -> Cost:
-        tokens = multiple_from(sum(lengths), self._static_shapes.block)
-        return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
-
-    def _gradients_cost(self, costs: Sequence[Cost]) -> float:
-        """Return the computed tokens, padding included, as if one micro-batch had room for all."""
-        tokens = sum(cost.tokens for cost in costs)
-        return _REQUEST_TOKENS + multiple_from(tokens, self._static_shapes.chunk)
-
     def _sample_cost(self, asked: "_SampleSize") -> Cost:
         limit = max(self._context - len(asked.prompt), 1)
         steps = max(min(limit if asked.max_tokens is None else asked.max_tokens, limit), 1)
@@ -141,6 +123,10 @@ class TimeEstimator:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
+        self.max_gradients = costs.slots
+        """The number of gradients that a batch has room for."""
+        self.max_sequences = costs.max_sequences
+        """The number of sequences that may be under way at once."""
         self._known: dict[str, Cost] = {}  # of pending jobs, by request id
         self._rates: defaultdict[JobKind, deque[float]] = defaultdict(_recent)
 
@@ -151,34 +137,25 @@ class TimeEstimator:
             return None
         return median_low(rates) * self._costs.batch_cost([self._cost(job) for job in batch])
 
-    def solo_s(self, first: Job) -> float:
-        """Return how long a batch started by this job may take; 0 before any of the kind ran."""
-        rates = self._rates[first.kind]
-        return median_low(rates) * self._costs.solo_budget(self._cost(first)) if rates else 0.0
-
     def shared_s(self, first: Job) -> float:
-        """Return the same limit for a batch in which each job that joins is another tenant's."""
+        """Return how long a batch may take that this job starts and only other tenants join.
+
+        It is 0 before any job of the kind ran.
+        """
         rates = self._rates[first.kind]
         return median_low(rates) * self._costs.shared_budget(self._cost(first)) if rates else 0.0
 
     def is_long(self, job: Job, slice_s: float) -> bool:
         """Return whether the job is a gradient that takes longer than a slice and is not small."""
-        if job.kind != JobKind.FORWARD_BACKWARD or self._costs.is_small(self._cost(job)):
+        if job.kind != JobKind.FORWARD_BACKWARD:
+            return False
+        if 0 < self._cost(job).tokens <= self._costs.small_tokens:
             return False
         return (self.batch_s([job]) or 0.0) > slice_s
-
-    def max_jobs(self, first: Job) -> int:
-        """Return the number of jobs of this job's kind that a batch has room for."""
-        return self._costs.slots if first.kind == JobKind.FORWARD_BACKWARD else sys.maxsize
 
     def jobs_in_full_chunks(self, batch: Sequence[Job]) -> int:
         """See ``CostModel.jobs_in_full_chunks``."""
         return self._costs.jobs_in_full_chunks([self._cost(job) for job in batch])
-
-    @property
-    def max_sequences(self) -> int:
-        """See ``CostModel.max_sequences``."""
-        return self._costs.max_sequences
 
     def sequences(self, job: Job) -> int:
         return self._cost(job).sequences

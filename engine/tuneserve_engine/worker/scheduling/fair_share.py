@@ -1,9 +1,8 @@
 """The device time that each tenant has had: one counter per tenant, divided by its weight."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from tuneserve_engine.core.jobs import Job
-from tuneserve_engine.worker.scheduling.runnable import is_sample
+from tuneserve_engine.core.jobs import Job, JobKind
 
 
 class FairShare:
@@ -20,7 +19,8 @@ class FairShare:
         self._floor = 0.0  # the lowest counter of a tenant with work; never falls
         self._batches = 0
         self._last_batch: dict[str, int] = {}
-        self._sampling_lead_s: dict[str, float] = {}
+        self.sampling_lead_s: dict[str, float] = {}
+        """How much more device time a tenant's samples had than its other work."""
         self.largest_s = 0.0
         """The largest device time of one request so far."""
 
@@ -45,9 +45,10 @@ class FairShare:
         """
         if charged and tenant in charged:
             return charged[tenant], self._batches + 1, job.release
-        return self.counter(tenant), self._last_batch.get(tenant, 0), job.release
+        at = self._counters.get(tenant, self._floor)
+        return at, self._last_batch.get(tenant, 0), job.release
 
-    def lift_arrivals(self, waiting: Mapping[str, object]) -> None:
+    def lift_arrivals(self, waiting: Collection[str]) -> None:
         """Lift tenants that come back to the floor, and forget absent tenants not above it."""
         busy = [self._counters[tenant] for tenant in waiting if tenant in self._counters]
         if not waiting:  # no tenant missed the device time that others used
@@ -57,8 +58,9 @@ class FairShare:
             if tenant not in waiting:
                 del self._counters[tenant]
                 self._last_batch.pop(tenant, None)
-                self._sampling_lead_s.pop(tenant, None)
-        self.lift(waiting)
+                self.sampling_lead_s.pop(tenant, None)
+        for tenant in waiting:
+            self._counters[tenant] = max(self._counters.get(tenant, 0.0), self._floor)
 
     def lift(self, tenants: Iterable[str]) -> None:
         """Lift these tenants to the floor, which does not move."""
@@ -73,7 +75,8 @@ class FairShare:
         for job, share in zip(batch, shares, strict=True):
             of_tenant[job.tenant] = of_tenant.get(job.tenant, 0.0) + share
         return {
-            tenant: self.counter(tenant) + seconds * share / self.weight(tenant)
+            tenant: self._counters.get(tenant, self._floor)
+            + seconds * share / self._weights.get(tenant, 1.0)
             for tenant, share in of_tenant.items()
         }
 
@@ -88,17 +91,10 @@ class FairShare:
         self.largest_s = max(self.largest_s, seconds * max(shares))
         self._last_batch |= {job.tenant: self._batches for job in batch}
         for job, share in zip(batch, shares, strict=True):
-            lead_s = seconds * share if is_sample(job) else -seconds * share
-            self._sampling_lead_s[job.tenant] = self.sampling_lead_s(job.tenant) + lead_s
+            lead_s = seconds * share if job.kind == JobKind.SAMPLE else -seconds * share
+            self.sampling_lead_s[job.tenant] = self.sampling_lead_s.get(job.tenant, 0.0) + lead_s
 
     def is_near(self, tenant: str, lowest: float, batch_s: float) -> bool:
         """Return whether the tenant is at most one request, or ``batch_s``, ahead of ``lowest``."""
         ahead_s = (self.counter(tenant) - lowest) * self.weight(tenant)
         return ahead_s <= max(batch_s, self.largest_s)
-
-    def sampling_lead_s(self, tenant: str) -> float:
-        """Return how much more device time the tenant's samples had than its other work."""
-        return self._sampling_lead_s.get(tenant, 0.0)
-
-    def forget_sampling_lead(self, tenant: str) -> None:
-        self._sampling_lead_s.pop(tenant, None)

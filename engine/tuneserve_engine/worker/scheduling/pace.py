@@ -2,12 +2,8 @@
 
 from collections import deque
 from statistics import median_low
-from typing import TypeVar
 
 from tuneserve_engine.core.policies import SLICE_S
-
-T = TypeVar("T")
-
 
 _REMEMBERED = 9
 """The number of past passes that count; their median ignores those that compiled a program."""
@@ -21,13 +17,13 @@ class Pace:
         self._rates: dict[bool, deque[float]] = {
             forward_only: deque(maxlen=_REMEMBERED) for forward_only in (False, True)
         }
-
-    def tokens(self, forward_only: bool) -> int | None:
-        """Return the number of tokens that fill a slice; None before the first pass."""
-        rates = self._rates[forward_only]
-        return max(int(self._slice_s / median_low(rates)), 1) if rates else None
+        self.tokens: dict[bool, int] = {}
+        """The number of tokens that fill a slice, by ``forward_only``; none before its first pass.
+        """
 
     def learn(self, forward_only: bool, tokens: float, seconds: float) -> None:
         """Learn from a pass that computed ``tokens`` tokens in ``seconds`` seconds."""
         if tokens > 0 and seconds > 0:
-            self._rates[forward_only].append(seconds / tokens)
+            rates = self._rates[forward_only]
+            rates.append(seconds / tokens)
+            self.tokens[forward_only] = max(int(self._slice_s / median_low(rates)), 1)

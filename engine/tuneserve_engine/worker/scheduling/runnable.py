@@ -33,10 +33,6 @@ def by_tenant(jobs: Iterable[Job]) -> dict[str, list[Job]]:
     return found
 
 
-def is_sample(job: Job) -> bool:
-    return job.kind == JobKind.SAMPLE
-
-
 def can_share(job: Job) -> bool:
     """Return whether the job may share a batch.
 

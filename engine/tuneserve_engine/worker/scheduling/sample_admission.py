@@ -3,10 +3,10 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from tuneserve_engine.core.jobs import Job
+from tuneserve_engine.core.jobs import Job, JobKind
 from tuneserve_engine.worker.scheduling.cost_model import TimeEstimator
 from tuneserve_engine.worker.scheduling.fair_share import FairShare
-from tuneserve_engine.worker.scheduling.runnable import RunningSample, by_tenant, is_sample
+from tuneserve_engine.worker.scheduling.runnable import RunningSample, by_tenant
 
 _SUSPECTED = 2
 """The number of worker deaths a sample may have caused from which on the sample runs alone."""
@@ -37,7 +37,9 @@ class SampleAdmission:
         lowest = min((self._shares.counter(job.tenant) for job in waiting), default=0.0)
         queues = {
             tenant: deque(jobs)
-            for tenant, jobs in by_tenant(job for job in waiting if is_sample(job)).items()
+            for tenant, jobs in by_tenant(
+                job for job in waiting if job.kind == JobKind.SAMPLE
+            ).items()
             if self._shares.is_near(tenant, lowest, self._batch_s)
         }
         first = [jobs[0] for jobs in queues.values()] + [each.job for each in running_samples]
@@ -81,7 +83,7 @@ class SampleAdmission:
             (job.tenant for job in samples), key=lambda t: used.get(t, self._shares.counter(t))
         )
         at = used.get(tenant, self._shares.counter(tenant))
-        lead_s = self._shares.sampling_lead_s(tenant)
+        lead_s = self._shares.sampling_lead_s.get(tenant, 0.0)
         if at == lowest and tenant in used:  # the interrupted batch is of the same tenant
             lead_s -= (at - self._shares.counter(tenant)) * self._shares.weight(tenant)
         if at > lowest or (at == lowest and lead_s > 0):

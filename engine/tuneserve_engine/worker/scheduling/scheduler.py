@@ -19,7 +19,6 @@ from tuneserve_engine.worker.scheduling.runnable import (
     RunningSample,
     by_tenant,
     can_share,
-    is_sample,
     runnable_of,
 )
 from tuneserve_engine.worker.scheduling.sample_admission import SampleAdmission
@@ -35,7 +34,7 @@ itself catches up."""
 BATCH_S = 0.03
 """Device seconds after which a batch takes no further job, because all other tenants wait for it. A
 job that costs no more time still joins, and so do small gradients of other tenants (see
-``CostModel.shared``)."""
+``CostModel.shared_budget``)."""
 
 
 class Scheduler:
@@ -83,15 +82,21 @@ class Scheduler:
         begun = [each.job for each in running_samples]
         self._estimates.forget_all_but([*begun, *pending])
         runnable = runnable_of(pending)
-        self._shares.lift_arrivals(by_tenant([*begun, *runnable]))
-        samples = self._samples.joining(runnable, running_samples)
-        others = [job for job in runnable if not is_sample(job)]
+        self._shares.lift_arrivals({job.tenant for job in [*begun, *runnable]})
+
+        others = [job for job in runnable if job.kind != JobKind.SAMPLE]
+        samples: list[Job] = []
+        if len(others) < len(runnable):
+            samples = self._samples.joining(runnable, running_samples)
         waiting = by_tenant([*begun, *samples, *others])
         if not waiting:
             return []
+
         first = self._first_job(waiting, pending)
-        if is_sample(first):
+        if first.kind == JobKind.SAMPLE:
             return sorted([*begun, *samples], key=lambda job: job.release)
+        if len(pending) == 1:
+            return [first]  # there is no other job to join it
         return self._fill_batch(first, waiting, len(pending))
 
     def interrupting_batch(
@@ -110,7 +115,7 @@ class Scheduler:
         """
         used = self._counters_so_far(running)
         runnable = runnable_of(pending)
-        others = [job for job in runnable if job.tenant not in used and not is_sample(job)]
+        others = [job for job in runnable if job.tenant not in used and job.kind != JobKind.SAMPLE]
         # Only lift: the floor itself stays where it was when the running batches began.
         self._shares.lift({job.tenant for job in others})
         lowest = min(used[job.tenant] for job in running[-1].batch)
@@ -124,14 +129,14 @@ class Scheduler:
             tenant = min(
                 samples, key=lambda job: self._shares.turn_key(job.tenant, job, used)
             ).tenant
-            mine = [job for job in samples if job.tenant == tenant][:1]
-            if tenant == first.tenant:
-                if is_sample(self._next_of(tenant, [*mine, first])):
+            if tenant == first.tenant:  # the kind that has had less device time goes first
+                if self._shares.sampling_lead_s.get(tenant, 0.0) <= 0:
                     return samples
-            elif self._shares.turn_key(tenant, mine[0], used) < self._shares.turn_key(
-                first.tenant, first
-            ):
-                return samples
+            else:
+                mine = next(job for job in samples if job.tenant == tenant)
+                turn = self._shares.turn_key(tenant, mine, used)
+                if turn < self._shares.turn_key(first.tenant, first):
+                    return samples
         return self._fill_batch(first, waiting, len(others))
 
     def _fitting_jobs(
@@ -198,10 +203,12 @@ class Scheduler:
         Each tenant's jobs are in release order, and the tenants take turns; the jobs follow the
         batch that runs now.
         """
+        if not pending:
+            return []
         queues: dict[str, deque[Job]] = {}
         for job in pending:
             queues.setdefault(job.tenant, deque()).append(job)
-        known_s = None if is_sample(running[0]) else self._estimates.batch_s(running)
+        known_s = None if running[0].kind == JobKind.SAMPLE else self._estimates.batch_s(running)
         counters = self._counters_after(running, known_s or self._batch_s)
         turns = [(*self._shares.turn_key(t, jobs[0], counters), t) for t, jobs in queues.items()]
         heapify(turns)
@@ -232,9 +239,17 @@ class Scheduler:
         An optimizer step goes before a gradient if the step's model has a gradient waiting behind
         it, and if the step takes its tenant no further ahead than the gradient would: a step takes
         next to no time, and afterwards both gradients can share a batch.
+
+        Of a tenant's samples and its other work, the kind that has had less device time goes first.
         """
         tenant = min(waiting, key=lambda tenant: self._shares.turn_key(tenant, waiting[tenant][0]))
-        first = self._next_of(tenant, waiting[tenant])
+        samples = [job for job in waiting[tenant] if job.kind == JobKind.SAMPLE]
+        others = [job for job in waiting[tenant] if job.kind != JobKind.SAMPLE]
+        first = waiting[tenant][0]
+        if not samples or not others:
+            self._shares.sampling_lead_s.pop(tenant, None)
+        elif lead_s := self._shares.sampling_lead_s.get(tenant):
+            first = others[0] if lead_s > 0 else samples[0]
         if first.kind != JobKind.FORWARD_BACKWARD:
             return first
         gradients = {job.model_id for job in pending if job.kind == JobKind.FORWARD_BACKWARD}
@@ -247,23 +262,10 @@ class Scheduler:
         if not steps:
             return first
         step = min(steps, key=lambda job: self._shares.turn_key(job.tenant, job))
-        room_s = max(self._batch_s, min(self._estimates.solo_s(first), self._shares.largest_s))
+        solo_s = self._estimates.batch_s([first]) or 0.0
+        room_s = max(self._batch_s, min(solo_s, self._shares.largest_s))
         lowest_first = sorted(waiting, key=self._shares.counter)
         return step if self._counters_if_joined([], step, (room_s, room_s), lowest_first) else first
-
-    def _next_of(self, tenant: str, jobs: Sequence[Job]) -> Job:
-        """Return the tenant's oldest job.
-
-        If it has both samples and other work, return a job of the kind with less device time.
-        """
-        samples = [job for job in jobs if is_sample(job)]
-        others = [job for job in jobs if not is_sample(job)]
-        lead_s = self._shares.sampling_lead_s(tenant)
-        if not samples or not others:
-            self._shares.forget_sampling_lead(tenant)
-        elif lead_s:
-            return others[0] if lead_s > 0 else samples[0]
-        return jobs[0]
 
     def _add_jobs(self, first: Job, waiting: Mapping[str, Sequence[Job]]) -> list[Job]:
         """Return the first job and the jobs of its kind that may join it, in turn.
@@ -273,14 +275,16 @@ class Scheduler:
         because the device waits.
         """
         batch = [first]
-        room_s = max(self._batch_s, self._estimates.solo_s(first))
+        seconds = self._estimates.batch_s(batch) or 0.0
+        room_s = max(self._batch_s, seconds)
         shared_s = max(room_s, self._estimates.shared_s(first))
         queues = {
             tenant: deque(job for job in jobs if job.kind == first.kind and job is not first)
             for tenant, jobs in waiting.items()
         }
-        most = min(MAX_JOBS, self._estimates.max_jobs(first))
-        seconds = self._estimates.batch_s(batch) or 0.0
+        most = MAX_JOBS
+        if first.kind == JobKind.FORWARD_BACKWARD:
+            most = min(MAX_JOBS, self._estimates.max_gradients)
         counters = self._counters_after(batch, seconds)
         others = [t for t, jobs in queues.items() if jobs and t not in counters]
         turns = sorted(((*self._shares.turn_key(t, queues[t][0]), t) for t in others), reverse=True)
@@ -318,7 +322,7 @@ class Scheduler:
         kept = batch[: self._estimates.jobs_in_full_chunks(batch)]
         charged = self._counters_after(kept, self._estimates.batch_s(kept) or 0.0)
         lowest = min(charged.get(tenant, self._shares.counter(tenant)) for tenant in waiting)
-        room_s = max(self._batch_s, self._estimates.solo_s(batch[0]))
+        room_s = max(self._batch_s, self._estimates.batch_s(batch[:1]) or 0.0)
         is_fair = all((at - lowest) * self._shares.weight(t) <= room_s for t, at in charged.items())
         return kept if is_fair else batch
 

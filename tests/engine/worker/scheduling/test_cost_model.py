@@ -120,7 +120,6 @@ def test_estimates_follow_the_median_of_the_measurements() -> None:
         estimates.learn([job], seconds)
     assert estimates.batch_s([job]) == pytest.approx(0.1)
     assert estimates.batch_s([gradient(65)]) == pytest.approx(0.1 * (16 + 128) / (16 + 64))
-    assert estimates.solo_s(job) == pytest.approx(0.1)
     for _ in range(8):
         estimates.learn([job], 2.0)
     assert estimates.batch_s([job]) == pytest.approx(2.0)

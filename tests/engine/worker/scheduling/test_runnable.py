@@ -6,7 +6,6 @@ from tuneserve_engine.core.jobs import Job, JobKind
 from tuneserve_engine.worker.scheduling.runnable import (
     by_tenant,
     can_share,
-    is_sample,
     runnable_of,
 )
 
@@ -51,4 +50,3 @@ def test_a_suspect_a_halved_job_and_other_kinds_run_alone() -> None:
     assert not can_share(job(0, JobKind.SAVE_WEIGHTS)) and not can_share(job(0, SAMPLE))
     for change in ({"attempts": 1}, {"halvings": 1}):
         assert not can_share(replace(job(0, GRADIENT), **change))
-    assert is_sample(job(0, SAMPLE)) and not is_sample(job(0, STEP))
