@@ -13,7 +13,7 @@ _CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
 
 
 @dataclass
-class Counts:
+class TrainingCounts:
     """Counters of training since the start, ``forward_only`` included."""
 
     tokens: int = 0  # without padding
@@ -33,7 +33,7 @@ class RunningBatch:
     batch: TrainBatch
     claimed: BatchSlots
     finite: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    counts: Counts
+    counts: TrainingCounts
     outputs: list[MicroBatchOutput] = field(default_factory=list)
 
     def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> None:

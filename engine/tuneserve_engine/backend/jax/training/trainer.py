@@ -44,7 +44,7 @@ from tuneserve_engine.backend.jax.training.programs import (
     space_shapes,
     train_micro_batch,
 )
-from tuneserve_engine.backend.jax.training.running_batch import Counts, RunningBatch
+from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
@@ -104,7 +104,7 @@ class Trainer:
             rank_bucket: RankSlots(self._shapes, rank_bucket, static_shapes.slots(rank_bucket))
             for rank_bucket in static_shapes.rank_buckets
         }
-        self.counts = Counts()
+        self.counts = TrainingCounts()
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
