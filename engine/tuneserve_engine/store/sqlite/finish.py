@@ -19,12 +19,12 @@ def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
     placement.check_epoch(tx, epoch)
     owners: dict[str, tuple[str, str]] = {}
     for each in outcomes:
-        row = tx.fetch_one(
+        row = tx.execute(
             "SELECT tenant, COALESCE(model_id, base_model), "
             f"worker IS NOT ? AND {UNFINISHED} FROM jobs WHERE request_id = ?",
             epoch,
             each.request_id,
-        )
+        ).fetchone()
         if row is None:
             continue
         tenant, name, is_elsewhere = row

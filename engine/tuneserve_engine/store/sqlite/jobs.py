@@ -27,12 +27,12 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 def submit(
     tx: Transaction, policy: StorePolicy, job: Job, new_records: Sequence[Record]
 ) -> Submitted:
-    known = tx.fetch_one(
+    known = tx.execute(
         "SELECT request_id, kind FROM jobs WHERE tenant = ? AND scope = ? AND seq = ?",
         job.tenant,
         job.scope,
         job.seq,
-    )
+    ).fetchone()
     if known is not None:
         if known[1] != job.kind:
             raise KeyReused(refusals.reused(job, known[1]))
@@ -114,13 +114,13 @@ def _open_lane(tx: Transaction, job: Job) -> str:
     """
     model_id = job.model_id or ""
     if job.rejection is None:
-        row = tx.fetch_one(
+        row = tx.execute(
             "UPDATE lanes SET park = 0, requested_s = ? WHERE model_id = ? RETURNING base_model",
             tx.now_s,
             model_id,
-        )
+        ).fetchone()
     else:
-        row = tx.fetch_one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
+        row = tx.execute("SELECT base_model FROM lanes WHERE model_id = ?", model_id).fetchone()
     if row is not None:
         return str(row[0])
     model = records.get_record(tx, ModelRecord, model_id)
@@ -138,7 +138,7 @@ def _open_lane(tx: Transaction, job: Job) -> str:
 
 def _insert(tx: Transaction, job: Job, request_id: str) -> int:
     """Store the job as held and count it; return its row number."""
-    row = tx.fetch_one(
+    row = tx.execute(
         "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
         "state, release, attempts, size, created_s, trace, saves) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?, ?) RETURNING n",
@@ -154,7 +154,7 @@ def _insert(tx: Transaction, job: Job, request_id: str) -> int:
         tx.now_s,
         job.trace or None,
         None if job.saves is None else job.saves.size_bytes,
-    )
+    ).fetchone()
     assert row is not None
     if job.rejection is None:
         tx.execute("INSERT INTO payloads VALUES (?, ?)", row[0], job.payload)
@@ -170,7 +170,7 @@ def unload(tx: Transaction, model: ModelRecord) -> None:
 
 
 def _next_position(tx: Transaction, model_id: str) -> int:
-    row = tx.fetch_one("SELECT next FROM lanes WHERE model_id = ?", model_id)
+    row = tx.execute("SELECT next FROM lanes WHERE model_id = ?", model_id).fetchone()
     return 0 if row is None else int(row[0])
 
 
@@ -179,11 +179,11 @@ def advance(tx: Transaction, model_id: str, position: int) -> None:
 
     Spent positions count as present, and are taken from their jobs.
     """
-    while row := tx.fetch_one(
+    while row := tx.execute(
         "SELECT n, state, base_model FROM jobs WHERE model_id = ? AND position = ?",
         model_id,
         position,
-    ):
+    ).fetchone():
         n, state, base_model = row
         if state == "held":
             placement.make_ready(tx, n, model_id, base_model)
@@ -234,7 +234,7 @@ def take_jobs(tx: Transaction, epoch: int, after: int, max_jobs: int) -> list[Jo
     placement.check_epoch(tx, epoch)
     jobs: list[Job] = []
     size = 0
-    for row in tx.iterate(
+    for row in tx.execute(
         f"SELECT {_JOB} FROM jobs CROSS JOIN payloads ON job = n "
         "WHERE state = 'ready' AND worker = ? AND release > ? ORDER BY release LIMIT ?",
         epoch,
@@ -253,7 +253,7 @@ def read_log(tx: Transaction, epoch: int, model_id: str, start: int) -> list[Log
     placement.check_epoch(tx, epoch)
     entries: list[LogEntry] = []
     size = 0
-    for *columns, digest, halvings in tx.iterate(
+    for *columns, digest, halvings in tx.execute(
         f"SELECT {_JOB}, digest, halvings FROM jobs CROSS JOIN payloads ON job = n "
         "WHERE model_id = ? AND position >= ? AND digest IS NOT NULL ORDER BY position",
         model_id,
@@ -272,11 +272,11 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
 
     Raises ``KeyError`` for an unknown request, and ``ResultDropped``.
     """
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT state, category, error, content_type, body, usage, created_s, finished_s FROM jobs "
         "WHERE request_id = ?",
         request_id,
-    )
+    ).fetchone()
     if row is None:
         raise KeyError(request_id)
     state, category, error, content_type, body, *cost = row
@@ -291,7 +291,7 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
 
 
 def job_key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
-    row = tx.fetch_one("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id)
+    row = tx.execute("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id).fetchone()
     return None if row is None else (row[0], row[1])
 
 
@@ -299,7 +299,9 @@ def job_key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
 
 
 def is_unfinished(tx: Transaction, request_id: str) -> bool:
-    row = tx.fetch_one(f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", request_id)
+    row = tx.execute(
+        f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", request_id
+    ).fetchone()
     return row is not None
 
 
@@ -312,7 +314,7 @@ def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
 
 def drop_jobs(tx: Transaction, request_id: str, rejection: Rejection) -> None:
     """End an unfinished sample; its worker learns of it with the next renewal."""
-    row = tx.fetch_one("SELECT worker FROM jobs WHERE request_id = ?", request_id)
+    row = tx.execute("SELECT worker FROM jobs WHERE request_id = ?", request_id).fetchone()
     assert row is not None, f"{request_id} is unknown"
     end_job(tx, Outcome(request_id, rejection=rejection))
     if row[0] is not None:
@@ -324,11 +326,11 @@ def end_job(tx: Transaction, result: Outcome) -> None:
 
     The payload is dropped, unless the job changed its model's state: then replay may need it.
     """
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size, created_s FROM jobs "
         f"WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
-    )
+    ).fetchone()
     assert row is not None, f"{result.request_id} had already ended"
     n, tenant, kind, scope, seq, model_id, position, worker, size, created_s = row
     rejection = result.rejection
@@ -376,8 +378,8 @@ def end_jobs_of(
     states: Iterable[str] = ("held", "ready"),
 ) -> None:
     """End the model's unfinished jobs in these states."""
-    for request_id, state in tx.fetch_all(
+    for request_id, state in tx.execute(
         f"SELECT request_id, state FROM jobs WHERE model_id = ? AND {UNFINISHED}", model_id
-    ):
+    ).fetchall():
         if state in states:
             end_job(tx, Outcome(request_id, rejection=rejection))

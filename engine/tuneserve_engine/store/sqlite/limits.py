@@ -62,7 +62,9 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
         tenant = (policy.tenant_jobs if jobs is None else jobs, policy.tenant_bytes)
         _check("your key", job, _counts(tx, _tenant(job.tenant)), tenant, 5)
         if job.model_id is not None:
-            row = tx.fetch_one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
+            row = tx.execute(
+                "SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id
+            ).fetchone()
             model = (policy.model_jobs, policy.model_bytes)
             _check(f"model {job.model_id}", job, _as_counts(row), model, 2)
     except LimitReached:
@@ -73,7 +75,7 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
 def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy) -> None:
     """Count a job that ends at once. Raises ``LimitReached`` if its tenant had too many."""
     scope = f"refusals {job.tenant}"
-    row = tx.fetch_one("SELECT bytes FROM counts WHERE scope = ?", scope)
+    row = tx.execute("SELECT bytes FROM counts WHERE scope = ?", scope).fetchone()
     level_s, wait_s = refusals.level_of_refusals(0.0 if row is None else row[0], tx.now_s, policy)
     if wait_s > 0 and not _is_awaited(tx, job):
         raise refusals.too_many_refusals(why, policy.tenant_refusals, wait_s)
@@ -85,7 +87,9 @@ def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy
 
 
 def _counts(tx: Transaction, scope: str) -> _Counts:
-    return _as_counts(tx.fetch_one("SELECT jobs, bytes FROM counts WHERE scope = ?", scope))
+    return _as_counts(
+        tx.execute("SELECT jobs, bytes FROM counts WHERE scope = ?", scope).fetchone()
+    )
 
 
 def _as_counts(row: Row | None) -> _Counts:
@@ -108,13 +112,13 @@ def _is_awaited(tx: Transaction, job: Job) -> bool:
     if job.model_id is None or job.position is None:
         return False
     of_model = "AND model_id = ?1"
-    row = tx.fetch_one(
+    row = tx.execute(
         f"SELECT EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'held' {of_model}), "
         f"EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'ready' {of_model}), "
         "(SELECT next FROM lanes WHERE model_id = ?1)",
         job.model_id,
-    )
-    return row == (1, 0, job.position)
+    ).fetchone()
+    return bool(row == (1, 0, job.position))
 
 
 def no_room_to_keep(tx: Transaction, job: Job, policy: StorePolicy) -> Rejection | None:
@@ -129,7 +133,9 @@ def no_room_to_keep(tx: Transaction, job: Job, policy: StorePolicy) -> Rejection
 def kept(tx: Transaction, tenant: str, key: str) -> CheckpointUsage:
     """Return what the tenant keeps or is about to keep, except the record of this key."""
     rows = [
-        tx.fetch_one(f"SELECT COUNT(*), TOTAL({size}) FROM {table} WHERE {where}", tenant, *values)
+        tx.execute(
+            f"SELECT COUNT(*), TOTAL({size}) FROM {table} WHERE {where}", tenant, *values
+        ).fetchone()
         for size, table, where, values in (
             (
                 SIZE,
@@ -153,7 +159,7 @@ def must_wait(tx: Transaction, job: Job, policy: StorePolicy) -> bool:
 
     Raises ``LimitReached`` if as many of the tenant's models wait as may.
     """
-    waiting = len(tx.fetch_all(_WAITING, job.tenant))
+    waiting = len(tx.execute(_WAITING, job.tenant).fetchall())
     if not waiting and make_room(tx, job.tenant, policy):
         return False
     if waiting >= policy.waiting_models or job.position is None:
@@ -167,10 +173,12 @@ def make_room(tx: Transaction, tenant: str, policy: StorePolicy) -> bool:
     If the tenant has as many as it may, marks the longest idle ones to be parked. Returns False and
     marks none if too few are idle.
     """
-    surplus = len(tx.fetch_all(_IN_USE, tenant)) - _most_models(tx, tenant, policy) + 1
+    surplus = len(tx.execute(_IN_USE, tenant).fetchall()) - _most_models(tx, tenant, policy) + 1
     if surplus <= 0:
         return True
-    idle = tx.fetch_all(f"{_IN_USE} AND jobs = 0 ORDER BY requested_s LIMIT ?", tenant, surplus)
+    idle = tx.execute(
+        f"{_IN_USE} AND jobs = 0 ORDER BY requested_s LIMIT ?", tenant, surplus
+    ).fetchall()
     if len(idle) < surplus:
         return False
     for (model_id,) in idle:
@@ -180,10 +188,10 @@ def make_room(tx: Transaction, tenant: str, policy: StorePolicy) -> bool:
 
 def waiting_models(tx: Transaction) -> list[Row]:
     """Return tenant, id and first position of the models that wait for room, oldest first."""
-    found = tx.fetch_all(
+    found = tx.execute(
         "SELECT n, jobs.tenant, model_id, position FROM jobs INDEXED BY jobs_unfinished "
         f"JOIN lanes USING (model_id) WHERE {UNFINISHED} AND {_WAITS}"
-    )
+    ).fetchall()
     return [row[1:] for row in sorted(found)]
 
 
@@ -228,21 +236,23 @@ def put_new(tx: Transaction, policy: StorePolicy, new: R) -> R:
 def _check_record(tx: Transaction, new: Record, policy: StorePolicy) -> None:
     if isinstance(new, SessionRecord):
         of_all = f"SELECT COUNT(*) FROM records WHERE type = 'session' AND {IS_OPEN} = 1"
-        row = tx.fetch_one(f"SELECT ({of_all}), ({of_all} AND tenant = ?)", new.tenant)
+        row = tx.execute(f"SELECT ({of_all}), ({of_all} AND tenant = ?)", new.tenant).fetchone()
         assert row is not None
         refusals.check_sessions(row[0], row[1], policy)
     if isinstance(new, SamplerRecord):
         of = "SELECT COUNT(*) FROM records WHERE type = 'sampler' AND"
-        row = tx.fetch_one(f"SELECT ({of} parent = ?), ({of} tenant = ?)", new.parent, new.tenant)
+        row = tx.execute(
+            f"SELECT ({of} parent = ?), ({of} tenant = ?)", new.parent, new.tenant
+        ).fetchone()
         assert row is not None
         refusals.check_samplers(new.parent, row[0], row[1], policy)
     if rate := refusals.rate_of(new, policy):
-        row = tx.fetch_one(
+        row = tx.execute(
             "SELECT json_extract(body, '$.created_s') FROM records WHERE type = ? AND tenant = ? "
             "ORDER BY n DESC LIMIT 1 OFFSET ?",
             RECORD_NAME[type(new)],
             new.tenant,
             rate - 1,
-        )
+        ).fetchone()
         if row is not None:
             refusals.check_rate(new, policy, tx.now_s - row[0])

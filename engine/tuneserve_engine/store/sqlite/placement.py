@@ -10,7 +10,7 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 
 def check_epoch(tx: Transaction, epoch: int) -> None:
-    if tx.fetch_one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:
+    if tx.execute("SELECT 1 FROM workers WHERE epoch = ?", epoch).fetchone() is None:
         raise Fenced(
             f"lease epoch {epoch} is over: another process has this worker's name, or it was "
             "silent for too long and others have its models; stop this worker"
@@ -30,11 +30,11 @@ def make_ready(tx: Transaction, n: int, model_id: str | None, base_model: str) -
 
 def place_waiting(tx: Transaction, base_model: str) -> None:
     """Place the released jobs that have no worker, in their order, and their models."""
-    for n, model_id in tx.fetch_all(
+    for n, model_id in tx.execute(
         "SELECT n, model_id FROM jobs WHERE state = 'ready' AND worker IS NULL AND base_model = ? "
         "ORDER BY release",
         base_model,
-    ):
+    ).fetchall():
         worker = _worker(tx, model_id, base_model)
         if worker is None:
             return  # no worker serves this base model: all jobs wait for one
@@ -54,7 +54,7 @@ def unplace(tx: Transaction, model_id: str) -> None:
 
 
 def worker_of(tx: Transaction, model_id: str) -> int | None:
-    row = tx.fetch_one("SELECT worker FROM lanes WHERE model_id = ?", model_id)
+    row = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
     return None if row is None else row[0]
 
 
@@ -64,20 +64,20 @@ def _worker(tx: Transaction, model_id: str | None, base_model: str) -> int | Non
     It is the worker of the job's model, or else the one with the fewest samples or models.
     """
     if model_id is None:
-        row = tx.fetch_one(
+        row = tx.execute(
             "UPDATE workers SET samples = samples + 1 WHERE epoch = (SELECT epoch FROM workers "
             "WHERE base_model = ? ORDER BY samples, epoch LIMIT 1) RETURNING epoch",
             base_model,
-        )
+        ).fetchone()
         return None if row is None else int(row[0])
     placed = worker_of(tx, model_id)
     if placed is not None:
         return placed
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT epoch FROM workers WHERE base_model = ? ORDER BY "
         "(SELECT COUNT(*) FROM lanes WHERE lanes.worker = workers.epoch), epoch LIMIT 1",
         base_model,
-    )
+    ).fetchone()
     if row is None:
         return None
     tx.execute("UPDATE lanes SET worker = ? WHERE model_id = ?", row[0], model_id)

@@ -16,7 +16,7 @@ _OF_CLIENT = "tenant = ? AND scope = ? AND seq / 1000000000 = ?"
 
 
 def cancel(tx: Transaction, request_id: str) -> bool:
-    row = tx.fetch_one("SELECT kind FROM jobs WHERE request_id = ?", request_id)
+    row = tx.execute("SELECT kind FROM jobs WHERE request_id = ?", request_id).fetchone()
     if row is None:
         raise KeyError(request_id)
     if row[0] != JobKind.SAMPLE:
@@ -27,7 +27,7 @@ def cancel(tx: Transaction, request_id: str) -> bool:
 
 
 def completions(tx: Transaction, client: SamplerClient, after: int, limit: int) -> list[Completion]:
-    rows = tx.fetch_all(
+    rows = tx.execute(
         "SELECT request_id, completion, error IS NOT NULL, LENGTH(body) FROM jobs "
         f"WHERE completion > ? AND {_OF_CLIENT} ORDER BY completion LIMIT ?",
         after,
@@ -35,7 +35,7 @@ def completions(tx: Transaction, client: SamplerClient, after: int, limit: int) 
         client.scope,
         client.number,
         limit,
-    )
+    ).fetchall()
     return [
         Completion(request_id, number, bool(failed), None if failed else size)
         for request_id, number, failed, size in rows

@@ -52,7 +52,7 @@ def comes_late(tx: Transaction, outcome: Outcome) -> bool:
         f"UPDATE jobs SET usage = ? WHERE request_id = ? AND usage IS NULL AND NOT {UNFINISHED}",
         encoded(outcome.usage),
         outcome.request_id,
-    )
+    ).rowcount
     return noted > 0
 
 
@@ -73,24 +73,24 @@ def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsa
     of_tenant, values = ("", []) if tenant is None else ("AND tenant = ?", [tenant])
     sums = ", ".join(f"SUM({each})" for each in TOTALLED)
     found: dict[str, TenantUsage] = {}
-    for name, model, *numbers in tx.fetch_all(
+    for name, model, *numbers in tx.execute(
         f"SELECT tenant, name, {sums} FROM usage WHERE day >= ? {of_tenant} "
         "GROUP BY tenant, name ORDER BY tenant, name",
         day_of(since_s),
         *values,
-    ):
+    ).fetchall():
         found.setdefault(name, TenantUsage(name)).by_model[model] = Totals(*numbers)
     return list(found.values())
 
 
 def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
     """Add the point to the model's curve, and drop every second point when the curve is full."""
-    row = tx.fetch_one(
+    row = tx.execute(
         "INSERT INTO curves VALUES (?, ?, 1) "
         "ON CONFLICT (model_id, kind) DO UPDATE SET points = points + 1 RETURNING points",
         model_id,
         point.kind,
-    )
+    ).fetchone()
     assert row is not None
     n = row[0] - 1
     if n % stride(n):
@@ -108,20 +108,20 @@ def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
 
 
 def curve(tx: Transaction, model_id: str, after: int) -> list[CurvePoint]:
-    rows = tx.fetch_all(
+    rows = tx.execute(
         "SELECT point FROM curve_points WHERE model_id = ? AND position > ? ORDER BY position",
         model_id,
         after,
-    )
+    ).fetchall()
     return [msgspec.json.decode(text, type=CurvePoint) for (text,) in rows]
 
 
 def request(tx: Transaction, request_id: str) -> RequestState | None:
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT tenant, kind, scope, state, error IS NOT NULL, created_s, finished_s, usage "
         "FROM jobs WHERE request_id = ?",
         request_id,
-    )
+    ).fetchone()
     if row is None:
         return None
     tenant, kind, scope, state, failed, created_s, finished_s, text = row
@@ -134,11 +134,11 @@ def request(tx: Transaction, request_id: str) -> RequestState | None:
 
 def store_stats(tx: Transaction) -> StoreStats:
     tenants: Counter[str] = Counter()
-    for scope, jobs in tx.fetch_all("SELECT scope, jobs FROM counts WHERE jobs > 0"):
+    for scope, jobs in tx.execute("SELECT scope, jobs FROM counts WHERE jobs > 0").fetchall():
         if scope.startswith(_TENANT):
             tenants[scope.removeprefix(_TENANT)] = jobs
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT (SELECT COUNT(*) FROM jobs WHERE digest IS NOT NULL), (SELECT COUNT(*) FROM points)"
-    )
+    ).fetchone()
     assert row is not None
     return StoreStats(dict(tenants), *row)
