@@ -32,7 +32,7 @@ class Parking:
     async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
         raise RuntimeError(f"{owner} broke it")
 
-    async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+    async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         self.parked += 1
         try:
             await asyncio.Event().wait()
@@ -238,7 +238,7 @@ def test_a_message_too_large_is_refused_and_the_connection_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Large(Parking):
-        async def take(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
+        async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
             return [sample(seq) for seq in range(max_jobs)]
 
     monkeypatch.setattr(remote, "MAX_FRAME_BYTES", 1000)
