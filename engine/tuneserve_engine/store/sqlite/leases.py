@@ -232,7 +232,8 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
 
 def unassign(tx: Transaction, epoch: int, model_id: str) -> None:
     placement.check_epoch(tx, epoch)
-    if placement.worker_of(tx, model_id) != epoch:
+    placed = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
+    if placed != (epoch,):
         return
     row = tx.execute("SELECT base_model FROM lanes WHERE model_id = ?", model_id).fetchone()
     assert row is not None

@@ -31,7 +31,7 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
     if done < most:
         done += recordings.end_session(tx, key, most - done)
     for (body,) in tx.execute(_ALIVE, key, most - done).fetchall():
-        model = records.decode(ModelRecord, body)
+        model = msgspec.json.decode(body, type=ModelRecord)
         records.put_record(tx, replace(model, status=ModelStatus.ENDED))
         end_jobs_of(tx, model.key, refusals.gap_at_end(key, reason), states=("held",))
         use_up(tx, model.key)
@@ -40,7 +40,7 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
     if done == most:
         return done
     for (body,) in tx.execute(_DEAD, key).fetchall():
-        _unload(tx, records.decode(ModelRecord, body))
+        _unload(tx, msgspec.json.decode(body, type=ModelRecord))
     records.put_record(tx, replace(session, ended=reason))
     return done + 1
 

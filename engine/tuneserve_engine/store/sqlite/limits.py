@@ -11,7 +11,6 @@ from tuneserve_engine.core.records import (
 )
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import CheckpointUsage, R
-from tuneserve_engine.store.errors import LimitReached
 from tuneserve_engine.store.sqlite import records
 from tuneserve_engine.store.sqlite.group_commit import Row, Transaction
 from tuneserve_engine.store.sqlite.schema import (
@@ -24,12 +23,10 @@ from tuneserve_engine.store.sqlite.schema import (
     UNFINISHED,
 )
 
+TENANT = "tenant "
+"""The prefix of the tenants' scopes in ``counts``."""
+
 _SERVER = "server"
-_Counts = tuple[int, int]  # jobs, bytes of their payloads
-
-
-def _tenant(tenant: str) -> str:
-    return f"tenant {tenant}"
 
 
 def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: int) -> None:
@@ -38,7 +35,7 @@ def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: i
         "INSERT INTO counts VALUES (?, ?, ?), (?, ?, ?) ON CONFLICT (scope) DO UPDATE SET "
         "jobs = jobs + excluded.jobs, bytes = bytes + excluded.bytes",
         *(_SERVER, jobs, size),
-        *(_tenant(tenant), jobs, size),
+        *(f"{TENANT}{tenant}", jobs, size),
     )
     if model_id is not None:
         tx.execute(
@@ -54,22 +51,34 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
 
     A tenant's or a model's limit does not apply to a job that the model's other jobs wait for.
     """
-    server = (policy.server_jobs, policy.server_bytes)
-    _check("the server", job, _counts(tx, _SERVER), server, 10)
-    try:
-        own = records.get_record(tx, TenantRecord, job.tenant)
-        jobs = own.max_jobs if own is not None else None
-        tenant = (policy.tenant_jobs if jobs is None else jobs, policy.tenant_bytes)
-        _check("your key", job, _counts(tx, _tenant(job.tenant)), tenant, 5)
-        if job.model_id is not None:
-            row = tx.execute(
-                "SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id
-            ).fetchone()
-            model = (policy.model_jobs, policy.model_bytes)
-            _check(f"model {job.model_id}", job, _as_counts(row), model, 2)
-    except LimitReached:
-        if not _is_awaited(tx, job):
-            raise
+    own = records.get_record(tx, TenantRecord, job.tenant)
+    own_jobs = None if own is None else own.max_jobs
+    tenant_jobs = policy.tenant_jobs if own_jobs is None else own_jobs
+    held = "SELECT jobs, bytes FROM counts WHERE scope = ?"
+    of_server = tx.execute(held, _SERVER).fetchone()
+    of_tenant = tx.execute(held, f"{TENANT}{job.tenant}").fetchone()
+    scopes = [
+        ("the server", of_server, policy.server_jobs, policy.server_bytes, 10),
+        ("your key", of_tenant, tenant_jobs, policy.tenant_bytes, 5),
+    ]
+    if job.model_id is not None:
+        held = "SELECT jobs, bytes FROM lanes WHERE model_id = ?"
+        of_model = tx.execute(held, job.model_id).fetchone()
+        model = f"model {job.model_id}"
+        scopes.append((model, of_model, policy.model_jobs, policy.model_bytes, 2))
+
+    size = len(job.payload)
+    for whose, counted, most_jobs, most_bytes, retry_after_s in scopes:
+        held_jobs, held_bytes = counted or (0, 0)
+        if held_jobs >= most_jobs:
+            full = refusals.too_many_jobs(whose, most_jobs, retry_after_s)
+        elif held_jobs and held_bytes + size > most_bytes:
+            full = refusals.too_many_bytes(whose, size, held_bytes, most_bytes, retry_after_s)
+        else:
+            continue
+        if whose == "the server" or not _is_awaited(tx, job):
+            raise full
+        return
 
 
 def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy) -> None:
@@ -84,24 +93,6 @@ def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy
         scope,
         level_s,
     )
-
-
-def _counts(tx: Transaction, scope: str) -> _Counts:
-    return _as_counts(
-        tx.execute("SELECT jobs, bytes FROM counts WHERE scope = ?", scope).fetchone()
-    )
-
-
-def _as_counts(row: Row | None) -> _Counts:
-    return (0, 0) if row is None else (row[0], row[1])
-
-
-def _check(whose: str, job: Job, held: _Counts, limits: _Counts, retry_after_s: int) -> None:
-    size = len(job.payload)
-    if held[0] >= limits[0]:
-        raise refusals.too_many_jobs(whose, limits[0], retry_after_s)
-    if held[0] and held[1] + size > limits[1]:
-        raise refusals.too_many_bytes(whose, size, held[1], limits[1], retry_after_s)
 
 
 def _is_awaited(tx: Transaction, job: Job) -> bool:
@@ -121,13 +112,13 @@ def _is_awaited(tx: Transaction, job: Job) -> bool:
     return bool(row == (1, 0, job.position))
 
 
-def no_room_to_keep(tx: Transaction, job: Job, policy: StorePolicy) -> Rejection | None:
-    """Return why the tenant has no room for the job's save; None if it has, or none is needed."""
-    if job.saves is None:
-        return None
-    own = records.get_record(tx, TenantRecord, job.tenant)
+def no_room_to_keep(
+    tx: Transaction, tenant: str, key: str, policy: StorePolicy
+) -> Rejection | None:
+    """Return why the tenant has no room for a save with this key; None if it has."""
+    own = records.get_record(tx, TenantRecord, tenant)
     most = refusals.most_kept(own, policy)
-    return refusals.keeps_too_much(kept(tx, job.tenant, job.saves.key), most)
+    return refusals.keeps_too_much(kept(tx, tenant, key), most)
 
 
 def kept(tx: Transaction, tenant: str, key: str) -> CheckpointUsage:

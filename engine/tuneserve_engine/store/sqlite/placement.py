@@ -53,11 +53,6 @@ def unplace(tx: Transaction, model_id: str) -> None:
     tx.execute(f"UPDATE jobs SET worker = NULL WHERE model_id = ? AND {UNFINISHED}", model_id)
 
 
-def worker_of(tx: Transaction, model_id: str) -> int | None:
-    row = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
-    return None if row is None else row[0]
-
-
 def _worker(tx: Transaction, model_id: str | None, base_model: str) -> int | None:
     """Return the worker's epoch for one more job; None if no worker serves the base model.
 
@@ -70,9 +65,9 @@ def _worker(tx: Transaction, model_id: str | None, base_model: str) -> int | Non
             base_model,
         ).fetchone()
         return None if row is None else int(row[0])
-    placed = worker_of(tx, model_id)
-    if placed is not None:
-        return placed
+    lane = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
+    if lane is not None and lane[0] is not None:
+        return int(lane[0])
     row = tx.execute(
         "SELECT epoch FROM workers WHERE base_model = ? ORDER BY "
         "(SELECT COUNT(*) FROM lanes WHERE lanes.worker = workers.epoch), epoch LIMIT 1",

@@ -36,10 +36,6 @@ def next_of(tx: Transaction, name: str) -> int:
     return int(row[0])
 
 
-def decode(record_type: type[R], body: str) -> R:
-    return msgspec.json.decode(body, type=record_type)
-
-
 def put_record(tx: Transaction, record: Record) -> None:
     """Insert or replace the record; a replaced record keeps its place in listings."""
     tx.execute(
@@ -58,7 +54,7 @@ def get_record(tx: Transaction, record_type: type[R], key: str) -> R | None:
     row = tx.execute(
         "SELECT body FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key
     ).fetchone()
-    return None if row is None else decode(record_type, row[0])
+    return None if row is None else msgspec.json.decode(row[0], type=record_type)
 
 
 def delete_record(tx: Transaction, record_type: type[R], key: str) -> None:
@@ -87,12 +83,12 @@ def page_of_records(
     ).fetchall()
     count = tx.execute(f"SELECT COUNT(*) FROM records WHERE {where}", *values).fetchone()
     assert count is not None
-    return Page([decode(record_type, body) for (body,) in rows], count[0])
+    return Page([msgspec.json.decode(body, type=record_type) for (body,) in rows], count[0])
 
 
 def unnamed_saves(tx: Transaction, tenant: str) -> list[SamplerRecord]:
     rows = tx.execute(f"SELECT body FROM {SAVES} WHERE tenant = ? AND {IS_SAVE}", tenant).fetchall()
-    return [decode(SamplerRecord, body) for (body,) in rows]
+    return [msgspec.json.decode(body, type=SamplerRecord) for (body,) in rows]
 
 
 class Command(msgspec.Struct):

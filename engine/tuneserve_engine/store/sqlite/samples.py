@@ -9,19 +9,22 @@ from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import Completion, SamplerClient
 from tuneserve_engine.store.sqlite import records
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.jobs import drop_jobs, is_unfinished
+from tuneserve_engine.store.sqlite.jobs import drop_jobs
+from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 # Worded as in the index ``jobs_completed``, so that SQLite uses it.
 _OF_CLIENT = "tenant = ? AND scope = ? AND seq / 1000000000 = ?"
 
 
 def cancel(tx: Transaction, request_id: str) -> bool:
-    row = tx.execute("SELECT kind FROM jobs WHERE request_id = ?", request_id).fetchone()
+    row = tx.execute(
+        f"SELECT kind, {UNFINISHED} FROM jobs WHERE request_id = ?", request_id
+    ).fetchone()
     if row is None:
         raise KeyError(request_id)
     if row[0] != JobKind.SAMPLE:
         return False
-    if is_unfinished(tx, request_id):
+    if row[1]:
         drop_jobs(tx, request_id, refusals.cancelled())
     return True
 

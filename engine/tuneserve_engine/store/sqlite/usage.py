@@ -1,8 +1,10 @@
 """Usage in SQLite: the cost of each request, sums by day, and the points of curves."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import msgspec
 
@@ -19,26 +21,18 @@ from tuneserve_engine.core.usage import (
 )
 from tuneserve_engine.store.base import RequestState, StoreStats
 from tuneserve_engine.store.sqlite.group_commit import Transaction
+from tuneserve_engine.store.sqlite.limits import TENANT
 from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 _SUMS = ", ".join(TOTALLED)
 _ADDED = ", ".join(f"{name} = {name} + excluded.{name}" for name in TOTALLED)
-_TENANT = "tenant "  # prefix of the tenants' scopes in ``counts``
-
-
-def encoded(usage: Usage | None) -> str | None:
-    """Return the usage in the form of a job's column ``usage``."""
-    return None if usage is None else msgspec.json.encode(usage).decode()
 
 
 def decoded(text: str | None, created_s: float, finished_s: float | None) -> Usage | None:
     if text is None:
         return None
-    return timed(msgspec.json.decode(text, type=Usage), created_s, finished_s or created_s)
-
-
-def timed(usage: Usage, created_s: float, finished_s: float) -> Usage:
-    return replace(usage, total_s=max(finished_s - created_s, 0.0))
+    usage = msgspec.json.decode(text, type=Usage)
+    return replace(usage, total_s=max((finished_s or created_s) - created_s, 0.0))
 
 
 def comes_late(tx: Transaction, outcome: Outcome) -> bool:
@@ -50,22 +44,23 @@ def comes_late(tx: Transaction, outcome: Outcome) -> bool:
         return False
     noted = tx.execute(
         f"UPDATE jobs SET usage = ? WHERE request_id = ? AND usage IS NULL AND NOT {UNFINISHED}",
-        encoded(outcome.usage),
+        msgspec.json.encode(outcome.usage).decode(),
         outcome.request_id,
     ).rowcount
     return noted > 0
 
 
-def add_usage(tx: Transaction, spent: Mapping[tuple[str, str], Totals]) -> None:
+def add_usage(tx: Transaction, spent: Mapping[tuple[str, str], Sequence[Usage]]) -> None:
     """Add usage to today's sums, by tenant and name of the model (or base model)."""
     day = day_of(tx.now_s)
     marks = ", ".join("?" * (3 + len(TOTALLED)))
-    for (tenant, name), totals in spent.items():
+    for (tenant, name), costs in spent.items():
+        # ``sum`` rounds in another way since Python 3.12.
+        sums = [reduce(add, (getattr(each, of) for each in costs)) for of in TOTALLED[1:]]
         tx.execute(
             f"INSERT INTO usage (tenant, day, name, {_SUMS}) VALUES ({marks}) "
             f"ON CONFLICT (tenant, day, name) DO UPDATE SET {_ADDED}",
-            *(tenant, day, name),
-            *(getattr(totals, each) for each in TOTALLED),
+            *(tenant, day, name, len(costs), *sums),
         )
 
 
@@ -93,7 +88,7 @@ def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
     ).fetchone()
     assert row is not None
     n = row[0] - 1
-    if n % stride(n):
+    if n >= MOST_POINTS and n % stride(n):
         return
     text = msgspec.json.encode(replace(point, time_s=tx.now_s)).decode()
     tx.execute(
@@ -135,8 +130,8 @@ def request(tx: Transaction, request_id: str) -> RequestState | None:
 def store_stats(tx: Transaction) -> StoreStats:
     tenants: Counter[str] = Counter()
     for scope, jobs in tx.execute("SELECT scope, jobs FROM counts WHERE jobs > 0").fetchall():
-        if scope.startswith(_TENANT):
-            tenants[scope.removeprefix(_TENANT)] = jobs
+        if scope.startswith(TENANT):
+            tenants[scope.removeprefix(TENANT)] = jobs
     row = tx.execute(
         "SELECT (SELECT COUNT(*) FROM jobs WHERE digest IS NOT NULL), (SELECT COUNT(*) FROM points)"
     ).fetchone()
