@@ -23,28 +23,23 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
     placement.check_epoch(tx, epoch)
-    owners: dict[str, tuple[str, str]] = {}
-    for each in outcomes:
+    spent: dict[tuple[str, str], list[Usage]] = {}
+    for result in outcomes:
         row = tx.execute(
-            "SELECT tenant, COALESCE(model_id, base_model), "
-            f"worker IS NOT ? AND {UNFINISHED} FROM jobs WHERE request_id = ?",
+            f"SELECT tenant, COALESCE(model_id, base_model), worker IS NOT ?, {UNFINISHED} "
+            "FROM jobs WHERE request_id = ?",
             epoch,
-            each.request_id,
+            result.request_id,
         ).fetchone()
         if row is None:
             continue
-        tenant, name, is_elsewhere = row
-        owners[each.request_id] = tenant, name
-        if is_elsewhere:
+        tenant, name, is_elsewhere, is_unfinished = row
+        if is_unfinished and is_elsewhere:
             raise Fenced(
-                f"request {each.request_id} is not placed with lease epoch {epoch} any more: "
+                f"request {result.request_id} is not placed with lease epoch {epoch} any more: "
                 "its model was given up, or moved; stop this worker"
             )
-    spent: dict[tuple[str, str], list[Usage]] = {}
-    for result in outcomes:
-        if tx.execute(
-            f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", result.request_id
-        ).fetchone():
+        if is_unfinished:
             if result.checkpoint is not None or result.sampler is not None:
                 result = _put_records(tx, result)
             end_job(tx, result)
@@ -55,7 +50,7 @@ def finish(tx: Transaction, epoch: int, outcomes: Sequence[Outcome]) -> None:
         elif not usages.comes_late(tx, result):
             continue
         if result.usage is not None:
-            spent.setdefault(owners[result.request_id], []).append(result.usage)
+            spent.setdefault((tenant, name), []).append(result.usage)
     usages.add_usage(tx, spent)
 
 

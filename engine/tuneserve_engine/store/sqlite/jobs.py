@@ -21,7 +21,7 @@ from tuneserve_engine.store.sqlite import limits, placement, records, retention
 from tuneserve_engine.store.sqlite import recovery_points as points
 from tuneserve_engine.store.sqlite import usage as usages
 from tuneserve_engine.store.sqlite.group_commit import Row, Transaction
-from tuneserve_engine.store.sqlite.schema import UNFINISHED
+from tuneserve_engine.store.sqlite.schema import SECRET, UNFINISHED
 
 # --- entering -----------------------------------------------------------------------------------
 
@@ -97,7 +97,8 @@ def _enter(tx: Transaction, job: Job) -> str:
 
     Returns the job's request id.
     """
-    request_id = refusals.request_id(records.meta(tx, "secret"), job)
+    (secret,) = tx.execute(SECRET).fetchone()
+    request_id = refusals.request_id(secret, job)
     base_model = job.base_model
     if job.model_id is not None:
         # Only an accepted job marks the lane as in use.
@@ -130,7 +131,7 @@ def _enter(tx: Transaction, job: Job) -> str:
     if job.rejection is not None:
         end_job(tx, Outcome(request_id, rejection=job.rejection))
     elif job.position is None or job.model_id is None:
-        placement.make_ready(tx, n, job.model_id, base_model)
+        placement.release(tx, n, job.model_id, base_model)
     return request_id
 
 
@@ -168,7 +169,7 @@ def advance(tx: Transaction, model_id: str, position: int) -> None:
     ).fetchone():
         n, state, base_model = row
         if state == "held":
-            placement.make_ready(tx, n, model_id, base_model)
+            placement.release(tx, n, model_id, base_model)
         else:
             tx.execute("UPDATE jobs SET position = NULL WHERE n = ?", n)
         position += 1

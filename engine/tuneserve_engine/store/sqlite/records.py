@@ -3,7 +3,6 @@ few values (``meta``)."""
 
 import dataclasses
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
@@ -19,12 +18,6 @@ from tuneserve_engine.store.base import Page, R
 from tuneserve_engine.store.refusals import ALIVE
 from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.schema import IS_SAVE, SAVES
-
-
-def meta(tx: Transaction, name: str) -> Any:
-    row = tx.execute("SELECT value FROM meta WHERE name = ?", name).fetchone()
-    assert row is not None
-    return row[0]
 
 
 def next_of(tx: Transaction, name: str) -> int:

@@ -62,6 +62,7 @@ from tuneserve_engine.store.sqlite.group_commit import (
 )
 from tuneserve_engine.store.sqlite.integrity import check_open_file, damaged, is_corruption
 from tuneserve_engine.store.sqlite.reserve import Reserve, is_full
+from tuneserve_engine.store.sqlite.schema import SECRET
 from tuneserve_engine.store.sqlite.trimming import date_back, trim
 from tuneserve_engine.store.waiters import KeyedWaiters
 
@@ -321,7 +322,7 @@ class SqlStore:
         await self._call(lifecycle.forget_released, list(file_ids))
 
     async def secret(self) -> bytes:
-        return await self._call(lambda tx: bytes(records.meta(tx, "secret")))
+        return await self._call(lambda tx: bytes(tx.execute(SECRET).fetchone()[0]))
 
     async def seat(self) -> str:
         return seat_of(self._path)
