@@ -88,8 +88,9 @@ def test_a_cancelled_take_is_cancelled_on_the_other_side(tmp_path: Path) -> None
         parking = Parking()
         async with serve(parking, tmp_path / "q"), connected(tmp_path / "q") as queue:
             taking = asyncio.create_task(queue.take_jobs(1, after=0, max_jobs=1))
-            await asyncio.sleep(0.02)
-            assert parking.parked == 1
+            async with asyncio.timeout(5):
+                while parking.parked == 0:
+                    await asyncio.sleep(0.001)
             taking.cancel()
             await asyncio.wait_for(parking.cancelled.wait(), 5)
             assert parking.parked == 0
