@@ -92,7 +92,7 @@ BUGS = (
     Bug(
         "no check of the epoch",
         f"{ENGINE}/store/sqlite/placement.py",
-        'if tx.fetch_one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:',
+        'if tx.execute("SELECT 1 FROM workers WHERE epoch = ?", epoch).fetchone() is None:',
         "if False:",
         ("tests/support/test_memory_store.py", "tests/faults/test_leases.py"),
     ),

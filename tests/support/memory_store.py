@@ -4,14 +4,15 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from tuneserve_engine.core.policies import StorePolicy
-from tuneserve_engine.store.sqlite.group_commit import Call, CommitEvents, Operation, commit, settle
+from tuneserve_engine.store.sqlite.group_commit import Call, CommitEvents, Transaction, commit
 from tuneserve_engine.store.sqlite.schema import create_tables
 from tuneserve_engine.store.sqlite.store import DEFAULT_POLICY, SqlStore
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _SECRET = bytes(32)  # a public constant, so that the same requests get the same ids in every run
 
 
@@ -27,14 +28,21 @@ class InlineCommit:
         create_tables(self._connection, _SECRET)
         self._closed = False
 
-    def run_operation(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
+    def run_operation(
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
+    ) -> "asyncio.Future[T]":
         """The result of ``operation``, or its exception, available at once."""
         if self._closed:
             raise ConnectionError("the store is closed")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        (result,), news = commit(self._connection, [Call(operation, future)], self._clock())
-        self._announce(news)
-        settle(future, result)
+        call = Call(operation, arguments, future)
+        (result,), news = commit(self._connection, [call], self._clock())
+        for each in news:
+            self._announce(each)
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
         return future
 
     async def stop(self) -> None:

@@ -69,7 +69,7 @@ def test_a_closed_store_refuses_calls_and_reports_an_sqlite_error_as_a_failure()
     async def main() -> None:
         store = MemoryStore()
         with pytest.raises(StoreFailed, match="no such table: absent") as failed:
-            await store._call(lambda tx: tx.execute("DELETE FROM absent"))
+            await store._call(lambda tx: tx.execute("DELETE FROM absent").rowcount)
         assert isinstance(failed.value.__cause__, sqlite3.Error)
         await store.close()
         with pytest.raises(ConnectionError, match="closed"):

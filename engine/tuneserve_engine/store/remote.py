@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -65,14 +66,9 @@ class _Method:
 
     def __init__(self, name: str) -> None:
         hints = get_type_hints(getattr(Queue, name))
-        self.name = name
         self.result_type = hints.pop("return")
-        self._names = tuple(hints)
-        self._types = tuple[tuple(hints.values())]  # type: ignore[misc]
-
-    async def call_method(self, queue: Queue, raw: msgspec.Raw) -> Any:
-        values = msgspec.msgpack.decode(raw, type=self._types)
-        return await getattr(queue, self.name)(**dict(zip(self._names, values, strict=True)))
+        self.arguments = tuple(hints)
+        self.argument_types = tuple[tuple(hints.values())]  # type: ignore[misc]
 
 
 _METHODS = {name: _Method(name) for name in Queue.__dict__ if not name.startswith("_")}
@@ -122,7 +118,17 @@ class _Connection:
         try:
             while True:
                 frame = await _read_frame(self._reader)
-                self._start(*msgspec.msgpack.decode(frame, type=tuple[int, str, msgspec.Raw]))
+                call_id, method, arguments = msgspec.msgpack.decode(
+                    frame, type=tuple[int, str, msgspec.Raw]
+                )
+                if method == "cancel":
+                    if call := self._calls.get(call_id):
+                        call.cancel()
+                    continue
+                task = asyncio.create_task(self._answer(call_id, method, arguments))
+                self._calls[call_id] = task
+                # ``pop`` gets the task as its default.
+                task.add_done_callback(partial(self._calls.pop, call_id))
         except (EOFError, OSError):
             pass  # the worker is gone; its unfinished jobs stay in the log
         except (ValueError, msgspec.MsgspecError) as error:
@@ -134,22 +140,14 @@ class _Connection:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
 
-    def _start(self, call_id: int, method: str, arguments: msgspec.Raw) -> None:
-        if method == "cancel":
-            if call := self._calls.get(call_id):
-                call.cancel()
-            return
-        task = asyncio.create_task(self._answer(call_id, method, arguments))
-        self._calls[call_id] = task
-        task.add_done_callback(lambda _: self._calls.pop(call_id, None))
-
     async def _answer(self, call_id: int, method: str, arguments: msgspec.Raw) -> None:
         try:
             if method not in _METHODS:
                 raise ValueError(f"unknown method {method}; run the worker's release here too")
-            frame = _frame(
-                [call_id, True, await _METHODS[method].call_method(self._queue, arguments)]
-            )
+            known = _METHODS[method]
+            values = msgspec.msgpack.decode(arguments, type=known.argument_types)
+            named = dict(zip(known.arguments, values, strict=True))
+            frame = _frame([call_id, True, await getattr(self._queue, method)(**named)])
         except Exception as error:
             if not isinstance(
                 error, (Fenced, StoreFailed, StoreUnusable, ConnectionError)

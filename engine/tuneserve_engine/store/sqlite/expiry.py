@@ -37,7 +37,7 @@ def date_back(tx: Transaction, now_s: float, by_s: float) -> int:
             f"UPDATE {table} SET {change} WHERE {key} IN "
             f"(SELECT {key} FROM {table} WHERE {time} > ?2 LIMIT ?3)",
             *(by_s, now_s, refusals.RECORDS_AT_ONCE),
-        )
+        ).rowcount
     return done
 
 
@@ -47,12 +47,12 @@ def end_silent_sessions(tx: Transaction, before_s: float) -> int:
     Returns how many records changed; 0 when no such session is left.
     """
     done = 0
-    for (key,) in tx.fetch_all(
+    for (key,) in tx.execute(
         f"SELECT key FROM records WHERE type = 'session' AND {IS_OPEN} = 1 AND {LAST_SEEN} < ? "
         "LIMIT ?",
         before_s,
         refusals.RECORDS_AT_ONCE,
-    ):
+    ).fetchall():
         done += end_session(tx, key, "expired", refusals.RECORDS_AT_ONCE - done)
         if done >= refusals.RECORDS_AT_ONCE:
             break
@@ -61,12 +61,12 @@ def end_silent_sessions(tx: Transaction, before_s: float) -> int:
 
 def delete_expired(tx: Transaction, now_s: float) -> int:
     """Delete expired checkpoints, in one step; return how many were deleted."""
-    due = tx.fetch_all(
+    due = tx.execute(
         "SELECT key FROM records INDEXED BY checkpoints_by_expiry "
         f"WHERE type = 'checkpoint' AND {EXPIRES} <= ? LIMIT ?",
         now_s,
         refusals.RECORDS_AT_ONCE,
-    )
+    ).fetchall()
     for (key,) in due:
         retention.delete(tx, CheckpointRecord, key)
     return len(due)
@@ -86,12 +86,12 @@ def drop_silent_samples(tx: Transaction, silence: Silence, after: str) -> str | 
     that is done, for the next call; None when all are done.
     """
     left = refusals.RECORDS_AT_ONCE
-    scopes = tx.fetch_all(
+    scopes = tx.execute(
         f"SELECT DISTINCT scope FROM jobs WHERE kind = 'sample' AND {UNFINISHED} AND scope > ? "
         "ORDER BY scope LIMIT ?",
         after,
         left,
-    )
+    ).fetchall()
     for (scope,) in scopes:
         sampler = records.get_record(tx, SamplerRecord, scope)
         session = None if sampler is None else records.get_record(tx, SessionRecord, sampler.parent)
@@ -104,11 +104,11 @@ def drop_silent_samples(tx: Transaction, silence: Silence, after: str) -> str | 
 
 
 def _drop(tx: Transaction, scope: str, session: SessionRecord, ttl_s: float, most: int) -> int:
-    waiting = tx.fetch_all(
+    waiting = tx.execute(
         "SELECT request_id FROM jobs "
         f"WHERE kind = 'sample' AND scope = ? AND tenant = ? AND {UNFINISHED} LIMIT ?",
         *(scope, session.tenant, most),
-    )
+    ).fetchall()
     for (request_id,) in waiting:
         drop_jobs(tx, request_id, refusals.silent(session.key, ttl_s))
     return len(waiting)

@@ -7,11 +7,11 @@ takes back only its own changes. No caller gets a result before it is durable.
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 from tuneserve_engine.core.jobs import Outcome
 from tuneserve_engine.process.failpoints import failpoint
@@ -20,6 +20,7 @@ from tuneserve_engine.store.sqlite.database import is_held, write_into_file
 from tuneserve_engine.store.sqlite.reserve import NO_RESERVE, Reserve, is_full, no_room
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Row = tuple[Any, ...]
 MAX_GROUP = 256  # bounds the wait of a group's first operation
 
@@ -35,58 +36,36 @@ class CommitEvents:
     over: list[int] = field(default_factory=list)  # epochs that have ended
     shrunk: bool = False  # pages were freed: shorten the files at once
 
-    def merge(self, other: "CommitEvents") -> None:
-        self.take = self.take or other.take
-        self.ended += other.ended
-        self.completed |= other.completed
-        self.cancelled += other.cancelled
-        self.over += other.over
-        self.shrunk = self.shrunk or other.shrunk
 
-
+@dataclass
 class Transaction:
     """An operation's view: the connection, the time, and the events that the operation adds."""
 
-    def __init__(self, connection: sqlite3.Connection, now_s: float) -> None:
-        self._connection = connection
-        self.now_s = now_s
-        self.news = CommitEvents()
+    connection: sqlite3.Connection
+    now_s: float
+    news: CommitEvents = field(default_factory=CommitEvents)
 
-    def execute(self, sql: str, *values: Any) -> int:
-        """Run a statement and return the number of rows changed."""
-        return self._connection.execute(sql, values).rowcount
-
-    def fetch_one(self, sql: str, *values: Any) -> Row | None:
-        row: Row | None = self._connection.execute(sql, values).fetchone()
-        return row
-
-    def fetch_all(self, sql: str, *values: Any) -> list[Row]:
-        return self._connection.execute(sql, values).fetchall()
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        return self.connection.execute(sql, values)
 
     def holds_file(self) -> bool:
         """Return whether the file is held; see ``database.is_held``."""
-        return is_held(self._connection)
+        return is_held(self.connection)
 
     def write_into_file(self) -> bool:
         """End the hold of the file; see ``database.write_into_file``."""
-        return write_into_file(self._connection)
-
-    def iterate(self, sql: str, *values: Any) -> Iterable[Row]:
-        """Yield rows as they are read, for results that may be too large to hold."""
-        return self._connection.execute(sql, values)
-
-
-Operation = Callable[[Transaction], T]
+        return write_into_file(self.connection)
 
 
 class Call(NamedTuple):
-    """An operation with a waiting caller.
+    """An operation with its arguments and a waiting caller.
 
     While the disk is full, an operation that ``grows`` the store is refused, so that all others
     have room.
     """
 
-    operation: Operation[Any]
+    operation: Callable[..., Any]
+    arguments: tuple[Any, ...]
     future: "asyncio.Future[Any]"
     grows: bool = False
 
@@ -94,7 +73,8 @@ class Call(NamedTuple):
 class GroupCommit:
     """A thread that owns the connection and runs the operations of one event loop.
 
-    ``announce`` is called on the loop after each commit, before the callers resume.
+    ``announce`` is called on the loop after each commit, once for each operation that succeeded,
+    before the callers resume.
     """
 
     def __init__(
@@ -120,7 +100,9 @@ class GroupCommit:
         self._thread.start()
         await opened
 
-    def run_operation(self, operation: Operation[T], *, grows: bool = False) -> "asyncio.Future[T]":
+    def run_operation(
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
+    ) -> "asyncio.Future[T]":
         """Return a future of the operation's result, or of its exception, once it is durable.
 
         An operation that ``grows`` the store raises ``StoreFailed`` while the disk is full.
@@ -128,7 +110,7 @@ class GroupCommit:
         if self._closing:
             raise ConnectionError("the store is closed")
         future: asyncio.Future[T] = self._loop.create_future()
-        self._calls.put(Call(operation, future, grows))
+        self._calls.put(Call(operation, arguments, future, grows))
         return future
 
     async def stop(self) -> None:
@@ -145,77 +127,74 @@ class GroupCommit:
         try:
             connection = connect()
         except Exception as error:
-            self._loop.call_soon_threadsafe(settle, opened, error)
+            self._loop.call_soon_threadsafe(self._deliver, [opened], [error], [])
             return
-        self._loop.call_soon_threadsafe(settle, opened, None)
+        self._loop.call_soon_threadsafe(self._deliver, [opened], [None], [])
         try:
-            while calls := self._next_group():
-                results, news = self._commit(connection, calls)
+            while (call := self._calls.get()) is not None:
+                calls = [call]
+                while len(calls) < MAX_GROUP and not self._calls.empty():
+                    if (call := self._calls.get()) is None:
+                        self._calls.put(None)  # stop at the next turn, after this group
+                        break
+                    calls.append(call)
+
+                accepts = self._reserve.is_held or self._reserve.hold()
+                allowed = calls if accepts else _without_growth(calls)
+                results, news = commit(connection, allowed, self._clock())
+                failed = [n for n, result in enumerate(results) if isinstance(result, Exception)]
+                if again := [n for n in failed if is_full(results[n])]:
+                    news += self._commit_again(connection, allowed, results, again)
+
                 futures = [each.future for each in calls]
                 self._loop.call_soon_threadsafe(self._deliver, futures, results, news)
         finally:
             connection.close()
 
-    def _commit(
-        self, connection: sqlite3.Connection, calls: list[Call]
-    ) -> tuple[list[Any], CommitEvents]:
-        """Run ``commit``, and run the operations that found the disk full once more.
+    def _commit_again(
+        self,
+        connection: sqlite3.Connection,
+        calls: list[Call],
+        results: list[Any],
+        again: list[int],
+    ) -> list[CommitEvents]:
+        """Run the calls numbered in ``again``, which found the disk full, once more.
 
-        The second run has the space of the reserve, and writes from the beginning of the
-        write-ahead log, whose file has room of its own.
+        This run has the space of the reserve, and writes from the beginning of the write-ahead log,
+        whose file has room of its own. Replaces the results and returns the new events.
         """
-        allowed = calls if self._reserve.hold() else _without_growth(calls)
-        results, news = commit(connection, allowed, self._clock())
-        again = [n for n, result in enumerate(results) if is_full(result)]
-        if again:
-            left = [allowed[n] for n in again]
-            left = _without_growth(left) if self._reserve.give() else left
-            write_into_file(connection)  # room is needed: this ends a check of the file
-            _write_back(connection)
-            others, more = commit(connection, left, self._clock())
-            news.merge(more)
-            for n, result in zip(again, others, strict=True):
-                results[n] = result
-        return results, news
-
-    def _next_group(self) -> list[Call]:
-        """Wait for a call and take the others that are queued; empty when it is time to stop."""
-        calls: list[Call] = []
-        while (call := self._calls.get()) is not None:
-            calls.append(call)
-            if len(calls) == MAX_GROUP or self._calls.empty():
-                return calls
-        if calls:
-            self._calls.put(None)  # stop at the next turn, after this group
-        return calls
+        left = [calls[n] for n in again]
+        left = _without_growth(left) if self._reserve.give() else left
+        write_into_file(connection)  # room is needed: this ends a check of the file
+        _write_back(connection)
+        others, news = commit(connection, left, self._clock())
+        for n, result in zip(again, others, strict=True):
+            results[n] = result
+        return news
 
     def _deliver(
-        self, futures: list["asyncio.Future[Any]"], results: list[Any], news: CommitEvents
+        self, futures: list["asyncio.Future[Any]"], results: list[Any], news: list[CommitEvents]
     ) -> None:
-        self._announce(news)
+        for each in news:
+            self._announce(each)
         for future, result in zip(futures, results, strict=True):
-            settle(future, result)
-
-
-def settle(future: "asyncio.Future[Any]", result: Any) -> None:
-    """Set the future's result, or its exception if ``result`` is one."""
-    if future.done():  # its caller was cancelled
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+            if future.done():  # its caller was cancelled
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 def commit(
     connection: sqlite3.Connection, calls: list[Call], now_s: float
-) -> tuple[list[Any], CommitEvents]:
-    """Run the calls in one transaction and return their results and the events, all durable.
+) -> tuple[list[Any], list[CommitEvents]]:
+    """Run the calls in one transaction and return their results and their events, all durable.
 
     Results (or exceptions) are in the order of ``calls``. If the commit fails, every call gets its
     exception and nothing has changed.
     """
-    news = CommitEvents()
+    news: list[CommitEvents] = []
     results: list[Any] = []
     try:
         if connection.in_transaction:  # an earlier rollback failed
@@ -224,22 +203,30 @@ def commit(
         before = connection.total_changes
         for each in calls:
             transaction = Transaction(connection, now_s)
-            results.append(_run(connection, each.operation, transaction))
-            if not isinstance(results[-1], Exception):
-                news.merge(transaction.news)
+            connection.execute("SAVEPOINT operation")
+            try:
+                results.append(each.operation(transaction, *each.arguments))
+                news.append(transaction.news)
+            except Exception as error:
+                if not connection.in_transaction:
+                    raise  # SQLite rolled back the whole transaction: a full disk, an I/O error
+                connection.execute("ROLLBACK TO operation")
+                results.append(error)
+            connection.execute("RELEASE operation")
+
         if connection.total_changes == before:
             connection.execute("COMMIT")
         else:
             failpoint("store-before-commit")
             connection.execute("COMMIT")
             failpoint("store-after-commit")
-        if news.shrunk:
+        if any(each.shrunk for each in news):
             _write_back(connection)
     except Exception as error:
         with suppress(sqlite3.Error):  # if the rollback fails, the next group tries it again
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-        return [error] * len(calls), CommitEvents()
+        return [error] * len(calls), []
     return results, news
 
 
@@ -259,20 +246,5 @@ def _without_growth(calls: list[Call]) -> list[Call]:
     return [each._replace(operation=_refuse) if each.grows else each for each in calls]
 
 
-def _refuse(_: Transaction) -> None:
+def _refuse(*_: object) -> None:
     raise no_room()
-
-
-def _run(connection: sqlite3.Connection, operation: Operation[T], at: Transaction) -> T | Exception:
-    """Return the operation's result, or its exception after its changes were rolled back."""
-    connection.execute("SAVEPOINT operation")
-    try:
-        result = operation(at)
-    except Exception as error:
-        if not connection.in_transaction:
-            raise  # SQLite rolled back the whole transaction: a full disk, an I/O error
-        connection.execute("ROLLBACK TO operation")
-        connection.execute("RELEASE operation")
-        return error
-    connection.execute("RELEASE operation")
-    return result

@@ -16,7 +16,7 @@ from tuneserve_engine.core.records import DirectoryRecord
 from tuneserve_engine.store.errors import StoreUnusable
 from tuneserve_engine.store.sqlite.database import explain
 from tuneserve_engine.store.sqlite.integrity import check_file
-from tuneserve_engine.store.sqlite.schema import VERSION, explain_version
+from tuneserve_engine.store.sqlite.schema import SECRET, VERSION, explain_version
 
 T = TypeVar("T")
 
@@ -147,6 +147,6 @@ def _version(connection: sqlite3.Connection) -> object:
 def _directories(connection: sqlite3.Connection) -> tuple[bytes, list[DirectoryRecord]] | None:
     if not _is_made(connection):
         return None
-    (secret,) = connection.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
+    (secret,) = connection.execute(SECRET).fetchone()
     rows = connection.execute("SELECT body FROM records WHERE type = 'directory'").fetchall()
     return secret, [msgspec.json.decode(body, type=DirectoryRecord) for (body,) in rows]

@@ -8,6 +8,8 @@ that, the model's lane still rejects every position that it has passed.
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from tuneserve_client.wire.types import CLIENT_SEQS
 from tuneserve_engine.core.jobs import Job, JobKind, Outcome, Rejection
 from tuneserve_engine.core.policies import StorePolicy
@@ -19,7 +21,7 @@ from tuneserve_engine.store.sqlite import limits, placement, records, retention
 from tuneserve_engine.store.sqlite import recovery_points as points
 from tuneserve_engine.store.sqlite import usage as usages
 from tuneserve_engine.store.sqlite.group_commit import Row, Transaction
-from tuneserve_engine.store.sqlite.schema import UNFINISHED
+from tuneserve_engine.store.sqlite.schema import SECRET, UNFINISHED
 
 # --- entering -----------------------------------------------------------------------------------
 
@@ -27,27 +29,39 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 def submit(
     tx: Transaction, policy: StorePolicy, job: Job, new_records: Sequence[Record]
 ) -> Submitted:
-    known = tx.fetch_one(
+    known = tx.execute(
         "SELECT request_id, kind FROM jobs WHERE tenant = ? AND scope = ? AND seq = ?",
         job.tenant,
         job.scope,
         job.seq,
-    )
+    ).fetchone()
     if known is not None:
         if known[1] != job.kind:
             raise KeyReused(refusals.reused(job, known[1]))
         return Submitted(known[0], duplicate=True)
-    refused = _ended_session(tx, new_records)
-    waits = False
+
+    rejection, position, following = job.rejection, job.position, 0
+    if new_records:
+        rejection = rejection or _ended_session(tx, new_records)
     model = None if job.model_id is None else records.get_record(tx, ModelRecord, job.model_id)
-    no_place = _no_place(tx, job, model)
-    position = None if no_place else job.position
-    rejection = job.rejection or refused or no_place or limits.no_room_to_keep(tx, job, policy)
+    if model is not None and model.status not in refusals.ALIVE:
+        if dead := refusals.dead_model(model, job.kind):
+            rejection, position = rejection or dead, None
+    if position is not None:
+        lane = tx.execute("SELECT next FROM lanes WHERE model_id = ?", job.model_id).fetchone()
+        following = 0 if lane is None else lane[0]
+        if position > following:
+            refusals.check_window(job, following, policy)
+        elif position < following:
+            rejection = rejection or refusals.too_late(job, following + job.seq - position)
+            position = None
+    if job.saves is not None:
+        rejection = rejection or limits.no_room_to_keep(tx, job.tenant, job.saves.key, policy)
     job = replace(job, rejection=rejection, position=position)
-    if job.position is not None:
-        refusals.check_window(job, _next_position(tx, job.model_id or ""), policy)
-    if job.rejection is not None:
-        limits.count_refusal(tx, job, job.rejection, policy)
+
+    waits = False
+    if rejection is not None:
+        limits.count_refusal(tx, job, rejection, policy)
     else:
         limits.check_jobs(tx, job, policy)
         if any(isinstance(record, ModelRecord) for record in new_records):
@@ -56,7 +70,10 @@ def submit(
             records.put_record(tx, replace(model, last_request_s=tx.now_s))
         for record in new_records:
             records.put_record(tx, record)
-    return Submitted(_enter(tx, job, waits=waits), duplicate=False, waits=waits)
+    request_id = _enter(tx, job)
+    if position == following and job.model_id is not None and not waits:
+        advance(tx, job.model_id, following)
+    return Submitted(request_id, duplicate=False, waits=waits)
 
 
 def _ended_session(tx: Transaction, new_records: Sequence[Record]) -> Rejection | None:
@@ -75,54 +92,51 @@ def _ended_session(tx: Transaction, new_records: Sequence[Record]) -> Rejection 
     return None
 
 
-def _no_place(tx: Transaction, job: Job, model: ModelRecord | None) -> Rejection | None:
-    """Return why the model's log has no place for the job; None if it has one."""
-    if model is not None and (rejection := refusals.dead_model(model, job.kind)):
-        return rejection
-    if job.model_id is None or job.position is None:
-        return None
-    following = _next_position(tx, job.model_id)
-    if job.position >= following:
-        return None
-    return refusals.too_late(job, following + job.seq - job.position)
+def _enter(tx: Transaction, job: Job) -> str:
+    """Store a new job as held, as ended if it is rejected, or as ready if it has no position.
 
-
-def _enter(tx: Transaction, job: Job, *, waits: bool = False) -> str:
-    """Store a new job in the state that its place in the log implies; return its request id.
-
-    A job that ``waits`` is held, whatever its place.
+    Returns the job's request id.
     """
-    request_id = refusals.request_id(records.meta(tx, "secret"), job)
+    (secret,) = tx.execute(SECRET).fetchone()
+    request_id = refusals.request_id(secret, job)
+    base_model = job.base_model
     if job.model_id is not None:
-        job = replace(job, base_model=_open_lane(tx, job))
-    n = _insert(tx, job, request_id)
+        # Only an accepted job marks the lane as in use.
+        if job.rejection is None:
+            lane = tx.execute(
+                "UPDATE lanes SET park = 0, requested_s = ? WHERE model_id = ? "
+                "RETURNING base_model",
+                tx.now_s,
+                job.model_id,
+            ).fetchone()
+        else:
+            lane = tx.execute(
+                "SELECT base_model FROM lanes WHERE model_id = ?", job.model_id
+            ).fetchone()
+        base_model = _new_lane(tx, job, job.model_id) if lane is None else lane[0]
+
+    (n,) = tx.execute(
+        "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
+        "state, release, attempts, size, created_s, trace, saves) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?, ?) RETURNING n",
+        *(request_id, job.tenant, job.kind.value, job.scope, job.seq),
+        *(job.model_id, job.position, base_model),
+        *(len(job.payload), tx.now_s, job.trace or None),
+        None if job.saves is None else job.saves.size_bytes,
+    ).fetchone()
+    if job.rejection is None:
+        tx.execute("INSERT INTO payloads VALUES (?, ?)", n, job.payload)
+    limits.count(tx, job.tenant, job.model_id, 1, len(job.payload))
+
     if job.rejection is not None:
         end_job(tx, Outcome(request_id, rejection=job.rejection))
     elif job.position is None or job.model_id is None:
-        placement.make_ready(tx, n, job.model_id, job.base_model)
-    if waits or job.model_id is None:
-        return request_id
-    if job.position == _next_position(tx, job.model_id):
-        advance(tx, job.model_id, job.position)
+        placement.release(tx, n, job.model_id, base_model)
     return request_id
 
 
-def _open_lane(tx: Transaction, job: Job) -> str:
-    """Make sure that the job's model has a lane, and return the model's base model.
-
-    Unless the job is rejected, the lane is marked as in use now.
-    """
-    model_id = job.model_id or ""
-    if job.rejection is None:
-        row = tx.fetch_one(
-            "UPDATE lanes SET park = 0, requested_s = ? WHERE model_id = ? RETURNING base_model",
-            tx.now_s,
-            model_id,
-        )
-    else:
-        row = tx.fetch_one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
-    if row is not None:
-        return str(row[0])
+def _new_lane(tx: Transaction, job: Job, model_id: str) -> str:
+    """Make a lane for the job's model, and return the model's base model."""
     model = records.get_record(tx, ModelRecord, model_id)
     base_model = job.base_model if model is None else model.base_model
     tx.execute(
@@ -136,32 +150,6 @@ def _open_lane(tx: Transaction, job: Job) -> str:
     return base_model
 
 
-def _insert(tx: Transaction, job: Job, request_id: str) -> int:
-    """Store the job as held and count it; return its row number."""
-    row = tx.fetch_one(
-        "INSERT INTO jobs (request_id, tenant, kind, scope, seq, model_id, position, base_model, "
-        "state, release, attempts, size, created_s, trace, saves) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?, ?, 'held', 0, 0, ?, ?, ?, ?) RETURNING n",
-        request_id,
-        job.tenant,
-        job.kind.value,
-        job.scope,
-        job.seq,
-        job.model_id,
-        job.position,
-        job.base_model,
-        len(job.payload),
-        tx.now_s,
-        job.trace or None,
-        None if job.saves is None else job.saves.size_bytes,
-    )
-    assert row is not None
-    if job.rejection is None:
-        tx.execute("INSERT INTO payloads VALUES (?, ?)", row[0], job.payload)
-    limits.count(tx, job.tenant, job.model_id, 1, len(job.payload))
-    return int(row[0])
-
-
 def unload(tx: Transaction, model: ModelRecord) -> None:
     """Queue the model's unload behind its log. No limit applies to it."""
     scope = f"{model.key}/unload"
@@ -169,24 +157,19 @@ def unload(tx: Transaction, model: ModelRecord) -> None:
     _enter(tx, replace(job, base_model=model.base_model))
 
 
-def _next_position(tx: Transaction, model_id: str) -> int:
-    row = tx.fetch_one("SELECT next FROM lanes WHERE model_id = ?", model_id)
-    return 0 if row is None else int(row[0])
-
-
 def advance(tx: Transaction, model_id: str, position: int) -> None:
     """Release the contiguous run of jobs from ``position`` on.
 
     Spent positions count as present, and are taken from their jobs.
     """
-    while row := tx.fetch_one(
+    while row := tx.execute(
         "SELECT n, state, base_model FROM jobs WHERE model_id = ? AND position = ?",
         model_id,
         position,
-    ):
+    ).fetchone():
         n, state, base_model = row
         if state == "held":
-            placement.make_ready(tx, n, model_id, base_model)
+            placement.release(tx, n, model_id, base_model)
         else:
             tx.execute("UPDATE jobs SET position = NULL WHERE n = ?", n)
         position += 1
@@ -195,10 +178,11 @@ def advance(tx: Transaction, model_id: str, position: int) -> None:
 
 def use_up(tx: Transaction, model_id: str) -> None:
     """Take the positions from jobs that ended ahead of their turn: the turn will not come."""
+    lane = tx.execute("SELECT next FROM lanes WHERE model_id = ?", model_id).fetchone()
     tx.execute(
         "UPDATE jobs SET position = NULL WHERE model_id = ? AND position >= ?",
         model_id,
-        _next_position(tx, model_id),
+        0 if lane is None else lane[0],
     )
 
 
@@ -234,7 +218,7 @@ def take_jobs(tx: Transaction, epoch: int, after: int, max_jobs: int) -> list[Jo
     placement.check_epoch(tx, epoch)
     jobs: list[Job] = []
     size = 0
-    for row in tx.iterate(
+    for row in tx.execute(
         f"SELECT {_JOB} FROM jobs CROSS JOIN payloads ON job = n "
         "WHERE state = 'ready' AND worker = ? AND release > ? ORDER BY release LIMIT ?",
         epoch,
@@ -253,7 +237,7 @@ def read_log(tx: Transaction, epoch: int, model_id: str, start: int) -> list[Log
     placement.check_epoch(tx, epoch)
     entries: list[LogEntry] = []
     size = 0
-    for *columns, digest, halvings in tx.iterate(
+    for *columns, digest, halvings in tx.execute(
         f"SELECT {_JOB}, digest, halvings FROM jobs CROSS JOIN payloads ON job = n "
         "WHERE model_id = ? AND position >= ? AND digest IS NOT NULL ORDER BY position",
         model_id,
@@ -272,11 +256,11 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
 
     Raises ``KeyError`` for an unknown request, and ``ResultDropped``.
     """
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT state, category, error, content_type, body, usage, created_s, finished_s FROM jobs "
         "WHERE request_id = ?",
         request_id,
-    )
+    ).fetchone()
     if row is None:
         raise KeyError(request_id)
     state, category, error, content_type, body, *cost = row
@@ -291,16 +275,11 @@ def outcome(tx: Transaction, request_id: str) -> Outcome | None:
 
 
 def job_key(tx: Transaction, request_id: str) -> tuple[str, str] | None:
-    row = tx.fetch_one("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id)
+    row = tx.execute("SELECT tenant, scope FROM jobs WHERE request_id = ?", request_id).fetchone()
     return None if row is None else (row[0], row[1])
 
 
 # --- ending -------------------------------------------------------------------------------------
-
-
-def is_unfinished(tx: Transaction, request_id: str) -> bool:
-    row = tx.fetch_one(f"SELECT 1 FROM jobs WHERE request_id = ? AND {UNFINISHED}", request_id)
-    return row is not None
 
 
 def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
@@ -312,7 +291,7 @@ def end_model(tx: Transaction, model_id: str, rejection: Rejection) -> None:
 
 def drop_jobs(tx: Transaction, request_id: str, rejection: Rejection) -> None:
     """End an unfinished sample; its worker learns of it with the next renewal."""
-    row = tx.fetch_one("SELECT worker FROM jobs WHERE request_id = ?", request_id)
+    row = tx.execute("SELECT worker FROM jobs WHERE request_id = ?", request_id).fetchone()
     assert row is not None, f"{request_id} is unknown"
     end_job(tx, Outcome(request_id, rejection=rejection))
     if row[0] is not None:
@@ -324,17 +303,19 @@ def end_job(tx: Transaction, result: Outcome) -> None:
 
     The payload is dropped, unless the job changed its model's state: then replay may need it.
     """
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT n, tenant, kind, scope, seq, model_id, position, worker, size, created_s FROM jobs "
         f"WHERE request_id = ? AND {UNFINISHED}",
         result.request_id,
-    )
+    ).fetchone()
     assert row is not None, f"{result.request_id} had already ended"
     n, tenant, kind, scope, seq, model_id, position, worker, size, created_s = row
     rejection = result.rejection
     is_kept = result.changed and rejection is None and position is not None
     is_sample = kind == JobKind.SAMPLE
-    usage = result.usage and usages.timed(result.usage, created_s, tx.now_s)
+    usage = result.usage
+    if usage is not None:
+        usage = replace(usage, total_s=max(tx.now_s - created_s, 0.0))
     stored = Outcome(result.request_id, result.body, result.content_type, usage=usage)
     if rejection is not None:
         stored = Outcome(result.request_id, rejection=rejection, usage=usage)
@@ -348,7 +329,7 @@ def end_job(tx: Transaction, result: Outcome) -> None:
         refusals.digest(stored.body) if is_kept else None,
         result.halvings if is_kept else None,
         records.next_of(tx, "completion") if is_sample else None,
-        usages.encoded(result.usage),
+        None if result.usage is None else msgspec.json.encode(result.usage).decode(),
         tx.now_s,
         n,
     )
@@ -376,8 +357,8 @@ def end_jobs_of(
     states: Iterable[str] = ("held", "ready"),
 ) -> None:
     """End the model's unfinished jobs in these states."""
-    for request_id, state in tx.fetch_all(
+    for request_id, state in tx.execute(
         f"SELECT request_id, state FROM jobs WHERE model_id = ? AND {UNFINISHED}", model_id
-    ):
+    ).fetchall():
         if state in states:
             end_job(tx, Outcome(request_id, rejection=rejection))

@@ -42,7 +42,7 @@ class Leases:
         info = _of_known_revision(tx, info)
         self._forgive_silence(tx)
         self._note_served(tx, info)
-        row = tx.fetch_one("SELECT epoch, owner FROM workers WHERE name = ?", name)
+        row = tx.execute("SELECT epoch, owner FROM workers WHERE name = ?", name).fetchone()
         if row is not None and row[1] == owner:
             tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, row[0])
             return Lease(row[0], resumed=True)
@@ -66,9 +66,9 @@ class Leases:
             self.metrics[epoch] = metrics
         self._forgive_silence(tx)
         tx.execute("UPDATE workers SET seen_s = ? WHERE epoch = ?", tx.now_s, epoch)
-        silent = tx.fetch_all(
+        silent = tx.execute(
             "SELECT epoch FROM workers WHERE seen_s < ?", tx.now_s - self.policy.lease_ttl_s
-        )
+        ).fetchall()
         for base_model in sorted({self._end(tx, each, died=True) for (each,) in silent}):
             placement.place_waiting(tx, base_model)
         return _to_be_given_up(tx, epoch), records.weights(tx)
@@ -78,7 +78,7 @@ class Leases:
         placement.place_waiting(tx, self._end(tx, epoch, died=False))
 
     def killed(self, tx: Transaction, name: str) -> None:
-        row = tx.fetch_one("SELECT epoch FROM workers WHERE name = ?", name)
+        row = tx.execute("SELECT epoch FROM workers WHERE name = ?", name).fetchone()
         if row is None:
             return
         for request_id in self.running.get(row[0], ()):
@@ -89,19 +89,19 @@ class Leases:
 
     def note_running(self, tx: Transaction, epoch: int, request_ids: Sequence[str]) -> None:
         placement.check_epoch(tx, epoch)
-        live = {each for (each,) in tx.fetch_all("SELECT epoch FROM workers")}
+        live = {each for (each,) in tx.execute("SELECT epoch FROM workers").fetchall()}
         self.running = {each: ids for each, ids in self.running.items() if each in live}
         self.running[epoch] = tuple(request_ids)
 
     def base_models(self, tx: Transaction) -> list[ServedModel]:
         alive_s = tx.now_s - self.policy.lease_ttl_s
-        rows = tx.fetch_all(
+        rows = tx.execute(
             "SELECT info, MAX(served.seen_s, IFNULL(MAX(workers.seen_s), 0)), "
             "COUNT(*) FILTER (WHERE workers.seen_s >= ?) "
             "FROM served LEFT JOIN workers USING (base_model) "
             "GROUP BY base_model ORDER BY base_model",
             alive_s,
-        )
+        ).fetchall()
         told = self._told(tx, alive_s)
         infos = [msgspec.json.decode(info, type=BaseModelInfo) for info, _, _ in rows]
         return [
@@ -114,9 +114,9 @@ class Leases:
     ) -> defaultdict[str, dict[str, dict[str, float]]]:
         """Return the figures of the workers that are alive, by base model and name."""
         told: defaultdict[str, dict[str, dict[str, float]]] = defaultdict(dict)
-        for epoch, name, base_model in tx.fetch_all(
+        for epoch, name, base_model in tx.execute(
             "SELECT epoch, name, base_model FROM workers WHERE seen_s >= ?", alive_s
-        ):
+        ).fetchall():
             if epoch in self.metrics:
                 told[base_model][name] = self.metrics[epoch]
         return told
@@ -130,10 +130,10 @@ class Leases:
         """
         for table in ("workers", "served"):
             tx.execute(f"UPDATE {table} SET seen_s = ? WHERE seen_s > ?", tx.now_s, tx.now_s)
-        row = tx.fetch_one(
+        row = tx.execute(
             "SELECT MAX(seen_s) "
             "FROM (SELECT seen_s FROM workers UNION ALL SELECT seen_s FROM served)"
-        )
+        ).fetchone()
         assert row is not None
         if row[0] is not None and row[0] < tx.now_s - self.policy.lease_ttl_s / 2:
             tx.execute("UPDATE workers SET seen_s = ?", tx.now_s)
@@ -153,7 +153,7 @@ class Leases:
         """
         if died:
             self._count_attempts(tx, epoch)
-        row = tx.fetch_one("SELECT base_model, seen_s FROM workers WHERE epoch = ?", epoch)
+        row = tx.execute("SELECT base_model, seen_s FROM workers WHERE epoch = ?", epoch).fetchone()
         assert row is not None
         base_model, seen_s = row
         tx.execute("DELETE FROM workers WHERE epoch = ?", epoch)
@@ -170,13 +170,13 @@ class Leases:
     def _count_attempts(self, tx: Transaction, epoch: int) -> None:
         """Count an attempt for the epoch's running jobs, and end those with too many attempts."""
         for request_id in self.running.get(epoch, ()):
-            row = tx.fetch_one(
+            row = tx.execute(
                 "UPDATE jobs SET attempts = attempts + 1 "
                 "WHERE request_id = ? AND state = 'ready' AND worker = ? "
                 "RETURNING attempts, model_id",
                 request_id,
                 epoch,
-            )
+            ).fetchone()
             if row is None:
                 continue
             own, most = row[0] - self.kills.get(request_id, 0), refusals.MOST_DEATHS
@@ -191,7 +191,7 @@ def _of_known_revision(tx: Transaction, info: BaseModelInfo) -> BaseModelInfo:
 
     Raises ``StoreUnusable`` if the info has another revision.
     """
-    row = tx.fetch_one("SELECT info FROM served WHERE base_model = ?", info.name)
+    row = tx.execute("SELECT info FROM served WHERE base_model = ?", info.name).fetchone()
     known = "" if row is None else msgspec.json.decode(row[0], type=BaseModelInfo).revision
     if known and info.revision and known != info.revision:
         raise StoreUnusable(refusals.other_revision(info.name, known, info.revision))
@@ -213,17 +213,17 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     These are the models to be parked. If another worker of the base model has at least two models
     fewer, there are at least as many as half the difference.
     """
-    models = tx.fetch_all(
+    models = tx.execute(
         "SELECT model_id, park FROM lanes WHERE worker = ? ORDER BY park DESC, jobs > 0, model_id",
         epoch,
-    )
-    row = tx.fetch_one(
+    ).fetchall()
+    row = tx.execute(
         "SELECT MIN((SELECT COUNT(*) FROM lanes WHERE lanes.worker = other.epoch)) "
         "FROM workers AS other JOIN workers AS this USING (base_model) "
         "WHERE this.epoch = ? AND other.epoch != ?",
         epoch,
         epoch,
-    )
+    ).fetchone()
     assert row is not None
     surplus = 0 if row[0] is None else (len(models) - row[0]) // 2
     parked = sum(park for _, park in models)
@@ -232,9 +232,10 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
 
 def unassign(tx: Transaction, epoch: int, model_id: str) -> None:
     placement.check_epoch(tx, epoch)
-    if placement.worker_of(tx, model_id) != epoch:
+    placed = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
+    if placed != (epoch,):
         return
-    row = tx.fetch_one("SELECT base_model FROM lanes WHERE model_id = ?", model_id)
+    row = tx.execute("SELECT base_model FROM lanes WHERE model_id = ?", model_id).fetchone()
     assert row is not None
     placement.unplace(tx, model_id)
     placement.place_waiting(tx, row[0])

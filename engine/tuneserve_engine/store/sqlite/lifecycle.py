@@ -30,8 +30,8 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
     done = _delete_samplers(tx, key, most)
     if done < most:
         done += recordings.end_session(tx, key, most - done)
-    for (body,) in tx.fetch_all(_ALIVE, key, most - done):
-        model = records.decode(ModelRecord, body)
+    for (body,) in tx.execute(_ALIVE, key, most - done).fetchall():
+        model = msgspec.json.decode(body, type=ModelRecord)
         records.put_record(tx, replace(model, status=ModelStatus.ENDED))
         end_jobs_of(tx, model.key, refusals.gap_at_end(key, reason), states=("held",))
         use_up(tx, model.key)
@@ -39,8 +39,8 @@ def end_session(tx: Transaction, key: str, reason: str, most: int) -> int:
         done += 1
     if done == most:
         return done
-    for (body,) in tx.fetch_all(_DEAD, key):
-        _unload(tx, records.decode(ModelRecord, body))
+    for (body,) in tx.execute(_DEAD, key).fetchall():
+        _unload(tx, msgspec.json.decode(body, type=ModelRecord))
     records.put_record(tx, replace(session, ended=reason))
     return done + 1
 
@@ -56,13 +56,13 @@ def _delete_samplers(tx: Transaction, session: str, most: int) -> int:
         "DELETE FROM records WHERE n IN "
         "(SELECT n FROM records WHERE type = 'sampler' AND parent = ? LIMIT ?)",
         *(session, most),
-    )
+    ).rowcount
 
 
 def _unload(tx: Transaction, model: ModelRecord) -> None:
     """Queue the model's unload if a worker may hold it; otherwise drop its recovery points and
     payloads."""
-    lane = tx.fetch_one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model.key)
+    lane = tx.execute("SELECT worker, jobs FROM lanes WHERE model_id = ?", model.key).fetchone()
     if lane is None or lane == (None, 0):
         points.forget(tx, model.key)
     else:
@@ -70,11 +70,11 @@ def _unload(tx: Transaction, model: ModelRecord) -> None:
 
 
 def sweep(tx: Transaction, now_s: float, policy: SweepPolicy, store_policy: StorePolicy) -> None:
-    for (model_id,) in tx.fetch_all(
+    for (model_id,) in tx.execute(
         f"SELECT model_id FROM jobs JOIN lanes USING (model_id) WHERE {UNFINISHED} "
         "AND state = 'held' GROUP BY model_id HAVING MIN(created_s) < ? AND MIN(position) > next",
         now_s - policy.gap_ttl_s,
-    ):
+    ).fetchall():
         _give_up_gap(tx, model_id, policy.gap_ttl_s)
     tx.execute(
         "UPDATE lanes SET park = 1 WHERE worker IS NOT NULL AND jobs = 0 AND requested_s < ?",
@@ -97,15 +97,15 @@ def _create_waiting(tx: Transaction, policy: StorePolicy) -> None:
 
 def _give_up_gap(tx: Transaction, model_id: str, waited_s: float) -> None:
     """End all held jobs of the model: no ``optim_step`` may run without the data before it."""
-    lane = tx.fetch_one("SELECT next FROM lanes WHERE model_id = ?", model_id)
+    lane = tx.execute("SELECT next FROM lanes WHERE model_id = ?", model_id).fetchone()
     expected = lane[0] if lane else 0
     missing, highest = [], expected
-    for position, seq, state in tx.fetch_all(
+    for position, seq, state in tx.execute(
         "SELECT position, seq, state FROM jobs WHERE model_id = ? AND position >= ? "
         "ORDER BY position",
         model_id,
         expected,
-    ):
+    ).fetchall():
         if position > expected:
             offset = seq - position
             missing.append((expected + offset, position - 1 + offset))
@@ -129,16 +129,16 @@ def files_in_use(tx: Transaction) -> set[str]:
     """
     found = {
         file_id
-        for (file_id,) in tx.fetch_all(
+        for (file_id,) in tx.execute(
             "SELECT json_extract(body, '$.file_id') FROM records "
             "WHERE type IN ('checkpoint', 'sampler') UNION SELECT file_id FROM points"
-        )
+        ).fetchall()
     }
     for of_commands in (
         f"kind IN ('save_weights', 'load_weights', 'sample') AND {UNFINISHED}",
         "kind = 'load_weights' AND digest IS NOT NULL",
     ):
-        for (payload,) in tx.iterate(
+        for (payload,) in tx.execute(
             f"SELECT payload FROM jobs CROSS JOIN payloads ON job = n WHERE {of_commands}"
         ):
             found.add(msgspec.msgpack.decode(payload, type=records.Command).file_id)
@@ -146,7 +146,7 @@ def files_in_use(tx: Transaction) -> set[str]:
 
 
 def released_files(tx: Transaction) -> set[str]:
-    return {file_id for (file_id,) in tx.fetch_all("SELECT file_id FROM released")}
+    return {file_id for (file_id,) in tx.execute("SELECT file_id FROM released").fetchall()}
 
 
 def forget_released(tx: Transaction, file_ids: Iterable[str]) -> None:

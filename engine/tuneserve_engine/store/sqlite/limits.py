@@ -11,7 +11,6 @@ from tuneserve_engine.core.records import (
 )
 from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import CheckpointUsage, R
-from tuneserve_engine.store.errors import LimitReached
 from tuneserve_engine.store.sqlite import records
 from tuneserve_engine.store.sqlite.group_commit import Row, Transaction
 from tuneserve_engine.store.sqlite.schema import (
@@ -24,12 +23,10 @@ from tuneserve_engine.store.sqlite.schema import (
     UNFINISHED,
 )
 
+TENANT = "tenant "
+"""The prefix of the tenants' scopes in ``counts``."""
+
 _SERVER = "server"
-_Counts = tuple[int, int]  # jobs, bytes of their payloads
-
-
-def _tenant(tenant: str) -> str:
-    return f"tenant {tenant}"
 
 
 def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: int) -> None:
@@ -38,7 +35,7 @@ def count(tx: Transaction, tenant: str, model_id: str | None, jobs: int, size: i
         "INSERT INTO counts VALUES (?, ?, ?), (?, ?, ?) ON CONFLICT (scope) DO UPDATE SET "
         "jobs = jobs + excluded.jobs, bytes = bytes + excluded.bytes",
         *(_SERVER, jobs, size),
-        *(_tenant(tenant), jobs, size),
+        *(f"{TENANT}{tenant}", jobs, size),
     )
     if model_id is not None:
         tx.execute(
@@ -54,26 +51,40 @@ def check_jobs(tx: Transaction, job: Job, policy: StorePolicy) -> None:
 
     A tenant's or a model's limit does not apply to a job that the model's other jobs wait for.
     """
-    server = (policy.server_jobs, policy.server_bytes)
-    _check("the server", job, _counts(tx, _SERVER), server, 10)
-    try:
-        own = records.get_record(tx, TenantRecord, job.tenant)
-        jobs = own.max_jobs if own is not None else None
-        tenant = (policy.tenant_jobs if jobs is None else jobs, policy.tenant_bytes)
-        _check("your key", job, _counts(tx, _tenant(job.tenant)), tenant, 5)
-        if job.model_id is not None:
-            row = tx.fetch_one("SELECT jobs, bytes FROM lanes WHERE model_id = ?", job.model_id)
-            model = (policy.model_jobs, policy.model_bytes)
-            _check(f"model {job.model_id}", job, _as_counts(row), model, 2)
-    except LimitReached:
-        if not _is_awaited(tx, job):
-            raise
+    own = records.get_record(tx, TenantRecord, job.tenant)
+    own_jobs = None if own is None else own.max_jobs
+    tenant_jobs = policy.tenant_jobs if own_jobs is None else own_jobs
+    held = "SELECT jobs, bytes FROM counts WHERE scope = ?"
+    of_server = tx.execute(held, _SERVER).fetchone()
+    of_tenant = tx.execute(held, f"{TENANT}{job.tenant}").fetchone()
+    scopes = [
+        ("the server", of_server, policy.server_jobs, policy.server_bytes, 10),
+        ("your key", of_tenant, tenant_jobs, policy.tenant_bytes, 5),
+    ]
+    if job.model_id is not None:
+        held = "SELECT jobs, bytes FROM lanes WHERE model_id = ?"
+        of_model = tx.execute(held, job.model_id).fetchone()
+        model = f"model {job.model_id}"
+        scopes.append((model, of_model, policy.model_jobs, policy.model_bytes, 2))
+
+    size = len(job.payload)
+    for whose, counted, most_jobs, most_bytes, retry_after_s in scopes:
+        held_jobs, held_bytes = counted or (0, 0)
+        if held_jobs >= most_jobs:
+            full = refusals.too_many_jobs(whose, most_jobs, retry_after_s)
+        elif held_jobs and held_bytes + size > most_bytes:
+            full = refusals.too_many_bytes(whose, size, held_bytes, most_bytes, retry_after_s)
+        else:
+            continue
+        if whose == "the server" or not _is_awaited(tx, job):
+            raise full
+        return
 
 
 def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy) -> None:
     """Count a job that ends at once. Raises ``LimitReached`` if its tenant had too many."""
     scope = f"refusals {job.tenant}"
-    row = tx.fetch_one("SELECT bytes FROM counts WHERE scope = ?", scope)
+    row = tx.execute("SELECT bytes FROM counts WHERE scope = ?", scope).fetchone()
     level_s, wait_s = refusals.level_of_refusals(0.0 if row is None else row[0], tx.now_s, policy)
     if wait_s > 0 and not _is_awaited(tx, job):
         raise refusals.too_many_refusals(why, policy.tenant_refusals, wait_s)
@@ -84,22 +95,6 @@ def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy
     )
 
 
-def _counts(tx: Transaction, scope: str) -> _Counts:
-    return _as_counts(tx.fetch_one("SELECT jobs, bytes FROM counts WHERE scope = ?", scope))
-
-
-def _as_counts(row: Row | None) -> _Counts:
-    return (0, 0) if row is None else (row[0], row[1])
-
-
-def _check(whose: str, job: Job, held: _Counts, limits: _Counts, retry_after_s: int) -> None:
-    size = len(job.payload)
-    if held[0] >= limits[0]:
-        raise refusals.too_many_jobs(whose, limits[0], retry_after_s)
-    if held[0] and held[1] + size > limits[1]:
-        raise refusals.too_many_bytes(whose, size, held[1], limits[1], retry_after_s)
-
-
 def _is_awaited(tx: Transaction, job: Job) -> bool:
     """Return whether all unfinished jobs of the model wait for this one.
 
@@ -108,28 +103,30 @@ def _is_awaited(tx: Transaction, job: Job) -> bool:
     if job.model_id is None or job.position is None:
         return False
     of_model = "AND model_id = ?1"
-    row = tx.fetch_one(
+    row = tx.execute(
         f"SELECT EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'held' {of_model}), "
         f"EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'ready' {of_model}), "
         "(SELECT next FROM lanes WHERE model_id = ?1)",
         job.model_id,
-    )
-    return row == (1, 0, job.position)
+    ).fetchone()
+    return bool(row == (1, 0, job.position))
 
 
-def no_room_to_keep(tx: Transaction, job: Job, policy: StorePolicy) -> Rejection | None:
-    """Return why the tenant has no room for the job's save; None if it has, or none is needed."""
-    if job.saves is None:
-        return None
-    own = records.get_record(tx, TenantRecord, job.tenant)
+def no_room_to_keep(
+    tx: Transaction, tenant: str, key: str, policy: StorePolicy
+) -> Rejection | None:
+    """Return why the tenant has no room for a save with this key; None if it has."""
+    own = records.get_record(tx, TenantRecord, tenant)
     most = refusals.most_kept(own, policy)
-    return refusals.keeps_too_much(kept(tx, job.tenant, job.saves.key), most)
+    return refusals.keeps_too_much(kept(tx, tenant, key), most)
 
 
 def kept(tx: Transaction, tenant: str, key: str) -> CheckpointUsage:
     """Return what the tenant keeps or is about to keep, except the record of this key."""
     rows = [
-        tx.fetch_one(f"SELECT COUNT(*), TOTAL({size}) FROM {table} WHERE {where}", tenant, *values)
+        tx.execute(
+            f"SELECT COUNT(*), TOTAL({size}) FROM {table} WHERE {where}", tenant, *values
+        ).fetchone()
         for size, table, where, values in (
             (
                 SIZE,
@@ -153,7 +150,7 @@ def must_wait(tx: Transaction, job: Job, policy: StorePolicy) -> bool:
 
     Raises ``LimitReached`` if as many of the tenant's models wait as may.
     """
-    waiting = len(tx.fetch_all(_WAITING, job.tenant))
+    waiting = len(tx.execute(_WAITING, job.tenant).fetchall())
     if not waiting and make_room(tx, job.tenant, policy):
         return False
     if waiting >= policy.waiting_models or job.position is None:
@@ -167,10 +164,12 @@ def make_room(tx: Transaction, tenant: str, policy: StorePolicy) -> bool:
     If the tenant has as many as it may, marks the longest idle ones to be parked. Returns False and
     marks none if too few are idle.
     """
-    surplus = len(tx.fetch_all(_IN_USE, tenant)) - _most_models(tx, tenant, policy) + 1
+    surplus = len(tx.execute(_IN_USE, tenant).fetchall()) - _most_models(tx, tenant, policy) + 1
     if surplus <= 0:
         return True
-    idle = tx.fetch_all(f"{_IN_USE} AND jobs = 0 ORDER BY requested_s LIMIT ?", tenant, surplus)
+    idle = tx.execute(
+        f"{_IN_USE} AND jobs = 0 ORDER BY requested_s LIMIT ?", tenant, surplus
+    ).fetchall()
     if len(idle) < surplus:
         return False
     for (model_id,) in idle:
@@ -180,10 +179,10 @@ def make_room(tx: Transaction, tenant: str, policy: StorePolicy) -> bool:
 
 def waiting_models(tx: Transaction) -> list[Row]:
     """Return tenant, id and first position of the models that wait for room, oldest first."""
-    found = tx.fetch_all(
+    found = tx.execute(
         "SELECT n, jobs.tenant, model_id, position FROM jobs INDEXED BY jobs_unfinished "
         f"JOIN lanes USING (model_id) WHERE {UNFINISHED} AND {_WAITS}"
-    )
+    ).fetchall()
     return [row[1:] for row in sorted(found)]
 
 
@@ -228,21 +227,23 @@ def put_new(tx: Transaction, policy: StorePolicy, new: R) -> R:
 def _check_record(tx: Transaction, new: Record, policy: StorePolicy) -> None:
     if isinstance(new, SessionRecord):
         of_all = f"SELECT COUNT(*) FROM records WHERE type = 'session' AND {IS_OPEN} = 1"
-        row = tx.fetch_one(f"SELECT ({of_all}), ({of_all} AND tenant = ?)", new.tenant)
+        row = tx.execute(f"SELECT ({of_all}), ({of_all} AND tenant = ?)", new.tenant).fetchone()
         assert row is not None
         refusals.check_sessions(row[0], row[1], policy)
     if isinstance(new, SamplerRecord):
         of = "SELECT COUNT(*) FROM records WHERE type = 'sampler' AND"
-        row = tx.fetch_one(f"SELECT ({of} parent = ?), ({of} tenant = ?)", new.parent, new.tenant)
+        row = tx.execute(
+            f"SELECT ({of} parent = ?), ({of} tenant = ?)", new.parent, new.tenant
+        ).fetchone()
         assert row is not None
         refusals.check_samplers(new.parent, row[0], row[1], policy)
     if rate := refusals.rate_of(new, policy):
-        row = tx.fetch_one(
+        row = tx.execute(
             "SELECT json_extract(body, '$.created_s') FROM records WHERE type = ? AND tenant = ? "
             "ORDER BY n DESC LIMIT 1 OFFSET ?",
             RECORD_NAME[type(new)],
             new.tenant,
             rate - 1,
-        )
+        ).fetchone()
         if row is not None:
             refusals.check_rate(new, policy, tx.now_s - row[0])

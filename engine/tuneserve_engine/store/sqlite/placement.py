@@ -10,18 +10,38 @@ from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 
 def check_epoch(tx: Transaction, epoch: int) -> None:
-    if tx.fetch_one("SELECT 1 FROM workers WHERE epoch = ?", epoch) is None:
+    if tx.execute("SELECT 1 FROM workers WHERE epoch = ?", epoch).fetchone() is None:
         raise Fenced(
             f"lease epoch {epoch} is over: another process has this worker's name, or it was "
             "silent for too long and others have its models; stop this worker"
         )
 
 
-def make_ready(tx: Transaction, n: int, model_id: str | None, base_model: str) -> None:
-    """Release the held job ``n``, and place it if there is a worker for it."""
+def release(tx: Transaction, n: int, model_id: str | None, base_model: str) -> None:
+    """Make the job ``n`` ready, and place it if a worker serves its base model.
+
+    Its worker is the one of its model, or else the one with the fewest samples or models.
+    """
+    if model_id is None:
+        worker = tx.execute(
+            "UPDATE workers SET samples = samples + 1 WHERE epoch = (SELECT epoch FROM workers "
+            "WHERE base_model = ? ORDER BY samples, epoch LIMIT 1) RETURNING epoch",
+            base_model,
+        ).fetchone()
+    else:
+        worker = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
+        if worker in (None, (None,)):
+            worker = tx.execute(
+                "SELECT epoch FROM workers WHERE base_model = ? ORDER BY "
+                "(SELECT COUNT(*) FROM lanes WHERE lanes.worker = workers.epoch), epoch LIMIT 1",
+                base_model,
+            ).fetchone()
+            if worker is not None:
+                tx.execute("UPDATE lanes SET worker = ? WHERE model_id = ?", worker[0], model_id)
+
     tx.execute(
         "UPDATE jobs SET state = 'ready', worker = ?, release = ? WHERE n = ?",
-        _worker(tx, model_id, base_model),
+        None if worker is None else worker[0],
         records.next_of(tx, "release"),
         n,
     )
@@ -30,55 +50,18 @@ def make_ready(tx: Transaction, n: int, model_id: str | None, base_model: str) -
 
 def place_waiting(tx: Transaction, base_model: str) -> None:
     """Place the released jobs that have no worker, in their order, and their models."""
-    for n, model_id in tx.fetch_all(
+    waiting = tx.execute(
         "SELECT n, model_id FROM jobs WHERE state = 'ready' AND worker IS NULL AND base_model = ? "
         "ORDER BY release",
         base_model,
-    ):
-        worker = _worker(tx, model_id, base_model)
-        if worker is None:
-            return  # no worker serves this base model: all jobs wait for one
-        tx.execute(
-            "UPDATE jobs SET worker = ?, release = ? WHERE n = ?",
-            worker,
-            records.next_of(tx, "release"),
-            n,
-        )
-        tx.news.take = True
+    ).fetchall()
+    if not tx.execute("SELECT 1 FROM workers WHERE base_model = ?", base_model).fetchone():
+        return  # all jobs wait for a worker
+    for n, model_id in waiting:
+        release(tx, n, model_id, base_model)
 
 
 def unplace(tx: Transaction, model_id: str) -> None:
     """Take the model and its released jobs from their worker."""
     tx.execute("UPDATE lanes SET worker = NULL, park = 0 WHERE model_id = ?", model_id)
     tx.execute(f"UPDATE jobs SET worker = NULL WHERE model_id = ? AND {UNFINISHED}", model_id)
-
-
-def worker_of(tx: Transaction, model_id: str) -> int | None:
-    row = tx.fetch_one("SELECT worker FROM lanes WHERE model_id = ?", model_id)
-    return None if row is None else row[0]
-
-
-def _worker(tx: Transaction, model_id: str | None, base_model: str) -> int | None:
-    """Return the worker's epoch for one more job; None if no worker serves the base model.
-
-    It is the worker of the job's model, or else the one with the fewest samples or models.
-    """
-    if model_id is None:
-        row = tx.fetch_one(
-            "UPDATE workers SET samples = samples + 1 WHERE epoch = (SELECT epoch FROM workers "
-            "WHERE base_model = ? ORDER BY samples, epoch LIMIT 1) RETURNING epoch",
-            base_model,
-        )
-        return None if row is None else int(row[0])
-    placed = worker_of(tx, model_id)
-    if placed is not None:
-        return placed
-    row = tx.fetch_one(
-        "SELECT epoch FROM workers WHERE base_model = ? ORDER BY "
-        "(SELECT COUNT(*) FROM lanes WHERE lanes.worker = workers.epoch), epoch LIMIT 1",
-        base_model,
-    )
-    if row is None:
-        return None
-    tx.execute("UPDATE lanes SET worker = ? WHERE model_id = ?", row[0], model_id)
-    return int(row[0])

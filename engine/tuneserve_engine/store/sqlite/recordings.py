@@ -13,12 +13,12 @@ _COUNTED = "recorded "
 
 def put_recording(tx: Transaction, request_id: str, body: bytes) -> None:
     """Store a sample's recording, unless its session has ended and its sampler is gone."""
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT jobs.tenant, scope, seq, parent FROM jobs "
         "JOIN records ON type = 'sampler' AND key = scope AND records.tenant = jobs.tenant "
         "WHERE request_id = ?",
         request_id,
-    )
+    ).fetchone()
     if row is None:
         return
     tenant, scope, seq, session = row
@@ -27,11 +27,11 @@ def put_recording(tx: Transaction, request_id: str, body: bytes) -> None:
         _drop(tx, earlier[0], Gone.UNUSED)
         tx.execute("DELETE FROM recordings WHERE n = ?", earlier[0])
     size = len(body) + refusals.RECORDING_BYTES
-    row = tx.fetch_one(
+    row = tx.execute(
         "INSERT INTO recordings (tenant, scope, seq, session, size, used_s) "
         "VALUES (?, ?, ?, ?, ?, ?) RETURNING n",
         *(tenant, scope, seq, session, size, tx.now_s),
-    )
+    ).fetchone()
     assert row is not None
     tx.execute("INSERT INTO recorded VALUES (?, ?)", row[0], body)
     _count(tx, tenant, 1, size)
@@ -51,7 +51,7 @@ def read_recordings(
         total += size
         if found and total > refusals.RECORDINGS_BYTES:
             break
-        body = tx.fetch_one("SELECT body FROM recorded WHERE recording = ?", n)
+        body = tx.execute("SELECT body FROM recorded WHERE recording = ?", n).fetchone()
         assert body is not None
         tx.execute("UPDATE recordings SET used_s = ? WHERE n = ?", tx.now_s, n)
         found.append(body[0])
@@ -64,7 +64,7 @@ def end_session(tx: Transaction, session: str, most: int) -> int:
         "UPDATE recordings SET used_s = 0 WHERE n IN (SELECT n FROM recordings "
         "WHERE session = ? AND gone IS NULL AND used_s > 0 LIMIT ?)",
         *(session, most),
-    )
+    ).rowcount
 
 
 def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> int:
@@ -73,42 +73,45 @@ def sweep(tx: Transaction, now_s: float, policy: SweepPolicy) -> int:
     Handles a bounded number at once; returns how many.
     """
     left, done = refusals.DROPPED_BYTES, 0
-    for n, size in tx.fetch_all(
+    for n, size in tx.execute(
         "SELECT n, size FROM recordings WHERE gone IS NULL AND used_s < ? ORDER BY used_s LIMIT ?",
         now_s - policy.recording_ttl_s,
         refusals.DROPPED_AT_ONCE,
-    ):
+    ).fetchall():
         if left <= 0:
             break
         left -= size
         done += 1
         _drop(tx, n, Gone.UNUSED)
-    for scope, count, total in tx.fetch_all(
+    for scope, count, total in tx.execute(
         "SELECT scope, jobs, bytes FROM counts WHERE scope BETWEEN ? AND ? AND bytes > ?",
         _COUNTED,
         _COUNTED + "\U0010ffff",
         policy.recording_bytes,
-    ):
+    ).fetchall():
         most = min(count - 1, refusals.DROPPED_AT_ONCE)  # keep a tenant's only one
         tenant, over = scope.removeprefix(_COUNTED), total - policy.recording_bytes
         done += _make_room(tx, tenant, over, most)
-    return done + tx.execute(
-        "DELETE FROM recordings WHERE n IN (SELECT n FROM recordings WHERE gone IS NOT NULL "
-        "AND used_s < ? ORDER BY used_s LIMIT ?)",
-        now_s - 2 * policy.recording_ttl_s,
-        refusals.FORGOTTEN_AT_ONCE,
+    return (
+        done
+        + tx.execute(
+            "DELETE FROM recordings WHERE n IN (SELECT n FROM recordings WHERE gone IS NOT NULL "
+            "AND used_s < ? ORDER BY used_s LIMIT ?)",
+            now_s - 2 * policy.recording_ttl_s,
+            refusals.FORGOTTEN_AT_ONCE,
+        ).rowcount
     )
 
 
 def _make_room(tx: Transaction, tenant: str, over: int, most: int) -> int:
     """Drop the tenant's least recently used recordings; return how many."""
     over, done = min(over, refusals.DROPPED_BYTES), 0
-    for n, size in tx.fetch_all(
+    for n, size in tx.execute(
         "SELECT n, size FROM recordings WHERE tenant = ? AND gone IS NULL "
         "ORDER BY used_s, n LIMIT ?",
         tenant,
         most,
-    ):
+    ).fetchall():
         if over <= 0:
             break
         over -= size
@@ -118,20 +121,21 @@ def _make_room(tx: Transaction, tenant: str, over: int, most: int) -> int:
 
 
 def _row(tx: Transaction, tenant: str, key: SampleKey) -> Row | None:
-    return tx.fetch_one(
+    row: Row | None = tx.execute(
         "SELECT n, size, gone FROM recordings WHERE tenant = ? AND scope = ? AND seq = ?",
         tenant,
         key.scope,
         key.seq,
-    )
+    ).fetchone()
+    return row
 
 
 def _drop(tx: Transaction, n: int, why: Gone) -> None:
-    row = tx.fetch_one(
+    row = tx.execute(
         "UPDATE recordings SET gone = ? WHERE n = ? AND gone IS NULL RETURNING tenant, size",
         why.value,
         n,
-    )
+    ).fetchone()
     if row is not None:
         tx.execute("DELETE FROM recorded WHERE recording = ?", n)
         _count(tx, row[0], -1, -row[1])

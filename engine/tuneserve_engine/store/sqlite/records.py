@@ -3,7 +3,6 @@ few values (``meta``)."""
 
 import dataclasses
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 
@@ -21,21 +20,13 @@ from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.schema import IS_SAVE, SAVES
 
 
-def meta(tx: Transaction, name: str) -> Any:
-    row = tx.fetch_one("SELECT value FROM meta WHERE name = ?", name)
-    assert row is not None
-    return row[0]
-
-
 def next_of(tx: Transaction, name: str) -> int:
     """Increase a counter by one and return its new value."""
-    row = tx.fetch_one("UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name)
+    row = tx.execute(
+        "UPDATE meta SET value = value + 1 WHERE name = ? RETURNING value", name
+    ).fetchone()
     assert row is not None
     return int(row[0])
-
-
-def decode(record_type: type[R], body: str) -> R:
-    return msgspec.json.decode(body, type=record_type)
 
 
 def put_record(tx: Transaction, record: Record) -> None:
@@ -53,10 +44,10 @@ def put_record(tx: Transaction, record: Record) -> None:
 
 
 def get_record(tx: Transaction, record_type: type[R], key: str) -> R | None:
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT body FROM records WHERE type = ? AND key = ?", RECORD_NAME[record_type], key
-    )
-    return None if row is None else decode(record_type, row[0])
+    ).fetchone()
+    return None if row is None else msgspec.json.decode(row[0], type=record_type)
 
 
 def delete_record(tx: Transaction, record_type: type[R], key: str) -> None:
@@ -77,20 +68,20 @@ def page_of_records(
             where += f" AND {column} = ?"
             values.append(value)
     limit, offset = window
-    rows = tx.fetch_all(
+    rows = tx.execute(
         f"SELECT body FROM records WHERE {where} ORDER BY n DESC LIMIT ? OFFSET ?",
         *values,
         -1 if limit is None else limit,
         offset,
-    )
-    count = tx.fetch_one(f"SELECT COUNT(*) FROM records WHERE {where}", *values)
+    ).fetchall()
+    count = tx.execute(f"SELECT COUNT(*) FROM records WHERE {where}", *values).fetchone()
     assert count is not None
-    return Page([decode(record_type, body) for (body,) in rows], count[0])
+    return Page([msgspec.json.decode(body, type=record_type) for (body,) in rows], count[0])
 
 
 def unnamed_saves(tx: Transaction, tenant: str) -> list[SamplerRecord]:
-    rows = tx.fetch_all(f"SELECT body FROM {SAVES} WHERE tenant = ? AND {IS_SAVE}", tenant)
-    return [decode(SamplerRecord, body) for (body,) in rows]
+    rows = tx.execute(f"SELECT body FROM {SAVES} WHERE tenant = ? AND {IS_SAVE}", tenant).fetchall()
+    return [msgspec.json.decode(body, type=SamplerRecord) for (body,) in rows]
 
 
 class Command(msgspec.Struct):
@@ -108,15 +99,15 @@ def release(tx: Transaction, file_id: str | None) -> None:
 def release_file_of(tx: Transaction, job: int) -> None:
     """Note the file that the save with this row number was to write, and may have written."""
     with suppress(msgspec.MsgspecError):
-        for (payload,) in tx.fetch_all("SELECT payload FROM payloads WHERE job = ?", job):
+        for (payload,) in tx.execute("SELECT payload FROM payloads WHERE job = ?", job).fetchall():
             release(tx, msgspec.msgpack.decode(payload, type=Command).file_id)
 
 
 def weights(tx: Transaction) -> dict[str, float]:
     """Return the weights of the tenants that have one of their own."""
-    rows = tx.fetch_all(
+    rows = tx.execute(
         "SELECT key, json_extract(body, '$.weight') FROM records WHERE type = 'tenant'"
-    )
+    ).fetchall()
     return {tenant: float(weight) for tenant, weight in rows if weight is not None}
 
 

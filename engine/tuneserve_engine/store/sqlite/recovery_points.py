@@ -13,11 +13,11 @@ KEPT = 2  # the newest, and one to fall back on
 
 def recovery_points(tx: Transaction, epoch: int, model_id: str) -> list[RecoveryPoint]:
     check_epoch(tx, epoch)
-    rows = tx.fetch_all(
+    rows = tx.execute(
         "SELECT model_id, position, file_id, numerics_id FROM points WHERE model_id = ? "
         "ORDER BY n DESC",
         model_id,
-    )
+    ).fetchall()
     return [RecoveryPoint(*row) for row in rows]
 
 
@@ -36,11 +36,11 @@ def save_point(tx: Transaction, epoch: int, point: RecoveryPoint) -> None:
         point.file_id,
         point.numerics_id,
     )
-    kept = tx.fetch_all(
+    kept = tx.execute(
         "SELECT n, position FROM points WHERE model_id = ? ORDER BY n DESC LIMIT ?",
         point.model_id,
         KEPT,
-    )
+    ).fetchall()
     if len(kept) == KEPT:
         oldest, position = kept[-1]
         tx.execute("DELETE FROM points WHERE model_id = ? AND n < ?", point.model_id, oldest)
@@ -49,7 +49,7 @@ def save_point(tx: Transaction, epoch: int, point: RecoveryPoint) -> None:
 
 def _is_here(tx: Transaction, epoch: int, model_id: str) -> bool:
     """Return whether the model may still be restored, and no other worker has it."""
-    lane = tx.fetch_one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model_id)
+    lane = tx.execute("SELECT worker, jobs FROM lanes WHERE model_id = ?", model_id).fetchone()
     model = records.get_record(tx, ModelRecord, model_id)
     if lane is None or model is None or lane[0] not in (None, epoch):
         return False
@@ -57,11 +57,11 @@ def _is_here(tx: Transaction, epoch: int, model_id: str) -> bool:
 
 
 def _check_position(tx: Transaction, point: RecoveryPoint) -> None:
-    row = tx.fetch_one(
+    row = tx.execute(
         f"SELECT next, (SELECT MIN(position) FROM jobs WHERE model_id = ?1 AND {UNFINISHED}), "
         "(SELECT MAX(position) FROM points WHERE model_id = ?1) FROM lanes WHERE model_id = ?1",
         point.model_id,
-    )
+    ).fetchone()
     assert row is not None
     following, unfinished, newest = row
     first = following if unfinished is None else min(following, unfinished)

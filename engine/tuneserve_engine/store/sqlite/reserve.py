@@ -19,17 +19,17 @@ class Reserve:
     def __init__(self, path: Path, size_bytes: int) -> None:
         self._path = path
         self._size_bytes = size_bytes
-        self._is_held = False
+        self.is_held = False
         with suppress(OSError):
-            self._is_held = path.stat().st_blocks * 512 >= size_bytes > 0
-            if not self._is_held:  # of another size, or half made
+            self.is_held = path.stat().st_blocks * 512 >= size_bytes > 0
+            if not self.is_held:  # of another size, or half made
                 path.unlink()
 
     def hold(self) -> bool:
         """Set the space aside if there is enough; return whether the store may accept new data."""
-        if not self._is_held and self._size_bytes:
-            self._is_held = self._allocate(self._path, self._size_bytes)
-        return self._is_held or not self._size_bytes
+        if not self.is_held and self._size_bytes:
+            self.is_held = self._allocate(self._path, self._size_bytes)
+        return self.is_held or not self._size_bytes
 
     def lengthen(self, log: Path, size_bytes: int) -> None:
         """Allocate ``size_bytes`` of the disk for the write-ahead log.
@@ -58,9 +58,9 @@ class Reserve:
 
     def give(self) -> bool:
         """Free the space; return whether there was any to free."""
-        if not self._is_held:
+        if not self.is_held:
             return False
-        self._is_held = False
+        self.is_held = False
         self._path.unlink(missing_ok=True)
         return True
 

@@ -22,15 +22,15 @@ def forget_ended(tx: Transaction, before_s: float) -> bool:
     Returns whether more may be left.
     """
     left = refusals.RECORDS_AT_ONCE
-    for (key,) in tx.fetch_all(
+    for (key,) in tx.execute(
         f"SELECT key FROM records WHERE type = 'session' AND {IS_OPEN} = 0 AND {LAST_SEEN} < ? "
         f"ORDER BY {LAST_SEEN} LIMIT ?",
         before_s,
         left,
-    ):
-        for (model_id,) in tx.fetch_all(
+    ).fetchall():
+        for (model_id,) in tx.execute(
             "SELECT key FROM records WHERE type = 'model' AND parent = ?", key
-        ):
+        ).fetchall():
             left -= _forget_model(tx, model_id)
             if left <= 0:
                 return True
@@ -52,10 +52,12 @@ def _forget_model(tx: Transaction, model_id: str) -> bool:
     model = records.get_record(tx, ModelRecord, model_id)
     if model is None or model.status in refusals.ALIVE:
         return False
-    lane = tx.fetch_one("SELECT worker, jobs FROM lanes WHERE model_id = ?", model_id)
+    lane = tx.execute("SELECT worker, jobs FROM lanes WHERE model_id = ?", model_id).fetchone()
     if lane not in (None, (None, 0)):
         return False
-    if tx.fetch_one("SELECT 1 FROM records WHERE type = 'checkpoint' AND parent = ?", model_id):
+    if tx.execute(
+        "SELECT 1 FROM records WHERE type = 'checkpoint' AND parent = ?", model_id
+    ).fetchone():
         return False
     for table in ("lanes", "curves", "curve_points", "points"):
         tx.execute(f"DELETE FROM {table} WHERE model_id = ?", model_id)

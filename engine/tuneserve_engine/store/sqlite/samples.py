@@ -9,25 +9,28 @@ from tuneserve_engine.store import refusals
 from tuneserve_engine.store.base import Completion, SamplerClient
 from tuneserve_engine.store.sqlite import records
 from tuneserve_engine.store.sqlite.group_commit import Transaction
-from tuneserve_engine.store.sqlite.jobs import drop_jobs, is_unfinished
+from tuneserve_engine.store.sqlite.jobs import drop_jobs
+from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 # Worded as in the index ``jobs_completed``, so that SQLite uses it.
 _OF_CLIENT = "tenant = ? AND scope = ? AND seq / 1000000000 = ?"
 
 
 def cancel(tx: Transaction, request_id: str) -> bool:
-    row = tx.fetch_one("SELECT kind FROM jobs WHERE request_id = ?", request_id)
+    row = tx.execute(
+        f"SELECT kind, {UNFINISHED} FROM jobs WHERE request_id = ?", request_id
+    ).fetchone()
     if row is None:
         raise KeyError(request_id)
     if row[0] != JobKind.SAMPLE:
         return False
-    if is_unfinished(tx, request_id):
+    if row[1]:
         drop_jobs(tx, request_id, refusals.cancelled())
     return True
 
 
 def completions(tx: Transaction, client: SamplerClient, after: int, limit: int) -> list[Completion]:
-    rows = tx.fetch_all(
+    rows = tx.execute(
         "SELECT request_id, completion, error IS NOT NULL, LENGTH(body) FROM jobs "
         f"WHERE completion > ? AND {_OF_CLIENT} ORDER BY completion LIMIT ?",
         after,
@@ -35,7 +38,7 @@ def completions(tx: Transaction, client: SamplerClient, after: int, limit: int) 
         client.scope,
         client.number,
         limit,
-    )
+    ).fetchall()
     return [
         Completion(request_id, number, bool(failed), None if failed else size)
         for request_id, number, failed, size in rows

@@ -7,6 +7,7 @@ from pathlib import Path
 from tuneserve_engine.store.errors import StoreUnusable
 
 VERSION = 4
+SECRET = "SELECT value FROM meta WHERE name = 'secret'"
 
 # Worded as in the indices below, so that SQLite uses these.
 UNFINISHED = "state IN ('held', 'ready')"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, Self, TypeVar
+from typing import Final, Protocol, Self, TypeVar, TypeVarTuple
 
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.jobs import EncodedTokenDelta, Job, Outcome
@@ -58,18 +58,18 @@ from tuneserve_engine.store.sqlite.database import LOG_BYTES, open_database
 from tuneserve_engine.store.sqlite.group_commit import (
     CommitEvents,
     GroupCommit,
-    Operation,
     Transaction,
 )
 from tuneserve_engine.store.sqlite.integrity import check_open_file, damaged, is_corruption
 from tuneserve_engine.store.sqlite.reserve import Reserve, is_full
+from tuneserve_engine.store.sqlite.schema import SECRET
 from tuneserve_engine.store.sqlite.trimming import date_back, trim
 from tuneserve_engine.store.waiters import KeyedWaiters
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 DEFAULT_POLICY = StorePolicy()
 
 
@@ -80,7 +80,7 @@ class Committer(Protocol):
     """
 
     def run_operation(
-        self, operation: Operation[T], *, grows: bool = False
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
     ) -> "asyncio.Future[T]": ...
 
     async def stop(self) -> None: ...
@@ -115,28 +115,14 @@ class SqlStore:
                 if not future.done():
                     future.set_result(None)
         self._completed.close()
-        self._wake_takes()
+        self._news.set()
 
     async def _call(
-        self,
-        operation: Callable[Concatenate[Transaction, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
     ) -> T:
-        return await self._run(partial(_applied, operation, args, kwargs), grows=False)
-
-    async def _add(
-        self,
-        operation: Callable[Concatenate[Transaction, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        """Run an operation that grows the store: a full disk refuses it."""
-        return await self._run(partial(_applied, operation, args, kwargs), grows=True)
-
-    async def _run(self, operation: Operation[T], *, grows: bool) -> T:
+        """Run an operation. A full disk refuses one that ``grows`` the store."""
         try:
-            return await self._commit.run_operation(operation, grows=grows)
+            return await self._commit.run_operation(operation, *arguments, grows=grows)
         except sqlite3.Error as error:
             if is_corruption(error):
                 self._note_damage(damaged(self._path, str(error)))
@@ -156,22 +142,20 @@ class SqlStore:
             for future in self._waiting.get(outcome.request_id, ()):
                 if not future.done():
                     future.set_result(outcome)
-        self._completed.wake(news.completed)
+        if news.completed:
+            self._completed.wake(news.completed)
         for epoch, request_id in news.cancelled:
             self._cancelled.setdefault(epoch, []).append(request_id)
         for epoch in news.over:
             self._cancelled.pop(epoch, None)
         if news.take:
-            self._wake_takes()
-
-    def _wake_takes(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+            self._news.set()
+            self._news = asyncio.Event()
 
     # --- jobs -----------------------------------------------------------------------------------
 
     async def submit(self, job: Job, *new_records: Record) -> Submitted:
-        return await self._add(jobs.submit, self._policy, job, new_records)
+        return await self._call(jobs.submit, self._policy, job, new_records, grows=True)
 
     async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:
@@ -281,10 +265,10 @@ class SqlStore:
     # --- records --------------------------------------------------------------------------------
 
     async def put_record(self, record: Record) -> None:
-        await self._add(records.put_record, record)
+        await self._call(records.put_record, record, grows=True)
 
     async def put_new_record(self, record: R) -> R:
-        return await self._add(lambda tx: limits.put_new(tx, self._policy, record))
+        return await self._call(lambda tx: limits.put_new(tx, self._policy, record), grows=True)
 
     async def update_record(self, *updates: Update) -> None:
         await self._call(lambda tx: [records.update_record(tx, each) for each in updates])
@@ -338,14 +322,10 @@ class SqlStore:
         await self._call(lifecycle.forget_released, list(file_ids))
 
     async def secret(self) -> bytes:
-        return await self._call(lambda tx: bytes(records.meta(tx, "secret")))
+        return await self._call(lambda tx: bytes(tx.execute(SECRET).fetchone()[0]))
 
     async def seat(self) -> str:
         return seat_of(self._path)
-
-
-def _applied(operation: Callable[..., T], args: Any, kwargs: Any, tx: Transaction) -> T:
-    return operation(tx, *args, **kwargs)
 
 
 class SqliteStore(SqlStore):

@@ -79,12 +79,12 @@ def _drop_samples(silence: expiry.Silence, after: str, tx: Transaction) -> str |
 
 def _drop_results(tx: Transaction, before_s: float) -> int:
     dropped = size = 0
-    for n, length in tx.fetch_all(
+    for n, length in tx.execute(
         "SELECT n, LENGTH(body) FROM jobs WHERE state = 'done' AND finished_s < ? "
         "ORDER BY finished_s LIMIT ?",
         before_s,
         RESULTS_AT_ONCE,
-    ):
+    ).fetchall():
         size += length or 0
         if dropped and size > RESULT_BYTES_AT_ONCE:
             break
@@ -103,14 +103,14 @@ def _forget_requests(before_s: float, most: int, tx: Transaction) -> int:
         f"WHERE {FORGETTABLE} AND finished_s < ? ORDER BY finished_s LIMIT ?)",
         before_s,
         most,
-    )
+    ).rowcount
 
 
 def _vacuum(tx: Transaction) -> int:
     """Remove unused pages from the end of the file; return how many."""
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT freelist_count, page_count FROM pragma_freelist_count, pragma_page_count"
-    )
+    ).fetchone()
     assert row is not None
     unused, pages = row
     surplus = min(int(unused) - max(SLACK_PAGES, int(pages) // 16), PAGES_AT_ONCE)

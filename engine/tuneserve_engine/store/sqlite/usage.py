@@ -1,8 +1,10 @@
 """Usage in SQLite: the cost of each request, sums by day, and the points of curves."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import msgspec
 
@@ -19,26 +21,18 @@ from tuneserve_engine.core.usage import (
 )
 from tuneserve_engine.store.base import RequestState, StoreStats
 from tuneserve_engine.store.sqlite.group_commit import Transaction
+from tuneserve_engine.store.sqlite.limits import TENANT
 from tuneserve_engine.store.sqlite.schema import UNFINISHED
 
 _SUMS = ", ".join(TOTALLED)
 _ADDED = ", ".join(f"{name} = {name} + excluded.{name}" for name in TOTALLED)
-_TENANT = "tenant "  # prefix of the tenants' scopes in ``counts``
-
-
-def encoded(usage: Usage | None) -> str | None:
-    """Return the usage in the form of a job's column ``usage``."""
-    return None if usage is None else msgspec.json.encode(usage).decode()
 
 
 def decoded(text: str | None, created_s: float, finished_s: float | None) -> Usage | None:
     if text is None:
         return None
-    return timed(msgspec.json.decode(text, type=Usage), created_s, finished_s or created_s)
-
-
-def timed(usage: Usage, created_s: float, finished_s: float) -> Usage:
-    return replace(usage, total_s=max(finished_s - created_s, 0.0))
+    usage = msgspec.json.decode(text, type=Usage)
+    return replace(usage, total_s=max((finished_s or created_s) - created_s, 0.0))
 
 
 def comes_late(tx: Transaction, outcome: Outcome) -> bool:
@@ -50,22 +44,23 @@ def comes_late(tx: Transaction, outcome: Outcome) -> bool:
         return False
     noted = tx.execute(
         f"UPDATE jobs SET usage = ? WHERE request_id = ? AND usage IS NULL AND NOT {UNFINISHED}",
-        encoded(outcome.usage),
+        msgspec.json.encode(outcome.usage).decode(),
         outcome.request_id,
-    )
+    ).rowcount
     return noted > 0
 
 
-def add_usage(tx: Transaction, spent: Mapping[tuple[str, str], Totals]) -> None:
+def add_usage(tx: Transaction, spent: Mapping[tuple[str, str], Sequence[Usage]]) -> None:
     """Add usage to today's sums, by tenant and name of the model (or base model)."""
     day = day_of(tx.now_s)
     marks = ", ".join("?" * (3 + len(TOTALLED)))
-    for (tenant, name), totals in spent.items():
+    for (tenant, name), costs in spent.items():
+        # ``sum`` rounds in another way since Python 3.12.
+        sums = [reduce(add, (getattr(each, of) for each in costs)) for of in TOTALLED[1:]]
         tx.execute(
             f"INSERT INTO usage (tenant, day, name, {_SUMS}) VALUES ({marks}) "
             f"ON CONFLICT (tenant, day, name) DO UPDATE SET {_ADDED}",
-            *(tenant, day, name),
-            *(getattr(totals, each) for each in TOTALLED),
+            *(tenant, day, name, len(costs), *sums),
         )
 
 
@@ -73,27 +68,27 @@ def usage(tx: Transaction, tenant: str | None, since_s: float) -> list[TenantUsa
     of_tenant, values = ("", []) if tenant is None else ("AND tenant = ?", [tenant])
     sums = ", ".join(f"SUM({each})" for each in TOTALLED)
     found: dict[str, TenantUsage] = {}
-    for name, model, *numbers in tx.fetch_all(
+    for name, model, *numbers in tx.execute(
         f"SELECT tenant, name, {sums} FROM usage WHERE day >= ? {of_tenant} "
         "GROUP BY tenant, name ORDER BY tenant, name",
         day_of(since_s),
         *values,
-    ):
+    ).fetchall():
         found.setdefault(name, TenantUsage(name)).by_model[model] = Totals(*numbers)
     return list(found.values())
 
 
 def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
     """Add the point to the model's curve, and drop every second point when the curve is full."""
-    row = tx.fetch_one(
+    row = tx.execute(
         "INSERT INTO curves VALUES (?, ?, 1) "
         "ON CONFLICT (model_id, kind) DO UPDATE SET points = points + 1 RETURNING points",
         model_id,
         point.kind,
-    )
+    ).fetchone()
     assert row is not None
     n = row[0] - 1
-    if n % stride(n):
+    if n >= MOST_POINTS and n % stride(n):
         return
     text = msgspec.json.encode(replace(point, time_s=tx.now_s)).decode()
     tx.execute(
@@ -108,20 +103,20 @@ def draw(tx: Transaction, model_id: str, point: CurvePoint) -> None:
 
 
 def curve(tx: Transaction, model_id: str, after: int) -> list[CurvePoint]:
-    rows = tx.fetch_all(
+    rows = tx.execute(
         "SELECT point FROM curve_points WHERE model_id = ? AND position > ? ORDER BY position",
         model_id,
         after,
-    )
+    ).fetchall()
     return [msgspec.json.decode(text, type=CurvePoint) for (text,) in rows]
 
 
 def request(tx: Transaction, request_id: str) -> RequestState | None:
-    row = tx.fetch_one(
+    row = tx.execute(
         "SELECT tenant, kind, scope, state, error IS NOT NULL, created_s, finished_s, usage "
         "FROM jobs WHERE request_id = ?",
         request_id,
-    )
+    ).fetchone()
     if row is None:
         return None
     tenant, kind, scope, state, failed, created_s, finished_s, text = row
@@ -134,11 +129,11 @@ def request(tx: Transaction, request_id: str) -> RequestState | None:
 
 def store_stats(tx: Transaction) -> StoreStats:
     tenants: Counter[str] = Counter()
-    for scope, jobs in tx.fetch_all("SELECT scope, jobs FROM counts WHERE jobs > 0"):
-        if scope.startswith(_TENANT):
-            tenants[scope.removeprefix(_TENANT)] = jobs
-    row = tx.fetch_one(
+    for scope, jobs in tx.execute("SELECT scope, jobs FROM counts WHERE jobs > 0").fetchall():
+        if scope.startswith(TENANT):
+            tenants[scope.removeprefix(TENANT)] = jobs
+    row = tx.execute(
         "SELECT (SELECT COUNT(*) FROM jobs WHERE digest IS NOT NULL), (SELECT COUNT(*) FROM points)"
-    )
+    ).fetchone()
     assert row is not None
     return StoreStats(dict(tenants), *row)

@@ -26,7 +26,7 @@ def test_a_failed_commit_fails_its_calls_and_no_later_one() -> None:
 
     def insert(tx: Transaction) -> int:
         tx.news.take = True
-        return tx.execute("INSERT INTO a VALUES (NULL)")
+        return tx.execute("INSERT INTO a VALUES (NULL)").rowcount
 
     async def main() -> None:
         news: list[CommitEvents] = []
@@ -34,12 +34,14 @@ def test_a_failed_commit_fails_its_calls_and_no_later_one() -> None:
         await commit.start(connect)
         calls = [
             commit.run_operation(insert),
-            commit.run_operation(lambda tx: tx.execute("INSERT INTO b VALUES (99)")),
+            commit.run_operation(lambda tx: tx.execute("INSERT INTO b VALUES (99)").rowcount),
         ]
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(each) for each in results] == [sqlite3.IntegrityError] * 2
         assert not any(each.take for each in news)
-        assert await commit.run_operation(lambda tx: tx.fetch_one("SELECT COUNT(*) FROM a")) == (0,)
+        assert await commit.run_operation(
+            lambda tx: tx.execute("SELECT COUNT(*) FROM a").fetchone()
+        ) == (0,)
         assert await commit.run_operation(insert) == 1
         assert news[-1].take
         await commit.stop()
@@ -63,13 +65,17 @@ def test_a_failed_rollback_does_not_stop_later_calls() -> None:
         await commit.start(
             lambda: sqlite3.connect(":memory:", isolation_level=None, factory=Broken)
         )
-        await commit.run_operation(lambda tx: tx.execute("CREATE TABLE a (id)"))
+        await commit.run_operation(lambda tx: tx.execute("CREATE TABLE a (id)").rowcount)
         Broken.refuses = frozenset({"COMMIT", "ROLLBACK"})
         for _ in range(2):
             with pytest.raises(sqlite3.OperationalError, match="I/O"):
-                await commit.run_operation(lambda tx: tx.execute("INSERT INTO a VALUES (1)"))
+                await commit.run_operation(
+                    lambda tx: tx.execute("INSERT INTO a VALUES (1)").rowcount
+                )
         Broken.refuses = frozenset()
-        assert await commit.run_operation(lambda tx: tx.fetch_one("SELECT COUNT(*) FROM a")) == (0,)
+        assert await commit.run_operation(
+            lambda tx: tx.execute("SELECT COUNT(*) FROM a").fetchone()
+        ) == (0,)
         await commit.stop()
 
     async def limited() -> None:
@@ -112,7 +118,7 @@ def test_failpoints_are_on_both_sides_of_the_commit(
 
     async def main() -> None:
         store = await SqliteStore.open(path)
-        rows = await store._call(lambda tx: tx.fetch_all("SELECT seq FROM jobs"))
+        rows = await store._call(lambda tx: tx.execute("SELECT seq FROM jobs").fetchall())
         assert len(rows) == stored
         await store.close()
 

@@ -166,7 +166,7 @@ def test_a_check_sees_earlier_commits_and_ends(tmp_path: Path) -> None:
         await checked(store)
         assert store.soundness.state == "sound"
         await asyncio.wait([store._checking])  # type: ignore[list-item]
-        limit = await store._call(lambda tx: tx.fetch_one("PRAGMA wal_autocheckpoint"))
+        limit = await store._call(lambda tx: tx.execute("PRAGMA wal_autocheckpoint").fetchone())
         assert limit == (CHECKPOINT_PAGES,)
         await store.close()
         again = await SqliteStore.open(path, check_s=WAIT_S)
@@ -239,7 +239,7 @@ def test_space_released_during_a_check_leaves_the_file_unchanged(
         assert path.read_bytes() == before
         assert store.soundness.state == "checking"
         await store._call(lambda tx: tx.write_into_file())
-        await store._call(lambda tx: tx.execute("UPDATE meta SET value = value"))
+        await store._call(lambda tx: tx.execute("UPDATE meta SET value = value").rowcount)
         await store._call(shrink)
         assert path.read_bytes() != before
         await store.close()

@@ -51,7 +51,7 @@ def test_the_file_is_private_to_its_owner_and_synced(tmp_path: Path) -> None:
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "data" / "store.db")
         pragmas = [
-            await store._call(lambda tx, name=name: tx.fetch_one(f"PRAGMA {name}"))
+            await store._call(lambda tx, name=name: tx.execute(f"PRAGMA {name}").fetchone())
             for name in ("journal_mode", "synchronous")
         ]
         assert pragmas == [("wal",), (2,)]  # 2 = FULL
@@ -80,9 +80,9 @@ def test_reading_the_end_of_a_curve_costs_the_new_points_only_in_older_stores_to
                 counted += 1
                 return 0
 
-            tx._connection.set_progress_handler(count, 1)
+            tx.connection.set_progress_handler(count, 1)
             found = len(usage.curve(tx, "a", after))
-            tx._connection.set_progress_handler(None, 1)
+            tx.connection.set_progress_handler(None, 1)
             return found
 
         assert await store._call(read) == 1999 - after

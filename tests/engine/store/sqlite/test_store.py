@@ -132,9 +132,9 @@ def test_an_ended_job_keeps_its_key_but_not_its_payload(tmp_path: Path) -> None:
         request_id = (await store.submit(job(1))).request_id
         await store.submit(replace(job(2), rejection=Rejection("bad")))
         await store.finish(epoch, [Outcome(request_id, b"result")])
-        rows = await store._call(lambda tx: tx.fetch_all("SELECT seq, body FROM jobs"))
+        rows = await store._call(lambda tx: tx.execute("SELECT seq, body FROM jobs").fetchall())
         assert rows == [(1, b"result"), (2, b"")]
-        assert await store._call(lambda tx: tx.fetch_all("SELECT * FROM payloads")) == []
+        assert await store._call(lambda tx: tx.execute("SELECT * FROM payloads").fetchall()) == []
         await store.close()
 
     asyncio.run(main())
@@ -144,14 +144,14 @@ def test_a_full_disk_acknowledges_nothing_and_loses_nothing(tmp_path: Path) -> N
     async def main() -> None:
         store = await SqliteStore.open(tmp_path / "store.db")
         before = (await store.submit(job(1))).request_id
-        row = await store._call(lambda tx: tx.fetch_one("PRAGMA page_count"))
+        row = await store._call(lambda tx: tx.execute("PRAGMA page_count").fetchone())
         assert row is not None
-        await store._call(lambda tx: tx.fetch_one(f"PRAGMA max_page_count = {row[0] + 2}"))
+        await store._call(lambda tx: tx.execute(f"PRAGMA max_page_count = {row[0] + 2}").fetchone())
         large = replace(job(2), payload=bytes(10**6))
         with pytest.raises(StoreFailed, match="disk is full; nothing was changed; free some"):
             await store.submit(large)
         assert await store.job_key(before) == ("alice", "m")
-        await store._call(lambda tx: tx.fetch_one("PRAGMA max_page_count = 1000000"))
+        await store._call(lambda tx: tx.execute("PRAGMA max_page_count = 1000000").fetchone())
         assert not (await store.submit(large)).duplicate
         await store.close()
 
@@ -163,7 +163,9 @@ async def plans(store: SqliteStore, statements: list[str], table: str) -> list[t
     found = []
     for each in [each for each in statements if f" {table} " in each]:
         if not each.startswith(("INSERT", "CREATE")):
-            plan = await store._call(lambda tx, sql=each: tx.fetch_all(f"EXPLAIN QUERY PLAN {sql}"))
+            plan = await store._call(
+                lambda tx, sql=each: tx.execute(f"EXPLAIN QUERY PLAN {sql}").fetchall()
+            )
             found += [(each, step) for *_, step in plan if table in step]
     assert found
     return found
@@ -236,7 +238,7 @@ def test_a_renewal_without_news_writes_one_row(tmp_path: Path) -> None:
         request_id = (await store.submit(job(1))).request_id
 
         async def changes() -> int:
-            return await store._call(lambda tx: tx._connection.total_changes)
+            return await store._call(lambda tx: tx.connection.total_changes)
 
         before = await changes()
         for _ in range(10):

@@ -20,7 +20,7 @@ from tuneserve_engine.core.records import (
 from tuneserve_engine.store.errors import LimitReached
 from tuneserve_engine.store.refusals import RECORDS_AT_ONCE
 from tuneserve_engine.store.sqlite import records
-from tuneserve_engine.store.sqlite.group_commit import Operation, Transaction
+from tuneserve_engine.store.sqlite.group_commit import Transaction
 from tuneserve_engine.store.sqlite.schema import IS_OPEN
 from tuneserve_engine.store.sqlite.store import SqliteStore
 
@@ -97,11 +97,11 @@ class Steps:
         self._call = store._commit.run_operation
         store._commit.run_operation = self.call  # type: ignore[method-assign]
 
-    def call(self, operation: Operation[Any], *, grows: bool = False) -> Any:
+    def call(self, operation: Callable[..., Any], *arguments: Any, grows: bool = False) -> Any:
         def counted(tx: Transaction) -> Any:
-            before = tx._connection.total_changes
-            result = operation(tx)
-            self.rows.append(tx._connection.total_changes - before)
+            before = tx.connection.total_changes
+            result = operation(tx, *arguments)
+            self.rows.append(tx.connection.total_changes - before)
             return result
 
         return self._call(counted, grows=grows)
@@ -130,7 +130,9 @@ def test_20000_due_sessions_and_checkpoints_end_in_short_steps(tmp_path: Path) -
         assert max(steps.rows) <= 2 * RECORDS_AT_ONCE  # a checkpoint's file is recorded, too
         assert sum(steps.rows) >= 22_000
         ended = await store._call(
-            lambda tx: tx.fetch_one(f"SELECT SUM({IS_OPEN}) FROM records WHERE type = 'session'")
+            lambda tx: tx.execute(
+                f"SELECT SUM({IS_OPEN}) FROM records WHERE type = 'session'"
+            ).fetchone()
         )
         assert (await store.page_of_records(CheckpointRecord, limit=0)).total == 0 and ended == (0,)
         assert longest_s < 0.5  # about 30 ms; CI's cores are shared
@@ -184,7 +186,7 @@ def test_a_store_of_an_earlier_release_gets_its_indices(tmp_path: Path) -> None:
                 file.execute(f"DROP INDEX {name}")
             file.commit()
         store = await opened(tmp_path, policy=StorePolicy(tenant_sessions=1))
-        assert len(await store._call(lambda tx: tx.fetch_all(made))) == 3
+        assert len(await store._call(lambda tx: tx.execute(made).fetchall())) == 3
         try:
             await store.put_new_record(session("another"))
         except LimitReached as error:
@@ -213,7 +215,7 @@ def test_the_sweep_and_the_limits_find_sessions_and_checkpoints_by_index(tmp_pat
         plans = []
         for statement in looked:
             plan = await store._call(
-                lambda tx, sql=statement: tx.fetch_all(f"EXPLAIN QUERY PLAN {sql}")
+                lambda tx, sql=statement: tx.execute(f"EXPLAIN QUERY PLAN {sql}").fetchall()
             )
             plans += [(statement, step) for *_, step in plan if "records" in step]
         assert len(plans) >= 5
@@ -237,7 +239,7 @@ def test_100000_results_are_dropped_without_a_stall(tmp_path: Path) -> None:
         await add_results(store, 100_000, 100, START_S)
         longest_s = await longest_wait(store, lambda: store.sweep(LATER_S, HOUR))
         states = await store._call(
-            lambda tx: tx.fetch_all("SELECT state, COUNT(*) FROM jobs GROUP BY 1")
+            lambda tx: tx.execute("SELECT state, COUNT(*) FROM jobs GROUP BY 1").fetchall()
         )
         assert dict(states) == {"expired": 90_000}  # and 10,000 are forgotten
         # It took seconds in one transaction. Now it takes about 30 ms; CI's cores are shared.
