@@ -45,10 +45,11 @@ class PackedBatch:
     Its request i is the one at ``members[i]`` of the packed requests, and ``locations[i]`` has the
     places of that request's datums. ``computed[i]`` is the number of tokens computed for the
     request: its own blocks, padding included, and its share of the tokens that fill the last chunk
-    of a micro-batch.
+    of a micro-batch. Every micro-batch has ``length`` tokens.
     """
 
     batch: TrainBatch
+    length: int
     members: tuple[int, ...]
     locations: tuple[tuple[DatumLocation, ...], ...]
     computed: tuple[float, ...]
@@ -148,6 +149,7 @@ def _pack_batch(
     adapter_ids = tuple(requests[index].adapter_id for index in members)
     return PackedBatch(
         TrainBatch(adapter_ids, data[0].forward_only, micro_batches),
+        capacity,
         members,
         tuple(tuple(of_request) for of_request in locations),
         tuple(computed),
