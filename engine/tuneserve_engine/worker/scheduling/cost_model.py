@@ -9,7 +9,7 @@ from statistics import median_low
 
 import msgspec
 
-from tuneserve_client.wire.proto.scan import datum_lengths
+from tuneserve_client.wire.proto.scan import read_sizes
 from tuneserve_engine.backend.base import PROMPT_TOKENS_PER_STEP
 from tuneserve_engine.core.errors import EngineError
 from tuneserve_engine.core.jobs import Job, JobKind
@@ -59,7 +59,8 @@ class CostModel:
         """Return the cost of the job, read from its payload."""
         try:
             if job.kind == JobKind.FORWARD_BACKWARD:
-                return self._gradient_cost(datum_lengths(job.payload, _MOST_FIELDS))
+                _, lengths = read_sizes(job.payload, _MOST_FIELDS)
+                return self._gradient_cost(lengths)
             if job.kind == JobKind.SAMPLE:
                 return self._sample_cost(msgspec.msgpack.decode(job.payload, type=_SampleSize))
         except (EngineError, msgspec.DecodeError):
