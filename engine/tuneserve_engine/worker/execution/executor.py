@@ -154,8 +154,9 @@ class JobExecutor:
             else:
                 result = BatchResult(batch, [_ready(attempt(j, self._single[kind])) for j in batch])
         for job in batch:
-            if job.position is not None and job.model_id in self._models:
-                self._models[job.model_id].position = job.position + 1
+            model = self._models.get(job.model_id or "")
+            if model is not None and job.position is not None:
+                model.position = job.position + 1
         return replace(result, device_s=time.device_s, shares=time.shares, began_s=time.began_s)
 
     def _run_interruption(self, on_micro_batch_done: Callable[[], None]) -> None:
@@ -236,8 +237,9 @@ class JobExecutor:
         for job in batch:
             result = results[job.request_id]
             if isinstance(result, Exception):
-                if job.model_id in self._models:
-                    self._models[job.model_id].missing_gradients = True
+                model = self._models.get(job.model_id or "")
+                if model is not None:
+                    model.missing_gradients = True
                 result = _ready(failure(job, result))
             answers.append(result)
         return BatchResult(batch, answers)
