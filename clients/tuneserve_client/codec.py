@@ -56,15 +56,17 @@ def chunks(data: Sequence[Datum]) -> Iterator[list[Datum]]:
 
 
 def encode_data(data: Sequence[Datum]) -> list[wire.Datum]:
-    return [
-        wire.Datum(
-            model_input=[
-                wire.Chunk(encoded_text=wire.EncodedTextChunk(tokens=_bytes(datum.tokens, "<i4")))
-            ],
-            loss_fn_inputs={name: _tensor(array) for name, array in datum.inputs.items()},
-        )
-        for datum in data
-    ]
+    messages = []
+    for datum in data:
+        tokens = np.ascontiguousarray(datum.tokens, "<i4").tobytes()
+        inputs = {}
+        for name, array in datum.inputs.items():
+            dtype = wire.DTYPE_FLOAT32 if array.dtype.kind == "f" else wire.DTYPE_INT64
+            dense = np.ascontiguousarray(array, _DTYPES[dtype]).tobytes()
+            inputs[name] = wire.Tensor(dense=dense, dtype=dtype, shape=array.shape)
+        text = wire.Chunk(encoded_text=wire.EncodedTextChunk(tokens=tokens))
+        messages.append(wire.Datum(model_input=[text], loss_fn_inputs=inputs))
+    return messages
 
 
 def encode_gradient(  # noqa: PLR0913 - the parts of the message
@@ -90,19 +92,6 @@ def encode_gradient(  # noqa: PLR0913 - the parts of the message
             for name, value in config.items()
         },
     ).SerializeToString()
-
-
-def _bytes(array: Array, dtype: str) -> bytes:
-    return np.ascontiguousarray(array, dtype).tobytes()
-
-
-def _tensor(array: Array) -> wire.Tensor:
-    is_float = array.dtype.kind == "f"
-    return wire.Tensor(
-        dense=_bytes(array, "<f4" if is_float else "<i8"),
-        dtype=wire.DTYPE_FLOAT32 if is_float else wire.DTYPE_INT64,
-        shape=array.shape,
-    )
 
 
 def decode_output(body: bytes) -> TrainOutput:

@@ -76,8 +76,8 @@ BUGS = (
     Bug(
         "a point that claims one request more than it has",
         f"{ENGINE}/worker/execution/executor.py",
-        "self._models[job.model_id].position = job.position + 1",
-        "self._models[job.model_id].position = job.position + 2",
+        "model.position = job.position + 1",
+        "model.position = job.position + 2",
         SIMULATION,
     ),
     Bug(

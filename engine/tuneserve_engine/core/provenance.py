@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tuneserve_client.wire.proto import wire_pb2 as wire
-from tuneserve_client.wire.proto.scan import count_fields
+from tuneserve_client.wire.proto.scan import read_sizes
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.recordings import RecordedSequence, SampleKey
 
@@ -200,7 +200,8 @@ def metrics(
 
 
 def _parsed(payload: bytes) -> wire.ForwardBackwardRequest:
-    if count_fields(payload, MAX_FIELDS) > MAX_FIELDS:
+    fields, _ = read_sizes(payload, MAX_FIELDS + 1)
+    if fields > MAX_FIELDS:
         raise UserError(
             f"the request has more than {MAX_FIELDS} chunks, inputs and spans in its data; split it"
         )

@@ -63,41 +63,28 @@ def read_head(body: bytes) -> RequestHead:
     return RequestHead(model_id, seq_id, True, loss)
 
 
-def count_fields(body: bytes, most: int) -> int:
-    """Return the total number of fields of the message and its datums.
+def read_sizes(body: bytes, most: int) -> tuple[int, list[int]]:
+    """Return the number of fields of the message and its datums, and each datum's number of tokens.
 
-    Counting stops above ``most``, and where the message is malformed, which decoding will report.
-    Counting comes before decoding because a chunk of two bytes takes a hundred once it is decoded.
+    Reading stops after ``most`` fields, and where the message is malformed, which decoding will
+    report. Input other than text counts by its bytes. Reading comes before decoding because a chunk
+    of two bytes takes a hundred once it is decoded.
     """
-    return sum(1 for _ in islice(_nested_fields(body), most + 1))
-
-
-def datum_lengths(body: bytes, most: int) -> list[int]:
-    """Return the number of tokens of each datum in the first ``most`` fields of the message.
-
-    Reading stops where the message is malformed. Input other than text counts by its bytes.
-    """
+    fields = 0
     lengths: list[int] = []
     for field, start, end in _fields(body, 0, len(body)):
-        most -= 1
-        if field == _DATA:
-            lengths.append(0)
-            for inner, first, last in islice(_fields(body, start, end), max(most, 0)):
-                most -= 1
-                if inner == _MODEL_INPUT:
-                    size = last - first
-                    lengths[-1] += max(size - (4 if size < _LONG_CHUNK else 8), 0) // 4
-        if most <= 0:
+        if fields >= most:
             break
-    return lengths
-
-
-def _nested_fields(body: bytes) -> Iterator[int]:
-    """Yield the number of each field of the message, and after a datum those of its fields."""
-    for field, start, end in _fields(body, 0, len(body)):
-        yield field
-        if field == _DATA:
-            yield from (inner for inner, _, _ in _fields(body, start, end))
+        fields += 1
+        if field != _DATA:
+            continue
+        lengths.append(0)
+        for inner, first, last in islice(_fields(body, start, end), most - fields):
+            fields += 1
+            if inner == _MODEL_INPUT:
+                size = last - first
+                lengths[-1] += max(size - (4 if size < _LONG_CHUNK else 8), 0) // 4
+    return fields, lengths
 
 
 def _fields(body: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:

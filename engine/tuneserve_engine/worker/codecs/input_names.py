@@ -8,10 +8,10 @@ Extra inputs are legal: the official SDK sends any name, and its cookbook keeps 
 import difflib
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from tuneserve_client.wire.proto import wire_pb2 as wire
 from tuneserve_engine.core.errors import UserError, shown
-from tuneserve_engine.core.provenance import MASK
 
 logger = logging.getLogger(__name__)
 
@@ -19,26 +19,27 @@ _CLOSE = 0.8  # one letter swapped, left out or put in; "target_mask" is 0.67 fr
 _LONGEST = 32  # a longer name resembles none, and comparing takes time quadratic in its length
 
 
-def check(
-    data: Sequence[wire.Datum], loss: str, read: Sequence[str], known: Collection[str]
+def check_unread(
+    unread: AbstractSet[str],
+    data: Sequence[wire.Datum],
+    loss: str,
+    read: Sequence[str],
+    known: Collection[str],
 ) -> None:
-    """Log the inputs that the loss ignores; ``read`` are those it reads, ``known`` those of any
-    loss. Raises ``UserError`` if one seems to be a misspelt name of ``read``.
+    """Log the names in the data that the loss ignores; ``read`` are those it reads, ``known`` those
+    of any loss. Raises ``UserError`` if one seems to be a misspelt name of ``read``.
 
     Compares each name once, however many datums have it.
     """
-    given = {key for datum in data for key in datum.loss_fn_inputs}
-    unread = given.difference(read, [MASK])
     meant = {
         name: close
-        for name in unread.difference(known)
-        if (close := _meant(name, read)) is not None
+        for name in unread
+        if name not in known and (close := _meant(name, read)) is not None
     }
     if meant:
         _refuse_misspelt(data, loss, read, meant)
-    if unread:
-        names = ", ".join(map(shown, sorted(unread)[:8]))
-        logger.warning("%s does not read %s in loss_fn_inputs; ignored", loss, names)
+    names = ", ".join(map(shown, sorted(unread)[:8]))
+    logger.warning("%s does not read %s in loss_fn_inputs; ignored", loss, names)
 
 
 def _meant(name: str, read: Sequence[str]) -> str | None:

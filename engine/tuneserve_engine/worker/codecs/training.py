@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tuneserve_client.wire.proto import wire_pb2 as wire
-from tuneserve_client.wire.proto.scan import count_fields
+from tuneserve_client.wire.proto.scan import read_sizes
 from tuneserve_engine.backend.base import LOSS_NAMES, FloatArray, IntArray
 from tuneserve_engine.core import provenance
 from tuneserve_engine.core.adapter import BaseModelInfo
@@ -77,16 +77,16 @@ LOSS_SPECS: dict[str, LossSpec] = dict(
 )
 
 
-def _read_by(loss: str) -> list[str]:
-    """Return the inputs of a datum that the loss reads and a client sends."""
-    spec = LOSS_SPECS[loss]
-    return [
+_READ: dict[str, list[str]] = {
+    loss: [
         "target_tokens",
         *(name for name in (*spec.inputs, *spec.optional) if name != provenance.MASK),
     ]
+    for loss, spec in LOSS_SPECS.items()
+}
+"""By loss: the inputs of a datum that the loss reads and a client sends."""
 
-
-_KNOWN_INPUTS = {name for loss in LOSS_SPECS for name in _read_by(loss)}
+_KNOWN_INPUTS = {name for names in _READ.values() for name in names}
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -113,7 +113,7 @@ class TrainingData:
 
 def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
     """Return the request's checked data. Raises ``UserError`` if the model cannot train on it."""
-    fields = count_fields(payload, MAX_FIELDS)
+    fields, _ = read_sizes(payload, MAX_FIELDS + 1)
     if fields > MAX_FIELDS:
         raise UserError(
             f"the request has more than {MAX_FIELDS} chunks, inputs and spans in its data; split it"
@@ -127,37 +127,31 @@ def decode_request(payload: bytes, info: BaseModelInfo) -> TrainingData:
         raise UserError(
             f"data has {len(request.data)} datums; a request takes 1 to {MAX_DATUMS}; split it"
         )
-    input_names.check(request.data, loss, _read_by(loss), _KNOWN_INPUTS)
-    data = _data(request.data, loss, info)
-    return TrainingData(loss, config, request.forward_only, data)
+    names = {name for datum in request.data for name in datum.loss_fn_inputs}
+    if unread := names.difference(_READ[loss], [provenance.MASK]):
+        input_names.check_unread(unread, request.data, loss, _READ[loss], _KNOWN_INPUTS)
 
-
-def _data(datums: Iterable[wire.Datum], loss: str, info: BaseModelInfo) -> list[DecodedDatum]:
     data: list[DecodedDatum] = []
     tokens = cells = 0
-    for i, datum in enumerate(datums):
-        data.append(_datum(f"data[{i}]", datum, loss, info))
-        tokens += data[i].tokens.size
+    for i, message in enumerate(request.data):
+        datum = _datum(f"data[{i}]", message, loss, info)
+        data.append(datum)
+        tokens += datum.tokens.size
         if tokens > MAX_TOKENS:
             raise UserError(
                 f"data[:{i + 1}] has {tokens} tokens; a request takes up to {MAX_TOKENS}; split it"
             )
-        cells += _cells(data[i].targets.shape)
-        _check_cells(f"data[:{i + 1}]", cells)
-    return data
+        cells += len(datum.tokens) * (1 if datum.targets.shape[1] == 1 else MAX_TARGETS)
+        if cells > MAX_TARGET_CELLS:
+            raise _too_many_cells(f"data[:{i + 1}]", cells)
+    return TrainingData(loss, config, request.forward_only, data)
 
 
-def _cells(shape: Sequence[int]) -> int:
-    """Return the number of targets of shape [N, K], as padded by the static shapes."""
-    return shape[0] * (1 if shape[1] == 1 else MAX_TARGETS)
-
-
-def _check_cells(name: str, cells: int) -> None:
-    if cells > MAX_TARGET_CELLS:
-        raise UserError(
-            f"{name} has {cells} targets; a request takes up to {MAX_TARGET_CELLS}, and "
-            f"{MAX_TARGETS} are counted for each position with several; split it"
-        )
+def _too_many_cells(name: str, cells: int) -> UserError:
+    return UserError(
+        f"{name} has {cells} targets; a request takes up to {MAX_TARGET_CELLS}, and "
+        f"{MAX_TARGETS} are counted for each position with several; split it"
+    )
 
 
 def _loss_and_config(request: wire.ForwardBackwardRequest) -> tuple[str, dict[str, float]]:
@@ -201,19 +195,36 @@ def _datum(name: str, datum: wire.Datum, loss: str, info: BaseModelInfo) -> Deco
     missing = [key for key in ("target_tokens", *spec.inputs) if key not in inputs]
     if missing:
         raise UserError(f"{name}.loss_fn_inputs lacks {', '.join(missing)}, which {loss} needs")
-    targets = _tensor(f"{name}.target_tokens", inputs["target_tokens"])
-    flat = targets.ndim == 1
-    targets = _check_targets(f"{name}.target_tokens", targets, len(tokens), loss, info)
-    if loss == "cross_entropy":
-        return DecodedDatum(tokens, targets, _weights(name, inputs, targets, flat), flat)
-    per_token = {
-        key: _per_token(f"{name}.{key}", inputs[key], len(tokens))
-        for key in (*spec.inputs, *spec.optional)
-        if key in inputs
-    }
+    sent = _targets(f"{name}.target_tokens", inputs["target_tokens"], len(tokens), loss, info)
+
+    floats: dict[str, FloatArray] = {}
+    for key in (*spec.inputs, *spec.optional):
+        if key not in inputs:
+            continue
+        values = _tensor(f"{name}.{key}", inputs[key]).astype(np.float32)
+        bad = np.flatnonzero(~np.isfinite(values))
+        if bad.size:
+            at = int(bad[0])
+            raise UserError(
+                f"{name}.{key} is {values.flat[at]} at position {at}; values must be finite"
+            )
+        if values.shape != sent.shape:
+            expected = (
+                f"; target_tokens has {list(sent.shape)}; they must agree"
+                if key == "weights"
+                else f" for {len(tokens)} input tokens; expected {list(sent.shape)}"
+            )
+            raise UserError(f"{name}.{key} has shape {list(values.shape)}{expected}")
+        floats[key] = values
+
     if loss == provenance.LOSS:
-        provenance.check_advantages(name, per_token)
-    return DecodedDatum(tokens, targets, np.zeros_like(targets, np.float32), flat, per_token)
+        provenance.check_advantages(name, floats)
+    targets = sent.reshape(len(tokens), -1)
+    if "weights" in floats:
+        weights = floats.pop("weights").reshape(targets.shape)
+    else:  # the policy losses read none
+        weights = np.full_like(targets, 1 if loss == "cross_entropy" else 0, np.float32)
+    return DecodedDatum(tokens, targets, weights, sent.ndim == 1, floats)
 
 
 def _tokens(name: str, chunks: Iterable[wire.Chunk], info: BaseModelInfo) -> IntArray:
@@ -235,23 +246,22 @@ def _tokens(name: str, chunks: Iterable[wire.Chunk], info: BaseModelInfo) -> Int
             f"{name}.model_input has {len(tokens)} tokens; {info.name} takes 1 to "
             f"{info.context_length}; shorten or split the datum"
         )
-    _check_range(f"{name}.model_input", tokens, info)
+    if tokens.min() < 0 or tokens.max() >= info.vocab_size:
+        raise _unknown_token(f"{name}.model_input", tokens, info)
     return tokens.astype(np.int32)
 
 
-def _check_range(name: str, ids: np.ndarray[Any, Any], info: BaseModelInfo) -> None:
-    bad = np.flatnonzero((ids < 0) | (ids >= info.vocab_size))
-    if bad.size:
-        at = int(bad[0])
-        raise UserError(
-            f"{name} has token {int(ids.flat[at])} at position {at}; tokens of {info.name} are "
-            f"0 to {info.vocab_size - 1}; check that the tokenizer is the base model's"
-        )
+def _unknown_token(name: str, ids: np.ndarray[Any, Any], info: BaseModelInfo) -> UserError:
+    at = int(np.flatnonzero((ids < 0) | (ids >= info.vocab_size))[0])
+    return UserError(
+        f"{name} has token {int(ids.flat[at])} at position {at}; tokens of {info.name} are "
+        f"0 to {info.vocab_size - 1}; check that the tokenizer is the base model's"
+    )
 
 
-def _check_targets(
-    name: str, targets: np.ndarray[Any, Any], n: int, loss: str, info: BaseModelInfo
-) -> IntArray:
+def _targets(name: str, tensor: wire.Tensor, n: int, loss: str, info: BaseModelInfo) -> IntArray:
+    """Return the targets as they were sent: [N] or [N, K]."""
+    targets = _tensor(name, tensor)
     if not np.issubdtype(targets.dtype, np.integer):
         raise UserError(f"{name} has dtype {targets.dtype}; token ids are int64")
     if targets.shape[0] != n:
@@ -263,42 +273,9 @@ def _check_targets(
         raise UserError(f"{name} has shape {list(targets.shape)}; {loss} takes [{n}]")
     if targets.ndim == 2 and not 1 <= targets.shape[1] <= MAX_TARGETS:
         raise UserError(f"{name} has {targets.shape[1]} targets per position; limit {MAX_TARGETS}")
-    _check_range(name, targets, info)
-    return targets.astype(np.int32).reshape(n, -1)
-
-
-def _weights(
-    name: str, inputs: Mapping[str, wire.Tensor], targets: IntArray, flat: bool
-) -> FloatArray:
-    """Return the loss weights of the targets; all ones if the client sent none."""
-    if "weights" not in inputs:
-        return np.ones_like(targets, np.float32)
-    weights = _float_tensor(f"{name}.weights", inputs["weights"])
-    expected = targets.shape[:1] if flat else targets.shape
-    if weights.shape != expected:
-        raise UserError(
-            f"{name}.weights has shape {list(weights.shape)}; target_tokens has {list(expected)}; "
-            "they must agree"
-        )
-    return weights.reshape(targets.shape)
-
-
-def _per_token(name: str, tensor: wire.Tensor, n: int) -> FloatArray:
-    values = _float_tensor(name, tensor)
-    if values.shape != (n,):
-        raise UserError(
-            f"{name} has shape {list(values.shape)} for {n} input tokens; expected [{n}]"
-        )
-    return values
-
-
-def _float_tensor(name: str, tensor: wire.Tensor) -> FloatArray:
-    values = _tensor(name, tensor).astype(np.float32)
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size:
-        at = int(bad[0])
-        raise UserError(f"{name} is {values.flat[at]} at position {at}; values must be finite")
-    return values
+    if targets.min() < 0 or targets.max() >= info.vocab_size:
+        raise _unknown_token(name, targets, info)
+    return targets.astype(np.int32)
 
 
 def _tensor(name: str, tensor: wire.Tensor) -> np.ndarray[Any, Any]:
@@ -346,7 +323,9 @@ def _dense_from_csr(
             f"{name} is sparse with shape {list(shape)} and {rows_at.size} row offsets; expected "
             f"[N, K], N + 1 offsets and K up to {MAX_TARGETS}"
         )
-    _check_cells(f"{name} of shape {list(shape)}", _cells(shape))
+    cells = shape[0] * (1 if shape[1] == 1 else MAX_TARGETS)
+    if cells > MAX_TARGET_CELLS:
+        raise _too_many_cells(f"{name} of shape {list(shape)}", cells)
     # Compare the offsets, do not subtract them: differences of hostile offsets wrap around.
     falls = (rows_at[1:] < rows_at[:-1]).any()
     if rows_at[0] != 0 or rows_at[-1] != values.size or falls:

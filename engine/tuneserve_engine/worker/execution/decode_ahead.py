@@ -24,7 +24,13 @@ class PayloadPrefetcher(Generic[T]):
 
     def prefetch(self, jobs: Sequence[Job]) -> None:
         """Start to decode these jobs, most urgent first, as room allows; forget all others."""
-        near = {job.request_id: job for job in _first_of(jobs)}
+        near: dict[str, Job] = {}
+        size = 0
+        for job in jobs:
+            size += len(job.payload)
+            if near and size > _BYTES:
+                break
+            near[job.request_id] = job
         for request_id in self._begun.keys() - near.keys():
             self._begun.pop(request_id).cancel()
         for request_id, job in near.items():
@@ -35,13 +41,3 @@ class PayloadPrefetcher(Generic[T]):
         """Return the decodings begun for these jobs, by request id; the caller owns them now."""
         ids = [job.request_id for job in batch if job.request_id in self._begun]
         return {request_id: self._begun.pop(request_id) for request_id in ids}
-
-
-def _first_of(jobs: Sequence[Job]) -> list[Job]:
-    """Return the first jobs that there is room for; at least one."""
-    size = 0
-    for count, job in enumerate(jobs):
-        size += len(job.payload)
-        if count and size > _BYTES:
-            return list(jobs[:count])
-    return list(jobs)

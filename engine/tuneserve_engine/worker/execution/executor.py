@@ -65,6 +65,13 @@ class DeviceModel:
     missing_gradients: bool = False  # a forward_backward failed since the last step
 
 
+class _Models(dict[str, DeviceModel]):
+    """The models on this device, by id; ``models[model_id]`` refuses one that is not here."""
+
+    def __missing__(self, model_id: str) -> DeviceModel:
+        raise UserError(f"model {model_id} is not loaded: its creation failed; create a new model")
+
+
 class JobExecutor:
     """An executor of jobs on a backend. Call it from one thread, unless a method says otherwise."""
 
@@ -81,7 +88,7 @@ class JobExecutor:
         self._files = files
         self._timer = DeviceTimer(clock, lambda: backend.load_wait_s)
         self._gradients = GradientRunner(backend, self._timer, Pace(slice_s))
-        self._models: dict[str, DeviceModel] = {}
+        self._models = _Models()
         rescoring = Rescoring(backend, self._timer, self._state_to_sample)
         self._samples = RunningSamples(
             backend, self._timer, self._state_to_sample, rescoring if rescore_samples else None
@@ -147,8 +154,9 @@ class JobExecutor:
             else:
                 result = BatchResult(batch, [_ready(attempt(j, self._single[kind])) for j in batch])
         for job in batch:
-            if job.position is not None and job.model_id in self._models:
-                self._models[job.model_id].position = job.position + 1
+            model = self._models.get(job.model_id or "")
+            if model is not None and job.position is not None:
+                model.position = job.position + 1
         return replace(result, device_s=time.device_s, shares=time.shares, began_s=time.began_s)
 
     def _run_interruption(self, on_micro_batch_done: Callable[[], None]) -> None:
@@ -201,17 +209,6 @@ class JobExecutor:
             failed_together(batch, error)
         return [answer for job in batch for answer in self._run_together_or_alone([job], run)]
 
-    def _config(self, job: Job) -> AdapterConfig:
-        return self._model(job).config
-
-    def _model(self, job: Job) -> DeviceModel:
-        model = self._models.get(job.model_id or "")
-        if model is None:
-            raise UserError(
-                f"model {job.model_id} is not loaded: its creation failed; create a new model"
-            )
-        return model
-
     def forward_backward(
         self,
         batch: Sequence[Job],
@@ -223,37 +220,36 @@ class JobExecutor:
         requests = []
         for job in batch:
             try:
-                rank = self._config(job).rank
-                data = self._data(job, decoded.get(job.request_id))
-                requests.append(
-                    GradientRequest(job, PackingRequest(job.model_id or "", rank, data))
-                )
+                model_id = job.model_id or ""
+                rank = self._models[model_id].config.rank
+                ahead = decoded.get(job.request_id)
+                if ahead is None or ahead.cancel():  # not begun: decode here rather than wait
+                    data = self.decode_payload(job)
+                else:
+                    data = ahead.result()
+                requests.append(GradientRequest(job, PackingRequest(model_id, rank, data)))
             except Exception as error:
                 results[job.request_id] = error
         if requests:
             halvings = max(job.halvings for job in batch)  # above 0 only for a job that runs alone
             results |= self._gradients.run_requests(requests, on_micro_batch_done, halvings)
-        answers = [self._gradient_outcome(job, results[job.request_id]) for job in batch]
+        answers = []
+        for job in batch:
+            result = results[job.request_id]
+            if isinstance(result, Exception):
+                model = self._models.get(job.model_id or "")
+                if model is not None:
+                    model.missing_gradients = True
+                result = _ready(failure(job, result))
+            answers.append(result)
         return BatchResult(batch, answers)
-
-    def _data(self, job: Job, decoded: "Future[TrainingData] | None") -> TrainingData:
-        if decoded is None or decoded.cancel():  # not begun: decode here rather than wait
-            return self.decode_payload(job)
-        return decoded.result()
-
-    def _gradient_outcome(self, job: Job, result: DeferredOutcome | Exception) -> DeferredOutcome:
-        if not isinstance(result, Exception):
-            return result
-        if job.model_id in self._models:
-            self._models[job.model_id].missing_gradients = True
-        return _ready(failure(job, result))
 
     def _optim_steps(self, batch: Sequence[Job]) -> list[DeferredOutcome]:
         answers: dict[str, DeferredOutcome] = {}
         steps: dict[str, tuple[Job, AdamwParams]] = {}
         for job in batch:
             try:
-                model = self._model(job)
+                model = self._models[job.model_id or ""]
                 params = jobs.decode(job.payload, jobs.OptimStep).params
             except Exception as error:
                 answers[job.request_id] = _ready(failure(job, error))
@@ -273,7 +269,7 @@ class JobExecutor:
                 logger.warning(message, job.model_id, result, extra=logs.job_fields(job))
                 (answers[job.request_id],) = self._run_together_or_alone([job], self._optim_steps)
             else:
-                model = self._model(job)
+                model = self._models[job.model_id or ""]
                 model.step += not isinstance(result, Exception)
                 step = partial(stepped, result, model.step, params.learning_rate)
                 answers[job.request_id] = _ready(attempt(job, step))
@@ -292,7 +288,7 @@ class JobExecutor:
             results = self._backend.optim_steps(asked)
             for (job, _), result in zip(steps, results, strict=True):
                 if not isinstance(result, Exception):
-                    parts[job.request_id] = self._config(job).rank
+                    parts[job.request_id] = self._models[job.model_id or ""].config.rank
         return results
 
     def _state_to_sample(self, file_id: str) -> AdapterState:
@@ -331,14 +327,14 @@ class JobExecutor:
         is stored.
         """
         try:
-            self._config(job)
+            _ = self._models[job.model_id or ""]  # refuse a model that is not here
             command = jobs.decode(job.payload, jobs.SaveWeights)
             training = command.kind == CheckpointKind.TRAINING
             with self._timer.charge({job.request_id: 1.0}):
                 state = self._backend.adapter_state(job.model_id or "", optimizer=training)
         except Exception as error:
             return _ready(failure(job, error))
-        return partial(attempt, job, partial(self._saved, command, state))
+        return partial(self._saved, command, state, job)
 
     def _saved(self, command: jobs.SaveWeights, state: AdapterState, job: Job) -> Outcome:
         info = self._backend.info
@@ -374,7 +370,7 @@ class JobExecutor:
         creates = command.config is not None
         state = self.read_state(command.file_id, command.path)
         if not creates:
-            check_same_shape(self._config(job), state.config, command.path)
+            check_same_shape(self._models[job.model_id or ""].config, state.config, command.path)
         if command.optimizer and not state.first_moment:
             raise UserError(
                 f"{command.path} has no optimizer state; load it without, or load a training "

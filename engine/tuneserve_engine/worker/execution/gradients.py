@@ -9,7 +9,6 @@ from typing import NamedTuple
 from tuneserve_engine.backend.base import (
     Backend,
     DeviceFailed,
-    FloatArray,
     OutOfMemory,
     TrainResult,
 )
@@ -23,7 +22,6 @@ from tuneserve_engine.worker.codecs.training import TrainingData
 from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.outcomes import (
     DeferredOutcome,
-    attempt,
     failed_together,
     protobuf,
 )
@@ -37,8 +35,7 @@ MAX_HALVINGS = 3
 request fails for lack of device memory."""
 
 
-@dataclass(frozen=True)
-class GradientRequest:
+class GradientRequest(NamedTuple):
     """A job, and the request in its payload."""
 
     job: Job
@@ -88,35 +85,37 @@ class GradientRunner:
         results: Results = {}
         for packed in passes:
             members = [requests[i] for i in packed.members]
-            tokens = packed.batch.micro_batches[0].tokens.size
-            if full is not None and tokens == full.tokens:  # halving did not shorten anything
+            if full is not None and packed.length == full.tokens:  # halving shortened nothing
                 return {requests[0].job.request_id: full.error}
-            computed = dict(zip(_ids(members), packed.computed, strict=True))
+            parts = {
+                each.job.request_id: computed
+                for each, computed in zip(members, packed.computed, strict=True)
+            }
             started_s = self.timer.now_s()
             try:
-                with self.timer.charge(computed):
+                with self.timer.charge(parts):
                     result = self.backend.forward_backward(packed.batch, on_micro_batch_done)
             except DeviceFailed:
                 raise
             except Exception as error:
-                results |= self._run_alone(members, on_micro_batch_done, halvings, error, tokens)
+                results |= self._run_alone(
+                    members, on_micro_batch_done, halvings, error, packed.length
+                )
                 continue
             seconds = self.timer.now_s() - started_s
             self.pace.learn(packed.batch.forward_only, sum(packed.computed), seconds)
-            for i, each in enumerate(members):
-                usage = self._usage(each.request.data, packed.computed[i])
-                finished = _FinishedPass(packed, result, i, halvings, usage)
-                results[each.job.request_id] = _deferred_outcome(each, finished)
-        return results
 
-    def _usage(self, data: TrainingData, computed: float) -> Usage:
-        tokens = _tokens(data)
-        per_token = FORWARD_FLOPS + (0 if data.forward_only else BACKWARD_FLOPS)
-        return Usage(
-            trained_tokens=tokens,
-            padded_tokens=max(round(computed) - tokens, 0),
-            flops=float(per_token * self.backend.info.parameters * tokens),
-        )
+            parameters = self.backend.info.parameters
+            for i, (job, request) in enumerate(members):
+                if result.finite[i]:
+                    finished = _FinishedPass(packed, result, i, halvings, parameters)
+                    results[job.request_id] = partial(encode_result, finished, request.data, job)
+                else:
+                    results[job.request_id] = UserError(
+                        "the loss or its gradient is not finite; nothing was accumulated; check "
+                        "the learning rate, advantages and logprobs, or load an earlier checkpoint"
+                    )
+        return results
 
     def _run_alone(
         self,
@@ -146,65 +145,47 @@ class GradientRunner:
 
 
 class _FinishedPass(NamedTuple):
-    """The finished pass of a request, its number ``member`` in the pass, and its usage."""
+    """The finished pass of a request, and its number ``member`` in the pass."""
 
     packed: PackedBatch
     result: TrainResult
     member: int
     halvings: int
-    usage: Usage
-
-
-def _ids(requests: Sequence[GradientRequest]) -> list[str]:
-    return [each.job.request_id for each in requests]
-
-
-def _tokens(data: TrainingData) -> int:
-    return sum(len(datum.tokens) for datum in data.data)
-
-
-def _deferred_outcome(
-    asked: GradientRequest, finished: _FinishedPass
-) -> DeferredOutcome | Exception:
-    if not finished.result.finite[finished.member]:
-        return UserError(
-            "the loss or its gradient is not finite; nothing was accumulated; check the learning "
-            "rate, advantages and logprobs, or load an earlier checkpoint"
-        )
-
-    return partial(attempt, asked.job, partial(encode_result, finished, asked.request.data))
+    parameters: int  # of the base model
 
 
 def encode_result(finished: _FinishedPass, data: TrainingData, job: Job) -> Outcome:
     """Return the outcome of a request whose pass has finished: its logprobs, loss and metrics."""
-    logprobs, loss = unpack(finished.packed, finished.result.outputs, finished.member, data)
-    outcome = protobuf(job, training.encode_output(logprobs, loss, _metrics(data, logprobs)))
+    packed, member = finished.packed, finished.member
+    logprobs, loss = unpack(packed, finished.result.outputs, member, data)
+    metrics: dict[str, float] = {}
+    if data.loss == provenance.LOSS:
+        inputs = [datum.per_token for datum in data.data]
+        metrics = provenance.metrics(
+            zip(logprobs, inputs, strict=True), data.config["clip_high_threshold"]
+        )
+    outcome = protobuf(job, training.encode_output(logprobs, loss, metrics))
+
+    tokens = sum(len(datum.tokens) for datum in data.data)
+    flops = FORWARD_FLOPS + (0 if data.forward_only else BACKWARD_FLOPS)  # per parameter and token
+    usage = Usage(
+        trained_tokens=tokens,
+        padded_tokens=max(round(packed.computed[member]) - tokens, 0),
+        flops=float(flops * finished.parameters * tokens),
+    )
+    point = None
+    if job.position is not None:
+        point = CurvePoint(
+            "forward" if data.forward_only else "forward_backward",
+            job.position,
+            loss_sum=loss,
+            tokens=tokens,
+            weight=float(sum(datum.weights.sum(dtype="f8") for datum in data.data)),
+        )
     return replace(
         outcome,
         changed=not data.forward_only,
         halvings=finished.halvings,
-        usage=finished.usage,
-        point=_point(job, data, loss),
-    )
-
-
-def _metrics(data: TrainingData, logprobs: Sequence[FloatArray]) -> dict[str, float]:
-    """Return the metrics of the loss besides its sum."""
-    if data.loss != provenance.LOSS:
-        return {}
-    inputs = [datum.per_token for datum in data.data]
-    return provenance.metrics(
-        zip(logprobs, inputs, strict=True), data.config["clip_high_threshold"]
-    )
-
-
-def _point(job: Job, data: TrainingData, loss: float) -> CurvePoint | None:
-    if job.position is None:
-        return None
-    return CurvePoint(
-        "forward" if data.forward_only else "forward_backward",
-        job.position,
-        loss_sum=loss,
-        tokens=_tokens(data),
-        weight=float(sum(datum.weights.sum(dtype="f8") for datum in data.data)),
+        usage=usage,
+        point=point,
     )

@@ -25,7 +25,8 @@ from tuneserve_engine.telemetry import logs
 logger = logging.getLogger(__name__)
 
 DeferredOutcome = Callable[[], Outcome]
-"""A function that makes a job's outcome: host work that touches no model, safe in any thread."""
+"""A function that makes a job's outcome: host work that touches no model, safe in any thread. An
+error that it raises is the job's failure."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,17 @@ class BatchResult:
     began_s: float = 0.0
 
     def outcomes(self) -> list[Outcome]:
-        """Return one outcome per ended job, in order. Any thread may call it."""
-        return [answer() for answer in self.answers]
+        """Return one outcome per ended job, in order. Any thread may call it.
+
+        Raises nothing but ``DeviceFailed``.
+        """
+        outcomes = []
+        for job, answer in zip(self.jobs, self.answers, strict=True):
+            try:
+                outcomes.append(answer())
+            except Exception as error:
+                outcomes.append(failure(job, error))
+        return outcomes
 
 
 def attempt(job: Job, run: Callable[[Job], Outcome]) -> Outcome:

@@ -30,7 +30,6 @@ from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.outcomes import (
     BatchResult,
     DeferredOutcome,
-    attempt,
     failed_together,
     failure,
     protobuf,
@@ -156,11 +155,11 @@ class _Sampling:
     def answer(self, result: SampleResult | Exception) -> DeferredOutcome:
         if isinstance(result, Exception):
             return partial(failure, self.job, result)
-        return partial(attempt, self.job, partial(self._sampled, result))
+        return partial(self._sampled, result)
 
-    def _sampled(self, result: SampleResult, job: Job) -> Outcome:
+    def _sampled(self, result: SampleResult) -> Outcome:
         usage = _usage(self.request, result, self.parameters)
-        return replace(_sampled(self.command, result, job), usage=usage)
+        return replace(_sampled(self.command, result, self.job), usage=usage)
 
 
 def _sampled(command: jobs.SampleCommand, result: SampleResult, job: Job) -> Outcome:

@@ -8,7 +8,7 @@ from statistics import median_low
 
 import msgspec
 
-from tuneserve_client.wire.proto.scan import datum_lengths
+from tuneserve_client.wire.proto.scan import read_sizes
 from tuneserve_engine.backend.base import PROMPT_TOKENS_PER_STEP
 from tuneserve_engine.core.errors import EngineError
 from tuneserve_engine.core.jobs import Job, JobKind
@@ -66,7 +66,7 @@ class CostModel:
         """Return the cost of the job, read from its payload."""
         try:
             if job.kind == JobKind.FORWARD_BACKWARD:
-                lengths = datum_lengths(job.payload, _MOST_FIELDS)
+                _, lengths = read_sizes(job.payload, _MOST_FIELDS)
                 tokens = multiple_from(sum(lengths), self._static_shapes.block)
                 return Cost(work=_REQUEST_TOKENS + tokens, tokens=tokens)
             if job.kind == JobKind.SAMPLE:

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tuneserve_client.wire.proto import wire_pb2 as wire
-from tuneserve_client.wire.proto.scan import RequestHead, count_fields, datum_lengths, read_head
+from tuneserve_client.wire.proto.scan import RequestHead, read_head, read_sizes
 
 MESSAGES = st.builds(
     wire.ForwardBackwardRequest,
@@ -85,12 +85,12 @@ PARTS = st.builds(
 def test_the_fields_of_a_message_and_of_its_datums_are_counted(data, seq_id, most):
     body = wire.ForwardBackwardRequest(data=data, seq_id=seq_id).SerializeToString()
     expected = seq_id + sum(1 + len(d.model_input) + len(d.loss_fn_inputs) for d in data)
-    assert count_fields(body, most) == min(expected, most + 1)
+    assert read_sizes(body, most)[0] == min(expected, most)
 
 
 @given(st.binary(max_size=200))
 def test_counting_never_raises(body):
-    assert 0 <= count_fields(body, 1000) <= 200
+    assert 0 <= read_sizes(body, 1000)[0] <= 200
 
 
 LENGTHS = st.integers(0, 600_000) | st.integers(4090, 4100) | st.integers(28, 36)
@@ -108,18 +108,20 @@ def test_the_length_of_a_datum_is_the_sum_of_its_chunks(data, seq_id):
         datum.loss_fn_inputs["advantages"].dense = bytes(12)
         for length in lengths:
             datum.model_input.add().encoded_text.tokens = bytes(4 * length)
-    assert datum_lengths(body.SerializeToString(), 100) == [sum(lengths) for lengths in data]
+    _, found = read_sizes(body.SerializeToString(), 100)
+    assert found == [sum(lengths) for lengths in data]
 
 
 @given(st.binary(max_size=200), st.integers(0, 20))
 def test_measuring_data_ends_and_never_raises(body, most):
-    lengths = datum_lengths(body, most)
-    assert len(lengths) <= max(most, 1) and all(0 <= length <= 200 for length in lengths)
+    fields, lengths = read_sizes(body, most)
+    assert len(lengths) <= fields <= most and all(0 <= length <= 200 for length in lengths)
 
 
 def test_measuring_a_body_of_millions_of_fields_stops_early():
     body = wire.ForwardBackwardRequest(data=[wire.Datum()]).SerializeToString()
     started_s = time.process_time()
-    assert len(datum_lengths(body * 8_000_000, 1000)) == 1000
-    assert len(datum_lengths(b"\x1a\x80\x80\x80\x07" + b"\x0a\x00" * 8_000_000, 1000)) == 1
+    assert read_sizes(body * 8_000_000, 1000) == (1000, [0] * 1000)
+    _, lengths = read_sizes(b"\x1a\x80\x80\x80\x07" + b"\x0a\x00" * 8_000_000, 1000)
+    assert len(lengths) == 1
     assert time.process_time() - started_s < 1

@@ -224,6 +224,17 @@ def test_provenance_spans_are_accepted() -> None:
     np.testing.assert_array_equal(decode(sent).data[0].tokens, [1, 2])
 
 
+def test_names_that_the_loss_reads_and_the_sampled_mask_pass_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    masked = {provenance.MASK: np.ones(2, np.float32)}
+    decode(
+        datum([1, 2], target_tokens=[2, 3], weights=[1.0, 1.0]),
+        datum([1, 2], target_tokens=[2, 3], **masked),
+    )
+    assert caplog.records == []
+
+
 def test_unread_inputs_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     mask = np.ones(2, np.float32)
     data = [datum([1, 2], target_tokens=[2, 3], mask=mask) for _ in range(3)]

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -104,3 +105,14 @@ def test_a_batch_makes_its_outcomes_in_order() -> None:
     done = [Outcome("req_a"), Outcome("req_b")]
     batch = outcomes.BatchResult([STEP, CREATION], [lambda: done[0], lambda: done[1]])
     assert batch.outcomes() == done
+
+
+def test_a_result_that_cannot_be_made_is_the_failure_of_its_job_alone() -> None:
+    done = Outcome("req_b")
+    refused = partial(raising(UserError("too long")), STEP)
+    failed, other = outcomes.BatchResult([STEP, CREATION], [refused, lambda: done]).outcomes()
+    assert other is done
+    assert failed.rejection is not None
+    assert (failed.request_id, failed.rejection.message) == ("req_a", "too long")
+    with pytest.raises(DeviceFailed):
+        outcomes.BatchResult([STEP], [partial(raising(DeviceFailed("gone")), STEP)]).outcomes()
