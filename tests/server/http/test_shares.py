@@ -143,6 +143,19 @@ async def test_a_slow_share_of_a_tenant_that_holds_more_yields(
     assert memory.held == 0
 
 
+async def test_a_share_granted_to_a_request_that_is_just_cancelled_is_released() -> None:
+    memory = shares(100, 100)
+    first, second = Holder(memory, "a", 100), Holder(memory, "b", 100)
+    await settle()
+    await first.end()  # grants the second share; its task has yet to learn of it
+    assert (memory.held_by("b"), second.has) == (100, False)
+    second.task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second.task
+    assert not second.has
+    assert memory.held == 0
+
+
 async def test_all_memory_is_released_however_a_share_ends() -> None:
     """Thousands of shares, most of which are cancelled, time out or fail, at any moment."""
     rng = random.Random(7)

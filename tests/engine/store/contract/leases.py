@@ -143,6 +143,16 @@ class LeasesContract(Contract):
         await bench.lease("a third")
         assert await bench.released() == [1]
 
+    @scenario
+    async def test_the_jobs_of_a_worker_that_serves_another_base_model_now_move_to_the_others(
+        self, bench: Bench
+    ) -> None:
+        await bench.submit(1)
+        second = await bench.join("second")
+        await bench.lease("another", replace(INFO, name="other"))
+        assert not await bench.has_nothing(second)
+        assert keys(await bench.take(second)) == [("s:train:0", 1)]
+
     # --- several ----------------------------------------------------------------------------------
 
     @scenario

@@ -353,6 +353,28 @@ def test_the_base_model_is_sampled_without_a_file(world: World) -> None:
     assert answer.prompt_logprobs == [None, -4 / 8]
 
 
+class Noting(FakeBackend):
+    """Notes whose requests it samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owners: list[str] = []
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[SampleResult]:
+        self.owners += [each.owner for each in requests]
+        return super().sample(requests)
+
+
+def test_a_sample_belongs_to_the_tenant_that_asked_for_it(
+    new_world: Callable[..., World],
+) -> None:
+    """A backend shares the pages of a prompt among the samples of one owner only."""
+    backend = Noting()
+    world = new_world(backend)
+    world.run(world.sample(), replace(world.sample(), tenant="another"))
+    assert backend.owners == ["t", "another"]
+
+
 def test_a_sampler_keeps_the_weights_of_its_save(world: World) -> None:
     world.create()
     world.train()

@@ -157,6 +157,13 @@ def test_a_long_text_stops_where_its_decoded_text_first_contains_the_string(
     assert first_stop(tokenizer, tokens, stop) == (want, "stop")
 
 
+def test_a_stop_string_is_found_at_every_place_of_a_long_text(tokenizer: Tokenizer) -> None:
+    """Wherever the window of decoded tokens has just moved on."""
+    for before in range(100):
+        tokens = raw(tokenizer, "x" * before + "stop" + "x")
+        assert first_stop(tokenizer, tokens, "stop") == (before + 4, "stop")
+
+
 def test_an_empty_stop_string_stops_nothing(tokenizer: Tokenizer) -> None:
     tokens = ids(tokenizer, "the", "stop")
     assert first_stop(tokenizer, tokens, "") == (2, None)

@@ -1,13 +1,20 @@
-"""The memory of a compiled step for kinds of adapters other than LoRA."""
+"""A step of kinds of adapters other than LoRA: the directions that it changes, and its memory."""
 
 import math
+from functools import partial
 
+import jax
+import numpy as np
 import pytest
 
+from tests.engine.adapters import osft_case
+from tests.engine.adapters.osft_case import base_of, change, config_of, leaks
 from tuneserve_engine.adapters.kinds import KINDS
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms
-from tuneserve_engine.core.adapter import UNEMBED
+from tuneserve_engine.backend.jax.training.adamw import step_scalars
+from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, kind_step
+from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
 from tuneserve_engine.core.shapes import StaticShapes
 
 RANK = 32
@@ -23,6 +30,30 @@ WIDE = {
 
 def size(shape: tuple[int, ...]) -> int:
     return 4 * math.prod(shape)
+
+
+@pytest.mark.parametrize("shape", [osft_case.WIDE, osft_case.TALL], ids=["wide", "tall"])
+@pytest.mark.parametrize("form", ["factors", "short_fixed", "core"])
+def test_steps_leave_the_strong_directions_alone(form: str, shape: tuple[int, int]):
+    kind, base, rank = KINDS["osft"][form], base_of(shape), osft_case.RANK
+    frozen, random = base.frozen(rank), np.random.default_rng(3)
+    fresh = kind.initial(config_of(rank), 0, base.shape, frozen)
+    weights = {part: {"q_proj": array} for part, array in fresh.items()}
+    first = second = jax.tree.map(np.zeros_like, weights)
+    step = jax.jit(partial(kind_step, kind, {"q_proj": base.shape}))
+    layers, inputs, outputs = base.shape
+    for number in range(1, 6):
+        a, b = (
+            random.standard_normal(pair).astype(np.float32)
+            for pair in ((layers, inputs, rank), (layers, rank, outputs))
+        )
+        gradient = LoraWeights({"q_proj": a}, {"q_proj": b})
+        scalars = step_scalars(AdamwParams(learning_rate=1e-2, weight_decay=0.1), number)
+        stepped = step(weights, first, second, gradient, scalars, {"q_proj": frozen})
+        weights, first, second = stepped.weights, stepped.first_moment, stepped.second_moment
+    delta = change({part: of["q_proj"] for part, of in weights.items()}, frozen, rank)
+    assert np.linalg.norm(delta) > 1e-3 * np.linalg.norm(base.w)
+    assert max(leaks(delta, base, rank)) <= 1e-5
 
 
 @pytest.mark.acceptance("S4")

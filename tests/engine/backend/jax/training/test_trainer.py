@@ -312,6 +312,21 @@ def test_a_batch_adds_each_requests_gradient_to_its_adapter(
         np.testing.assert_array_equal(array, parts[1][name], err_msg=name)
 
 
+def test_a_request_over_two_micro_batches_adds_the_gradient_of_both(
+    trainer: Trainer, micro_batch_of: BatchOf, datum: Datum, batch_of: Callable[..., Any]
+) -> None:
+    def gradients(*micro_batches: MicroBatch) -> dict[str, np.ndarray]:
+        adapter = adapter_of(4)
+        assert trainer.run_batch(batch_of("a", micro_batches), [adapter]).finite == (True,)
+        return accumulated(adapter)
+
+    first, second = (micro_batch_of((0, datum(seed, 21))) for seed in (1, 2))
+    both, parts = gradients(first, second), [gradients(first), gradients(second)]
+    for name, array in both.items():
+        want = parts[0][name] + parts[1][name]
+        np.testing.assert_allclose(array, want, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def accumulated(adapter: TrainingAdapter) -> dict[str, np.ndarray]:
     rank = adapter.config.rank
     a, b = adapter.accumulator
