@@ -4,7 +4,8 @@ night.
 
 import pytest
 
-from tests.nightly.test_planted_bugs import BUGS, ROOT, Bug
+from tests.nightly.planted_bugs import BUGS, Bug
+from tests.nightly.test_planted_bugs import ROOT
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)

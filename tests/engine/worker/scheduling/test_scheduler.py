@@ -216,6 +216,14 @@ def test_gradients_that_fill_the_rest_of_a_chunk_join_despite_the_time_limit() -
     assert device.next_batch(jobs) == jobs[:4]
 
 
+def test_a_gradient_of_several_slices_is_alone_though_its_last_chunk_has_room() -> None:
+    """In its company, a small gradient would wait for all of it; alone, it can run in between."""
+    device = Scheduler(batch_s=0.01, slice_s=0.1)
+    device.charge(gradients(("z", 1, 1280)), 1.0)
+    jobs = gradients(("a", 1, 1152), ("b", 1, 10))
+    assert device.next_batch(jobs) == jobs[:1]
+
+
 def test_small_gradients_of_other_tenants_share_four_chunks() -> None:
     """This holds for any time: 16 blocks of 64 tokens, and each tenant's share is one request."""
     device = Scheduler(batch_s=0.01)
