@@ -247,7 +247,7 @@ async def _target(caller: Caller, asked: str) -> _Target:
         elif _SAMPLER.fullmatch(asked):
             sampler = await caller.sampler(asked)
             if sampler.model_id:
-                await caller.last_seen.note_sampler(sampler.key)
+                await caller.last_seen.record_sign("sampler", sampler.key)
             file_id = sampler.file_id
             name = await caller.served.resolve(sampler.base_model)
         else:

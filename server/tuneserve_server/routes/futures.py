@@ -99,9 +99,9 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
     if tenant != caller.tenant:
         raise UnknownResource(_NO_REQUEST)
     logs.add_fields(request_id=request_id)
-    await caller.last_seen.record_sign(scope.partition(":")[0])
+    await caller.last_seen.record_sign("session", scope.partition(":")[0])
     if ":sample:" in scope:
-        await caller.last_seen.note_sampler(scope)
+        await caller.last_seen.record_sign("sampler", scope)
     return scope
 
 
@@ -229,8 +229,8 @@ async def _own_client(caller: Caller, target: types.SamplingTarget) -> SamplerCl
     key = target.sampling_session_id
     with suppress(SessionClosed):  # results of earlier requests are still available
         await caller.sampler(key)
-    await caller.last_seen.record_sign(key.partition(":")[0])
-    await caller.last_seen.note_sampler(key)
+    await caller.last_seen.record_sign("session", key.partition(":")[0])
+    await caller.last_seen.record_sign("sampler", key)
     return SamplerClient(caller.tenant, key, target.cloned_sampler_id)
 
 
