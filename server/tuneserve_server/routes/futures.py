@@ -60,37 +60,47 @@ async def retrieve_future(http: Request, caller: CallerDep) -> Response:
     most = caller.settings.max_polls_per_tenant
     with caller.polls.counted(caller.tenant) as held:
         hold_s = _CROWDED_S if held > most else caller.settings.poll_s
-        answer = await _held(caller, request_id, hold_s)
-    if held > most and answer.status_code == 408:
+        found = await _found(caller, request_id, hold_s)
+
+    if isinstance(found, Outcome):
+        headers = request_cost.headers(found.usage)
+        if found.rejection is None:
+            return Response(found.body, media_type=found.content_type, headers=headers)
+        category, message = found.rejection.category, found.rejection.message
+        caller.recent.record_error(caller.tenant, category, message, "result")
+        return JSONResponse({"error": message, "category": category}, headers=headers)
+
+    if held > most:
         reason = (
             f"{held} polls at once; the limit of one client is {most}; results arrive more slowly "
             "until fewer requests are running"
         )
-        return _not_ready("paused_rate_limit", reason)
-    return answer
+        found = ("paused_rate_limit", reason)
+    response = reply(types.NotReadyResponse(queue_state=found[0], queue_state_reason=found[1]))
+    response.status_code = 408
+    return response
 
 
-async def _held(caller: Caller, request_id: str, hold_s: float) -> Response:
+async def _found(
+    caller: Caller, request_id: str, hold_s: float
+) -> Outcome | tuple[QueueState, str | None]:
+    """Return the outcome or, if there is none within ``hold_s``, the queue state and its reason."""
     until_s = time.monotonic() + hold_s
-    scope = ""
-
-    async def waiting() -> Outcome | None:
-        nonlocal scope
-        scope = await _own_scope(caller, request_id)
-        return await caller.store.wait(request_id, hold_s)
-
     try:
-        outcome = await caller.polls.hold(waiting(), hold_s)
-        if outcome is not None:
-            return _answer(caller, outcome)
-        state = await caller.polls.hold(_state(caller, request_id, scope), _STATE_S)
-        return _not_ready(*(state or ("active", None)))
+        scope = await caller.polls.hold(_own_scope(caller, request_id), hold_s)
+        if scope is not None:
+            waiting = caller.store.wait(request_id, hold_s)
+            outcome = await caller.polls.hold(waiting, until_s - time.monotonic())
+            if outcome is not None:
+                return outcome
+        state = await caller.polls.hold(_state(caller, request_id, scope or ""), _STATE_S)
+        return state or ("active", None)
     except (UnknownResource, ResultDropped):
         raise
     except Exception:
         logger.exception("the store did not answer a poll")
         await caller.polls.pause(until_s - time.monotonic())
-        return _not_ready("paused_capacity", "the server cannot read its store; its log says why")
+        return "paused_capacity", "the server cannot read its store; its log says why"
 
 
 async def _own_scope(caller: Caller, request_id: str) -> str:
@@ -155,22 +165,6 @@ def _needs_directions(record: ModelRecord | SamplerRecord | None) -> bool:
     if not isinstance(record, ModelRecord) or record.status is not ModelStatus.CREATING:
         return False
     return kind_of(record.config).needs_decomposition
-
-
-def _answer(caller: Caller, outcome: Outcome) -> Response:
-    if outcome.rejection is not None:
-        rejection = outcome.rejection
-        caller.recent.record_error(caller.tenant, rejection.category, rejection.message, "result")
-        failed = {"error": rejection.message, "category": rejection.category}
-        return JSONResponse(failed, headers=request_cost.headers(outcome.usage))
-    headers = request_cost.headers(outcome.usage)
-    return Response(outcome.body, media_type=outcome.content_type, headers=headers)
-
-
-def _not_ready(state: QueueState, reason: str | None) -> Response:
-    response = reply(types.NotReadyResponse(queue_state=state, queue_state_reason=reason))
-    response.status_code = 408
-    return response
 
 
 # --- many at once ---------------------------------------------------------------------------------
