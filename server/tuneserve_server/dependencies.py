@@ -1,9 +1,10 @@
 """The dependencies of every route: the caller and the services of the process."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Security
@@ -172,31 +173,29 @@ async def _caller(request: Request, api_key: Annotated[str | None, Security(_API
     return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
 
 
-async def whole(caller: "Caller", reading: Awaitable[T]) -> T:
-    """Return the body that ``reading``, a method of ``Incoming``, reads.
-
-    Raises what ``reading`` raises, and ``StoreUnavailable`` if the process stops before the body
-    has arrived.
-    """
-    found = await caller.polls.hold(reading, _LONGEST_BODY_S)
-    if found is None:
-        raise StoreUnavailable(
-            "the server is stopping; nothing was changed; send the request again"
-        )
-    return found
-
-
 @asynccontextmanager
-async def incoming(request: Request, caller: "Caller") -> AsyncIterator[Incoming]:
-    """Yield the request's body; its share of the memory for bodies is released after the block."""
+async def incoming(
+    request: Request, caller: "Caller", read: Callable[[Incoming], Awaitable[T]]
+) -> AsyncIterator[T]:
+    """Yield the request's body, as ``read``, a method of ``Incoming``, returns it.
+
+    Its share of the memory for bodies is released after the block. Raises what ``read`` raises, and
+    ``StoreUnavailable`` if the process stops before the body has arrived.
+    """
     async with AsyncExitStack() as stack:
-        yield Incoming(request, caller.settings, caller.body_memory, caller.tenant, stack)
+        arriving = Incoming(request, caller.settings, caller.body_memory, caller.tenant, stack)
+        found = await caller.polls.hold(read(arriving), _LONGEST_BODY_S)
+        if found is None:
+            raise StoreUnavailable(
+                "the server is stopping; nothing was changed; send the request again"
+            )
+        yield found
 
 
 async def _sent_json(request: Request, caller: "CallerDep") -> AsyncIterator[SentJson]:
     """Yield the JSON body; its memory stays counted until the answer is sent."""
-    async with incoming(request, caller) as arriving:
-        yield await whole(caller, arriving.json())
+    async with incoming(request, caller, Incoming.json) as sent:
+        yield sent
 
 
 async def short(request: Request, caller: "Caller", body_type: type[B]) -> B:
@@ -204,8 +203,7 @@ async def short(request: Request, caller: "Caller", body_type: type[B]) -> B:
 
     Such a body never waits for memory. Raises ``BodyTruncated`` above ``FREE_BYTES``.
     """
-    async with incoming(request, caller) as arriving:
-        sent = await whole(caller, arriving.json(FREE_BYTES))
+    async with incoming(request, caller, partial(Incoming.json, most=FREE_BYTES)) as sent:
         return body.parse(body_type, b"".join(sent.pieces))
 
 

@@ -25,8 +25,9 @@ from tuneserve_engine.telemetry import logs
 from tuneserve_engine.telemetry.log_throttle import ThrottledLog
 from tuneserve_server import request_cost
 from tuneserve_server.base_models import decomposing
-from tuneserve_server.dependencies import Caller, CallerDep, incoming, reply, short, whole
+from tuneserve_server.dependencies import Caller, CallerDep, incoming, reply, short
 from tuneserve_server.errors import BadRequest, ResultGone, SessionClosed, UnknownResource
+from tuneserve_server.http.incoming import Incoming
 from tuneserve_server.http.openapi import BINARY, PROTOBUF, fails, takes
 
 logger = logging.getLogger(__name__)
@@ -209,8 +210,7 @@ async def _begun(http: Request, caller: Caller) -> _Poll:
 
     The body, which may name many results, is released on return, because a poll takes long.
     """
-    async with incoming(http, caller) as body:
-        sent = await whole(caller, body.json())
+    async with incoming(http, caller, Incoming.json) as sent:
         request = await sent.parsed(types.FuturesRetrieveRequest)
         client = await _own_client(caller, request.target)
         await _acknowledge(caller, client, request.retrieved_request_ids)

@@ -11,7 +11,7 @@ from tuneserve_engine.core.records import ModelRecord
 from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
 from tuneserve_server.commands import common as commands
 from tuneserve_server.commands import recorded
-from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, incoming, reply, whole
+from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, incoming, reply
 from tuneserve_server.errors import (
     BudgetUsedUp,
     DiskFull,
@@ -21,6 +21,7 @@ from tuneserve_server.errors import (
     UnknownResource,
 )
 from tuneserve_server.http import body
+from tuneserve_server.http.incoming import Incoming
 from tuneserve_server.http.openapi import fails, takes, takes_message
 
 router = APIRouter()
@@ -35,8 +36,7 @@ router = APIRouter()
 async def forward_backward(request: Request, caller: CallerDep) -> Response:
     """Compute the outputs of a ``ForwardBackwardRequest`` message and accumulate its gradients."""
     try:
-        async with incoming(request, caller) as sent:
-            message = await whole(caller, sent.message())
+        async with incoming(request, caller, Incoming.message) as message:
             head = read_head(message)
             model, place = await _addressed(caller, head)
             if not head.whole:
