@@ -72,7 +72,9 @@ async def test_training_continues_from_training_checkpoints_only(service: Any) -
     request = {"model_id": model, "seq_id": 1, "path": "s", "kind": "snapshot"}
     path = (await service.result(await service.post("/save_weights_for_sampler", request)))["path"]
     load = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": False}
-    assert "weights/... paths" in await service.error(await service.post("/load_weights", load))
+    assert "weights/... path, as save_state" in await service.error(
+        await service.post("/load_weights", load)
+    )
 
 
 async def test_the_weights_info_of_a_checkpoint_is_its_shape(service: Any, bodies: Any) -> None:
