@@ -26,7 +26,7 @@ from tuneserve_engine.core.records import ModelRecord, Record
 from tuneserve_engine.store import refusals
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.dependencies import Caller
-from tuneserve_server.errors import BudgetUsedUp
+from tuneserve_server.errors import BudgetUsedUp, StoreCorrupt
 from tuneserve_server.http.tracing import traceparent
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,9 @@ class JobKey:
         return cls(kind, model.key, seq, model.base_model, model.key, seq)
 
 
-async def submit_job(caller: Caller, place: JobKey, payload: bytes, *records: Record) -> str:
-    """Submit the request as a job and return its request id, once the job is durable."""
-    return await _submit(caller, place, payload, *records)
-
-
 async def submit_rejection(caller: Caller, place: JobKey, error: UserError) -> str:
     """Submit a rejected job and return the request id under which the client reads the reason."""
-    return await _submit(caller, place, b"", rejection=Rejection.from_error(error))
+    return await submit_job(caller, place, b"", rejection=Rejection.from_error(error))
 
 
 async def submit_command(
@@ -75,10 +70,10 @@ async def submit_command(
     saves = None
     if isinstance(command, SaveWeights) and (record := command.checkpoint or command.sampler):
         saves = Saves(record.key, record.size_bytes)
-    return await _submit(caller, place, encode(command), saves=saves)
+    return await submit_job(caller, place, encode(command), saves=saves)
 
 
-async def _submit(
+async def submit_job(
     caller: Caller,
     place: JobKey,
     payload: bytes,
@@ -86,7 +81,9 @@ async def _submit(
     rejection: Rejection | None = None,
     saves: Saves | None = None,
 ) -> str:
-    caller.check_store()
+    """Submit the request as a job and return its request id, once the job is durable."""
+    if caller.store.soundness.state == "damaged":
+        raise StoreCorrupt
     caller.disk.admit(len(payload))
     job = Job(
         tenant=caller.tenant,
@@ -98,11 +95,15 @@ async def _submit(
         model_id=place.model_id,
         position=place.position,
         rejection=rejection,
-        trace=traceparent(),
+        trace=traceparent.get(),
         saves=saves,
     )
     if rejection is None:
-        await _check_budget(caller, job)
+        try:
+            await caller.budgets.check(job.tenant, job.kind)
+        except BudgetUsedUp:  # a request that was accepted before gets its request id again
+            if await caller.store.job_key(refusals.request_id(caller.secret, job)) is None:
+                raise
     logs.add_fields(model_id=job.model_id)
     submitted = await caller.store.submit(job, *records)
     logs.add_fields(request_id=submitted.request_id)
@@ -113,12 +114,3 @@ async def _submit(
             *(job.model_id, job.tenant),
         )
     return submitted.request_id
-
-
-async def _check_budget(caller: Caller, job: Job) -> None:
-    """Raise ``BudgetUsedUp``, except for a request that was accepted before."""
-    try:
-        await caller.budgets.check(job.tenant, job.kind)
-    except BudgetUsedUp:
-        if await caller.store.job_key(refusals.request_id(caller.secret, job)) is None:
-            raise

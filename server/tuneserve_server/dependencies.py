@@ -1,9 +1,10 @@
 """The dependencies of every route: the caller and the services of the process."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Security
@@ -20,13 +21,12 @@ from tuneserve_engine.core.records import (
     Scope,
     SessionRecord,
 )
-from tuneserve_engine.store.base import Store
 from tuneserve_engine.store.errors import StoreFailed
 from tuneserve_engine.store.files import FileStore
 from tuneserve_engine.store.open import OpenStore
 from tuneserve_engine.telemetry import logs
 from tuneserve_server.access import scopes
-from tuneserve_server.access.auth import Authenticator, Identity
+from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.limits import DiskGuard
 from tuneserve_server.base_model_text import Texts
@@ -42,6 +42,7 @@ from tuneserve_server.errors import (
     is_openai,
 )
 from tuneserve_server.heartbeats import Heartbeats
+from tuneserve_server.http import body
 from tuneserve_server.http.incoming import FREE_BYTES, BodyMemory, Incoming, SentJson
 from tuneserve_server.http.long_polls import LongPolls
 from tuneserve_server.http.metrics import HttpMetrics
@@ -91,12 +92,25 @@ class Caller(Services):
     scopes: frozenset[Scope]
 
     def check_store(self) -> None:
-        """Raise ``StoreCorrupt`` if the store is damaged and cannot keep new data safely."""
+        """Raise ``StoreCorrupt`` if the store is damaged, and ``DiskFull`` if its disk is full."""
         if self.store.soundness.state == "damaged":
             raise StoreCorrupt
+        self.disk.check()
 
     async def owned(self, record_type: type[R], key: str) -> R:
-        return await owned(self.store, record_type, key, self.tenant)
+        """Return the caller's record.
+
+        Raises the same ``UnknownResource`` for a record that is missing, expired or another
+        tenant's.
+        """
+        record = await self.store.get_record(record_type, key)
+        expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
+        if record is None or record.tenant != self.tenant or expired:
+            raise UnknownResource(
+                f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not "
+                f"yours: {key[:256]}"
+            )
+        return record
 
     async def open_session(self, key: str) -> SessionRecord:
         """Return the caller's session. Raises ``SessionClosed`` if the session has ended."""
@@ -128,21 +142,6 @@ class Caller(Services):
             raise
 
 
-async def owned(store: Store, record_type: type[R], key: str, tenant: str) -> R:
-    """Return the tenant's record.
-
-    Raises the same ``UnknownResource`` for a record that is missing, expired or another tenant's.
-    """
-    record = await store.get_record(record_type, key)
-    expired = isinstance(record, CheckpointRecord) and record.has_expired(time.time())
-    if record is None or record.tenant != tenant or expired:
-        raise UnknownResource(
-            f"this {_WORDS[record_type]} does not exist, or it was deleted, or it is not yours: "
-            f"{key[:256]}"
-        )
-    return record
-
-
 _WORDS: dict[type, str] = {**RECORD_NAME, SamplerRecord: "sampling session"}
 
 
@@ -155,55 +154,48 @@ async def _services(request: Request) -> Services:
 _API_KEY = APIKeyHeader(name="X-API-Key", auto_error=False, description="tml-...")
 
 
-async def _caller(
-    request: Request,
-    services: "ServicesDep",
-    api_key: Annotated[str | None, Security(_API_KEY)],
-) -> Caller:
-    if is_openai(request):
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+async def _caller(request: Request, api_key: Annotated[str | None, Security(_API_KEY)]) -> Caller:
+    services: Services = request.app.state.services
+    if "Authorization" in request.headers and is_openai(request):
+        scheme, _, token = request.headers["Authorization"].partition(" ")
         if scheme.lower() == "bearer":
             api_key = token.strip()
-    login = await _login(services, api_key, request.client.host if request.client else "")
-    logs.add_fields(tenant=login.tenant)
-    request.state.tenant = login.tenant  # the error handlers note failures under it
-    scopes.check(request, login.scopes)
-    return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
-
-
-async def _login(services: Services, api_key: str | None, address: str) -> Identity:
+    address = request.client.host if request.client else ""
     try:
-        return await services.door.authenticate(api_key, address)
+        login = await services.door.authenticate(api_key, address)
     except (StoreFailed, ConnectionError):
         await services.polls.pause(_AWAY_S)
         raise
-
-
-async def whole(caller: "Caller", reading: Awaitable[T]) -> T:
-    """Return the body that ``reading``, a method of ``Incoming``, reads.
-
-    Raises what ``reading`` raises, and ``StoreUnavailable`` if the process stops before the body
-    has arrived.
-    """
-    body = await caller.polls.hold(reading, _LONGEST_BODY_S)
-    if body is None:
-        raise StoreUnavailable(
-            "the server is stopping; nothing was changed; send the request again"
-        )
-    return body
+    logs.add_fields(tenant=login.tenant)
+    request.state.tenant = login.tenant  # the error handlers note failures under it
+    route = f"{request.method} {request.scope['route'].path_format}"
+    scopes.need(scopes.SCOPES[route], login.scopes)
+    return Caller(**vars(services), tenant=login.tenant, scopes=login.scopes)
 
 
 @asynccontextmanager
-async def incoming(request: Request, caller: "Caller") -> AsyncIterator[Incoming]:
-    """Yield the request's body; its share of the memory for bodies is released after the block."""
+async def incoming(
+    request: Request, caller: "Caller", read: Callable[[Incoming], Awaitable[T]]
+) -> AsyncIterator[T]:
+    """Yield the request's body, as ``read``, a method of ``Incoming``, returns it.
+
+    Its share of the memory for bodies is released after the block. Raises what ``read`` raises, and
+    ``StoreUnavailable`` if the process stops before the body has arrived.
+    """
     async with AsyncExitStack() as stack:
-        yield Incoming(request, caller.settings, caller.body_memory, caller.tenant, stack)
+        arriving = Incoming(request, caller.settings, caller.body_memory, caller.tenant, stack)
+        found = await caller.polls.hold(read(arriving), _LONGEST_BODY_S)
+        if found is None:
+            raise StoreUnavailable(
+                "the server is stopping; nothing was changed; send the request again"
+            )
+        yield found
 
 
 async def _sent_json(request: Request, caller: "CallerDep") -> AsyncIterator[SentJson]:
     """Yield the JSON body; its memory stays counted until the answer is sent."""
-    async with incoming(request, caller) as body:
-        yield await whole(caller, body.json())
+    async with incoming(request, caller, Incoming.json) as sent:
+        yield sent
 
 
 async def short(request: Request, caller: "Caller", body_type: type[B]) -> B:
@@ -211,9 +203,8 @@ async def short(request: Request, caller: "Caller", body_type: type[B]) -> B:
 
     Such a body never waits for memory. Raises ``BodyTruncated`` above ``FREE_BYTES``.
     """
-    async with incoming(request, caller) as body:
-        sent = await whole(caller, body.json(FREE_BYTES))
-        return await sent.parsed(body_type)
+    async with incoming(request, caller, partial(Incoming.json, most=FREE_BYTES)) as sent:
+        return body.parse(body_type, b"".join(sent.pieces))
 
 
 ServicesDep = Annotated[Services, Depends(_services)]

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from tuneserve_engine.core.records import Update
 from tuneserve_engine.store.base import Store
 
 EVERY_S = 30.0
 _MOST_NOTED = 10_000
+_FIELD = {"session": "last_seen_s", "sampler": "used_s"}
 
 
 class Heartbeats:
@@ -27,14 +29,8 @@ class Heartbeats:
         self._passing = passing  # monotonic: it advances even when the clock is set back
         self._noted_s: dict[str, float] = {}  # by session, the oldest first
 
-    async def note_sampler(self, key: str) -> None:
-        """Note that a sampler is in use; does nothing if the sampler does not exist."""
-        await self._note("sampler", key, "used_s")
-
-    async def record_sign(self, session_id: str) -> None:
-        await self._note("session", session_id, "last_seen_s")
-
-    async def _note(self, record: str, key: str, field: str) -> None:
+    async def record_sign(self, record: Literal["session", "sampler"], key: str) -> None:
+        """Note that a session or sampler is in use; does nothing if it does not exist."""
         now_s = self._passing()
         if now_s - self._noted_s.get(key, -EVERY_S) < EVERY_S:
             return
@@ -43,7 +39,8 @@ class Heartbeats:
         if len(self._noted_s) > _MOST_NOTED:
             del self._noted_s[next(iter(self._noted_s))]
         try:
-            await self._store.update_record(Update(record, key, {field: self._clock()}))
+            used = {_FIELD[record]: self._clock()}
+            await self._store.update_record(Update(record, key, used))
         except BaseException:
             self._noted_s.pop(key, None)  # the next poll tries again
             raise

@@ -255,7 +255,8 @@ async def test_while_the_store_is_unreachable_requests_are_refused_and_polls_con
         raise error("the store is away")
 
     with monkeypatch.context() as patch:
-        for name in ("submit", "job_key", "wait", "get", "served", "update", "put_new"):
+        names = ("submit", "job_key", "wait", "get_record", "base_models", "update_record")
+        for name in (*names, "put_new_record"):
             patch.setattr(store, name, away)
         for path, body in (
             ("/create_session", {}),

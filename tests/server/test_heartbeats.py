@@ -36,8 +36,8 @@ async def test_a_session_is_recorded_up_to_once_every_half_minute() -> None:
     seen = Heartbeats(cast(Store, store), clock, clock)
     for now_s in (100.0, 101.0, 129.9, 130.0, 159.0):
         clock.now_s = now_s
-        await seen.record_sign("s-1")
-    await seen.record_sign("s-2")
+        await seen.record_sign("session", "s-1")
+    await seen.record_sign("session", "s-2")
     assert store.updates == [
         Update("session", "s-1", {"last_seen_s": 100.0}),
         Update("session", "s-1", {"last_seen_s": 130.0}),
@@ -50,7 +50,7 @@ async def test_a_heartbeat_that_the_store_missed_is_sent_again() -> None:
     seen = Heartbeats(cast(Store, store), clock, clock)
     store.fails = True
     with pytest.raises(ConnectionError):
-        await seen.record_sign("s-1")
+        await seen.record_sign("session", "s-1")
     store.fails = False
-    await seen.record_sign("s-1")
+    await seen.record_sign("session", "s-1")
     assert len(store.updates) == 1

@@ -55,7 +55,9 @@ class Budgets:
         """
         if kind not in SPENDING:
             return
-        budget = await self._budget(tenant)
+        budget = self._known.get(tenant)
+        if budget is None or self._clock() - budget.asked_s >= _FRESH_S:
+            budget = await self._read(tenant)
         if budget.limit_s is not None and budget.used_s >= budget.limit_s:
             raise BudgetUsedUp(
                 f"you have used {budget.used_s:.1f} device seconds today, and your budget is "
@@ -66,7 +68,9 @@ class Budgets:
 
     async def told(self, tenant: str) -> types.BudgetResponse | None:
         """Return the tenant's budget, or None if it has none."""
-        budget = await self._budget(tenant)
+        budget = self._known.get(tenant)
+        if budget is None or self._clock() - budget.asked_s >= _FRESH_S:
+            budget = await self._read(tenant)
         if budget.limit_s is None:
             return None
         return types.BudgetResponse(
@@ -75,21 +79,19 @@ class Budgets:
             resets=self._resets(),
         )
 
-    async def _budget(self, tenant: str) -> _Budget:
+    async def _read(self, tenant: str) -> _Budget:
         now_s = self._clock()
-        known = self._known.get(tenant)
-        if known is None or now_s - known.asked_s >= _FRESH_S:
-            own = await self._store.get_record(TenantRecord, tenant)
-            limit_s = self._limits_s.get(tenant)
-            if own is not None and own.device_s_a_day is not None:
-                limit_s = own.device_s_a_day
-            used = [] if limit_s is None else await self._store.usage(tenant, now_s)
-            known = _Budget(now_s, limit_s, sum(each.total.device_s for each in used))
-            self._known[tenant] = known
-            self._known.move_to_end(tenant)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
-        return known
+        own = await self._store.get_record(TenantRecord, tenant)
+        limit_s = self._limits_s.get(tenant)
+        if own is not None and own.device_s_a_day is not None:
+            limit_s = own.device_s_a_day
+        used = [] if limit_s is None else await self._store.usage(tenant, now_s)
+        read = _Budget(now_s, limit_s, sum(each.total.device_s for each in used))
+        self._known[tenant] = read
+        self._known.move_to_end(tenant)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        return read
 
     def _resets(self) -> datetime:
         return datetime.fromtimestamp((day_of(self._clock()) + 1) * DAY_S, UTC)

@@ -39,22 +39,15 @@ class AllowedHosts:
         """Return whether the value of a ``Host`` header names this server."""
         if self._any:
             return True
-        name = _name(host)
-        return _is_address(name) or name in self._names or name.endswith(self._parents)
-
-
-def _name(host: str) -> str:
-    """Return the name or address in a ``Host`` header without the port, or "" if it has none."""
-    match = _HOST.fullmatch(host.strip().lower())
-    return match["name"].strip("[]").rstrip(".") if match else ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        match = _HOST.fullmatch(host.strip().lower())
+        name = match["name"].strip("[]").rstrip(".") if match else ""  # without the port
+        if name in self._names or name.endswith(self._parents):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 def names_of(host: str, public_url: str | None, allowed_hosts: Iterable[str]) -> list[str]:
@@ -89,27 +82,23 @@ class CheckHost:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            problem = await self._problem(scope)
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            problem: ApiError | None = None
+            if len(hosts) != 1:
+                problem = BadRequest(
+                    f"the request has {len(hosts)} Host headers and must have exactly one (RFC "
+                    "9112, section 3.2); send the address you call as Host"
+                )
+            elif not self._allowed.has(hosts[0]) and not await self._is_safe(scope):
+                problem = HostNotAllowed(
+                    f"this server does not answer to the name {hosts[0][:_SHOWN]!r}: it answers to "
+                    "localhost, to IP addresses, and to the names in its setting allowed_hosts; "
+                    "call it by one of these, or ask the operator to add the name there"
+                )
             if problem is not None:
                 await answer(Request(scope), problem)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-    async def _problem(self, scope: Scope) -> ApiError | None:
-        hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1:
-            return BadRequest(
-                f"the request has {len(hosts)} Host headers and must have exactly one (RFC 9112, "
-                "section 3.2); send the address you call as Host"
-            )
-        host = hosts[0].decode("latin-1")
-        if self._allowed.has(host) or await self._is_safe(scope):
-            return None
-        return HostNotAllowed(
-            f"this server does not answer to the name {host[:_SHOWN]!r}: it answers to localhost, "
-            "to IP addresses, and to the names in its setting allowed_hosts; call it by one of "
-            "these, or ask the operator to add the name there"
-        )
 
     async def _is_safe(self, scope: Scope) -> bool:
         """Return whether any name is allowed, because the path needs a key or a signed link."""

@@ -4,8 +4,6 @@ Reading, and routes that both training and sampling need (sessions, results), ar
 scope. A key that may only sample can change no model and no checkpoint.
 """
 
-from fastapi import Request
-
 from tuneserve_engine.core.records import Scope
 from tuneserve_server.errors import ScopeMissing
 
@@ -65,12 +63,8 @@ SCOPES: dict[str, frozenset[Scope]] = {
 """The scopes by method and path; paths under ``/api/v1`` are without that prefix."""
 
 
-def check(request: Request, scopes: frozenset[Scope]) -> None:
-    """Raise ``ScopeMissing`` if a key with ``scopes`` may not use the request's route."""
-    need(SCOPES[f"{request.method} {request.scope['route'].path_format}"], scopes)
-
-
 def need(wanted: frozenset[Scope], scopes: frozenset[Scope]) -> None:
+    """Raise ``ScopeMissing`` if a key with ``scopes`` has none of the ``wanted`` scopes."""
     if scopes.isdisjoint(wanted):
         raise ScopeMissing(
             f"this needs a key with the scope {' or '.join(sorted(wanted))}; yours has "

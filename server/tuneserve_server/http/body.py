@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
@@ -46,38 +47,38 @@ class BodyTruncated(BodyTooLarge):
         self.start = start
 
 
+@dataclass(eq=False)
 class BodyDeadline:
-    """The deadline of a body: it ends a block with ``BodyTooSlow`` once the body is late.
+    """The deadline of a body: ``receive`` ends with ``BodyTooSlow`` once the body is late.
 
     A body may pause for ``grace_s`` seconds, or fall behind ``SLOWEST_BYTES_S`` by as much. A body
     that arrived faster before earns no further delay.
     """
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._size = 0
-        self._began_s = 0.0
-        self._limit: asyncio.Timeout | None = None
+    grace_s: float
+    _size: int = field(default=0, init=False)
+    _began_s: float = field(default=0.0, init=False)
+    _limit: asyncio.Timeout | None = field(default=None, init=False)
 
-    @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
-        self._began_s = asyncio.get_running_loop().time()
+    async def receive(self, request: HttpRequest, take: Callable[[bytes], Awaitable[None]]) -> None:
+        """Pass the body to ``take`` as it arrives. Raises ``BodyTooSlow``."""
+        loop = asyncio.get_running_loop()
+        self._began_s = loop.time()
         try:
-            async with asyncio.timeout(self._grace_s) as self._limit:
-                yield
+            async with asyncio.timeout(self.grace_s) as self._limit:
+                async for piece in request.stream():
+                    size = len(piece)
+                    self._size += size
+                    if (deadline_s := self._limit.when()) is not None:
+                        latest_s = loop.time() + self.grace_s
+                        self._limit.reschedule(min(deadline_s + size / SLOWEST_BYTES_S, latest_s))
+                    await take(piece)
         except TimeoutError:
             raise BodyTooSlow(
                 f"{self._size} bytes of the request body arrived, and then fewer than "
-                f"{SLOWEST_BYTES_S} a second for {self._grace_s:g} s, or fewer than "
+                f"{SLOWEST_BYTES_S} a second for {self.grace_s:g} s, or fewer than "
                 f"{PRESSED_BYTES_S} a second while others waited for the memory; send it again"
             ) from None
-
-    def came(self, size: int) -> None:
-        """Note that ``size`` more bytes have arrived."""
-        self._size += size
-        if self._limit is not None and (deadline_s := self._limit.when()) is not None:
-            latest_s = asyncio.get_running_loop().time() + self._grace_s
-            self._limit.reschedule(min(deadline_s + size / SLOWEST_BYTES_S, latest_s))
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -88,34 +89,50 @@ class BodyDeadline:
         yield
         now_s = asyncio.get_running_loop().time()
         self._began_s += now_s - began_s
-        self._limit.reschedule(now_s + self._grace_s)
+        self._limit.reschedule(now_s + self.grace_s)
 
     def give_way(self) -> bool:
         """End the body now if it is slow, for others that wait; return whether it is slow."""
         assert self._limit is not None
         now_s = asyncio.get_running_loop().time()
         age_s = now_s - self._began_s
-        if age_s < self._grace_s or self._size >= age_s * PRESSED_BYTES_S:
+        if age_s < self.grace_s or self._size >= age_s * PRESSED_BYTES_S:
             return False
         if not self._limit.expired():
             self._limit.reschedule(now_s)
         return True
 
 
-async def receive(
-    request: HttpRequest, take: Callable[[bytes], Awaitable[None]], pace: BodyDeadline
-) -> None:
-    """Pass the body to ``take`` as it arrives. Raises ``BodyTooSlow``."""
-    async with pace.kept():
-        async for piece in request.stream():
-            pace.came(len(piece))
-            await take(piece)
+def parse(
+    body_type: type[B], raw: bytes, *, finite: bool = True, notices_unknown: bool = True
+) -> B:
+    """Return the parsed body. Raises ``Malformed`` with the fields at fault.
 
+    All numbers must be ``finite``. Each ignored field is logged once: a newer SDK may mean
+    something by it.
+    """
+    if len(raw) > _MAX_MARKS:  # a shorter body cannot have too many
+        _check_marks(sum(map(_marks, _pieces(raw))))
+    if sum(map(raw.count, (b"[", b"{", b":"))) > _MAX_DEPTH:  # else it is within the limits
+        _check_structure(raw)
 
-def parse(body_type: type[B], raw: bytes) -> B:
-    """Return the parsed body. Raises ``Malformed`` with the fields at fault."""
-    body = read_json(body_type, raw)
-    _notice_unknown(body)
+    try:
+        # Not validated from the JSON text: each problem would then copy the value at fault.
+        body = body_type.model_validate(from_json(raw, allow_inf_nan=True))
+        if finite and (b"NaN" in raw or b"Infinity" in raw):
+            from_json(raw, allow_inf_nan=False)  # also in fields that are not read
+    except ValidationError as error:
+        raise Malformed(describe(error)) from None
+    except ValueError as error:
+        problem = f"the body is not JSON: {error}; all its numbers must be finite"
+        raise Malformed(problem) from None
+
+    unknown = body.unknown_fields() if notices_unknown else []
+    for name in unknown:
+        label = f"{body_type.__name__}.{name}"[:128]
+        if label not in _noticed and len(_noticed) < _MOST_NOTICED:
+            _noticed.add(label)
+            logger.info("ignoring %r, a field that this server does not know", label)
     return body
 
 
@@ -128,33 +145,15 @@ def parse_keyed(raw: bytes, key_type: type[K], body_type: type[B]) -> tuple[K, B
     try:
         body = parse(body_type, raw)
     except Malformed as error:
-        return read_json(key_type, raw, finite=False), UserError(str(error))
+        only_key = parse(key_type, raw, finite=False, notices_unknown=False)
+        return only_key, UserError(str(error))
     key: Request = body
     assert isinstance(key, key_type), f"{body_type} does not extend {key_type}"
     return key, body
 
 
-def read_json(body_type: type[B], raw: bytes, *, finite: bool = True) -> B:
-    """Return the body as ``parse`` does, but without logging its unknown fields."""
-    _check_structure(raw)
-    try:
-        # Not validated from the JSON text: each problem would then copy the value at fault.
-        body = body_type.model_validate(from_json(raw, allow_inf_nan=True))
-        if finite and (b"NaN" in raw or b"Infinity" in raw):
-            from_json(raw, allow_inf_nan=False)  # also in fields that are not read
-        return body
-    except ValidationError as error:
-        raise Malformed(describe(error)) from None
-    except ValueError as error:
-        problem = f"the body is not JSON: {error}; all its numbers must be finite"
-        raise Malformed(problem) from None
-
-
 def _check_structure(raw: bytes) -> None:
-    """Raise ``Malformed`` for a body that nests too deep or has too many parts, before parsing."""
-    _check_marks(sum(map(_marks, _pieces(raw))))
-    if sum(map(raw.count, (b"[", b"{", b":"))) <= _MAX_DEPTH:
-        return
+    """Raise ``Malformed`` for a body that nests too deep or has too many parts."""
     structure = _structure(raw)
     parts, fields = structure.count(b"[") + structure.count(b"{"), structure.count(b":")
     if parts > _MAX_PARTS or fields > _MAX_FIELDS:
@@ -245,12 +244,3 @@ def describe(error: ValidationError) -> str:
 def _problem(problem: ErrorDetails) -> str:
     """Return the problem in words that do not name internal types."""
     return "Input should be an object" if problem["type"] == "model_type" else problem["msg"]
-
-
-def _notice_unknown(body: Request) -> None:
-    """Log each ignored field once: a newer SDK may mean something by the field."""
-    for name in body.unknown_fields():
-        label = f"{type(body).__name__}.{name}"[:128]
-        if label not in _noticed and len(_noticed) < _MOST_NOTICED:
-            _noticed.add(label)
-            logger.info("ignoring %r, a field that this server does not know", label)

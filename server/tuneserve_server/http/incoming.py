@@ -8,7 +8,7 @@ second part, and a body with a share of the second part never waits, so one body
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ class SentJson:
 
     async def read(self, parse: Callable[[bytes], T]) -> T:
         """Return ``parse`` of the body; a large body is parsed in its turn and in a thread."""
-        if _size(self.pieces) <= _LARGE_BYTES:
+        if sum(map(len, self.pieces)) <= _LARGE_BYTES:
             return parse(b"".join(self.pieces))
         async with self.memory.turns.wait_for_turn(self.tenant):
             await asyncio.sleep(self.parsed_bytes / _PARSED_BYTES_S)
@@ -148,12 +148,13 @@ class Incoming:
         Raises ``BodyTruncated``, ``TooManyRequests``, ``BodyTooSlow``.
         """
         async with self._arrived(most) as pieces:
-            parsed_bytes = 0
-            if _size(pieces) > _LARGE_BYTES:
+            size, parsed_bytes = sum(map(len, pieces)), 0
+            if size > _LARGE_BYTES:
                 parsed_bytes = await finished(asyncio.to_thread(body.parsed_bytes, pieces))
-            elif _size(pieces) > FREE_BYTES:
+            elif size > FREE_BYTES:
                 parsed_bytes = body.parsed_bytes(pieces)
-            await self._hold(parsed_bytes)
+            if parsed_bytes > FREE_BYTES:
+                await self._hold(parsed_bytes)
             return SentJson(pieces, self.memory, self.tenant, parsed_bytes)
 
     async def message(self) -> bytes:
@@ -168,17 +169,16 @@ class Incoming:
                     "the only Content-Encoding of this server is zstd; compress the body with "
                     "zstd, or send it uncompressed"
                 )
-            if encoding == "identity":
-                await self._hold(_size(pieces))
-            is_small = _size(pieces) <= _LARGE_BYTES
+            size = sum(map(len, pieces))
+            if encoding == "identity" and size > FREE_BYTES:
+                await self._hold(size)
             join = partial(b"".join, pieces)
-            raw = join() if is_small else await self._in_thread(join)
+            raw = join() if size <= _LARGE_BYTES else await self._in_thread(join)
             pieces.clear()  # only ``raw`` is counted, and it may wait below
             return raw if encoding == "identity" else await self._decompressed(raw)
 
     async def _hold(self, size: int) -> None:
-        if size > FREE_BYTES:
-            await self.stack.enter_async_context(self.memory.held.taken(self.tenant, size))
+        await self.stack.enter_async_context(self.memory.held.taken(self.tenant, size))
 
     @asynccontextmanager
     async def _arrived(self, most: int | None = None) -> AsyncIterator[list[bytes]]:
@@ -215,7 +215,7 @@ class Incoming:
                         share = await arriving.enter_async_context(taken)
                     share.yields = pace.give_way
 
-            await body.receive(self.request, keep, pace)
+            await pace.receive(self.request, keep)
             if share is not None:
                 share.yields = None
             pieces.append(bytes(last))
@@ -232,18 +232,15 @@ class Incoming:
             size = await self._in_thread(partial(_counted, raw, limit))
         if (refusal := _refusal(raw, size, limit)) is not None:
             raise BodyTruncated(refusal, await self._in_thread(partial(_start, raw)))
-        await self._hold(size)
-        if size <= FREE_BYTES and len(raw) <= _LARGE_BYTES:
+        if size > FREE_BYTES:
+            await self._hold(size)
+        elif len(raw) <= _LARGE_BYTES:
             return _one_shot(raw, size)
         return await self._in_thread(partial(_one_shot, raw, size))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         running = asyncio.get_running_loop().run_in_executor(self.memory.threads, call)
         return await finished(running)
-
-
-def _size(pieces: Sequence[bytes]) -> int:
-    return sum(map(len, pieces))
 
 
 def _yield_processor() -> None:

@@ -10,7 +10,8 @@ from tuneserve_engine.telemetry import logs
 from tuneserve_engine.telemetry.tracing import Tracer
 
 _ABOUT = ("tenant", "request_id", "model_id")
-_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+"""The ``traceparent`` of this request's span; empty without tracing."""
 
 POLLED = (
     "/retrieve_future",
@@ -21,11 +22,6 @@ POLLED = (
     "/metrics",
 )
 """The endings of polled paths, which have spans only if the client sends a ``traceparent``."""
-
-
-def traceparent() -> str:
-    """Return the ``traceparent`` of this request's span; empty without tracing."""
-    return _traceparent.get()
 
 
 class TraceRequests:
@@ -60,11 +56,11 @@ class TraceRequests:
                 span.set_attribute("http.response.status_code", message["status"])
             await send(message)
 
-        token = _traceparent.set(self._tracer.traceparent(mine))
+        token = traceparent.set(self._tracer.traceparent(mine))
         try:
             await self._app(scope, receive, sent)
         finally:
-            _traceparent.reset(token)
+            traceparent.reset(token)
             self._end(span, scope)
 
     def _end(self, span: Any, scope: Scope) -> None:

@@ -97,7 +97,7 @@ class Echo(Enum):
 def parse(body_type: type[G], raw: bytes) -> G:
     """Return the parsed body. Raises ``InvalidField`` for a field that cannot be carried out."""
     try:
-        request = body.read_json(body_type, raw)
+        request = body.parse(body_type, raw, notices_unknown=False)
     except Malformed as error:
         raise named(body_type, str(error)) from None
     _check_rest(request, "", best_of=request.n or 1)

@@ -30,7 +30,7 @@ from tuneserve_server.admission import JobKey, submit_job
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.base_models import is_same
 from tuneserve_server.commands import common as commands
-from tuneserve_server.dependencies import Caller, CallerDep, incoming, whole
+from tuneserve_server.dependencies import Caller, CallerDep, incoming
 from tuneserve_server.errors import (
     BadRequest,
     BudgetUsedUp,
@@ -44,6 +44,7 @@ from tuneserve_server.errors import (
     as_api_error,
     openai_failure,
 )
+from tuneserve_server.http.incoming import Incoming
 from tuneserve_server.http.openapi import Declared, fails, takes
 from tuneserve_server.openai import requests
 from tuneserve_server.openai.lengths import checked_length
@@ -199,8 +200,7 @@ async def _asked(
 
     The body's memory and text are released on return, because answers take a long time.
     """
-    async with incoming(http, caller) as body:
-        sent = await whole(caller, body.json())
+    async with incoming(http, caller, Incoming.json) as sent:
         request = await sent.read(partial(requests.parse, body_type))
         check_crowd(caller)
         target = await _target(caller, request.model)
@@ -247,7 +247,7 @@ async def _target(caller: Caller, asked: str) -> _Target:
         elif _SAMPLER.fullmatch(asked):
             sampler = await caller.sampler(asked)
             if sampler.model_id:
-                await caller.last_seen.note_sampler(sampler.key)
+                await caller.last_seen.record_sign("sampler", sampler.key)
             file_id = sampler.file_id
             name = await caller.served.resolve(sampler.base_model)
         else:

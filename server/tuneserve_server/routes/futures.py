@@ -25,8 +25,9 @@ from tuneserve_engine.telemetry import logs
 from tuneserve_engine.telemetry.log_throttle import ThrottledLog
 from tuneserve_server import request_cost
 from tuneserve_server.base_models import decomposing
-from tuneserve_server.dependencies import Caller, CallerDep, incoming, reply, short, whole
+from tuneserve_server.dependencies import Caller, CallerDep, incoming, reply, short
 from tuneserve_server.errors import BadRequest, ResultGone, SessionClosed, UnknownResource
+from tuneserve_server.http.incoming import Incoming
 from tuneserve_server.http.openapi import BINARY, PROTOBUF, fails, takes
 
 logger = logging.getLogger(__name__)
@@ -60,37 +61,47 @@ async def retrieve_future(http: Request, caller: CallerDep) -> Response:
     most = caller.settings.max_polls_per_tenant
     with caller.polls.counted(caller.tenant) as held:
         hold_s = _CROWDED_S if held > most else caller.settings.poll_s
-        answer = await _held(caller, request_id, hold_s)
-    if held > most and answer.status_code == 408:
+        found = await _found(caller, request_id, hold_s)
+
+    if isinstance(found, Outcome):
+        headers = request_cost.headers(found.usage)
+        if found.rejection is None:
+            return Response(found.body, media_type=found.content_type, headers=headers)
+        category, message = found.rejection.category, found.rejection.message
+        caller.recent.record_error(caller.tenant, category, message, "result")
+        return JSONResponse({"error": message, "category": category}, headers=headers)
+
+    if held > most:
         reason = (
             f"{held} polls at once; the limit of one client is {most}; results arrive more slowly "
             "until fewer requests are running"
         )
-        return _not_ready("paused_rate_limit", reason)
-    return answer
+        found = ("paused_rate_limit", reason)
+    response = reply(types.NotReadyResponse(queue_state=found[0], queue_state_reason=found[1]))
+    response.status_code = 408
+    return response
 
 
-async def _held(caller: Caller, request_id: str, hold_s: float) -> Response:
+async def _found(
+    caller: Caller, request_id: str, hold_s: float
+) -> Outcome | tuple[QueueState, str | None]:
+    """Return the outcome or, if there is none within ``hold_s``, the queue state and its reason."""
     until_s = time.monotonic() + hold_s
-    scope = ""
-
-    async def waiting() -> Outcome | None:
-        nonlocal scope
-        scope = await _own_scope(caller, request_id)
-        return await caller.store.wait(request_id, hold_s)
-
     try:
-        outcome = await caller.polls.hold(waiting(), hold_s)
-        if outcome is not None:
-            return _answer(caller, outcome)
-        state = await caller.polls.hold(_state(caller, request_id, scope), _STATE_S)
-        return _not_ready(*(state or ("active", None)))
+        scope = await caller.polls.hold(_own_scope(caller, request_id), hold_s)
+        if scope is not None:
+            waiting = caller.store.wait(request_id, hold_s)
+            outcome = await caller.polls.hold(waiting, until_s - time.monotonic())
+            if outcome is not None:
+                return outcome
+        state = await caller.polls.hold(_state(caller, request_id, scope or ""), _STATE_S)
+        return state or ("active", None)
     except (UnknownResource, ResultDropped):
         raise
     except Exception:
         logger.exception("the store did not answer a poll")
         await caller.polls.pause(until_s - time.monotonic())
-        return _not_ready("paused_capacity", "the server cannot read its store; its log says why")
+        return "paused_capacity", "the server cannot read its store; its log says why"
 
 
 async def _own_scope(caller: Caller, request_id: str) -> str:
@@ -99,9 +110,9 @@ async def _own_scope(caller: Caller, request_id: str) -> str:
     if tenant != caller.tenant:
         raise UnknownResource(_NO_REQUEST)
     logs.add_fields(request_id=request_id)
-    await caller.last_seen.record_sign(scope.partition(":")[0])
+    await caller.last_seen.record_sign("session", scope.partition(":")[0])
     if ":sample:" in scope:
-        await caller.last_seen.note_sampler(scope)
+        await caller.last_seen.record_sign("sampler", scope)
     return scope
 
 
@@ -157,22 +168,6 @@ def _needs_directions(record: ModelRecord | SamplerRecord | None) -> bool:
     return kind_of(record.config).needs_decomposition
 
 
-def _answer(caller: Caller, outcome: Outcome) -> Response:
-    if outcome.rejection is not None:
-        rejection = outcome.rejection
-        caller.recent.record_error(caller.tenant, rejection.category, rejection.message, "result")
-        failed = {"error": rejection.message, "category": rejection.category}
-        return JSONResponse(failed, headers=request_cost.headers(outcome.usage))
-    headers = request_cost.headers(outcome.usage)
-    return Response(outcome.body, media_type=outcome.content_type, headers=headers)
-
-
-def _not_ready(state: QueueState, reason: str | None) -> Response:
-    response = reply(types.NotReadyResponse(queue_state=state, queue_state_reason=reason))
-    response.status_code = 408
-    return response
-
-
 # --- many at once ---------------------------------------------------------------------------------
 
 
@@ -215,8 +210,7 @@ async def _begun(http: Request, caller: Caller) -> _Poll:
 
     The body, which may name many results, is released on return, because a poll takes long.
     """
-    async with incoming(http, caller) as body:
-        sent = await whole(caller, body.json())
+    async with incoming(http, caller, Incoming.json) as sent:
         request = await sent.parsed(types.FuturesRetrieveRequest)
         client = await _own_client(caller, request.target)
         await _acknowledge(caller, client, request.retrieved_request_ids)
@@ -229,8 +223,8 @@ async def _own_client(caller: Caller, target: types.SamplingTarget) -> SamplerCl
     key = target.sampling_session_id
     with suppress(SessionClosed):  # results of earlier requests are still available
         await caller.sampler(key)
-    await caller.last_seen.record_sign(key.partition(":")[0])
-    await caller.last_seen.note_sampler(key)
+    await caller.last_seen.record_sign("session", key.partition(":")[0])
+    await caller.last_seen.record_sign("sampler", key)
     return SamplerClient(caller.tenant, key, target.cloned_sampler_id)
 
 

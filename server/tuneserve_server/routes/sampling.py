@@ -38,7 +38,6 @@ async def create_sampling_session(caller: CallerDep, sent: SentJsonDep) -> Respo
     request = await sent.parsed(types.CreateSamplingSessionRequest)
     session = await caller.open_session(request.session_id)
     caller.check_store()
-    caller.disk.check()
     checkpoint = None
     if request.model_path is not None:
         checkpoint = await commands.sampled_checkpoint(caller, request.model_path)
@@ -117,7 +116,7 @@ async def asample(caller: CallerDep, sent: SentJsonDep) -> Response:
     keys, parsed = await sent.keyed(types.SamplingKey, types.SampleRequest)
     sampler = await caller.sampler(keys.sampling_session_id)
     if sampler.model_id:
-        await caller.last_seen.note_sampler(sampler.key)
+        await caller.last_seen.record_sign("sampler", sampler.key)
 
     async def command() -> SampleCommand:
         await caller.served.check(sampler.base_model)

@@ -61,7 +61,6 @@ async def create_session(
     request = await sent.parsed(types.CreateSessionRequest)
     commands.check_session_metadata(request, caller.settings.max_session_metadata_bytes)
     caller.check_store()
-    caller.disk.check()
     now_s = time.time()
     session = await caller.store.put_new_record(
         SessionRecord(

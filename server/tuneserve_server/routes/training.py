@@ -11,7 +11,7 @@ from tuneserve_engine.core.records import ModelRecord
 from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
 from tuneserve_server.commands import common as commands
 from tuneserve_server.commands import recorded
-from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, incoming, reply, whole
+from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, incoming, reply
 from tuneserve_server.errors import (
     BudgetUsedUp,
     DiskFull,
@@ -21,6 +21,7 @@ from tuneserve_server.errors import (
     UnknownResource,
 )
 from tuneserve_server.http import body
+from tuneserve_server.http.incoming import Incoming
 from tuneserve_server.http.openapi import fails, takes, takes_message
 
 router = APIRouter()
@@ -35,25 +36,20 @@ router = APIRouter()
 async def forward_backward(request: Request, caller: CallerDep) -> Response:
     """Compute the outputs of a ``ForwardBackwardRequest`` message and accumulate its gradients."""
     try:
-        async with incoming(request, caller) as sent:
-            model_id, request_id = await _admit(caller, await whole(caller, sent.message()))
+        async with incoming(request, caller, Incoming.message) as message:
+            head = read_head(message)
+            model, place = await _addressed(caller, head)
+            if not head.whole:
+                problem = "the body is not a whole ForwardBackwardRequest message; send all of it"
+                request_id = await submit_rejection(caller, place, UserError(problem))
+            elif head.loss == recorded.LOSS:
+                request_id = await _admit_recorded(caller, place, model, message)
+            else:
+                request_id = await submit_job(caller, place, message)
     except body.BodyTruncated as error:
         await _spend(caller, read_head(error.start), UserError(str(error)))
         raise
-    return reply(types.FutureResponse(request_id=request_id, model_id=model_id))
-
-
-async def _admit(caller: Caller, message: bytes) -> tuple[str, str]:
-    """Queue the message; return the model's key and the request id."""
-    head = read_head(message)
-    model, seq_id = await _addressed(caller, head)
-    place = JobKey.after(JobKind.FORWARD_BACKWARD, model, seq_id)
-    if head.whole and head.loss == recorded.LOSS:
-        return model.key, await _admit_recorded(caller, place, model, message)
-    if head.whole:
-        return model.key, await submit_job(caller, place, message)
-    problem = UserError("the body is not a whole ForwardBackwardRequest message; send all of it")
-    return model.key, await submit_rejection(caller, place, problem)
+    return reply(types.FutureResponse(request_id=request_id, model_id=model.key))
 
 
 async def _admit_recorded(caller: Caller, place: JobKey, model: ModelRecord, message: bytes) -> str:
@@ -66,14 +62,15 @@ async def _admit_recorded(caller: Caller, place: JobKey, model: ModelRecord, mes
         return await submit_job(caller, place, message)
 
 
-async def _addressed(caller: Caller, head: RequestHead) -> tuple[ModelRecord, int]:
-    """Return the model and the sequence number that the message names."""
+async def _addressed(caller: Caller, head: RequestHead) -> tuple[ModelRecord, JobKey]:
+    """Return the model that the message names, and the message's place in the model's log."""
     if not head.model_id or head.seq_id is None or not 1 <= head.seq_id <= MAX_INT32:
         raise Malformed(
             "the body must be a ForwardBackwardRequest message with a model_id and a seq_id of 1 "
             "or more; SDKs before 0.25, which send JSON, are not supported"
         )
-    return await caller.owned(ModelRecord, head.model_id[:256]), head.seq_id
+    model = await caller.owned(ModelRecord, head.model_id[:256])
+    return model, JobKey.after(JobKind.FORWARD_BACKWARD, model, head.seq_id)
 
 
 async def _spend(caller: Caller, head: RequestHead, error: UserError) -> None:
@@ -82,10 +79,10 @@ async def _spend(caller: Caller, head: RequestHead, error: UserError) -> None:
     The client continues with the next sequence number.
     """
     try:
-        model, seq_id = await _addressed(caller, head)
+        _, place = await _addressed(caller, head)
     except Malformed:
         return
-    await submit_rejection(caller, JobKey.after(JobKind.FORWARD_BACKWARD, model, seq_id), error)
+    await submit_rejection(caller, place, error)
 
 
 @router.post(

@@ -57,7 +57,6 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
     if base_model is not None:
         await caller.served.resolve(base_model)  # refused before the adapter is sent
     caller.check_store()
-    caller.disk.check()
     await check_room(caller.store, caller.settings.store_policy, caller.tenant, key)
     async with caller.imports.received(request, caller.tenant) as upload:
         info = await _base_model(caller, base_model, upload.config.base_model)

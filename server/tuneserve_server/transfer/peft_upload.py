@@ -164,9 +164,9 @@ class PeftUploads:
                 del self._of_tenant[tenant]
 
     async def _receive(self, request: Request, archive: Path) -> None:
-        """Write the body to ``archive`` as it arrives. Raises what ``body.receive`` raises.
+        """Write the body to ``archive`` as it arrives.
 
-        Also raises ``BodyTooLarge``, ``DiskFull`` and ``StoreUnavailable``.
+        Raises ``BodyTooSlow``, ``BodyTooLarge``, ``DiskFull`` and ``StoreUnavailable``.
         """
         told = request.headers.get("content-length", "")
         expected = int(told) if told.isdecimal() else 0
@@ -191,7 +191,7 @@ class PeftUploads:
                         await write()
 
             async def whole() -> bool:
-                await _in_time(body.receive(request, take, pace))
+                await _in_time(pace.receive(request, take))
                 await write()
                 return True
 

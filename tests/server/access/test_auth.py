@@ -57,11 +57,11 @@ class Store(MemoryStore):
         if self.is_away:
             raise StoreFailed("away")
 
-    async def get(self, record_type: type[R], key: str) -> R | None:
+    async def get_record(self, record_type: type[R], key: str) -> R | None:
         await self._ask()
         return await super().get_record(record_type, key)
 
-    async def page(self, *args: Any, **options: Any) -> Any:
+    async def page_of_records(self, *args: Any, **options: Any) -> Any:
         await self._ask()
         return await super().page_of_records(*args, **options)
 

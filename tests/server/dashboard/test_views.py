@@ -247,13 +247,13 @@ async def test_ten_viewers_cost_one_read(service: Any) -> None:
     live = Dashboard(store, services.served, clock=lambda: now_s)
     found = await asyncio.gather(*(live.look(None) for _ in range(10)))
     assert all(each is found[0] for each in found)
-    once = {"figures": 1, "usage": 1, "page": 1, "get": 1, "curve": 1}
+    once = {"stats": 1, "usage": 1, "page_of_records": 1, "get_record": 1, "curve": 1}
     assert store.asked == once
     now_s = living.TICK_S
     await asyncio.gather(*(live.look(None) for _ in range(10)))
     # Costly values may be older, and names are known. The run's curve may have grown since it was
     # read.
-    assert store.asked == once | {"page": 2, "curve": 2}
+    assert store.asked == once | {"page_of_records": 2, "curve": 2}
 
 
 async def test_idle_runs_are_not_read_again(service: Any) -> None:

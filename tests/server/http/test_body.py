@@ -46,7 +46,7 @@ async def arriving(pieces: list[bytes], pause_s: float, pace: body.BodyDeadline)
         size += len(piece)
 
     request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-    await body.receive(request, take, pace)
+    await pace.receive(request, take)
     return size
 
 
@@ -103,7 +103,7 @@ async def test_time_in_which_the_server_does_not_read_does_not_count() -> None:
         await asyncio.sleep(0.1)
         return {"type": "http.request", "body": b"a", "more_body": False}
 
-    await body.receive(Request({"type": "http", "headers": []}, receive), take, pace)
+    await pace.receive(Request({"type": "http", "headers": []}, receive), take)
 
 
 @pytest.mark.parametrize("levels", [31, 32, 33, 150, 10_000])

@@ -37,7 +37,7 @@ class Traced:
         async def work(request: Request) -> str:
             logs.add_fields(tenant="alice", request_id="r")
             await request.body()
-            return traceparent()
+            return traceparent.get()
 
         app.add_middleware(
             TraceRequests, tracer=Tracer(provider), named=partial(named, prefix=PREFIX)

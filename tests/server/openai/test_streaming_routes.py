@@ -186,7 +186,7 @@ async def test_lost_tokens_arrive_with_the_result(
         told.append(parts)
         if lost == "all" or len(told) == (1 if lost == "first" else 2):
             raise ConnectionError("lost")
-        store._streams.tell(parts)
+        store._streams.publish(parts)
 
     monkeypatch.setattr(store, "publish_tokens", progress)
     async with live.ask({**LONG, "logprobs": 1, "n": 2}) as stream:
