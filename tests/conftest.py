@@ -2,7 +2,9 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,6 +14,16 @@ from tests.redis_server import RedisServer
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
+
+# A test run compiles each program once, in whichever process needs it first. Services keep their
+# programs in this folder, and the tests' own processes use JAX's cache below it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="tuneserve-compiled-")
+    os.environ["TUNESERVE_COMPILE_CACHE"] = _compiled.name
+jax.config.update(
+    "jax_compilation_cache_dir", str(Path(os.environ["TUNESERVE_COMPILE_CACHE"], "jax"))
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 # Tests make hundreds of stores, whose folders pytest keeps for a while. Tests of full disks set the

@@ -20,7 +20,7 @@ class Slow:
         self.is_looked_at = asyncio.Event()
         self.answer = asyncio.Event()
 
-    async def run(self, _step: str, *_ids: str) -> list[Any]:
+    async def run_script(self, _step: str, *_ids: str) -> list[Any]:
         self.looks += 1
         if self.looks == 2:
             self.is_looked_at.set()

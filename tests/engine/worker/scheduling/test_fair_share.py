@@ -112,6 +112,6 @@ def test_the_lead_of_samples_is_their_time_minus_that_of_other_work() -> None:
     shares = FairShare({})
     shares.charge([job("a", SAMPLE), job("a")], 4.0, [0.75, 0.25])
     shares.charge([job("b")], 1.5, [1.0])
-    assert [shares.sampling_lead_s(name) for name in "abc"] == [2.0, -1.5, 0.0]
-    shares.forget_sampling_lead("a")
-    assert shares.sampling_lead_s("a") == 0.0
+    assert [shares.sampling_lead_s.get(name, 0.0) for name in "abc"] == [2.0, -1.5, 0.0]
+    shares.lift_arrivals([])
+    assert "b" not in shares.sampling_lead_s

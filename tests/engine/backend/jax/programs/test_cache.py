@@ -25,7 +25,7 @@ np.asarray(jax.jit(lambda x: x - 1)(np.float32(1)))  # settles that JAX's own ca
 def steps(x, y):
     print("traced")
     return jax.lax.fori_loop(0, 5, lambda i, x: x.at[i].set(x[i] @ y + 1), x), (y @ y).sum()
-program = ProgramRegistry(ProgramCache(Path(sys.argv[1]), sys.argv[2])).add(
+program = ProgramRegistry(ProgramCache(Path(sys.argv[1]), sys.argv[2])).add_program(
     "steps", steps, use="tests", donate=(0,)
 )
 x = jax.numpy.full((8, 16, 16), 0.1, np.float32)

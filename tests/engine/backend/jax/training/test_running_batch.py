@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 
 from tests.engine.conftest import Row
-from tuneserve_engine.backend.base import TrainBatch
+from tuneserve_engine.backend.base import MicroBatch, TrainBatch
 from tuneserve_engine.backend.jax.training.programs import ScoredMicroBatch
-from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, policy_gaps
-from tuneserve_engine.backend.jax.training.slots import RankSlots
+from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
+from tuneserve_engine.backend.jax.training.slots import BatchSlots, RankSlots
 
 POLICY = "importance_sampling"
+
+
+def running_batch(micro_batch: MicroBatch, claimed: BatchSlots) -> RunningBatch:
+    """Two requests of one micro-batch, finite so far."""
+    batch = TrainBatch(("a", "b"), True, [micro_batch])
+    return RunningBatch(batch, claimed, np.ones(2, np.bool_), TrainingCounts())
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def running(micro_batch_of: Any) -> Iterator[RunningBatch]:
     row = Row([1, 2], [2, 3], weights=[1.0, 1.0])
     micro_batch = micro_batch_of((0, row), (1, row))
     with RankSlots({}, 8, 2).claimed(2) as claimed:
-        yield RunningBatch(TrainBatch(("a", "b"), True, [micro_batch]), claimed, 2)
+        yield running_batch(micro_batch, claimed)
 
 
 def scored(n: int, **bad: int) -> ScoredMicroBatch:
@@ -51,20 +57,18 @@ def test_a_request_is_finite_if_all_its_own_tokens_are(
     bad: dict[str, int], finite: list[bool], running: RunningBatch
 ) -> None:
     (micro_batch,) = running.batch.micro_batches
-    assert running.finite == [True, True]
+    assert running.finite.tolist() == [True, True]
     running.add_output(micro_batch, scored(len(micro_batch.tokens), **bad))
-    assert running.finite == finite
+    assert running.finite.tolist() == finite
 
 
 def test_a_request_stays_not_finite_and_outputs_keep_their_order(running: RunningBatch) -> None:
     (micro_batch,) = running.batch.micro_batches
     n = len(micro_batch.tokens)
-    outputs = [
-        running.add_output(micro_batch, scored(n, loss=0)),
-        running.add_output(micro_batch, scored(n)),
-    ]
-    assert running.finite == [False, True]
-    assert list(map(id, running.outputs)) == list(map(id, outputs))
+    running.add_output(micro_batch, scored(n, loss=0))
+    running.add_output(micro_batch, scored(n))
+    outputs = running.outputs
+    assert running.finite.tolist() == [False, True]
     assert (outputs[1].logprobs.shape, outputs[1].loss.shape) == ((n, 1), (n,))
     assert np.isnan(outputs[0].loss[0]) and not np.isnan(outputs[1].loss[0])
 
@@ -79,8 +83,8 @@ def test_gaps_are_those_of_policy_losses_with_an_advantage(micro_batch_of: Any) 
     plain = Row([1, 2], [2, 3], weights=[1.0, 1.0])
     micro_batch = micro_batch_of((0, policy), (1, plain))
     with RankSlots({}, 8, 2).claimed(2) as claimed:
-        batch = RunningBatch(TrainBatch(("a", "b"), True, [micro_batch]), claimed, 2)
-        out = batch.add_output(micro_batch, scored(len(micro_batch.tokens)))
-        np.testing.assert_array_equal(policy_gaps(micro_batch, out), [0.5, 0.75])
-        broken = batch.add_output(micro_batch, scored(len(micro_batch.tokens), logprobs=0))
-    np.testing.assert_array_equal(policy_gaps(micro_batch, broken), [0.75])
+        batch = running_batch(micro_batch, claimed)
+        batch.add_output(micro_batch, scored(len(micro_batch.tokens)))
+        assert (batch.counts.policy_tokens, batch.counts.policy_gap) == (2, 0.5 + 0.75)
+        batch.add_output(micro_batch, scored(len(micro_batch.tokens), logprobs=0))
+    assert (batch.counts.policy_tokens, batch.counts.policy_gap) == (3, 0.5 + 0.75 + 0.75)
