@@ -18,7 +18,7 @@ from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.hosts import AllowedHosts, CheckHost, names_of
 from tuneserve_server.access.limits import DiskGuard
-from tuneserve_server.base_model_text import Texts
+from tuneserve_server.base_model_text import TokenizerPool
 from tuneserve_server.base_models import BaseModels
 from tuneserve_server.cleanup import unnamed_saves
 from tuneserve_server.cleanup.siblings import Siblings
@@ -109,7 +109,7 @@ def create_app(
     app.add_middleware(
         CheckHost,
         allowed=AllowedHosts(names_of(settings.host, settings.public_url, settings.allowed_hosts)),
-        wants_keys=lambda scope: scope["app"].state.services.door.wants_keys(),
+        wants_keys=lambda scope: scope["app"].state.services.authenticator.wants_keys(),
         open_paths=OPEN_PATHS,
         page=dashboard.PREFIX,
     )
@@ -152,7 +152,7 @@ async def _lifespan(
                 await siblings.leave()
             services.imports.stop()
             services.archives.stop()
-            services.texts.stop()
+            services.tokenizers.stop()
             services.body_memory.stop()
 
 
@@ -177,11 +177,12 @@ async def _services(
     secret = await store.secret()
     disk = DiskGuard(disks, settings.min_free_bytes)
     served = BaseModels(store, settings.served_name)
-    door = Authenticator(store, secret, require_keys=settings.require_keys)
-    body_memory, texts = BodyMemory.from_settings(settings), Texts(settings.text_memory_bytes)
+    authenticator = Authenticator(store, secret, require_keys=settings.require_keys)
+    body_memory = BodyMemory.from_settings(settings)
+    pool = TokenizerPool(settings.text_memory_bytes)
     counted.record_request("body_memory_used_bytes", lambda: body_memory.used)
-    counted.record_request("text_memory_used_bytes", lambda: texts.memory.held)
-    await door.wants_keys()  # cached now, in case the store is unreachable later
+    counted.record_request("text_memory_used_bytes", lambda: pool.memory.held)
+    await authenticator.wants_keys()  # cached now, in case the store is unreachable later
     unused = UnusedFiles(store, files, settings.unused_policy)
     await unused.prove()
     return Services(
@@ -194,7 +195,7 @@ async def _services(
         disk=disk,
         polls=polls,
         body_memory=body_memory,
-        texts=texts,
+        tokenizers=pool,
         budgets=Budgets(store, settings.tenant_budgets),
         imports=PeftUploads(files, disk, polls, settings),
         archives=Archives(files),
@@ -203,5 +204,5 @@ async def _services(
         recent=RecentErrors(),
         live=Dashboard(store, served),
         secret=secret,
-        door=door,
+        authenticator=authenticator,
     )

@@ -94,7 +94,7 @@ class BaseText:
         return self._tokenizer.decode([token], skip_special=False)
 
 
-class Texts:
+class TokenizerPool:
     """The tokenizers of base models, each loaded on first use, and the encoding of texts.
 
     Encoding runs in a separate thread pool, within ``memory_bytes``; a tenant may have half.

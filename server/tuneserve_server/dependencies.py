@@ -29,7 +29,7 @@ from tuneserve_server.access import scopes
 from tuneserve_server.access.auth import Authenticator
 from tuneserve_server.access.budgets import Budgets
 from tuneserve_server.access.limits import DiskGuard
-from tuneserve_server.base_model_text import Texts
+from tuneserve_server.base_model_text import TokenizerPool
 from tuneserve_server.base_models import BaseModels
 from tuneserve_server.cleanup.unused_files import UnusedFiles
 from tuneserve_server.dashboard.recent_errors import RecentErrors
@@ -72,7 +72,7 @@ class Services:
     disk: DiskGuard
     polls: LongPolls
     body_memory: BodyMemory
-    texts: Texts
+    tokenizers: TokenizerPool
     budgets: Budgets
     imports: PeftUploads
     archives: Archives
@@ -81,7 +81,7 @@ class Services:
     recent: RecentErrors
     live: Dashboard
     secret: bytes
-    door: Authenticator
+    authenticator: Authenticator
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ async def _caller(request: Request, api_key: Annotated[str | None, Security(_API
             api_key = token.strip()
     address = request.client.host if request.client else ""
     try:
-        login = await services.door.authenticate(api_key, address)
+        login = await services.authenticator.authenticate(api_key, address)
     except (StoreFailed, ConnectionError):
         await services.polls.pause(_AWAY_S)
         raise

@@ -179,7 +179,7 @@ class BaseWeightSvd:
         """
         u, s, v = self.arrays(target)
         rank = kind_of(config).rank(config, self._shapes[target])
-        return SvdFactors(u, s, v, kept(rank, s.shape[-1]))
+        return SvdFactors(u, s, v, trainable_mask(rank, s.shape[-1]))
 
     def check(self, config: AdapterConfig) -> None:
         """Raise ``UserError`` for an adapter that was trained beside another decomposition."""
@@ -351,6 +351,6 @@ def svd_bytes(inputs: int, outputs: int) -> int:
     return 8 * (2 * inputs * outputs + 2 * count * (inputs + outputs) + 4 * count**2)
 
 
-def kept(rank: int, size: int) -> Array:
+def trainable_mask(rank: int, size: int) -> Array:
     """Return 1 for the first ``rank`` of ``size`` directions, and 0 for the others."""
     return (np.arange(size) < rank).astype(np.float32)

@@ -183,8 +183,8 @@ class Queue(Protocol):
         ``metrics`` are the worker's metrics and replace those of the last renewal. The store may
         lose them when its process restarts.
 
-        Also ends the leases that have run out: jobs noted by ``begin`` count an attempt, jobs with
-        too many attempts end, and everything else is placed again.
+        Also ends the leases that have run out: jobs noted by ``note_running`` count an
+        attempt, jobs with too many attempts end, and everything else is placed again.
         """
         ...
 

@@ -103,7 +103,7 @@ class StoreSession:
             try:
                 return await call(self._queue, self.epoch)
             except ConnectionError:
-                # ``keep`` notices the loss too, but perhaps only after this loop tries again.
+                # ``run_session`` notices the loss too, but perhaps later than this loop.
                 await asyncio.sleep(_RECONNECT_S)
             except StoreFailed as error:
                 self._failed(error)

@@ -172,7 +172,7 @@ def _network(address: str) -> str:
     return str(ipaddress.ip_network((int(found), 64), strict=False))
 
 
-# --- the door -----------------------------------------------------------------------------------
+# --- the authenticator ----------------------------------------------------------------------------
 
 
 class Authenticator:

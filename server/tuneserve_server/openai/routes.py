@@ -205,8 +205,8 @@ async def _asked(
         check_crowd(caller)
         target = await _target(caller, request.model)
         text, info = target.text, target.info
-        characters = checked_length(request, text, info, caller.texts.most_characters)
-        tokens = await caller.texts.tokens(
+        characters = checked_length(request, text, info, caller.tokenizers.most_characters)
+        tokens = await caller.tokenizers.tokens(
             caller.tenant, characters, partial(tokens_of, request, text, info)
         )
         samples = requests.samples(request, tokens, target.file_id, info)
@@ -259,7 +259,7 @@ async def _target(caller: Caller, asked: str) -> _Target:
         raise ModelUnavailable(
             f"no worker has served {name!r} yet; send the request again when a worker is ready"
         )
-    return _Target(info, await caller.texts.load_base_text(info), file_id)
+    return _Target(info, await caller.tokenizers.load_base_text(info), file_id)
 
 
 async def _checkpoint(caller: Caller, asked: str) -> CheckpointRecord:

@@ -175,6 +175,6 @@ async def healthz(services: ServicesDep) -> Response:
             disk="full" if services.disk.refusal() else "ok",
             files="ok" if problem is None else "kept",
             files_kept=None if problem is None else problem.text,
-            keys_required=await services.door.wants_keys(),
+            keys_required=await services.authenticator.wants_keys(),
         )
     )

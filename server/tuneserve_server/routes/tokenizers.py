@@ -41,7 +41,7 @@ async def tokenizer(
         raise ModelUnavailable(
             f"no worker has served {name!r} yet; send the request again when a worker is ready"
         )
-    path = (await caller.texts.load_base_text(info)).folder / file
+    path = (await caller.tokenizers.load_base_text(info)).folder / file
     if not path.is_file():
         raise UnknownResource(f"the tokenizer of {name!r} has no {file}")
     stat = path.stat()

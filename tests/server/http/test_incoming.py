@@ -171,7 +171,7 @@ async def test_a_request_without_memory_is_429_and_loses_nothing(
 async def test_the_metrics_show_the_memory_in_use(api: Any) -> None:
     memory = api.services
     async with memory.body_memory.held.taken("a", 1000), memory.body_memory.arriving.taken("b", 7):
-        async with memory.texts.memory.taken("a", 500):
+        async with memory.tokenizers.memory.taken("a", 500):
             told = (await api.http.get("/metrics")).text
     assert "\ntuneserve_body_memory_used_bytes 1007.0\n" in told
     assert "\ntuneserve_text_memory_used_bytes 500.0\n" in told

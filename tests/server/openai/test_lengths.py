@@ -15,7 +15,7 @@ from tuneserve_client.wire.tokenizer import Tokenizer
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.access.auth import open_tenant
-from tuneserve_server.base_model_text import CHARACTER_BYTES, BaseText, Texts
+from tuneserve_server.base_model_text import CHARACTER_BYTES, BaseText, TokenizerPool
 from tuneserve_server.errors import InvalidField
 
 pytestmark = pytest.mark.anyio
@@ -85,7 +85,7 @@ async def test_texts_wait_for_their_memory_and_then_get_a_429(
     speaking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tuneserve_server.base_model_text._FREE_BYTES", 0)
-    texts = speaking.services.texts
+    texts = speaking.services.tokenizers
     monkeypatch.setattr(texts.memory, "_wait_s", 0.05)
     async with texts.memory.taken(open_tenant("tml-a"), texts.memory.most):
         response = await ask(speaking, "/completions", {"model": "tuneserve/fake", "prompt": "ab"})
@@ -124,7 +124,7 @@ async def test_a_text_for_which_memory_never_suffices_is_refused(speaking: Any) 
     info = replace(FAKE_INFO, context_length=10**6, tokenizer_id=str(TINY_MODEL))
     await speaking.kill_worker()
     await speaking.start_worker("other", info=info)
-    most = speaking.services.texts.most_characters
+    most = speaking.services.tokenizers.most_characters
     assert most == 2**27 // CHARACTER_BYTES
     body = {"model": "tuneserve/fake", "prompt": "a" * (most + 1)}
     error = assert_error(
@@ -135,7 +135,7 @@ async def test_a_text_for_which_memory_never_suffices_is_refused(speaking: Any) 
 
 async def test_other_requests_run_while_a_text_is_tokenized() -> None:
     """The library's call for a single text blocks everything else in the process."""
-    text, texts = BaseText("tuneserve/tiny", TINY_MODEL), Texts(2**30)
+    text, texts = BaseText("tuneserve/tiny", TINY_MODEL), TokenizerPool(2**30)
     gaps: list[float] = []
 
     async def tick() -> None:
@@ -162,7 +162,7 @@ async def test_a_text_that_makes_the_tokenizer_fail_is_the_requests_fault(
     info = replace(FAKE_INFO, context_length=10**6, tokenizer_id=str(TINY_MODEL))
     await speaking.kill_worker()
     await speaking.start_worker("other", info=info)
-    monkeypatch.setattr(Texts, "most_characters", 10**8)
+    monkeypatch.setattr(TokenizerPool, "most_characters", 10**8)
     monkeypatch.setattr("tuneserve_server.base_model_text.CHARACTER_BYTES", 1)
     spaces = " " * 10**7
     response = await ask(speaking, "/completions", {"model": "tuneserve/fake", "prompt": spaces})

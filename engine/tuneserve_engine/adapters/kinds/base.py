@@ -28,8 +28,8 @@ TargetShapes = Mapping[str, tuple[int, ...]]
 class SvdFactors(NamedTuple):
     """The singular triples of one target's base weight, the weakest first: W [F, D] = Σ u s v.
 
-    ``kept`` is 1 on the adapter's triples and 0 on the others. Directions are rows. The longer of
-    ``u`` and ``v`` has all directions of the weight, the shorter at least R.
+    ``trainable_mask`` is 1 on the adapter's triples and 0 on the others. Directions are rows. The
+    longer of ``u`` and ``v`` has all directions of the weight, the shorter at least R.
     """
 
     u: Array  # [L, K, F]
@@ -39,11 +39,11 @@ class SvdFactors(NamedTuple):
 
     def lowest(self, rank: int) -> tuple[Array, Array, Array]:
         """Return U0 [L, R, F], S0 [L, R] and V0 [L, R, D]: zero beyond the adapter's own rank."""
-        kept = self.trainable_mask[:rank]
-        rows = kept[None, :, None]
+        mask = self.trainable_mask[:rank]
+        rows = mask[None, :, None]
         return (
             self.u[..., :rank, :] * rows,
-            self.s[..., :rank] * kept[None],
+            self.s[..., :rank] * mask[None],
             self.v[..., :rank, :] * rows,
         )
 
@@ -169,6 +169,6 @@ def decomposition_shapes(shape: tuple[int, ...], max_rank: int) -> dict[str, tup
     }
 
 
-def kept_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the size of ``SvdFactors.kept`` on the device."""
+def mask_size(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the size of ``SvdFactors.trainable_mask`` on the device."""
     return max(shapes["u"][-2], shapes["v"][-2])

@@ -8,7 +8,7 @@ from tuneserve_engine.adapters.kinds.base import (
     adapter_bytes,
     decomposition_bytes,
     decomposition_shapes,
-    kept_size,
+    mask_size,
     parameters,
 )
 from tuneserve_engine.adapters.kinds.lora import Lora
@@ -54,7 +54,7 @@ def test_the_longer_factor_has_all_directions(
 ) -> None:
     shapes = decomposition_shapes(shape, 3)
     assert shapes == {"u": u, "s": (shape[0], 3), "v": v}
-    assert kept_size(shapes) == kept
+    assert mask_size(shapes) == kept
 
 
 def test_a_weight_without_layers_is_not_decomposed() -> None:

@@ -15,9 +15,9 @@ from tuneserve_engine.adapters.kinds.base import (
     SvdFactors,
     decomposition_bytes,
     decomposition_shapes,
-    kept_size,
+    mask_size,
 )
-from tuneserve_engine.adapters.svd import BaseWeightSvd, kept
+from tuneserve_engine.adapters.svd import BaseWeightSvd, trainable_mask
 from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, host_zeros
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.core.adapter import AdapterConfig
@@ -81,7 +81,9 @@ class DeviceSvd:
         found = {}
         for name, (u, s, v) in self._device.items():
             rank = kind.rank(config, self._shapes[name]) if name in config.targets else 0
-            found[name] = SvdFactors(u, s, v, kept(rank, kept_size(self._device_shapes[name])))
+            found[name] = SvdFactors(
+                u, s, v, trainable_mask(rank, mask_size(self._device_shapes[name]))
+            )
         return found
 
     def leave_device(self) -> None:

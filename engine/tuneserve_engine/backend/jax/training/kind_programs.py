@@ -17,7 +17,7 @@ from tuneserve_engine.adapters.kinds.base import (
     AdapterKind,
     SvdFactors,
     decomposition_shapes,
-    kept_size,
+    mask_size,
 )
 from tuneserve_engine.backend.jax.adapters.arrays import (
     LORA,
@@ -195,6 +195,6 @@ def specs_of(shapes: PartShapes) -> dict[str, dict[str, Any]]:
 
 def frozen_spec(shapes: Mapping[str, tuple[int, ...]]) -> SvdFactors:
     """Return ``SvdFactors`` of array specs; ``kept`` is as long as the longer side."""
-    size = kept_size(shapes)
+    size = mask_size(shapes)
     u, s, v = (spec(shapes[part], np.float32) for part in "usv")
     return SvdFactors(u, s, v, spec((size,), np.float32))
