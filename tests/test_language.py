@@ -16,7 +16,7 @@ from tuneserve_server.cli.main import app
 from tuneserve_server.settings import ApiSettings
 
 ROOT = Path(__file__).parent.parent
-CODE = ("clients", "engine", "server", "benchmarks", "examples", "scripts")
+CODE = ("clients", "engine", "server", "benchmarks", "examples", "scripts", "tests")
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
