@@ -220,7 +220,7 @@ def test_a_run_whose_checkpoint_has_no_room_is_saved_when_there_is_some(tmp_path
         ran = CliRunner().invoke(cli.app, ["train", str(data), *QUICK, *place, "--json"])
     assert ran.exit_code == 0, ran.output
     assert waited == [15.0, 15.0]
-    assert ran.stderr.count("cannot save yet: you keep 1 checkpoints") == 2
+    assert ran.stderr.count("cannot save yet: you have 1 checkpoints") == 2
     assert lines(ran.stdout)[-1]["checkpoint"].endswith("/weights/final")
 
 
