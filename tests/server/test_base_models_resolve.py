@@ -29,7 +29,7 @@ class Says:
         self.asked = 0
         self.fails = False
 
-    async def served(self) -> list[ServedModel]:
+    async def base_models(self) -> list[ServedModel]:
         self.asked += 1
         await asyncio.sleep(0)
         if self.fails:

@@ -18,7 +18,10 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_directories_are_in_the_data_directory_unless_they_are_set() -> None:
+def test_directories_are_in_the_data_directory_unless_they_are_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TUNESERVE_COMPILE_CACHE", raising=False)  # the test run's own
     plain = WorkerSettings(data_dir=Path("d"))
     assert (plain.compile_cache_dir, plain.decompositions_dir, plain.pages_dir) == (
         Path("d/compiled"),

@@ -131,7 +131,7 @@ async def test_the_expected_size_of_a_save_counts_until_the_worker_reports_it(
     first = await saves.store.get_record(SamplerRecord, await saves.save())
     await saves.service.stop_worker()
     answers = [await saves.ask(sampling_session_seq_id=200)]
-    coming = (await saves.store.kept(first.tenant)).size_bytes - first.size_bytes
+    coming = (await saves.store.checkpoint_usage(first.tenant)).size_bytes - first.size_bytes
     assert coming > 4 * 4 * 4 * 8  # the numbers of an adapter, without its file's header
     limit = first.size_bytes + 3 * coming
     await saves.store.put_record(
@@ -143,7 +143,7 @@ async def test_the_expected_size_of_a_save_counts_until_the_worker_reports_it(
     await saves.service.start_worker()
     for answer in answers:
         assert (await saves.service.poll(answer["request_id"])).status_code == 200
-    assert await saves.store.kept(first.tenant) == CheckpointUsage(4, 4 * first.size_bytes)
+    assert await saves.store.checkpoint_usage(first.tenant) == CheckpointUsage(4, 4 * first.size_bytes)
 
 
 async def test_a_completion_of_v1_counts_as_a_use_of_the_save(
@@ -211,7 +211,7 @@ async def test_saves_of_an_earlier_release_count_from_the_update_on(saves: Saves
     now = await saves.store.get_record(SamplerRecord, old.key)
     assert now.size_bytes == stored.size_bytes
     assert abs(time.time() - now.used_s) < 60
-    assert await saves.store.kept(old.tenant) == CheckpointUsage(2, stored.size_bytes)
+    assert await saves.store.checkpoint_usage(old.tenant) == CheckpointUsage(2, stored.size_bytes)
     await saves.store.put_record(replace(now, used_s=5.0))
     await unnamed_saves.adopt(saves.store, saves.service.services.files)
     assert (await saves.store.get_record(SamplerRecord, old.key)).used_s == 5.0

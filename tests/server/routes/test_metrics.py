@@ -101,7 +101,7 @@ async def test_an_unreachable_store_gets_the_usual_error(
     async def away() -> None:
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(api.services.store, "served", away)
+    monkeypatch.setattr(api.services.store, "base_models", away)
     response = await api.http.get("/metrics")
     assert response.status_code == 503
     assert response.json()["code"] == "store_unavailable"
