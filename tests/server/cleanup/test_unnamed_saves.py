@@ -143,7 +143,9 @@ async def test_the_expected_size_of_a_save_counts_until_the_worker_reports_it(
     await saves.service.start_worker()
     for answer in answers:
         assert (await saves.service.poll(answer["request_id"])).status_code == 200
-    assert await saves.store.checkpoint_usage(first.tenant) == CheckpointUsage(4, 4 * first.size_bytes)
+    assert await saves.store.checkpoint_usage(first.tenant) == CheckpointUsage(
+        4, 4 * first.size_bytes
+    )
 
 
 async def test_a_completion_of_v1_counts_as_a_use_of_the_save(
