@@ -156,7 +156,7 @@ async def test_every_request_ends_in_spite_of_dying_workers_ending_sessions_and_
     for response in await asyncio.gather(*polls):
         assert response.status_code == 200, response.text
     assert not await api.services.store._call(
-        lambda tx: tx.fetch_all("SELECT * FROM jobs WHERE state IN ('held', 'ready')")
+        lambda tx: tx.execute("SELECT * FROM jobs WHERE state IN ('held', 'ready')").fetchall()
     )
     models = (await api.services.store.page_of_records(ModelRecord)).items
     assert ModelStatus.LOST not in {model.status for model in models}
