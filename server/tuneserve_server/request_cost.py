@@ -7,13 +7,13 @@ from tuneserve_engine.core.usage import Totals, Usage
 def timings(usage: Usage) -> types.RequestTimings:
     held_s = max(usage.total_s - usage.queued_s - usage.ran_s, 0.0)
     return types.RequestTimings(
-        total_ms=round(1000 * usage.total_s, 3),
-        held_ms=round(1000 * held_s, 3),
-        queue_ms=round(1000 * usage.queued_s, 3),
-        run_ms=round(1000 * usage.ran_s, 3),
-        pack_ms=round(1000 * usage.packed_s, 3),
-        device_ms=round(1000 * usage.device_s, 3),
-        transfer_ms=round(1000 * usage.transfer_s, 3),
+        total_ms=_ms(usage.total_s),
+        held_ms=_ms(held_s),
+        queue_ms=_ms(usage.queued_s),
+        run_ms=_ms(usage.ran_s),
+        pack_ms=_ms(usage.packed_s),
+        device_ms=_ms(usage.device_s),
+        transfer_ms=_ms(usage.transfer_s),
     )
 
 
@@ -33,7 +33,7 @@ def cost(usage: Usage) -> types.RequestCost:
 def totals(of: Totals) -> types.UsageTotals:
     return types.UsageTotals(
         requests=of.requests,
-        device_ms=round(1000 * of.device_s, 3),
+        device_ms=_ms(of.device_s),
         trained_tokens=of.trained_tokens,
         prompt_tokens=of.prompt_tokens,
         sampled_tokens=of.sampled_tokens,
@@ -52,3 +52,7 @@ def headers(usage: Usage | None) -> dict[str, str]:
         "Server-Timing": ", ".join(f"{name};dur={ms}" for name, ms in told),
         "X-Tuneserve-Cost": ", ".join(f"{name}={number:.0f}" for name, number in spent),
     }
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

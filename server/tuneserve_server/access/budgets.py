@@ -55,9 +55,7 @@ class Budgets:
         """
         if kind not in SPENDING:
             return
-        budget = self._known.get(tenant)
-        if budget is None or self._clock() - budget.asked_s >= _FRESH_S:
-            budget = await self._read(tenant)
+        budget = await self._budget(tenant)
         if budget.limit_s is not None and budget.used_s >= budget.limit_s:
             raise BudgetUsedUp(
                 f"you have used {budget.used_s:.1f} device seconds today, and your budget is "
@@ -68,9 +66,7 @@ class Budgets:
 
     async def told(self, tenant: str) -> types.BudgetResponse | None:
         """Return the tenant's budget, or None if it has none."""
-        budget = self._known.get(tenant)
-        if budget is None or self._clock() - budget.asked_s >= _FRESH_S:
-            budget = await self._read(tenant)
+        budget = await self._budget(tenant)
         if budget.limit_s is None:
             return None
         return types.BudgetResponse(
@@ -79,8 +75,11 @@ class Budgets:
             resets=self._resets(),
         )
 
-    async def _read(self, tenant: str) -> _Budget:
+    async def _budget(self, tenant: str) -> _Budget:
         now_s = self._clock()
+        known = self._known.get(tenant)
+        if known is not None and now_s - known.asked_s < _FRESH_S:
+            return known
         own = await self._store.get_record(TenantRecord, tenant)
         limit_s = self._limits_s.get(tenant)
         if own is not None and own.device_s_a_day is not None:

@@ -54,10 +54,8 @@ class DiskGuard:
 
         The bytes count until the next look, so that requests within a second cannot fill the disk.
         """
-        if self._clock() - self._looked_s >= _FRESH_S:
-            self._look()
-        if self._refusal is not None:
-            raise DiskFull(self._refusal)
+        if (refusal := self.refusal()) is not None:
+            raise DiskFull(refusal)
         self._admitted_bytes += size
         if self._left_bytes - self._admitted_bytes < self._min_free_bytes:
             self._look()

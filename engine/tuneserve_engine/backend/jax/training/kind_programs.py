@@ -194,7 +194,7 @@ def specs_of(shapes: PartShapes) -> dict[str, dict[str, Any]]:
 
 
 def frozen_spec(shapes: Mapping[str, tuple[int, ...]]) -> SvdFactors:
-    """Return ``SvdFactors`` of array specs; ``kept`` is as long as the longer side."""
+    """Return ``SvdFactors`` of array specs; the mask is as long as the longer side."""
     size = mask_size(shapes)
     u, s, v = (spec(shapes[part], np.float32) for part in "usv")
     return SvdFactors(u, s, v, spec((size,), np.float32))
