@@ -4,7 +4,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,15 +14,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
 
-# A test run compiles each program once, in whichever process needs it first. Services keep their
-# programs in this folder, and the tests' own processes use JAX's cache below it.
+# The services that a test run starts compile each program once: they share this folder. The tests'
+# own processes must not use JAX's cache: what it returns cannot be stored again (ADR 12).
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="tuneserve-compiled-")
     os.environ["TUNESERVE_COMPILE_CACHE"] = _compiled.name
-jax.config.update(
-    "jax_compilation_cache_dir", str(Path(os.environ["TUNESERVE_COMPILE_CACHE"], "jax"))
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 # Tests make hundreds of stores, whose folders pytest keeps for a while. Tests of full disks set the
