@@ -79,7 +79,7 @@ class GradientRunner:
         """
         try:
             to_pack = [each.request for each in requests]
-            passes = pack(to_pack, self.backend.static_shapes, halvings, self.pace.tokens.get)
+            passes = pack(to_pack, self.backend.static_shapes, halvings, self.pace.tokens)
         except Exception as error:
             return self._run_alone(requests, on_micro_batch_done, halvings, error)
         results: Results = {}
@@ -103,7 +103,8 @@ class GradientRunner:
                 )
                 continue
             seconds = self.timer.now_s() - started_s
-            self.pace.learn(packed.batch.forward_only, sum(packed.computed), seconds)
+            computed = sum(packed.computed)
+            self.pace.learn(packed.batch.forward_only, packed.longest, computed, seconds)
 
             parameters = self.backend.info.parameters
             for i, (job, request) in enumerate(members):

@@ -45,7 +45,7 @@ class PackedBatch:
     Its request i is the one at ``members[i]`` of the packed requests, and ``locations[i]`` has the
     places of that request's datums. ``computed[i]`` is the number of tokens computed for the
     request: its own blocks, padding included, and its share of the tokens that fill the last chunk
-    of a micro-batch. Every micro-batch has ``length`` tokens.
+    of a micro-batch. Every micro-batch has ``length`` tokens; the longest datum has ``longest``.
     """
 
     batch: TrainBatch
@@ -53,6 +53,7 @@ class PackedBatch:
     members: tuple[int, ...]
     locations: tuple[tuple[DatumLocation, ...], ...]
     computed: tuple[float, ...]
+    longest: int
 
 
 class _Bin(NamedTuple):
@@ -64,7 +65,7 @@ class _Bin(NamedTuple):
     tokens: int  # of its blocks
 
 
-def _no_limit(forward_only: bool) -> None:
+def _no_limit(forward_only: bool, longest: int) -> None:
     return None
 
 
@@ -72,7 +73,7 @@ def pack(
     requests: Sequence[PackingRequest],
     static_shapes: StaticShapes,
     halvings: int = 0,
-    tokens_in_slice: Callable[[bool], int | None] = _no_limit,
+    tokens_in_slice: Callable[[bool, int], int | None] = _no_limit,
 ) -> list[PackedBatch]:
     """Return the batches that run these requests, each of one rank bucket and one direction.
 
@@ -81,8 +82,9 @@ def pack(
     device without the memory for more: the bits are the same, in a shape that has to be compiled.
 
     ``tokens_in_slice`` returns about how many tokens a micro-batch takes, given whether its batch
-    is forward only; the number is rounded up to whole chunks. A longer bin is alone in its
-    micro-batch. The rest of the micro-batch stays unused, which costs nothing.
+    is forward only and the length of the batch's longest datum; the number is rounded up to whole
+    chunks. A longer bin is alone in its micro-batch. The rest of the micro-batch stays unused,
+    which costs nothing.
     """
     groups: dict[tuple[int, bool], list[list[int]]] = {}
     for index, request in enumerate(requests):
@@ -92,10 +94,8 @@ def pack(
             batches.append([])
         batches[-1].append(index)
     return [
-        _pack_batch(
-            requests, tuple(members), static_shapes, halvings, tokens_in_slice(forward_only)
-        )
-        for (_, forward_only), batches in groups.items()
+        _pack_batch(requests, tuple(members), static_shapes, halvings, tokens_in_slice)
+        for batches in groups.values()
         for members in batches
     ]
 
@@ -105,18 +105,20 @@ def _pack_batch(
     members: tuple[int, ...],
     static_shapes: StaticShapes,
     halvings: int,
-    tokens_in_slice: int | None,
+    tokens_in_slice: Callable[[bool, int], int | None],
 ) -> PackedBatch:
     data = [requests[index].data for index in members]
     bins = [bin_ for i, each in enumerate(data) for bin_ in _bins_of(i, each, static_shapes)]
-    longest = max(bin_.tokens for bin_ in bins)
+    longest_bin = max(bin_.tokens for bin_ in bins)
     capacity = multiple_from(
-        max(static_shapes.micro_batch_tokens >> halvings, longest), static_shapes.chunk
+        max(static_shapes.micro_batch_tokens >> halvings, longest_bin), static_shapes.chunk
     )
+    longest = max(len(datum.tokens) for each in data for datum in each.data)
+    slice_tokens = tokens_in_slice(data[0].forward_only, longest)
     room = capacity
-    if tokens_in_slice is not None:
+    if slice_tokens is not None:
         # Whole chunks: a part of a chunk costs the device as much as all of it.
-        room = min(multiple_from(tokens_in_slice, static_shapes.chunk), capacity)
+        room = min(multiple_from(slice_tokens, static_shapes.chunk), capacity)
 
     # The bins of a request keep their order. A micro-batch without room for the next bin is closed,
     # and a bin longer than ``room`` is alone in its own.
@@ -153,6 +155,7 @@ def _pack_batch(
         members,
         tuple(tuple(of_request) for of_request in locations),
         tuple(computed),
+        longest,
     )
 
 

@@ -180,7 +180,7 @@ def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -
 
     def blocks(most: int | None) -> list[list[bytes]]:
         found: list[list[bytes]] = [[] for _ in requests]
-        for batch in pack(requests, STATIC_SHAPES, 0, lambda _: most):
+        for batch in pack(requests, STATIC_SHAPES, 0, lambda *_: most):
             for micro_batch in batch.batch.micro_batches:
                 if most is not None:
                     owners = set(micro_batch.block_request[: micro_batch.blocks].tolist())
@@ -201,6 +201,6 @@ def test_short_slices_hold_the_same_blocks_in_the_same_order(requests, tokens) -
         return found
 
     assert blocks(tokens) == blocks(None)
-    assert len(runs(pack(requests, STATIC_SHAPES, 0, lambda _: tokens))) == sum(
+    assert len(runs(pack(requests, STATIC_SHAPES, 0, lambda *_: tokens))) == sum(
         len(each.data.data) for each in requests
     )
