@@ -5,16 +5,16 @@ from tuneserve_engine.core.usage import Totals, Usage
 
 
 def timings(usage: Usage) -> types.RequestTimings:
-    held_s = max(usage.total_s - usage.queued_s - usage.ran_s, 0.0)
-    return types.RequestTimings(
-        total_ms=_ms(usage.total_s),
-        held_ms=_ms(held_s),
-        queue_ms=_ms(usage.queued_s),
-        run_ms=_ms(usage.ran_s),
-        pack_ms=_ms(usage.packed_s),
-        device_ms=_ms(usage.device_s),
-        transfer_ms=_ms(usage.transfer_s),
-    )
+    seconds = {
+        "total_ms": usage.total_s,
+        "held_ms": max(usage.total_s - usage.queued_s - usage.ran_s, 0.0),
+        "queue_ms": usage.queued_s,
+        "run_ms": usage.ran_s,
+        "pack_ms": usage.packed_s,
+        "device_ms": usage.device_s,
+        "transfer_ms": usage.transfer_s,
+    }
+    return types.RequestTimings(**{name: round(1000 * each, 3) for name, each in seconds.items()})
 
 
 def cost(usage: Usage) -> types.RequestCost:
@@ -33,7 +33,7 @@ def cost(usage: Usage) -> types.RequestCost:
 def totals(of: Totals) -> types.UsageTotals:
     return types.UsageTotals(
         requests=of.requests,
-        device_ms=_ms(of.device_s),
+        device_ms=round(1000 * of.device_s, 3),
         trained_tokens=of.trained_tokens,
         prompt_tokens=of.prompt_tokens,
         sampled_tokens=of.sampled_tokens,
@@ -52,7 +52,3 @@ def headers(usage: Usage | None) -> dict[str, str]:
         "Server-Timing": ", ".join(f"{name};dur={ms}" for name, ms in told),
         "X-Tuneserve-Cost": ", ".join(f"{name}={number:.0f}" for name, number in spent),
     }
-
-
-def _ms(seconds: float) -> float:
-    return round(1000 * seconds, 3)

@@ -29,7 +29,7 @@ class InlineCommit:
         self._closed = False
 
     def run_operation(
-        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows_by: int = 0
     ) -> "asyncio.Future[T]":
         """The result of ``operation``, or its exception, available at once."""
         if self._closed:

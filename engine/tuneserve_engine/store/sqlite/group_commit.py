@@ -1,12 +1,14 @@
 """One SQLite connection in one thread; waiting operations share one transaction and one fsync.
 
-Operations run in the order of the calls, each in a savepoint of its own: an operation that raises
-takes back only its own changes. No caller gets a result before it is durable.
+Each operation runs in a savepoint of its own: an operation that raises takes back only its own
+changes. No caller gets a result before it is durable. Operations run in the order of the calls,
+except that those that grow the store, and may write many megabytes, let all others go first.
 """
 
 import asyncio
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +24,10 @@ from tuneserve_engine.store.sqlite.reserve import NO_RESERVE, Reserve, is_full, 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Row = tuple[Any, ...]
-MAX_GROUP = 256  # bounds the wait of a group's first operation
+MAX_GROUP = 256
+"""The most operations of each sort in a transaction; it bounds the wait of the first."""
+GROUP_BYTES = 2**20
+"""The growth after which no operation that grows the store joins a transaction."""
 
 
 @dataclass
@@ -60,14 +65,14 @@ class Transaction:
 class Call(NamedTuple):
     """An operation with its arguments and a waiting caller.
 
-    While the disk is full, an operation that ``grows`` the store is refused, so that all others
-    have room.
+    ``grows_by`` is about how many bytes it adds to the store. While the disk is full, an operation
+    that adds any is refused, so that all others have room.
     """
 
     operation: Callable[..., Any]
     arguments: tuple[Any, ...]
     future: "asyncio.Future[Any]"
-    grows: bool = False
+    grows_by: int = 0
 
 
 class GroupCommit:
@@ -87,6 +92,7 @@ class GroupCommit:
         self._clock = clock
         self._announce = announce
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._growing: deque[Call] = deque()  # taken from the queue, not run yet
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -101,16 +107,16 @@ class GroupCommit:
         await opened
 
     def run_operation(
-        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows_by: int = 0
     ) -> "asyncio.Future[T]":
         """Return a future of the operation's result, or of its exception, once it is durable.
 
-        An operation that ``grows`` the store raises ``StoreFailed`` while the disk is full.
+        An operation with ``grows_by`` raises ``StoreFailed`` while the disk is full.
         """
         if self._closing:
             raise ConnectionError("the store is closed")
         future: asyncio.Future[T] = self._loop.create_future()
-        self._calls.put(Call(operation, arguments, future, grows))
+        self._calls.put(Call(operation, arguments, future, grows_by))
         return future
 
     async def stop(self) -> None:
@@ -131,14 +137,7 @@ class GroupCommit:
             return
         self._loop.call_soon_threadsafe(self._deliver, [opened], [None], [])
         try:
-            while (call := self._calls.get()) is not None:
-                calls = [call]
-                while len(calls) < MAX_GROUP and not self._calls.empty():
-                    if (call := self._calls.get()) is None:
-                        self._calls.put(None)  # stop at the next turn, after this group
-                        break
-                    calls.append(call)
-
+            while calls := self._next_group():
                 accepts = self._reserve.is_held or self._reserve.hold()
                 allowed = calls if accepts else _without_growth(calls)
                 results, news = commit(connection, allowed, self._clock())
@@ -150,6 +149,22 @@ class GroupCommit:
                 self._loop.call_soon_threadsafe(self._deliver, futures, results, news)
         finally:
             connection.close()
+
+    def _next_group(self) -> list[Call]:
+        """Wait for calls, and return those to commit together; none once the store is closed."""
+        group: list[Call] = []
+        while len(group) < MAX_GROUP and not (self._calls.empty() and (group or self._growing)):
+            if (call := self._calls.get()) is None:
+                self._calls.put(None)  # the next turns see it too, after what is left
+                break
+            (self._growing if call.grows_by else group).append(call)
+        size = 0
+        for _ in range(min(MAX_GROUP, len(self._growing))):
+            if size >= GROUP_BYTES:
+                break
+            group.append(self._growing.popleft())
+            size += group[-1].grows_by
+        return group
 
     def _commit_again(
         self,
@@ -243,7 +258,7 @@ def _write_back(connection: sqlite3.Connection) -> None:
 
 
 def _without_growth(calls: list[Call]) -> list[Call]:
-    return [each._replace(operation=_refuse) if each.grows else each for each in calls]
+    return [each._replace(operation=_refuse) if each.grows_by else each for each in calls]
 
 
 def _refuse(*_: object) -> None:

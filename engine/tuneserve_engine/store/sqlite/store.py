@@ -71,16 +71,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 DEFAULT_POLICY = StorePolicy()
+RECORD_BYTES = 1024
+"""About as much as a record takes, or the row of a job without its payload."""
 
 
 class Committer(Protocol):
-    """A runner of operations on its own database, in the order of the calls.
+    """A runner of operations on its own database; those that do not grow it may go first.
 
     It announces the changes of a commit before the callers resume.
     """
 
     def run_operation(
-        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows_by: int = 0
     ) -> "asyncio.Future[T]": ...
 
     async def stop(self) -> None: ...
@@ -118,11 +120,11 @@ class SqlStore:
         self._news.set()
 
     async def _call(
-        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows: bool = False
+        self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows_by: int = 0
     ) -> T:
-        """Run an operation. A full disk refuses one that ``grows`` the store."""
+        """Run an operation. A full disk refuses one with ``grows_by``, the bytes that it adds."""
         try:
-            return await self._commit.run_operation(operation, *arguments, grows=grows)
+            return await self._commit.run_operation(operation, *arguments, grows_by=grows_by)
         except sqlite3.Error as error:
             if is_corruption(error):
                 self._note_damage(damaged(self._path, str(error)))
@@ -155,7 +157,8 @@ class SqlStore:
     # --- jobs -----------------------------------------------------------------------------------
 
     async def submit(self, job: Job, *new_records: Record) -> Submitted:
-        return await self._call(jobs.submit, self._policy, job, new_records, grows=True)
+        size = RECORD_BYTES + len(job.payload)
+        return await self._call(jobs.submit, self._policy, job, new_records, grows_by=size)
 
     async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:
         while True:
@@ -265,10 +268,12 @@ class SqlStore:
     # --- records --------------------------------------------------------------------------------
 
     async def put_record(self, record: Record) -> None:
-        await self._call(records.put_record, record, grows=True)
+        await self._call(records.put_record, record, grows_by=RECORD_BYTES)
 
     async def put_new_record(self, record: R) -> R:
-        return await self._call(lambda tx: limits.put_new(tx, self._policy, record), grows=True)
+        return await self._call(
+            lambda tx: limits.put_new(tx, self._policy, record), grows_by=RECORD_BYTES
+        )
 
     async def update_record(self, *updates: Update) -> None:
         await self._call(lambda tx: [records.update_record(tx, each) for each in updates])

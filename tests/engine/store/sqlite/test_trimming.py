@@ -97,14 +97,14 @@ class Steps:
         self._call = store._commit.run_operation
         store._commit.run_operation = self.call  # type: ignore[method-assign]
 
-    def call(self, operation: Callable[..., Any], *arguments: Any, grows: bool = False) -> Any:
+    def call(self, operation: Callable[..., Any], *arguments: Any, grows_by: int = 0) -> Any:
         def counted(tx: Transaction) -> Any:
             before = tx.connection.total_changes
             result = operation(tx, *arguments)
             self.rows.append(tx.connection.total_changes - before)
             return result
 
-        return self._call(counted, grows=grows)
+        return self._call(counted, grows_by=grows_by)
 
 
 def test_20000_due_sessions_and_checkpoints_end_in_short_steps(tmp_path: Path) -> None:
