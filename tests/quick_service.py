@@ -1,14 +1,4 @@
 """Settings of a service that is ready soon, for tests of its clients."""
 
-import pytest
-
-
-def quick_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Settings for programs that compile fast, on demand, and once for all services of a test
-    run.
-    """
-    return {
-        "compile_ahead": "false",
-        "chunk_tokens": "64",
-        "compile_cache": str(tmp_path_factory.getbasetemp() / "compiled"),
-    }
+QUICK = {"compile_ahead": "false", "chunk_tokens": "64"}
+"""Programs compile fast and on demand; ``tests/conftest.py`` makes all services share them."""

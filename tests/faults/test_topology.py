@@ -17,6 +17,7 @@ from tinker import types
 
 from tests.faults.fault_proxy import FaultProxy, Message, named
 from tests.faults.topology import Topology
+from tests.quick_service import QUICK
 from tests.sdk import service_client
 from tuneserve_server.cli.local_server import LocalServer
 from tuneserve_server.cli.readiness import health_of
@@ -136,7 +137,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_two_apis_and_two_workers_equal_one_server_even_if_a_worker_dies(
     quiet: None, tmp_path: Path, compiled: Path
 ) -> None:
-    quick = {"compile_cache": str(compiled), "compile_ahead": "false", "chunk_tokens": "64"}
+    quick = {"compile_cache": str(compiled), **QUICK}
     with LocalServer(tmp_path, **quick) as server:
         expected = script(server.url, "tml-any", lambda: None)
     folder = tmp_path / "topology"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.quick_service import quick_settings
+from tests.quick_service import QUICK
 from tuneserve_server.cli.local_server import LocalServer
 
 KEY = "tml-guides"
@@ -17,8 +17,7 @@ KEY = "tml-guides"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    settings = quick_settings(tmp_path_factory)
-    with LocalServer(tmp_path_factory.mktemp("service"), **settings) as running:
+    with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from tests.quick_service import QUICK
 from tests.server.conftest import PROTOBUF, create_model, forward_backward
 from tuneserve_engine.settings.worker import WorkerSettings
 from tuneserve_server.cli.local_server import LocalServer, free_port
@@ -23,7 +24,6 @@ from tuneserve_server.settings import ApiSettings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/operating.md").read_text()
-SETTINGS = {"compile_ahead": "false", "chunk_tokens": "64"}
 PORT = "8499"  # port of the page's second service
 
 
@@ -32,11 +32,11 @@ class Guide:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.server = LocalServer(folder, **SETTINGS)
+        self.server = LocalServer(folder, **QUICK)
         self.second_port = str(free_port())
         self.environment = {
             **os.environ,
-            **{f"TUNESERVE_{name.upper()}": value for name, value in SETTINGS.items()},
+            **{f"TUNESERVE_{name.upper()}": value for name, value in QUICK.items()},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "TUNESERVE_URL": self.server.url,
             "TUNESERVE_PORT": self.server.url.rpartition(":")[2],

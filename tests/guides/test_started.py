@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.guides.pages import block_with
-from tests.quick_service import quick_settings
+from tests.quick_service import QUICK
 from tuneserve_server.access.auth import open_tenant
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.readiness import health_of
@@ -26,7 +26,7 @@ Environment = dict[str, str]
 @pytest.fixture
 def own(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """An operator's environment: settings of a service that is ready soon, on its own port."""
-    settings = quick_settings(tmp_path_factory) | {"port": str(free_port())}
+    settings = QUICK | {"port": str(free_port())}
     clients = {"TUNESERVE_URL", "TUNESERVE_API_KEY", "TINKER_BASE_URL", "TINKER_API_KEY"}
     return {
         **{name: value for name, value in environment.items() if name not in clients},

@@ -16,7 +16,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from tests.quick_service import quick_settings
+from tests import quick_service
 from tuneserve_client import Client, next_token_datum
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli import main as cli
@@ -35,7 +35,7 @@ QUICK = ["--batch-size", "4", "--learning-rate", "0.01", "--rank", "4"]
 def server(tmp_path_factory):
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Workers report metrics every third of the lease.
-    quick = quick_settings(tmp_path_factory) | {"lease_ttl_s": "1"}
+    quick = quick_service.QUICK | {"lease_ttl_s": "1"}
     with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
         yield running
 
@@ -205,7 +205,7 @@ def test_an_interrupted_run_continues_with_the_same_options(server, tmp_path, mo
 def test_a_run_whose_checkpoint_has_no_room_is_saved_when_there_is_some(tmp_path, monkeypatch):
     data, waited = write_rows(tmp_path), []
     (tmp_path / "full").mkdir()
-    with LocalServer(tmp_path / "full", compile_ahead="false", max_checkpoints="1") as full:
+    with LocalServer(tmp_path / "full", **quick_service.QUICK, max_checkpoints="1") as full:
         place = ["--url", full.url]
         output = tuneserve("train", data, *QUICK, *place, "--json")
         first = lines(output)[-1]["checkpoint"]

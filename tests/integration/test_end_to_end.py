@@ -18,6 +18,7 @@ import torch
 import transformers
 from tinker import types
 
+from tests.quick_service import QUICK
 from tests.sdk import service_client
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli.local_server import LocalServer, free_port
@@ -31,18 +32,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """Settings of all servers of this module: programs compile fast, on demand, in one cache."""
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    cache = str(tmp_path_factory.mktemp("compiled"))
-    return {"compile_cache": cache, "compile_ahead": "false", "chunk_tokens": "64"}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, quick):
-    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+def server(tmp_path_factory, quiet):
+    with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running
 
 
@@ -262,8 +260,8 @@ def test_an_export_is_downloaded_and_loads_in_peft(service, server, tmp_path):
     )
 
 
-def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path, quick):
-    with LocalServer(tmp_path, **quick) as running:
+def test_results_checkpoints_and_samplers_survive_a_restart(tmp_path):
+    with LocalServer(tmp_path, **QUICK) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-restart")
         trainer = new_trainer(client, running)
         curve = losses(trainer, 2)
@@ -287,8 +285,8 @@ def kill_child(running, name):
     os.kill(int(found[0]), 9)
 
 
-def test_training_continues_bit_for_bit_when_the_api_process_dies(tmp_path, quick):
-    with LocalServer(tmp_path, **quick) as running:
+def test_training_continues_bit_for_bit_when_the_api_process_dies(tmp_path):
+    with LocalServer(tmp_path, **QUICK) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-crash")
         undisturbed = losses(new_trainer(client, running), 4)
         trainer = new_trainer(client, running)
@@ -304,12 +302,12 @@ def test_training_continues_bit_for_bit_when_the_api_process_dies(tmp_path, quic
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
 def test_training_continues_bit_for_bit_when_the_worker_dies_and_when_all_stops(
-    tmp_path, quick, request, store
+    tmp_path, request, store
 ):
     settings = {}
     if store == "redis":
         settings["store"] = request.getfixturevalue("redis_server").url
-    with LocalServer(tmp_path, **quick, **settings) as running:
+    with LocalServer(tmp_path, **QUICK, **settings) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-death")
         undisturbed = losses(new_trainer(client, running), 6)
         trainer = new_trainer(client, running)
@@ -328,8 +326,8 @@ def test_training_continues_bit_for_bit_when_the_worker_dies_and_when_all_stops(
         client.close("success")
 
 
-def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_path, quick):
-    with LocalServer(tmp_path, **quick) as running:
+def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_path):
+    with LocalServer(tmp_path, **QUICK) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key="tml-first")
         trainer = new_trainer(client, running)
         losses(trainer, 1)
@@ -346,15 +344,12 @@ def test_a_second_service_on_the_same_data_directory_leaves_the_first_alone(tmp_
         client.close("success")
 
 
-def test_the_demo_trains_three_tenants_to_three_styles_of_answering(quick):
+def test_the_demo_trains_three_tenants_to_three_styles_of_answering():
     """README.md's ``make demo``, by the command that it runs."""
-    # The chunks differ: in one of a single block two tenants' requests would never share a pass.
-    settings = {
-        f"TUNESERVE_{name.upper()}": quick[name] for name in quick if name != "chunk_tokens"
-    }
+    # Not QUICK: in chunks of a single block two tenants' requests would never share a pass.
     ran = subprocess.run(
         [sys.executable, str(EXAMPLES / "demo")],
-        env={**os.environ, **settings, "COLUMNS": "160"},
+        env={**os.environ, "TUNESERVE_COMPILE_AHEAD": "false", "COLUMNS": "160"},
         capture_output=True,
         text=True,
         timeout=280,

@@ -8,6 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.quick_service import QUICK
 from tests.sdk import service_client
 from tuneserve_server.cli.local_server import LocalServer
 
@@ -36,8 +37,7 @@ def is_refused(server, key):
 
 def test_the_sdk_trains_with_a_valid_key_and_is_refused_with_any_other(tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    quick = {"compile_ahead": "false", "chunk_tokens": "64"}
-    with LocalServer(tmp_path, **quick) as server:
+    with LocalServer(tmp_path, **QUICK) as server:
         assert not is_refused(server, "tml-anybody")
         key = tuneserve(server, "keys", "create", "--tenant", "alice")
         made_s = time.monotonic()

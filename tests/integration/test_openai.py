@@ -9,6 +9,7 @@ import pytest
 import transformers
 from tinker import types
 
+from tests.quick_service import QUICK
 from tests.sdk import service_client
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli.local_server import LocalServer
@@ -30,8 +31,7 @@ MESSAGES = [
 def server(tmp_path_factory):
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    quick = {"compile_ahead": "false", "chunk_tokens": "64"}
-    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+    with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running
 
 

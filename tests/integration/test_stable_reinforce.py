@@ -12,7 +12,7 @@ import tinker
 import torch
 from tinker import types
 
-from tests.quick_service import quick_settings
+from tests.quick_service import QUICK
 from tests.sdk import service_client
 from tuneserve_server.cli.local_server import LocalServer
 
@@ -33,8 +33,7 @@ MOVE = types.AdamParams(learning_rate=1e-2)
 def server(tmp_path_factory):
     os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
-    quick = quick_settings(tmp_path_factory)
-    with LocalServer(tmp_path_factory.mktemp("service"), **quick) as running:
+    with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running
 
 

@@ -17,6 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 
+from tests.quick_service import QUICK
 from tuneserve_client import Client, Datum, RequestFailed, next_token_datum
 from tuneserve_server.cli.local_server import LocalServer
 
@@ -25,8 +26,7 @@ SETTINGS = {
     "log_format": "json",
     "log_level": "debug",
     "access_log": "true",
-    "compile_ahead": "false",
-    "chunk_tokens": "64",
+    **QUICK,
 }
 PROMPT = [71, 72, 73, 74, 75]
 MARKS = (KEY, "canary5d0c91", "71, 72, 73", "71,72,73", "secret prompt")

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
+from tests.quick_service import QUICK
 from tests.sdk import service_client
 from tuneserve_server.access.auth import open_tenant
 from tuneserve_server.cli.local_server import LocalServer
@@ -61,8 +62,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def test_the_tenants_charges_are_the_devices_busy_time(tmp_path):
     settings = {
-        "compile_ahead": "false",
-        "chunk_tokens": "64",
+        **QUICK,
         "tenant_metrics": "true",
         "lease_ttl_s": "1",  # metrics are reported every third of it
     }

@@ -612,6 +612,20 @@ BUGS = (
         ("tests/client/test_transport.py",),
     ),
     Bug(
+        "slices of long datums at the pace of short ones",
+        f"{ENGINE}/worker/scheduling/pace.py",
+        "nearest = min(rates, key=lambda known: (abs(known - bits), -known))",
+        "nearest = min(rates)",
+        (f"{WORKER_TESTS}/scheduling/test_pace.py",),
+    ),
+    Bug(
+        "large bodies of many requests in one transaction",
+        f"{SQLITE}/group_commit.py",
+        "            if size >= GROUP_BYTES:\n                break\n",
+        "",
+        ("tests/engine/store/sqlite/test_group_commit.py",),
+    ),
+    Bug(
         "a mean over parts that forgets their sizes",
         f"{CLIENT}/codec.py",
         "return float(np.average(values, weights=counts))",

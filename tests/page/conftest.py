@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 from playwright.sync_api import Browser
 
-from tests.page.stage import QUICK, Trainer, chromium, make_key, training
+from tests.page.stage import PAGE, Trainer, chromium, make_key, training
 from tuneserve_server.cli.local_server import LocalServer
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -29,7 +29,7 @@ class Service:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as server:
+    with LocalServer(tmp_path_factory.mktemp("service"), **PAGE) as server:
         alice_key, bob_key = (
             make_key(server, name, "train", "sample") for name in ("alice", "bob")
         )

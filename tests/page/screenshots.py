@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import expect
 
-from tests.page.stage import PHONE, QUICK, Trainer, Visit, chromium, make_key, training
+from tests.page.stage import PAGE, PHONE, Trainer, Visit, chromium, make_key, training
 from tuneserve_server.cli.local_server import LocalServer
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -18,7 +18,7 @@ ANSWERED = 60_000
 
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, LocalServer(Path(folder), **QUICK) as server:
+    with tempfile.TemporaryDirectory() as folder, LocalServer(Path(folder), **PAGE) as server:
         alice, bob = (make_key(server, name, "train", "sample") for name in ("alice", "bob"))
         looking = make_key(server, "alice", "sample", "admin")
         trainers = [

@@ -16,13 +16,13 @@ import httpx
 from playwright.sync_api import Browser, sync_playwright
 
 from examples.demo.tasks import FACTS, TASKS
+from tests.quick_service import QUICK
 from tuneserve_client import Client, chat_datum
 from tuneserve_server.cli.local_server import LocalServer, free_port
 from tuneserve_server.cli.readiness import health_of
 
-QUICK = {
-    "compile_ahead": "false",
-    "chunk_tokens": "64",
+PAGE = {
+    **QUICK,
     "lease_ttl_s": "1.5",  # metrics are reported every third of it
     "require_keys": "true",
 }
