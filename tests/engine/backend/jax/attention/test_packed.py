@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from scripts.gpu_compile.shapes import GROUPS
+from tests.support.compiled import memory_of
 from tuneserve_engine.backend.jax.attention import packed_gpu
 from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
 from tuneserve_engine.backend.jax.attention.packed import (
@@ -339,7 +340,7 @@ def test_no_score_outlives_its_block() -> None:
     capacity, block = 32, 64
     seen = visibility([[capacity * block]], block, capacity)
     at = packed(numbers(capacity * block, REAL), seen, REAL)
-    memory = RUN["blocks"].lower(at).compile().memory_analysis()
+    memory = memory_of(RUN["blocks"].lower(at))
     scores = (capacity * block) ** 2 * 4
     assert memory.temp_size_in_bytes < scores / 4
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.compiled import memory_of
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
@@ -199,7 +200,7 @@ class Sampling:
 
     def takes(self, name: str) -> int:
         """The bytes that the program needs while it runs, its results included."""
-        memory = self._shape(name).compiled().memory_analysis()
+        memory = memory_of(self._shape(name).lowered(lambda x: x))
         returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return int(memory.temp_size_in_bytes + returned)
 
@@ -280,9 +281,7 @@ def temporaries(config: ModelConfig, static_shapes: StaticShapes, dtype: Any) ->
         return score_micro_batch(nnx.merge(scoring_graph, weights), *args)
 
     scoring = jax.jit(score).lower(weights, held, micro_batch)
-    trained, scored = (
-        each.compile().memory_analysis().temp_size_in_bytes for each in (training, scoring)
-    )
+    trained, scored = (memory_of(each).temp_size_in_bytes for each in (training, scoring))
     return trained, scored
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.adapters import bits, on_device, pointers, random_like, random_state
+from tests.support.compiled import memory_of
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, arrays_of
 from tuneserve_engine.backend.jax.training.adamw import (
     SteppedAdapter,
@@ -208,7 +209,7 @@ def test_a_step_needs_little_extra_memory():
     adapter = on_device(random_state(2))
     parts = (adapter.weights, adapter.first_moment, adapter.second_moment, adapter.accumulator)
     scalars = step_scalars(AdamwParams(), 1)
-    needs = adamw_step.lower(*parts, scalars).compile().memory_analysis()
+    needs = memory_of(adamw_step.lower(*parts, scalars))
     size = sum(array.nbytes for array in arrays_of(adapter))
     assert needs.alias_size_in_bytes == size
     assert needs.temp_size_in_bytes <= size  # four times the adapter's weights

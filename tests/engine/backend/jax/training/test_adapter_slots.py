@@ -21,6 +21,7 @@ from tests.support.adapters import (
     settled,
     shapes_of,
 )
+from tests.support.compiled import memory_of
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAdapter, new_adapter
 from tuneserve_engine.backend.jax.training.adamw import start_step
 from tuneserve_engine.backend.jax.training.adapter_slots import (
@@ -192,7 +193,7 @@ def test_a_hundred_commits_and_ten_steps_allocate_nothing():
 
 
 def memory(program, *args: object):
-    return program.lower(*args).compile().memory_analysis()
+    return memory_of(program.lower(*args))
 
 
 def bench_adapter() -> tuple[TrainingAdapter, LoraWeights]:

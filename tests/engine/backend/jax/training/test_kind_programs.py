@@ -9,6 +9,7 @@ import pytest
 
 from tests.engine.adapters import osft_case
 from tests.engine.adapters.osft_case import base_of, change, config_of, leaks
+from tests.support.compiled import memory_of
 from tuneserve_engine.adapters.kinds import KINDS
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
@@ -66,7 +67,7 @@ def test_a_step_reuses_its_arguments_and_needs_little_more(form: str, pairs: flo
     programs = KindPrograms(ProgramRegistry(), WIDE, StaticShapes(64, rank_buckets=(RANK,)))
     programs._declare(kind)
     (step,) = programs._steps[kind.program].shapes()
-    memory = step.compiled().memory_analysis()
+    memory = memory_of(step.lowered(lambda x: x))
     own = sum(size(part) for s in WIDE.values() for part in kind.parameter_shapes(s, RANK).values())
     pair = sum(size((*layers, i + o, RANK)) for *layers, i, o in WIDE.values())
     assert memory.alias_size_in_bytes == 3 * own + pair

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from tests.engine.backend.jax.training.packed_case import TINY
 from tests.engine.conftest import empty
 from tests.support.adapters import nbytes
+from tests.support.compiled import memory_of
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, target_shapes
 from tuneserve_engine.backend.jax.model.block import Layer, after_attention, before_attention
@@ -86,8 +87,8 @@ def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
     )
 
 
-def takes(compiled: Any, case: Case, workspace: int) -> Takes:
-    memory = compiled.memory_analysis()
+def takes(lowered: jax.stages.Lowered, case: Case, workspace: int) -> Takes:
+    memory = memory_of(lowered)
     live = memory.argument_size_in_bytes + memory.output_size_in_bytes
     live += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     weights = nbytes(nnx.state(case.model.layers))
@@ -101,11 +102,11 @@ def training(layers: int, remat: str, config: ModelConfig = CONFIG) -> Takes:
     case = case_of(layers, remat, config)
     space = space_shapes(case.model, case.adapter_slots, TOKENS // BLOCK)
     program = jax.jit(train_micro_batch, donate_argnums=(1, 2))
-    compiled = program.lower(
+    lowered = program.lower(
         case.model, space, case.gradient_slots, case.adapter_slots, case.micro_batch
-    ).compile()
+    )
     workspace = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(space))
-    return takes(compiled, case, workspace)
+    return takes(lowered, case, workspace)
 
 
 @cache
@@ -155,8 +156,8 @@ def autodiff(layers: int) -> Takes:
     x = jnp.zeros((TOKENS // BLOCK, BLOCK, CONFIG.hidden))
     slot = jnp.zeros(TOKENS // BLOCK, jnp.int32)
     program = jax.jit(added, donate_argnums=1)
-    compiled = program.lower(case.model, case.gradient_slots, case.adapter_slots, x, slot).compile()
-    return takes(compiled, case, 0)
+    lowered = program.lower(case.model, case.gradient_slots, case.adapter_slots, x, slot)
+    return takes(lowered, case, 0)
 
 
 def per_layer(few: Takes, many: Takes, config: ModelConfig = CONFIG) -> dict[str, float]:
