@@ -21,7 +21,12 @@ test: .venv/dev.stamp redis-server chromium  ## Every quick test; make test ARGS
 	$(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
 test-faults: .venv/dev.stamp redis-server  ## Killed processes, hostile clients, full disks: a few minutes
-	$(BIN)/pytest -m "not nightly" $(or $(ARGS),tests/faults)
+ifdef ARGS
+	$(BIN)/pytest -m "not nightly" $(ARGS)
+else
+	$(BIN)/pytest -m "not nightly and not alone" --numprocesses 2 --dist loadfile tests/faults
+	$(BIN)/pytest -m "not nightly and alone" tests/faults
+endif
 
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests/faults tests/nightly)

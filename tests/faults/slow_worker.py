@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -53,7 +53,7 @@ class SlowBackend(FakeBackend):
 
 
 class Noting(Scheduler):
-    """Writes a line per batch: its kind, each tenant's seconds, and the tenants that have work."""
+    """Writes a line per batch: its kind, each tenant's requests, and the tenants that have work."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
         super().__init__(weights, costs=CostModel(SlowBackend().static_shapes))
@@ -69,11 +69,9 @@ class Noting(Scheduler):
     def charge(
         self, batch: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
     ) -> None:
-        shares: defaultdict[str, float] = defaultdict(float)
-        for job, share in zip(batch, self._estimates.shares(batch), strict=True):
-            shares[job.tenant] += share * seconds
-        line = {"kind": batch[0].kind, "seconds": shares, "jobs": len(batch)}
-        self._file.write(json.dumps(line | {"waiting": self._waiting}) + "\n")
+        requests = Counter(job.tenant for job in batch)
+        line = {"kind": batch[0].kind, "requests": requests, "waiting": self._waiting}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         super().charge(batch, seconds, work)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.faults.killed_worker import NEVER, Life
 from tests.faults.slow_backend import SLOW, NewSlowBackend
@@ -141,6 +142,7 @@ async def run(data_dir: Path, kills: int) -> tuple[list[Any], list[float]]:
         return await script, restarts
 
 
+@pytest.mark.alone
 def test_a_script_of_the_sdk_does_not_notice_twenty_deaths_of_the_api(tmp_path: Path) -> None:
     """A 404 for a future, a lost request or a confused seq_id would end the script."""
 

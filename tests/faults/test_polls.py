@@ -156,6 +156,7 @@ def many_sockets() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(20_000, hard), hard))
 
 
+@pytest.mark.alone
 async def test_a_thousand_parked_polls_are_cheap_and_answered_soon(tmp_path: Path) -> None:
     await poll_many(tmp_path, 1000)
 
