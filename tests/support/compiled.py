@@ -1,4 +1,4 @@
-"""What a compiled program needs, read without running it."""
+"""The needs of a compiled program, read without running it."""
 
 from typing import Any
 
