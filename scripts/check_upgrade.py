@@ -3,6 +3,8 @@
     git worktree add ../before COMMIT && make -C ../before setup
     python -m scripts.check_upgrade ../before [--store redis://127.0.0.1:6379/0]
 
+A Redis must be empty, and keeps the data of the check.
+
 The other checkout's service trains a model of each adapter kind, saves each, trains on and stops.
 This checkout's service starts on the same data. The same client then trains the same models to the
 end, and models that it loads from the checkpoints. Their losses, gradient norms and final weights
@@ -15,13 +17,15 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors.numpy import load_file
 
-from tuneserve_client import Client, Datum, Model, next_token_datum
+from tuneserve_client import Adapter, Client, Datum, Model, next_token_datum
 from tuneserve_server.cli.local_server import LocalServer
 
+ROOT = Path(__file__).parent.parent
 KEY = "tml-upgrade"
 SAVED_AT, STOPPED_AT, STEPS = 2, 4, 8
 ADAPTERS = {
@@ -38,10 +42,8 @@ class Checkout(LocalServer):
     """A service on one data directory and port, run by a checkout's own virtual environment."""
 
     def run_by(self, checkout: Path) -> None:
-        """Make the next start use the checkout. Raises ``SystemExit`` if it is not set up."""
+        """Make the next start use the checkout."""
         self.program = checkout.resolve() / ".venv/bin/tuneserve"
-        if not self.program.exists():
-            raise SystemExit(f"{self.program} does not exist; run make setup in {checkout}")
 
 
 def batch(step: int) -> list[Datum]:
@@ -65,16 +67,24 @@ def weights(client: Client, model: Model, folder: Path) -> dict[str, np.ndarray]
     return load_file(client.download(path, folder) / "adapter_model.safetensors")
 
 
-def is_same(
-    what: str,
-    found: tuple[Curve, dict[str, np.ndarray]],
-    wanted: tuple[Curve, dict[str, np.ndarray]],
-) -> bool:
-    """Print whether two runs have the same bits, and return it."""
-    same = found[0] == wanted[0] and found[1].keys() == wanted[1].keys()
-    same = same and all(np.array_equal(each, wanted[1][name]) for name, each in found[1].items())
-    print(f"{what}: {'the same bits' if same else f'{found[0]} instead of {wanted[0]}'}")
-    return same
+class Run(NamedTuple):
+    """A finished run: the loss and the gradient norm of each step, and the final weights."""
+
+    curve: Curve
+    weights: dict[str, np.ndarray]
+
+
+def is_same(what: str, found: Run, wanted: Run) -> bool:
+    """Print whether two runs have the same bits, or where they differ, and return it."""
+    assert found.weights.keys() == wanted.weights.keys() and len(found.curve) == len(wanted.curve)
+    steps = [number for number in range(STEPS) if found.curve[number] != wanted.curve[number]]
+    names = [
+        name
+        for name, array in wanted.weights.items()
+        if not np.array_equal(found.weights[name], array)
+    ]
+    print(f"{what}: {f'steps {steps} and {names} differ' if steps or names else 'the same bits'}")
+    return not steps and not names
 
 
 def check(before: Path, folder: Path, settings: dict[str, str]) -> bool:
@@ -86,25 +96,27 @@ def check(before: Path, folder: Path, settings: dict[str, str]) -> bool:
         client = stack.enter_context(Client(server.url, KEY))
         models, saved, curves = {}, {}, {}
         for kind, options in ADAPTERS.items():
-            models[kind] = client.create_model(adapter=kind, seed=3, **options)
+            models[kind] = client.create_model(adapter=Adapter(kind=kind), seed=3, **options)
             curves[kind] = train(models[kind], range(SAVED_AT))
             saved[kind] = models[kind].save("saved").result()
             curves[kind] += train(models[kind], range(SAVED_AT, STOPPED_AT))
         server.stop()
-        server.run_by(Path(__file__).parent.parent)
+        server.run_by(ROOT)
         server.start()
-        ok = True
+        checks = []
         for kind, options in ADAPTERS.items():
-            straight = client.create_model(adapter=kind, seed=3, **options)
-            wanted = train(straight, range(STEPS)), weights(client, straight, folder / f"{kind}-a")
+            straight = client.create_model(adapter=Adapter(kind=kind), seed=3, **options)
+            wanted = Run(
+                train(straight, range(STEPS)), weights(client, straight, folder / f"{kind}-a")
+            )
             curves[kind] += train(models[kind], range(STOPPED_AT, STEPS))
-            halves = curves[kind], weights(client, models[kind], folder / f"{kind}-b")
-            ok &= is_same(f"{kind}, continued", halves, wanted)
+            halves = Run(curves[kind], weights(client, models[kind], folder / f"{kind}-b"))
+            checks.append(is_same(f"{kind}, continued", halves, wanted))
             loaded = client.load_model(saved[kind])
             curve = curves[kind][:SAVED_AT] + train(loaded, range(SAVED_AT, STEPS))
-            resumed = curve, weights(client, loaded, folder / f"{kind}-c")
-            ok &= is_same(f"{kind}, from its checkpoint", resumed, wanted)
-    return ok
+            resumed = Run(curve, weights(client, loaded, folder / f"{kind}-c"))
+            checks.append(is_same(f"{kind}, from its checkpoint", resumed, wanted))
+    return all(checks)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", help="a Redis address; default: SQLite in the data directory")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     options = parser.parse_args(arguments)
+    for checkout in (options.before, ROOT):
+        if not (checkout / ".venv/bin/tuneserve").exists():
+            raise SystemExit(f"there is no {checkout}/.venv; run make setup in {checkout}")
     settings = {"dtype": options.dtype, **({"store": options.store} if options.store else {})}
     with tempfile.TemporaryDirectory() as folder:
         return 0 if check(options.before, Path(folder), settings) else 1

@@ -3,10 +3,10 @@
     python -m scripts.count_functions [--list]
 
 The API and a worker on the embedded model run in this process, over the SQLite store and its
-socket, as ``tuneserve up`` runs them in two. The request is sent, and its result is retrieved,
-after two like it. Of five such requests, the one that enters the fewest counts: renewals and sweeps
-ran beside the others. A nested function counts as one; comprehensions, lambdas and generator
-expressions do not.
+socket, as ``tuneserve up`` runs them in two. After two requests to warm up, it sends five more,
+retrieves their results, and counts for the one that enters the fewest functions: renewals and
+sweeps may run beside a request. A nested function counts as one; comprehensions, lambdas and
+generator expressions do not.
 """
 
 import argparse

@@ -301,6 +301,7 @@ class Training:
         ), f"no result in {timeout_s:g} s"
 
 
+@pytest.mark.alone
 def test_a_second_worker_takes_its_share(tmp_path: Path) -> None:
     """So does a third, which then dies without leaving a trace."""
 
@@ -326,6 +327,7 @@ def test_a_second_worker_takes_its_share(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.alone
 def test_models_of_a_dead_worker_continue_within_15_s(tmp_path: Path, compiled: Path) -> None:
     """The real engine on the embedded model, with the default settings: a lease of 6 s, and
     recovery points every 60 s, so everything is replayed from the log.

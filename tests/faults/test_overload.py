@@ -1,7 +1,7 @@
 """T12: three tenants, and for ten seconds five times the work that the device can do.
 
 Memory stays bounded, refusals are only 429 and 408, accepted requests run, and shares follow the
-weights, within one request of each. A tenant that stays within its share, with requests as large as
+weights, within one batch of each. A tenant that stays within its share, with requests as large as
 the floods', waits up to three times as long (p99) as when it is alone (p50).
 """
 
@@ -189,7 +189,7 @@ def report(measured: Measured) -> None:
 def check_shares(path: Path) -> None:
     """While both floods had work, requests over weight stayed within a batch of each.
 
-    All requests cost the same, so they stand for device time.
+    Every batch has two requests of equal size, so requests stand for device time.
     """
     gold, plain = (open_tenant(key) for key in ("tml-gold", "tml-plain"))
     served: Counter[str] = Counter()
@@ -199,6 +199,7 @@ def check_shares(path: Path) -> None:
         batch = json.loads(line)
         if batch["kind"] != "forward_backward" or not {gold, plain} <= set(batch["waiting"]):
             continue
+        assert sum(batch["requests"].values()) == 2, batch
         served.update(batch["requests"])
         largest |= Counter(batch["requests"])
         ahead.append(served[gold] / WEIGHTS["tml-gold"] - served[plain] / WEIGHTS["tml-plain"])

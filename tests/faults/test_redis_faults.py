@@ -129,6 +129,7 @@ async def kill_again_and_again(server: RedisServer, diary: Diary) -> list[float]
     return waits
 
 
+@pytest.mark.alone
 def test_redis_killed_twelve_times_loses_nothing_that_it_acknowledged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

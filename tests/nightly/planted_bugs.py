@@ -621,8 +621,8 @@ BUGS = (
     Bug(
         "large bodies of many requests in one transaction",
         f"{SQLITE}/group_commit.py",
-        "            if size >= GROUP_BYTES:\n                break\n",
-        "",
+        "while self._large and size < GROUP_BYTES:",
+        "while self._large:",
         ("tests/engine/store/sqlite/test_group_commit.py",),
     ),
     Bug(

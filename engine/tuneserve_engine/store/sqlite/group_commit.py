@@ -2,7 +2,7 @@
 
 Each operation runs in a savepoint of its own: an operation that raises takes back only its own
 changes. No caller gets a result before it is durable. Operations run in the order of the calls,
-except that those that grow the store, and may write many megabytes, let all others go first.
+except that those that add much to the store let all others go first.
 """
 
 import asyncio
@@ -25,9 +25,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 Row = tuple[Any, ...]
 MAX_GROUP = 256
-"""The most operations of each sort in a transaction; it bounds the wait of the first."""
+"""The most operations in a transaction, large ones aside; it bounds the wait of the first."""
+LARGE_BYTES = 2**16
+"""An operation that adds this much to the store, or more, is a large one."""
 GROUP_BYTES = 2**20
-"""The growth after which no operation that grows the store joins a transaction."""
+"""Once large operations have added this much, no further one joins the transaction."""
 
 
 @dataclass
@@ -65,8 +67,8 @@ class Transaction:
 class Call(NamedTuple):
     """An operation with its arguments and a waiting caller.
 
-    ``grows_by`` is about how many bytes it adds to the store. While the disk is full, an operation
-    that adds any is refused, so that all others have room.
+    ``grows_by`` is roughly the number of bytes that it adds to the store. While the disk is full,
+    an operation that adds any is refused, so that all others have room.
     """
 
     operation: Callable[..., Any]
@@ -92,7 +94,7 @@ class GroupCommit:
         self._clock = clock
         self._announce = announce
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._growing: deque[Call] = deque()  # taken from the queue, not run yet
+        self._large: deque[Call] = deque()  # taken from the queue, not run yet
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -111,7 +113,7 @@ class GroupCommit:
     ) -> "asyncio.Future[T]":
         """Return a future of the operation's result, or of its exception, once it is durable.
 
-        An operation with ``grows_by`` raises ``StoreFailed`` while the disk is full.
+        An operation whose ``grows_by`` is above 0 raises ``StoreFailed`` while the disk is full.
         """
         if self._closing:
             raise ConnectionError("the store is closed")
@@ -153,16 +155,14 @@ class GroupCommit:
     def _next_group(self) -> list[Call]:
         """Wait for calls, and return those to commit together; none once the store is closed."""
         group: list[Call] = []
-        while len(group) < MAX_GROUP and not (self._calls.empty() and (group or self._growing)):
+        while len(group) < MAX_GROUP and not (self._calls.empty() and (group or self._large)):
             if (call := self._calls.get()) is None:
                 self._calls.put(None)  # the next turns see it too, after what is left
                 break
-            (self._growing if call.grows_by else group).append(call)
+            (self._large if call.grows_by >= LARGE_BYTES else group).append(call)
         size = 0
-        for _ in range(min(MAX_GROUP, len(self._growing))):
-            if size >= GROUP_BYTES:
-                break
-            group.append(self._growing.popleft())
+        while self._large and size < GROUP_BYTES:
+            group.append(self._large.popleft())
             size += group[-1].grows_by
         return group
 

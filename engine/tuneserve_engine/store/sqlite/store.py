@@ -72,11 +72,11 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 DEFAULT_POLICY = StorePolicy()
 RECORD_BYTES = 1024
-"""About as much as a record takes, or the row of a job without its payload."""
+"""Roughly the size of a record, or of a job's row without its payload."""
 
 
 class Committer(Protocol):
-    """A runner of operations on its own database; those that do not grow it may go first.
+    """A runner of operations on its own database; large ones let others go first.
 
     It announces the changes of a commit before the callers resume.
     """
@@ -122,7 +122,7 @@ class SqlStore:
     async def _call(
         self, operation: Callable[[Transaction, *Ts], T], *arguments: *Ts, grows_by: int = 0
     ) -> T:
-        """Run an operation. A full disk refuses one with ``grows_by``, the bytes that it adds."""
+        """Run an operation. A full disk refuses one that ``grows_by`` some bytes."""
         try:
             return await self._commit.run_operation(operation, *arguments, grows_by=grows_by)
         except sqlite3.Error as error:

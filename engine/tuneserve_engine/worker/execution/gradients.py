@@ -104,7 +104,7 @@ class GradientRunner:
                 continue
             seconds = self.timer.now_s() - started_s
             computed = sum(packed.computed)
-            self.pace.learn(packed.batch.forward_only, packed.longest, computed, seconds)
+            self.pace.learn(packed.batch.forward_only, packed.datum_tokens, computed, seconds)
 
             parameters = self.backend.info.parameters
             for i, (job, request) in enumerate(members):

@@ -45,7 +45,8 @@ class PackedBatch:
     Its request i is the one at ``members[i]`` of the packed requests, and ``locations[i]`` has the
     places of that request's datums. ``computed[i]`` is the number of tokens computed for the
     request: its own blocks, padding included, and its share of the tokens that fill the last chunk
-    of a micro-batch. Every micro-batch has ``length`` tokens; the longest datum has ``longest``.
+    of a micro-batch. Every micro-batch has ``length`` tokens. A token's datum has ``datum_tokens``,
+    averaged over the tokens.
     """
 
     batch: TrainBatch
@@ -53,7 +54,7 @@ class PackedBatch:
     members: tuple[int, ...]
     locations: tuple[tuple[DatumLocation, ...], ...]
     computed: tuple[float, ...]
-    longest: int
+    datum_tokens: float
 
 
 class _Bin(NamedTuple):
@@ -65,7 +66,7 @@ class _Bin(NamedTuple):
     tokens: int  # of its blocks
 
 
-def _no_limit(forward_only: bool, longest: int) -> None:
+def _no_limit(forward_only: bool, datum_tokens: float) -> None:
     return None
 
 
@@ -73,7 +74,7 @@ def pack(
     requests: Sequence[PackingRequest],
     static_shapes: StaticShapes,
     halvings: int = 0,
-    tokens_in_slice: Callable[[bool, int], int | None] = _no_limit,
+    tokens_in_slice: Callable[[bool, float], int | None] = _no_limit,
 ) -> list[PackedBatch]:
     """Return the batches that run these requests, each of one rank bucket and one direction.
 
@@ -82,9 +83,8 @@ def pack(
     device without the memory for more: the bits are the same, in a shape that has to be compiled.
 
     ``tokens_in_slice`` returns about how many tokens a micro-batch takes, given whether its batch
-    is forward only and the length of the batch's longest datum; the number is rounded up to whole
-    chunks. A longer bin is alone in its micro-batch. The rest of the micro-batch stays unused,
-    which costs nothing.
+    is forward only, and its ``datum_tokens``; the number is rounded up to whole chunks. A longer
+    bin is alone in its micro-batch. The rest of the micro-batch stays unused, which costs nothing.
     """
     groups: dict[tuple[int, bool], list[list[int]]] = {}
     for index, request in enumerate(requests):
@@ -105,16 +105,17 @@ def _pack_batch(
     members: tuple[int, ...],
     static_shapes: StaticShapes,
     halvings: int,
-    tokens_in_slice: Callable[[bool, int], int | None],
+    tokens_in_slice: Callable[[bool, float], int | None],
 ) -> PackedBatch:
     data = [requests[index].data for index in members]
     bins = [bin_ for i, each in enumerate(data) for bin_ in _bins_of(i, each, static_shapes)]
-    longest_bin = max(bin_.tokens for bin_ in bins)
+    longest = max(bin_.tokens for bin_ in bins)
     capacity = multiple_from(
-        max(static_shapes.micro_batch_tokens >> halvings, longest_bin), static_shapes.chunk
+        max(static_shapes.micro_batch_tokens >> halvings, longest), static_shapes.chunk
     )
-    longest = max(len(datum.tokens) for each in data for datum in each.data)
-    slice_tokens = tokens_in_slice(data[0].forward_only, longest)
+    lengths = [len(datum.tokens) for each in data for datum in each.data]
+    datum_tokens = sum(length**2 for length in lengths) / max(sum(lengths), 1)
+    slice_tokens = tokens_in_slice(data[0].forward_only, datum_tokens)
     room = capacity
     if slice_tokens is not None:
         # Whole chunks: a part of a chunk costs the device as much as all of it.
@@ -155,7 +156,7 @@ def _pack_batch(
         members,
         tuple(tuple(of_request) for of_request in locations),
         tuple(computed),
-        longest,
+        datum_tokens,
     )
 
 

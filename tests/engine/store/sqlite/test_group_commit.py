@@ -14,6 +14,7 @@ import pytest
 
 from tuneserve_engine.store.sqlite.group_commit import (
     GROUP_BYTES,
+    LARGE_BYTES,
     CommitEvents,
     GroupCommit,
     Transaction,
@@ -119,17 +120,17 @@ def test_large_bodies_are_committed_apart_and_let_others_go_first() -> None:
         assert await asyncio.to_thread(is_busy.wait, 10)
         for number in range(3):
             body = commit.run_operation(note, f"body {number}", grows_by=GROUP_BYTES - 1)
-            calls += [body, commit.run_operation(note, f"poll {number}")]
-        calls += [commit.run_operation(note, f"row {n}", grows_by=1) for n in range(2)]
+            row = commit.run_operation(note, f"row {number}", grows_by=LARGE_BYTES - 1)
+            calls += [body, commit.run_operation(note, f"poll {number}"), row]
+        calls += [commit.run_operation(note, "least", grows_by=LARGE_BYTES) for _ in range(2)]
         go_on.set()
         await commit.stop()  # it finishes all calls
         await asyncio.gather(*calls)
 
     asyncio.run(main())
     assert ran == [
-        *("begin", "begin", "poll 0", "poll 1", "poll 2", "body 0", "body 1"),
-        *("begin", "body 2", "row 0"),
-        *("begin", "row 1"),
+        *("begin", "begin", "row 0", "poll 0", "row 1", "poll 1", "row 2", "poll 2"),
+        *("body 0", "body 1", "begin", "body 2", "least", "begin", "least"),
     ]
 
 

@@ -107,6 +107,20 @@ def test_every_token_is_packed_once_after_its_predecessor(
         assert tokens == sum(len(d.tokens) for m in batch.members for d in requests[m].data.data)
 
 
+def test_a_slice_depends_on_the_length_of_a_tokens_datum() -> None:
+    """Of 40 tokens, 10 are in a datum of 10 and 30 in one of 30: 25 on average."""
+    asked: list[tuple[bool, float]] = []
+
+    def tokens_in_slice(forward_only: bool, datum_tokens: float) -> int:
+        asked.append((forward_only, datum_tokens))
+        return 8
+
+    (packed,) = pack([alone(10, 30)], STATIC_SHAPES, 0, tokens_in_slice)
+    assert asked == [(False, 25.0)]
+    assert packed.datum_tokens == 25.0
+    assert len(packed.batch.micro_batches) == 2
+
+
 def test_a_packed_micro_batch_equals_one_written_by_hand(
     micro_batch_of: Callable[..., MicroBatch], datum: Callable[..., Any]
 ) -> None:

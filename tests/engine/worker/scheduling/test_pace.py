@@ -34,12 +34,15 @@ def test_many_passes_of_short_datums_do_not_lengthen_the_slices_of_long_ones() -
     assert pace.tokens(False, 128) == 2000
 
 
-@pytest.mark.parametrize(("longest", "tokens"), [(20, 2000), (300, 1000), (900, 1000), (4000, 500)])
-def test_a_datum_unlike_any_before_has_the_pace_of_the_nearest_length(
-    longest: int, tokens: int
+@pytest.mark.parametrize(
+    ("length", "tokens"),
+    [(20, 2000), (300, 1000), (900, 1000), (4000, 500), (10_000, 250), (40_000, 62)],
+)
+def test_datums_unlike_any_before_have_the_pace_of_the_nearest_length(
+    length: int, tokens: int
 ) -> None:
-    """Of two that are as near, the longer one, whose slices are shorter."""
+    """Of two that are as near, the longer one; beyond all, twice the time for twice the length."""
     pace = Pace(0.1)
-    for length, rate in ((100, 5e-5), (1100, 1e-4), (5000, 2e-4)):
-        pace.learn(False, length, 1000, 1000 * rate)
-    assert pace.tokens(False, longest) == tokens
+    for known, rate in ((100, 5e-5), (1100, 1e-4), (5000, 2e-4)):
+        pace.learn(False, known, 1000, 1000 * rate)
+    assert pace.tokens(False, length) == tokens

@@ -202,6 +202,19 @@ def test_no_array_of_all_layers_is_copied() -> None:
     assert deep.temporary < 0.5 * deep.weights, deep
 
 
+def test_code_that_is_compiled_quickly_needs_the_same_memory() -> None:
+    """``memory_of`` therefore tells the memory of the programs that run."""
+    case = case_of(FEW, "dots")
+    space = space_shapes(case.model, case.adapter_slots, TOKENS // BLOCK)
+    lowered = jax.jit(train_micro_batch, donate_argnums=(1, 2)).lower(
+        case.model, space, case.gradient_slots, case.adapter_slots, case.micro_batch
+    )
+    quick, usual = memory_of(lowered), lowered.compile().memory_analysis()
+    for name in ("argument", "output", "temp", "alias"):
+        field = f"{name}_size_in_bytes"
+        assert getattr(quick, field) == getattr(usual, field) > 0
+
+
 @pytest.mark.acceptance("C4")
 def test_the_program_of_a_deep_model_has_as_many_operations_as_a_shallow_one() -> None:
     """It therefore compiles as fast: ``benchmarks/memory.py`` measures the time."""
