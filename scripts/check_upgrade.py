@@ -7,7 +7,7 @@ A Redis must be empty, and keeps the data of the check.
 
 The other checkout's service trains a model of each adapter kind, saves each, trains on and stops.
 This checkout's service starts on the same data. The same client then trains the same models to the
-end, and models that it loads from the checkpoints. Their losses, gradient norms and final weights
+end, and models that it loads from the checkpoints. Their losses, metrics and final weights
 must be those of models that this checkout trains alone. The exit status is 1 if a bit differs.
 """
 
@@ -34,8 +34,8 @@ ADAPTERS = {
     "osft": {"rank": 8, "train_unembed": False},
 }
 
-Curve = list[tuple[float, float]]
-"""The loss and the gradient norm of each step."""
+Curve = list[tuple[float, dict[str, float]]]
+"""The loss and the metrics of each step, its gradient norm among them."""
 
 
 class Checkout(LocalServer):
@@ -58,7 +58,7 @@ def train(model: Model, steps: range) -> Curve:
         (model.forward_backward(batch(step)), model.optim_step(5e-3, weight_decay=0.1))
         for step in steps
     ]
-    return [(gradient.result().loss, step.result().grad_norm) for gradient, step in sent]
+    return [(gradient.result().loss, step.result().metrics) for gradient, step in sent]
 
 
 def weights(client: Client, model: Model, folder: Path) -> dict[str, np.ndarray]:
@@ -68,7 +68,7 @@ def weights(client: Client, model: Model, folder: Path) -> dict[str, np.ndarray]
 
 
 class Run(NamedTuple):
-    """A finished run: the loss and the gradient norm of each step, and the final weights."""
+    """A finished run: a curve and the final weights."""
 
     curve: Curve
     weights: dict[str, np.ndarray]
