@@ -1,4 +1,4 @@
-"""Compare the servers of this checkout and of another one, by turns: training and sampling.
+"""Compare the servers of this checkout and of another: training, round trips and samples, by turns.
 
     git worktree add ../before COMMIT && make -C ../before setup
     python benchmarks/checkouts.py ../before
@@ -27,6 +27,7 @@ from tuneserve_server.cli.local_server import LocalServer
 
 LEAST = 0.97
 SAMPLES = 16
+ROUND_TRIPS, ROUND_TRIP_TOKENS = 40, 32
 DTYPES = ("float32", "bfloat16")
 
 
@@ -66,6 +67,26 @@ def compare_training(servers: Sequence[LocalServer], case: Case, rounds: int) ->
     return row
 
 
+def round_trips(tenant: Tenant) -> Callable[[], int]:
+    """Return a turn of gradients of one datum, each sent when the one before has ended.
+
+    Its pace is the inverse of the latency.
+    """
+    data = tenant.data(random_tokens([ROUND_TRIP_TOKENS], Shape().vocab, seed=3))
+
+    def run() -> int:
+        for _ in range(ROUND_TRIPS):
+            tenant.submit(data, steps=False).loss()
+        return ROUND_TRIPS
+
+    return run
+
+
+def compare_round_trips(servers: Sequence[LocalServer], rounds: int) -> dict[str, Any]:
+    turns = [round_trips(tenants(each, 1, CONFIG, 0.0)[0]) for each in servers]
+    return compare("round trips of one datum", servers, turns, rounds)
+
+
 def compare_sampling(servers: Sequence[LocalServer], rounds: int) -> dict[str, Any]:
     sequences = random_tokens([PROMPT] * SAMPLES, Shape().vocab, seed=2)
     prompts = [tokens[:-1] for tokens in sequences]
@@ -99,6 +120,7 @@ def measure(other: Path, rounds: int, dtype: str) -> list[dict[str, Any]]:
             for server in servers:
                 wait_until_compiled(server)
             rows = [compare_training(servers, case, rounds) for case in CASES]
+            rows.append(compare_round_trips(servers, rounds))
             rows.append(compare_sampling(servers, rounds))
     return [{"dtype": dtype, **row} for row in rows]
 
