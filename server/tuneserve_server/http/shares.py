@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 
 from tuneserve_server.errors import BodyTooLarge, TooManyRequests
 
@@ -43,6 +44,8 @@ class Share:
 @dataclass(frozen=True, eq=False)
 class _Waiter:
     share: Share
+    number: int
+    """The waiter's place in the order of arrival."""
     granted: asyncio.Future[None]
 
 
@@ -58,7 +61,10 @@ class Shares:
         self._wait_s = wait_s
         self._of: Counter[str] = Counter()
         self._live: set[Share] = set()
-        self._waiting: list[_Waiter] = []  # in the order in which they came
+        # By tenant, in the order of arrival: finding the next of a thousand waiters must be cheap.
+        self._waiting: dict[str, dict[_Waiter, None]] = {}
+        self._numbers = count()
+        self._look: asyncio.TimerHandle | None = None
 
     @property
     def held(self) -> int:
@@ -91,43 +97,51 @@ class Shares:
 
     async def _take(self, share: Share) -> None:
         self._check_size(share.size)
-        waiter = _Waiter(share, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(share, next(self._numbers), loop.create_future())
+        self._waiting.setdefault(share.tenant, {})[waiter] = None
         self._grant()
         try:
-            await self._granted(waiter)
+            if not waiter.granted.done():
+                self._look_later()
+                await asyncio.wait([waiter.granted], timeout=self._wait_s)
+                if not waiter.granted.done():
+                    raise self._crowded(share.tenant, share.size)
         except BaseException:
             if waiter.granted.done():
                 self._live.discard(share)
                 self._add(share, -share.size)
             else:
-                self._waiting.remove(waiter)
+                self._remove(waiter)
             self._grant()
             raise
 
-    async def _granted(self, waiter: _Waiter) -> None:
-        """Wait for the share; meanwhile slow requests of tenants that hold more are ended."""
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._wait_s
-        while not waiter.granted.done():
-            left_s = until_s - loop.time()
-            if left_s <= 0:
-                raise self._crowded(waiter.share.tenant, waiter.share.size)
-            await asyncio.wait([waiter.granted], timeout=min(left_s, _LOOK_S))
-            if not waiter.granted.done():
-                self._press(waiter.share.tenant)
+    def _remove(self, waiter: _Waiter) -> None:
+        waiting = self._waiting[waiter.share.tenant]
+        del waiting[waiter]
+        if not waiting:
+            del self._waiting[waiter.share.tenant]
 
-    def _press(self, tenant: str) -> None:
-        """End one slow request of a tenant that holds more than this tenant."""
-        for share in sorted(self._live, key=lambda each: -self._of[each.tenant]):
-            if self._of[share.tenant] <= self._of[tenant]:
-                return
-            if share.yields is not None and share.yields():
-                return
+    def _look_later(self) -> None:
+        if self._look is None and self._waiting:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._end_slow)
+
+    def _end_slow(self) -> None:
+        """End a slow request for each waiting tenant, of a tenant that holds more than it."""
+        self._look = None
+        ending = [share for share in self._live if share.yields is not None]
+        ending.sort(key=lambda each: -self._of[each.tenant])
+        for tenant in self._waiting:
+            for share in ending:
+                if self._of[share.tenant] <= self._of[tenant]:
+                    break
+                if share.yields is not None and share.yields():
+                    break
+        self._look_later()
 
     def _grant(self) -> None:
         while (waiter := self._next()) is not None:
-            self._waiting.remove(waiter)
+            self._remove(waiter)
             self._live.add(waiter.share)
             self._add(waiter.share, waiter.share.size)
             waiter.granted.set_result(None)
@@ -138,13 +152,11 @@ class Shares:
         A tenant over its own limit is skipped. A large share is not passed over forever: while its
         waiter is next, no other waiter is granted memory.
         """
-        first: dict[str, _Waiter] = {}
-        for waiter in self._waiting:
-            first.setdefault(waiter.share.tenant, waiter)
-        fit = [each for each in first.values() if self._fits_tenant(each.share)]
+        first = (next(iter(waiting)) for waiting in self._waiting.values())
+        fit = [each for each in first if self._fits_tenant(each.share)]
         if not fit:
             return None
-        least = min(fit, key=lambda each: self._of[each.share.tenant])
+        least = min(fit, key=lambda each: (self._of[each.share.tenant], each.number))
         return least if self.held + least.share.size <= self._total.size else None
 
     def _fits_tenant(self, share: Share) -> bool:

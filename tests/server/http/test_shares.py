@@ -95,6 +95,21 @@ async def test_small_shares_do_not_pass_a_large_one_forever() -> None:
     await late.end()
 
 
+async def test_of_tenants_that_hold_the_same_the_request_that_came_first_is_next() -> None:
+    memory = shares(100, 100)
+    before = Holder(memory, "x", 100)
+    await settle()
+    first, second, third = (Holder(memory, tenant, 100) for tenant in "aba")
+    for holder, waiting in ((before, (second, third)), (first, (third,)), (second, ())):
+        await settle()
+        assert holder.has and not any(each.has for each in waiting)
+        await holder.end()
+    await settle()
+    assert third.has
+    await third.end()
+    assert memory.held == 0
+
+
 async def test_a_share_that_waits_too_long_fails_with_the_limit_and_a_time_to_retry() -> None:
     memory = shares(100, 60, wait_s=0.05)
     async with memory.taken("a", 50):
@@ -136,8 +151,11 @@ async def test_a_slow_share_of_a_tenant_that_holds_more_yields(
     same = Holder(memory, "a", 10)
     await asyncio.sleep(0.05)
     assert not asked  # a tenant's own shares do not yield to it
-    async with memory.taken("c", 40):
-        assert asked == ["slow"]
+    others = [Holder(memory, "c", 40) for _ in range(50)]
+    await asyncio.sleep(0.015)
+    assert asked == ["slow"]  # once, however many requests of the tenant wait
+    for other in others:
+        await other.end()
     await same.end()
     await fast.end()
     assert memory.held == 0
