@@ -102,16 +102,21 @@ class Attacker:
         turns = [(number % TENANTS, *sent[number % len(sent)]) for number in range(count)]
         return [self.status(self.post(path, tenant, content=body)) for tenant, path, body in turns]
 
+    async def sampler(self, number: int) -> str:
+        body = {
+            "session_id": await self.session(number),
+            "sampling_session_seq_id": 0,
+            "base_model": self.base_model,
+        }
+        made = await self.post("/api/v1/create_sampling_session", number, json=body)
+        return str(made.json()["sampling_session_id"])
+
     async def polls(self, count: int) -> list[Awaitable[int]]:
+        samplers = [await self.sampler(number) for number in range(TENANTS)]
+        return self.polls_of(samplers, count)
+
+    def polls_of(self, samplers: Sequence[str], count: int) -> list[Awaitable[int]]:
         """Polls with an unknown field, whose values are the most expensive ones to read."""
-        session = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
-        samplers = []
-        for number in range(TENANTS):
-            made = await self.post("/api/v1/create_session", number, json=session)
-            asked = {"session_id": made.json()["session_id"], "sampling_session_seq_id": 0}
-            asked["base_model"] = self.base_model
-            made = await self.post("/api/v1/create_sampling_session", number, json=asked)
-            samplers.append(made.json()["sampling_session_id"])
 
         def body(number: int) -> bytes:
             target = (

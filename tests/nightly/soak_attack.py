@@ -49,7 +49,7 @@ class Soak(Attacker):
         self._bombs = await self.bomb_bodies(BOMBS, b"", declared=True)
         self._undeclared = await self.bomb_bodies(BOMBS, os.urandom(70_000), declared=False)
         self._prompt = prompt(self.base_model)
-        self._samplers = [await self._sampler(number) for number in range(TENANTS)]
+        self._samplers = [await self.sampler(number) for number in range(TENANTS)]
         self._heavy = {
             number: await self.model(number, rank=8) for number in (TENANTS, TENANTS + 1)
         }
@@ -65,10 +65,10 @@ class Soak(Attacker):
             "prompts": lambda: self.texts(PROMPTS, "/v1/completions", self._prompt),
             "numbers": lambda: self.texts(PROMPTS, "/api/v1/asample", NUMBERS),
             "wrong elements": lambda: self.mixed(MISFITTING, MISFITS),
-            "polls": lambda: self.polls(POLLS),
+            "polls": self._of(lambda: self.polls_of(self._samplers, POLLS)),
             "sessions": self._of(lambda: [self._opened(n % TENANTS) for n in range(SESSIONS)]),
             "refused samples": self._of(lambda: self._wrong_samples({"seed": -1})),
-            "failing samples": self._of(lambda: self._wrong_samples({"temperature": -1.0})),
+            "failing samples": self._of(lambda: self._wrong_samples({"stop": [10**6]})),
         }
         while True:
             for kind, begin in kinds.items():
@@ -92,16 +92,6 @@ class Soak(Attacker):
     def _wrong_sample(self, number: int, wrong: dict[str, object]) -> Awaitable[int]:
         body = asample(self._samplers[number], next(self._seqs), sampling_params=wrong)
         return self.status(self.post("/api/v1/asample", number, json=body))
-
-    async def _sampler(self, number: int) -> str:
-        session = await self.session(number)
-        body = {
-            "session_id": session,
-            "sampling_session_seq_id": 0,
-            "base_model": self.base_model,
-        }
-        made = await self.post("/api/v1/create_sampling_session", number, json=body)
-        return str(made.json()["sampling_session_id"])
 
     # --- work for the device --------------------------------------------------------------------
 
