@@ -62,7 +62,7 @@ BUGS = (
     ),
     Bug(
         "the second moment is missing from the point",
-        f"{ENGINE}/adapters/checkpoint.py",
+        f"{ENGINE}/adapters/state.py",
         '"second_moment", "accumulator")',
         '"accumulator")',
         SIMULATION,
@@ -70,8 +70,8 @@ BUGS = (
     Bug(
         "the step count is missing from the point",
         f"{ENGINE}/adapters/checkpoint.py",
-        'step=int(metadata["step"])',
-        "step=0",
+        'int(metadata["step"])',
+        "0",
         JAX_KILLS,
     ),
     Bug(

@@ -5,6 +5,7 @@ bit of both.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.core.errors import FileDamaged, ServerError, UserError
 
 _NAME = "checkpoint"
-_GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
 
 
 def to_members(
@@ -36,13 +36,10 @@ def to_members(
     Its tensors are ``weights/…`` and, if the state has them, ``*_moment/…`` and ``accumulator/…``
     (in recovery points only). ``name`` is the file's name in later messages.
     """
-    tensors = {
-        f"{group}/{name}": array
-        for group in _GROUPS
-        for name, array in getattr(state, group).items()
-    }
     metadata = metadata_of(state.config, base_model, state.step, revision)
-    return {MEMBER: tensor_file.encoded(tensors, metadata | ({_NAME: name} if name else {}))}
+    return {
+        MEMBER: tensor_file.encoded(state.to_tensors(), metadata | ({_NAME: name} if name else {}))
+    }
 
 
 def read_checkpoint(
@@ -83,15 +80,15 @@ def read_checkpoint(
                     "operator for a worker with that base_model_revision under another "
                     "base_model_name"
                 )
-            groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
+            tensors: Tensors = {}
             for key in file.keys():
-                group, member = key.split("/", 1)
-                groups[group][member] = _float32(key, file.get_tensor(key))
-                header.check(key, groups[group][member])
+                tensors[key] = _float32(key, file.get_tensor(key))
+                header.check(key, tensors[key])
+            state = AdapterState.from_tensors(config_in(metadata), int(metadata["step"]), tensors)
             if metadata.items() >= FRESH.items():
-                zeros = {name: np.zeros(x.shape, x.dtype) for name, x in groups["weights"].items()}
-                groups |= {"first_moment": zeros, "second_moment": zeros}
-            return AdapterState(config=config_in(metadata), step=int(metadata["step"]), **groups)
+                zeros = {name: np.zeros(x.shape, x.dtype) for name, x in state.weights.items()}
+                state = replace(state, first_moment=zeros, second_moment=zeros)
+            return state
     except _DAMAGE as error:
         called = f"the checkpoint {name}" if name else "the checkpoint"
         raise FileDamaged(

@@ -1,12 +1,16 @@
 """The whole state of an adapter as NumPy arrays: the content of a checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tuneserve_engine.core.adapter import AdapterConfig
 
-Tensors = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
+_GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
+
+Tensor = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -25,3 +29,29 @@ class AdapterState:
     first_moment: Tensors = field(default_factory=dict)
     second_moment: Tensors = field(default_factory=dict)
     accumulator: Tensors = field(default_factory=dict)
+
+    def to_tensors(self) -> Tensors:
+        """Return all arrays, named ``<group>/<name>``, as files hold them."""
+        return {
+            f"{group}/{name}": tensor
+            for group in _GROUPS
+            for name, tensor in getattr(self, group).items()
+        }
+
+    @classmethod
+    def from_tensors(
+        cls, config: AdapterConfig, step: int, tensors: Mapping[str, Tensor]
+    ) -> "AdapterState":
+        """Return the state of the arrays of ``to_tensors``.
+
+        Raises ``KeyError`` or ``ValueError`` for an array of another name.
+        """
+        groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
+        for key, tensor in tensors.items():
+            group, name = key.split("/", 1)
+            groups[group][name] = tensor
+        return cls(config, step=step, **groups)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.to_tensors().values())

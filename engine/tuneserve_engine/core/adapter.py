@@ -70,7 +70,7 @@ def check_adam_params(params: AdamwParams) -> None:
     for name in ("learning_rate", "eps", "weight_decay"):
         value = getattr(params, name)
         if value < 0:
-            raise UserError(f"adam_params.{name} is {value}; it must not be negative")
+            raise UserError(f"adam_params.{name} is {value}; it must be at least 0")
     rate = params.learning_rate
     if rate / (1 - params.beta1) > _LARGEST:
         raise UserError(

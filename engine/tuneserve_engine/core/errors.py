@@ -45,5 +45,10 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= 64 else f"{text[:64]}…")
 
 
+def shown_number(number: int) -> str:
+    """Return the number as text for a message, or its bit length if it is too long to read."""
+    return str(number) if abs(number) < 10**24 else f"a number of {number.bit_length()} bits"
+
+
 REFUSED = 2
 """The exit status of a process that would fail in the same way if it were started again."""

@@ -13,8 +13,13 @@ from tuneserve_client.wire.body import MAX_INT32, MAX_INT64
 from tuneserve_engine.adapters import kinds
 from tuneserve_engine.adapters.kinds.lora import Lora
 from tuneserve_engine.adapters.kinds.osft import RATIO
-from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
-from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.adapter import (
+    AdamwParams,
+    AdapterConfig,
+    BaseModelInfo,
+    check_adam_params,
+)
+from tuneserve_engine.core.errors import UserError, shown_number
 from tuneserve_engine.core.jobs import LoadWeights, SaveWeights
 from tuneserve_engine.core.records import (
     CheckpointKind,
@@ -45,13 +50,8 @@ def checked_seed(seed: int | None) -> int:
     if seed is None:
         return new_seed()
     if not 0 <= seed <= MAX_INT64:
-        raise UserError(f"seed is {shown(seed)}; it must be 0 to 2^63 - 1")
+        raise UserError(f"seed is {shown_number(seed)}; it must be 0 to 2^63 - 1")
     return seed
-
-
-def shown(number: int) -> str:
-    """Return the number as text for a message, or its bit length if it is too long to read."""
-    return str(number) if abs(number) < 10**24 else f"a number of {number.bit_length()} bits"
 
 
 def metadata(given: dict[str, str] | None) -> dict[str, str]:
@@ -108,7 +108,7 @@ async def adapter_config(
     if RATIO not in asked.options and not 1 <= rank <= most:
         field = "lora_config.rank" if asked.rank is None else "adapter.rank"
         raise UserError(
-            f"{field} is {shown(rank)}; this server takes 1 to {max_rank} for {base_model!r}"
+            f"{field} is {shown_number(rank)}; this server takes 1 to {max_rank} for {base_model!r}"
         )
     config = AdapterConfig(
         rank=rank,
@@ -166,8 +166,8 @@ def _asked_adapter(request: types.CreateModelRequest) -> _AdapterChoice:
     options = {name: _plain(str(value)) for name, value in sent.items()}
     if adapter.rank is not None and RATIO in options:
         raise UserError(
-            f"adapter.rank is {shown(adapter.rank)} and adapter.{RATIO} {options[RATIO]}; each "
-            "says how many directions are trained: leave one out"
+            f"adapter.rank is {shown_number(adapter.rank)} and adapter.{RATIO} {options[RATIO]}; "
+            "each says how many directions are trained: leave one out"
         )
     return _AdapterChoice(adapter.kind, options, adapter.rank)
 
@@ -213,23 +213,17 @@ def adam_params(request: types.OptimStepRequest) -> AdamwParams:
             "adam_params is missing; the optimizer of this model is adamw: send its parameters in "
             "adam_params"
         )
-    params = request.adam_params
-    for name in ("learning_rate", "eps", "weight_decay"):
-        value = getattr(params, name)
-        if value < 0:
-            raise UserError(f"adam_params.{name} is {value}; it must be at least 0")
-    for name in ("beta1", "beta2"):
-        value = getattr(params, name)
-        if not 0 <= value < 1:
-            raise UserError(f"adam_params.{name} is {value}; it must be at least 0 and below 1")
-    return AdamwParams(
-        learning_rate=params.learning_rate,
-        beta1=params.beta1,
-        beta2=params.beta2,
-        eps=params.eps,
-        weight_decay=params.weight_decay,
-        grad_clip_norm=max(params.grad_clip_norm, 0.0),  # on the wire, <= 0 means no clipping
+    sent = request.adam_params
+    params = AdamwParams(
+        learning_rate=sent.learning_rate,
+        beta1=sent.beta1,
+        beta2=sent.beta2,
+        eps=sent.eps,
+        weight_decay=sent.weight_decay,
+        grad_clip_norm=max(sent.grad_clip_norm, 0.0),  # on the wire, <= 0 means no clipping
     )
+    check_adam_params(params)
+    return params
 
 
 def checked_ttl(ttl_s: int | None, now_s: float) -> float | None:
@@ -238,8 +232,8 @@ def checked_ttl(ttl_s: int | None, now_s: float) -> float | None:
         return None
     if not TTL_S[0] <= ttl_s <= TTL_S[1]:
         raise UserError(
-            f"ttl_seconds is {shown(ttl_s)}; it must be {TTL_S[0]} (an hour) to {TTL_S[1]} (ten "
-            "years), or absent for no expiry"
+            f"ttl_seconds is {shown_number(ttl_s)}; it must be {TTL_S[0]} (an hour) to {TTL_S[1]} "
+            "(ten years), or absent for no expiry"
         )
     return now_s + ttl_s
 

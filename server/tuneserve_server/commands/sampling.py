@@ -7,10 +7,16 @@ place in the queue; the worker checks the rest.
 from tuneserve_client.wire.body import MAX_INT32
 from tuneserve_client.wire.types import Chunk, IntTensor, SampleRequest
 from tuneserve_engine.core.adapter import BaseModelInfo
-from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.errors import UserError, shown_number
 from tuneserve_engine.core.jobs import MAX_SAMPLES, SampleCommand, SparseTargets
 from tuneserve_engine.core.recordings import sequence_id
-from tuneserve_server.commands.common import checked_seed, shown
+from tuneserve_engine.core.sampling_options import check_sampling_options
+from tuneserve_server.commands.common import checked_seed
+
+_NAMES = {
+    name: f"sampling_params.{name}" for name in ("max_tokens", "temperature", "top_k", "top_p")
+}
+"""Where the fields of a command are in a request, if they are not at its top."""
 
 _MAX_STOPS = 256
 _MAX_STOP_CHARS = 256  # each token is matched against this much text while the device waits
@@ -21,45 +27,38 @@ def sample_command(
 ) -> SampleCommand:
     """Return the command for a request. Raises ``UserError``."""
     params = request.sampling_params
-    only_scores = _only_scores(request)
-    prompt = checked_prompt(_tokens(request.prompt.chunks), info, room=-1 if only_scores else 1)
+    prompt = _tokens(request.prompt.chunks)
     stop_tokens, stop_strings = checked_stops("sampling_params.stop", params.stop)
     targets = request.target_prompt_logprobs
-    return SampleCommand(
+    command = SampleCommand(
         prompt=prompt,
         seed=checked_seed(params.seed),
         file_id=file_id,
-        num_samples=bounded("num_samples", request.num_samples, 1, MAX_SAMPLES),
-        max_tokens=None
-        if params.max_tokens is None
-        else bounded("sampling_params.max_tokens", params.max_tokens, 0 if only_scores else 1),
+        num_samples=request.num_samples,
+        max_tokens=params.max_tokens,
         temperature=params.temperature,
-        top_k=bounded("sampling_params.top_k", params.top_k, -1),
+        top_k=params.top_k,
         top_p=params.top_p,
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
         prompt_logprobs=bool(request.prompt_logprobs),
-        prompt_logprobs_last_n=_last_n(request, len(prompt)),
-        topk_prompt_logprobs=bounded("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        topk_sample_logprobs=bounded("topk_sample_logprobs", request.topk_sample_logprobs),
+        prompt_logprobs_last_n=_last_n(request),
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
         target_prompt_logprobs=None if targets is None else _ids("data", targets.data, low=-1),
         target_shape=[] if targets is None else _shape(targets, len(prompt)),
         target_sparse=None if targets is None else _sparse(targets),
-        prompt_alt_tokens_k=bounded("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
     )
+    checked_prompt(prompt, info, room=-1 if command.only_scores else 1)
+    check_sampling_options(command, _NAMES)
+    return command
 
 
 def sequence_ids(sampling_session_id: str, seq: int, count: int) -> list[str]:
     """Return an id for each sequence of the answer; the client requires ``count`` of them."""
     count = min(max(count, 1), MAX_SAMPLES)
     return [sequence_id(sampling_session_id, seq, index) for index in range(count)]
-
-
-def bounded(name: str, value: int, low: int = 0, high: int = MAX_INT32) -> int:
-    """Return the value. Raises ``UserError`` if it is outside the limits."""
-    if not low <= value <= high:
-        raise UserError(f"{name} is {shown(value)}; it must be {low} to {high}")
-    return value
 
 
 def _tokens(chunks: list[Chunk]) -> list[int]:
@@ -77,13 +76,6 @@ def _tokens(chunks: list[Chunk]) -> list[int]:
     return prompt
 
 
-def _only_scores(request: SampleRequest) -> bool:
-    """Return whether the request may score its prompt only: see ``SampleCommand.only_scores``."""
-    asks = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_alt_tokens_k
-    asks = bool(asks or request.target_prompt_logprobs is not None)
-    return asks and request.sampling_params.max_tokens in (0, 1)
-
-
 def checked_prompt(prompt: list[int], info: BaseModelInfo | None, *, room: int = 1) -> list[int]:
     """Return the prompt if the context has room for it and ``room`` more tokens.
 
@@ -96,8 +88,8 @@ def checked_prompt(prompt: list[int], info: BaseModelInfo | None, *, room: int =
     worst = next((t for t in (min(prompt), max(prompt)) if not 0 <= t <= limit), None)
     if worst is not None:
         raise UserError(
-            f"the prompt has token {shown(worst)}; token ids are 0 to {limit}; check that you use "
-            "the base model's tokenizer"
+            f"the prompt has token {shown_number(worst)}; token ids are 0 to {limit}; check that "
+            "you use the base model's tokenizer"
         )
     if info and len(prompt) + room > info.context_length:
         told = (
@@ -139,7 +131,7 @@ def _ids(name: str, values: list[int], low: int = 0) -> list[int]:
     return values
 
 
-def _last_n(request: SampleRequest, length: int) -> int | None:
+def _last_n(request: SampleRequest) -> int | None:
     n = request.prompt_logprobs_last_n
     if n is None:
         return None
@@ -148,7 +140,7 @@ def _last_n(request: SampleRequest, length: int) -> int | None:
             "prompt_logprobs_last_n asks for part of prompt_logprobs, which is not set; set "
             "prompt_logprobs"
         )
-    return bounded("prompt_logprobs_last_n", n, 1, length - 1)
+    return n
 
 
 def _shape(targets: IntTensor, length: int) -> list[int]:

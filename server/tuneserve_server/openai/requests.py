@@ -13,10 +13,11 @@ from typing import Any, TypeVar, cast
 from tuneserve_client.wire.body import Request
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
-from tuneserve_engine.core.jobs import MAX_SAMPLES, SampleCommand
+from tuneserve_engine.core.jobs import SampleCommand
+from tuneserve_engine.core.sampling_options import bounded, check_sampling_options
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.commands.common import checked_seed
-from tuneserve_server.commands.sampling import bounded, checked_prompt, checked_stops
+from tuneserve_server.commands.sampling import checked_prompt, checked_stops
 from tuneserve_server.errors import InvalidField, Malformed
 from tuneserve_server.http import body
 from tuneserve_server.openai.types import (
@@ -234,29 +235,21 @@ def _samples(
     file_id: str | None,
     info: BaseModelInfo,
 ) -> list[SampleCommand]:
-    temperature = 1.0 if request.temperature is None else request.temperature
-    if temperature < 0:
-        raise UserError(f"temperature is {temperature}; it must be at least 0")
-    top_p = 1.0 if request.top_p is None else request.top_p
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p is {top_p}; it must be above 0 and at most 1")
-    top_k = bounded("top_k", request.top_k or -1, -1)  # 0 also means all tokens, as in vLLM
     # Here an empty list means no additional stops; in asample it means to never stop.
     _, strings = checked_stops("stop", request.stop or None)
-    count = bounded("n", 1 if request.n is None else request.n, 1, MAX_SAMPLES)
-    most = _max_tokens(request)
     scored = scoring(request)
     echoed = scored.wanted and echo(request) is not Echo.NONE
-    return [
+    length_name, most = _max_tokens(request)
+    commands = [
         SampleCommand(
             prompt=checked_prompt(prompt, info, room=_room(request)),
             seed=checked_seed(request.seed),  # without a seed, each prompt gets a new one
             file_id=file_id,
-            num_samples=count,
+            num_samples=1 if request.n is None else request.n,
             max_tokens=most,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=request.top_k or -1,  # 0 also means all tokens, as in vLLM
+            top_p=1.0 if request.top_p is None else request.top_p,
             stop_strings=strings,
             topk_sample_logprobs=scored.top,
             prompt_logprobs=echoed,
@@ -264,6 +257,9 @@ def _samples(
         )
         for prompt in tokens
     ]
+    for command in commands:
+        check_sampling_options(command, {"num_samples": "n", "max_tokens": length_name})
+    return commands
 
 
 def _room(request: GenerationRequest) -> int:
@@ -271,13 +267,16 @@ def _room(request: GenerationRequest) -> int:
     return -1 if echo(request) is Echo.ALONE and scoring(request).wanted else 1
 
 
-def _max_tokens(request: GenerationRequest) -> int | None:
-    """Return the most tokens to sample; None means up to the context."""
+def _max_tokens(request: GenerationRequest) -> tuple[str, int | None]:
+    """Return the field that says how many tokens to sample, and that number.
+
+    None means up to the context.
+    """
     name, asked = "max_tokens", request.max_tokens
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
         name, asked = "max_completion_tokens", request.max_completion_tokens
     if echo(request) is Echo.ALONE:
-        return 0 if scoring(request).wanted else 1  # that one token is not in the answer
-    if asked is None:
-        return _DEFAULT_TOKENS if isinstance(request, CompletionRequest) else None
-    return bounded(name, asked, 1)
+        return name, 0 if scoring(request).wanted else 1  # that one token is not in the answer
+    if asked is None and isinstance(request, CompletionRequest):
+        return name, _DEFAULT_TOKENS
+    return name, asked

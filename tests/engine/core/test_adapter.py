@@ -51,7 +51,7 @@ def test_hyper_parameters_that_torch_accepts_are_accepted(change: dict[str, floa
     [
         ({"beta1": 1.0}, "beta1 is 1.0; it must be at least 0 and below 1"),
         ({"beta2": -0.1}, "beta2 is -0.1"),
-        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must not be negative"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be at least 0"),
         ({"eps": -1e-9}, "eps is -1e-09"),
         ({"weight_decay": -1.0}, "weight_decay is -1.0"),
         ({"learning_rate": float("nan")}, "learning_rate is nan; it must be a finite float32"),

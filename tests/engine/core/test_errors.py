@@ -2,7 +2,14 @@
 
 import pytest
 
-from tuneserve_engine.core.errors import EngineError, FileDamaged, ServerError, UserError, shown
+from tuneserve_engine.core.errors import (
+    EngineError,
+    FileDamaged,
+    ServerError,
+    UserError,
+    shown,
+    shown_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,3 +34,8 @@ def test_a_text_is_quoted_escaped_and_cut() -> None:
     assert shown("a\n'") == '"a\\n\'"'
     assert shown("x" * 64) == f"'{'x' * 64}'"
     assert shown("x" * 65) == f"'{'x' * 64}…'"
+
+
+def test_a_number_too_long_to_read_is_shown_by_its_bits() -> None:
+    assert shown_number(-(10**24) + 1) == "-999999999999999999999999"
+    assert shown_number(2**100) == "a number of 101 bits"

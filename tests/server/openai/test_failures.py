@@ -31,7 +31,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": -1}, "temperature", "at least 0"),
     ({"temperature": "hot"}, "temperature", "number"),
     ({"top_p": 0}, "top_p", "at most 1"),
-    ({"top_k": -2}, "top_k", "-1 to"),
+    ({"top_k": -2}, "top_k", "or -1 for all tokens"),
     ({"n": 0}, "n", "1 to 256"),
     ({"n": 257}, "n", "1 to 256"),
     ({"max_tokens": 0}, "max_tokens", "1 to"),

@@ -67,7 +67,7 @@ def test_no_stops_are_no_additional_stops() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
-        ({"temperature": -1.0}, "temperature", "it must be at least 0"),
+        ({"temperature": -1.0}, "temperature", "it must be finite and at least 0"),
         ({"top_p": 0.0}, "top_p", "it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p", "it must be above 0 and at most 1"),
         ({"n": 0}, "n", "it must be 1 to 256"),

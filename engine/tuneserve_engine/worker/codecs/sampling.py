@@ -19,14 +19,11 @@ from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import (
     MAX_BODY_BYTES,
-    MAX_SAMPLES,
     EncodedTokenDelta,
     SampleCommand,
     SparseTargets,
 )
-
-MAX_TOP_K = 64
-"""The most entries of one top-k or alternatives list."""
+from tuneserve_engine.core.sampling_options import MAX_TOP_K, check_sampling_options
 
 _LEFT = "of which at least one must be left to sample"
 _EMPTY = (0, -99999.0)
@@ -39,7 +36,7 @@ def to_request(command: SampleCommand, info: BaseModelInfo) -> SamplingRequest:
     Raises ``UserError`` if a check fails.
     """
     prompt = _prompt(command, info)
-    _check_counts(command)
+    check_sampling_options(command)
     most = _most_tokens(command, info)
     _check_size(command, most)
     return SamplingRequest(
@@ -91,35 +88,6 @@ def _most_tokens(command: SampleCommand, info: BaseModelInfo) -> int:
         f"prompt has {len(command.prompt)} tokens; {info.name} has a context of "
         f"{info.context_length}, {told}; send at most {info.context_length - least}"
     )
-
-
-def _check_counts(command: SampleCommand) -> None:
-    limits = {
-        "num_samples": (command.num_samples, 1, MAX_SAMPLES),
-        "topk_prompt_logprobs": (command.topk_prompt_logprobs, 0, MAX_TOP_K),
-        "topk_sample_logprobs": (command.topk_sample_logprobs, 0, MAX_TOP_K),
-        "prompt_alt_tokens_k": (command.prompt_alt_tokens_k, 0, MAX_TOP_K),
-    }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            raise UserError(f"{name} is {value}; it must be {low} to {high}")
-    last_n, n = command.prompt_logprobs_last_n, len(command.prompt)
-    if last_n is not None and not 1 <= last_n < n:
-        raise UserError(
-            f"prompt_logprobs_last_n is {last_n}; of {n} prompt tokens, it must be 1 to {n - 1}"
-        )
-    least = 0 if command.only_scores else 1
-    if command.max_tokens is not None and command.max_tokens < least:
-        raise UserError(
-            f"max_tokens is {command.max_tokens}; at least one token is sampled, or none (0) if "
-            "logprobs of the prompt are asked for"
-        )
-    if not (np.isfinite(command.temperature) and command.temperature >= 0):
-        raise UserError(f"temperature is {command.temperature}; it must be finite and at least 0")
-    if not 0 < command.top_p <= 1:
-        raise UserError(f"top_p is {command.top_p}; it must be above 0 and at most 1")
-    if command.top_k < 1 and command.top_k != -1:
-        raise UserError(f"top_k is {command.top_k}; it must be at least 1, or -1 for all tokens")
 
 
 def _check_size(command: SampleCommand, max_tokens: int) -> None:

@@ -9,7 +9,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     TrainingAdapter,
     arrays_of,
 )
-from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile, bytes_of
+from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class CachedAdapter:
 
     def keep(self, state: AdapterState) -> None:
         """Keep the state in host memory."""
-        self.host, self.host_bytes = state, bytes_of(state)
+        self.host, self.host_bytes = state, state.nbytes
 
     def stored(self) -> AdapterState:
         """Return the state that is in host memory or in the file."""

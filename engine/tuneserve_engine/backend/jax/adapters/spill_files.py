@@ -12,7 +12,7 @@ from typing import IO
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from tuneserve_engine.adapters.state import AdapterState, Tensors
+from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.adapters.tensor_file import checksum
 from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
 from tuneserve_engine.core.adapter import AdapterConfig
@@ -23,7 +23,6 @@ from tuneserve_engine.process.permissions import make_folder, open_new
 _SUFFIX = ".page"
 _LOCK = "pages"
 _LOCK_S = 5.0
-_GROUPS = ("weights", "first_moment", "second_moment", "accumulator")
 
 
 class SpillFolder:
@@ -74,15 +73,15 @@ class SpillFile:
         ``min_free_bytes`` of the disk free.
         """
         path = path.with_suffix(_SUFFIX)
-        tensors = tensors_of(state)
+        tensors = state.to_tensors()
         try:
-            check_room(path.parent, bytes_of(state), min_free_bytes)
+            check_room(path.parent, state.nbytes, min_free_bytes)
             open_new(path).close()  # ``save_file`` writes into this file and keeps its permissions
             save_file(tensors, path)
         except (OSError, SafetensorError) as error:
             _unlink(path)
             raise OutOfMemory(
-                f"an adapter of {bytes_of(state)} bytes could not be written to {path.parent}: "
+                f"an adapter of {state.nbytes} bytes could not be written to {path.parent}: "
                 f"{error}; make room there, or give adapters more of the host's memory"
             ) from error
         sums = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -94,7 +93,6 @@ class SpillFile:
         Raises ``DeviceFailed`` if the file is gone or damaged. No other call could read it either;
         the next process restores the adapter without it.
         """
-        groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
         try:
             tensors = load_file(self.path)
             found = {name: checksum(tensor) for name, tensor in tensors.items()}
@@ -105,10 +103,7 @@ class SpillFile:
                 f"a paged-out adapter could not be read from {self.path}: {error}; restart the "
                 "worker, which restores it from its last recovery point"
             ) from error
-        for key, tensor in tensors.items():
-            group, name = key.split("/", 1)
-            groups[group][name] = tensor
-        return AdapterState(self.config, step=self.step, **groups)
+        return AdapterState.from_tensors(self.config, self.step, tensors)
 
     def delete(self) -> None:
         _unlink(self.path)
@@ -117,16 +112,3 @@ class SpillFile:
 def _unlink(path: Path) -> None:
     with suppress(OSError):  # if the disk fails, the file goes with its folder or the next folder
         path.unlink()
-
-
-def tensors_of(state: AdapterState) -> Tensors:
-    """Return all tensors of a state, named ``group/name``."""
-    return {
-        f"{group}/{name}": tensor
-        for group in _GROUPS
-        for name, tensor in getattr(state, group).items()
-    }
-
-
-def bytes_of(state: AdapterState) -> int:
-    return sum(tensor.nbytes for tensor in tensors_of(state).values())

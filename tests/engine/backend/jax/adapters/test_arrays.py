@@ -28,7 +28,6 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     restored_adapter,
     saved_state,
 )
-from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
 from tuneserve_engine.backend.jax.training.adamw import start_step
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams, AdapterConfig
 from tuneserve_engine.core.errors import UserError
@@ -93,9 +92,9 @@ def test_a_saved_state_is_restored_with_the_same_bits(rank: int, step: int, accu
     assert (adapter.step, adapter.accumulated) == (step, accumulated)
     after = saved_state(adapter, optimizer=step > 0, accumulator=True)
     assert (after.config, after.step) == (before.config, before.step)
-    assert tensors_of(after).keys() == tensors_of(before).keys()
-    for name, tensor in tensors_of(before).items():
-        np.testing.assert_array_equal(tensors_of(after)[name], tensor, err_msg=name)
+    assert after.to_tensors().keys() == before.to_tensors().keys()
+    for name, tensor in before.to_tensors().items():
+        np.testing.assert_array_equal(after.to_tensors()[name], tensor, err_msg=name)
 
 
 def test_the_padding_of_an_adapter_to_its_rank_bucket_is_zero():
@@ -140,12 +139,12 @@ def test_a_step_writes_in_place_and_not_into_arrays_of_the_host():
     given = random_state(2)
     adapter = on_device(given)
     taken = saved_state(adapter, optimizer=True, accumulator=True)
-    before, places = bits([tensors_of(given), tensors_of(taken)]), pointers(adapter)
+    before, places = bits([given.to_tensors(), taken.to_tensors()]), pointers(adapter)
     old = bits(adapter)
     for _ in range(3):
         start_step(adapter, AdamwParams(learning_rate=0.1))
     assert pointers(adapter) == places and bits(adapter) != old
-    assert bits([tensors_of(given), tensors_of(taken)]) == before
+    assert bits([given.to_tensors(), taken.to_tensors()]) == before
 
 
 def test_a_step_does_not_change_an_array_that_is_still_read():

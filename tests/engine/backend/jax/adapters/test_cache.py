@@ -21,7 +21,6 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     saved_state,
 )
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
-from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
 from tuneserve_engine.backend.jax.training.adamw import start_step
 from tuneserve_engine.backend.jax.training.adapter_slots import new_adapter_slots, write_slot
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
@@ -51,7 +50,7 @@ def in_files(directory: Path) -> int:
 
 
 def same(a: AdapterState, b: AdapterState) -> bool:
-    mine, other = tensors_of(a), tensors_of(b)
+    mine, other = a.to_tensors(), b.to_tensors()
     return (
         (a.config, a.step, mine.keys()) == (b.config, b.step, other.keys())
         and all(mine[name].tobytes() == other[name].tobytes() for name in mine)
@@ -220,7 +219,7 @@ def test_a_state_is_a_copy_and_the_same_wherever_the_adapter_is(
     cache = cache_of(1, 0 if place == "file" else 10**9)
     given = random_state(1, step=step)
     cache.register("mine", given, 8)
-    for tensor in tensors_of(given).values():
+    for tensor in given.to_tensors().values():
         tensor += 1  # the cache no longer uses this copy
     if place == "device":
         cache.get(["mine"])
@@ -229,7 +228,7 @@ def test_a_state_is_a_copy_and_the_same_wherever_the_adapter_is(
     for _ in range(2):
         state = cache.state("mine", optimizer=optimizer, accumulator=accumulator)
         assert same(state, want)
-        for tensor in tensors_of(state).values():
+        for tensor in state.to_tensors().values():
             tensor += 1
     assert bits(cache.get(["mine"])[0]) == bits(before)
 

@@ -20,7 +20,6 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
 )
 from tuneserve_engine.backend.jax.adapters.cache import AdapterCache
 from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
-from tuneserve_engine.backend.jax.adapters.spill_files import tensors_of
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError
 
@@ -156,7 +155,7 @@ def test_adapters_of_all_kinds_are_loaded_with_the_same_bits(
                 cache.get([there])
                 found = cache.state(name, optimizer=True, accumulator=True)
                 assert (found.config, found.step) == (state.config, state.step)
-                mine, theirs = tensors_of(state), tensors_of(found)
+                mine, theirs = state.to_tensors(), found.to_tensors()
                 assert mine.keys() == theirs.keys()
                 for tensor, array in mine.items():
                     assert array.tobytes() == theirs[tensor].tobytes(), tensor

@@ -28,8 +28,8 @@ from tuneserve_engine.backend.jax.sampling.programs import (
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError, UserError
+from tuneserve_engine.core.sampling_options import MAX_TOP_K
 from tuneserve_engine.core.shapes import StaticShapes
-from tuneserve_engine.worker.codecs.sampling import MAX_TOP_K
 
 DECODE_SLOTS = 4
 CONFIG = ModelConfig(
