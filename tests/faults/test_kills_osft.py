@@ -41,9 +41,21 @@ class OsftTenant(Tenant):
         return replace(super().config, alpha=0.0, kind="osft", options={"form": self.form})
 
 
-LORA = Tenant(0, BASE_MODEL, rounds=8, length=12)
-OSFT = OsftTenant(1, BASE_MODEL, rounds=8, length=12)
-SHORT_FIXED = OsftTenant(2, BASE_MODEL, rounds=8, length=12, form="short_fixed")
+ROUNDS = 8
+LORA = Tenant(0, BASE_MODEL, ROUNDS, length=12)
+OSFT = OsftTenant(1, BASE_MODEL, ROUNDS, length=12)
+SHORT_FIXED = OsftTenant(2, BASE_MODEL, ROUNDS, length=12, form="short_fixed")
+
+
+@dataclass
+class HeldClient(Client):
+    """A client that plays no further than ``held_at``, so that each death finds it at work."""
+
+    held_at: int = ROUNDS
+
+    async def before_round(self, index: int) -> None:
+        while index >= self.held_at:
+            await asyncio.sleep(0.01)
 
 
 class Play:
@@ -53,7 +65,11 @@ class Play:
         self._store = store
         self._worker = worker
         tenants = (LORA, OSFT, SHORT_FIXED)
-        self.clients = [Client(t, store, no_pause, random.Random(t.number)) for t in tenants]
+        self.clients = [HeldClient(t, store, no_pause, random.Random(t.number)) for t in tenants]
+
+    def hold_at(self, index: int) -> None:
+        for client in self.clients:
+            client.held_at = index
 
     async def run(self) -> None:
         lora, *osft = self.clients
@@ -72,6 +88,7 @@ class Play:
         """The deaths: while it decomposes, while all train without a point, and with a saved
         point.
         """
+        self.hold_at(3)
         while HALF_DONE not in self._worker.log:
             await asyncio.sleep(0.01)
         self._worker.kill()
@@ -79,9 +96,22 @@ class Play:
             await asyncio.sleep(0.01)
         self._worker.set(point_steps=1)
         self._worker.kill()
-        while (await self._store.stats()).points < len(self.clients):
+        self.hold_at(6)
+        while not await self._has_points():
             await asyncio.sleep(0.01)
         self._worker.kill()
+        self.hold_at(ROUNDS)
+
+    async def _has_points(self) -> bool:
+        """Whether all are restored, and there are as many points as models."""
+        restored = len(restores(self._worker.log))
+        points = (await self._store.stats()).points
+        return min(restored, points) >= len(self.clients)
+
+
+def restores(log: str) -> list[int]:
+    """The requests replayed at each restore of a model."""
+    return [int(count) for count in re.findall(r"is restored: (\d+) requests replayed", log)]
 
 
 async def train(folder: Path, compiled: Path, *, calm: bool) -> tuple[dict[str, Any], str]:
@@ -129,7 +159,7 @@ def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
     # Weights that were whole at its death are not made again, and the others are.
     assert log.count("decomposed q_proj of layer 0:") == 1
     assert log.count("decomposed k_proj of layer 0:") == 2
-    again = [int(count) for count in re.findall(r"is restored: (\d+) requests replayed", log)]
+    again = restores(log)
     assert len(again) == 6, "three models, after two deaths"
     print(
         f"{mixed_batches(calm + log)} mixed batches; requests done again after the deaths: {again}"

@@ -219,12 +219,16 @@ class Client:
         job, records = self.tenant.creation()
         await self._one(job, *records)
         for index in range(self.tenant.rounds):
+            await self.before_round(index)
             await self._together(self.tenant.round(index))
             giving_up = (self._give_up(job) for job in self.tenant.unwanted(index))
             await asyncio.gather(self._together(self.tenant.samples(index)), *giving_up)
         await self._one(self.tenant.final())
         for request_id, outcome in self.given_up.items():
             assert await self._outcome(request_id) == outcome, "an outcome changed"
+
+    async def before_round(self, index: int) -> None:
+        """Wait until the round may start: for plays that end a worker between two rounds."""
 
     async def _together(self, jobs: Sequence[Job]) -> None:
         shuffled = list(jobs)
