@@ -233,7 +233,7 @@ def test_bfloat16_differs_by_its_rounding_only(implementation: Implementation) -
 
     Each is half an epsilon, relative to the largest entry.
     """
-    seen = visibility(BINS, SMALL.block, capacity=11)
+    seen = visibility(BINS, SMALL.block, capacity=13)
     tokens = int(seen.blocks) * SMALL.block
     rounded = [jnp.asarray(x, jnp.bfloat16) for x in numbers(tokens, SMALL)]
     inputs = Inputs(*(np.asarray(x.astype(jnp.float32)) for x in rounded))
@@ -269,10 +269,10 @@ def test_bits_depend_only_on_the_requests_own_bin(implementation: Implementation
     alone = bits([], [], 4)
     assert np.isfinite(alone.out).all()
     others = {
-        "another capacity": bits([], [], 7),
-        "behind others": bits([neighbour], [], 10),
+        "another capacity": bits([], [], 13),
+        "behind others": bits([neighbour], [], 13),
         "among others": bits([neighbour, neighbour], [neighbour], 13),
-        "among NaN": bits([nan], [nan], 10),
+        "among NaN": bits([nan], [nan], 13),
     }
     for name, other in others.items():
         for field, want, got in zip(Results._fields, alone, other, strict=True):
@@ -294,7 +294,7 @@ def test_unused_blocks_are_neither_read_nor_written(implementation: Implementati
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_buffers_of_several_layers_are_used_in_place(implementation: Implementation) -> None:
-    seen = visibility(BINS, SMALL.block, capacity=12)
+    seen = visibility(BINS, SMALL.block, capacity=13)
     used = int(seen.blocks)
     at = packed(numbers(used * SMALL.block, SMALL), seen, SMALL)
     want = RUN[implementation](at)
@@ -312,10 +312,10 @@ def test_buffers_of_several_layers_are_used_in_place(implementation: Implementat
             *inputs, attended, at.gradient, seen, at.gradients, **bases
         )
 
-    attended, gradients = layered(jnp.int32(12), jnp.int32(24))
+    attended, gradients = layered(jnp.int32(13), jnp.int32(26))
     for whole, alone in zip(attended, want[0], strict=True):
-        np.testing.assert_array_equal(whole[24:36], alone)
-        assert (np.delete(np.asarray(whole), range(24, 36), 0) == 7).all()
+        np.testing.assert_array_equal(whole[26:39], alone)
+        assert (np.delete(np.asarray(whole), range(26, 39), 0) == 7).all()
     for got, alone in zip(gradients, want[1], strict=True):
         np.testing.assert_array_equal(got, alone)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jaxtyping import Array
@@ -72,8 +73,16 @@ class Case(NamedTuple):
     micro_batch: DeviceMicroBatch
 
 
+def zeros(config: ModelConfig) -> Decoder:
+    """A model whose weights are not drawn: only their shapes matter here."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    weights = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), nnx.state(model))
+    nnx.update(model, weights)
+    return model
+
+
 def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
-    model = Decoder(replace(config, layers=layers), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = zeros(replace(config, layers=layers))
     model.block, model.chunk_blocks = BLOCK, CHUNK_BLOCKS
     model.remat = remat  # type: ignore[assignment]
     model.train()
