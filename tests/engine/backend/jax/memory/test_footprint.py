@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from tests.support.compiled import memory_of
+from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
@@ -81,10 +81,7 @@ def decoder(
     remat: Any = "dots",
     static_shapes: StaticShapes = STATIC_SHAPES,
 ) -> Decoder:
-    graph, shapes = nnx.split(
-        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    )
-    model = nnx.merge(graph, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+    model = zero_decoder(config, dtype)
     model.block, model.chunk_blocks = (
         static_shapes.block,
         static_shapes.chunk // static_shapes.block,

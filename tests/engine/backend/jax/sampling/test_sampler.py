@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.compiled import memory_of
+from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, target_shapes
@@ -458,7 +459,7 @@ def test_decoding_copies_no_weights(model: Decoder) -> None:
 
     def temporary_bytes(layers: int) -> int:
         config = replace(CONFIG, hidden=64, intermediate=256, layers=layers)
-        deep = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+        deep = zero_decoder(config)
         static_shapes = StaticShapes(16, block=8, chunk=16, rank_buckets=(2,))
         programs = Programs(ProgramRegistry(), deep, static_shapes, slots=DECODE_SLOTS, pages=9)
         (shape,) = programs.decode.shapes()

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 from jaxtyping import Array
@@ -20,6 +19,7 @@ from tests.engine.backend.jax.training.packed_case import TINY
 from tests.engine.conftest import empty
 from tests.support.adapters import nbytes
 from tests.support.compiled import memory_of
+from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, target_shapes
 from tuneserve_engine.backend.jax.model.block import Layer, after_attention, before_attention
@@ -73,16 +73,8 @@ class Case(NamedTuple):
     micro_batch: DeviceMicroBatch
 
 
-def zeros(config: ModelConfig) -> Decoder:
-    """A model whose weights are not drawn: only their shapes matter here."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32))
-    weights = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), nnx.state(model))
-    nnx.update(model, weights)
-    return model
-
-
 def case_of(layers: int, remat: str, config: ModelConfig = CONFIG) -> Case:
-    model = zeros(replace(config, layers=layers))
+    model = zero_decoder(replace(config, layers=layers))
     model.block, model.chunk_blocks = BLOCK, CHUNK_BLOCKS
     model.remat = remat  # type: ignore[assignment]
     model.train()
