@@ -417,14 +417,14 @@ def test_programs_compute_as_many_top_tokens_as_the_wire_allows() -> None:
 
 @st.composite
 def any_request(draw: st.DrawFn) -> SamplingRequest:
-    """Every request that a client can send, for a context of 64 and a vocabulary of 67."""
+    """Any request for a context of 64 and a vocabulary of 67, with more samples than slots."""
     length = draw(st.integers(1, 63))
     targets = draw(st.integers(0, 64))
     return request(
         length,
         snapshot_id=draw(st.sampled_from([None, *TENANTS, NAN, "new"])),
         seed=draw(st.integers(-(2**63), 2**64 - 1)),
-        num_samples=draw(st.integers(1, 6)),
+        num_samples=draw(st.integers(1, DECODE_SLOTS + 2)),
         max_tokens=draw(st.integers(1, 64 - length)),
         temperature=draw(st.sampled_from([0.0, 1e-30, 0.7, 1.0, 1e30])),
         top_k=draw(st.sampled_from([-1, 1, 5, 67, 2**40])),
