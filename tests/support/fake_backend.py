@@ -125,6 +125,9 @@ class FakeBackend:
     def prepare(self, config: AdapterConfig) -> None:
         """Does nothing: every kind is a LoRA of its rank here."""
 
+    def exported_adapter(self, adapter_id: str) -> AdapterState:
+        return self.exported(self.adapter_state(adapter_id, optimizer=False))
+
     def exported(self, state: AdapterState) -> AdapterState:
         return replace(state, config=kinds.exported(state.config))
 

@@ -268,10 +268,18 @@ class Backend(Protocol):
         self, adapter_id: str, *, optimizer: bool, accumulator: bool = False
     ) -> AdapterState: ...
 
-    def exported(self, state: AdapterState) -> AdapterState:
-        """Return the adapter as a LoRA of the same effect, to sample from. Thread-safe.
+    def exported_adapter(self, adapter_id: str) -> AdapterState:
+        """Return the weights of the LoRA with the adapter's effect, to sample from.
 
-        Raises ``ServerError`` if what adapters of its kind share is missing.
+        Its pairs have the bits that training computes with.
+        """
+        ...
+
+    def exported(self, state: AdapterState) -> AdapterState:
+        """Return ``exported_adapter`` of a saved adapter.
+
+        Raises ``ServerError`` if what adapters of its kind share is missing, and what
+        ``load_adapter`` raises.
         """
         ...
 

@@ -15,10 +15,8 @@ from tuneserve_engine.adapters import checkpoint, kinds, peft_export
 from tuneserve_engine.adapters.checkpoint_format import MEMBER, metadata_of
 from tuneserve_engine.adapters.export_files import CONFIG as CONFIG_FILE
 from tuneserve_engine.adapters.export_files import WEIGHTS, check_member
-from tuneserve_engine.adapters.kinds.base import SvdFactors
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.adapters.tensor_file import Damaged
-from tuneserve_engine.backend.jax.adapters import arrays as adapters
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import FileDamaged
 
@@ -43,15 +41,11 @@ def osft_sampler() -> AdapterState:
     """The LoRA in a sampler checkpoint of an OSFT adapter."""
     config = AdapterConfig(3, 1.0, 0, True, False, False, "osft", {"form": "core"}, "abc")
     rng = np.random.default_rng(4)
-    own = {f"{name}.C": rng.standard_normal((2, 3, 3)).astype("f4") for name in SHAPES}
-
-    def frozen(_: AdapterConfig, target: str) -> SvdFactors:
-        layers, inputs, outputs = SHAPES[target]
-        arrays = [rng.standard_normal((layers, 4, size)).astype("f4") for size in (outputs, inputs)]
-        kept = np.array([1, 1, 1, 0], "f4")
-        return SvdFactors(arrays[0], np.ones((layers, 4), "f4"), arrays[1], kept)
-
-    return adapters.exported(AdapterState(config, own), SHAPES, frozen)
+    pairs = {}
+    for name, (layers, inputs, outputs) in SHAPES.items():
+        pairs[f"{name}.A"] = rng.standard_normal((layers, inputs, 3)).astype("f4")
+        pairs[f"{name}.B"] = rng.standard_normal((layers, 3, outputs)).astype("f4")
+    return AdapterState(kinds.exported(config), pairs)
 
 
 def rslora(moments: bool) -> AdapterState:

@@ -25,7 +25,6 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     TrainingAdapter,
     adapter_bytes,
     arrays_of,
-    exported,
     new_state,
     target_shapes,
 )
@@ -51,6 +50,9 @@ from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 
 _MEMORY = [name for name in WORKER_METRICS if name.startswith("memory_")]
+
+_EXPORTED = "exported"
+"""The id of an adapter that is loaded only to be exported; the ids of models have a colon."""
 
 Stepped = dict[str, Mapping[str, float] | Exception]
 """By adapter: the metrics of its step, or the error that prevented it."""
@@ -233,12 +235,6 @@ class JaxBackend:
             error.no_room = True  # on this worker; another worker may be planned for it
             raise error
 
-    def exported(self, state: AdapterState) -> AdapterState:
-        if kind_of(state.config).needs_decomposition:
-            self._svd.decomposition.require()
-            self._svd.decomposition.check(state.config)
-        return exported(state, self._shapes, self._svd.svd_factors)
-
     def delete_adapter(self, adapter_id: str) -> None:
         self._adapters.remove(adapter_id)
 
@@ -248,6 +244,26 @@ class JaxBackend:
         return translate_device_errors(
             partial(self._adapters.state, adapter_id, optimizer=optimizer, accumulator=accumulator)
         )
+
+    def exported_adapter(self, adapter_id: str) -> AdapterState:
+        state = self.adapter_state(adapter_id, optimizer=False)
+        if not kind_of(state.config).program:
+            return _relabelled(state)
+        (adapter,) = translate_device_errors(self._adapters.get, [adapter_id])
+        return translate_device_errors(self._trainer.exported, adapter)
+
+    def exported(self, state: AdapterState) -> AdapterState:
+        kind = kind_of(state.config)
+        if not kind.program:
+            return _relabelled(state)
+        if kind.needs_decomposition:
+            self._svd.decomposition.require()  # computes nothing, unlike ``load_adapter``
+        self._trainer.prepare(kind)
+        self.load_adapter(_EXPORTED, AdapterState(state.config, state.weights))
+        try:
+            return self.exported_adapter(_EXPORTED)
+        finally:
+            self.delete_adapter(_EXPORTED)
 
     def load_adapter(self, adapter_id: str, state: AdapterState) -> None:
         if kind_of(state.config).needs_decomposition:
@@ -353,6 +369,11 @@ class JaxBackend:
             "adapters_paged_out_total": pager.evictions,
             "page_wait_seconds_total": pager.waited_s,
         }
+
+
+def _relabelled(state: AdapterState) -> AdapterState:
+    """Return the LoRA of the same effect of an adapter whose arrays are its pairs."""
+    return AdapterState(kinds.exported(state.config), state.weights)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:

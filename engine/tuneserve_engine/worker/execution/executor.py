@@ -329,17 +329,19 @@ class JobExecutor:
         try:
             _ = self._models[job.model_id or ""]  # refuse a model that is not here
             command = jobs.decode(job.payload, jobs.SaveWeights)
-            training = command.kind == CheckpointKind.TRAINING
             with self._timer.charge({job.request_id: 1.0}):
-                state = self._backend.adapter_state(job.model_id or "", optimizer=training)
+                state = self._state_to_save(command.kind, job.model_id or "")
         except Exception as error:
             return _ready(failure(job, error))
         return partial(self._saved, command, state, job)
 
+    def _state_to_save(self, kind: CheckpointKind, model_id: str) -> AdapterState:
+        if kind == CheckpointKind.TRAINING:
+            return self._backend.adapter_state(model_id, optimizer=True)
+        return self._backend.exported_adapter(model_id)
+
     def _saved(self, command: jobs.SaveWeights, state: AdapterState, job: Job) -> Outcome:
         info = self._backend.info
-        if command.kind != CheckpointKind.TRAINING:
-            state = self._backend.exported(state)
         if command.kind == CheckpointKind.EXTERNAL:
             members = checkpoint.peft_members(state, info.name, info.revision)
             if command.age_recipients:

@@ -116,22 +116,6 @@ def new_adapter(config: AdapterConfig, shapes: TargetShapes, rank_bucket: int) -
     return restored_adapter(new_state(config, shapes), shapes, rank_bucket)
 
 
-def exported(state: AdapterState, shapes: TargetShapes, frozen: FrozenOf) -> AdapterState:
-    """Return the weights as a LoRA of the same effect, which any server can serve."""
-    kind = kinds.kind_of(state.config)
-    if kind is LORA:
-        return state
-    rank = state.config.rank
-    weights: Tensors = {}
-    for name in state.config.targets:
-        true = kind.parameter_shapes(shapes[name], kind.rank(state.config, shapes[name]))
-        parts = {part: state.weights[f"{name}.{part}"] for part in true}
-        pair = kind.lora_pair(parts, frozen(state.config, name))
-        for part, x in zip("AB", pair, strict=True):
-            weights[f"{name}.{part}"] = _filled(x, LORA.parameter_shapes(shapes[name], rank)[part])
-    return AdapterState(kinds.exported(state.config), weights, state.step)
-
-
 def check_state(state: AdapterState, shapes: TargetShapes) -> None:
     """Raise ``UserError`` with the tensor's name if the state does not fit this base model."""
     own, pairs = _true_shapes(state.config, shapes), _true_shapes(state.config, shapes, LORA)
@@ -201,6 +185,12 @@ def saved_state(adapter: TrainingAdapter, *, optimizer: bool, accumulator: bool)
         pairs = _true_shapes(adapter.config, adapter.shapes, LORA)
         state = replace(state, accumulator=_to_host(adapter.accumulator, pairs))
     return state
+
+
+def exported_state(adapter: TrainingAdapter, pairs: LoraWeights) -> AdapterState:
+    """Return the adapter's pairs as a LoRA on the host, without padding and untrained targets."""
+    config = kinds.exported(adapter.config)
+    return AdapterState(config, _to_host(pairs, _true_shapes(config, adapter.shapes)))
 
 
 def arrays_of(adapter: TrainingAdapter) -> list[Array]:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tuneserve_engine.adapters.kinds.base import AdapterKind
+from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
     FloatArray,
     IntArray,
@@ -21,6 +22,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     LORA,
     LoraWeights,
     TrainingAdapter,
+    exported_state,
     in_tree,
     part_shapes,
     target_shapes,
@@ -159,6 +161,10 @@ class Trainer:
         """Take one step with the adapter and return the gradient's norm; wait for neither."""
         run = self._kinds.step(adapter) or partial(self._step, adapter.rank_bucket)
         return start_step(adapter, params, run)
+
+    def exported(self, adapter: TrainingAdapter) -> AdapterState:
+        """Return the LoRA of the same effect: the pairs that training computes with, in bits."""
+        return exported_state(adapter, self._kinds.pairs(adapter))
 
     def prepare(self, kind: AdapterKind) -> None:
         """Compile the programs that only adapters of this kind need. Thread-safe."""
