@@ -19,25 +19,36 @@ from tuneserve_server.settings import ApiSettings
 _PAGE = 500
 
 
-async def make_room(store: Store, settings: ApiSettings, new: SamplerRecord) -> None:
-    """Delete the tenant's least recently used unnamed saves if the tenant is at its limit.
+async def make_room(
+    store: Store,
+    settings: ApiSettings,
+    tenant: str,
+    key: str,
+    *,
+    unnamed: SamplerRecord | None = None,
+    needed_bytes: int = 0,
+) -> None:
+    """Delete the tenant's least recently used unnamed saves if the checkpoint ``key`` has no room.
 
     Deletes as many as needed, but none that is in use or among the newest of its model. If there
-    is still no room, the store refuses the new save. The clean-up deletes the files; a waiting
-    sample keeps its own file.
+    is still no room, the caller or the store refuses the checkpoint. The clean-up deletes the
+    files; a waiting sample keeps its own file. ``unnamed`` is the record of the checkpoint if it is
+    such a save itself, ``needed_bytes`` its known size.
     """
-    most = await most_kept(store, settings.store_policy, new.tenant)
-    kept = await store.checkpoint_usage(new.tenant, new.key)
-    if refusals.keeps_too_much(kept, most) is None:
+    most = await most_kept(store, settings.store_policy, tenant)
+    kept = await store.checkpoint_usage(tenant, key)
+    if refusals.keeps_too_much(kept, most, needed_bytes) is None:
         return
-    saves = [each for each in await store.unnamed_saves(new.tenant) if each.key != new.key]
+    saves = [each for each in await store.unnamed_saves(tenant) if each.key != key]
+    if unnamed is not None:
+        saves.append(unnamed)  # not stored yet, but among the newest of its model
     now_s = time.time()
-    for each in sorted(_older([*saves, new], settings.unnamed_saves), key=lambda it: it.used_s):
+    for each in sorted(_older(saves, settings.unnamed_saves), key=lambda it: it.used_s):
         if 0 <= now_s - each.used_s < settings.unnamed_save_s:
             continue  # in use; a time in the future was stored before the clock was set back
         await store.delete_record(SamplerRecord, each.key)
         kept = CheckpointUsage(kept.count - 1, kept.size_bytes - each.size_bytes)
-        if refusals.keeps_too_much(kept, most) is None:
+        if refusals.keeps_too_much(kept, most, needed_bytes) is None:
             return
 
 

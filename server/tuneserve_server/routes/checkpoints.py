@@ -37,8 +37,11 @@ async def _save(
         save = build(model, body.accepted(parsed))
         info = await caller.served.info(model.base_model)
         save = commands.with_size(save, model.config, info)
-        if save.sampler is not None:
-            await make_room(caller.store, caller.settings, save.sampler)
+        record = save.sampler or save.checkpoint
+        assert record is not None, "a save names a checkpoint or a sampling session"
+        await make_room(
+            *(caller.store, caller.settings, caller.tenant, record.key), unnamed=save.sampler
+        )
         return save
 
     place = JobKey.after(JobKind.SAVE_WEIGHTS, model, keys.seq_id)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.openai.openai_case import complete
+from tests.server.transfer.test_peft_upload import path_of
 from tests.support.fake_backend import FAKE_INFO
 from tuneserve_engine.core.records import CheckpointRecord, SamplerRecord, TenantRecord, Update
 from tuneserve_engine.store.base import CheckpointUsage
@@ -187,6 +188,31 @@ async def test_at_the_limit_a_save_unused_for_a_minute_is_removed(saves: Saves) 
     await saves.unused_for(61, keys[1])
     newest = await saves.save()
     assert await saves.kept() == [keys[0], *keys[2:], newest]
+
+
+@pytest.mark.parametrize(
+    "route", ["save_weights", "save_weights_for_sampler", "save_weights_external"]
+)
+async def test_a_named_save_makes_room_too(saves: Saves, route: str) -> None:
+    keys = [await saves.save() for _ in range(6)]
+    await saves.unused_for(HOUR_S, *keys)
+    request = {"model_id": saves.model, "seq_id": 7, "path": "named"}
+    result = await saves.service.result(await saves.service.post(f"/{route}", request))
+    assert result["path"].endswith("/named")
+    assert await saves.kept() == keys[1:]
+
+
+async def test_an_import_makes_room_too_also_for_its_known_bytes(saves: Saves) -> None:
+    keys = [await saves.save() for _ in range(6)]
+    await saves.unused_for(HOUR_S, *keys)
+    await path_of(saves.service)
+    assert await saves.kept() == keys[1:]
+    tenant = (await saves.store.get_record(SamplerRecord, keys[1])).tenant
+    limit = (await saves.store.checkpoint_usage(tenant)).size_bytes + 1
+    few = TenantRecord(tenant, tenant, 0.0, max_checkpoint_bytes=limit, max_checkpoints=100)
+    await saves.store.put_record(few)
+    await path_of(saves.service)
+    assert await saves.kept() == keys[2:]
 
 
 async def test_saves_count_under_the_limit_of_bytes(saves: Saves) -> None:
