@@ -19,7 +19,7 @@ from tuneserve_server.settings import ApiSettings
 _PAGE = 500
 
 
-async def make_room(
+async def make_room(  # noqa: PLR0913 - two of six by name
     store: Store,
     settings: ApiSettings,
     tenant: str,
