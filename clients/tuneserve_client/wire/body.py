@@ -58,14 +58,19 @@ class Request(BaseModel):
         _fail_fast(schema)
         return schema
 
-    def unknown_fields(self) -> list[str]:
-        """Return the names of the sent fields that are ignored, nested ones included."""
-        names = [name for name in self.model_extra or () if name != "type"]  # a mere label
+    def unknown_fields(self) -> dict[str, set[str]]:
+        """Return the names of the sent fields that are ignored, nested ones included.
+
+        With each come the known fields that were not sent in its place.
+        """
+        absent = type(self).model_fields.keys() - self.model_fields_set
+        unknown = self.model_extra or {}
+        found = {name: absent for name in unknown if name != "type"}  # a mere label
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Request):
-                names += [f"{name}.{inner}" for inner in value.unknown_fields()]
-        return names
+                found |= {f"{name}.{k}": known for k, known in value.unknown_fields().items()}
+        return found
 
 
 class Response(BaseModel):

@@ -159,9 +159,9 @@ class Adapter(Request):
         "`short_fixed` or `core`.",
     )
 
-    def unknown_fields(self) -> list[str]:
-        """Return an empty list: no sent field is ignored."""
-        return []
+    def unknown_fields(self) -> dict[str, set[str]]:
+        """Return nothing: no sent field is ignored."""
+        return {}
 
 
 class OptimizerConfig(Request):

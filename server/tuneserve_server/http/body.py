@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from tuneserve_client.wire.body import Request
 from tuneserve_engine.core.errors import UserError
+from tuneserve_engine.core.misspelt import meant
 from tuneserve_server.errors import BodyTooLarge, BodyTooSlow, Malformed
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ _ALIKE = bytes.maketrans(b"{}", b"[]")
 _SHOWN_PROBLEMS = 5
 _noticed: set[str] = set()
 _MOST_NOTICED = 1000  # field names come from clients; the set must not grow with them
+_MOST_COMPARED = 32  # unknown fields of a body; each comparison takes up to a millisecond
 
 
 class BodyTruncated(BodyTooLarge):
@@ -109,7 +112,7 @@ def parse(
     """Return the parsed body. Raises ``Malformed`` with the fields at fault.
 
     All numbers must be ``finite``. Each ignored field is logged once: a newer SDK may mean
-    something by it.
+    something by it. A field that seems to be misspelt is at fault.
     """
     if len(raw) > _MAX_MARKS:  # a shorter body cannot have too many
         _check_marks(sum(map(_marks, _pieces(raw))))
@@ -127,13 +130,28 @@ def parse(
         problem = f"the body is not JSON: {error}; all its numbers must be finite"
         raise Malformed(problem) from None
 
-    unknown = body.unknown_fields() if notices_unknown else []
+    unknown = body.unknown_fields() if notices_unknown else {}
+    _check_misspelt(unknown)
     for name in unknown:
         label = f"{body_type.__name__}.{name}"[:128]
         if label not in _noticed and len(_noticed) < _MOST_NOTICED:
             _noticed.add(label)
             logger.info("ignoring %r, a field that this server does not know", label)
     return body
+
+
+def _check_misspelt(unknown: Mapping[str, Collection[str]]) -> None:
+    """Raise ``Malformed`` for a field that seems to be a misspelt one, which would be ignored.
+
+    ``unknown`` has the known fields that are missing in the place of each.
+    """
+    for name, absent in islice(unknown.items(), _MOST_COMPARED):
+        part, dot, last = name.rpartition(".")
+        if close := meant(last, absent):
+            raise Malformed(
+                f"{name} is not a field of this request; did you mean {part}{dot}{close}? Rename "
+                "the field, or leave it out"
+            )
 
 
 def parse_keyed(raw: bytes, key_type: type[K], body_type: type[B]) -> tuple[K, B | UserError]:

@@ -14,6 +14,7 @@ from tuneserve_client.wire.body import Request
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import SampleCommand
+from tuneserve_engine.core.misspelt import meant
 from tuneserve_engine.core.sampling_options import bounded, check_sampling_options
 from tuneserve_server.base_model_text import BaseText
 from tuneserve_server.commands.common import checked_seed
@@ -127,9 +128,10 @@ def _check_rest(part: Request, where: str, **neutral: Any) -> None:
                 f"leave it out, or send {_NEUTRAL[name][0]!r}",
                 name,
             )
+        close = meant(name, type(part).model_fields.keys() | _NEUTRAL.keys() | _HARMLESS)
         raise InvalidField(
             f"{where}{name[:64]} is not a field that this server knows, and it might change the "
-            "answer; leave it out",
+            f"answer; {f'did you mean {close}? ' if close else ''}leave it out",
             name[:64],
         )
 

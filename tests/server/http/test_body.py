@@ -29,6 +29,9 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
     return "asyncio", {"loop_factory": VirtualLoop}
 
 
+SAMPLE = {"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": []}}
+
+
 class Anything(Body):
     """A body with any fields, which is always valid."""
 
@@ -212,6 +215,29 @@ def test_a_number_that_json_does_not_have_is_refused_even_in_ignored_fields(
 
 def test_names_of_non_finite_numbers_are_accepted_as_text() -> None:
     body.parse(Anything, b'{"x": "NaN", "Infinity": ["-Infinity"]}')
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ({"sampling_parms": {}}, "sampling_parms is not a field of this request; did you mean "
+         "sampling_params? Rename"),
+        ({"sampling_params": {"tempreature": 1}}, "did you mean sampling_params.temperature?"),
+        ({"sampling_params": {"maxTokens": 3}}, "did you mean sampling_params.max_tokens?"),
+        ({"prompt_logprob": True}, "did you mean prompt_logprobs?"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_field_is_refused_with_the_one_that_was_meant(
+    sent: dict[str, object], said: str
+) -> None:
+    with pytest.raises(Malformed) as refused:
+        body.parse(types.SampleRequest, json.dumps({**SAMPLE, **sent}).encode())
+    assert said in str(refused.value)
+
+
+def test_a_new_field_is_ignored_however_many_there_are() -> None:
+    new = {f"new_{n}": n for n in range(10_000)} | {"ref_sampling_params": 1, "t" * 33: 2}
+    body.parse(types.SampleRequest, json.dumps({**SAMPLE, **new}).encode())
 
 
 @pytest.mark.parametrize("text", [rb'"\ud800"', rb'"\udc00\ud800"', b'"\xed\xa0\x80"', b'"\xff"'])
