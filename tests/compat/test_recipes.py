@@ -1,7 +1,9 @@
 """Further recipes of the cookbook that can run offline, and its tools and numeric checks.
 
 They cover more than the loops: asynchronous and streaming rollouts, distillation, games of many
-turns, graders and downloads.
+turns, graders and downloads. The cookbook's own smoke tests run eleven recipes: nine of them are
+here and in ``test_cookbook``, but for ``text_arena``, which needs another package, and
+``vlm_classifier``, which needs images.
 """
 
 import json
@@ -80,6 +82,7 @@ RECIPES = {
         "preference.shorter.train",
         *(MODEL, "renderer_name=qwen3", "max_steps=2", "batch_size=2", "group_size=4"),
     ),
+    # Its test set takes minutes: 124 numbers, played four times each.
     "guess_number": (
         "multiplayer_rl.guess_number.train",
         *(MODEL, "renderer_name=qwen3", "max_steps=1", "batch_size=1", "group_size=2"),
@@ -89,7 +92,7 @@ RECIPES = {
         "rubric.train",
         *(*CHEAP, "renderer_name=qwen3", "groups_per_batch=2", "train_group_size=2"),
         *(f"grader_llm_name={MODEL_NAME}", "grader_renderer_name=qwen3", "max_tokens=8"),
-        *("train_jsonl_path=rubric.jsonl", "test_jsonl_path=rubric.jsonl", "eval_every=0"),
+        *("train_jsonl_path=rubric.jsonl", "test_jsonl_path=rubric.jsonl"),
     ),
 }
 
@@ -111,6 +114,12 @@ def test_a_recipe_runs_and_saves(recipes: Recipes, tmp_path: Path, name: str) ->
     if name in ON_POLICY:
         assert sampler_gap(rows) < 1e-9
     assert saved_names(log)[-1] == "final"
+
+
+def test_twenty_questions_are_played(recipes: Recipes, tmp_path: Path) -> None:
+    recipes.script("twenty_questions.py", MODEL_NAME, str(tmp_path))
+    assert sampler_gap(finite_metrics(tmp_path)) < 1e-9
+    assert saved_names(tmp_path)[-1] == "final"
 
 
 def sampler_gap(rows: list[dict[str, Any]]) -> float:
