@@ -1,9 +1,8 @@
 """Further recipes of the cookbook that can run offline, and its tools and numeric checks.
 
 They cover more than the loops: asynchronous and streaming rollouts, distillation, games of many
-turns, graders and downloads. The cookbook's own smoke tests run eleven recipes: nine of them are
-here and in ``test_cookbook``, but for ``text_arena``, which needs another package, and
-``vlm_classifier``, which needs images.
+turns, graders and downloads. The cookbook's own smoke tests run eleven recipes. Nine of them are
+here or in ``test_cookbook``; ``text_arena`` needs another package, and ``vlm_classifier`` images.
 """
 
 import json

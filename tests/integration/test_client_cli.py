@@ -117,7 +117,9 @@ def test_training_lowers_the_loss_step_by_step(trained):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_an_exported_adapter_computes_the_same_in_peft_as_on_the_server(trained, client, tmp_path):
     _, path, folder = trained
+    before = client.runs(), client.checkpoints()
     told = facts("checkpoints", "export", path, tmp_path / "again")
+    assert (client.runs(), client.checkpoints()) == before
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(told["files"])
     tokens = list(range(5, 25))
     model = client.load_model(path)
@@ -134,7 +136,9 @@ def test_an_exported_adapter_computes_the_same_in_peft_as_on_the_server(trained,
 
 def test_a_merged_model_computes_the_same_as_the_server(trained, client, tmp_path):
     _, path, _ = trained
+    before = client.runs(), client.checkpoints()
     told = facts("checkpoints", "merge", path, tmp_path / "model")
+    assert (client.runs(), client.checkpoints()) == before
     assert told["base"] == str(TINY_MODEL)
     tokens = list(range(5, 25))
     (ours,) = client.load_model(path).forward([next_token_datum(tokens)]).result().logprobs
