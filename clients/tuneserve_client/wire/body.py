@@ -1,6 +1,6 @@
 """The base of all wire types: how strictly they are read, and the kinds of their fields."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -39,6 +39,17 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
+class UnknownField(NamedTuple):
+    """A field that was sent and is not known."""
+
+    place: str
+    """The names of the requests it is in, each with a dot."""
+    name: str
+    """As sent: of any length, with any characters."""
+    absent: set[str]
+    """The known fields of the same request that were not sent."""
+
+
 class Request(BaseModel):
     """The base of all request bodies."""
 
@@ -58,18 +69,19 @@ class Request(BaseModel):
         _fail_fast(schema)
         return schema
 
-    def unknown_fields(self) -> dict[str, set[str]]:
-        """Return the names of the sent fields that are ignored, nested ones included.
-
-        With each come the known fields that were not sent in its place.
-        """
+    def unknown_fields(self) -> list["UnknownField"]:
+        """Return the sent fields that are ignored, those of nested requests included."""
         absent = type(self).model_fields.keys() - self.model_fields_set
-        unknown = self.model_extra or {}
-        found = {name: absent for name in unknown if name != "type"}  # a mere label
+        found = [
+            UnknownField("", name, absent)
+            for name in self.model_extra or ()
+            if name != "type"  # a mere label
+        ]
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Request):
-                found |= {f"{name}.{k}": known for k, known in value.unknown_fields().items()}
+                inner = value.unknown_fields()
+                found += [each._replace(place=f"{name}.{each.place}") for each in inner]
         return found
 
 

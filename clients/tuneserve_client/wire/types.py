@@ -1,6 +1,7 @@
 """Wire types: the one definition of every JSON body.
 
-Requests ignore unknown fields, because newer SDKs send the defaults of their own fields. Types are
+Requests ignore unknown fields, because newer SDKs send the defaults of their own fields; the server
+refuses those that look misspelt. Types are
 strict (no ``"1"`` for 1), and numbers are finite. Fields that the SDK leaves out when they are None
 are optional here. Protobuf bodies are defined in ``proto/wire.proto``.
 """
@@ -19,6 +20,7 @@ from tuneserve_client.wire.body import (
     Request,
     Response,
     Seq,
+    UnknownField,
 )
 
 # --- service -------------------------------------------------------------------------------------
@@ -159,9 +161,9 @@ class Adapter(Request):
         "`short_fixed` or `core`.",
     )
 
-    def unknown_fields(self) -> dict[str, set[str]]:
-        """Return nothing: no sent field is ignored."""
-        return {}
+    def unknown_fields(self) -> list[UnknownField]:
+        """Return an empty list: no sent field is ignored."""
+        return []
 
 
 class OptimizerConfig(Request):

@@ -278,8 +278,8 @@ class Backend(Protocol):
     def exported(self, state: AdapterState) -> AdapterState:
         """Return ``exported_adapter`` of a saved adapter.
 
-        Raises ``ServerError`` if what adapters of its kind share is missing, and what
-        ``load_adapter`` raises.
+        Needs the room on the device that training such an adapter needs. Raises ``ServerError`` if
+        what adapters of its kind share is missing, and what ``load_adapter`` raises.
         """
         ...
 

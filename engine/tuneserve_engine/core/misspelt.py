@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Collection
 
-_CLOSE = 0.85  # one letter swapped, left out or put in; "top_k" is 0.8 from "top_p"
+_CLOSE = 0.85  # of seven letters, two swapped or one left out; "top_k" is 0.8 from "top_p"
 _LONGEST = 32  # a longer name resembles none, and comparing takes time quadratic in its length
 
 
@@ -17,4 +17,14 @@ def meant(name: str, known: Collection[str]) -> str | None:
     spelt = name.lower().replace("-", "_").strip(" _")
     if any(f"_{each}_" in f"_{spelt}_" for each in known if each != spelt):
         return None
-    return next(iter(difflib.get_close_matches(spelt, known, 1, _CLOSE)), None)
+    swapped = (each for each in known if _is_swapped(spelt, each))
+    close = difflib.get_close_matches(spelt, known, 1, _CLOSE)
+    return next(swapped, None) or next(iter(close), None)
+
+
+def _is_swapped(name: str, known: str) -> bool:
+    """Return whether two neighbouring letters are swapped, which counts in short names too."""
+    if len(name) != len(known):
+        return False
+    at = [n for n, (one, other) in enumerate(zip(name, known, strict=True)) if one != other]
+    return len(at) == 2 and at[1] == at[0] + 1 and sorted(name) == sorted(known)

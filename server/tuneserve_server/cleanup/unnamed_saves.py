@@ -28,28 +28,49 @@ async def make_room(  # noqa: PLR0913 - two of six by name
     unnamed: SamplerRecord | None = None,
     needed_bytes: int = 0,
 ) -> None:
-    """Delete the tenant's least recently used unnamed saves if the checkpoint ``key`` has no room.
+    """Delete the saves that ``in_the_way`` returns.
 
-    Deletes as many as needed, but none that is in use or among the newest of its model. If there
-    is still no room, the caller or the store refuses the checkpoint. The clean-up deletes the
-    files; a waiting sample keeps its own file. ``unnamed`` is the record of the checkpoint if it is
-    such a save itself, ``needed_bytes`` its known size.
+    The clean-up deletes their files; a waiting sample keeps its own file.
+    """
+    place = (store, settings, tenant, key)
+    for each in await in_the_way(*place, unnamed=unnamed, needed_bytes=needed_bytes):
+        await store.delete_record(SamplerRecord, each.key)
+
+
+async def in_the_way(  # noqa: PLR0913 - two of six by name
+    store: Store,
+    settings: ApiSettings,
+    tenant: str,
+    key: str,
+    *,
+    unnamed: SamplerRecord | None = None,
+    needed_bytes: int = 0,
+) -> list[SamplerRecord]:
+    """Return the unnamed saves whose deletion makes room for the checkpoint ``key``.
+
+    They are the tenant's least recently used ones, as many as needed. A save that is in use or
+    among the newest of its model is never one of them. The list is empty if there is room, and also
+    if all of them together would not make enough: then the checkpoint is refused elsewhere.
+    ``unnamed`` is the record of the checkpoint if it is such a save itself, ``needed_bytes`` its
+    known size.
     """
     most = await most_kept(store, settings.store_policy, tenant)
     kept = await store.checkpoint_usage(tenant, key)
     if refusals.keeps_too_much(kept, most, needed_bytes) is None:
-        return
+        return []
     saves = [each for each in await store.unnamed_saves(tenant) if each.key != key]
     if unnamed is not None:
         saves.append(unnamed)  # not stored yet, but among the newest of its model
     now_s = time.time()
+    found = []
     for each in sorted(_older(saves, settings.unnamed_saves), key=lambda it: it.used_s):
         if 0 <= now_s - each.used_s < settings.unnamed_save_s:
             continue  # in use; a time in the future was stored before the clock was set back
-        await store.delete_record(SamplerRecord, each.key)
+        found.append(each)
         kept = CheckpointUsage(kept.count - 1, kept.size_bytes - each.size_bytes)
         if refusals.keeps_too_much(kept, most, needed_bytes) is None:
-            return
+            return found
+    return []
 
 
 async def adopt(store: Store, files: FileStore) -> None:

@@ -2,18 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from tuneserve_client.wire.body import Request
-from tuneserve_engine.core.errors import UserError
+from tuneserve_client.wire.body import Request, UnknownField
+from tuneserve_engine.core.errors import UserError, shown
 from tuneserve_engine.core.misspelt import meant
 from tuneserve_server.errors import BodyTooLarge, BodyTooSlow, Malformed
 
@@ -39,7 +38,7 @@ _ALIKE = bytes.maketrans(b"{}", b"[]")
 _SHOWN_PROBLEMS = 5
 _noticed: set[str] = set()
 _MOST_NOTICED = 1000  # field names come from clients; the set must not grow with them
-_MOST_COMPARED = 32  # unknown fields of a body; each comparison takes up to a millisecond
+_MOST_COMPARED = 32  # unknown fields of a body; comparing one takes up to 0.2 ms
 
 
 class BodyTruncated(BodyTooLarge):
@@ -130,27 +129,23 @@ def parse(
         problem = f"the body is not JSON: {error}; all its numbers must be finite"
         raise Malformed(problem) from None
 
-    unknown = body.unknown_fields() if notices_unknown else {}
+    unknown = body.unknown_fields() if notices_unknown else []
     _check_misspelt(unknown)
-    for name in unknown:
-        label = f"{body_type.__name__}.{name}"[:128]
+    for each in unknown:
+        label = f"{body_type.__name__}.{each.place}{each.name}"[:128]
         if label not in _noticed and len(_noticed) < _MOST_NOTICED:
             _noticed.add(label)
             logger.info("ignoring %r, a field that this server does not know", label)
     return body
 
 
-def _check_misspelt(unknown: Mapping[str, Collection[str]]) -> None:
-    """Raise ``Malformed`` for a field that seems to be a misspelt one, which would be ignored.
-
-    ``unknown`` has the known fields that are missing in the place of each.
-    """
-    for name, absent in islice(unknown.items(), _MOST_COMPARED):
-        part, dot, last = name.rpartition(".")
-        if close := meant(last, absent):
+def _check_misspelt(unknown: Sequence[UnknownField]) -> None:
+    """Raise ``Malformed`` for a field that seems to be a misspelt one, which would be ignored."""
+    for place, name, absent in unknown[:_MOST_COMPARED]:
+        if close := meant(name, absent):
             raise Malformed(
-                f"{name} is not a field of this request; did you mean {part}{dot}{close}? Rename "
-                "the field, or leave it out"
+                f"{shown(place + name)} is not a field of this request; did you mean "
+                f"{place}{close}? Rename the field, or leave it out"
             )
 
 

@@ -128,10 +128,10 @@ def _check_rest(part: Request, where: str, **neutral: Any) -> None:
                 f"leave it out, or send {_NEUTRAL[name][0]!r}",
                 name,
             )
-        close = meant(name, type(part).model_fields.keys() | _NEUTRAL.keys() | _HARMLESS)
+        close = meant(name, type(part).model_fields.keys())
         raise InvalidField(
             f"{where}{name[:64]} is not a field that this server knows, and it might change the "
-            f"answer; {f'did you mean {close}? ' if close else ''}leave it out",
+            f"answer; {f'did you mean {close}? Rename it, or ' if close else ''}leave it out",
             name[:64],
         )
 

@@ -14,7 +14,7 @@ from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord
 from tuneserve_server.access.limits import check_room
-from tuneserve_server.cleanup.unnamed_saves import make_room
+from tuneserve_server.cleanup.unnamed_saves import in_the_way, make_room
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, reply
 from tuneserve_server.errors import (
@@ -58,11 +58,16 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
     if base_model is not None:
         await caller.served.resolve(base_model)  # refused before the adapter is sent
     caller.check_store()
-    await _make_room(caller, key)
+    if not await in_the_way(caller.store, caller.settings, caller.tenant, key):
+        await check_room(caller.store, caller.settings.store_policy, caller.tenant, key)
     async with caller.imports.received(request, caller.tenant) as upload:
         info = await _base_model(caller, base_model, upload.config.base_model)
         adapter = await caller.imports.checked(upload, info, seed=commands.new_seed())
-        await _make_room(caller, key, adapter.size)
+        place, needed_bytes = (caller.tenant, key), adapter.size
+        await make_room(caller.store, caller.settings, *place, needed_bytes=needed_bytes)
+        await check_room(
+            *(caller.store, caller.settings.store_policy, *place), needed_bytes=needed_bytes
+        )
         kept = await caller.imports.store_adapter(adapter)
     checkpoint = CheckpointRecord(
         key=key,
@@ -89,13 +94,6 @@ def _origin(caller: Caller, idempotency_key: str | None) -> str:
         return f"import-{uuid.uuid4().hex}"
     text = f"import|{caller.tenant}|{idempotency_key}"
     return "import-" + hmac.new(caller.secret, text.encode(), hashlib.sha256).hexdigest()[:32]
-
-
-async def _make_room(caller: Caller, key: str, needed_bytes: int = 0) -> None:
-    """Raise ``UserError`` if the tenant has no room even without its old unnamed saves."""
-    store, settings, tenant = caller.store, caller.settings, caller.tenant
-    await make_room(store, settings, tenant, key, needed_bytes=needed_bytes)
-    await check_room(store, settings.store_policy, tenant, key, needed_bytes=needed_bytes)
 
 
 async def _base_model(caller: Caller, asked: str | None, trained_on: str) -> BaseModelInfo:

@@ -4,7 +4,8 @@ import pytest
 
 from tuneserve_engine.core.misspelt import meant
 
-KNOWN = ("weights", "target_tokens", "temperature", "top_p", "beta2")
+LONG = "a_name_of_thirty_three_characters"
+KNOWN = ("weights", "target_tokens", "temperature", "top_p", "beta2", "rank", LONG)
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,7 @@ KNOWN = ("weights", "target_tokens", "temperature", "top_p", "beta2")
         ("Weights_", "weights"),
         ("targetTokens", "target_tokens"),
         ("tempreature", "temperature"),
+        ("rnak", "rank"),
     ],
 )
 def test_a_letter_swapped_left_out_or_put_in_and_another_style_are_misspellings(
@@ -23,6 +25,8 @@ def test_a_letter_swapped_left_out_or_put_in_and_another_style_are_misspellings(
     assert meant(name, KNOWN) == known
 
 
-@pytest.mark.parametrize("name", ["top_k", "beta3", "ref_weights", "token_weights_2", "w" * 33])
-def test_names_that_may_be_meant_are_not(name: str) -> None:
+@pytest.mark.parametrize("name", ["top_k", "beta3", "rnka", "my_temperature", LONG[:-1] + "z"])
+def test_other_names_are_not(name: str) -> None:
+    """Other options, other letters, a name that has a known one in it, and a long one."""
+    assert len(LONG) == 33
     assert meant(name, KNOWN) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.server.openai.openai_case import complete
-from tests.server.transfer.test_peft_upload import path_of
+from tests.server.transfer.test_peft_upload import path_of, send
 from tests.support.fake_backend import FAKE_INFO
 from tuneserve_engine.core.records import CheckpointRecord, SamplerRecord, TenantRecord, Update
 from tuneserve_engine.store.base import CheckpointUsage
@@ -200,6 +200,28 @@ async def test_a_named_save_makes_room_too(saves: Saves, route: str) -> None:
     result = await saves.service.result(await saves.service.post(f"/{route}", request))
     assert result["path"].endswith("/named")
     assert await saves.kept() == keys[1:]
+
+
+async def test_saves_stay_if_without_them_there_is_no_room_either(saves: Saves) -> None:
+    keys = [await saves.save() for _ in range(6)]
+    await saves.unused_for(HOUR_S, *keys)
+    tenant = (await saves.store.get_record(SamplerRecord, keys[0])).tenant
+    usage = await saves.store.checkpoint_usage(tenant)
+    for few in ({"max_checkpoints": 2}, {"max_checkpoint_bytes": usage.size_bytes // 3}):
+        await saves.store.put_record(TenantRecord(tenant, tenant, 0.0, **few))
+        told = await saves.service.error(await saves.ask(path="named"))
+        assert "this server keeps up to" in told or "the limit is" in told
+        refused = await send(saves.service)
+        assert refused.status_code == 400
+        assert await saves.kept() == keys
+
+
+async def test_a_refused_archive_costs_no_save(saves: Saves) -> None:
+    keys = [await saves.save() for _ in range(6)]
+    await saves.unused_for(HOUR_S, *keys)
+    refused = await send(saves.service, b"no archive")
+    assert refused.status_code == 422
+    assert await saves.kept() == keys
 
 
 async def test_an_import_makes_room_too_also_for_its_known_bytes(saves: Saves) -> None:

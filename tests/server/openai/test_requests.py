@@ -98,7 +98,7 @@ def test_fields_that_ask_for_nothing_or_change_no_answer_are_accepted() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias", "or send {}"),
         ({"min_p": 0.1}, "min_p", "or send 0"),
         ({"colour": 1}, "colour", "not a field that this server knows"),
-        ({"max_token": 1}, "max_token", r"did you mean max_tokens\? leave it out"),
+        ({"max_token": 1}, "max_token", r"did you mean max_tokens\? Rename it"),
         ({"prompt": 5}, "prompt", "^prompt"),
         ({"temperature": "hot"}, "temperature", "^temperature"),
     ],

@@ -246,9 +246,8 @@ class JaxBackend:
         )
 
     def exported_adapter(self, adapter_id: str) -> AdapterState:
-        state = self.adapter_state(adapter_id, optimizer=False)
-        if not kind_of(state.config).program:
-            return _relabelled(state)
+        if not kind_of(self._adapters.config(adapter_id)).program:
+            return _relabelled(self.adapter_state(adapter_id, optimizer=False))
         (adapter,) = translate_device_errors(self._adapters.get, [adapter_id])
         return translate_device_errors(self._trainer.exported, adapter)
 
@@ -258,7 +257,6 @@ class JaxBackend:
             return _relabelled(state)
         if kind.needs_decomposition:
             self._svd.decomposition.require()  # computes nothing, unlike ``load_adapter``
-        self._trainer.prepare(kind)
         self.load_adapter(_EXPORTED, AdapterState(state.config, state.weights))
         try:
             return self.exported_adapter(_EXPORTED)

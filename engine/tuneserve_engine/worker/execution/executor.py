@@ -89,9 +89,9 @@ class JobExecutor:
         self._timer = DeviceTimer(clock, lambda: backend.load_wait_s)
         self._gradients = GradientRunner(backend, self._timer, Pace(slice_s))
         self._models = _Models()
-        rescoring = Rescoring(backend, self._timer, self._state_to_sample)
+        rescoring = Rescoring(backend, self._timer, self.read_state)
         self._samples = RunningSamples(
-            backend, self._timer, self._state_to_sample, rescoring if rescore_samples else None
+            backend, self._timer, self.read_state, rescoring if rescore_samples else None
         )
         self._single: dict[JobKind, Callable[[Job], Outcome]] = {
             JobKind.CREATE_MODEL: self._create_model,
@@ -290,13 +290,6 @@ class JobExecutor:
                 if not isinstance(result, Exception):
                     parts[job.request_id] = self._models[job.model_id or ""].config.rank
         return results
-
-    def _state_to_sample(self, file_id: str) -> AdapterState:
-        """Return the state to sample from, in exported form.
-
-        The arrays of a training checkpoint are those of its own adapter kind.
-        """
-        return self._backend.exported(self.read_state(file_id))
 
     def read_state(self, file_id: str, name: str = "") -> AdapterState:
         """Return the state in a file; errors about a damaged file call it ``name``.

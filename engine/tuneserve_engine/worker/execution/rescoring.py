@@ -31,7 +31,7 @@ _UNTRAINED = AdapterConfig(rank=1, alpha=1.0, seed=0)
 class Rescoring:
     """The rescoring of samples: training's logprobs replace their own.
 
-    ``read`` returns the state of a snapshot.
+    ``read`` returns the state of a snapshot, of any kind.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Rescoring:
             self._backend.create_adapter(adapter_id, _UNTRAINED)
             return _UNTRAINED.rank
         state = self._read(snapshot_id)
-        self._backend.load_adapter(adapter_id, state)
+        self._backend.load_adapter(adapter_id, AdapterState(state.config, state.weights))
         return state.config.rank
 
 

@@ -133,7 +133,8 @@ class RunningSamples:
         if snapshot_id is not None and not self._backend.has_snapshot(snapshot_id):
             state = self._read_state(snapshot_id)
             with self._timer.charge({request_id: 1.0}):
-                self._backend.load_snapshot(snapshot_id, state)
+                # The arrays of a training checkpoint are those of its own adapter kind.
+                self._backend.load_snapshot(snapshot_id, self._backend.exported(state))
 
     def _begun(self, job: Job) -> "_Sampling":
         command = jobs.decode(job.payload, jobs.SampleCommand)

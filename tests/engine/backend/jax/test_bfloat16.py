@@ -40,9 +40,9 @@ REMATS = get_args(Remat)
 LORA = AdapterConfig(rank=5, alpha=32, seed=3)
 RSLORA = AdapterConfig(rank=4, alpha=8, seed=4, kind="rslora", train_unembed=False)
 OSFT = [
-    AdapterConfig(rank, 0.0, 0, train_unembed=False, kind="osft", options={"form": form})
+    AdapterConfig(8, 0.0, 0, train_unembed=False, kind="osft", options={"form": form, **more})
     for form in FORMS
-    for rank in (5, 8)  # padded to its rank bucket, and as wide as that
+    for more in ({"unfreeze_ratio": "0.3"}, {})  # 2 to 5 directions, and the whole rank bucket
 ]
 
 
@@ -183,7 +183,7 @@ def test_osft_adapters_have_one_set_of_logprobs_too(
 ) -> None:
     backend = halves[remat]
     for config in OSFT if remat == "dots" else OSFT[-1:]:  # ``remat`` changes no pair
-        name = f"{config.options['form']} {config.rank}"
+        name = " ".join(config.options.values())
         backend.create_adapter(name, config)
         before = logprobs(backend, name, texts(), forward_only=False)
         (step,) = backend.optim_steps([(name, AdamwParams(learning_rate=0.05))])

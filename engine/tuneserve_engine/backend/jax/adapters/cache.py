@@ -30,6 +30,7 @@ from tuneserve_engine.backend.jax.adapters.cached_adapter import (
 )
 from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
 from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile
+from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.errors import ServerError
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class AdapterCache:
         check_state(state, self._shapes)
         kind = kind_of(state.config)
         size = adapter_bytes(self._shapes, rank_bucket, kind)
-        entry = CachedAdapter(rank_bucket, size, kind.needs_decomposition)
+        entry = CachedAdapter(state.config, rank_bucket, size, kind.needs_decomposition)
         entry.keep(resumable_copy(state))
         with self._exclusive():
             with self._state:
@@ -166,6 +167,10 @@ class AdapterCache:
         adapters = [entry.device for entry in entries]
         assert None not in adapters, "an adapter was paged out although it was asked for"
         return cast(list[TrainingAdapter], adapters)
+
+    def config(self, adapter_id: str) -> AdapterConfig:
+        with self._state:
+            return self._entry(adapter_id).config
 
     def state(self, adapter_id: str, *, optimizer: bool, accumulator: bool) -> AdapterState:
         """Return the ``saved_state`` of the adapter, which stays where it is."""

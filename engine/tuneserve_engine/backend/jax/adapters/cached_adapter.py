@@ -10,12 +10,14 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     arrays_of,
 )
 from tuneserve_engine.backend.jax.adapters.spill_files import SpillFile
+from tuneserve_engine.core.adapter import AdapterConfig
 
 
 @dataclass(eq=False)
 class CachedAdapter:
     """One adapter. It is in one of three places, or in none while it moves."""
 
+    config: AdapterConfig
     rank_bucket: int
     device_bytes: int
     is_sharing: bool = False  # whether it needs the decomposition of the base weights

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -57,9 +57,10 @@ class Program:
     def declare(self, key: Hashable, *specs: Any, order: int = 0) -> None:
         """Make ``compile_ahead`` compile for arguments like ``specs``, lowest ``order`` first.
 
-        ``specs`` are arrays, or only their ``jax.ShapeDtypeStruct``.
+        ``specs`` are arrays, or only their ``jax.ShapeDtypeStruct``. A key that is declared already
+        stays as it is.
         """
-        self._shapes[key] = Specialization(self, key, specs, order)
+        self._shapes.setdefault(key, Specialization(self, key, specs, order))
 
     def __call__(self, key: Hashable, *args: Any) -> Any:
         """Return the result of the function.
@@ -72,6 +73,10 @@ class Program:
             shape = self._shapes.setdefault(key, Specialization(self, key, _specs(args), 0))
         run = shape.executable or shape.compiled()
         return run(*self._bound, *args)
+
+    def shape(self, key: Hashable) -> "Specialization":
+        """Return what is declared for the key."""
+        return self._shapes[key]
 
     def shapes(self) -> list["Specialization"]:
         """Return everything declared."""
@@ -232,15 +237,15 @@ class ProgramRegistry:
             target=self._finish, args=(workers, declared, time.monotonic()), name="compiled"
         ).start()
 
-    def compile_on_demand(self, *programs: Program) -> None:
-        """Compile what these programs have declared now, if the rest is compiled ahead.
+    def compile_on_demand(self, shapes: Iterable[Specialization]) -> None:
+        """Compile these now, if the rest is compiled ahead.
 
         The caller waits; other callers do not. If a program cannot be compiled, requests that need
         it fail.
         """
         if not self._is_ahead:
             return
-        for shape in [shape for program in programs for shape in program.shapes()]:
+        for shape in shapes:
             if (
                 not threading.main_thread().is_alive()
             ):  # the process is ending and waits for its threads

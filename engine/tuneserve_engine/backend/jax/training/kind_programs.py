@@ -102,19 +102,34 @@ class KindPrograms:
             if kind.program not in self._prepared:
                 self._declare(kind)
                 self._programs.compile_on_demand(
-                    self._pairs[kind.program], self._steps[kind.program]
+                    [*self._pairs[kind.program].shapes(), *self._steps[kind.program].shapes()]
                 )
                 self._prepared.add(kind.program)
+
+    def prepare_pairs(self, adapter: TrainingAdapter) -> None:
+        """Compile the one program that ``pairs`` needs, if an adapter of the kind is not trained.
+
+        It waits neither for other programs nor for ``prepare``.
+        """
+        if adapter.kind.program and adapter.kind.program not in self._prepared:
+            self._declare_pairs(adapter.kind, adapter.rank_bucket, order=0)
+            pairs = self._pairs[adapter.kind.program].shape(adapter.rank_bucket)
+            self._programs.compile_on_demand([pairs])
 
     def is_prepared(self, kind: AdapterKind) -> bool:
         return not kind.program or kind.program in self._prepared
 
     def _declare(self, kind: AdapterKind) -> None:
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
-            specs = step_specs(kind, self._shapes, rank_bucket, self._static_shapes.max_rank)
-            own, *_, frozen = specs
-            self._pairs[kind.program].declare(rank_bucket, own, frozen, order=order)
+            specs = self._declare_pairs(kind, rank_bucket, order)
             self._steps[kind.program].declare(rank_bucket, *specs, order=order)
+
+    def _declare_pairs(self, kind: AdapterKind, rank_bucket: int, order: int) -> tuple[Any, ...]:
+        """Declare the pairs of one rank bucket; return ``step_specs``."""
+        specs = step_specs(kind, self._shapes, rank_bucket, self._static_shapes.max_rank)
+        own, *_, frozen = specs
+        self._pairs[kind.program].declare(rank_bucket, own, frozen, order=order)
+        return specs
 
 
 def step_specs(

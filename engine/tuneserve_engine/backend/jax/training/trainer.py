@@ -163,7 +163,11 @@ class Trainer:
         return start_step(adapter, params, run)
 
     def exported(self, adapter: TrainingAdapter) -> AdapterState:
-        """Return the LoRA of the same effect: the pairs that training computes with, in bits."""
+        """Return the LoRA of the same effect; its pairs have the bits that training computes with.
+
+        Compiles what it needs if no adapter of the kind is trained here.
+        """
+        self._kinds.prepare_pairs(adapter)
         return exported_state(adapter, self._kinds.pairs(adapter))
 
     def prepare(self, kind: AdapterKind) -> None:

@@ -30,7 +30,7 @@ def values(found: Tensors) -> list[float]:
 
 
 def test_the_bytes_in_host_memory_are_those_of_all_tensors() -> None:
-    adapter = CachedAdapter(rank_bucket=8, device_bytes=100)
+    adapter = CachedAdapter(CONFIG, rank_bucket=8, device_bytes=100)
     adapter.keep(STEPPED)
     assert adapter.host_bytes == 4 * 6 * 4  # four groups of six float32 numbers
     assert adapter.stored() is STEPPED
@@ -40,7 +40,7 @@ def test_a_state_is_read_back_from_the_file_which_goes_when_it_is_forgotten(
     tmp_path: Path,
 ) -> None:
     file = SpillFile.write(tmp_path / "1", STEPPED)
-    adapter = CachedAdapter(rank_bucket=8, device_bytes=100, file=file)
+    adapter = CachedAdapter(CONFIG, rank_bucket=8, device_bytes=100, file=file)
     found = adapter.stored()
     assert (found.config, found.step) == (CONFIG, 7)
     assert values(found.weights) + values(found.accumulator) == [1, 4]
@@ -50,7 +50,7 @@ def test_a_state_is_read_back_from_the_file_which_goes_when_it_is_forgotten(
 
 def test_an_adapter_that_is_nowhere_has_no_state() -> None:
     with pytest.raises(AssertionError, match="on its way"):
-        CachedAdapter(rank_bucket=8, device_bytes=100).stored()
+        CachedAdapter(CONFIG, rank_bucket=8, device_bytes=100).stored()
 
 
 def test_a_resumable_copy_has_the_optimizer_only_after_a_step() -> None:

@@ -235,7 +235,7 @@ def test_late_programs_that_were_announced_do_not_count_as_unexpected() -> None:
     assert programs.wait(60)
     for size in (4, 5):
         late.declare(size, np.zeros(size, np.float32))
-    programs.compile_on_demand(late)
+    programs.compile_on_demand(late.shapes())
     assert programs.compilations_after_ready == 0
     assert all(shape.is_compiled for shape in late.shapes())
     late(6, np.zeros(6, np.float32))
@@ -254,7 +254,7 @@ def test_programs_announced_before_ready_are_counted_once() -> None:
     late = programs.add_program("late", triple, use="some")
     late.declare(1, np.zeros(8, np.float32))
     programs.compile_ahead(1)
-    programs.compile_on_demand(late)
+    programs.compile_on_demand(late.shapes())
     gate.set()
     assert programs.wait(60)
     assert programs.compilations_after_ready == 0

@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,11 +12,22 @@ from tests.engine.adapters import osft_case
 from tests.engine.adapters.osft_case import base_of, change, config_of, leaks
 from tests.support.compiled import memory_of
 from tuneserve_engine.adapters.kinds import KINDS
-from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
+from tuneserve_engine.backend.jax.adapters.arrays import (
+    LORA,
+    LoraWeights,
+    TrainingAdapter,
+    in_tree,
+    part_shapes,
+)
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.training.adamw import step_scalars
-from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, kind_step
-from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
+from tuneserve_engine.backend.jax.training.kind_programs import (
+    KindPrograms,
+    kind_step,
+    specs_of,
+    step_specs,
+)
+from tuneserve_engine.core.adapter import UNEMBED, AdamwParams, AdapterConfig
 from tuneserve_engine.core.shapes import StaticShapes
 
 RANK = 32
@@ -55,6 +67,28 @@ def test_steps_leave_the_strong_directions_alone(form: str, shape: tuple[int, in
     delta = change({part: of["q_proj"] for part, of in weights.items()}, frozen, rank)
     assert np.linalg.norm(delta) > 1e-3 * np.linalg.norm(base.w)
     assert max(leaks(delta, base, rank)) <= 1e-5
+
+
+def test_pairs_alone_compile_one_program_which_is_no_surprise() -> None:
+    kind, registry = KINDS["osft"]["core"], ProgramRegistry()
+    programs = KindPrograms(registry, WIDE, StaticShapes(64, rank_buckets=(8, RANK)))
+    registry.compile_ahead(1)
+    assert registry.wait(60)
+    options = {"form": "core"}
+    config = AdapterConfig(5, 0.0, 0, train_unembed=False, kind="osft", options=options)
+    frozen = jax.tree.map(jnp.zeros_like, step_specs(kind, WIDE, 8, RANK)[-1])
+    own, pair = (
+        in_tree(jax.tree.map(jnp.zeros_like, specs_of(part_shapes(WIDE, 8, each))))
+        for each in (kind, LORA)
+    )
+    adapter = TrainingAdapter(config, WIDE, 8, own, own, own, pair, frozen)
+    before = registry.compilations_after_ready
+    programs.prepare_pairs(adapter)
+    assert [each.name for each in registry.shapes()] == ["pairs_osft_core 8"]
+    assert all(each.is_compiled for each in registry.shapes())
+    programs.pairs(adapter)
+    assert registry.compilations_after_ready == before
+    assert not programs.is_prepared(kind)
 
 
 @pytest.mark.acceptance("S4")
