@@ -69,7 +69,7 @@ class Request(BaseModel):
         _fail_fast(schema)
         return schema
 
-    def unknown_fields(self) -> list["UnknownField"]:
+    def unknown_fields(self) -> list[UnknownField]:
         """Return the sent fields that are ignored, those of nested requests included."""
         absent = type(self).model_fields.keys() - self.model_fields_set
         found = [

@@ -1,9 +1,9 @@
 """Wire types: the one definition of every JSON body.
 
 Requests ignore unknown fields, because newer SDKs send the defaults of their own fields; the server
-refuses those that look misspelt. Types are
-strict (no ``"1"`` for 1), and numbers are finite. Fields that the SDK leaves out when they are None
-are optional here. Protobuf bodies are defined in ``proto/wire.proto``.
+refuses those that look misspelt. Types are strict (no ``"1"`` for 1), and numbers are finite.
+Fields that the SDK leaves out when they are None are optional here. Protobuf bodies are defined in
+``proto/wire.proto``.
 """
 
 from datetime import datetime

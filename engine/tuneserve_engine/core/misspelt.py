@@ -3,14 +3,15 @@
 import difflib
 from collections.abc import Collection
 
-_CLOSE = 0.85  # of seven letters, two swapped or one left out; "top_k" is 0.8 from "top_p"
 _LONGEST = 32  # a longer name resembles none, and comparing takes time quadratic in its length
 
 
-def meant(name: str, known: Collection[str]) -> str | None:
+def meant(name: str, known: Collection[str], *, close: float = 0.85) -> str | None:
     """Return the known name that this one seems to misspell; None if there is none.
 
     A name that was composed of a known one on purpose (``ref_logprobs``) misspells nothing.
+    ``close`` is the least ratio of ``difflib``: "wieghts" is 0.86 from "weights", and "top_k" is
+    0.8 from "top_p".
     """
     if len(name) > _LONGEST:
         return None
@@ -18,8 +19,8 @@ def meant(name: str, known: Collection[str]) -> str | None:
     if any(f"_{each}_" in f"_{spelt}_" for each in known if each != spelt):
         return None
     swapped = (each for each in known if _is_swapped(spelt, each))
-    close = difflib.get_close_matches(spelt, known, 1, _CLOSE)
-    return next(swapped, None) or next(iter(close), None)
+    resembling = difflib.get_close_matches(spelt, known, 1, close)
+    return next(swapped, None) or next(iter(resembling), None)
 
 
 def _is_swapped(name: str, known: str) -> bool:

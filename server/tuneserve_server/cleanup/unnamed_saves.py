@@ -19,21 +19,9 @@ from tuneserve_server.settings import ApiSettings
 _PAGE = 500
 
 
-async def make_room(  # noqa: PLR0913 - two of six by name
-    store: Store,
-    settings: ApiSettings,
-    tenant: str,
-    key: str,
-    *,
-    unnamed: SamplerRecord | None = None,
-    needed_bytes: int = 0,
-) -> None:
-    """Delete the saves that ``in_the_way`` returns.
-
-    The clean-up deletes their files; a waiting sample keeps its own file.
-    """
-    place = (store, settings, tenant, key)
-    for each in await in_the_way(*place, unnamed=unnamed, needed_bytes=needed_bytes):
+async def delete_saves(store: Store, saves: Iterable[SamplerRecord]) -> None:
+    """Delete the records; the clean-up deletes the files. A waiting sample keeps its own file."""
+    for each in saves:
         await store.delete_record(SamplerRecord, each.key)
 
 

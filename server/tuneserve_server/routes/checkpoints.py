@@ -10,7 +10,7 @@ from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.jobs import JobKind, LoadWeights, SaveWeights, encode
 from tuneserve_engine.core.records import CheckpointRecord, ModelRecord
 from tuneserve_server.admission import JobKey, submit_command, submit_job, submit_rejection
-from tuneserve_server.cleanup.unnamed_saves import make_room
+from tuneserve_server.cleanup.unnamed_saves import delete_saves, in_the_way
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, SentJsonDep, reply
 from tuneserve_server.errors import DiskFull, SessionClosed, TooManyRequests, UnknownResource
@@ -39,9 +39,10 @@ async def _save(
         save = commands.with_size(save, model.config, info)
         record = save.sampler or save.checkpoint
         assert record is not None, "a save names a checkpoint or a sampling session"
-        await make_room(
+        old = await in_the_way(
             *(caller.store, caller.settings, caller.tenant, record.key), unnamed=save.sampler
         )
+        await delete_saves(caller.store, old)
         return save
 
     place = JobKey.after(JobKind.SAVE_WEIGHTS, model, keys.seq_id)

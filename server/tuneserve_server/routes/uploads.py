@@ -14,7 +14,7 @@ from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord
 from tuneserve_server.access.limits import check_room
-from tuneserve_server.cleanup.unnamed_saves import in_the_way, make_room
+from tuneserve_server.cleanup.unnamed_saves import delete_saves, in_the_way
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, reply
 from tuneserve_server.errors import (
@@ -63,11 +63,10 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
     async with caller.imports.received(request, caller.tenant) as upload:
         info = await _base_model(caller, base_model, upload.config.base_model)
         adapter = await caller.imports.checked(upload, info, seed=commands.new_seed())
-        place, needed_bytes = (caller.tenant, key), adapter.size
-        await make_room(caller.store, caller.settings, *place, needed_bytes=needed_bytes)
-        await check_room(
-            *(caller.store, caller.settings.store_policy, *place), needed_bytes=needed_bytes
-        )
+        size, place = adapter.size, (caller.tenant, key)
+        old = await in_the_way(caller.store, caller.settings, *place, needed_bytes=size)
+        await delete_saves(caller.store, old)
+        await check_room(caller.store, caller.settings.store_policy, *place, needed_bytes=size)
         kept = await caller.imports.store_adapter(adapter)
     checkpoint = CheckpointRecord(
         key=key,

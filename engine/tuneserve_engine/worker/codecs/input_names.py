@@ -15,6 +15,8 @@ from tuneserve_engine.core.misspelt import meant
 
 logger = logging.getLogger(__name__)
 
+_CLOSE = 0.8  # no two inputs are nearer; "target_mask" is 0.67 from "target_tokens"
+
 
 def check_unread(
     unread: AbstractSet[str],
@@ -31,7 +33,7 @@ def check_unread(
     misspelt = {
         name: close
         for name in unread
-        if name not in known and (close := meant(name, read)) is not None
+        if name not in known and (close := meant(name, read, close=_CLOSE)) is not None
     }
     if misspelt:
         _refuse_misspelt(data, loss, read, misspelt)

@@ -32,7 +32,9 @@ def test_unread_names_are_logged_once_however_many_datums_have_them(
     )
 
 
-@pytest.mark.parametrize("name", ["wieghts", "weight", "Weights", "weights_", "target-tokens"])
+@pytest.mark.parametrize(
+    "name", ["wieghts", "weight", "wghts", "Weights", "weights_", "target-tokens"]
+)
 def test_a_misspelt_name_is_refused_with_the_one_that_was_meant(name: str) -> None:
     meant = "weights" if "w" in name.lower() else "target_tokens"
     with pytest.raises(UserError, match=rf"data\[1\].*{name}.*did you mean '{meant}'\?"):
