@@ -25,6 +25,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 # reserve themselves.
 os.environ.setdefault("TUNESERVE_STORE_RESERVE_BYTES", "0")
 
+# A client of the SDK that outlives its server would try for 30 s to send its telemetry at the end.
+# tests/integration/test_sdk_wire.py has it on, as by default.
+os.environ["TINKER_TELEMETRY"] = "0"
+
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:

@@ -133,7 +133,6 @@ def bits(state: AdapterState) -> Any:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield

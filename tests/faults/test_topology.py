@@ -126,7 +126,6 @@ def script(url: str, key: str, disturb: Callable[[], None]) -> list[Any]:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield

@@ -15,7 +15,6 @@ KEY = "tml-guides"
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running

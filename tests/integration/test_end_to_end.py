@@ -34,7 +34,6 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet():
-    os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 

@@ -35,8 +35,7 @@ def is_refused(server, key):
     return False
 
 
-def test_the_sdk_trains_with_a_valid_key_and_is_refused_with_any_other(tmp_path, monkeypatch):
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+def test_the_sdk_trains_with_a_valid_key_and_is_refused_with_any_other(tmp_path):
     with LocalServer(tmp_path, **QUICK) as server:
         assert not is_refused(server, "tml-anybody")
         key = tuneserve(server, "keys", "create", "--tenant", "alice")

@@ -29,7 +29,6 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running

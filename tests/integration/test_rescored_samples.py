@@ -25,7 +25,6 @@ PROMPT = [40, 41, 42]
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     folder = tmp_path_factory.mktemp("service")
     with (

@@ -31,7 +31,6 @@ MOVE = types.AdamParams(learning_rate=1e-2)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    os.environ["TINKER_TELEMETRY"] = "0"
     os.environ["HF_HUB_OFFLINE"] = "1"
     with LocalServer(tmp_path_factory.mktemp("service"), **QUICK) as running:
         yield running
