@@ -22,7 +22,7 @@ NO_NUMBERS = {
     ROOT / name
     for name in (
         *("core/errors.py", "core/jobs.py", "core/usage.py", "core/policies.py"),
-        "core/sampling_options.py",
+        *("core/sampling_options.py", "core/misspelt.py"),
         *("core/backend_options.py", "core/recordings.py", "settings/common.py"),
         "worker/scheduling/pace.py",
         *("telemetry/logs.py", "telemetry/log_throttle.py"),
