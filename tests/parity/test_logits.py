@@ -20,7 +20,7 @@ from tuneserve_engine.backend.jax.model.block import Layer, project
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
-from tuneserve_engine.backend.jax.programs.registry import COMPILER_OPTIONS
+from tuneserve_engine.backend.jax.programs.registry import compiler_options
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED
 
 TOLERANCE = 1e-5  # of the largest logit
@@ -230,7 +230,9 @@ def test_in_bfloat16_a_projection_with_a_bias_is_as_exact_as_in_peft(adapter: bo
         return tensor.detach().double().numpy()
 
     a, b = ({"q_proj": jnp.asarray(numpy(side).T[None], jnp.float32)} for side in sides)
-    ours = jax.jit(lambda x, layer: project(x, "q_proj", layer), compiler_options=COMPILER_OPTIONS)(
+    ours = jax.jit(
+        lambda x, layer: project(x, "q_proj", layer), compiler_options=compiler_options()
+    )(
         jnp.asarray(numpy(x), jnp.bfloat16),
         Layer(
             {name: jnp.asarray(numpy(part), jnp.bfloat16) for name, part in weights.items()},

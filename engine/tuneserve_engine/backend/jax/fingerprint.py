@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 import tuneserve_engine
-from tuneserve_engine.backend.jax.programs.registry import COMPILER_OPTIONS
+from tuneserve_engine.backend.jax.programs.registry import compiler_options
 from tuneserve_engine.core.shapes import StaticShapes
 
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
@@ -120,7 +120,7 @@ def _processor() -> str:
 def _flags() -> str:
     variables = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
     options = [f"{name}={getattr(jax.config, name)}" for name in _OPTIONS]
-    options += [f"{name}={value}" for name, value in COMPILER_OPTIONS.items()]
+    options += [f"{name}={value}" for name, value in compiler_options().items()]
     return f"({' '.join(variables + options)})"
 
 

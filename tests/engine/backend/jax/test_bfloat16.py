@@ -199,11 +199,11 @@ def test_in_float32_a_datum_has_the_same_bits_alone_and_packed(backend: JaxBacke
 
 UNROUNDED = """
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
-from tuneserve_engine.backend.jax.programs.registry import COMPILER_OPTIONS
+from tuneserve_engine.backend.jax.programs.registry import compiler_options
 
 x = np.random.default_rng(0).standard_normal((2, 64, 64)).astype(ml_dtypes.bfloat16)
 for product in (lambda x: x[0] @ x[1], lambda x: x[0] * x[1]):
-    for options in (None, COMPILER_OPTIONS):
+    for options in (None, compiler_options()):
         wide = jax.jit(lambda x: product(x).astype(jnp.float32), compiler_options=options)(x)
         print(np.count_nonzero(wide != np.asarray(wide).astype(ml_dtypes.bfloat16)))
 """

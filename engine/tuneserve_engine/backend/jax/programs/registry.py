@@ -22,14 +22,19 @@ logger = logging.getLogger(__name__)
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 """JAX's event for every program that it compiles, a single eager operation included."""
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
-"""The options of every program, whatever XLA_FLAGS says.
-
-Otherwise XLA would leave out some roundings to bfloat16, different ones in each program, and a
-policy's logprobs would depend on the program that computed them.
-"""
+_EVERYWHERE = {"xla_allow_excess_precision": False}
+"""Otherwise XLA would leave out some roundings to bfloat16, different ones in each program, and a
+policy's logprobs would depend on the program that computed them."""
+_ON_A_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+"""Otherwise XLA would choose each product's kernel by timing, anew in every process and for every
+program, and the kernels of one product add in different orders. cuBLAS chooses by shape."""
 _REASON_CHARS = 300
 """The length of the compiler's message that an error repeats; the log has all of it."""
+
+
+def compiler_options() -> dict[str, bool | int]:
+    """Return the options of every program on JAX's default device, whatever XLA_FLAGS says."""
+    return _EVERYWHERE | (_ON_A_GPU if jax.default_backend() == "gpu" else {})
 
 
 class Program:
@@ -207,7 +212,7 @@ class ProgramRegistry:
             donate_argnums=[len(bound) + place for place in donate],
             # Otherwise the memory of arguments that are only overwritten would not be reused.
             keep_unused=bool(donate),
-            compiler_options=COMPILER_OPTIONS,
+            compiler_options=compiler_options(),
         )
         program = Program(name, use, jitted, bound, self._kept)
         self._programs.append(program)

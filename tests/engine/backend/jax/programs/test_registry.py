@@ -15,7 +15,7 @@ from flax import nnx
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry, compiler_options
 from tuneserve_engine.core.errors import ServerError
 
 VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -55,6 +55,16 @@ def test_a_program_computes_its_function() -> None:
     program = programs.add_program("double", double, use="tests")
     program.declare("short", VECTOR)
     np.testing.assert_array_equal(program("short", ONES), [2, 2, 2])
+
+
+def test_on_a_gpu_no_kernel_is_chosen_by_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = {"xla_allow_excess_precision": False}
+    assert compiler_options() == everywhere
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert compiler_options() == everywhere | {
+        "xla_gpu_autotune_level": 0,
+        "xla_gpu_enable_triton_gemm": False,
+    }
 
 
 def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> None:
