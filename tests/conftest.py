@@ -1,5 +1,6 @@
 """Every test runs JAX in its strict modes, on four CPU devices."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -28,6 +29,12 @@ os.environ.setdefault("TUNESERVE_STORE_RESERVE_BYTES", "0")
 # A client of the SDK that outlives its server would try for 30 s to send its telemetry at the end.
 # tests/integration/test_sdk_wire.py has it on, as by default.
 os.environ["TINKER_TELEMETRY"] = "0"
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of garbage from scanning all modules again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A random tiny base model on disk, a backend on it, and hand-made training batches."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,8 +65,14 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new_backend(base_model: Path) -> "Callable[[], JaxBackend]":
     from tuneserve_engine.backend.jax.backend import JaxBackend
 
+    # One cache for all processes of the test run: none compiles what another has compiled.
+    compiled = Path(os.environ["TUNESERVE_COMPILE_CACHE"])
     return lambda: JaxBackend(
-        str(base_model), name="tiny", tokenizer_id=str(base_model), static_shapes=STATIC_SHAPES
+        str(base_model),
+        name="tiny",
+        tokenizer_id=str(base_model),
+        static_shapes=STATIC_SHAPES,
+        compile_cache_dir=compiled,
     )
 
 
