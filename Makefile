@@ -6,8 +6,8 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 HASHED := $(PIP) --require-hashes --no-deps --requirement
 PATHS := clients server engine tests examples benchmarks scripts
 
-.PHONY: setup demo run test test-faults test-nightly gpu-compile lint fix bench compat newcomer proto \
-	reference redis-server chromium clean
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile lint fix bench \
+	compat newcomer proto reference redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -18,18 +18,24 @@ run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:84
 	$(BIN)/tuneserve up $(ARGS)
 
 test: .venv/dev.stamp redis-server chromium  ## Every quick test; make test ARGS=tests/engine for some
-	$(BIN)/pytest $(or $(ARGS),--numprocesses 2 --dist loadfile)
+	$(BIN)/pytest -m "not nightly" $(or $(ARGS),--numprocesses 2 --dist loadfile)
 
-test-faults: .venv/dev.stamp redis-server  ## Killed processes, hostile clients, full disks: a few minutes
+test-faults:  ## Killed processes, hostile clients, full disks: a few minutes
 ifdef ARGS
+	$(MAKE) .venv/dev.stamp redis-server
 	$(BIN)/pytest -m "not nightly" $(ARGS)
 else
-	$(BIN)/pytest -m "not nightly and not alone" --numprocesses 2 --dist loadfile tests/faults
-	$(BIN)/pytest -m "not nightly and alone" tests/faults
+	$(MAKE) test-faults-together test-faults-alone
 endif
 
+test-faults-together: .venv/dev.stamp redis-server
+	$(BIN)/pytest -m "not nightly and not alone" --numprocesses 2 --dist loadfile tests/faults
+
+test-faults-alone: .venv/dev.stamp redis-server
+	$(BIN)/pytest -m "not nightly and alone" tests/faults
+
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
-	$(BIN)/pytest -m nightly $(or $(ARGS),tests/faults tests/nightly)
+	$(BIN)/pytest -m nightly $(or $(ARGS),tests/engine tests/faults tests/integration tests/nightly tests/parity)
 
 gpu-compile: .venv/dev.stamp .gpu-compile/stamp  ## The programs for an H200, compiled without one; ARGS=--full
 	JAX_PLATFORMS=cpu PYTHONPATH=.gpu-compile $(BIN)/python -m scripts.gpu_compile $(ARGS)
@@ -96,7 +102,7 @@ clean:
 .venv/dev.stamp: pyproject.toml constraints.txt requirements/dev.txt | .venv/bin/python
 	@echo "installing into .venv (2 GB): a few minutes, once"
 	$(HASHED) requirements/dev.txt
-	$(PIP) --constraint constraints.txt torch
+	$(PIP) --no-compile --constraint constraints.txt torch
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@ .venv/demo.stamp
 

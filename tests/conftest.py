@@ -32,9 +32,10 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collector of garbage from scanning all modules again and again."""
+    """Keep the collector of garbage from scanning all modules and programs again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

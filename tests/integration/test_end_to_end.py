@@ -20,6 +20,7 @@ from tinker import types
 
 from tests.quick_service import QUICK
 from tests.sdk import service_client
+from tests.support.nightly import at_night
 from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_server.cli.local_server import LocalServer, free_port
 
@@ -299,7 +300,7 @@ def test_training_continues_bit_for_bit_when_the_api_process_dies(tmp_path):
         client.close("success")
 
 
-@pytest.mark.parametrize("store", ["sqlite", "redis"])
+@pytest.mark.parametrize("store", ["sqlite", at_night("redis")])
 def test_training_continues_bit_for_bit_when_the_worker_dies_and_when_all_stops(
     tmp_path, request, store
 ):

@@ -33,7 +33,18 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(copy: Path, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     paths = [str(copy / each) for each in ("engine", "server", "clients")]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not nightly",
+            *tests,
+        ],
         cwd=copy,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,

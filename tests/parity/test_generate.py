@@ -11,6 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.support.nightly import at_night
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SamplingRequest
 from tuneserve_engine.backend.jax.model.weights import load_base_model
@@ -135,7 +136,7 @@ def pair_of(reference: Any) -> Callable[[str], Pair]:
     return cache(lambda name: Pair(reference(name, **MODELS[name])))
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=["qwen3", *(at_night(name) for name in MODELS if name != "qwen3")])
 def pair(request: pytest.FixtureRequest, pair_of: Callable[[str], Pair]) -> Pair:
     return pair_of(request.param)
 
@@ -239,7 +240,11 @@ def test_alternative_tokens_have_logprobs_at_the_temperature(
 
 @pytest.mark.parametrize(
     "adapter,top_k,top_p,temperature",
-    [(None, -1, 1.0, 1.5), ("everything", 8, 1.0, 2.0), ("mlp_and_head", -1, 0.7, 2.5)],
+    [
+        at_night(None, -1, 1.0, 1.5),
+        ("everything", 8, 1.0, 2.0),
+        at_night("mlp_and_head", -1, 0.7, 2.5),
+    ],
 )
 def test_first_and_second_tokens_follow_their_distribution(
     qwen3: Pair, adapter: str | None, top_k: int, top_p: float, temperature: float

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 
+from tests.support.nightly import at_night
 from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED, AdamwParams, AdapterConfig
@@ -123,7 +124,7 @@ def assert_same_gradients(backend: JaxBackend, model: Any, beta1: float) -> None
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings=True.:UserWarning")
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [at_night(False), True])
 def test_twenty_steps_on_every_projection_and_the_head_give_the_same_losses(reference, tied: bool):
     source = reference("qwen3", head_dim=16, tie_word_embeddings=tied)
     backend = JaxBackend(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.backend.jax.test_backend import assert_same, break_program, state_of, step
+from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import OutOfMemory, TrainBatch, TrainResult
 from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import AdapterConfig
@@ -59,8 +60,15 @@ def assert_undisturbed(
     assert_same(state_of(backend, disturbed), state_of(backend, alone))
 
 
-@pytest.mark.parametrize("other", [CONFIG, WIDE], ids=["one rank class", "two rank classes"])
-@pytest.mark.parametrize("is_crowded", [False, True], ids=["free slots", "all slots taken"])
+@pytest.mark.parametrize(
+    ("is_crowded", "other"),
+    [
+        pytest.param(False, WIDE, id="free slots-two rank buckets"),
+        pytest.param(True, CONFIG, id="all slots taken-one rank bucket"),
+        at_night(False, CONFIG, id="free slots-one rank bucket"),
+        at_night(True, WIDE, id="all slots taken-two rank buckets"),
+    ],
+)
 def test_interrupting_batches_change_no_bit_and_no_bit_of_theirs_changes(
     backend: JaxBackend, batches: Callable[..., TrainBatch], other: AdapterConfig, is_crowded: bool
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.support.compiled import memory_of
+from tests.support.nightly import at_night
 from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
@@ -58,7 +59,8 @@ LLAMA = replace(
     mlp_bias=True,
 )
 MODELS = pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=lambda c: c.architecture)
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SIDES = ("float32", "bfloat16")
+DTYPES = pytest.mark.parametrize("dtype", SIDES)
 STATIC_SHAPES = StaticShapes(
     48, block=8, chunk=16, requested_tokens=64, request_slots=6, rank_buckets=(2, 4)
 )
@@ -235,10 +237,17 @@ SHAPES = {
     "wide layers": (replace(UNLIKE, hidden=256, intermediate=640), STATIC_SHAPES),
     "high ranks": (UNLIKE, replace(STATIC_SHAPES, rank_buckets=(2, 64))),
 }
-EVERY_SHAPE = pytest.mark.parametrize("name", SHAPES)
+EVERY_SHAPE = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype) if (number + side) % 2 == 0 else at_night(name, dtype)
+        for number, name in enumerate(SHAPES)
+        for side, dtype in enumerate(SIDES)
+    ],
+)
+"""Every shape with one dtype; with both, at night."""
 
 
-@DTYPES
 @EVERY_SHAPE
 def test_programs_of_training_need_no_more_extra_memory_than_planned(name: str, dtype: Any) -> None:
     """Each token has 64 targets, whose arrays are the largest."""
@@ -294,7 +303,6 @@ def nobodys(static_shapes: StaticShapes) -> MicroBatch:
     return MicroBatch(**fields)
 
 
-@DTYPES
 @EVERY_SHAPE
 def test_programs_of_sampling_need_no_more_extra_memory_than_planned(name: str, dtype: Any) -> None:
     config, static_shapes = SHAPES[name]

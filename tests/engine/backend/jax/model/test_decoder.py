@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 
 from tests.paged_rows import PagedRows
+from tests.support.nightly import at_night
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder, layer_shapes
 from tuneserve_engine.backend.jax.model.lora import LoraRows
@@ -53,7 +54,7 @@ def forward(model: Decoder, tokens: Array, lora: LoraRows | None) -> Array:
     return model(tokens, lora)
 
 
-@pytest.mark.parametrize("block", [2, 4])
+@pytest.mark.parametrize("block", [2, at_night(4)])
 def test_prefill_and_decode_through_pages_equal_the_full_forward_with_adapters(
     model: Decoder, lora: LoraRows, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:

@@ -23,6 +23,7 @@ from tests.engine.backend.jax.training.packed_case import (
 )
 from tests.engine.conftest import Row
 from tests.paged_rows import PagedRows
+from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAdapter
 from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
@@ -189,7 +190,7 @@ def test_the_tape_has_every_hidden_state_of_a_plain_loop(
 
 
 @pytest.mark.acceptance("C1")
-@pytest.mark.parametrize("layers", [0, 1, 2])
+@pytest.mark.parametrize("layers", [0, at_night(1), 2])
 def test_scoring_and_pages_have_the_hidden_states_of_a_plain_loop(
     layers: int, micro_batch: MicroBatch, row: Row, autodiff: Any
 ) -> None:

@@ -27,6 +27,7 @@ from tests.engine.backend.jax.training.lm_head_case import (
     stale_gradient_slots,
     train,
 )
+from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import LOSS_NAMES
 from tuneserve_engine.backend.jax.training.lm_head import LmHead
 
@@ -108,7 +109,9 @@ def test_every_loss_equals_full_logits_and_autodiff(loss: str):
 
 
 @pytest.mark.acceptance("H1", "H4", "H5")
-@pytest.mark.parametrize(("chunk", "targets"), [(1, 1), (3, 1), (4, 1), (24, 1), (2, 64)])
+@pytest.mark.parametrize(
+    ("chunk", "targets"), [at_night(1, 1), (3, 1), at_night(4, 1), at_night(24, 1), (2, 64)]
+)
 def test_any_chunk_equals_full_logits_with_adapters_mixed(chunk: int, targets: int):
     """With 15 blocks in use, 4 and 2 are not divisors and 24 is more.
 

@@ -19,6 +19,7 @@ from tests.engine.backend.jax.training.packed_case import TINY
 from tests.engine.conftest import empty
 from tests.support.adapters import nbytes
 from tests.support.compiled import memory_of
+from tests.support.nightly import at_night
 from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, target_shapes
@@ -170,7 +171,9 @@ def per_layer(few: Takes, many: Takes, config: ModelConfig = CONFIG) -> dict[str
     }
 
 
-@pytest.mark.parametrize(("remat", "kept"), [("full", 1), ("attention", with_attention(CONFIG))])
+@pytest.mark.parametrize(
+    ("remat", "kept"), [at_night("full", 1), ("attention", with_attention(CONFIG))]
+)
 def test_an_additional_layer_takes_what_its_policy_stores(remat: str, kept: float) -> None:
     slope = per_layer(training(FEW, remat), training(MANY, remat))
     assert slope["workspace"] == pytest.approx(kept)
@@ -179,7 +182,7 @@ def test_an_additional_layer_takes_what_its_policy_stores(remat: str, kept: floa
 
 
 @pytest.mark.acceptance("W1", "C2")
-@pytest.mark.parametrize(("remat", "most"), [("full", 1.1), ("attention", 2.1)])
+@pytest.mark.parametrize(("remat", "most"), [("full", 1.1), at_night("attention", 2.1)])
 def test_an_additional_wide_layer_takes_one_layer_input_or_two(remat: str, most: float) -> None:
     slope = per_layer(training(FEW, remat, WIDE), training(MANY, remat, WIDE), WIDE)
     assert slope["workspace"] == {"full": 1, "attention": with_attention(WIDE)}[remat]

@@ -28,6 +28,7 @@ from tests.engine.backend.jax.training.packed_case import (
 from tests.engine.conftest import Row
 from tests.paged_rows import PagedRows
 from tests.support.adapters import live, pointers, settled
+from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import TrainingAdapter, arrays_of
 from tuneserve_engine.backend.jax.model.decoder import Decoder
@@ -106,7 +107,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, name: str, part: float = 1e-
 
 
 @pytest.mark.acceptance("C1")
-@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("remat", ["dots", "full", *map(at_night, ("attention", "none"))])
 def test_a_micro_batch_of_tenants_gives_the_results_of_each_datum_alone(
     remat: str, ran: Callable[[str], Ran], mixed: MicroBatch, requests: dict[int, list[Row]]
 ) -> None:
