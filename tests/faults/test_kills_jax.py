@@ -16,6 +16,7 @@ import pytest
 from tests.faults.test_kills import opened
 from tests.faults.workload import Client, Tenant, state_bits
 from tests.redis_server import RedisServer
+from tests.support.nightly import at_night
 from tuneserve_engine.core.records import ModelRecord
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.base import Store
@@ -177,7 +178,7 @@ def on(store: str, folder: Path, compiled: Path, rounds: int, kills: int) -> Non
         compare(folder, compiled, server.url, rounds, kills)
 
 
-@pytest.mark.parametrize("store", ["sqlite", "redis"])
+@pytest.mark.parametrize("store", ["sqlite", at_night("redis")])
 def test_a_few_kills_of_the_jax_worker_change_no_bit(
     tmp_path: Path, compiled: Path, store: str
 ) -> None:

@@ -93,4 +93,6 @@ def test_a_run_without_refusals_passes_and_an_empty_one_fails() -> None:
 
 
 def test_ci_compiles_for_a_gpu() -> None:
-    assert re.search(r"^(nice -n 19 )?make .*\bgpu-compile\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert re.search(
+        r"^(nice -n 19 )?make .*\bgpu-compile\b", (ROOT / ".ci/run").read_text(), re.MULTILINE
+    )
