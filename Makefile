@@ -35,7 +35,7 @@ test-faults-alone: .venv/dev.stamp redis-server
 	$(BIN)/pytest -m "not nightly and alone" tests/faults
 
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
-	$(BIN)/pytest -m nightly $(or $(ARGS),tests/engine tests/faults tests/integration tests/nightly tests/parity)
+	$(BIN)/pytest -m nightly $(or $(ARGS),tests --ignore=tests/compat --ignore=tests/newcomer)
 
 gpu-compile: .venv/dev.stamp .gpu-compile/stamp  ## The programs for an H200, compiled without one; ARGS=--full
 	JAX_PLATFORMS=cpu PYTHONPATH=.gpu-compile $(BIN)/python -m scripts.gpu_compile $(ARGS)

@@ -1,6 +1,6 @@
 """Check the engine on the GPU of this machine, and measure it; prints one JSON line per row.
 
-    python benchmarks/gpu_accept.py              # on a card with 16 GB or more, about 5 minutes
+    python benchmarks/gpu_accept.py              # on a machine with a GPU
     python benchmarks/gpu_accept.py --dry-run    # the same code on a tiny model, on any device
 
 - ``bits``: the logprobs of one policy in bfloat16 from every program, under every ``remat``.

@@ -15,8 +15,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 4)
 
-# The services that a test run starts compile each program once: they share this folder. The tests'
-# own processes must not use JAX's cache: what it returns cannot be stored again (ADR 12).
+# The services and backends of a test run compile each program once: they share this folder. JAX's
+# own cache must stay off: what it returns cannot be stored again (ADR 12).
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _compiled = tempfile.TemporaryDirectory(prefix="tuneserve-compiled-")
     os.environ["TUNESERVE_COMPILE_CACHE"] = _compiled.name

@@ -62,17 +62,17 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def new_backend(base_model: Path) -> "Callable[[], JaxBackend]":
+def new_backend(base_model: Path) -> "Callable[..., JaxBackend]":
     from tuneserve_engine.backend.jax.backend import JaxBackend
 
     # One cache for all processes of the test run: none compiles what another has compiled.
     compiled = Path(os.environ["TUNESERVE_COMPILE_CACHE"])
-    return lambda: JaxBackend(
+    return lambda compile_cache_dir=compiled: JaxBackend(
         str(base_model),
         name="tiny",
         tokenizer_id=str(base_model),
         static_shapes=STATIC_SHAPES,
-        compile_cache_dir=compiled,
+        compile_cache_dir=compile_cache_dir,
     )
 
 

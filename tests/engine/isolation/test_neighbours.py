@@ -340,7 +340,7 @@ def test_a_saved_adapter_loaded_elsewhere_trains_with_the_same_bits(
     run([a], [(0, datum(1, 9))])
     a.step()
     saved = a.state()
-    elsewhere = Tenant(new_backend(), BIG)
+    elsewhere = Tenant(new_backend(compile_cache_dir=None), BIG)  # compiles anew
     elsewhere.backend.load_adapter(elsewhere.id, saved)
     for seed in (2, 3):
         micro_batch = micro_batch_of((0, datum(seed, 9)))

@@ -122,7 +122,6 @@ def test_the_sampler_scores_a_prompt_like_the_trainer(
     )
 
 
-@pytest.mark.nightly
 def test_a_bfloat16_model_trains_and_samples_near_the_float32_one(
     base_model: Path, backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any
 ):

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.engine.conftest import STATIC_SHAPES, TINY
+from tests.support.nightly import at_night
 from tuneserve_engine.adapters.kinds.osft import FORMS
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SampledSequence, SampleResult, SamplingRequest
@@ -171,9 +172,12 @@ def test_every_program_and_every_remat_gives_the_same_bits(
     same_under(halves)
 
 
-def test_a_model_with_biases_gives_the_same_bits_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("remats", [("dots",), at_night(("dots", "full"))])
+def test_a_model_with_biases_gives_the_same_bits_too(
+    tmp_path: Path, remats: tuple[Remat, ...]
+) -> None:
     folder = base_model(tmp_path, "qwen2")
-    same_under({"dots": backend_of(folder, "dots")})
+    same_under({remat: backend_of(folder, remat) for remat in remats})
 
 
 @pytest.mark.parametrize("remat", REMATS)

@@ -6,9 +6,9 @@ every key up to a query's own: packing saves no time, and a NaN of one datum rea
 0 * NaN. Here the loops end where the mask does.
 
 Tests run these kernels in interpret mode, and ``make gpu-compile`` compiles them for an H200, for
-every head_dim to 128 and groups of 1 to 8 query heads; they have not run on a GPU yet. Products of
-float32 are exact (no TF32). With bfloat16, the weights and the gradient of the scores are rounded
-for their products, as in FlashAttention. Heads are padded to a power of two.
+every head_dim to 128 and groups of 1 to 8 query heads. Products of float32 are exact (no TF32).
+With bfloat16, the weights and the gradient of the scores are rounded for their products, as in
+FlashAttention. Heads are padded to a power of two.
 
 Dimension key: as in ``packed``. Kernels take whole buffers, with queries as [m, N, S, H].
 """
