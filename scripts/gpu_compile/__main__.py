@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
+from scripts.gpu_compile import norms
 from scripts.gpu_compile.programs import Task, attention, closed_set
 from scripts.gpu_compile.shapes import DTYPES, HEAD_DIMS, MODELS
 from scripts.gpu_compile.target import Target, as_on_a_gpu
@@ -55,8 +56,7 @@ def tasks(
         is_all = is_full or model == _SMALL
         yield from closed_set(
             model,
-            MODELS[model],
-            layers=layers,
+            replace(MODELS[model], layers=layers),
             max_rank=_MAX_RANK if is_all else _LEAST_RANK,
             is_all=is_all,
         )
@@ -97,14 +97,18 @@ def report(results: Iterable[Result]) -> int:
     return 1 if refused or not count else 0
 
 
-def compile_for_target() -> Compile:
-    """Return the compiler for the H200. Raises ``SystemExit`` without JAX's CUDA plugin."""
+def target() -> Target:
+    """Return the H200. Raises ``SystemExit`` without JAX's CUDA plugin."""
     try:
-        target = Target()
+        return Target()
     except RuntimeError as error:
         raise SystemExit(
             f"JAX's CUDA plugin is missing; make gpu-compile installs it: {error}"
         ) from None
+
+
+def compile_for(target: Target) -> Compile:
+    """Return the function that compiles a program for the device."""
 
     def compile_one(task: Task) -> int:
         with target.lowering():
@@ -123,8 +127,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only programs whose name contains this")
     parser.add_argument("--list", action="store_true", help="only print the names of the programs")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--norms", action="store_true", help="only compare the norms' kernels")
     options = parser.parse_args(arguments)
     with as_on_a_gpu():
+        if options.norms:
+            return norms.report(norms.comparisons(_SMALL, options.layers, target()))
         asked = tasks(
             options.model or MODELS,
             layers=options.layers,
@@ -135,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.list:
             print(*(task.name for task in asked), sep="\n")
             return 0
-        return report(compiled(asked, compile_for_target(), options.threads))
+        return report(compiled(asked, compile_for(target()), options.threads))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The programs to compile, from shapes alone: no weights or other arrays of a model exist."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.backend.jax.training.trainer import Trainer
-from tuneserve_engine.core.backend_options import PlanRequest
+from tuneserve_engine.core.backend_options import PlanRequest, Remat
 
 _ROOM_BYTES = 2**50
 """More memory than any model needs, so the planner chooses its largest shapes for every model."""
@@ -46,18 +46,23 @@ class _Weight(jax.ShapeDtypeStruct):
 
 
 def closed_set(
-    model: str, config: ModelConfig, *, layers: int, max_rank: int, is_all: bool
+    model: str,
+    config: ModelConfig,
+    *,
+    max_rank: int,
+    is_all: bool,
+    remat: Remat | None = None,
 ) -> Iterator[Task]:
     """Yield the programs that a worker on a GPU compiles ahead, in the worker's order.
 
-    The model is in bfloat16, cut to ``layers`` layers. Training on several targets per position,
-    and the programs of adapter kinds other than LoRA, are included only with ``is_all``.
+    The model is in bfloat16. Training on several targets per position, and the programs of adapter
+    kinds other than LoRA, are included only with ``is_all``. Without ``remat``, the planner
+    chooses it.
     """
     request = PlanRequest(dtype=_DTYPE, max_rank=max_rank)
-    config = replace(config, layers=layers)
     found = plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), request)
     decoder = _decoder(config)
-    decoder.remat, decoder.block = found.remat, found.static_shapes.block
+    decoder.remat, decoder.block = remat or found.remat, found.static_shapes.block
     decoder.chunk_blocks = found.static_shapes.chunk // found.static_shapes.block
     programs = ProgramRegistry()
     trainer = Trainer(programs, decoder, found.static_shapes)

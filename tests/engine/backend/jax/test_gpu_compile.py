@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_compile import __main__ as gpu_compile
+from scripts.gpu_compile import norms
 from scripts.gpu_compile.programs import Task
 from scripts.gpu_compile.shapes import DTYPES, GROUPS, HEAD_DIMS, MODELS
 
@@ -90,6 +91,52 @@ def test_a_run_without_refusals_passes_and_an_empty_one_fails() -> None:
     results = gpu_compile.compiled([Task("good", lowered)], lambda task: 0, threads=1)
     assert gpu_compile.report(results) == 0
     assert gpu_compile.report([]) == 1
+
+
+def module(*, tiles: str, root: str = "jvp()") -> str:
+    """An optimised module with a norm in one kernel, and a kernel of another kind."""
+    return f"""
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  ROOT %add.{root} = f32[] add(%a, %b)
+}}
+
+%fused.1 (x: f32[2,8]) -> f32[2,8] {{
+  %x.{tiles} = f32[2,8] parameter(0)
+  %sums = f32[2] reduce(%x.{tiles}, %zero), dimensions={{1}}, to_apply=%sum
+  %root = f32[2] rsqrt(%sums), metadata={{op_name="jit(run)/{root}/rsqrt"}}
+  ROOT %out = f32[2,8] multiply(%x.{tiles}, %root)
+}}
+
+%fused.2 (x: f32[2,8]) -> f32[2,8] {{
+  ROOT %y = f32[2,8] negate(%x)
+}}
+
+ENTRY %main (x: f32[2,8]) -> f32[2,8] {{
+  %n = f32[2,8] fusion(%x), kind=kCustom, calls=%fused.1, backend_config={{"tiles":"{tiles}"}}
+  ROOT %o = f32[2,8] fusion(%n), kind=kLoop, calls=%fused.2
+}}
+"""
+
+
+def test_a_norm_is_known_by_its_operations_and_tiles() -> None:
+    (norm,) = norms.norms(module(tiles="4"))
+    assert norm.tiles == '{"tiles":"4"}'
+    assert "reduce" in norm.operations and "jit(run)" not in norm.operations
+    assert norms.norms(module(tiles="4", root="jvp()/other")) == {norm}
+    assert norms.norms(module(tiles="8")).isdisjoint({norm})
+
+
+def test_roots_of_the_backward_pass_are_not_compared() -> None:
+    for root in ("transpose(jvp())", "checkpoint/rematted_computation"):
+        assert norms.norms(module(tiles="4", root=root)) == set()
+
+
+def test_norms_that_are_other_kernels_fail_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    equal, other = norms.Comparison("dots", 4, 4), norms.Comparison("none", 1, 4)
+    assert norms.report([equal]) == 0
+    assert norms.report([equal, other]) == 1
+    assert norms.report([]) == norms.report([norms.Comparison("dots", 0, 0)]) == 1
+    assert "remat=none  1 of 4 norms of scoring" in capsys.readouterr().out
 
 
 def test_ci_compiles_for_a_gpu() -> None:

@@ -18,10 +18,17 @@ def rms_norm(
     x: Float[Array, "*B D"], weight: Float[Array, " D"], *, eps: float
 ) -> Float[Array, "*B D"]:
     """Apply root-mean-square normalisation over the last axis, in float32; return x's dtype."""
-    wide = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normed = (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
-    return normed * _along_last(weight, x.ndim)
+
+    def normed(x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        return (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
+
+    if jax.default_backend() == "gpu":
+        # XLA makes one kernel of a norm, unless the backward pass keeps the root. The other kernel
+        # adds in another order, and the logprobs of training would differ from those of scoring.
+        normed = jax.checkpoint(normed, prevent_cse=False)
+    return normed(x) * _along_last(weight, x.ndim)
 
 
 def _along_last(vector: Float[Array, " D"], ndim: int) -> Array:

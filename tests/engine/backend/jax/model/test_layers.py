@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,25 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32() -> None:
     want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
     got = rms_norm(jnp.asarray(x), jnp.ones(64, jnp.bfloat16), eps=1e-6)
     np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_a_norm_leaves_its_input_only_for_the_backward_pass(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, dy = jnp.asarray(np.random.default_rng(4).normal(size=(2, 4, 64)), dtype)
+    weight = jnp.linspace(0.5, 2, 64, dtype=dtype)
+
+    def passes() -> tuple[list[np.ndarray], list[tuple[int, ...]]]:
+        y, pullback = jax.vjp(lambda x: rms_norm(x, weight, eps=1e-6), x)
+        kept = [leaf.shape for leaf in jax.tree.leaves(pullback) if leaf.size > weight.size]
+        return [np.asarray(y), np.asarray(pullback(dy)[0])], kept
+
+    want, usual = passes()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    got, kept = passes()
+    np.testing.assert_array_equal(got, want)
+    assert kept == [x.shape] and len(usual) > 1
 
 
 def test_annotated_shapes_are_checked_in_tests() -> None:
