@@ -22,6 +22,7 @@ from tuneserve_server.app import create_app
 from tuneserve_server.dependencies import Services
 from tuneserve_server.http.connection import bounded
 from tuneserve_server.http.long_polls import LongPolls
+from tuneserve_server.listening import CannotStart, listen
 from tuneserve_server.settings import ApiSettings
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,6 @@ def serve_api(settings: ApiSettings) -> int:
     except CannotStart as error:
         logs.last_word("api", error)
         return REFUSED
-
-
-class CannotStart(Exception):
-    """A fault of the environment or the settings that prevents the start."""
 
 
 async def _serve(settings: ApiSettings, stopped: asyncio.Event) -> int:
@@ -148,22 +145,6 @@ async def _open_admin(settings: ApiSettings, services: Services, stack: AsyncExi
         if settings.store_kind == "sqlite":
             raise
         logger.warning("the command tuneserve keys cannot reach this process: %s", error)
-
-
-def listen(settings: ApiSettings) -> socket.socket:
-    """Return the bound socket of the API. Raises ``CannotStart`` if it cannot be bound."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        listener.close()
-        raise CannotStart(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; stop the "
-            "process that uses the port, or choose another with --port"
-        ) from error
-    return listener
 
 
 def _allow_many_sockets() -> None:

@@ -26,6 +26,7 @@ from tuneserve_engine.worker import worker
 from tuneserve_server import serve
 from tuneserve_server.app import PREFIX, ROUTERS
 from tuneserve_server.cli import main as cli
+from tuneserve_server.listening import CannotStart
 from tuneserve_server.settings import ApiSettings
 
 COMPOSE = compose("compose.yaml", REDIS_PASSWORD="a1b2")
@@ -61,7 +62,7 @@ def test_the_api_listens_to_other_containers_and_requires_keys() -> None:
     assert said["TUNESERVE_REQUIRE_KEYS"] == "true"
     assert "TUNESERVE_TRUSTED_NETWORK" not in said
     serve._check_reach(ApiSettings(host="0.0.0.0"), is_keyed=True)
-    with pytest.raises(serve.CannotStart, match="require_keys = true"):
+    with pytest.raises(CannotStart, match="require_keys = true"):
         serve._check_reach(ApiSettings(host="0.0.0.0"), is_keyed=False)
 
 

@@ -21,10 +21,10 @@ from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
 from tuneserve_engine.store.sqlite.database import network_file_system
 from tuneserve_engine.store.sqlite.inspect import look_at_store
-from tuneserve_server import serve
 from tuneserve_server.cli.doctor_files import look_at_owner
 from tuneserve_server.cli.output import size
 from tuneserve_server.cli.readiness import health_of
+from tuneserve_server.listening import CannotStart, listen
 from tuneserve_server.settings import ApiSettings
 
 Level = Literal["OK", "WARN", "FAIL"]
@@ -245,8 +245,8 @@ def _port(settings: ApiSettings, health: dict[str, Any]) -> Finding:
             return Finding("port", "OK", text)
         return Finding("port", "WARN", f"{text}: it may still be loading; see its log")
     try:
-        serve.listen(settings).close()
-    except serve.CannotStart as error:
+        listen(settings).close()
+    except CannotStart as error:
         return Finding("port", "FAIL", str(error))
     if not settings.require_keys and not settings.may_be_open:
         text = f"{settings.url} is free, but others can reach it: unless its store ever had an API"

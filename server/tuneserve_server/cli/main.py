@@ -27,7 +27,6 @@ from tuneserve_engine.settings.common import (
 )
 from tuneserve_engine.settings.worker import WorkerSettings
 from tuneserve_engine.telemetry import logs
-from tuneserve_server import serve
 from tuneserve_server.cli import chat, checkpoints, runs, supervisor, top, train
 from tuneserve_server.cli import doctor as checks
 from tuneserve_server.cli import files as files_cli
@@ -35,6 +34,7 @@ from tuneserve_server.cli import keys as admin_cli
 from tuneserve_server.cli.killed import tell_killed
 from tuneserve_server.cli.output import FAILED, print_json
 from tuneserve_server.cli.readiness import report_progress
+from tuneserve_server.listening import CannotStart, listen
 from tuneserve_server.settings import ApiSettings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -140,7 +140,9 @@ def up(given: Given) -> None:
 @_command(ApiSettings)
 def api(given: Given) -> None:
     """Start the API process alone."""
-    raise typer.Exit(serve.serve_api(_settings(ApiSettings, given)))
+    from tuneserve_server.serve import serve_api  # other commands need not wait for the application
+
+    raise typer.Exit(serve_api(_settings(ApiSettings, given)))
 
 
 @_command(WorkerSettings)
@@ -266,8 +268,8 @@ def _check_engine() -> None:
 
 def _check_port(settings: ApiSettings) -> None:
     try:
-        serve.listen(settings).close()
-    except serve.CannotStart as error:
+        listen(settings).close()
+    except CannotStart as error:
         say(str(error))
         raise typer.Exit(REFUSED) from None
 

@@ -26,13 +26,13 @@ from tuneserve_client import (
 )
 from tuneserve_client.catalog import split_path
 from tuneserve_engine.core.errors import REFUSED, UserError
+from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cli.checkpoints import check_export
 from tuneserve_server.cli.options import HERE, PATIENT_S, ApiKey, AsJson, Url, connected
 from tuneserve_server.cli.output import FAILED, end, print_json_line, this_command
 from tuneserve_server.cli.train_recipe import Recipe
 from tuneserve_server.cli.train_rows import BadRows, Rows, encode, read_rows
 from tuneserve_server.cli.train_view import Step, View, view_of
-from tuneserve_server.commands.common import check_name
 
 _RANK = 16
 _AHEAD = 2

@@ -3,7 +3,6 @@
 A ``UserError`` names the field, its value, the limit and what to do.
 """
 
-import re
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -29,12 +28,12 @@ from tuneserve_engine.core.records import (
 )
 from tuneserve_engine.store.files import new_file_id
 from tuneserve_server.base_models import is_same
+from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.dependencies import Caller
 from tuneserve_server.errors import ModelUnavailable, UnknownResource
 
 TTL_S = (3600, 315_360_000)  # one hour, ten years: what the SDK promises
 _ADAPTER = "adapter"  # the entry of user_metadata that holds the adapter's kind
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_METADATA_BYTES = 64 * 1024
 _MAX_RECIPIENTS = 32
 _FLOAT_BYTES = 4
@@ -263,15 +262,6 @@ def new_checkpoint(
         expires_s=checked_ttl(request.ttl_seconds, now_s),
         user_metadata=metadata(user_metadata),
     )
-
-
-def check_name(field: str, name: str) -> None:
-    """Raise ``UserError`` unless ``name`` can be the last part of a checkpoint's path."""
-    if not _NAME.fullmatch(name) or ".." in name:
-        raise UserError(
-            f"{field} is not a checkpoint name: use 1 to 128 letters, digits, '.', '_' and '-', "
-            "starting with a letter or digit, without '..'"
-        )
 
 
 def save_training(model: ModelRecord, request: types.SaveWeightsRequest) -> SaveWeights:

@@ -14,6 +14,7 @@ from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_engine.core.errors import UserError
 from tuneserve_engine.core.records import CheckpointKind, CheckpointRecord
 from tuneserve_server.access.limits import check_room
+from tuneserve_server.checkpoint_names import check_name
 from tuneserve_server.cleanup.unnamed_saves import delete_saves, in_the_way
 from tuneserve_server.commands import common as commands
 from tuneserve_server.dependencies import Caller, CallerDep, reply
@@ -47,7 +48,7 @@ async def import_adapter(  # noqa: PLR0913 - parts of the request
 
     A retry with the same idempotency key returns the same checkpoint.
     """
-    commands.check_name("name", name)
+    check_name("name", name)
     origin = _origin(caller, x_idempotency_key)
     key = f"tinker://{origin}/{CheckpointKind.TRAINING.value}/{name}"
     known = await caller.store.get_record(CheckpointRecord, key)

@@ -21,6 +21,7 @@ from tuneserve_server.cli import main as cli
 from tuneserve_server.cli import supervisor
 from tuneserve_server.cli.local_server import free_port
 from tuneserve_server.cli.supervisor import ChildSpec
+from tuneserve_server.listening import CannotStart
 from tuneserve_server.settings import ApiSettings
 
 
@@ -36,7 +37,7 @@ def tuneserve(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com", ""])
 def test_a_reachable_address_needs_keys_or_the_operators_consent(host: str) -> None:
-    with pytest.raises(serve.CannotStart, match="accepts any") as refusal:
+    with pytest.raises(CannotStart, match="accepts any") as refusal:
         serve._check_reach(ApiSettings(host=host), is_keyed=False)
     for way_out in ("require_keys = true", "tuneserve keys create", "trusted_network = true"):
         assert way_out in str(refusal.value)

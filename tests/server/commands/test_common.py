@@ -102,17 +102,6 @@ def test_a_step_without_parameters_is_refused() -> None:
 # --- checkpoints --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a", "9", "step-10_v1.2", "x" * 128])
-def test_a_name_may_have_letters_digits_and_three_marks(name: str) -> None:
-    common.check_name("path", name)
-
-
-@pytest.mark.parametrize("name", ["", ".a", "-a", "a/b", "a..b", "a b", "é", "a\n", "x" * 129])
-def test_any_other_name_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="path is not a checkpoint name"):
-        common.check_name("path", name)
-
-
 def test_a_checkpoint_expires_after_an_hour_to_ten_years() -> None:
     assert common.checked_ttl(None, 1000.0) is None
     assert common.checked_ttl(3600, 1000.0) == 4600.0

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
@@ -47,7 +48,7 @@ class TensorLocation(NamedTuple):
 def load_base_model(path_or_hub_id: str, *, dtype: DType) -> tuple[Decoder, ModelConfig]:
     """Return the decoder with its weights on the default device, in ``dtype``, and its config.
 
-    The decoder is in evaluation mode. Tensors are read one at a time, so that host memory holds one
+    The decoder is in evaluation mode. Layers are read one at a time, so that host memory holds one
     at a time. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any weight if names,
     shapes or options do not fit.
     """
@@ -180,38 +181,71 @@ def _some(names: list[str]) -> str:
 def _read(
     files: Iterable[Any], places: dict[str, TensorLocation], config: ModelConfig, dtype: jnp.dtype
 ) -> dict[str, jax.Array]:
-    """Return the decoder's arrays by weight name; layers are written into the stacks one by one."""
-    weights = {
-        name: jnp.zeros((config.layers, *shape), dtype)
-        for name, shape in layer_shapes(config).items()
-    }
-    for name, place, tensor in _tensors(files, places):
-        if not _all_finite(tensor):
-            raise BadCheckpoint(f"{name} holds NaN or infinite values; download or copy it again")
-        if place.layer is None:
-            weights[place.weight] = tensor.astype(dtype)
-        else:
-            layer = jnp.int32(place.layer)
-            weights[place.weight] = _write_layer(weights[place.weight], layer, tensor)
-    return weights
+    """Return the decoder's arrays by weight name.
+
+    Layers are written into the stacks one by one, and one program writes all weights of a layer:
+    every program costs a start more time than it runs.
+    """
+    file_of = {name: file for file in files for name in file.keys()}
+    names: dict[int | None, dict[str, str]] = {None: {}}  # by layer and weight
+    for name, place in places.items():
+        names.setdefault(place.layer, {})[place.weight] = name
+
+    def tensors(layer: int | None) -> dict[str, np.ndarray]:
+        return {weight: file_of[name].get_tensor(name) for weight, name in names[layer].items()}
+
+    shapes = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
+    stacks: dict[str, jax.Array] = _zeros(tuple(shapes.items()), dtype)
+    for layer in range(config.layers):
+        read = tensors(layer)
+        stacks, is_finite = _write_layer(stacks, np.int32(layer), read)
+        if not is_finite:
+            raise _not_finite(read, names[layer])
+    read = tensors(None)
+    whole: dict[str, jax.Array]
+    whole, is_finite = _converted(read, dtype)
+    if not is_finite:
+        raise _not_finite(read, names[None])
+    return whole | stacks
 
 
-def _tensors(
-    files: Iterable[Any], places: dict[str, TensorLocation]
-) -> Iterator[tuple[str, TensorLocation, jax.Array]]:
-    """Yield the tensors in the order of the files, which disks and networks prefer."""
-    for file in files:
-        for name in file.keys():
-            if name in places:
-                yield name, places[name], jnp.asarray(file.get_tensor(name))
+def _not_finite(tensors: dict[str, np.ndarray], names: dict[str, str]) -> BadCheckpoint:
+    bad = (names[weight] for weight, x in tensors.items() if not np.isfinite(x).all())
+    return BadCheckpoint(f"{next(bad)} holds NaN or infinite values; download or copy it again")
 
 
-@jax.jit
-def _all_finite(tensor: jax.Array) -> jax.Array:
-    return jnp.isfinite(tensor).all()
+def _are_finite(tensors: dict[str, jax.Array]) -> jax.Array:
+    """Return whether all numbers are finite; one reduction compiles fastest."""
+    return jnp.concatenate([jnp.isfinite(x).ravel() for x in tensors.values()]).all()
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _zeros(
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: jnp.dtype
+) -> dict[str, jax.Array]:
+    return {name: jnp.zeros(shape, dtype) for name, shape in shapes}
+
+
+@partial(jax.jit, static_argnums=1)
+def _converted(
+    tensors: dict[str, jax.Array], dtype: jnp.dtype
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return the tensors in ``dtype``, and whether they are finite."""
+    return {name: x.astype(dtype) for name, x in tensors.items()}, _are_finite(tensors)
 
 
 @partial(jax.jit, donate_argnums=0)
-def _write_layer(stacked: jax.Array, layer: jax.Array, tensor: jax.Array) -> jax.Array:
-    """Return the donated stack with one layer replaced; the tensor is turned to [d_in, d_out]."""
-    return stacked.at[layer].set(tensor.T.astype(stacked.dtype))
+def _write_layer(
+    stacks: dict[str, jax.Array], layer: jax.Array, tensors: dict[str, jax.Array]
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Return the donated stacks with one layer replaced, and whether its tensors are finite.
+
+    The tensors are turned to [d_in, d_out].
+    """
+    written = {
+        name: jax.lax.dynamic_update_index_in_dim(
+            stack, tensors[name].T.astype(stack.dtype), layer, axis=0
+        )
+        for name, stack in stacks.items()
+    }
+    return written, _are_finite(tensors)

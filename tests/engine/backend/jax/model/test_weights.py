@@ -53,10 +53,15 @@ def test_weights_land_transposed_in_their_layer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_half_precision_files_load_as_float32(tmp_path: Path, stored: Any) -> None:
-    weights = {name: x.astype(stored) for name, x in tensors(LLAMA).items()}
+    """Norms often stay in float32 beside half-precision projections."""
+    weights = {
+        name: x if "norm" in name else x.astype(stored) for name, x in tensors(LLAMA).items()
+    }
     model, _ = load_base_model(write(tmp_path, LLAMA, weights), dtype="float32")
     want = weights["model.embed_tokens.weight"].astype(np.float32)
     np.testing.assert_array_equal(model.embed[...], want)
+    stored_queries = weights["model.layers.1.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(model.layers["q_proj"][1], stored_queries.T.astype(np.float32))
 
 
 def test_a_head_stored_beside_tied_embeddings_is_ignored(tmp_path: Path) -> None:
@@ -86,10 +91,13 @@ def test_many_missing_tensors_are_summed_up(tmp_path: Path) -> None:
         load_base_model(write(tmp_path, LLAMA, {}), dtype="float32")
 
 
-def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.self_attn.o_proj.weight", "model.embed_tokens.weight"]
+)
+def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path, name: str) -> None:
     weights = tensors(LLAMA)
-    weights["model.layers.1.self_attn.o_proj.weight"][2, 3] = np.nan
-    with pytest.raises(BadCheckpoint, match=r"layers.1.self_attn.o_proj.weight holds NaN"):
+    weights[name][2, 3] = np.nan
+    with pytest.raises(BadCheckpoint, match=f"{name} holds NaN"):
         load_base_model(write(tmp_path, LLAMA, weights), dtype="float32")
 
 
