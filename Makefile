@@ -2,7 +2,8 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-PIP := $(BIN)/pip install --disable-pip-version-check --quiet
+# Python compiles a module when it is first imported; all modules at once would take pip a minute.
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet --no-compile
 HASHED := $(PIP) --require-hashes --no-deps --requirement
 PATHS := clients server engine tests examples benchmarks scripts
 
@@ -102,7 +103,7 @@ clean:
 .venv/dev.stamp: pyproject.toml constraints.txt requirements/dev.txt | .venv/bin/python
 	@echo "installing into .venv (2 GB): a few minutes, once"
 	$(HASHED) requirements/dev.txt
-	$(PIP) --no-compile --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt torch
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@ .venv/demo.stamp
 

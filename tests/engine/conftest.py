@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.support.compiled import UNOPTIMISED
 from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, TrainBatch
 from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 
@@ -170,3 +171,13 @@ def batch_of() -> Callable[..., TrainBatch]:
         return TrainBatch(tuple(adapters), forward_only, tuple(micro_batches))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def quickly_compiled() -> Iterator[None]:
+    """Backends that are made meanwhile compile faster, to slower code with other roundings."""
+    from tuneserve_engine.backend.jax.programs import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_EVERYWHERE", registry._EVERYWHERE | UNOPTIMISED)
+        yield

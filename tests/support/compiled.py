@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 
-_UNOPTIMISED = {"xla_backend_optimization_level": 0}
-"""Buffers are assigned before machine code is made, so quick code needs the same memory."""
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+"""Options for code that is compiled quickly. It needs the same memory, because buffers are assigned
+before machine code is made."""
 
 
 def memory_of(lowered: jax.stages.Lowered) -> Any:
     """Return the memory analysis of a program that is compiled for this alone."""
-    return lowered.compile(_UNOPTIMISED).memory_analysis()
+    return lowered.compile(UNOPTIMISED).memory_analysis()

@@ -42,7 +42,9 @@ def spoken_model(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def ready(spoken_model: Path, tmp_path_factory: pytest.TempPathFactory) -> JaxBackend:
+def ready(
+    spoken_model: Path, tmp_path_factory: pytest.TempPathFactory, quickly_compiled: None
+) -> JaxBackend:
     room = AdapterRoom(
         ROOM_BYTES, ROOM_BYTES // 2, tmp_path_factory.mktemp("pages"), SNAPSHOT_BYTES
     )
