@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-
 from tuneserve_client.wire.tokenizer import FILES, SET_HERE, NoTemplate, TemplateError, Tokenizer
 from tuneserve_engine.core.adapter import BaseModelInfo
 from tuneserve_server.errors import InvalidField, ModelUnavailable
@@ -156,6 +154,8 @@ def _folder(tokenizer_id: str, revision: str | None) -> Path:
     folder = Path(tokenizer_id)
     if folder.is_dir() or folder.is_absolute():
         return folder
+    from huggingface_hub import snapshot_download  # slow to import
+
     return Path(snapshot_download(tokenizer_id, revision=revision, allow_patterns=list(FILES)))
 
 

@@ -11,6 +11,7 @@ from tinker import types
 
 from tests.quick_service import QUICK
 from tests.sdk import service_client
+from tests.support.nightly import at_night
 from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
@@ -53,7 +54,7 @@ def logprobs(trainer, sampler):
     return np.concatenate([np.float32(each.logprobs) for each in drawn]), np.concatenate(scored)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["lora", "factors", at_night("core")])
 def test_every_ratio_is_exactly_one(service, kind):
     trainer = service.create_lora_training_client(
         base_model=service.base_model, rank=8, seed=7, user_metadata=KINDS[kind]

@@ -239,12 +239,14 @@ def _call(
 ) -> Any:
     """Run the kernel for every block and head of ``into``, and return ``into`` overwritten."""
     first = len(jax.tree.leaves((layout, arrays)))
+    # Exact float32 products take place in registers, and four warps have too few for a tile.
+    warps = 8 if arrays[0].dtype == jnp.float32 else 4
     return pl.pallas_call(
         kernel,
         grid=(layout.start.shape[0], into[0].shape[1]),
         out_shape=[jax.eval_shape(lambda x: x, x) for x in into],
         input_output_aliases={first + index: index for index in range(len(into))},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
         interpret=interpret,
     )(layout, arrays, into)
 

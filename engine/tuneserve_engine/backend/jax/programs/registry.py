@@ -65,6 +65,12 @@ class Program:
         ``specs`` are arrays, or only their ``jax.ShapeDtypeStruct``. A key that is declared already
         stays as it is.
         """
+        self.declare_later(key, lambda: specs, order=order)
+
+    def declare_later(
+        self, key: Hashable, specs: Callable[[], tuple[Any, ...]], *, order: int = 0
+    ) -> None:
+        """Declare as ``declare`` does, with specs that take time: the program's thread asks."""
         self._shapes.setdefault(key, Specialization(self, key, specs, order))
 
     def __call__(self, key: Hashable, *args: Any) -> Any:
@@ -75,7 +81,8 @@ class Program:
         """
         shape = self._shapes.get(key)
         if shape is None:
-            shape = self._shapes.setdefault(key, Specialization(self, key, _specs(args), 0))
+            self.declare(key, *_specs(args))
+            shape = self._shapes[key]
         run = shape.executable or shape.compiled()
         return run(*self._bound, *args)
 
@@ -113,7 +120,9 @@ class Program:
 class Specialization:
     """A program for the arguments of one key: waiting, compiled, or refused by the compiler."""
 
-    def __init__(self, program: Program, key: Hashable, specs: tuple[Any, ...], order: int) -> None:
+    def __init__(
+        self, program: Program, key: Hashable, specs: Callable[[], tuple[Any, ...]], order: int
+    ) -> None:
         self.order = order
         self._key = key
         self.name = f"{program.name} {key}"
@@ -134,7 +143,7 @@ class Specialization:
 
     def lowered(self, place: Callable[[Any], Any]) -> jax.stages.Lowered:
         """Return the program before compiling, for the device on which ``place`` puts arguments."""
-        return self._program.lower(self._specs, place)
+        return self._program.lower(self._specs(), place)
 
     def compiled(self) -> Compiled:
         """Return the executable. The first caller compiles it; concurrent callers wait.
@@ -152,7 +161,7 @@ class Specialization:
     def _compile(self) -> None:
         started_s = time.monotonic()
         try:
-            self.executable = self._program.compiled(self._key, self._specs)
+            self.executable = self._program.compiled(self._key, self._specs())
         except Exception as error:
             logger.exception("%s cannot be compiled", self.name)
             reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]

@@ -228,13 +228,10 @@ class Trainer:
             out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
             return out
 
-        sizes = (blocks, slots.rank_bucket)
-        if sizes not in self._specs_by_size:
-            adapter_slots = self._adapter_slots_specs(slots.rank_bucket)
-            self._specs_by_size[sizes] = self._space_shapes(adapter_slots, blocks)
-        if self._space is None or self._space_specs != self._specs_by_size[sizes]:
+        specs = self._specs_of_space(blocks, slots.rank_bucket)
+        if self._space is None or self._space_specs != specs:
             self._space = None  # frees its memory before the other is allocated
-            self._space_specs = self._specs_by_size[sizes]
+            self._space_specs = specs
             self._space = jax.device_put(jax.tree.map(_blank, self._space_specs))
 
         space, gradient_slots = self._space, slots.gradient_slots
@@ -296,13 +293,12 @@ class Trainer:
             adapter_slots = self._adapter_slots_specs(rank_bucket)
             gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
             weights = self._adapter_specs(rank_bucket)
-            space = self._space_shapes(adapter_slots, blocks)
-            self._specs_by_size[blocks, rank_bucket] = space
             for targets in self._static_shapes.target_buckets:
                 device_batch = _micro_batch_specs(self._static_shapes, targets)
                 key, late = (rank_bucket, targets, blocks), order + (targets > 1)
-                self._train.declare(
-                    key, space, gradient_slots, adapter_slots, device_batch, order=late
+                arguments = gradient_slots, adapter_slots, device_batch
+                self._train.declare_later(
+                    key, partial(self._train_specs, blocks, rank_bucket, arguments), order=late
                 )
                 self._score.declare(key, adapter_slots, device_batch, order=late + 1)
             self._write_slot.declare(
@@ -318,6 +314,19 @@ class Trainer:
             self._step.declare(
                 rank_bucket, weights, weights, weights, weights, scalars, order=order
             )
+
+    def _train_specs(
+        self, blocks: int, rank_bucket: int, arguments: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        return (self._specs_of_space(blocks, rank_bucket), *arguments)
+
+    def _specs_of_space(self, blocks: int, rank_bucket: int) -> Any:
+        """Return the specs of the workspace. Each size is traced once, when it is first needed."""
+        sizes = blocks, rank_bucket
+        if sizes not in self._specs_by_size:
+            adapter_slots = self._adapter_slots_specs(rank_bucket)
+            self._specs_by_size[sizes] = self._space_shapes(adapter_slots, blocks)
+        return self._specs_by_size[sizes]
 
     def _adapter_slots_specs(self, rank_bucket: int) -> Any:
         count = self._static_shapes.slots(rank_bucket)

@@ -195,7 +195,7 @@ class Sampling:
 
     def arguments(self, name: str, which: int = -1) -> list[int]:
         """The bytes of each argument."""
-        return [size(specs) for specs in self._shape(name, which)._specs]
+        return [size(specs) for specs in self._shape(name, which)._specs()]
 
     def takes(self, name: str) -> int:
         """The bytes that the program needs while it runs, its results included."""
