@@ -129,6 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--norms", action="store_true", help="only compare the norms' kernels")
     options = parser.parse_args(arguments)
+    if options.norms and (options.model or options.full or options.only or options.list):
+        parser.error("--norms compiles its own programs; it takes --layers only")
     with as_on_a_gpu():
         if options.norms:
             return norms.report(norms.comparisons(_SMALL, options.layers, target()))

@@ -51,9 +51,10 @@ class WorkerSettings(CommonSettings):
     remat: Literal["auto"] | Remat = Field(
         default="auto",
         description="Activations that training keeps of each layer for its backward pass, beside "
-        "the layer's input. none: all of them, so nothing is recomputed. dots: the results of "
-        "matrix products and of attention. attention: the results of attention. full: nothing, so "
-        "everything is recomputed. auto: the fastest of dots, attention and full that fits.",
+        "the layer's input. none: all of them, so nothing is recomputed (on a GPU, norms are). "
+        "dots: the results of matrix products and of attention. attention: the results of "
+        "attention. full: nothing, so everything is recomputed. auto: the fastest of dots, "
+        "attention and full that fits.",
     )
     max_rank: PositiveInt | None = Field(
         default=None,
@@ -74,8 +75,9 @@ class WorkerSettings(CommonSettings):
         default=False,
         description="Return samples at temperature 1 or 0 with the logprobs that `forward` and "
         "`forward_backward` compute for them, bit for bit, instead of the logprobs from decoding. "
-        "Tested on CPUs in `float32` and `bfloat16`; on a GPU, compared in `bfloat16` for LoRA. "
-        "Costs a forward pass per sample.",
+        "Tested on CPUs in `float32` and `bfloat16`. On a GPU, they were equal in `bfloat16` for "
+        "LoRA with every `remat` but none, which has been mended and not measured again. Costs a "
+        "forward pass per sample.",
     )
     device_memory_bytes: PositiveInt | None = Field(
         default=None,

@@ -140,9 +140,10 @@ def up(given: Given) -> None:
 @_command(ApiSettings)
 def api(given: Given) -> None:
     """Start the API process alone."""
+    settings = _settings(ApiSettings, given)
     from tuneserve_server.serve import serve_api  # other commands need not wait for the application
 
-    raise typer.Exit(serve_api(_settings(ApiSettings, given)))
+    raise typer.Exit(serve_api(settings))
 
 
 @_command(WorkerSettings)

@@ -88,7 +88,7 @@ class Run:
         return [*self.outputs, *[state_bits(state) for state in states]]
 
 
-@settings(max_examples=2, deadline=None, phases=QUICK)
+@settings(max_examples=4, deadline=None, phases=QUICK)
 @given(seed=st.integers(0, 2**32))
 def test_sampling_and_training_change_no_bit_of_each_other(
     backend: JaxBackend, micro_batch_of: Any, batch_of: Any, datum: Any, seed: int

@@ -50,6 +50,15 @@ def test_loopback_addresses_are_accepted(host: str) -> None:
     serve._check_reach(ApiSettings(host=host), is_keyed=False)
 
 
+def test_commands_start_without_the_application() -> None:
+    slow = ("fastapi", "huggingface_hub", "jax", "tuneserve_server.app", "uvicorn")
+    code = (
+        "import sys; import tuneserve_server.cli.main; "
+        f"print(*(name for name in {slow} if name in sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60) == "\n"
+
+
 @pytest.mark.parametrize("command", ["api", "up"])
 def test_the_command_line_refuses_other_addresses_and_names_the_options(
     command: str, tmp_path: Path

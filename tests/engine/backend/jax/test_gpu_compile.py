@@ -131,12 +131,25 @@ def test_roots_of_the_backward_pass_are_not_compared() -> None:
         assert norms.norms(module(tiles="4", root=root)) == set()
 
 
+def test_a_root_apart_from_its_sum_is_not_an_equal_norm() -> None:
+    norm, root = norms.Kernel("%1 reduce(%0) rsqrt(%1)", ""), norms.Kernel("rsqrt(%0)", "")
+    assert norms.compared("none", {norm, root}, {norm, root}) == norms.Comparison("none", 1, 2)
+    assert norms.compared("none", {norm}, {root}) == norms.Comparison("none", 0, 1)
+
+
+@pytest.mark.nightly
+def test_the_norms_of_scoring_and_training_are_the_same_kernels() -> None:
+    command = ["make", "gpu-compile", "ARGS=--norms"]
+    lines = subprocess.check_output(command, cwd=ROOT, text=True, timeout=300).splitlines()
+    assert sum(": 4 of 4 kernels" in line for line in lines) == 4
+
+
 def test_norms_that_are_other_kernels_fail_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     equal, other = norms.Comparison("dots", 4, 4), norms.Comparison("none", 1, 4)
     assert norms.report([equal]) == 0
     assert norms.report([equal, other]) == 1
     assert norms.report([]) == norms.report([norms.Comparison("dots", 0, 0)]) == 1
-    assert "remat=none  1 of 4 norms of scoring" in capsys.readouterr().out
+    assert "remat=none: 1 of 4 kernels of norms" in capsys.readouterr().out
 
 
 def test_ci_compiles_for_a_gpu() -> None:

@@ -48,9 +48,9 @@ class TensorLocation(NamedTuple):
 def load_base_model(path_or_hub_id: str, *, dtype: DType) -> tuple[Decoder, ModelConfig]:
     """Return the decoder with its weights on the default device, in ``dtype``, and its config.
 
-    The decoder is in evaluation mode. Layers are read one at a time, so that host memory holds one
-    at a time. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any weight if names,
-    shapes or options do not fit.
+    The decoder is in evaluation mode. Host memory holds one layer at a time, or one of the tensors
+    beside the layers. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any weight if
+    names, shapes or options do not fit.
     """
     folder = resolve_base_model(path_or_hub_id)
     config = read_config(folder)
@@ -183,40 +183,40 @@ def _read(
 ) -> dict[str, jax.Array]:
     """Return the decoder's arrays by weight name.
 
-    Layers are written into the stacks one by one, and one program writes all weights of a layer:
-    every program costs a start more time than it runs.
+    Layers are written into the stacks one by one. One program writes all weights of a layer,
+    because compiling a program for each shape takes longer than running it.
     """
     file_of = {name: file for file in files for name in file.keys()}
-    names: dict[int | None, dict[str, str]] = {None: {}}  # by layer and weight
+    names: dict[int | None, dict[str, str]] = {}  # by layer and weight
     for name, place in places.items():
         names.setdefault(place.layer, {})[place.weight] = name
 
-    def tensors(layer: int | None) -> dict[str, np.ndarray]:
-        return {weight: file_of[name].get_tensor(name) for weight, name in names[layer].items()}
-
+    whole = {}
+    for weight, name in names[None].items():
+        tensor = jnp.asarray(file_of[name].get_tensor(name))
+        if not _are_finite(tensor):
+            raise _not_finite(name)
+        whole[weight] = tensor.astype(dtype)
     shapes = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
     stacks: dict[str, jax.Array] = _zeros(tuple(shapes.items()), dtype)
     for layer in range(config.layers):
-        read = tensors(layer)
-        stacks, is_finite = _write_layer(stacks, np.int32(layer), read)
+        tensors = {weight: file_of[name].get_tensor(name) for weight, name in names[layer].items()}
+        stacks, is_finite = _write_layer(stacks, np.int32(layer), tensors)
         if not is_finite:
-            raise _not_finite(read, names[layer])
-    read = tensors(None)
-    whole: dict[str, jax.Array]
-    whole, is_finite = _converted(read, dtype)
-    if not is_finite:
-        raise _not_finite(read, names[None])
+            bad = [weight for weight, tensor in tensors.items() if not np.isfinite(tensor).all()]
+            raise _not_finite(", ".join(names[layer][weight] for weight in bad))
+        del tensors  # before the next layer is read
     return whole | stacks
 
 
-def _not_finite(tensors: dict[str, np.ndarray], names: dict[str, str]) -> BadCheckpoint:
-    bad = (names[weight] for weight, x in tensors.items() if not np.isfinite(x).all())
-    return BadCheckpoint(f"{next(bad)} holds NaN or infinite values; download or copy it again")
+def _not_finite(name: str) -> BadCheckpoint:
+    return BadCheckpoint(f"{name} holds NaN or infinite values; download or copy it again")
 
 
-def _are_finite(tensors: dict[str, jax.Array]) -> jax.Array:
-    """Return whether all numbers are finite; one reduction compiles fastest."""
-    return jnp.concatenate([jnp.isfinite(x).ravel() for x in tensors.values()]).all()
+@jax.jit
+def _are_finite(*tensors: jax.Array) -> jax.Array:
+    """Return whether all numbers are finite. One reduction compiles faster than one per tensor."""
+    return jnp.concatenate([jnp.isfinite(x).ravel() for x in tensors]).all()
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -224,14 +224,6 @@ def _zeros(
     shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: jnp.dtype
 ) -> dict[str, jax.Array]:
     return {name: jnp.zeros(shape, dtype) for name, shape in shapes}
-
-
-@partial(jax.jit, static_argnums=1)
-def _converted(
-    tensors: dict[str, jax.Array], dtype: jnp.dtype
-) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return the tensors in ``dtype``, and whether they are finite."""
-    return {name: x.astype(dtype) for name, x in tensors.items()}, _are_finite(tensors)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -248,4 +240,4 @@ def _write_layer(
         )
         for name, stack in stacks.items()
     }
-    return written, _are_finite(tensors)
+    return written, _are_finite(*tensors.values())

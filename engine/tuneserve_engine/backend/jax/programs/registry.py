@@ -70,7 +70,7 @@ class Program:
     def declare_later(
         self, key: Hashable, specs: Callable[[], tuple[Any, ...]], *, order: int = 0
     ) -> None:
-        """Declare as ``declare`` does, with specs that take time: the program's thread asks."""
+        """Declare as ``declare`` does. The thread that compiles the program calls ``specs``."""
         self._shapes.setdefault(key, Specialization(self, key, specs, order))
 
     def __call__(self, key: Hashable, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from tuneserve_engine.backend.base import (
 from tuneserve_engine.backend.jax.adapters.arrays import (
     LORA,
     LoraWeights,
+    TargetShapes,
     TrainingAdapter,
     exported_state,
     in_tree,
@@ -98,10 +99,10 @@ class Trainer:
             "adamw_step", adamw_step, use="optim_step by rank bucket", donate=(0, 1, 2, 3)
         )
         self._kinds = KindPrograms(programs, self._shapes, static_shapes)
-        self._space_shapes = partial(space_shapes, model)
+        # Programs keep it, so it must not keep this trainer, which has the buffers.
+        self._specs_of_space = cache(partial(_specs_of_space, model, self._shapes, static_shapes))
         self._space: Workspace | None = None  # only one exists at a time
         self._space_specs: Any = None  # of the newest workspace
-        self._specs_by_size: dict[tuple[int, int], Any] = {}  # by blocks and rank bucket
         self._slots = {
             rank_bucket: RankSlots(self._shapes, rank_bucket, static_shapes.slots(rank_bucket))
             for rank_bucket in static_shapes.rank_buckets
@@ -290,16 +291,15 @@ class Trainer:
         blocks = self._static_shapes.micro_batch_tokens // self._static_shapes.block
         index, flag = np.int32(0), np.bool_(False)
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
-            adapter_slots = self._adapter_slots_specs(rank_bucket)
+            adapter_slots = _adapter_slots_specs(self._shapes, self._static_shapes, rank_bucket)
             gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
             weights = self._adapter_specs(rank_bucket)
             for targets in self._static_shapes.target_buckets:
                 device_batch = _micro_batch_specs(self._static_shapes, targets)
                 key, late = (rank_bucket, targets, blocks), order + (targets > 1)
                 arguments = gradient_slots, adapter_slots, device_batch
-                self._train.declare_later(
-                    key, partial(self._train_specs, blocks, rank_bucket, arguments), order=late
-                )
+                specs = partial(_train_specs, self._specs_of_space, blocks, rank_bucket, arguments)
+                self._train.declare_later(key, specs, order=late)
                 self._score.declare(key, adapter_slots, device_batch, order=late + 1)
             self._write_slot.declare(
                 rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
@@ -314,28 +314,6 @@ class Trainer:
             self._step.declare(
                 rank_bucket, weights, weights, weights, weights, scalars, order=order
             )
-
-    def _train_specs(
-        self, blocks: int, rank_bucket: int, arguments: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        return (self._specs_of_space(blocks, rank_bucket), *arguments)
-
-    def _specs_of_space(self, blocks: int, rank_bucket: int) -> Any:
-        """Return the specs of the workspace. Each size is traced once, when it is first needed."""
-        sizes = blocks, rank_bucket
-        if sizes not in self._specs_by_size:
-            adapter_slots = self._adapter_slots_specs(rank_bucket)
-            self._specs_by_size[sizes] = self._space_shapes(adapter_slots, blocks)
-        return self._specs_by_size[sizes]
-
-    def _adapter_slots_specs(self, rank_bucket: int) -> Any:
-        count = self._static_shapes.slots(rank_bucket)
-        a, b = {}, {}
-        for name, (*layers, inputs, outputs) in self._shapes.items():
-            stack = (*(layers or (1,)), count)
-            a[name] = _float32((*stack, inputs, rank_bucket))
-            b[name] = _float32((*stack, rank_bucket, outputs))
-        return AdapterSlots(a, b, _float32((count,)), spec((count,), np.bool_))
 
     def _adapter_specs(self, rank_bucket: int) -> Any:
         return in_tree(specs_of(part_shapes(self._shapes, rank_bucket, LORA)))
@@ -370,3 +348,36 @@ def _blank(shape: Any) -> Any:
     room = np.zeros(int(np.prod(shape.shape)) + 1, shape.dtype)
     start = int(room.ctypes.data % 64 == 0)
     return room[start : start + room.size - 1].reshape(shape.shape)
+
+
+def _adapter_slots_specs(
+    shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: int
+) -> AdapterSlots:
+    count = static_shapes.slots(rank_bucket)
+    a, b = {}, {}
+    for name, (*layers, inputs, outputs) in shapes.items():
+        stack = (*(layers or (1,)), count)
+        a[name] = _float32((*stack, inputs, rank_bucket))
+        b[name] = _float32((*stack, rank_bucket, outputs))
+    return AdapterSlots(a, b, _float32((count,)), spec((count,), np.bool_))
+
+
+def _specs_of_space(
+    model: Decoder,
+    shapes: TargetShapes,
+    static_shapes: StaticShapes,
+    blocks: int,
+    rank_bucket: int,
+) -> Any:
+    """Return the specs of the workspace for ``blocks`` blocks. Tracing them takes time."""
+    adapter_slots = _adapter_slots_specs(shapes, static_shapes, rank_bucket)
+    return space_shapes(model, adapter_slots, blocks)
+
+
+def _train_specs(
+    specs_of_space: Callable[[int, int], Any],
+    blocks: int,
+    rank_bucket: int,
+    arguments: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    return (specs_of_space(blocks, rank_bucket), *arguments)

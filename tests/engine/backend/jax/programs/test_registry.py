@@ -77,6 +77,31 @@ def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> Non
     assert seen == ["run", "run"]
 
 
+def test_specs_that_take_time_are_asked_for_when_the_program_is_compiled() -> None:
+    asked: list[str] = []
+
+    def specs() -> tuple[Any, ...]:
+        asked.append("asked")
+        return (VECTOR,)
+
+    program = ProgramRegistry().add_program("double", double, use="tests")
+    program.declare_later("short", specs)
+    assert not asked
+    for _ in range(2):
+        np.testing.assert_array_equal(program("short", ONES), [2, 2, 2])
+    assert asked == ["asked"]
+
+
+def test_specs_that_fail_refuse_the_program() -> None:
+    def specs() -> tuple[Any, ...]:
+        raise ValueError("no such shape")
+
+    program = ProgramRegistry().add_program("double", double, use="tests")
+    program.declare_later("short", specs)
+    with pytest.raises(ServerError, match="no such shape"):
+        program("short", ONES)
+
+
 def test_arguments_that_do_not_match_the_shape_of_their_key_are_refused() -> None:
     program = ProgramRegistry().add_program("double", double, use="tests")
     program.declare("short", VECTOR)

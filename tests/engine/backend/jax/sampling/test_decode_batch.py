@@ -58,7 +58,7 @@ def to_the_end(
     return ended
 
 
-@settings(max_examples=6, deadline=None, phases=QUICK)
+@settings(max_examples=12, deadline=None, phases=QUICK)
 @given(seed=st.integers(0, 2**32))
 def test_a_random_schedule_changes_no_bit_of_a_request(
     sampler: JaxSampler, alone: list[SampleResult], seed: int

@@ -157,7 +157,7 @@ def alone(sampler: JaxSampler) -> list[SampleResult]:
     return [sampler.sample([one])[0] for one in COMPANY]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(order=st.permutations(range(len(COMPANY))), count=st.integers(1, len(COMPANY)))
 def test_neighbours_change_no_bit_of_a_request(
     sampler: JaxSampler, alone: list[SampleResult], order: list[int], count: int
