@@ -352,7 +352,7 @@ def _blank(shape: Any) -> Any:
 
 def _adapter_slots_specs(
     shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: int
-) -> AdapterSlots:
+) -> Any:
     count = static_shapes.slots(rank_bucket)
     a, b = {}, {}
     for name, (*layers, inputs, outputs) in shapes.items():
