@@ -175,7 +175,7 @@ def batch_of() -> Callable[..., TrainBatch]:
 
 @pytest.fixture(scope="module")
 def quickly_compiled() -> Iterator[None]:
-    """Backends that are made meanwhile compile faster, to slower code with other roundings."""
+    """Backends made by the module's tests compile faster, to slower code with other roundings."""
     from tuneserve_engine.backend.jax.programs import registry
 
     with pytest.MonkeyPatch.context() as patch:

@@ -197,6 +197,7 @@ def _read(
         if not _are_finite(tensor):
             raise _not_finite(name)
         whole[weight] = tensor.astype(dtype)
+        del tensor  # of the stored type; the last one would stay in memory
     shapes = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
     stacks: dict[str, jax.Array] = _zeros(tuple(shapes.items()), dtype)
     for layer in range(config.layers):
