@@ -20,6 +20,7 @@ from scripts.gpu_compile.shapes import DTYPES, HEAD_DIMS, MODELS
 from scripts.gpu_compile.target import Target, as_on_a_gpu
 
 _SMALL = "qwen3-0.6b"
+_USUAL = (_SMALL, "qwen3-8b")
 _LEAST_RANK, _MAX_RANK = 8, 128
 _REASON_CHARS = 300
 
@@ -47,6 +48,7 @@ def tasks(
 
     These are all programs of the smallest model. Of the other models, unless ``is_full``, they are
     the programs that are compiled ahead for the lowest rank bucket and one target per position.
+    Float32 kernels are compiled for the ends of the groups only, unless ``is_full``.
     """
     if with_kernels:
         yield from chain.from_iterable(
@@ -120,9 +122,9 @@ def compile_for(target: Target) -> Compile:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_compile", description=__doc__)
-    parser.add_argument("--model", action="append", choices=MODELS, help="default: all of them")
+    parser.add_argument("--model", action="append", choices=MODELS, help="default: two of them")
     parser.add_argument("--layers", type=int, default=2, help="layers of each model; default: 2")
-    parser.add_argument("--full", action="store_true", help="all rank buckets of every model")
+    parser.add_argument("--full", action="store_true", help="every program of every model")
     parser.add_argument("--no-kernels", action="store_true", help="skip the attention kernels")
     parser.add_argument("--only", default="", help="only programs whose name contains this")
     parser.add_argument("--list", action="store_true", help="only print the names of the programs")
@@ -135,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.norms:
             return norms.report(norms.comparisons(_SMALL, options.layers, target()))
         asked = tasks(
-            options.model or MODELS,
+            options.model or (MODELS if options.full else _USUAL),
             layers=options.layers,
             is_full=options.full,
             with_kernels=not options.no_kernels,

@@ -89,18 +89,17 @@ def attention(
 ) -> Iterator[Task]:
     """Yield the attention kernels for each head_dim and group.
 
-    Float32 kernels take ten times as long to compile as bfloat16 kernels. All of them except the
-    kernel for the gradients of keys only address the group. Unless ``every``, these are compiled
-    for the first and the last group only.
+    Float32 kernels take ten times as long to compile as bfloat16 kernels. Unless ``every``, they
+    are compiled for the first and the last group only.
     """
     groups = tuple(groups)
-    ends = groups if every or dtype == "bfloat16" else (groups[0], groups[-1])
+    if not every and dtype == "float32":
+        groups = groups[0], groups[-1]
     for head_dim in head_dims:
         for group in groups:
             name = f"attention {dtype} head_dim {head_dim} group {group}"
-            if group in ends:
-                yield Task(f"{name} forward", _lowered(_forward, head_dim, group, dtype))
-                yield Task(f"{name} queries", _lowered(_of_queries, head_dim, group, dtype))
+            yield Task(f"{name} forward", _lowered(_forward, head_dim, group, dtype))
+            yield Task(f"{name} queries", _lowered(_of_queries, head_dim, group, dtype))
             yield Task(f"{name} keys", _lowered(_of_keys, head_dim, group, dtype))
 
 

@@ -5,6 +5,7 @@ run without its compiler.
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from scripts.gpu_compile import __main__ as gpu_compile
 from scripts.gpu_compile import norms
 from scripts.gpu_compile.programs import Task
-from scripts.gpu_compile.shapes import DTYPES, GROUPS, HEAD_DIMS, MODELS
+from scripts.gpu_compile.shapes import GROUPS, HEAD_DIMS, MODELS
 
 ROOT = Path(__file__).parents[4]
 
@@ -38,34 +39,57 @@ def test_the_attention_of_every_named_model_is_also_compiled_alone() -> None:
         assert config.heads // config.kv_heads in GROUPS
 
 
-def test_kernels_of_every_head_dim_group_and_dtype_are_compiled(usual: list[str]) -> None:
-    combinations = {
-        f"attention {dtype} head_dim {head_dim} group {group}"
-        for dtype in DTYPES
+def kernels(dtype: str, groups: Iterable[int]) -> set[str]:
+    return {
+        f"attention {dtype} head_dim {head_dim} group {group} {kernel}"
         for head_dim in HEAD_DIMS
-        for group in GROUPS
+        for group in groups
+        for kernel in ("forward", "queries", "keys")
     }
-    assert {name.removesuffix(" keys") for name in usual if name.endswith(" keys")} == combinations
-    assert combinations == {name.rpartition(" ")[0] for name in usual if "attention" in name}
 
 
-def test_every_model_is_compiled_with_all_programs_of_a_rank_bucket(usual: list[str]) -> None:
-    of_model = {
-        model: {name.removeprefix(f"{model} ") for name in usual if name.startswith(f"{model} ")}
-        for model in MODELS
-    }
+def by_model(names: list[str]) -> dict[str, set[str]]:
+    """Return the names of each model's programs, without the model."""
+    programs: dict[str, set[str]] = {}
+    for name in names:
+        model, _, program = name.partition(" ")
+        programs.setdefault(model, set()).add(program)
+    del programs["attention"]
+    return programs
+
+
+def test_kernels_of_every_head_dim_and_group_are_compiled(usual: list[str]) -> None:
+    assert {name for name in usual if name.startswith("attention")} == (
+        kernels("bfloat16", GROUPS) | kernels("float32", (GROUPS[0], GROUPS[-1]))
+    )
+
+
+def test_two_models_are_compiled_with_all_programs_of_a_rank_bucket(usual: list[str]) -> None:
+    of_model = by_model(usual)
+    assert set(of_model) == {"qwen3-0.6b", "qwen3-8b"}
     small = of_model["qwen3-0.6b"]
     assert {f"decode {rank}" for rank in (8, 32, 128)} <= small
     training = {f"{name}_micro_batch (8, 1, 128)" for name in ("train", "score")}
-    lowest = {*training, "prefill 8", "decode 8"}
-    for model in MODELS:
-        assert lowest <= of_model[model] <= small
+    assert {*training, "prefill 8", "decode 8"} <= of_model["qwen3-8b"] <= small
 
 
-def test_all_rank_buckets_are_compiled_on_request() -> None:
-    every = listed("--full", "--no-kernels", "--model", "llama-70b", "--model", "qwen3-0.6b")
-    assert {f"llama-70b decode {rank}" for rank in (8, 32, 128)} <= set(every)
+def test_every_kernel_and_model_is_compiled_on_request() -> None:
+    every = listed("--full")
     assert len(set(every)) == len(every)
+    assert {name for name in every if name.startswith("attention")} == (
+        kernels("bfloat16", GROUPS) | kernels("float32", GROUPS)
+    )
+    of_model = by_model(every)
+    assert set(of_model) == set(MODELS)
+    for programs in of_model.values():
+        assert programs == of_model["qwen3-0.6b"]
+        assert {f"decode {rank}" for rank in (8, 32, 128)} <= programs
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)  # it may install the compiler first
+def test_a_gpu_takes_every_kernel_and_every_program_of_every_model() -> None:
+    subprocess.run(["make", "gpu-compile", "ARGS=--full"], cwd=ROOT, check=True)
 
 
 def test_a_refused_program_is_named_and_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
