@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from scripts.gpu_compile import norms
-from scripts.gpu_compile.programs import Task, attention, closed_set
+from scripts.gpu_compile.devices import GPUS
+from scripts.gpu_compile.programs import Task, attention, closed_set, largest_plan
 from scripts.gpu_compile.shapes import DTYPES, HEAD_DIMS, MODELS
 from scripts.gpu_compile.target import Target, as_on_a_gpu
 
@@ -56,12 +57,9 @@ def tasks(
         )
     for model in models:
         is_all = is_full or model == _SMALL
-        yield from closed_set(
-            model,
-            replace(MODELS[model], layers=layers),
-            max_rank=_MAX_RANK if is_all else _LEAST_RANK,
-            is_all=is_all,
-        )
+        config = replace(MODELS[model], layers=layers)
+        found = largest_plan(config, _MAX_RANK if is_all else _LEAST_RANK)
+        yield from closed_set(model, config, found, is_all=is_all)
 
 
 def compiled(tasks: Iterable[Task], compile_one: Compile, threads: int) -> Iterator[Result]:
@@ -102,7 +100,7 @@ def report(results: Iterable[Result]) -> int:
 def target() -> Target:
     """Return the H200. Raises ``SystemExit`` without JAX's CUDA plugin."""
     try:
-        return Target()
+        return Target(GPUS["h200"])
     except RuntimeError as error:
         raise SystemExit(
             f"JAX's CUDA plugin is missing; make gpu-compile installs it: {error}"

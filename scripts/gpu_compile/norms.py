@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
-from scripts.gpu_compile.programs import Task, closed_set
+from scripts.gpu_compile.programs import Task, closed_set, largest_plan
 from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import Target
 from tuneserve_engine.core.backend_options import Remat
@@ -65,7 +65,7 @@ def comparisons(model: str, layers: int, target: Target) -> Iterator[Comparison]
     """Compile scoring and training under each ``remat``, and compare their norms."""
     for remat in get_args(Remat):
         config = replace(MODELS[model], layers=layers)
-        tasks = closed_set(model, config, max_rank=8, is_all=False, remat=remat)
+        tasks = closed_set(model, config, largest_plan(config, 8), is_all=False, remat=remat)
         of_program = {"score_micro_batch": set[Kernel](), "train_micro_batch": set[Kernel]()}
         for task in tasks:
             for program in of_program:

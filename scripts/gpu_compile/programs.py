@@ -12,7 +12,7 @@ from scripts.gpu_compile.shapes import GROUPS
 from tuneserve_engine.adapters.kinds import KINDS
 from tuneserve_engine.backend.jax.attention import packed_gpu
 from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
-from tuneserve_engine.backend.jax.memory.planner import Device, plan
+from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
@@ -45,22 +45,20 @@ class _Weight(jax.ShapeDtypeStruct):
         return self if index is Ellipsis else jnp.zeros(self.shape[1:], self.dtype)
 
 
+def largest_plan(config: ModelConfig, max_rank: int) -> Plan:
+    """Return the plan of a GPU with more memory than any model needs: the largest shapes."""
+    request = PlanRequest(dtype=_DTYPE, max_rank=max_rank)
+    return plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), request)
+
+
 def closed_set(
-    model: str,
-    config: ModelConfig,
-    *,
-    max_rank: int,
-    is_all: bool,
-    remat: Remat | None = None,
+    model: str, config: ModelConfig, found: Plan, *, is_all: bool, remat: Remat | None = None
 ) -> Iterator[Task]:
     """Yield the programs that a worker on a GPU compiles ahead, in the worker's order.
 
     The model is in bfloat16. Training on several targets per position, and the programs of adapter
-    kinds other than LoRA, are included only with ``is_all``. Without ``remat``, the planner
-    chooses it.
+    kinds other than LoRA, are included only with ``is_all``. ``remat`` is the plan's unless given.
     """
-    request = PlanRequest(dtype=_DTYPE, max_rank=max_rank)
-    found = plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), request)
     decoder = _decoder(config)
     decoder.remat, decoder.block = remat or found.remat, found.static_shapes.block
     decoder.chunk_blocks = found.static_shapes.chunk // found.static_shapes.block

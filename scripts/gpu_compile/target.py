@@ -1,8 +1,7 @@
-"""The description of an absent GPU, with which JAX lowers and compiles for it."""
+"""An absent GPU, for which JAX lowers and compiles."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,17 +10,15 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-DESCRIPTION = Path(__file__).parent / "h200.txtpb"
+from scripts.gpu_compile.devices import Gpu
 
 
 class Target:
-    """One GPU, given by its description. Raises ``RuntimeError`` without JAX's CUDA plugin."""
+    """One GPU. Raises ``RuntimeError`` without JAX's CUDA plugin."""
 
-    def __init__(self, description: Path = DESCRIPTION) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         topology = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=description.read_text(encoding="utf-8"),
-            topology="1x1x1",
+            platform="cuda", target_config=gpu.description, topology="1x1x1"
         )
         mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
         self._mesh = mesh.abstract_mesh

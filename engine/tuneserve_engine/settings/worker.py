@@ -45,7 +45,7 @@ class WorkerSettings(CommonSettings):
     )
     chunk_tokens: ChunkTokens | None = Field(
         default=None,
-        description="Tokens of one matrix product, a multiple of 64. Default: 256 on a CPU, 1024 "
+        description="Tokens of one matrix product, a multiple of 64. Default: 256 on a CPU, 2048 "
         "elsewhere.",
     )
     remat: Literal["auto"] | Remat = Field(

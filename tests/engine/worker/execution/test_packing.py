@@ -214,6 +214,18 @@ def test_a_batch_has_one_rank_bucket_one_direction_and_up_to_a_slot_per_request(
         assert all(len(members) == slots for members in of_kind[:-1])
 
 
+@given(companies)
+@settings(deadline=None, max_examples=60)
+def test_the_blocks_of_a_request_lie_together_before_unused_ones(
+    requests: list[PackingRequest],
+) -> None:
+    """Gradients are summed over neighbouring blocks of a request."""
+    for batch in pack(requests, STATIC_SHAPES):
+        for micro_batch in batch.batch.micro_batches:
+            owners = micro_batch.block_request.astype(np.uint32)  # -1 becomes the highest
+            assert np.all(np.diff(owners.astype(np.int64)) >= 0)
+
+
 def test_batches_are_ordered_by_their_first_requests() -> None:
     ranks = [8, 3, 8, 2, 4, 1, 8]
     packed = pack([alone(5, rank=rank) for rank in ranks], STATIC_SHAPES)

@@ -122,7 +122,8 @@ def _attend(
 
     nothing = jnp.full(rows.shape[:-1], UNSEEN), jnp.zeros(rows.shape[:-1]), jnp.zeros_like(rows)
     rounds = (jnp.max(last) + width) // width
-    _, total, out = lax.fori_loop(0, rounds, add, nothing)
+    with jax.named_scope("pages"):
+        _, total, out = lax.fori_loop(0, rounds, add, nothing)
     out = out / jnp.where(total > 0, total, 1.0)[..., None]
     out = out.reshape(count, kv_heads, groups, length, size).transpose(0, 3, 1, 2, 4)
     attended: Array = out.reshape(count, length, heads * size).astype(q.dtype)

@@ -10,11 +10,10 @@ from functools import cached_property
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import DType, Remat
 from tuneserve_engine.core.shapes import StaticShapes
 
-_LOGITS_BYTES = 128 * 2**20
-"""Room for the logits of one chunk of the head."""
 _ADAPTER_COPIES = 4
 """Float32 copies per adapter: weights, two moments, accumulated gradient."""
 _STEP_COPIES = 3
@@ -343,13 +342,10 @@ class Footprint:
 
     @property
     def head_chunk_tokens(self) -> int:
-        """Tokens of the largest part of a chunk whose logits fit their room; at least a block."""
-        block, blocks = (
-            self.shape.static_shapes.block,
-            self.shape.static_shapes.chunk // self.shape.static_shapes.block,
-        )
-        room = _LOGITS_BYTES // (4 * block * self.config.vocab_size)
-        return block * max(n for n in range(1, blocks + 1) if blocks % n == 0 and n <= max(room, 1))
+        """Tokens of a chunk of the LM head."""
+        block, chunk = self.shape.static_shapes.block, self.shape.static_shapes.chunk
+        vocab_size, kind = self.config.vocab_size, self.shape.device_kind
+        return block * head_chunk_blocks(block, chunk, vocab_size, kind)
 
     # --- sampling -------------------------------------------------------------------------------
 

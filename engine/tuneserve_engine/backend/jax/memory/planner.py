@@ -17,7 +17,7 @@ from tuneserve_engine.core.shapes import StaticShapes
 
 _RANK_BUCKETS = StaticShapes.rank_buckets
 _REQUEST_SLOTS = StaticShapes.request_slots
-_CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 1024, StaticShapes.chunk
+_CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 2048, StaticShapes.chunk
 _MICRO_BATCH_TOKENS, _CPU_MICRO_BATCH_TOKENS = 8192, StaticShapes.requested_tokens
 _LEAST_SLOTS = 4
 _BIN_CHUNKS = 4

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -113,7 +114,8 @@ class LayerPass:
         """Run ``body(first block, state)`` for every used chunk."""
         size = self.stack.chunk
         count = (self.packed.blocks + size - 1) // size
-        return jax.lax.fori_loop(0, count, lambda i, state: body(i * size, state), state)
+        with jax.named_scope("chunks"):
+            return jax.lax.fori_loop(0, count, lambda i, state: body(i * size, state), state)
 
     def part(self, blocks: Array, at: Array) -> Array:
         """Return the chunk's blocks."""
@@ -183,10 +185,23 @@ def write_blocks(buffer: Array, at: Any, value: Array) -> Array:
 
 
 def write_qkv(into: Attention, at: Any, qkv: tuple[Array, Array, Array]) -> Attention:
-    q, k, v = qkv
-    return into._replace(
-        q=write_blocks(into.q, at, q), k=write_blocks(into.k, at, k), v=write_blocks(into.v, at, v)
+    q, k, v = (
+        _row_major(write_blocks(buffer, at, x))
+        for buffer, x in zip((into.q, into.k, into.v), qkv, strict=True)
     )
+    return into._replace(q=q, k=k, v=v)
+
+
+def _row_major(buffer: Array) -> Array:
+    """Return the buffer, laid out as attention reads it.
+
+    On a GPU, XLA would give it the layout of the written blocks, and turn all of it in every layer.
+    """
+    if jax.default_backend() != "gpu":
+        return buffer
+    layout = Layout(tuple(range(buffer.ndim)))
+    laid_out: Array = with_layout_constraint(buffer, layout)  # type: ignore[no-untyped-call]
+    return laid_out
 
 
 def attention_shapes(config: ModelConfig, blocks: int, size: int, dtype: DTypeLike) -> Any:

@@ -92,8 +92,10 @@ def nucleus(
         return logits, jnp.where(kept, weights, 0.0)
 
     # Sorting a vocabulary costs hundreds of log-sum-exps: only batches that ask pay for a search.
-    left = jax.lax.cond(jnp.any(limits_k), by_count, lambda same: same, (logits, weights))
-    _, drawable = jax.lax.cond(jnp.any(limits_p), by_mass, lambda same: same, left)
+    with jax.named_scope("top_k"):
+        left = jax.lax.cond(jnp.any(limits_k), by_count, lambda same: same, (logits, weights))
+    with jax.named_scope("top_p"):
+        _, drawable = jax.lax.cond(jnp.any(limits_p), by_mass, lambda same: same, left)
     return jnp.asarray(drawable)
 
 

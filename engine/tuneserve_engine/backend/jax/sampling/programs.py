@@ -323,7 +323,8 @@ def _if(asked: AnyArray | Scalar, choices: Callable[[], TopTokens]) -> TopTokens
     """Return the choices if they are asked for, or zeros at next to no cost."""
     shapes = jax.eval_shape(choices)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    chosen: TopTokens = jax.lax.cond(jnp.asarray(asked), choices, lambda: nothing)
+    with jax.named_scope("top_tokens"):
+        chosen: TopTokens = jax.lax.cond(jnp.asarray(asked), choices, lambda: nothing)
     return chosen
 
 

@@ -34,24 +34,35 @@ def add_blocks(
 ) -> dict[str, Array]:
     """Return the buffers, [L, J, ...] each, with every block's gradient, [n, ...], added.
 
-    Blocks are added one after the other, in order. A request's sum has the same bits whatever lies
-    between its blocks, on every device. Gradients that must not be added (a neighbour's NaN, or
-    stale content) are dropped by selection, not by multiplication.
+    The blocks of a request lie one after another. They are added in order, and each request's sum
+    is written once: it has the same bits whatever lies before and behind its blocks, on every
+    device. Gradients that must not be added (a neighbour's NaN, or stale content) are dropped by
+    selection, not by multiplication.
     """
-    zero = jnp.int32(0)
-    layer = jnp.asarray(layer, jnp.int32)
-
-    def add(index: Array, buffers: dict[str, Array]) -> dict[str, Array]:
-        slot, first, used = (x[index] for x in blocks)
-        updated = dict(buffers)
-        for name, gradient in gradients.items():
-            buffer = buffers[name]
-            at = (layer, slot, zero, zero)
-            old = jax.lax.dynamic_slice(buffer, at, (1, 1, *buffer.shape[2:]))
-            new = gradient[index][None, None]
-            total = jnp.where(first, new, jnp.where(used, old + new, old))
-            updated[name] = jax.lax.dynamic_update_slice(buffer, total, at)
-        return updated
-
-    added: dict[str, Array] = jax.lax.fori_loop(0, blocks.slot.shape[0], add, buffers)
+    slot, first, used = blocks
+    count = slot.shape[0]
+    goes_on = used[1:] & used[:-1] & (slot[1:] == slot[:-1])
+    is_last = used & ~jnp.append(goes_on, False)
+    added = dict(buffers)
+    for name, gradient in gradients.items():
+        old = buffers[name][layer, slot]
+        sums: list[Array] = []
+        for block in range(count):
+            before = jnp.where(goes_on[block - 1], sums[-1], old[block]) if block else old[0]
+            sums.append(jnp.where(first[block], gradient[block], before + gradient[block]))
+        # An index out of range is dropped; no index occurs twice.
+        where = jnp.where(is_last, slot, buffers[name].shape[1] + jnp.arange(count))
+        added[name] = (
+            buffers[name].at[layer, where].set(jnp.stack(sums), mode="drop", unique_indices=True)
+        )
     return added
+
+
+def add_to_slot(
+    buffers: dict[str, Array], gradients: dict[str, Array], slot: Int[Array, ""]
+) -> dict[str, Array]:
+    """Return the buffers, [1, J, ...] each, with gradients, [...], added to one slot of each."""
+    return {
+        name: buffer.at[0, slot].add(gradients[name], unique_indices=True)
+        for name, buffer in buffers.items()
+    }

@@ -18,16 +18,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from tuneserve_engine.backend.jax.model.layers import rms_norm
-from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_blocks
+from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_to_slot
 from tuneserve_engine.backend.jax.training.losses import (
     GSPO_ID,
     LossInputs,
     loss_and_gradient,
     sequence_log_ratios,
 )
-
-_LOGITS_BYTES = 128 * 2**20
-"""Room for the float32 logits of one chunk; their gradient needs as much again."""
 
 State = TypeVar("State")
 
@@ -62,16 +59,6 @@ class HeadTrained(NamedTuple):
     loss: Float[Array, "n S"]
     gradient: Float[Array, "n S D"]  # with respect to the hidden states before the final norm
     gradient_slots: dict[str, Array]
-
-
-def head_chunk_blocks(block: int, chunk: int, vocab_size: int) -> int:
-    """Return the blocks per chunk of the head: the most whose logits fit ``_LOGITS_BYTES``.
-
-    The number divides the blocks of ``chunk`` tokens evenly, and is at least 1.
-    """
-    whole = chunk // block
-    fitting = (c for c in range(whole, 0, -1) if whole % c == 0)
-    return next((c for c in fitting if 4 * c * block * vocab_size <= _LOGITS_BYTES), 1)
 
 
 def score_lm_head(  # noqa: PLR0913
@@ -133,11 +120,10 @@ def train_lm_head(  # noqa: PLR0913
         loss, by_lp = loss_and_gradient(lp, part.log_ratio, part.inputs)
         moves = jnp.any(by_lp != 0, axis=2)
         nothing = jnp.zeros(part.x.shape, jnp.float32)
-        by_x, gradient_slots = lax.cond(
-            jnp.any(moves),
-            lambda gradient_slots: run.reverse(part, logits, by_lp, gradient_slots),
-            lambda gradient_slots: (nothing, gradient_slots),
-            gradient_slots,
+        by_x, gradient_slots = _if_any(
+            moves,
+            lambda state: run.reverse(part, logits, by_lp, state[1]),
+            (nothing, gradient_slots),
         )
         by_x = jnp.where(moves[..., None], by_x, 0.0).astype(x.dtype)
         return _put(out, HeadScored(lp, loss), at), _put(gradient, by_x, at), gradient_slots
@@ -219,18 +205,21 @@ class _HeadPass(NamedTuple):
 
         def one(at: Array, lp: Array) -> Array:
             asked = jnp.any(lax.dynamic_slice_in_dim(is_gspo, at, self.chunk))
-            result: Array = lax.cond(asked, lambda lp: measure(at, lp), lambda lp: lp, lp)
+            with jax.named_scope("gspo"):
+                result: Array = lax.cond(asked, lambda lp: measure(at, lp), lambda lp: lp, lp)
             return result
 
         def measured() -> Array:
             return sequence_log_ratios(self.each_chunk(used, one, log_ratio), inputs)
 
-        return rows._replace(log_ratio=lax.cond(jnp.any(is_gspo), measured, lambda: log_ratio))
+        with jax.named_scope("gspo"):
+            return rows._replace(log_ratio=lax.cond(jnp.any(is_gspo), measured, lambda: log_ratio))
 
     def each_chunk(self, used: Array, body: Callable[[Array, State], State], state: State) -> State:
         """Run ``body(first block, state)`` for every chunk with a used block."""
         count = (used + self.chunk - 1) // self.chunk
-        result: State = lax.fori_loop(0, count, lambda i, s: body(i * self.chunk, s), state)
+        with jax.named_scope("head_chunks"):
+            result: State = lax.fori_loop(0, count, lambda i, s: body(i * self.chunk, s), state)
         return result
 
     def logits(self, part: _Blocks) -> _Logits:
@@ -249,7 +238,7 @@ class _HeadPass(NamedTuple):
             _, b, low = self.low(part, normed, block)
             return z.at[block].add(low @ b)
 
-        z = _each(part.trained, add, z)
+        z = _each("trained_head", part.trained, add, z)
         return _Logits(normed, z, jax.nn.logsumexp(z, axis=2))
 
     def low(self, part: _Blocks, normed: Array, block: Array) -> tuple[Array, Array, Array]:
@@ -279,14 +268,15 @@ class _HeadPass(NamedTuple):
             scale = self.adapters.scale[part.owners.slot[block]]
             by_low = jnp.einsum("SV,RV->SR", dz[block], b) * scale
             gradients = {
-                "a": jnp.einsum("SD,SR->DR", logits.normed[block], by_low)[None],
-                "b": jnp.einsum("SR,SV->RV", low, dz[block])[None],
+                "a": jnp.einsum("SD,SR->DR", logits.normed[block], by_low),
+                "b": jnp.einsum("SR,SV->RV", low, dz[block]),
             }
-            owner = part.owners.part(block, 1)._replace(is_first=jnp.zeros(1, bool))
             by_normed = by_normed.at[block].add(jnp.einsum("SR,DR->SD", by_low, a))
-            return by_normed, add_blocks(gradient_slots, gradients, jnp.int32(0), owner)
+            return by_normed, add_to_slot(gradient_slots, gradients, part.owners.slot[block])
 
-        by_normed, gradient_slots = _each(part.trained & moves, add, (by_normed, gradient_slots))
+        by_normed, gradient_slots = _each(
+            "trained_head", part.trained & moves, add, (by_normed, gradient_slots)
+        )
         return self._through_norm(part.x, by_normed), gradient_slots
 
     def _through_norm(self, x: Array, by_normed: Array) -> Array:
@@ -300,25 +290,32 @@ def _clear(gradient_slots: dict[str, Array], owners: BlockOwners) -> dict[str, A
     """Write zeros to the slot of every request whose first block is in this chunk."""
 
     def clear(block: Array, gradient_slots: dict[str, Array]) -> dict[str, Array]:
-        zeros = {name: jnp.zeros((1, *x.shape[2:]), x.dtype) for name, x in gradient_slots.items()}
-        return add_blocks(gradient_slots, zeros, jnp.int32(0), owners.part(block, 1))
+        return {name: x.at[0, owners.slot[block]].set(0) for name, x in gradient_slots.items()}
 
-    return _each(owners.is_first, clear, gradient_slots)
+    return _each("first_blocks", owners.is_first, clear, gradient_slots)
 
 
-def _each(chosen: Bool[Array, " C"], body: Callable[[Array, State], State], state: State) -> State:
-    """Run ``body(block, state)`` for the chosen blocks, in order; free if none is chosen."""
+def _each(
+    name: str, chosen: Bool[Array, " C"], body: Callable[[Array, State], State], state: State
+) -> State:
+    """Run ``body(block, state)`` for the chosen blocks, in order; free if none is chosen.
 
-    def step(block: Array, state: State) -> State:
-        done: State = lax.cond(chosen[block], lambda s: body(block, s), lambda s: s, state)
-        return done
+    ``name`` is the scope of the operations in profiles. A loop of as many rounds as there are
+    chosen blocks: XLA would copy the state, which may be large, for the other branch of a
+    conditional.
+    """
+    (blocks,) = jnp.nonzero(chosen, size=chosen.shape[0])
+    with jax.named_scope(name):
+        done: State = lax.fori_loop(0, jnp.sum(chosen), lambda i, s: body(blocks[i], s), state)
+    return done
 
-    def steps(state: State) -> State:
-        done: State = lax.fori_loop(0, chosen.shape[0], step, state)
-        return done
 
-    result: State = lax.cond(jnp.any(chosen), steps, lambda s: s, state)
-    return result
+def _if_any(chosen: Array, body: Callable[[State], State], state: State) -> State:
+    """Return ``body(state)`` if anything is chosen: a loop of one round or none; see ``_each``."""
+    rounds = jnp.any(chosen).astype(jnp.int32)
+    with jax.named_scope("head_gradient"):
+        done: State = lax.fori_loop(0, rounds, lambda _, state: body(state), state)
+    return done
 
 
 def _blank(rows: _Blocks) -> HeadScored:

@@ -10,6 +10,7 @@ Dimension key: n blocks of the micro-batch, S tokens of a block, K targets per t
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -21,10 +22,10 @@ from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens, write_b
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
+from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.backend.jax.training.lm_head import (
     HeadAdapters,
     LmHead,
-    head_chunk_blocks,
     score_lm_head,
     train_lm_head,
 )
@@ -184,4 +185,5 @@ def _head_inputs(
 
 
 def _head_blocks(model: Decoder) -> int:
-    return head_chunk_blocks(model.block, model.block * model.chunk_blocks, model.config.vocab_size)
+    chunk, vocab_size = model.block * model.chunk_blocks, model.config.vocab_size
+    return head_chunk_blocks(model.block, chunk, vocab_size, jax.default_backend())

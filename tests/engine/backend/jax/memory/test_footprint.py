@@ -24,7 +24,6 @@ from tuneserve_engine.backend.jax.training.adapter_slots import (
     new_adapter_slots,
     new_gradient_slots,
 )
-from tuneserve_engine.backend.jax.training.lm_head import head_chunk_blocks
 from tuneserve_engine.backend.jax.training.programs import (
     DeviceMicroBatch,
     score_micro_batch,
@@ -160,12 +159,16 @@ def test_training_without_recomputation_is_not_underestimated(
     assert real <= counted <= 1.25 * real
 
 
-@pytest.mark.parametrize("vocab_size", [61, 8192, 151_936, 1_000_000])
-def test_the_lm_head_uses_the_chunk_that_the_planner_counts(vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "device_kind", "blocks"),
+    [(61, "cpu", 16), (151_936, "cpu", 2), (1_000_000, "cpu", 1), (151_936, "gpu", 16)],
+)
+def test_logits_take_their_room_and_their_gradient_as_much_again(
+    vocab_size: int, device_kind: str, blocks: int
+) -> None:
     static_shapes = replace(STATIC_SHAPES, block=64, chunk=1024)
-    counted = footprint(replace(QWEN3, vocab_size=vocab_size), static_shapes=static_shapes)
-    blocks = head_chunk_blocks(64, 1024, vocab_size)
-    assert counted.head_chunk_tokens == 64 * blocks
+    config = replace(QWEN3, vocab_size=vocab_size)
+    counted = footprint(config, static_shapes=static_shapes, device_kind=device_kind)
     assert counted.logits.bytes == 2 * 64 * blocks * vocab_size * 4
 
 

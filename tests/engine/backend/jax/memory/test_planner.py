@@ -51,7 +51,7 @@ def test_with_enough_memory_everything_has_its_default() -> None:
 
 def test_an_accelerator_has_longer_chunks_and_micro_batches() -> None:
     found = plan(MODEL, Device("gpu", 64 * GIB, GIB), PlanRequest())
-    assert (found.static_shapes.chunk, found.static_shapes.micro_batch_tokens) == (1024, 8192)
+    assert (found.static_shapes.chunk, found.static_shapes.micro_batch_tokens) == (2048, 8192)
 
 
 def test_the_lines_add_up_to_the_whole_memory() -> None:

@@ -32,7 +32,7 @@ from tests.engine.backend.jax.training.lm_head_case import (
     stale_gradient_slots,
     train,
 )
-from tuneserve_engine.backend.jax.training.lm_head import HeadAdapters, LmHead, head_chunk_blocks
+from tuneserve_engine.backend.jax.training.lm_head import HeadAdapters, LmHead
 
 
 @pytest.mark.acceptance("H2")
@@ -148,19 +148,3 @@ def test_a_micro_batch_on_each_of_eight_devices_needs_nothing_from_the_others():
     by_device, control = json.loads(ran.stdout)
     assert by_device == []
     assert "all-gather" in control
-
-
-@pytest.mark.parametrize(
-    ("block", "chunk", "vocabulary", "blocks"),
-    [
-        (64, 256, 8192, 4),
-        (64, 256, 131_072, 4),  # 128 MiB exactly
-        (64, 256, 131_073, 2),
-        (64, 384, 131_072, 3),
-        (64, 256, 10**7, 1),
-    ],
-)
-def test_chunks_are_the_largest_divisor_that_fits(
-    block: int, chunk: int, vocabulary: int, blocks: int
-):
-    assert head_chunk_blocks(block, chunk, vocabulary) == blocks

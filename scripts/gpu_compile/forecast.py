@@ -1,0 +1,129 @@
+"""Predict the programs of training and decoding of one model on one GPU."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from scripts.gpu_compile.devices import Gpu
+from scripts.gpu_compile.hlo import Module
+from scripts.gpu_compile.programs import Task, closed_set
+from scripts.gpu_compile.roofline import Cost, Work, cost
+from scripts.gpu_compile.target import Target
+from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
+from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
+from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
+from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
+from tuneserve_engine.core.backend_options import PlanRequest
+
+_USABLE_SHARE = 0.92
+"""The share of a GPU's memory that JAX may take: XLA_PYTHON_CLIENT_MEM_FRACTION."""
+_HOST_BYTES = 2**38
+
+
+@dataclass(frozen=True)
+class Load:
+    """The work that is predicted.
+
+    A micro-batch of ``tokens`` in datums of ``datum_tokens``, all of them trained on, with adapters
+    that train the unembedding; and decoding after ``context`` tokens with ``slots`` decode slots.
+    """
+
+    tokens: int = 8192
+    datum_tokens: int = 1024
+    context: int = 1024
+    slots: int = 8
+    rank: int = 32
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted cost of one call of a program. ``temp_bytes`` are exact."""
+
+    program: str
+    temp_bytes: int
+    cost: Cost
+    rate: float  # tokens per second
+    share: float  # of the GPU's operations in training (MFU), of its weight limit in decoding
+
+
+def forecasts(
+    model: str, config: ModelConfig, gpu: Gpu, load: Load, names: Iterable[str]
+) -> Iterator[Forecast]:
+    """Compile the named programs of the load's rank, and yield the cost of each.
+
+    Raises ``DoesNotFit`` if the model does not fit the GPU.
+    """
+    found = _plan(config, gpu, load)
+    target = Target(gpu)
+    for task in closed_set(model, config, found, is_all=False):
+        name = task.name.removeprefix(f"{model} ")
+        program, _, key = name.partition(" ")
+        if program in names and key.strip("(").split(",")[0] == str(load.rank):
+            yield _forecast(name, task, target, gpu, config, found, load)
+
+
+def _plan(config: ModelConfig, gpu: Gpu, load: Load) -> Plan:
+    request = PlanRequest(
+        dtype="bfloat16", max_rank=load.rank, batch_tokens=load.tokens, sample_rows=load.slots
+    )
+    usable = int(_USABLE_SHARE * gpu.memory_bytes)
+    return plan(config, Device.accelerator("gpu", usable, _HOST_BYTES), request)
+
+
+def _forecast(  # noqa: PLR0913
+    name: str, task: Task, target: Target, gpu: Gpu, config: ModelConfig, found: Plan, load: Load
+) -> Forecast:
+    with target.lowering():
+        lowered = task.lower(target.spec)
+    compiled = lowered.compile()
+    expected = cost(Module.parse(compiled.as_text() or ""), gpu, work(config, found, load))
+    temp_bytes = int(compiled.memory_analysis().temp_size_in_bytes)
+    if name.startswith("decode"):
+        steps = STEPS_PER_DISPATCH / expected.total_s
+        limit = gpu.bandwidth / _weight_bytes(config, found)
+        return Forecast(name, temp_bytes, expected, steps * load.slots, steps / limit)
+    rate = load.tokens / expected.total_s
+    flops = token_flops(config, load.datum_tokens, is_trained=name.startswith("train"))
+    return Forecast(name, temp_bytes, expected, rate, rate * flops / gpu.flops)
+
+
+def work(config: ModelConfig, found: Plan, load: Load) -> Work:
+    """Return the rounds and branches of every loop and conditional under this load."""
+    shapes = found.static_shapes
+    head_blocks = head_chunk_blocks(shapes.block, shapes.chunk, config.vocab_size, "gpu")
+    pages = shapes.block * pages_per_round("gpu")
+    return Work(
+        rounds={
+            "chunks": math.ceil(load.tokens / shapes.chunk),
+            "head_chunks": math.ceil(load.tokens / (head_blocks * shapes.block)),
+            "head_gradient": 1,
+            "trained_head": head_blocks,
+            "first_blocks": 1,
+            "pages": math.ceil(load.context / pages),
+        },
+        taken={"gspo": False, "top_k": False, "top_p": False, "top_tokens": False},
+        attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
+    )
+
+
+def token_flops(config: ModelConfig, datum_tokens: int, *, is_trained: bool) -> float:
+    """Return the useful operations per token, as MFU counts them (PaLM, appendix B).
+
+    A product with a weight costs two per parameter in the forward pass and two in the backward
+    pass: the weights are frozen, so their gradients are not counted. Causal attention costs twice
+    as much in the backward pass as in the forward pass. Adapters count nothing.
+    """
+    layer = 2 * config.hidden * (config.heads + config.kv_heads) * config.head_dim
+    layer += 3 * config.hidden * config.intermediate
+    weights = config.layers * layer + config.vocab_size * config.hidden
+    attention = 2.0 * config.layers * config.heads * config.head_dim * datum_tokens
+    return 4.0 * weights + 3 * attention if is_trained else 2.0 * weights + attention
+
+
+def _weight_bytes(config: ModelConfig, found: Plan) -> int:
+    """Return the bytes that a decoding step has to read: every weight but the embedding's rows."""
+    shape = EngineShape(found.static_shapes, found.remat, found.sample_rows, 1, "bfloat16", "gpu")
+    embedding = 0 if config.tied_embeddings else 2 * config.vocab_size * config.hidden
+    return Footprint(config, shape).base.bytes - embedding

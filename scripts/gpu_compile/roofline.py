@@ -1,0 +1,291 @@
+"""Predict the cost of an optimised module on a GPU: kernels, time by group, and large copies.
+
+A roofline: a kernel takes as long as its arithmetic or its memory, whichever is longer, and not
+less than the time to start a kernel. A ``Gpu`` has the rates of its data sheet; kernels are assumed
+to reach the shares below. Expect errors of 30 %.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from scripts.gpu_compile.devices import Gpu
+from scripts.gpu_compile.hlo import Computation, Instruction, Module
+
+LARGE_BYTES = 16 * 2**20
+"""The size from which a copy or transpose is listed."""
+
+_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE = 0.8, 0.3, 0.83
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45))
+"""A product's tiles, and the share of the full rate that each reaches."""
+_KERNEL_S, _LOOP_S, _CONDITIONAL_S, _GRAPH_S = 2e-6, 12e-6, 10e-6, 5e-6
+"""The least time of a kernel; a round of a loop whose end the host reads from the device; a
+conditional that the host reads; a launch of a CUDA graph."""
+_BACKWARD_ATTENTION = 2.5
+"""Operations of attention's backward pass per operation of its forward pass (FlashAttention)."""
+
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
+    "partition-id", "replica-id", "fusion-done", "copy-done", "async-done",
+}  # fmt: skip
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_VIEWS = {"bitcast", "reshape"}
+_INDEXED = {"dynamic-slice", "gather", "scatter", "dynamic-update-slice", "sort"}
+_LOOP_OR_BRANCH = re.compile(r"(?:^|/)([^/]+)/(?:while|cond)$")
+
+
+class Group(StrEnum):
+    PRODUCTS = "products"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    INDEXED = "gather and scatter"
+    LAUNCHES = "launches"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one call of a program. Its names are ``jax.named_scope``s of the engine.
+
+    ``rounds`` are the rounds of loops whose number the device decides. ``taken`` are the branches
+    of conditionals. ``attention_flops`` are those of one call of the kernel's forward pass.
+    """
+
+    rounds: Mapping[str, int] = field(default_factory=dict)
+    taken: Mapping[str, bool] = field(default_factory=dict)
+    attention_flops: float = 0.0
+
+
+@dataclass
+class Cost:
+    """The cost of one call of a program."""
+
+    kernels: int = 0
+    seconds: Counter[Group] = field(default_factory=Counter)
+    flops: float = 0.0
+    places: Counter[str] = field(default_factory=Counter)
+    """Seconds by kernel, named by its group, its result and its place in the traced program."""
+    copies: Counter[str] = field(default_factory=Counter)
+    """Bytes of every copy or transpose of at least ``LARGE_BYTES``, by its place."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+def cost(module: Module, gpu: Gpu, work: Work) -> Cost:
+    """Return the cost of one call. Raises ``LookupError`` for a loop without a name in ``work``."""
+    walk = _Walk(module, gpu, work)
+    walk.computation(module.entry, 1)
+    return walk.cost
+
+
+class _Walk:
+    """Follows a module as the device runs it, and adds up."""
+
+    def __init__(self, module: Module, gpu: Gpu, work: Work) -> None:
+        self._module, self._gpu, self._work = module, gpu, work
+        self.cost = Cost()
+
+    def computation(self, name: str, times: int) -> None:
+        computation = self._module.computations[name]
+        for each in computation.values():
+            if each.opcode not in _FREE:
+                self._instruction(each, computation, times)
+
+    def _instruction(self, at: Instruction, computation: Computation, times: int) -> None:
+        match at.opcode:
+            case "while":
+                self._loop(at, times)
+            case "conditional":
+                self._branch(at, times)
+            case "call":
+                (called,) = at.called("to_apply")
+                self.computation(called, times)
+            case "fusion" | "fusion-start" | "async-start":
+                self._fusion(at, times)
+            case "custom-call":
+                self._custom(at, computation, times)
+            case _:
+                group = Group.INDEXED if at.opcode in _INDEXED else Group.ELEMENTWISE
+                read = sum(computation[name].bytes for name in at.operands)
+                self._kernel(at, group, times, min(read, at.bytes) + at.bytes)
+                if at.opcode in ("copy", "copy-start", "transpose"):
+                    self._copied(at, times, at.bytes)
+
+    def _loop(self, at: Instruction, times: int) -> None:
+        (body,) = at.called("body")
+        known = at.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        rounds = int(known) if known else self._named(self._work.rounds, at)
+        if not known:
+            self.cost.seconds[Group.LAUNCHES] += times * (rounds + 1) * _LOOP_S
+        self.computation(body, times * rounds)
+
+    def _branch(self, at: Instruction, times: int) -> None:
+        branches = at.called("branch_computations") or (
+            *at.called("false_computation"),
+            *at.called("true_computation"),
+        )
+        self.cost.seconds[Group.LAUNCHES] += times * _CONDITIONAL_S
+        self.computation(branches[self._named(self._work.taken, at)], times)
+
+    @staticmethod
+    def _named(names: Mapping[str, int], at: Instruction) -> int:
+        found = _LOOP_OR_BRANCH.search(at.source)
+        name = found[1] if found else at.source
+        if name not in names:
+            raise LookupError(
+                f"the {at.opcode} {at.source!r} is in the scope {name!r}, whose rounds or branch "
+                f"are not known; known are: {', '.join(names)}"
+            )
+        return names[name]
+
+    def _fusion(self, at: Instruction, times: int) -> None:
+        (called,) = at.called("calls")
+        fused = self._module.computations[called]
+        if at.opcode == "async-start":
+            self.computation(called, times)
+            return
+        if library := [each for each in fused.values() if each.opcode == "custom-call"]:
+            self._custom(library[0], fused, times)
+            return
+        inner = list(fused.values())
+        moved, flops = _bytes_of_fusion(self._module, called), _flops_of_fusion(inner)
+        opcodes = {each.opcode for each in inner}
+        root = self._module.root(called)
+        group = Group.ELEMENTWISE
+        if flops:
+            group = Group.PRODUCTS
+        elif opcodes & {"gather", "scatter", "sort"} or root.opcode in _INDEXED:
+            group = Group.INDEXED
+        self._kernel(at, group, times, moved, flops)
+        if group is not Group.PRODUCTS and opcodes & {"transpose", "copy", "concatenate"}:
+            self._copied(at, times, _bytes_written(self._module, called))
+
+    def _custom(self, at: Instruction, computation: Computation, times: int) -> None:
+        target = at.attribute(r'custom_call_target="([^"]+)"') or ""
+        if "gemm" in target or "matmul" in target:
+            batch, m, n, k = _product(at, computation)
+            moved = at.bytes + sum(computation[name].bytes for name in at.operands)
+            width = max(computation[name].arrays[0].dtype == "f32" for name in at.operands[:2])
+            seconds = _product_s(self._gpu, batch, m, n, k) * (2 if width else 1)
+            self._kernel(at, Group.PRODUCTS, times, moved, 2.0 * batch * m * n * k, seconds)
+        elif "triton" in target or "mosaic" in target:
+            share = _BACKWARD_ATTENTION / 2 if "transpose(" in at.source else 1.0
+            flops = self._work.attention_flops * share
+            moved = at.bytes
+            seconds = flops / (_ATTENTION_SHARE * self._gpu.flops)
+            self._kernel(at, Group.ATTENTION, times, moved, flops, seconds)
+        else:
+            self._kernel(at, Group.ELEMENTWISE, times, at.bytes)
+
+    def _kernel(  # noqa: PLR0913
+        self,
+        at: Instruction,
+        group: Group,
+        times: int,
+        moved: float,
+        flops: float = 0.0,
+        seconds: float = 0.0,
+    ) -> None:
+        busy = max(
+            moved / (_BANDWIDTH_SHARE * self._gpu.bandwidth),
+            seconds or flops / (_PRODUCT_SHARE * 0.75 * self._gpu.flops),
+        )
+        self.cost.kernels += times
+        self.cost.flops += times * flops
+        self.cost.seconds[group] += times * busy
+        self.cost.seconds[Group.LAUNCHES] += times * max(_KERNEL_S - busy, 0.0)
+        shown = " ".join(str(each) for each in at.arrays)
+        self.cost.places[f"{group}: {shown} {at.source}"] += times * max(_KERNEL_S, busy)
+
+    def _copied(self, at: Instruction, times: int, written: int) -> None:
+        if written >= LARGE_BYTES:
+            shown = " ".join(str(each) for each in at.arrays)
+            self.cost.copies[f"{shown} {at.source}"] += times * written
+
+
+def _bytes_of_fusion(module: Module, name: str) -> int:
+    """Return the bytes that a fused kernel reads and writes.
+
+    Of an array that is only sliced or indexed, it reads what it takes.
+    """
+    computation = module.computations[name]
+    uses: dict[str, list[tuple[Instruction, int]]] = {}
+    for each in computation.values():
+        for place, operand in enumerate(each.operands):
+            uses.setdefault(operand, []).append((each, place))
+
+    def read(whole: Instruction, at: Instruction) -> int:
+        taken = 0
+        for user, place in uses.get(at.name, ()):
+            if user.opcode in _VIEWS and not user.is_root:
+                taken += read(whole, user)
+            elif user.opcode in _SLICES and place == 0:
+                taken += user.bytes
+            elif not (user.opcode in ("dynamic-update-slice", "scatter") and place == 0):
+                return whole.bytes
+        return min(taken, whole.bytes)
+
+    parameters = (each for each in computation.values() if each.opcode == "parameter")
+    return sum(read(each, each) for each in parameters) + _bytes_written(module, name)
+
+
+def _bytes_written(module: Module, name: str) -> int:
+    """Return the bytes that a fused kernel writes: the update of an array updated in place."""
+    computation = module.computations[name]
+
+    def written(at: Instruction) -> int:
+        if at.opcode == "tuple":
+            return sum(written(computation[operand]) for operand in at.operands)
+        if at.opcode in _VIEWS:
+            return written(computation[at.operands[0]])
+        if at.opcode == "dynamic-update-slice":
+            return computation[at.operands[1]].bytes
+        if at.opcode == "scatter":
+            return computation[at.operands[-1]].bytes
+        return at.bytes
+
+    return written(module.root(name))
+
+
+def _flops_of_fusion(inner: list[Instruction]) -> float:
+    types = {each.name: each for each in inner}
+    total = 0.0
+    for each in inner:
+        if each.opcode == "dot":
+            left = types[each.operands[0]].arrays[0]
+            over = _dimensions(each.attribute(r"lhs_contracting_dims=\{([\d,]*)\}"))
+            total += 2.0 * each.arrays[0].size * math.prod(left.shape[axis] for axis in over)
+    return total
+
+
+def _product(at: Instruction, computation: Computation) -> tuple[int, int, int, int]:
+    """Return the batch and M, N, K of a product by a library."""
+    left, right = (computation[name].arrays[0] for name in at.operands[:2])
+
+    def extent(which: str) -> int:
+        axes = _dimensions(at.attribute(rf'"lhs_{which}_dimensions":\[([^\]]*)\]'))
+        return math.prod(left.shape[axis] for axis in axes)
+
+    batch, k = extent("batch"), extent("contracting")
+    return batch, left.size // (batch * k), right.size // (batch * k), k
+
+
+def _dimensions(text: str | None) -> tuple[int, ...]:
+    return tuple(int(each.strip().strip('"')) for each in (text or "").split(",") if each.strip())
+
+
+def _product_s(gpu: Gpu, batch: int, m: int, n: int, k: int) -> float:
+    """Return the seconds of a bfloat16 product: whole waves of tiles, K split if there are few."""
+    rate = _PRODUCT_SHARE * gpu.flops / gpu.processors
+    times = []
+    for rows, columns, share in _TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        tile_s = 2 * rows * columns * k / (rate * share)
+        times.append(math.ceil(tiles / gpu.processors) * tile_s)
+        splits = (s for s in (2, 4, 8, 16, 32) if tiles * s <= gpu.processors and k >= 512 * s)
+        times += [tile_s / split + _KERNEL_S for split in splits]
+    return min(times)

@@ -1,0 +1,141 @@
+"""The roofline counts kernels, bytes and operations of a module as one would by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from scripts.gpu_compile.devices import GPUS
+from scripts.gpu_compile.forecast import Load, token_flops, work
+from scripts.gpu_compile.hlo import Module
+from scripts.gpu_compile.programs import largest_plan
+from scripts.gpu_compile.roofline import Cost, Group, Work, cost
+from scripts.gpu_compile.shapes import MODELS
+
+GPU = replace(GPUS["h200"], bandwidth=1e12, flops=1e15)
+MODULE = """HloModule jit_run
+
+%fused_scale (p: f32[1024,1024], q: f32[4,1024,1024], i: s32[]) -> f32[4,1024,1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  %q = f32[4,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %view = f32[1,1024,1024]{2,1,0} bitcast(%p)
+  ROOT %put = f32[4,1024,1024]{2,1,0} dynamic-update-slice(%q, %view, %i, %i, %i)
+}
+
+%fused_turn (p.1: f32[4,1024,1024]) -> f32[1024,4,1024] {
+  %p.1 = f32[4,1024,1024]{2,1,0} parameter(0)
+  ROOT %turned = f32[1024,4,1024]{2,1,0} transpose(%p.1), dimensions={1,0,2}
+}
+
+%body (state: (s32[], f32[4,1024,1024])) -> (s32[], f32[4,1024,1024]) {
+  %state = (s32[], f32[4,1024,1024]{2,1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%state), index=0
+  %all = f32[4,1024,1024]{2,1,0} get-tuple-element(%state), index=1
+  %one = f32[1024,1024]{1,0} custom-call(%at), custom_call_target="something"
+  %put.1 = f32[4,1024,1024]{2,1,0} fusion(%one, %all, /*index=2*/%at), kind=kLoop, calls=%fused_scale
+  ROOT %next = (s32[], f32[4,1024,1024]{2,1,0}) tuple(%at, %put.1)
+}
+
+%condition (state.1: (s32[], f32[4,1024,1024])) -> pred[] {
+  ROOT %more = pred[] parameter(0)
+}
+
+%rare (x: f32[4,1024,1024]) -> f32[4,1024,1024] {
+  %x = f32[4,1024,1024]{2,1,0} parameter(0)
+  ROOT %negated = f32[4,1024,1024]{2,1,0} negate(%x)
+}
+
+%usual (x.1: f32[4,1024,1024]) -> f32[4,1024,1024] {
+  ROOT %x.1 = f32[4,1024,1024]{2,1,0} parameter(0)
+}
+
+ENTRY %main (x.2: bf16[512,2048], w: bf16[2048,256], state.2: (s32[], f32[4,1024,1024])) -> bf16[] {
+  %x.2 = bf16[512,2048]{1,0} parameter(0)
+  %w = bf16[2048,256]{1,0} parameter(1)
+  %state.2 = (s32[], f32[4,1024,1024]{2,1,0}) parameter(2)
+  %loop = (s32[], f32[4,1024,1024]{2,1,0}) while(%state.2), condition=%condition, body=%body, LOOP
+  %all.1 = f32[4,1024,1024]{2,1,0} get-tuple-element(%loop), index=1
+  %turned.1 = f32[1024,4,1024]{2,1,0} fusion(%all.1), kind=kLoop, calls=%fused_turn, metadata={op_name="jit(run)/turn"}
+  %some = pred[] custom-call(%all.1), custom_call_target="something"
+  %chosen = f32[4,1024,1024]{2,1,0} conditional(%some, %all.1, %all.1), true_computation=%rare, false_computation=%usual, metadata={op_name="jit(run)/seldom/cond"}
+  ROOT %y = (bf16[512,256]{1,0}, s8[1024]{0}) custom-call(%x.2, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+}
+"""  # noqa: E501
+KNOWN = 'metadata={op_name="jit(run)/while"}, backend_config={"known_trip_count":{"n":"3"}}'
+NAMED = 'metadata={op_name="jit(run)/chunks/while"}'
+
+
+def counted(loop: str, **of_work: dict[str, int]) -> Cost:
+    return cost(Module.parse(MODULE.replace("LOOP", loop)), GPU, Work(**of_work))  # type: ignore[arg-type]
+
+
+def test_loops_multiply_and_only_the_branch_that_is_taken_counts() -> None:
+    """Two kernels per round; a transpose, a predicate and a product; a negation in the branch."""
+    assert counted(KNOWN, taken={"seldom": 0}).kernels == 3 * 2 + 3
+    assert counted(KNOWN, taken={"seldom": 1}).kernels == 3 * 2 + 4
+    assert counted(NAMED, rounds={"chunks": 5}, taken={"seldom": 0}).kernels == 5 * 2 + 3
+
+
+def test_a_loop_or_conditional_without_a_name_is_refused_with_its_place() -> None:
+    with pytest.raises(LookupError, match=r"chunks/while' is in the scope 'chunks', "):
+        counted(NAMED, rounds={"pages": 5}, taken={"seldom": 0})
+    with pytest.raises(LookupError, match="the conditional"):
+        counted(KNOWN)
+
+
+def test_kernels_take_as_long_as_their_bytes_or_their_operations() -> None:
+    """A slice of 4 MiB is read and written in place, in each of 3 rounds; the loop's other kernel
+    writes 4 MiB; the transpose reads and writes 16; at 0.83 TB/s.
+    """
+    found = counted(KNOWN, taken={"seldom": 0})
+    mib = 2**20 / 0.83e12
+    assert found.seconds[Group.INDEXED] == pytest.approx(3 * 8 * mib)
+    assert found.seconds[Group.ELEMENTWISE] == pytest.approx((3 * 4 + 32) * mib + 1 / 0.83e12)
+    assert found.flops == 2 * 512 * 256 * 2048
+    assert found.seconds[Group.ATTENTION] == 0
+
+
+def test_loops_whose_end_the_device_decides_and_conditionals_cost_the_host_a_look() -> None:
+    known = counted(KNOWN, taken={"seldom": 0}).seconds[Group.LAUNCHES]
+    named = counted(NAMED, rounds={"chunks": 3}, taken={"seldom": 0}).seconds[Group.LAUNCHES]
+    assert named - known == pytest.approx(4 * 12e-6)
+    assert known >= 10e-6
+
+
+def test_copies_of_16_mib_are_listed_with_their_place_and_slices_in_place_are_not() -> None:
+    assert counted(KNOWN, taken={"seldom": 0}).copies == {"f32[1024,4,1024] jit(run)/turn": 2**24}
+
+
+def test_a_text_without_a_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="no entry computation"):
+        Module.parse("not a module")
+
+
+def test_operations_per_token_are_those_of_the_products_and_of_attention() -> None:
+    """Qwen3-0.6B by hand: 28 layers of 15,728,640 weights, and a tied table of 151,936 x 1,024."""
+    config = MODELS["qwen3-0.6b"]
+    layer = 1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072
+    assert layer == 15_728_640
+    weights = 28 * layer + 151_936 * 1024
+    attention = 28 * 2 * 2 * 16 * 128 * 512  # scores and sums, over 512 positions on average
+    assert token_flops(config, 1024, is_trained=False) == 2 * weights + attention
+    assert token_flops(config, 1024, is_trained=True) == 4 * weights + 3 * attention
+
+
+def test_rounds_follow_from_the_plan_and_the_load() -> None:
+    """Chunks of 2,048 tokens; logits of half a chunk in 1 GiB; four pages of 64 tokens a round."""
+    config = MODELS["qwen3-0.6b"]
+    found = work(config, largest_plan(config, 8), Load(tokens=8192, context=1000))
+    assert found.rounds["chunks"] == 4
+    assert found.rounds["head_chunks"] == 8
+    assert found.rounds["trained_head"] == 16
+    assert found.rounds["pages"] == 4
+    assert found.attention_flops == 4 * 16 * 128 * 8192 * 512
+
+
+@pytest.mark.parametrize("name", ["h100", "l40s"])
+def test_other_gpus_are_described_with_their_own_values(name: str) -> None:
+    text = GPUS[name].description
+    assert f"device_memory_size: {GPUS[name].memory_bytes}" in text
+    assert f"core_count: {GPUS[name].processors}" in text
+    assert "NVIDIA H200" not in text
