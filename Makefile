@@ -5,9 +5,10 @@ BIN := .venv/bin
 # Python compiles a module when it is first imported; all modules at once would take pip a minute.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --no-compile
 HASHED := $(PIP) --require-hashes --no-deps --requirement
+FOR_A_GPU := JAX_PLATFORMS=cpu PYTHONPATH=.gpu-compile:.
 PATHS := clients server engine tests examples benchmarks scripts
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile lint fix bench \
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-plan lint fix bench \
 	compat newcomer proto reference redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
@@ -39,7 +40,11 @@ test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted 
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests --ignore=tests/compat --ignore=tests/newcomer)
 
 gpu-compile: .venv/dev.stamp .gpu-compile/stamp  ## The programs for an H200, compiled without one; ARGS=--full
-	JAX_PLATFORMS=cpu PYTHONPATH=.gpu-compile $(BIN)/python -m scripts.gpu_compile $(ARGS)
+	$(FOR_A_GPU) $(BIN)/python -m scripts.gpu_compile $(ARGS)
+	$(if $(ARGS),,$(FOR_A_GPU) $(BIN)/python -m scripts.gpu_compile.ceilings)
+
+gpu-plan: .venv/dev.stamp .gpu-compile/stamp  ## Predicted cost on a GPU; ARGS="qwen3-8b --device h200"
+	$(FOR_A_GPU) $(BIN)/python benchmarks/gpu_plan.py $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check $(PATHS)

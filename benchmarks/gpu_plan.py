@@ -32,13 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--program", action="append", choices=PROGRAMS, help="default: all")
     parser.add_argument("--rank", type=int, choices=(8, 32, 128), default=32)
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch")
+    parser.add_argument("--chunk", type=int, help="tokens of a chunk, if not the planner's")
     parser.add_argument("--datum-tokens", type=int, default=1024)
     parser.add_argument("--context", type=int, default=1024, help="tokens before those decoded")
     parser.add_argument("--slots", type=int, default=8, help="decode slots")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--top", type=int, default=0, help="list the most expensive kernels")
     options = parser.parse_args(arguments)
-    load = Load(options.tokens, options.datum_tokens, options.context, options.slots, options.rank)
+    load = Load(
+        tokens=options.tokens,
+        datum_tokens=options.datum_tokens,
+        context=options.context,
+        slots=options.slots,
+        rank=options.rank,
+        chunk=options.chunk,
+    )
     print(f"{GPUS[options.device].name}, rank {load.rank}, *predicted*")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     status = 0

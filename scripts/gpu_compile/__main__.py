@@ -1,4 +1,4 @@
-"""Compile the engine's programs for an H200 on a machine without one.
+"""Compile the engine's programs for a GPU on a machine without one.
 
 The compiler is JAX's CUDA plugin, without a CUDA library. It refuses the same programs as on a GPU.
 Programs do not run, so nothing is measured. The output has one line per program: its name, ok or
@@ -82,7 +82,7 @@ def compiled(tasks: Iterable[Task], compile_one: Compile, threads: int) -> Itera
         yield from pool.map(one, tasks)
 
 
-def report(results: Iterable[Result]) -> int:
+def report(results: Iterable[Result], gpu: str) -> int:
     """Print one line per result and a summary; return the exit status."""
     count, refused, began_s = 0, [], time.perf_counter()
     for result in results:
@@ -90,17 +90,19 @@ def report(results: Iterable[Result]) -> int:
         print(result, flush=True)
         if result.error:
             refused.append(result)
-    print(f"{count} programs compiled for an H200 in {time.perf_counter() - began_s:.0f} s", end="")
+    print(
+        f"{count} programs compiled for an {gpu} in {time.perf_counter() - began_s:.0f} s", end=""
+    )
     print(
         f"; {len(refused)} refused: {', '.join(each.name for each in refused)}" if refused else ""
     )
     return 1 if refused or not count else 0
 
 
-def target() -> Target:
-    """Return the H200. Raises ``SystemExit`` without JAX's CUDA plugin."""
+def target(device: str) -> Target:
+    """Return the GPU. Raises ``SystemExit`` without JAX's CUDA plugin."""
     try:
-        return Target(GPUS["h200"])
+        return Target(GPUS[device])
     except RuntimeError as error:
         raise SystemExit(
             f"JAX's CUDA plugin is missing; make gpu-compile installs it: {error}"
@@ -121,6 +123,7 @@ def compile_for(target: Target) -> Compile:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu_compile", description=__doc__)
     parser.add_argument("--model", action="append", choices=MODELS, help="default: two of them")
+    parser.add_argument("--device", choices=GPUS, default="h200")
     parser.add_argument("--layers", type=int, default=2, help="layers of each model; default: 2")
     parser.add_argument("--full", action="store_true", help="every program of every model")
     parser.add_argument("--no-kernels", action="store_true", help="skip the attention kernels")
@@ -133,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--norms compiles its own programs; it takes --layers only")
     with as_on_a_gpu():
         if options.norms:
-            return norms.report(norms.comparisons(_SMALL, options.layers, target()))
+            return norms.report(norms.comparisons(_SMALL, options.layers, target(options.device)))
         asked = tasks(
             options.model or (MODELS if options.full else _USUAL),
             layers=options.layers,
@@ -144,7 +147,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.list:
             print(*(task.name for task in asked), sep="\n")
             return 0
-        return report(compiled(asked, compile_for(target()), options.threads))
+        results = compiled(asked, compile_for(target(options.device)), options.threads)
+        return report(results, GPUS[options.device].name)
 
 
 if __name__ == "__main__":

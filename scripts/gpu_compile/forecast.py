@@ -35,6 +35,7 @@ class Load:
     context: int = 1024
     slots: int = 8
     rank: int = 32
+    chunk: int | None = None  # tokens of a chunk; the planner's unless given
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ def forecasts(
 
 def _plan(config: ModelConfig, gpu: Gpu, load: Load) -> Plan:
     request = PlanRequest(
-        dtype="bfloat16", max_rank=load.rank, batch_tokens=load.tokens, sample_rows=load.slots
+        dtype="bfloat16",
+        max_rank=load.rank,
+        batch_tokens=load.tokens,
+        chunk_tokens=load.chunk,
+        sample_rows=load.slots,
     )
     usable = int(_USABLE_SHARE * gpu.memory_bytes)
     return plan(config, Device.accelerator("gpu", usable, _HOST_BYTES), request)

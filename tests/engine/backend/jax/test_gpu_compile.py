@@ -100,7 +100,7 @@ def test_a_refused_program_is_named_and_fails_the_run(capsys: pytest.CaptureFixt
             raise RuntimeError("Shared memory size limit exceeded\nand a page more")
         return 2048
 
-    status = gpu_compile.report(gpu_compile.compiled(tasks, compile_one, threads=2))
+    status = gpu_compile.report(gpu_compile.compiled(tasks, compile_one, threads=2), "H200")
     lines = capsys.readouterr().out.splitlines()
     assert status == 1
     assert re.fullmatch(r"good  ok  \d\.\d s  2,048 bytes", lines[0])
@@ -113,8 +113,8 @@ def test_a_refused_program_is_named_and_fails_the_run(capsys: pytest.CaptureFixt
 
 def test_a_run_without_refusals_passes_and_an_empty_one_fails() -> None:
     results = gpu_compile.compiled([Task("good", lowered)], lambda task: 0, threads=1)
-    assert gpu_compile.report(results) == 0
-    assert gpu_compile.report([]) == 1
+    assert gpu_compile.report(results, "H200") == 0
+    assert gpu_compile.report([], "H200") == 1
 
 
 def module(*, tiles: str, root: str = "jvp()") -> str:

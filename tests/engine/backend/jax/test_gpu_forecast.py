@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from scripts.gpu_compile.ceilings import Ceiling, violations
 from scripts.gpu_compile.devices import GPUS
-from scripts.gpu_compile.forecast import Load, token_flops, work
+from scripts.gpu_compile.forecast import Forecast, Load, token_flops, work
 from scripts.gpu_compile.hlo import Module
 from scripts.gpu_compile.programs import largest_plan
 from scripts.gpu_compile.roofline import Cost, Group, Work, cost
@@ -139,3 +140,14 @@ def test_other_gpus_are_described_with_their_own_values(name: str) -> None:
     assert f"device_memory_size: {GPUS[name].memory_bytes}" in text
     assert f"core_count: {GPUS[name].processors}" in text
     assert "NVIDIA H200" not in text
+
+
+def test_a_program_above_a_ceiling_is_named_with_both_figures() -> None:
+    ceiling = Ceiling(kernels=10, temp_bytes=100)
+    within = Forecast("train", 100, Cost(kernels=10), rate=1.0, share=0.1)
+    assert violations("small", within, ceiling) == []
+    above = replace(within, cost=Cost(kernels=1011), temp_bytes=101)
+    assert violations("small", above, ceiling) == [
+        "small train: 1,011 kernels, the ceiling is 10",
+        "small train: 101 bytes of temporary memory, the ceiling is 100",
+    ]
