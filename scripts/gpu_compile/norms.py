@@ -9,30 +9,29 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
+from scripts.gpu_compile.hlo import Computation, Instruction, Module
 from scripts.gpu_compile.programs import Task, closed_set, largest_plan
 from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import Target
 from tuneserve_engine.core.backend_options import Remat
 
-_COMPUTATION = re.compile(r"^(%[\w.-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
-_FUSION = re.compile(r" fusion\(.*?calls=(%[\w.-]+).*?(?:backend_config=(\{.*\}))?$", re.MULTILINE)
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
 _NAME = re.compile(r"%[\w.-]+")
 _BACKWARD = re.compile(r"transpose\(|rematted_computation")
 
 
 class Kernel(NamedTuple):
-    """A kernel that takes a root: its operations, without names, and how it is cut into tiles."""
+    """A kernel that takes a root: its operations, without names, and how it is cut into tiles.
+
+    If another kernel computes the sum under the root, its operations and tiles are included.
+    """
 
     operations: str
     tiles: str
 
 
 class Comparison(NamedTuple):
-    """How many kernels of norms in the scoring program the training program has as well.
-
-    A kernel that takes the root of another kernel's sum does not count as equal.
-    """
+    """How many kernels of norms in the scoring program the training program has as well."""
 
     remat: str
     equal: int
@@ -45,19 +44,47 @@ class Comparison(NamedTuple):
 
 def norms(hlo: str) -> set[Kernel]:
     """Return the kernels of an optimised module that take a root in its forward pass."""
-    computations = dict(_COMPUTATION.findall(hlo))
-    fused = ((computations.get(name, ""), tiles) for name, tiles in _FUSION.findall(hlo))
-    return {Kernel(_without_names(body), tiles) for body, tiles in fused if _takes_a_root(body)}
+    module = Module.parse(hlo)
+    return {
+        _kernel(module, each, computation)
+        for computation in module.computations.values()
+        for each in computation.values()
+        if each.opcode == "fusion" and _takes_a_root(_fused(module, each))
+    }
 
 
-def _takes_a_root(body: str) -> bool:
-    return any(" rsqrt(" in line and not _BACKWARD.search(line) for line in body.splitlines())
+def _takes_a_root(fused: Computation) -> bool:
+    return any(
+        each.opcode == "rsqrt" and not _BACKWARD.search(each.rest) for each in fused.values()
+    )
 
 
-def _without_names(body: str) -> str:
+def _kernel(module: Module, at: Instruction, computation: Computation) -> Kernel:
+    parts = [at]
+    if not _sums(_fused(module, at)):
+        made = (computation[name] for name in at.operands)
+        parts += [x for x in made if x.opcode == "fusion" and _sums(_fused(module, x))]
+    return Kernel(
+        "\n".join(_operations(_fused(module, part)) for part in parts),
+        "\n".join(part.attribute(r"backend_config=(\{.*\})") or "" for part in parts),
+    )
+
+
+def _fused(module: Module, at: Instruction) -> Computation:
+    (called,) = at.called("calls")
+    return module.computations[called]
+
+
+def _sums(fused: Computation) -> bool:
+    return any(each.opcode == "reduce" for each in fused.values())
+
+
+def _operations(fused: Computation) -> str:
+    """Return the computation's text with numbers in place of names, and without its sources."""
+    text = "\n".join(f"%{x.name} = {x.type} {x.opcode}({x.rest}" for x in fused.values())
     numbers: dict[str, str] = {}
     return _NAME.sub(
-        lambda found: numbers.setdefault(found[0], f"%{len(numbers)}"), _METADATA.sub("", body)
+        lambda found: numbers.setdefault(found[0], f"%{len(numbers)}"), _METADATA.sub("", text)
     )
 
 

@@ -155,10 +155,37 @@ def test_roots_of_the_backward_pass_are_not_compared() -> None:
         assert norms.norms(module(tiles="4", root=root)) == set()
 
 
-def test_a_root_apart_from_its_sum_is_not_an_equal_norm() -> None:
+def test_a_root_without_its_sum_is_not_an_equal_norm() -> None:
     norm, root = norms.Kernel("%1 reduce(%0) rsqrt(%1)", ""), norms.Kernel("rsqrt(%0)", "")
     assert norms.compared("none", {norm, root}, {norm, root}) == norms.Comparison("none", 1, 2)
     assert norms.compared("none", {norm}, {root}) == norms.Comparison("none", 0, 1)
+
+
+def apart(*, tiles: str) -> str:
+    """A module with the sum of a norm in one kernel, and its root in another."""
+    return f"""
+%fused.1 (x: f32[2,8]) -> f32[2] {{
+  %x.{tiles} = f32[2,8] parameter(0)
+  ROOT %sums = f32[2] reduce(%x.{tiles}, %zero), dimensions={{1}}, to_apply=%sum
+}}
+
+%fused.2 (sums: f32[2]) -> f32[2] {{
+  %sums.1 = f32[2] parameter(0)
+  ROOT %root = f32[2] rsqrt(%sums.1), metadata={{op_name="jit(run)/rsqrt"}}
+}}
+
+ENTRY %main (x: f32[2,8]) -> f32[2] {{
+  %s = f32[2] fusion(%x), kind=kCustom, calls=%fused.1, backend_config={{"tiles":"{tiles}"}}
+  ROOT %r = f32[2] fusion(%s), kind=kLoop, calls=%fused.2, backend_config={{"tiles":"1"}}
+}}
+"""
+
+
+def test_a_norm_in_two_kernels_is_known_by_both() -> None:
+    (norm,) = norms.norms(apart(tiles="4"))
+    assert "reduce" in norm.operations and "rsqrt" in norm.operations
+    assert norms.norms(apart(tiles="4")) == {norm}
+    assert norms.norms(apart(tiles="8")).isdisjoint({norm})
 
 
 @pytest.mark.nightly
