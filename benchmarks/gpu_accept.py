@@ -40,6 +40,7 @@ from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpa
 from tuneserve_engine.worker.execution.rescoring import Rescoring
 
 RANK = 8
+CHUNK = 2048  # as a worker on a GPU has it
 ADAPTERS = {
     "lora": AdapterConfig(rank=5, alpha=32, seed=3),
     "rslora": AdapterConfig(rank=4, alpha=8, seed=4, kind="rslora", train_unembed=False),
@@ -77,7 +78,7 @@ def backend(model: Path, shape: Shape, *, remat: Remat = "dots", slots: int = 8)
         name="bench",
         tokenizer_id="bench",
         dtype="bfloat16",
-        static_shapes=StaticShapes(shape.context, rank_buckets=(RANK,)),
+        static_shapes=StaticShapes(shape.context, chunk=CHUNK, rank_buckets=(RANK,)),
         remat=remat,
         sample_rows=slots,
     )

@@ -19,9 +19,10 @@ from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import as_on_a_gpu
 from tuneserve_engine.backend.jax.memory.planner import DoesNotFit, gib
 
-PROGRAMS = ("train_micro_batch", "score_micro_batch", "prefill", "decode")
+PROGRAMS = ("train_micro_batch", "score_micro_batch", "decode")
 COLUMNS = (
-    "Model", "Program", "Kernels", "Temporary", *Group, "Total ms", "Tokens/s", "Share",
+    "Model", "Program", "Kernels", "Temporary", *Group, "Total ms", "Tokens/s",
+    "MFU, or share of the weight limit",
 )  # fmt: skip
 
 

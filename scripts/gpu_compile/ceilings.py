@@ -2,8 +2,9 @@
 
     make gpu-compile        # after all programs compile
 
-Training of two models at their full depth, rank 32, for an H200. Both figures are exact, so a
-ceiling is what the program needed when it was set; a change that lowers it lowers its ceiling too.
+Training of two models at their full depth, rank 32, for an H200. Both figures are counted in the
+compiled program, so a ceiling is what the program needed when it was set. A change that lowers a
+figure lowers its ceiling, too. Temporary memory also has to fit the room that the planner counts.
 """
 
 import sys
@@ -15,7 +16,6 @@ from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import as_on_a_gpu
 
 _PROGRAM = "train_micro_batch"
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Ceiling:
 
 
 CEILINGS = {
-    "qwen3-0.6b": Ceiling(kernels=24_000, temp_bytes=1_600 * _MIB),
-    "qwen3-8b": Ceiling(kernels=29_000, temp_bytes=1_700 * _MIB),
+    "qwen3-0.6b": Ceiling(kernels=24_332, temp_bytes=1_620_934_928),
+    "qwen3-8b": Ceiling(kernels=29_732, temp_bytes=1_715_307_536),
 }
 
 
@@ -37,9 +37,10 @@ def violations(model: str, found: Forecast, ceiling: Ceiling) -> list[str]:
     compared = (
         ("kernels", found.cost.kernels, ceiling.kernels),
         ("bytes of temporary memory", found.temp_bytes, ceiling.temp_bytes),
+        ("bytes of temporary memory", found.temp_bytes, found.planned_bytes),
     )
     return [
-        f"{model} {found.program}: {value:,} {what}, the ceiling is {limit:,}"
+        f"{model} {found.program}: {value:,} {what}, the limit is {limit:,}"
         for what, value, limit in compared
         if value > limit
     ]
@@ -52,6 +53,7 @@ def main() -> int:
             for each in forecasts(model, MODELS[model], GPUS["h200"], Load(), (_PROGRAM,)):
                 kernels = f"{each.cost.kernels:,} of {ceiling.kernels:,} kernels"
                 temp = f"{each.temp_bytes:,} of {ceiling.temp_bytes:,} bytes"
+                temp += f", planned {each.planned_bytes:,}"
                 print(f"{model} {each.program}: {kernels}, {temp}", flush=True)
                 found += violations(model, each, ceiling)
     print("\n".join(found) or "no program is above its ceiling")

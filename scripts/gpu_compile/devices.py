@@ -43,6 +43,7 @@ class Gpu:
 def _described(changes: dict[str, str], capability: str = _HOPPER) -> str:
     """Return the description of the H200 with other values."""
     text = (_FOLDER / "h200.txtpb").read_text(encoding="utf-8")
+    assert _HOPPER in text
     text = text.replace(_HOPPER, capability)
     for key, value in changes.items():
         text, count = re.subn(rf"^( *{key}:).*$", rf"\1 {value}", text, flags=re.MULTILINE)

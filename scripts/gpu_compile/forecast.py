@@ -44,6 +44,7 @@ class Forecast:
 
     program: str
     temp_bytes: int
+    planned_bytes: int  # the planner's room for temporary memory of training
     cost: Cost
     rate: float  # tokens per second
     share: float  # of the GPU's operations in training (MFU), of its weight limit in decoding
@@ -85,13 +86,16 @@ def _forecast(  # noqa: PLR0913
     compiled = lowered.compile()
     expected = cost(Module.parse(compiled.as_text() or ""), gpu, work(config, found, load))
     temp_bytes = int(compiled.memory_analysis().temp_size_in_bytes)
+    footprint = _footprint(config, found)
+    lines = footprint.micro_batch, footprint.chunk, footprint.logits, footprint.head_adapters
+    planned = sum(line.bytes for line in lines)
     if name.startswith("decode"):
         steps = STEPS_PER_DISPATCH / expected.total_s
-        limit = gpu.bandwidth / _weight_bytes(config, found)
-        return Forecast(name, temp_bytes, expected, steps * load.slots, steps / limit)
+        limit = gpu.bandwidth / _weight_bytes(config, footprint)
+        return Forecast(name, temp_bytes, planned, expected, steps * load.slots, steps / limit)
     rate = load.tokens / expected.total_s
     flops = token_flops(config, load.datum_tokens, is_trained=name.startswith("train"))
-    return Forecast(name, temp_bytes, expected, rate, rate * flops / gpu.flops)
+    return Forecast(name, temp_bytes, planned, expected, rate, rate * flops / gpu.flops)
 
 
 def work(config: ModelConfig, found: Plan, load: Load) -> Work:
@@ -106,9 +110,9 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
             "head_gradient": 1,
             "trained_head": head_blocks,
             "first_blocks": 1,
-            "pages": math.ceil(load.context / pages),
+            "pages": (load.context - 1 + STEPS_PER_DISPATCH) // pages + 1,
         },
-        taken={"gspo": False, "top_k": False, "top_p": False, "top_tokens": False},
+        is_taken={"gspo": False, "top_k": False, "top_p": False, "top_tokens": False},
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
     )
 
@@ -127,8 +131,12 @@ def token_flops(config: ModelConfig, datum_tokens: int, *, is_trained: bool) -> 
     return 4.0 * weights + 3 * attention if is_trained else 2.0 * weights + attention
 
 
-def _weight_bytes(config: ModelConfig, found: Plan) -> int:
-    """Return the bytes that a decoding step has to read: every weight but the embedding's rows."""
+def _footprint(config: ModelConfig, found: Plan) -> Footprint:
     shape = EngineShape(found.static_shapes, found.remat, found.sample_rows, 1, "bfloat16", "gpu")
+    return Footprint(config, shape)
+
+
+def _weight_bytes(config: ModelConfig, footprint: Footprint) -> int:
+    """Return the bytes that a decoding step has to read: every weight but the embedding's rows."""
     embedding = 0 if config.tied_embeddings else 2 * config.vocab_size * config.hidden
-    return Footprint(config, shape).base.bytes - embedding
+    return footprint.base.bytes - embedding

@@ -98,7 +98,7 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> "Module":
-        """Read a module's text. Raises ``ValueError`` if it has no entry computation."""
+        """Read a module's text. Raises ``ValueError`` for other text."""
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = "", None
         for line in text.splitlines():
@@ -107,7 +107,10 @@ class Module:
                 entry = header[2] if header[1] else entry
             elif line.startswith("}"):
                 current = None
-            elif current is not None and (found := _INSTRUCTION.match(line)):
+            elif current is not None and line.strip():
+                found = _INSTRUCTION.match(line)
+                if not found:
+                    raise ValueError(f"no instruction of XLA: {line[:200]!r}")
                 root, name, *rest = found.groups()
                 current[name] = Instruction(name, *rest, is_root=root is not None)
         if not entry:

@@ -21,11 +21,12 @@ LARGE_BYTES = 16 * 2**20
 _PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE = 0.8, 0.3, 0.83
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45))
 """A product's tiles, and the share of the full rate that each reaches."""
-_KERNEL_S, _LOOP_S, _CONDITIONAL_S, _GRAPH_S = 2e-6, 12e-6, 10e-6, 5e-6
+_KERNEL_S, _LOOP_S, _CONDITIONAL_S = 2e-6, 12e-6, 10e-6
 """The least time of a kernel; a round of a loop whose end the host reads from the device; a
-conditional that the host reads; a launch of a CUDA graph."""
+conditional that the host reads."""
 _BACKWARD_ATTENTION = 2.5
-"""Operations of attention's backward pass per operation of its forward pass (FlashAttention)."""
+"""Operations of attention's two backward kernels per operation of the forward kernel: five products
+for two (FlashAttention-2). Each of the two kernels counts half."""
 
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
@@ -49,12 +50,12 @@ class Group(StrEnum):
 class Work:
     """The work of one call of a program. Its names are ``jax.named_scope``s of the engine.
 
-    ``rounds`` are the rounds of loops whose number the device decides. ``taken`` are the branches
-    of conditionals. ``attention_flops`` are those of one call of the kernel's forward pass.
+    ``rounds`` are the rounds of loops whose number the device decides. ``is_taken`` says which
+    conditionals hold. ``attention_flops`` are those of one call of the kernel's forward pass.
     """
 
     rounds: Mapping[str, int] = field(default_factory=dict)
-    taken: Mapping[str, bool] = field(default_factory=dict)
+    is_taken: Mapping[str, bool] = field(default_factory=dict)
     attention_flops: float = 0.0
 
 
@@ -110,17 +111,17 @@ class _Walk:
                 self._custom(at, computation, times)
             case _:
                 group = Group.INDEXED if at.opcode in _INDEXED else Group.ELEMENTWISE
-                read = sum(computation[name].bytes for name in at.operands)
-                self._kernel(at, group, times, min(read, at.bytes) + at.bytes)
+                self._kernel(at, group, times, _bytes_alone(at, computation))
                 if at.opcode in ("copy", "copy-start", "transpose"):
                     self._copied(at, times, at.bytes)
 
     def _loop(self, at: Instruction, times: int) -> None:
-        (body,) = at.called("body")
+        (body,), (condition,) = at.called("body"), at.called("condition")
         known = at.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         rounds = int(known) if known else self._named(self._work.rounds, at)
         if not known:
             self.cost.seconds[Group.LAUNCHES] += times * (rounds + 1) * _LOOP_S
+            self.computation(condition, times * (rounds + 1))
         self.computation(body, times * rounds)
 
     def _branch(self, at: Instruction, times: int) -> None:
@@ -129,7 +130,7 @@ class _Walk:
             *at.called("true_computation"),
         )
         self.cost.seconds[Group.LAUNCHES] += times * _CONDITIONAL_S
-        self.computation(branches[self._named(self._work.taken, at)], times)
+        self.computation(branches[self._named(self._work.is_taken, at)], times)
 
     @staticmethod
     def _named(names: Mapping[str, int], at: Instruction) -> int:
@@ -161,19 +162,20 @@ class _Walk:
         elif opcodes & {"gather", "scatter", "sort"} or root.opcode in _INDEXED:
             group = Group.INDEXED
         self._kernel(at, group, times, moved, flops)
-        if group is not Group.PRODUCTS and opcodes & {"transpose", "copy", "concatenate"}:
+        if group is Group.ELEMENTWISE and opcodes & {"transpose", "copy", "concatenate"}:
             self._copied(at, times, _bytes_written(self._module, called))
 
     def _custom(self, at: Instruction, computation: Computation, times: int) -> None:
         target = at.attribute(r'custom_call_target="([^"]+)"') or ""
         if "gemm" in target or "matmul" in target:
             batch, m, n, k = _product(at, computation)
-            moved = at.bytes + sum(computation[name].bytes for name in at.operands)
-            width = max(computation[name].arrays[0].dtype == "f32" for name in at.operands[:2])
-            seconds = _product_s(self._gpu, batch, m, n, k) * (2 if width else 1)
+            # The second result is room for the library, which it need not touch.
+            moved = at.arrays[0].bytes + sum(computation[name].bytes for name in at.operands)
+            is_float32 = any(computation[x].arrays[0].dtype == "f32" for x in at.operands[:2])
+            seconds = _product_s(self._gpu, batch, m, n, k) * (2 if is_float32 else 1)
             self._kernel(at, Group.PRODUCTS, times, moved, 2.0 * batch * m * n * k, seconds)
         elif "triton" in target or "mosaic" in target:
-            share = _BACKWARD_ATTENTION / 2 if "transpose(" in at.source else 1.0
+            share = _BACKWARD_ATTENTION / 2 if "attention_backward" in at.source else 1.0
             flops = self._work.attention_flops * share
             moved = at.bytes
             seconds = flops / (_ATTENTION_SHARE * self._gpu.flops)
@@ -205,6 +207,14 @@ class _Walk:
         if written >= LARGE_BYTES:
             shown = " ".join(str(each) for each in at.arrays)
             self.cost.copies[f"{shown} {at.source}"] += times * written
+
+
+def _bytes_alone(at: Instruction, computation: Computation) -> int:
+    """Return the bytes that an instruction of its own reads and writes."""
+    if at.opcode == "dynamic-update-slice":
+        return 2 * computation[at.operands[1]].bytes
+    read = sum(computation[name].bytes for name in at.operands)
+    return at.bytes + (min(read, at.bytes) if at.opcode in _SLICES else read)
 
 
 def _bytes_of_fusion(module: Module, name: str) -> int:

@@ -50,7 +50,7 @@ class MicroBatch(NamedTuple):
     sequence_mask: FloatArray  # [N] not 0: in gspo's sequence ratio; in stable_reinforce, sampled
     beta: FloatArray  # [N] dro; stable_reinforce: kl_coeff
     loss_id: IntArray  # [N] index into LOSS_NAMES
-    block_request: IntArray  # [N / block] index into the batch's requests; -1 behind the last one
+    block_request: IntArray  # [N / block] index into the batch's requests, side by side; -1: unused
     first_visible_block: IntArray  # [N / block] the first block that this block's tokens attend to
     blocks: int  # number of used blocks
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from tuneserve_engine.core.errors import UserError
 
+_BIN_TOKENS = 4096
 _TARGET_BUCKETS = (1, 64)
 """The padded targets per position: one token, or a distribution. Each further bucket would multiply
 the training programs, and would save little compared with the product with the vocabulary."""
@@ -18,6 +19,15 @@ def power_of_two_from(n: int) -> int:
 def multiple_from(n: int, unit: int) -> int:
     """Return the smallest multiple of ``unit`` that is at least ``n``."""
     return -(-n // unit) * unit
+
+
+def longest_bin(chunk: int) -> int:
+    """Return the most tokens of a bin: four chunks, but not more than 4,096 tokens or one chunk.
+
+    Long bins keep products full. Longer ones would be the least memory of a micro-batch, and the
+    shortest slice of time, without a gain.
+    """
+    return min(4 * chunk, max(chunk, _BIN_TOKENS))
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class StaticShapes:
         # The class is frozen, so its own attributes are set around that.
         tokens = multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
         object.__setattr__(self, "micro_batch_tokens", tokens)
-        object.__setattr__(self, "bin_tokens", min(4 * self.chunk, tokens))
+        object.__setattr__(self, "bin_tokens", min(longest_bin(self.chunk), tokens))
 
     @property
     def max_rank(self) -> int:

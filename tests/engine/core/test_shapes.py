@@ -21,9 +21,20 @@ def test_a_micro_batch_has_the_requested_length_and_holds_any_datum(
     assert StaticShapes(context, requested_tokens=tokens).micro_batch_tokens == micro_batch
 
 
-@pytest.mark.parametrize(("tokens", "bin_tokens"), [(256, 256), (1024, 1024), (4096, 1024)])
-def test_a_bin_has_at_most_four_chunks_and_fits_a_micro_batch(tokens: int, bin_tokens: int) -> None:
-    assert StaticShapes(100, requested_tokens=tokens).bin_tokens == bin_tokens
+@pytest.mark.parametrize(
+    ("chunk", "tokens", "bin_tokens"),
+    [
+        (256, 256, 256),
+        (256, 1024, 1024),
+        (256, 4096, 1024),
+        (2048, 8192, 4096),
+        (8192, 16_384, 8192),
+    ],
+)
+def test_a_bin_has_at_most_four_chunks_or_4096_tokens_and_fits_a_micro_batch(
+    chunk: int, tokens: int, bin_tokens: int
+) -> None:
+    assert StaticShapes(100, chunk=chunk, requested_tokens=tokens).bin_tokens == bin_tokens
 
 
 @pytest.mark.parametrize(("rank_bucket", "slots"), [(8, 6), (16, 3), (32, 1), (128, 1)])

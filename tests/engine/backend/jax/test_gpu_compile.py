@@ -88,7 +88,15 @@ def test_every_kernel_and_model_is_compiled_on_request() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)  # it may install the compiler first
-@pytest.mark.parametrize("options", ["--full", "--device h100", "--device l40s --no-kernels"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--full",
+        "--device h100",
+        "--device l40s --no-kernels",
+        "--device l40s --only 'attention bfloat16'",
+    ],
+)
 def test_gpus_take_every_program(options: str) -> None:
     """An L40S does not take the float32 attention kernels of head_dim 128: see docs/gpu.md."""
     subprocess.run(["make", "gpu-compile", f"ARGS={options}"], cwd=ROOT, check=True)
@@ -123,7 +131,7 @@ def module(*, tiles: str, root: str = "jvp()") -> str:
     """An optimised module with a norm in one kernel, and a kernel of another kind."""
     return f"""
 %sum (a: f32[], b: f32[]) -> f32[] {{
-  ROOT %add.{root} = f32[] add(%a, %b)
+  ROOT %add.{len(root)} = f32[] add(%a, %b)
 }}
 
 %fused.1 (x: f32[2,8]) -> f32[2,8] {{

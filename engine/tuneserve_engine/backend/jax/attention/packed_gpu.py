@@ -107,8 +107,9 @@ def attend_backward(  # noqa: PLR0913
         heads(shared),
     )
     call = partial(_call, layout=layout, arrays=arrays, interpret=interpret)
-    (of_q,) = call(_query_kernel, into=(_padded(heads(into.q)),))
-    of_k, of_v = call(_key_kernel, into=(_padded(into.k), _padded(into.v)))
+    with jax.named_scope("attention_backward"):
+        (of_q,) = call(_query_kernel, into=(_padded(heads(into.q)),))
+        of_k, of_v = call(_key_kernel, into=(_padded(into.k), _padded(into.v)))
     return AttentionGradient(
         of_q[..., :head_dim].reshape(into.q.shape), of_k[..., :head_dim], of_v[..., :head_dim]
     )

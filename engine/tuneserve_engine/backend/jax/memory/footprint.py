@@ -323,11 +323,13 @@ class Footprint:
 
     @property
     def logits(self) -> Line:
+        """Float32 logits and their gradient, which a product takes in the weights' dtype."""
         tokens, vocab = self.head_chunk_tokens, self.config.vocab_size
+        width = 2 * 4 + (0 if self.shape.item == 4 else self.shape.item)
         return Line(
             "logits of a chunk, with gradient",
-            f"2 * {tokens:,} tokens * {vocab:,} * 4 bytes",
-            2 * tokens * vocab * 4,
+            f"{tokens:,} tokens * {vocab:,} * {width} bytes",
+            tokens * vocab * width,
         )
 
     @property

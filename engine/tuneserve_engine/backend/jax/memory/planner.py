@@ -13,18 +13,13 @@ from itertools import product
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.backend_options import PlanRequest, Remat
-from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.core.shapes import StaticShapes, longest_bin
 
 _RANK_BUCKETS = StaticShapes.rank_buckets
 _REQUEST_SLOTS = StaticShapes.request_slots
 _CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 2048, StaticShapes.chunk
 _MICRO_BATCH_TOKENS, _CPU_MICRO_BATCH_TOKENS = 8192, StaticShapes.requested_tokens
 _LEAST_SLOTS = 4
-_BIN_CHUNKS = 4
-"""The shortest micro-batch, in chunks: a whole ``StaticShapes.bin_tokens``.
-
-Bits depend on the packing of a bin.
-"""
 _FASTEST_FIRST: tuple[Remat, ...] = ("dots", "attention", "full")
 _KEPT_FREE = 16
 """One part in this many stays free, for fragmentation and for needs of programs beside arrays."""
@@ -129,7 +124,8 @@ def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterat
     chunk = request.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
     remats = _FASTEST_FIRST if request.remat == "auto" else (request.remat,)
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
-    lengths = _halves(request.batch_tokens, default_tokens, max(context, _BIN_CHUNKS * chunk))
+    least = max(context, longest_bin(chunk))  # bits depend on the packing of a bin
+    lengths = _halves(request.batch_tokens, default_tokens, least)
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
     for ranks, least_slots in _rank_buckets(request.max_rank):

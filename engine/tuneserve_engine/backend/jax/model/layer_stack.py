@@ -195,7 +195,8 @@ def write_qkv(into: Attention, at: Any, qkv: tuple[Array, Array, Array]) -> Atte
 def _row_major(buffer: Array) -> Array:
     """Return the buffer, laid out as attention reads it.
 
-    On a GPU, XLA would give it the layout of the written blocks, and turn all of it in every layer.
+    On a GPU, XLA would give it the layout of the written blocks, and transpose all of it in every
+    layer.
     """
     if jax.default_backend() != "gpu":
         return buffer

@@ -50,6 +50,9 @@ def add_blocks(
         for block in range(count):
             before = jnp.where(goes_on[block - 1], sums[-1], old[block]) if block else old[0]
             sums.append(jnp.where(first[block], gradient[block], before + gradient[block]))
+        if jax.default_backend() == "gpu":
+            # Otherwise XLA computes each sum anew from the first block on, all in one kernel.
+            sums = list(jax.lax.optimization_barrier(tuple(sums)))  # type: ignore[no-untyped-call]
         # An index out of range is dropped; no index occurs twice.
         where = jnp.where(is_last, slot, buffers[name].shape[1] + jnp.arange(count))
         added[name] = (

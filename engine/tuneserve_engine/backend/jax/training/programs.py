@@ -54,10 +54,13 @@ class DeviceMicroBatch(NamedTuple):
         """Return the batch's arrays, not copied: they are sent when the program is called.
 
         ``begun`` are the requests with a block in an earlier micro-batch of their ``TrainBatch``.
-        Request i is in the i-th slot from ``first_slot`` on.
+        Request i is in the i-th slot from ``first_slot`` on. The blocks of a request are side by
+        side: the gradients of one run of blocks are summed before they are written.
         """
         request = micro_batch.block_request
         used = request >= 0
+        runs = request[np.flatnonzero(np.diff(request, prepend=-1))]
+        assert np.unique(runs).size == runs.size, "the blocks of a request are not side by side"
         first = np.zeros_like(used)
         starts = np.unique(request, return_index=True)
         for index, at in zip(*(part.tolist() for part in starts), strict=True):

@@ -170,6 +170,8 @@ def test_logits_take_their_room_and_their_gradient_as_much_again(
     config = replace(QWEN3, vocab_size=vocab_size)
     counted = footprint(config, static_shapes=static_shapes, device_kind=device_kind)
     assert counted.logits.bytes == 2 * 64 * blocks * vocab_size * 4
+    narrow = replace(counted, shape=replace(counted.shape, dtype="bfloat16"))
+    assert narrow.logits.bytes == 64 * blocks * vocab_size * (2 * 4 + 2)
 
 
 def test_two_micro_batches_of_arrays_are_counted() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scripts.gpu_compile import shapes as gpu_shapes
 from tests.engine.backend.jax.memory.test_footprint import QWEN3
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, DoesNotFit, Plan, plan
@@ -52,6 +53,14 @@ def test_with_enough_memory_everything_has_its_default() -> None:
 def test_an_accelerator_has_longer_chunks_and_micro_batches() -> None:
     found = plan(MODEL, Device("gpu", 64 * GIB, GIB), PlanRequest())
     assert (found.static_shapes.chunk, found.static_shapes.micro_batch_tokens) == (2048, 8192)
+
+
+def test_an_accelerator_with_less_memory_shortens_micro_batches_before_it_recomputes() -> None:
+    """Qwen3-8B on 80 GB, of which JAX takes 0.92."""
+    config = gpu_shapes.MODELS["qwen3-8b"]
+    request = PlanRequest(dtype="bfloat16", max_rank=32)
+    found = plan(config, Device.accelerator("gpu", int(0.92 * 84_942_979_072), GIB), request)
+    assert (found.remat, found.static_shapes.micro_batch_tokens) == ("attention", 4096)
 
 
 def test_the_lines_add_up_to_the_whole_memory() -> None:

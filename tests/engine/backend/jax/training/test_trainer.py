@@ -66,9 +66,9 @@ def requests(datum: Datum) -> dict[int, list[Row]]:
 
 @pytest.fixture(scope="module")
 def mixed(micro_batch_of: BatchOf, requests: dict[int, list[Row]]) -> MicroBatch:
-    """13 blocks of 16: the last chunk in use is half full, and the first request occurs twice."""
+    """13 blocks of 16: the last chunk in use is half full, and the first request has two bins."""
     first, second, third = requests.values()
-    return micro_batch_of((0, *first[:2]), (1, *second), (2, *third), (0, first[2]))
+    return micro_batch_of((0, *first[:2]), (0, first[2]), (1, *second), (2, *third))
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def test_neighbours_place_and_slot_change_no_bit_of_a_request(
     rows, mine, other = requests[0], ADAPTERS[0], ADAPTERS[1]
     lone = micro_batch_of((0, *rows))
     want = bits(run(model(), {0: mine}, lone), [lone], 0, mine)
-    behind = micro_batch_of((1, datum(7, 9)), (0, *rows), (1, datum(8, 2)))
+    behind = micro_batch_of((1, datum(7, 9)), (0, *rows), (3, datum(8, 2)))
     further = micro_batch_of((1, datum(8, 24)), (3, datum(7, 30)), (0, *rows))
     for micro_batch in (behind, further):
         got = run(model(), {0: mine, 1: other, 3: other}, micro_batch)
