@@ -119,15 +119,18 @@ def assert_as_alone(alone: Any, ran: Ran, a: Tenant, number: int, request: int =
 def test_a_neighbour_and_the_place_in_the_micro_batch_change_no_bit(
     alone, run, tenant, datum, place: int, loss: str
 ):
-    """After zero, one, three and six blocks of a neighbour, where two blocks are a chunk."""
-    a, b = tenant(), tenant(SMALL)
+    """After zero, one, three and six blocks of a neighbour, where two blocks are a chunk. Another
+    neighbour is behind.
+    """
+    a, b, c = tenant(), tenant(SMALL), tenant(SMALL)
     policy = {"old_logprobs": -2.0, "advantages": 0.5, "clip_high": 9.0}
     bins = []
-    for length in (5, 16, 20):
+    for number, length in enumerate((5, 16, 20)):
         inputs = {name: [value] * length for name, value in policy.items()}
-        bins.append((1, datum(length, length, loss, **(inputs if loss == "ppo" else {}))))
+        neighbour = 1 if number < place else 2
+        bins.append((neighbour, datum(length, length, loss, **(inputs if loss == "ppo" else {}))))
     bins.insert(place, (0, datum(1, 11)))
-    assert_as_alone(alone, run([a, b], bins), a, place)
+    assert_as_alone(alone, run([a, b, c], bins), a, place)
 
 
 def nan_weights(datum: Any) -> Any:
@@ -146,10 +149,10 @@ def infinite_ratio(datum: Any) -> Any:
 def test_a_neighbour_with_nan_or_infinite_inputs_changes_no_bit_and_fails_alone(
     alone, run, tenant, datum, poison
 ):
-    a, b = tenant(), tenant(SMALL)
+    a, b, c = tenant(), tenant(SMALL), tenant(SMALL)
     before = b.arrays()
-    ran = run([a, b], [(1, poison(datum)), (0, datum(1, 11)), (1, datum(6, 4))])
-    assert ran.finite == (True, False)
+    ran = run([a, b, c], [(1, poison(datum)), (0, datum(1, 11)), (2, datum(6, 4))])
+    assert ran.finite == (True, False, True)
     assert_same_bits(b.arrays(), before)
     assert_as_alone(alone, ran, a, 1)
 
@@ -239,11 +242,11 @@ def test_a_request_split_over_batches_and_shared_with_a_neighbour_changes_no_bit
     run, tenant, datum
 ):
     rows = [datum(seed, 3 + seed) for seed in range(6)]
-    alone, a, b = tenant(), tenant(), tenant(SMALL)
+    alone, a, b, c = tenant(), tenant(), tenant(SMALL), tenant(SMALL)
     alone_ran = run([alone], [(0, *rows[:2]), (0, rows[2]), (0, *rows[3:])])
     ran = run(
-        [b, a],
-        [(0, datum(9, 5)), (1, *rows[:2]), (0, datum(8, 5))],
+        [b, a, c],
+        [(0, datum(9, 5)), (1, *rows[:2]), (2, datum(8, 5))],
         [(1, rows[2])],
         [(0, datum(7, 5)), (1, *rows[3:])],
     )
