@@ -8,8 +8,8 @@ HASHED := $(PIP) --require-hashes --no-deps --requirement
 FOR_A_GPU := JAX_PLATFORMS=cpu PYTHONPATH=.gpu-compile:.
 PATHS := clients server engine tests examples benchmarks scripts
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-plan lint fix bench \
-	compat newcomer proto reference redis-server chromium clean
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-plan \
+	lint fix bench compat newcomer proto reference redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 

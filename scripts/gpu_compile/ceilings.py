@@ -3,8 +3,8 @@
     make gpu-compile        # after all programs compile
 
 Training of two models at their full depth, rank 32, for an H200. Both figures are counted in the
-compiled program, so a ceiling is what the program needed when it was set. A change that lowers a
-figure lowers its ceiling, too. Temporary memory also has to fit the room that the planner counts.
+compiled program; a ceiling is some 1 % above what the program needed when it was set. A change that
+lowers a figure lowers its ceiling, too. Temporary memory also has to fit the planner's room.
 """
 
 import sys
@@ -27,8 +27,8 @@ class Ceiling:
 
 
 CEILINGS = {
-    "qwen3-0.6b": Ceiling(kernels=24_332, temp_bytes=1_620_934_928),
-    "qwen3-8b": Ceiling(kernels=29_732, temp_bytes=1_715_307_536),
+    "qwen3-0.6b": Ceiling(kernels=24_600, temp_bytes=1_640_000_000),
+    "qwen3-8b": Ceiling(kernels=30_000, temp_bytes=1_730_000_000),
 }
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -119,8 +119,3 @@ class Module:
 
     def root(self, computation: str) -> Instruction:
         return next(each for each in self.computations[computation].values() if each.is_root)
-
-    def instructions(self) -> Iterator[Instruction]:
-        """Yield the instructions of every computation."""
-        for computation in self.computations.values():
-            yield from computation.values()
