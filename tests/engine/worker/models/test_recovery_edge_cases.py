@@ -57,18 +57,25 @@ def test_the_log_of_a_suspect_is_replayed_alone(tmp_path: Path) -> None:
             return super().forward_backward(batch, *between)
 
     async def scenario(bench: Bench) -> None:
-        for model in "abc":
+        unsuspected = []
+        for model in "abcd":
             await bench.ok(await bench.create(model))
             for token in range(3):
-                await bench.ok(await bench.gradient(model, token))
+                request = await bench.gradient(model, token)
+                await bench.ok(request)
+                unsuspected += [request] if model != "a" else []
         await bench.kill()
-        suspect, *others = [await bench.step(model) for model in "abc"]
+        suspect, *others = [await bench.step(model) for model in "abcd"]
         await bench.store.note_running(1, [suspect])
         await bench.store.lease("worker", "one that takes over", FAKE_INFO)
-        bench.start(Recording())
+        backend = Recording()
+        backend.gate.clear()
+        bench.start(backend)
+        await until(lambda: bench.worker.pending.replays.keys() >= set(unsuspected))
+        backend.gate.set()
         for request in (suspect, *others):
             await bench.ok(request)
-        assert {"b", "c"} in batches  # others share batches
+        assert any(len(batch) > 1 for batch in batches)  # others share batches
         assert all(batch == {"a"} for batch in batches if "a" in batch)
 
     run(tmp_path, scenario, NEVER)
