@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Python compiles a module when it is first imported; all modules at once would take pip a minute.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --no-compile
 HASHED := $(PIP) --require-hashes --no-deps --requirement
-FOR_A_GPU := JAX_PLATFORMS=cpu PYTHONPATH=.gpu-compile:.
+FOR_A_GPU := JAX_PLATFORMS=cpu PYTHONPATH=.:clients:engine:server .gpu-compile/bin/python
 PATHS := clients server engine tests examples benchmarks scripts
 
 .PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-plan \
@@ -39,12 +39,12 @@ test-faults-alone: .venv/dev.stamp redis-server
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests --ignore=tests/compat --ignore=tests/newcomer)
 
-gpu-compile: .venv/dev.stamp .gpu-compile/stamp  ## The programs for an H200, compiled without one; ARGS=--full
-	$(FOR_A_GPU) $(BIN)/python -m scripts.gpu_compile $(ARGS)
-	$(if $(ARGS),,$(FOR_A_GPU) $(BIN)/python -m scripts.gpu_compile.ceilings)
+gpu-compile: .gpu-compile/stamp  ## The programs for an H200, compiled without one; ARGS=--full
+	$(FOR_A_GPU) -m scripts.gpu_compile $(ARGS)
+	$(if $(ARGS),,$(FOR_A_GPU) -m scripts.gpu_compile.ceilings)
 
-gpu-plan: .venv/dev.stamp .gpu-compile/stamp  ## Predicted cost on a GPU; ARGS="qwen3-8b --device h200"
-	$(FOR_A_GPU) $(BIN)/python benchmarks/gpu_plan.py $(ARGS)
+gpu-plan: .gpu-compile/stamp  ## Predicted cost on a GPU; ARGS="qwen3-8b --device h200"
+	$(FOR_A_GPU) benchmarks/gpu_plan.py $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check $(PATHS)
@@ -112,8 +112,10 @@ clean:
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@ .venv/demo.stamp
 
-# JAX's compiler for NVIDIA GPUs, beside .venv: in it, JAX would look for a GPU in every process.
-.gpu-compile/stamp: requirements/gpu-compile.txt | .venv/dev.stamp
+# JAX's compiler for NVIDIA GPUs and the JAX of the GPU image, which need Python 3.12. With the compiler
+# in .venv, JAX would look for a GPU in every process.
+.gpu-compile/stamp: requirements/gpu-compile.txt
 	rm -rf .gpu-compile
-	$(HASHED) requirements/gpu-compile.txt --target .gpu-compile
+	python=$$(scripts/newer_python.sh) && $$python -m venv .gpu-compile
+	.gpu-compile/$(HASHED:.venv/%=%) requirements/gpu-compile.txt
 	touch $@

@@ -1,10 +1,12 @@
 # A worker: it takes jobs from the store and writes results to the store. It listens on no port.
 #   docker build --file docker/worker.Dockerfile --tag tuneserve-worker .
-#   docker build --file docker/worker.Dockerfile --tag tuneserve-worker:cuda --build-arg EXTRA=cuda .
+#   docker build --file docker/worker.Dockerfile --tag tuneserve-worker:cuda --build-arg EXTRA=cuda \
+#       --build-arg PYTHON=3.13.9-slim-bookworm .
 ARG PYTHON=3.11.14-slim-bookworm
 
 FROM python:${PYTHON} AS build
-# engine: JAX for the CPU. cuda: JAX with the libraries of CUDA; the host provides the driver.
+# engine: JAX for the CPU. cuda, cuda13: the newest JAX with the libraries of CUDA 12 or 13, which needs
+# Python 3.12; the host provides the driver.
 ARG EXTRA=engine
 WORKDIR /src
 COPY LICENSE pyproject.toml README.md ./

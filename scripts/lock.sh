@@ -1,24 +1,32 @@
 #!/bin/sh
 # Writes requirements/*.txt: every version in constraints.txt that an install needs, with the hashes of
-# all files of that release. The files name no registry. UV is the uv command.
+# all files of that release. On a GPU, the versions in constraints-gpu.txt replace those of the same
+# packages. The files name no registry. UV is the uv command.
 set -eu
 cd "$(dirname "$0")/.."
+merged=$(mktemp)
+trap 'rm -f "$merged"' EXIT
+sed -E 's/==.*/==/' constraints-gpu.txt | grep -vFf - constraints.txt | cat - constraints-gpu.txt > "$merged"
 
 lock() {
-    name=$1
-    shift
-    "${UV:-uv}" pip compile --quiet --constraint constraints.txt --generate-hashes \
-        --no-emit-index-url --no-header --no-annotate --python-version 3.11.3 \
+    python=$1 constraints=$2 name=$3
+    shift 3
+    "${UV:-uv}" pip compile --quiet --constraint "$constraints" --generate-hashes \
+        --no-emit-index-url --no-header --no-annotate --python-version "$python" \
         --python-platform x86_64-manylinux_2_28 --upgrade \
         --output-file "requirements/$name.txt" "$@"
 }
 
-for extra in server engine cuda demo; do
-    lock "$extra" pyproject.toml --extra "$extra"
+for extra in server engine demo; do
+    lock 3.11.3 constraints.txt "$extra" pyproject.toml --extra "$extra"
+done
+for extra in cuda cuda13; do
+    lock 3.12.0 "$merged" "$extra" pyproject.toml --extra "$extra"
 done
 # The right torch for a machine (CPU or CUDA) depends on its registry, and so does the hash. Only tests
 # import torch, as a reference.
-grep -Ev '^(torch|jax-cuda12-|nvidia-)' constraints.txt | lock dev --no-deps -
-grep -E '^jax-cuda12-' constraints.txt | lock gpu-compile --no-deps -
+grep -Ev '^torch' constraints.txt | lock 3.11.3 constraints.txt dev --no-deps -
+# The compiler for a GPU, without CUDA's libraries.
+grep -E '^jax-cuda12-' constraints-gpu.txt | lock 3.12.0 "$merged" gpu-compile pyproject.toml --extra engine -
 # An editable install makes hatchling ask for editables.
-printf 'hatchling\neditables\n' | lock build -
+printf 'hatchling\neditables\n' | lock 3.11.3 constraints.txt build -

@@ -7,6 +7,7 @@ error, seconds, and bytes of temporary memory. The exit status is 1 if a program
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from scripts.gpu_compile import norms
+from scripts.gpu_compile.ceilings import PROGRAMS
 from scripts.gpu_compile.devices import GPUS
 from scripts.gpu_compile.programs import Task, attention, closed_set, largest_plan
 from scripts.gpu_compile.shapes import DTYPES, HEAD_DIMS, MODELS
@@ -47,9 +49,10 @@ def tasks(
 ) -> Iterator[Task]:
     """Yield the programs to compile.
 
-    These are all programs of the smallest model. Of the other models, unless ``is_full``, they are
-    the programs that are compiled ahead for the lowest rank bucket and one target per position.
-    Float32 kernels are compiled for the ends of the groups only, unless ``is_full``.
+    Unless ``is_full``, these are all programs of the smallest model for the highest rank bucket. Of
+    the other models, they are the programs that are compiled ahead for the lowest rank bucket and
+    one target per position, except those that ``ceilings`` compiles. Float32 kernels are compiled
+    for the ends of the groups only, unless ``is_full``.
     """
     if with_kernels:
         yield from chain.from_iterable(
@@ -59,7 +62,17 @@ def tasks(
         is_all = is_full or model == _SMALL
         config = replace(MODELS[model], layers=layers)
         found = largest_plan(config, _MAX_RANK if is_all else _LEAST_RANK)
-        yield from closed_set(model, config, found, is_all=is_all)
+        for task in closed_set(model, config, found, is_all=is_all):
+            program, rank = _program(task.name)
+            if is_full or (rank in (None, _MAX_RANK) if is_all else program not in PROGRAMS):
+                yield task
+
+
+def _program(name: str) -> tuple[str, int | None]:
+    """Return the program and the rank bucket in a task's name, if it has one."""
+    _, program, *key = name.split(" ", 2)
+    found = re.match(r"\(?(\d+)", " ".join(key))
+    return program, int(found[1]) if found else None
 
 
 def compiled(tasks: Iterable[Task], compile_one: Compile, threads: int) -> Iterator[Result]:

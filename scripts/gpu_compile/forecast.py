@@ -44,7 +44,7 @@ class Forecast:
 
     program: str
     temp_bytes: int
-    planned_bytes: int  # the planner's room for temporary memory of training
+    planned_bytes: int  # the planner's room for its temporary memory
     cost: Cost
     rate: float  # tokens per second
     share: float  # of the GPU's operations in training (MFU), of its weight limit in decoding
@@ -88,6 +88,8 @@ def _forecast(  # noqa: PLR0913
     temp_bytes = int(compiled.memory_analysis().temp_size_in_bytes)
     footprint = _footprint(config, found)
     lines = footprint.micro_batch, footprint.chunk, footprint.logits, footprint.head_adapters
+    if name.startswith("decode"):
+        lines = (footprint.drawing,)
     planned = sum(line.bytes for line in lines)
     if name.startswith("decode"):
         steps = STEPS_PER_DISPATCH / expected.total_s
@@ -103,6 +105,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
     shapes = found.static_shapes
     head_blocks = head_chunk_blocks(shapes.block, shapes.chunk, config.vocab_size, "gpu")
     pages = shapes.block * pages_per_round("gpu")
+    position_bytes = 2 * 2 * config.kv_heads * config.head_dim  # a key and a value, bfloat16
     return Work(
         rounds={
             "chunks": math.ceil(load.tokens / shapes.chunk),
@@ -114,6 +117,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
         },
         is_taken={"gspo": False, "top_k": False, "top_p": False, "top_tokens": False},
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
+        page_bytes=load.slots * load.context * position_bytes,
     )
 
 

@@ -52,11 +52,13 @@ class Work:
 
     ``rounds`` are the rounds of loops whose number the device decides. ``is_taken`` says which
     conditionals hold. ``attention_flops`` are those of one call of the kernel's forward pass.
+    ``page_bytes`` are read by one call of the kernel of attention over pages.
     """
 
     rounds: Mapping[str, int] = field(default_factory=dict)
     is_taken: Mapping[str, bool] = field(default_factory=dict)
     attention_flops: float = 0.0
+    page_bytes: float = 0.0
 
 
 @dataclass
@@ -174,6 +176,9 @@ class _Walk:
             is_float32 = any(computation[x].arrays[0].dtype == "f32" for x in at.operands[:2])
             seconds = _product_s(self._gpu, batch, m, n, k) * (2 if is_float32 else 1)
             self._kernel(at, Group.PRODUCTS, times, moved, 2.0 * batch * m * n * k, seconds)
+        elif "paged_attention" in at.source:
+            moved = at.bytes + self._work.page_bytes
+            self._kernel(at, Group.ATTENTION, times, moved)
         elif "triton" in target or "mosaic" in target:
             share = _BACKWARD_ATTENTION / 2 if "attention_backward" in at.source else 1.0
             flops = self._work.attention_flops * share

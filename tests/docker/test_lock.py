@@ -26,6 +26,8 @@ def pins(text: str) -> dict[str, str]:
 
 
 CONSTRAINTS = pins((ROOT / "constraints.txt").read_text())
+ON_A_GPU = pins((ROOT / "constraints-gpu.txt").read_text())
+GPU_LOCKS = {"cuda", "cuda13", "gpu-compile"}
 
 
 def closure(extra: str) -> set[str]:
@@ -51,7 +53,7 @@ def closure(extra: str) -> set[str]:
 
 
 def test_every_kind_of_install_has_a_lock() -> None:
-    assert LOCKS == ["build", "cuda", "demo", "dev", "engine", "gpu-compile", "server"]
+    assert LOCKS == ["build", "cuda", "cuda13", "demo", "dev", "engine", "gpu-compile", "server"]
 
 
 @pytest.mark.parametrize("name", LOCKS)
@@ -61,7 +63,8 @@ def test_a_lock_has_pinned_versions_with_hashes_and_no_address(name: str) -> Non
     assert entries
     for entry in entries:
         assert re.fullmatch(r"[\w.-]+==\S+( +--hash=sha256:[0-9a-f]{64})+", entry), entry[:200]
-    assert pins(text).items() <= CONSTRAINTS.items()
+    expected = CONSTRAINTS | ON_A_GPU if name in GPU_LOCKS else CONSTRAINTS
+    assert pins(text).items() <= expected.items()
 
 
 @pytest.mark.parametrize("extra", ["server", "engine", "demo"])
@@ -69,14 +72,20 @@ def test_a_lock_has_exactly_what_its_extra_needs(extra: str) -> None:
     assert pins((FOLDER / f"{extra}.txt").read_text()).keys() == closure(extra)
 
 
-def test_the_lock_for_a_gpu_adds_cuda_to_that_of_the_engine() -> None:
-    engine, cuda = (pins((FOLDER / f"{name}.txt").read_text()) for name in ("engine", "cuda"))
-    assert engine.items() < cuda.items()
-    assert all(re.match("jax-cuda12-|nvidia-", name) for name in cuda.keys() - engine.keys())
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [("cuda", "jax-cuda12-|nvidia-"), ("cuda13", "jax-cuda13-|nvidia-"), ("gpu-compile", "jax-")],
+)
+def test_a_lock_for_a_gpu_adds_its_own_packages_to_the_engine_s(name: str, added: str) -> None:
+    engine, lock = (pins((FOLDER / f"{each}.txt").read_text()) for each in ("engine", name))
+    assert engine.keys() < lock.keys()
+    assert all(re.match(added, each) for each in lock.keys() - engine.keys())
+    changed = {each for each in engine if lock[each] != engine[each]}
+    assert changed == ON_A_GPU.keys() & engine.keys()
 
 
 def test_only_a_reference_of_the_tests_is_installed_without_a_hash() -> None:
     locked = pins((FOLDER / "dev.txt").read_text()).keys()
     assert closure("dev") - locked == UNHASHED
-    for name in ("server", "engine", "cuda", "demo"):
+    for name in ("server", "engine", "cuda", "cuda13", "demo"):
         assert not UNHASHED & pins((FOLDER / f"{name}.txt").read_text()).keys()

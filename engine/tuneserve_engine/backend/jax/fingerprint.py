@@ -14,6 +14,16 @@ from tuneserve_engine.backend.jax.programs.registry import compiler_options
 from tuneserve_engine.core.shapes import StaticShapes
 
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
+_NO_VERSION = "none"
+_GPU_PACKAGES = (
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "nvidia-cublas-cu12",
+    "nvidia-cublas",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
+"""Libraries that compute on a GPU. Only those that are installed are named."""
 _CODE = (
     "core/adapter.py",
     "core/provenance.py",
@@ -48,7 +58,7 @@ def numerics_id(
     folder: Path, *, dtype: str, static_shapes: StaticShapes, remat: str, sample_rows: int
 ) -> str:
     """Return one readable line, the same for every process that computes the same bits."""
-    packages = " ".join(f"{name}={_version(name)}" for name in _PACKAGES)
+    packages = " ".join(f"{name}={version}" for name, version in _packages().items())
     shapes_id = (
         static_shapes.context_length,
         static_shapes.block,
@@ -79,11 +89,21 @@ def ask_for_float32(dtype: str) -> None:
         jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 
 
+def _packages() -> dict[str, str]:
+    """Return the version of every package that computes; those of a GPU only if installed."""
+    versions = {name: _version(name) for name in (*_PACKAGES, *_GPU_PACKAGES)}
+    return {
+        name: version
+        for name, version in versions.items()
+        if name in _PACKAGES or version != _NO_VERSION
+    }
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "none"
+        return _NO_VERSION
 
 
 def _code() -> Iterator[bytes]:
@@ -120,7 +140,7 @@ def _processor() -> str:
 def _flags() -> str:
     variables = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
     options = [f"{name}={getattr(jax.config, name)}" for name in _OPTIONS]
-    options += [f"{name}={value}" for name, value in compiler_options().items()]
+    options += [f"{name}={value}" for name, value in compiler_options(has_few_rows=True).items()]
     return f"({' '.join(variables + options)})"
 
 

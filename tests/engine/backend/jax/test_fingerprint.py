@@ -61,8 +61,26 @@ def test_every_pattern_of_the_digest_matches_a_file(pattern: str):
     assert list(ROOT.glob(pattern))
 
 
-def test_the_id_has_the_compiler_options():
+def test_the_id_has_the_compiler_options(monkeypatch: pytest.MonkeyPatch):
     assert "xla_allow_excess_precision=False" in fingerprint._flags()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "xla_gpu_dot_merger_threshold_mb=0" in fingerprint._flags()
+
+
+def test_the_id_names_the_installed_libraries_that_compute_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    assert not set(fingerprint._packages()) - set(fingerprint._PACKAGES)
+    installed = {"nvidia-cublas-cu12": "12.9.3.13", "jax": "0.12.0.1"}
+    monkeypatch.setattr(fingerprint, "_version", lambda name: installed.get(name, "none"))
+    assert fingerprint._packages() == {
+        "tuneserve": "none",
+        "jax": "0.12.0.1",
+        "jaxlib": "none",
+        "flax": "none",
+        "numpy": "none",
+        "nvidia-cublas-cu12": "12.9.3.13",
+    }
 
 
 @pytest.fixture

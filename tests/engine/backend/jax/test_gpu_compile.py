@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu_compile import __main__ as gpu_compile
-from scripts.gpu_compile import norms
+from scripts.gpu_compile import ceilings, norms
 from scripts.gpu_compile.programs import Task
 from scripts.gpu_compile.shapes import GROUPS, HEAD_DIMS, MODELS
 
@@ -64,13 +64,19 @@ def test_kernels_of_every_head_dim_and_group_are_compiled(usual: list[str]) -> N
     )
 
 
-def test_two_models_are_compiled_with_all_programs_of_a_rank_bucket(usual: list[str]) -> None:
+def test_two_models_are_compiled_each_with_the_programs_of_one_rank_bucket(
+    usual: list[str],
+) -> None:
+    """``ceilings`` compiles the rest of the second."""
     of_model = by_model(usual)
     assert set(of_model) == {"qwen3-0.6b", "qwen3-8b"}
-    small = of_model["qwen3-0.6b"]
-    assert {f"decode {rank}" for rank in (8, 32, 128)} <= small
-    training = {f"{name}_micro_batch (8, 1, 128)" for name in ("train", "score")}
-    assert {*training, "prefill 8", "decode 8"} <= of_model["qwen3-8b"] <= small
+    small, large = of_model["qwen3-0.6b"], of_model["qwen3-8b"]
+    assert {"decode 128", "train_micro_batch (128, 64, 128)", "step_osft_core 128"} <= small
+    assert not any(name.endswith((" 8", " 32")) for name in small)
+    assert {"score_micro_batch (8, 1, 128)", "prefill 8", "copy ()"} <= large
+    assert set(ceilings.PROGRAMS) == {"train_micro_batch", "decode"}
+    assert not any(name.startswith(ceilings.PROGRAMS) for name in large)
+    assert {("qwen3-8b", program) for program in ceilings.PROGRAMS} <= ceilings.CEILINGS.keys()
 
 
 def test_every_kernel_and_model_is_compiled_on_request() -> None:

@@ -1,5 +1,6 @@
 """The roofline counts kernels, bytes and operations of a module as one would by hand."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_attention_costs_its_operations_and_each_backward_kernel_a_quarter_more(
     assert found.seconds[Group.ATTENTION] == pytest.approx((1 + 1.25) * 3e12 / (0.3 * 1e15))
 
 
+def test_attention_over_pages_costs_the_pages_it_reads() -> None:
+    """Its table of 1 KiB, its result of 8 MiB, and pages of 1 GB, at 0.83 TB/s."""
+    module = """HloModule jit_run
+ENTRY %main (table: s32[256]) -> f32[2048,1024] {
+  %table = s32[256]{0} parameter(0)
+  ROOT %out = f32[2048,1024]{1,0} custom-call(%table), custom_call_target="triton", metadata={op_name="jit(run)/paged_attention/pallas_call"}
+}
+"""  # noqa: E501
+    found = cost(Module.parse(module), GPU, Work(attention_flops=1e15, page_bytes=1e9))
+    assert found.seconds[Group.ATTENTION] == pytest.approx((2**23 + 1e9) / 0.83e12)
+
+
 def test_loops_whose_end_the_device_decides_and_conditionals_cost_the_host_a_look() -> None:
     known = counted(KNOWN, is_taken={"seldom": False}).seconds[Group.LAUNCHES]
     named = counted(NAMED, rounds={"chunks": 3}, is_taken={"seldom": False}).seconds[Group.LAUNCHES]
@@ -154,6 +167,7 @@ def test_rounds_follow_from_the_plan_and_the_load() -> None:
     assert found.rounds["trained_head"] == 16
     assert found.rounds["pages"] == 5  # the fourth step has 1,027 tokens before it
     assert found.attention_flops == 4 * 16 * 128 * 8192 * 512
+    assert found.page_bytes == 8 * 1024 * 2 * 8 * 128 * 2  # slots, positions, 8 heads in bfloat16
 
 
 @pytest.mark.parametrize("name", ["h100", "l40s"])
@@ -174,3 +188,13 @@ def test_a_program_above_a_ceiling_or_its_plan_is_named_with_both_figures() -> N
         "small train: 101 bytes of temporary memory, the limit is 100",
         "small train: 101 bytes of temporary memory, the limit is 99",
     ]
+
+
+def test_decoding_may_not_copy_a_large_array() -> None:
+    ceiling = Ceiling(kernels=10, temp_bytes=100)
+    copying = Cost(kernels=10, copies=Counter({"f32[2048,2048] jit(run)/turn": 2**24}))
+    found = Forecast("decode 8", 100, 100, copying, rate=1.0, share=0.1)
+    assert violations("small", found, ceiling) == [
+        "small decode 8: copies 16,777,216 bytes, f32[2048,2048] jit(run)/turn"
+    ]
+    assert violations("small", replace(found, program="train"), ceiling) == []

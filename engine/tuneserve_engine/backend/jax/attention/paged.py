@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from tuneserve_engine.backend.jax.attention import paged_gpu
 from tuneserve_engine.backend.jax.attention.base import UNSEEN
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 
@@ -31,10 +32,13 @@ that only the long ones need: 24 to 27 ms for 4 to 16 rows, 40 ms for all 64.
 
 
 class Pages(NamedTuple):
-    """One array per layer: a stacked array carried through a loop is copied at every step."""
+    """On a CPU, one array per layer: it would copy a stacked array in every round of a loop.
 
-    k: tuple[Array, ...]  # L of [P, K, H, S]
-    v: tuple[Array, ...]  # L of [P, K, S, H]
+    Elsewhere, one array of all layers, [L, P, ...].
+    """
+
+    k: tuple[Array, ...]  # of [P, K, H, S]
+    v: tuple[Array, ...]  # of [P, K, S, H]
 
 
 def write_page(
@@ -45,6 +49,8 @@ def write_page(
     v: Float[Array, "B S K H"],
 ) -> tuple[Array, Array]:
     """Fill each row's page."""
+    if jax.default_backend() == "gpu":  # one kernel; only unused rows share a page
+        return keys.at[page].set(k.transpose(0, 2, 3, 1)), values.at[page].set(v.swapaxes(1, 2))
     for row in range(k.shape[0]):
         keys = lax.dynamic_update_index_in_dim(keys, k[row].transpose(1, 2, 0), page[row], 0)
         values = lax.dynamic_update_index_in_dim(values, v[row].transpose(1, 0, 2), page[row], 0)
@@ -73,8 +79,10 @@ def attend_pages(
     """Return each position's attention to its row up to itself; zeros for positions below 0.
 
     Scores, softmax and sums are float32. On a CPU, rows of about the same length are computed a few
-    at a time.
+    at a time. On a GPU, pages in bfloat16 are read by a kernel.
     """
+    if jax.default_backend() == "gpu" and paged_gpu.fits(keys):
+        return paged_gpu.attend(q, keys, values, table, positions, interpret=False)
     count, length = positions.shape
     together = 1 if length > 1 else math.gcd(count, _ROWS_TOGETHER)
     if together == count or jax.default_backend() != "cpu":

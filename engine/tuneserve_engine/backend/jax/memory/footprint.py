@@ -85,7 +85,7 @@ class Footprint:
             self.logits,
             self.head_adapters,
             self.step,
-            self.unstacked,
+            *((self.unstacked,) if self.unstacked.bytes else ()),
             *self.sampling,
             *self.wide_copies,
         )
@@ -353,8 +353,10 @@ class Footprint:
 
     @property
     def unstacked(self) -> Line:
-        """The layers once more: decoding reads each layer's weights from arrays of its own."""
+        """The layers once more: on a CPU, sampling reads each layer from arrays of its own."""
         layers, count, item = self.config.layers, self.layer_parameters, self.shape.item
+        if self.shape.device_kind != "cpu":
+            return Line("layers for sampling", "read where the base weights are", 0)
         return Line(
             "layers for sampling",
             f"{layers} layers * {count:,} parameters * {item} bytes",

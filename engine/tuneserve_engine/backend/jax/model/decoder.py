@@ -44,7 +44,8 @@ class Paged(NamedTuple):
     positions: Int[Array, "B T"]  # below 0: padding, or an idle row
     table: Int[Array, "B E"]  # the pages of a row, in order
     pages: Pages
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] | Layer
+    """Each layer's own arrays, or one ``Layer`` of arrays with an axis L, which a scan slices."""
 
 
 class TrainingSpace(Protocol):
@@ -163,6 +164,10 @@ class Decoder(nnx.Module):
         hidden, _ = self.forward_layers(self.embedded(ids), packed, adapter_slots)
         return hidden[: count * each]
 
+    def stacked(self, lora: LoraRows | None) -> Layer:
+        """Return all layers as one ``Layer``, for programs that scan them while they decode."""
+        return Layer({name: weight[...] for name, weight in self.layers.items()}, lora)
+
     def unstacked(self, lora: LoraRows | None) -> tuple[Layer, ...]:
         """Return every layer's own arrays, for programs that decode.
 
@@ -185,20 +190,51 @@ class Decoder(nnx.Module):
         return tuple(layer(index) for index in range(self.config.layers))
 
     def _paged_layers(self, x: Float[Array, "B T D"], view: Paged) -> tuple[Array, Pages]:
-        if not view.layers:
+        if not self.config.layers:
             return x, view.pages
         rope = self._rope(view.positions)
         table, positions = view.table, view.positions
         keys, values = list(view.pages.k), list(view.pages.v)
-        part = positions[:, 0] // values[0].shape[2]
+        part = positions[:, 0] // values[0].shape[-2]
         held = (part >= 0) & (part < table.shape[1])
         found = jnp.take_along_axis(table, jnp.where(held, part, 0)[:, None], axis=1)[:, 0]
         page = jnp.where(held, found, UNUSED_PAGE)
+        if isinstance(view.layers, Layer):
+            return self._scan_paged_layers(x, view, view.layers, rope, page)
         for index, layer in enumerate(view.layers):
             x, keys[index], values[index] = _paged_layer(
                 self.config, layer, x, rope, keys[index], values[index], page, table, positions
             )
         return x, Pages(tuple(keys), tuple(values))
+
+    def _scan_paged_layers(
+        self, x: Float[Array, "B T D"], view: Paged, layers: Layer, rope: Rope, page: Array
+    ) -> tuple[Array, Pages]:
+        """Loop over the layers. Layer l's pages follow those of layer l - 1 in one array."""
+        (keys,), (values,) = view.pages
+        shapes, count = (keys.shape, values.shape), keys.shape[1]
+
+        def layer(carry: tuple[Array, Array, Array], sliced: Any) -> tuple[Any, None]:
+            x, keys, values = carry
+            weights, number = sliced
+            first = number * count
+            out = _paged_layer(
+                self.config,
+                Layer(weights, None if layers.lora is None else layers.lora.of_layer(number)),
+                x,
+                rope,
+                keys,
+                values,
+                page + first,
+                view.table + first,
+                view.positions,
+            )
+            return out, None
+
+        keys, values = (x.reshape(-1, *x.shape[2:]) for x in (keys, values))
+        numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
+        (x, keys, values), _ = jax.lax.scan(layer, (x, keys, values), (layers.weights, numbers))
+        return x, Pages((keys.reshape(shapes[0]),), (values.reshape(shapes[1]),))
 
     def logits(self, hidden: Float[Array, "B T D"], lora: LoraRows | None) -> Float[Array, "B T V"]:
         """Return float32 logits of final-normed hidden states, each row under its own adapter."""

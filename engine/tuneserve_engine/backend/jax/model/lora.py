@@ -31,6 +31,18 @@ class LoraRows(NamedTuple):
         """Gather [J, ...] to [B, ...]."""
         return stacked if self.slot is None else stacked[self.slot]
 
+    def of_layer(self, number: Int[Array, ""]) -> "LoraRows":
+        """Return the adapters of one layer."""
+
+        def take(stacked: Array) -> Array:
+            # With an axis of length 1, XLA would choose a layout that it has to copy all layers to.
+            slots = stacked.shape[1]
+            flat = stacked.reshape(-1, *stacked.shape[2:])
+            return jax.lax.dynamic_slice_in_dim(flat, number * slots, slots)
+
+        a, b = jax.tree.map(take, self.layers())
+        return self._replace(a=a, b=b)
+
     def layers(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the per-layer adapters, A and B, which a scan over layers slices."""
         return (

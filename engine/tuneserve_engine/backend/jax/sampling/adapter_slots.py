@@ -34,6 +34,14 @@ class FrozenAdapter(NamedTuple):
         return LoraRows(weights.a, weights.b, jnp.asarray(self.scale)[None])
 
 
+def scans_layers() -> bool:
+    """Return whether sampling loops over the layers instead of having arrays for each.
+
+    A CPU would copy a layer's weights before it multiplies with them.
+    """
+    return jax.default_backend() != "cpu"
+
+
 class DecodeAdapters(NamedTuple):
     """The adapters of all decode slots: slot b's adapter is at index b.
 
@@ -45,10 +53,21 @@ class DecodeAdapters(NamedTuple):
     scale: Float[Array, " B"]
 
     def of_layer(self, index: int) -> LoraRows:
-        return LoraRows(*self.layers[index], self.scale)
+        return LoraRows(*_turned(self.layers[index]), self.scale)
 
     def of_unembedding(self) -> LoraRows:
-        return LoraRows(*self.unembed, self.scale)
+        return LoraRows(*_turned(self.unembed), self.scale)
+
+
+def _turned(weights: LoraWeights) -> LoraWeights:
+    """Turn both matrices on a GPU, where slots hold them with the contracted dimension last.
+
+    It is the order in which decoding reads them. Otherwise XLA would turn all slots in every call.
+    """
+    if not scans_layers():
+        return weights
+    turned: LoraWeights = jax.tree.map(lambda x: x.swapaxes(-1, -2), weights)
+    return turned
 
 
 def set_slot_adapter(
@@ -57,7 +76,8 @@ def set_slot_adapter(
     """Return the adapter slots with the adapter in the slot's slot."""
 
     def place(slots: Array, new: Array) -> Array:
-        updated: Array = jax.lax.dynamic_update_index_in_dim(slots, new, slot, axis=0)
+        axis = slots.ndim - 3  # adapters of several layers have an axis before
+        updated: Array = jax.lax.dynamic_update_index_in_dim(slots, new, slot, axis)
         return updated
 
     layers, unembed = _by_layer(adapter.weights)
@@ -72,7 +92,7 @@ def empty_adapters(weights: LoraWeights, *, slots: int) -> DecodeAdapters:
     """Return zeros for all decode slots, in the shapes of these weights."""
 
     def zeros(x: Array) -> Array:
-        return jnp.zeros((slots, *x.shape), x.dtype)
+        return jnp.zeros((*x.shape[:-2], slots, *x.shape[-2:]), x.dtype)
 
     layers, unembed = jax.tree.map(zeros, _by_layer(weights))
     return DecodeAdapters(layers, unembed, jnp.zeros(slots, jnp.float32))
@@ -100,9 +120,12 @@ def _by_layer(weights: LoraWeights) -> tuple[tuple[LoraWeights, ...], LoraWeight
         return {name: x for name, x in arrays.items() if (name == UNEMBED) == is_unembed}
 
     stacked = LoraWeights(side(weights.a, False), side(weights.b, False))
+    unembed = LoraWeights(side(weights.a, True), side(weights.b, True))
+    if scans_layers():
+        return (_turned(stacked),), _turned(unembed)
     count = next(iter(stacked.a.values())).shape[0]
     layers = (jax.tree.map(itemgetter(index), stacked) for index in range(count))
-    return tuple(layers), LoraWeights(side(weights.a, True), side(weights.b, True))
+    return tuple(layers), unembed
 
 
 def _float32(shape: tuple[int, ...]) -> Any:

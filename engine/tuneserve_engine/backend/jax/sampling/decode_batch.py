@@ -70,8 +70,10 @@ class KvCache:
 
     @property
     def weights(self) -> tuple[Any, ...]:
+        """Each layer's own weights; empty if the programs loop over the layers."""
         if self._weights is None:
-            self._weights = self._programs.unstacked(())
+            layers = self._programs.layers
+            self._weights = () if layers is None else layers(())
         return self._weights
 
     def take_pages(self) -> Pages:

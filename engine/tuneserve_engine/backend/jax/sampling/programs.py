@@ -25,12 +25,13 @@ from tuneserve_engine.backend.jax.model.block import Layer
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder, Paged
 from tuneserve_engine.backend.jax.model.lora import LoraRows
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.adapter_slots import (
     DecodeAdapters,
     Scalar,
     adapter_specs,
     empty_adapters,
+    scans_layers,
     set_slot_adapter,
 )
 from tuneserve_engine.backend.jax.sampling.logits import (
@@ -132,7 +133,9 @@ class Programs:
         use = "samples, by rank bucket"
         self.prefill = programs.add_program("prefill", _prefill, use=use, model=model, donate=(0,))
         self.score = programs.add_program("score", _score, use=use, model=model)
-        self.decode = programs.add_program("decode", _decode, use=use, model=model, donate=(0,))
+        self.decode = programs.add_program(
+            "decode", _decode, use=use, model=model, donate=(0,), has_few_rows=True
+        )
         self.set_slot_adapter = programs.add_program(
             "set_slot_adapter", set_slot_adapter, use=use, donate=(0,)
         )
@@ -140,7 +143,9 @@ class Programs:
         use = "samples, all of them"
         self.copy = programs.add_program("copy", _copy, use=use, donate=(0,))
         self.empty_pages = programs.add_program("empty_pages", make_pages, use=use)
-        self.unstacked = programs.add_program("unstacked", _unstacked, use=use, model=model)
+        self.layers: Program | None = None
+        if not scans_layers():
+            self.layers = programs.add_program("unstacked", _unstacked, use=use, model=model)
         self._declare(model, static_shapes.rank_buckets, slots, jax.eval_shape(make_pages))
 
     def _declare(
@@ -149,11 +154,13 @@ class Programs:
         """Declare everything that sampling can ever call. ``pages`` is a ``Pages`` of specs."""
         config, shapes = model.config, target_shapes(model.config)
         index = _spec((), np.int32)
-        weights = jax.eval_shape(partial(_unstacked, model))
+        weights = ()
+        if self.layers is not None:
+            weights = jax.eval_shape(partial(_unstacked, model))
+            self.layers.declare(())
         hidden = _spec((self.blocks, self.block, config.hidden), pages.k[0].dtype)
         blocks = no_blocks(self.blocks, self.block, self.table_width)
         score_request = no_score_request(self.blocks, self.block)
-        self.unstacked.declare(())
         self.empty_pages.declare(())
         self.copy.declare((), pages, index, index)
         for order, rank in enumerate(rank_buckets):
@@ -221,10 +228,7 @@ def _prefill(
     """
     size = blocks.tokens.shape[1]
     start, slot = jnp.asarray(blocks.start), jnp.asarray(blocks.slot)
-    layers = tuple(
-        Layer(mine, adapters.of_layer(index)._replace(slot=slot))
-        for index, mine in enumerate(weights)
-    )
+    layers = _layers(model, weights, adapters, slot)
     positions = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     view = Paged(positions, jnp.asarray(blocks.table), pages, layers)
     hidden, pages = model.continued(jnp.asarray(blocks.tokens), view)
@@ -267,6 +271,21 @@ def _unstacked(model: Decoder) -> tuple[Any, ...]:
     return tuple(layer.weights for layer in model.unstacked(None))
 
 
+def _layers(
+    model: Decoder, weights: tuple[Any, ...], adapters: DecodeAdapters, slot: Array | None
+) -> Any:
+    """Return the layers with their adapters, as ``Paged.layers`` takes them.
+
+    ``weights`` are each layer's own, or empty if the programs loop over the layers.
+    """
+    if scans_layers():
+        return model.stacked(adapters.of_layer(0)._replace(slot=slot))
+    return tuple(
+        Layer(mine, adapters.of_layer(index)._replace(slot=slot))
+        for index, mine in enumerate(weights)
+    )
+
+
 def _decode(
     model: Decoder,
     pages: Pages,
@@ -277,7 +296,7 @@ def _decode(
     """Decode the next tokens of every slot; the results of idle decode slots are to be ignored."""
     positions, step = jnp.asarray(slots.positions), jnp.asarray(slots.step)
     temperature, table = jnp.asarray(slots.rows.temperature), jnp.asarray(slots.table)
-    layers = tuple(Layer(mine, adapters.of_layer(index)) for index, mine in enumerate(weights))
+    layers = _layers(model, weights, adapters, None)
 
     def one(
         carry: tuple[Array, Pages], number: Array
@@ -299,8 +318,9 @@ def _copy(pages: Pages, source: Int[Array, ""], target: Int[Array, ""]) -> Pages
     """Return the pages with a copy of page ``source`` in place of page ``target``."""
 
     def copied(x: Array) -> Array:
-        page = jax.lax.dynamic_index_in_dim(x, source, keepdims=False)
-        updated: Array = jax.lax.dynamic_update_index_in_dim(x, page, target, 0)
+        axis = x.ndim - 4  # pages of several layers have an axis before
+        page = jax.lax.dynamic_index_in_dim(x, source, axis, keepdims=False)
+        updated: Array = jax.lax.dynamic_update_index_in_dim(x, page, target, axis)
         return updated
 
     return Pages(*jax.tree.map(copied, tuple(pages)))
@@ -308,10 +328,10 @@ def _copy(pages: Pages, source: Int[Array, ""], target: Int[Array, ""]) -> Pages
 
 def _empty_pages(config: ModelConfig, pages: int, size: int, dtype: DTypeLike) -> Pages:
     heads, width = config.kv_heads, config.head_dim
-    layers = range(config.layers)
+    stacks = ((config.layers,),) if scans_layers() else ((),) * config.layers
     return Pages(
-        k=tuple(jnp.zeros((pages, heads, width, size), dtype) for _ in layers),
-        v=tuple(jnp.zeros((pages, heads, size, width), dtype) for _ in layers),
+        k=tuple(jnp.zeros((*stack, pages, heads, width, size), dtype) for stack in stacks),
+        v=tuple(jnp.zeros((*stack, pages, heads, size, width), dtype) for stack in stacks),
     )
 
 

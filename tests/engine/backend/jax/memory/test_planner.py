@@ -60,7 +60,7 @@ def test_an_accelerator_with_less_memory_shortens_micro_batches_before_it_recomp
     config = gpu_shapes.MODELS["qwen3-8b"]
     request = PlanRequest(dtype="bfloat16", max_rank=32)
     found = plan(config, Device.accelerator("gpu", int(0.92 * 84_942_979_072), GIB), request)
-    assert (found.remat, found.static_shapes.micro_batch_tokens) == ("attention", 4096)
+    assert (found.remat, found.static_shapes.micro_batch_tokens) == ("dots", 4096)
 
 
 def test_the_lines_add_up_to_the_whole_memory() -> None:

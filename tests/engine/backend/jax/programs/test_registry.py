@@ -67,6 +67,15 @@ def test_on_a_gpu_no_kernel_is_chosen_by_timing(monkeypatch: pytest.MonkeyPatch)
     }
 
 
+def test_only_on_a_gpu_programs_with_few_rows_have_options_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert compiler_options(has_few_rows=True) == compiler_options()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    few = compiler_options(has_few_rows=True)
+    assert few == compiler_options() | {"xla_gpu_dot_merger_threshold_mb": 0}
+
+
 def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> None:
     seen: list[str] = []
     program = ProgramRegistry().add_program("noted", traced(seen, "run"), use="tests")

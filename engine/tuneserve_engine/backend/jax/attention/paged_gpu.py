@@ -1,0 +1,151 @@
+"""Attention over pages as one Pallas kernel for GPUs (Triton); ``paged`` has the XLA loop.
+
+The loop of ``paged`` launches a dozen small kernels per round and gathers pages before it reads
+them. Here, one program reads the pages of one row and one key/value head in place, up to the row's
+last position. A row of one position is split into parts of whole pages, so that few rows fill a
+GPU. The split depends on the number of rows, which never changes, and on the row's own length, so
+the row's bits do not depend on its neighbours.
+
+Tests run the kernel in interpret mode, and ``make gpu-compile`` compiles it.
+
+Dimension key: as in ``paged``; M query positions of a tile, X tiles of a row, C parts.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.attention.base import UNSEEN
+from tuneserve_engine.backend.jax.specs import spec
+
+_LEAST_TILE = 16
+"""The fewest rows and columns that tensor cores multiply."""
+_PROGRAMS, _MOST_PARTS = 512, 8
+"""Rows of one position are split into parts until this many programs fill the GPU."""
+
+
+def fits(keys: Float[Array, "P K H S"]) -> bool:
+    """Return whether the kernel takes these pages: powers of two, in bfloat16.
+
+    Exact products of float32 would not run on tensor cores.
+    """
+    sizes = keys.shape[2:]
+    is_tiled = all(size >= _LEAST_TILE and size == pl.next_power_of_2(size) for size in sizes)
+    return is_tiled and keys.dtype == jnp.bfloat16
+
+
+def attend(  # noqa: PLR0913
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "P K H S"],
+    values: Float[Array, "P K S H"],
+    table: Int[Array, "B J"],
+    positions: Int[Array, "B T"],
+    *,
+    interpret: bool,
+) -> Float[Array, "B T NH"]:
+    """See ``paged.attend_pages``. Weights are rounded to the dtype of the values."""
+    count, length, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    if length == 1:  # one tile per key/value head: its query heads
+        tiles = q.reshape(count, kv_heads, groups, head_dim)
+        room = max(pl.next_power_of_2(groups), _LEAST_TILE) - groups
+        tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, room), (0, 0)))
+        limits = jnp.broadcast_to(positions, (count, groups + room))
+    else:  # one tile per query head: all of the row's positions
+        tiles, limits = q.transpose(0, 2, 1, 3), positions
+    parts = min(max(_PROGRAMS // (count * kv_heads), 1), _MOST_PARTS) if length == 1 else 1
+    out = _merged(*_call(tiles, keys, values, table, limits, parts, interpret))
+    out = out[:, :, :groups] if length == 1 else out.transpose(0, 2, 1, 3)
+    return out.reshape(count, length, heads * head_dim).astype(q.dtype)
+
+
+def _merged(
+    out: Float[Array, "B X C M H"], top: Float[Array, "B X C M"], total: Float[Array, "B X C M"]
+) -> Float[Array, "B X M H"]:
+    """Return the attention over all parts from the softmax of each."""
+    share = jnp.exp(top - top.max(2, keepdims=True))
+    total = (total * share).sum(2)
+    out = (out * share[..., None]).sum(2)
+    return out / jnp.where(total > 0, total, 1.0)[..., None]
+
+
+def _call(  # noqa: PLR0913
+    tiles: Float[Array, "B X M H"],
+    keys: Float[Array, "P K H S"],
+    values: Float[Array, "P K S H"],
+    table: Int[Array, "B J"],
+    limits: Int[Array, "B M"],
+    parts: int,
+    interpret: bool,
+) -> Any:
+    count, per_row, rows, head_dim = tiles.shape
+    sums = spec((count, per_row, parts, rows), jnp.float32)
+    out = spec((*sums.shape, head_dim), jnp.float32)
+    call = pl.pallas_call(
+        _kernel,
+        grid=(count, per_row, parts),
+        out_shape=[out, sums, sums],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+    )
+    with jax.named_scope("paged_attention"):
+        return call(tiles, keys, values, table, limits, limits.max(1))
+
+
+def _kernel(  # noqa: PLR0913
+    tiles: Any,
+    keys: Any,
+    values: Any,
+    table: Any,
+    limits: Any,
+    last: Any,
+    out: Any,
+    top_out: Any,
+    total_out: Any,
+) -> None:
+    row, tile, part = (pl.program_id(axis) for axis in range(3))
+    head = tile // (tiles.shape[1] // keys.shape[1])
+    size = values.shape[2]
+    scale = tiles.shape[3] ** -0.5
+    mine, limit, end = tiles[row, tile], limits[row], last[row]
+    pages = (end + size) // size
+    each = (pages + out.shape[2] - 1) // out.shape[2]
+
+    def add(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, result = sums
+        page = table[row, number]
+        at = number * size + jnp.arange(size, dtype=jnp.int32)
+        scores = _product(mine, keys[page, head]) * scale
+        scores = jnp.where(at[None, :] <= limit[:, None], scores, UNSEEN)
+        new_top = jnp.maximum(top, scores.max(-1))
+        kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
+        # Positions after this sequence's end may hold an earlier one's NaN, and 0 x NaN is NaN.
+        read = values[page, head]
+        read = jnp.where((at <= end)[:, None], read, jnp.zeros_like(read))
+        more = _product(weights, read)
+        return new_top, total * kept + weights.sum(-1), result * kept[:, None] + more
+
+    rows = mine.shape[0]
+    nothing = jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32)
+    first = part * each
+    behind = jnp.minimum(first + each, pages)
+    start = (*nothing, jnp.zeros(mine.shape, jnp.float32))
+    top, total, result = lax.fori_loop(first, behind, add, start)
+    out[row, tile, part] = result
+    top_out[row, tile, part], total_out[row, tile, part] = top, total
+
+
+def _product(x: Float[Array, "I J"], y: Float[Array, "J K"]) -> Float[Array, "I K"]:
+    """Return the product in float32, with x in y's dtype."""
+    return jnp.dot(
+        x.astype(y.dtype),
+        y,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
