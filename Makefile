@@ -1,4 +1,5 @@
-# Every target makes its own .venv when there is none: nothing but Python 3.11 and make is needed.
+# Every target makes its own .venv when there is none: nothing but Python 3.11 and make is needed. The
+# targets gpu-compile and gpu-plan need Python 3.12 or 3.13.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -116,6 +117,6 @@ clean:
 # in .venv, JAX would look for a GPU in every process.
 .gpu-compile/stamp: requirements/gpu-compile.txt
 	rm -rf .gpu-compile
-	python=$$(scripts/newer_python.sh) && $$python -m venv .gpu-compile
+	python=$$(PYTHON="$(PYTHON)" scripts/newer_python.sh) && "$$python" -m venv .gpu-compile
 	.gpu-compile/$(HASHED:.venv/%=%) requirements/gpu-compile.txt
 	touch $@

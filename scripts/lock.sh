@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/.."
 merged=$(mktemp)
 trap 'rm -f "$merged"' EXIT
-sed -E 's/==.*/==/' constraints-gpu.txt | grep -vFf - constraints.txt | cat - constraints-gpu.txt > "$merged"
+sed -E 's/^(.*)==.*/^\1==/' constraints-gpu.txt | grep -vf - constraints.txt | cat - constraints-gpu.txt > "$merged"
 
 lock() {
     python=$1 constraints=$2 name=$3

@@ -45,14 +45,16 @@ class Result:
 
 
 def tasks(
-    models: Iterable[str], *, layers: int, is_full: bool, with_kernels: bool
+    models: Iterable[str], *, layers: int, is_full: bool, with_kernels: bool, is_ci: bool = False
 ) -> Iterator[Task]:
     """Yield the programs to compile.
 
-    Unless ``is_full``, these are all programs of the smallest model for the highest rank bucket. Of
-    the other models, they are the programs that are compiled ahead for the lowest rank bucket and
-    one target per position, except those that ``ceilings`` compiles. Float32 kernels are compiled
-    for the ends of the groups only, unless ``is_full``.
+    These are all programs of the smallest model. Of the other models, unless ``is_full``, they are
+    the programs that are compiled ahead for the lowest rank bucket and one target per position.
+    Float32 kernels are compiled for the ends of the groups only, unless ``is_full``.
+
+    With ``is_ci``, ``ceilings`` runs too: the programs that it compiles are left out for the other
+    models, and lower rank buckets for the smallest.
     """
     if with_kernels:
         yield from chain.from_iterable(
@@ -64,7 +66,8 @@ def tasks(
         found = largest_plan(config, _MAX_RANK if is_all else _LEAST_RANK)
         for task in closed_set(model, config, found, is_all=is_all):
             program, rank = _program(task.name)
-            if is_full or (rank in (None, _MAX_RANK) if is_all else program not in PROGRAMS):
+            is_wanted = rank in (None, _MAX_RANK) if is_all else program not in PROGRAMS
+            if is_wanted or not is_ci:
                 yield task
 
 
@@ -155,6 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
             layers=options.layers,
             is_full=options.full,
             with_kernels=not options.no_kernels,
+            is_ci=vars(options) == vars(parser.parse_args(["--list"] if options.list else [])),
         )
         asked = (task for task in asked if options.only in task.name)
         if options.list:

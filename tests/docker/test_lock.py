@@ -72,6 +72,12 @@ def test_a_lock_has_exactly_what_its_extra_needs(extra: str) -> None:
     assert pins((FOLDER / f"{extra}.txt").read_text()).keys() == closure(extra)
 
 
+@pytest.mark.parametrize("name", ["engine", "cuda", "cuda13"])
+def test_the_locks_of_a_server_and_of_a_worker_can_be_installed_together(name: str) -> None:
+    server, worker = (pins((FOLDER / f"{each}.txt").read_text()) for each in ("server", name))
+    assert not {each for each in server.keys() & worker.keys() if server[each] != worker[each]}
+
+
 @pytest.mark.parametrize(
     ("name", "added"),
     [("cuda", "jax-cuda12-|nvidia-"), ("cuda13", "jax-cuda13-|nvidia-"), ("gpu-compile", "jax-")],

@@ -17,9 +17,12 @@ weights. ``attention``: the result of attention. ``full``: nothing.
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The choices that shape a plan of the device's memory; None leaves one to the planner."""
+    """The choices that shape a plan of the device's memory; None leaves one to the planner.
 
-    dtype: DType = "float32"
+    ``dtype`` auto is float32 on a CPU, which computes bfloat16 more slowly, and bfloat16 elsewhere.
+    """
+
+    dtype: DType | Literal["auto"] = "auto"
     max_context_tokens: int = 4096
     batch_tokens: int | None = None
     chunk_tokens: int | None = None

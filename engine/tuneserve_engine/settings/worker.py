@@ -30,8 +30,10 @@ ChunkTokens = Annotated[int, Field(ge=StaticShapes.block, multiple_of=StaticShap
 class WorkerSettings(CommonSettings):
     """Settings of ``tuneserve worker``."""
 
-    dtype: DType = Field(
-        default="float32", description="Type of the base model's weights and of the activations."
+    dtype: Literal["auto"] | DType = Field(
+        default="auto",
+        description="Type of the base model's weights and of the activations. auto: `float32` on a "
+        "CPU, `bfloat16` on a GPU. Adapters are always `float32`.",
     )
     max_context_tokens: PositiveInt = Field(
         default=4096,

@@ -120,7 +120,8 @@ def _engine() -> Finding:
             "engine",
             "FAIL",
             f"not installed: {', '.join(missing)}; a worker needs them (an API process does not): "
-            "pip install 'tuneserve[engine]', or 'tuneserve[cuda]' for an NVIDIA GPU",
+            "pip install 'tuneserve[engine]', or 'tuneserve[cuda]' for an NVIDIA GPU (Python 3.12 "
+            "or later)",
         )
     return Finding("engine", "OK", f"installed, jax {importlib.metadata.version('jax')}")
 
@@ -154,7 +155,10 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
     found = json.loads(ran.stdout.splitlines()[-1])
     text = f"{found['count']} x {found['kind']} ({found['platform']}), {size(found['bytes'])}"
     if found["platform"] == "cpu" and _NVIDIA.exists():
-        way_out = "JAX does not see this machine's NVIDIA GPU: pip install 'tuneserve[cuda]'"
+        way_out = (
+            "JAX does not see this machine's NVIDIA GPU: pip install 'tuneserve[cuda]' with Python "
+            "3.12 or later"
+        )
         return Finding("device", "WARN", f"{text}; {way_out}")
     return Finding("device", "OK", text)
 

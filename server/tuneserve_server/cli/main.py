@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.core.gpus import GPU_MIB
 from tuneserve_engine.settings.common import (
     SETTINGS_FILE,
     TINY_MODEL,
@@ -54,12 +55,13 @@ _SUPERVISOR = "supervisor"
 
 
 def _command(
-    *settings: type[CommonSettings], **flags: str
+    *settings: type[CommonSettings], further: dict[str, Any] | None = None, **flags: str
 ) -> Callable[[Callable[[Given], None]], None]:
     """Return a decorator that registers a command with one option for each of the settings.
 
     ``flags`` are further options without a value, by name, with their help texts; a flag on the
-    command line is in ``Given`` with an empty text.
+    command line is in ``Given`` with an empty text. ``further`` are options with a value, by name,
+    as typer takes them.
     """
     fields = {name: field for each in settings for name, field in each.model_fields.items()}
 
@@ -76,6 +78,7 @@ def _command(
         types = {name: _option(name, field) for name, field in fields.items()}
         for name, purpose in flags.items():
             types[name] = Annotated[bool | None, typer.Option(f"--{name}", help=purpose)]
+        types |= further or {}
         types[_SUPERVISOR] = Annotated[int | None, typer.Option(hidden=True)]
         parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
@@ -156,10 +159,18 @@ def worker(given: Given) -> None:
     )
 
 
-@_command(WorkerSettings, json="Print JSON instead of text.")
+_GPU = Annotated[
+    str | None,
+    typer.Option(metavar="|".join(GPU_MIB), help="Plan for this GPU, which need not be there."),
+]
+
+
+@_command(WorkerSettings, further={"device": _GPU}, json="Print JSON instead of text.")
 def plan(given: Given) -> None:
     """Show a worker's plan of the device's memory, line by line."""
     flags = ["--json"] if given.pop("json", None) is not None else []
+    if device := given.pop("device", None):
+        flags += ["--device", device]
     _settings(WorkerSettings, given)
     _check_engine()
     command = [sys.executable, "-m", "tuneserve_engine.backend.jax.memory.report", *flags]

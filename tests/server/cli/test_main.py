@@ -414,6 +414,21 @@ def test_programs_can_read_the_plan() -> None:
     assert lora["32"] == 4 * lora["8"]
 
 
+def test_a_plan_for_an_absent_gpu_takes_its_memory_and_dtype() -> None:
+    """By hand: three quarters of 81,559 MiB, which is JAX's share."""
+    found = json.loads(tuneserve("plan", "--json", "--device", "h100").stdout)
+    assert (found["device"], found["dtype"]) == ("gpu", "bfloat16")
+    assert found["device_bytes"] == 81_559 * 2**20 * 3 // 4
+    whole = tuneserve("plan", "--device", "h200", XLA_PYTHON_CLIENT_MEM_FRACTION="0.5")
+    assert re.search(r"^total +70\.20 GiB$", whole.stdout, re.M)
+
+
+def test_a_plan_for_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
+    result = tuneserve("plan", "--device", "h20")
+    assert result.returncode == 2
+    assert "'h20' (choose from" in result.stderr and "h200" in result.stderr
+
+
 def test_an_impossible_plan_is_refused_with_the_arithmetic() -> None:
     result = tuneserve("plan", "--device-memory-bytes", "1000000")
     assert result.returncode == 2

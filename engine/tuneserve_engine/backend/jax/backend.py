@@ -147,7 +147,7 @@ class JaxBackend:
             name=options.served_name,
             tokenizer_id=options.tokenizer_id,
             client_tokenizer_id=options.client_tokenizer_id,
-            dtype=options.plan.dtype,
+            dtype=planned.dtype,
             static_shapes=planned.static_shapes,
             remat=planned.remat,
             sample_rows=planned.sample_rows,

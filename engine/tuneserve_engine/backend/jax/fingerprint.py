@@ -16,14 +16,19 @@ from tuneserve_engine.core.shapes import StaticShapes
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
 _NO_VERSION = "none"
 _GPU_PACKAGES = (
+    "jax-cuda12-pjrt",
+    "jax-cuda13-pjrt",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
     "nvidia-cublas-cu12",
     "nvidia-cublas",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-cuda-nvcc",
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13",
+    "nvidia-nvvm",
 )
-"""Libraries that compute on a GPU. Only those that are installed are named."""
+"""Compilers and libraries for a GPU. Only those that are installed are named."""
 _CODE = (
     "core/adapter.py",
     "core/provenance.py",

@@ -1,10 +1,10 @@
 """Keys and values of samples in pages, and attention through a table of pages.
 
-A page holds ``S`` positions of one sequence; several sequences may read the same page. Attention
-takes a few pages of every row per round, with an online softmax (FlashAttention-2,
-https://arxiv.org/abs/2307.08691, algorithm 1). The longest of the rows that are computed together
-sets the number of rounds. Pages that a row does not have are masked and add exact zeros, so that
-its bits depend on its own pages alone.
+A page holds ``S`` positions of one sequence; several sequences may read the same page. On a GPU,
+``paged_gpu`` reads pages in bfloat16. Otherwise, attention takes a few pages of every row per
+round, with an online softmax (FlashAttention-2, https://arxiv.org/abs/2307.08691, algorithm 1). The
+longest of the rows that are computed together sets the number of rounds. Pages that a row does not
+have are masked and add exact zeros, so that its bits depend on its own pages alone.
 
 Dimension key: L layers, P pages, S positions of a page, J entries of a row of the table, B rows,
 T positions of a row, N query heads, K key/value heads, each read by G = N / K query heads (Q = GT),
@@ -31,6 +31,14 @@ that only the long ones need: 24 to 27 ms for 4 to 16 rows, 40 ms for all 64.
 """
 
 
+_INTERPRET = False
+"""Tests set it to run the GPU's kernel on a CPU."""
+
+
+def _is_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
 class Pages(NamedTuple):
     """On a CPU, one array per layer: it would copy a stacked array in every round of a loop.
 
@@ -49,7 +57,8 @@ def write_page(
     v: Float[Array, "B S K H"],
 ) -> tuple[Array, Array]:
     """Fill each row's page."""
-    if jax.default_backend() == "gpu":  # one kernel; only unused rows share a page
+    if _is_gpu():
+        # One kernel. Rows that share a page are unused, or write the same values.
         return keys.at[page].set(k.transpose(0, 2, 3, 1)), values.at[page].set(v.swapaxes(1, 2))
     for row in range(k.shape[0]):
         keys = lax.dynamic_update_index_in_dim(keys, k[row].transpose(1, 2, 0), page[row], 0)
@@ -81,8 +90,8 @@ def attend_pages(
     Scores, softmax and sums are float32. On a CPU, rows of about the same length are computed a few
     at a time. On a GPU, pages in bfloat16 are read by a kernel.
     """
-    if jax.default_backend() == "gpu" and paged_gpu.fits(keys):
-        return paged_gpu.attend(q, keys, values, table, positions, interpret=False)
+    if _is_gpu() and paged_gpu.fits(keys):
+        return paged_gpu.attend(q, keys, values, table, positions, interpret=_INTERPRET)
     count, length = positions.shape
     together = 1 if length > 1 else math.gcd(count, _ROWS_TOGETHER)
     if together == count or jax.default_backend() != "cpu":

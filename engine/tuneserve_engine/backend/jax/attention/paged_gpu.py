@@ -1,4 +1,4 @@
-"""Attention over pages as one Pallas kernel for GPUs (Triton); ``paged`` has the XLA loop.
+"""Attention over pages by a Pallas kernel for GPUs (Triton); ``paged`` has the XLA loop.
 
 The loop of ``paged`` launches a dozen small kernels per round and gathers pages before it reads
 them. Here, one program reads the pages of one row and one key/value head in place, up to the row's
@@ -114,7 +114,8 @@ def _kernel(  # noqa: PLR0913
     size = values.shape[2]
     scale = tiles.shape[3] ** -0.5
     mine, limit, end = tiles[row, tile], limits[row], last[row]
-    pages = (end + size) // size
+    # A dispatch may decode past the context's end: those tokens are dropped, and have no page.
+    pages = jnp.minimum((end + size) // size, table.shape[1])
     each = (pages + out.shape[2] - 1) // out.shape[2]
 
     def add(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

@@ -6,7 +6,10 @@ from pathlib import Path
 import jax
 
 from tuneserve_engine.backend.jax.memory.planner import Device
+from tuneserve_engine.core.gpus import GPU_MIB
 
+_JAX_SHARE = 0.75
+"""The share of a GPU's memory that JAX takes by default."""
 _LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),  # cgroup version 2: a container sees its own limit
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -25,6 +28,15 @@ def default_device() -> Device:
         return Device.cpu(machine)
     stats = device.memory_stats() or {}
     return Device.accelerator(device.platform, stats.get("bytes_limit", 0), machine)
+
+
+def named_gpu(name: str) -> Device:
+    """Return a GPU of ``GPU_MIB`` that is not there, with this machine's memory as its host's.
+
+    Raises ``ValueError`` if ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is set to no number.
+    """
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _JAX_SHARE))
+    return Device.accelerator("gpu", int(share * GPU_MIB[name] * 2**20), machine_bytes())
 
 
 def machine_bytes(limits: tuple[Path, ...] = _LIMITS) -> int:

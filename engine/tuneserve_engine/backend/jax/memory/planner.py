@@ -12,7 +12,7 @@ from itertools import product
 
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.core.backend_options import PlanRequest, Remat
+from tuneserve_engine.core.backend_options import DType, PlanRequest, Remat
 from tuneserve_engine.core.shapes import StaticShapes, longest_bin
 
 _RANK_BUCKETS = StaticShapes.rank_buckets
@@ -55,6 +55,7 @@ class Plan:
     """The decisions, and the arithmetic behind them. The lines add up to ``device_bytes``."""
 
     static_shapes: StaticShapes
+    dtype: DType
     remat: Remat
     sample_rows: int
     snapshot_bytes: int  # limit of the snapshots on the device
@@ -88,6 +89,7 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
         free = device_bytes - footprint.bytes - adapters
         return Plan(
             static_shapes=shape.static_shapes,
+            dtype=shape.dtype,
             remat=shape.remat,
             sample_rows=shape.sample_rows,
             snapshot_bytes=footprint.snapshot_bytes,
@@ -120,6 +122,8 @@ def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
 def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterator[EngineShape]:
     """Yield every shape that the settings leave open, best first."""
     is_cpu = device.kind == "cpu"
+    default_dtype: DType = "float32" if is_cpu else "bfloat16"
+    dtype = default_dtype if request.dtype == "auto" else request.dtype
     context = min(request.max_context_tokens, config.context_length)
     chunk = request.chunk_tokens or (_CPU_CHUNK_TOKENS if is_cpu else _CHUNK_TOKENS)
     remats = _FASTEST_FIRST if request.remat == "auto" else (request.remat,)
@@ -138,7 +142,7 @@ def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterat
                 request_slots=slots,
                 rank_buckets=ranks,
             )
-            yield EngineShape(static_shapes, remat, rows, kept, request.dtype, device.kind)
+            yield EngineShape(static_shapes, remat, rows, kept, dtype, device.kind)
 
 
 def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:

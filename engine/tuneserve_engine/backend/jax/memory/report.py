@@ -1,10 +1,11 @@
 """Prints the plan of the device's memory for a worker with the current settings.
 
-    python -m tuneserve_engine.backend.jax.memory.report [--json]
+    python -m tuneserve_engine.backend.jax.memory.report [--json] [--device h200]
 
-No weights are loaded.
+No weights are loaded. ``--device`` plans for a GPU that is not there.
 """
 
+import argparse
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from tuneserve_engine.adapters.kinds.base import TargetShapes
 from tuneserve_engine.backend.jax.memory.planner import Plan, gib, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.core.gpus import GPU_MIB
 from tuneserve_engine.settings.worker import WorkerSettings
 
 _CONFIG_FILES = ["config.json", "generation_config.json"]
@@ -26,18 +28,23 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 def main() -> int:
     """Print the plan and return exit status 0, or 2 if no plan is possible."""
+    parser = argparse.ArgumentParser(prog="tuneserve plan")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", choices=GPU_MIB)
+    asked = parser.parse_args()
     # A worker may be using the device, and the plan needs only the size of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from tuneserve_engine.backend.jax.memory.device import default_device
+    from tuneserve_engine.backend.jax.memory.device import default_device, named_gpu
 
     try:
         settings = WorkerSettings()
         config = _read_config(settings.base_model, settings.base_model_revision)
-        found = plan(config, default_device(), settings.plan_request)
+        device = named_gpu(asked.device) if asked.device else default_device()
+        found = plan(config, device, settings.plan_request)
     except (ValueError, OSError) as error:
         print(f"tuneserve plan: {error}", file=sys.stderr)
         return REFUSED
-    if "--json" in sys.argv[1:]:
+    if asked.json:
         print(json.dumps(_facts(config, found), indent=2))
     else:
         print("\n".join((*_table(settings, found), *_table_of_kinds(_kinds(config, found)))))
@@ -106,6 +113,7 @@ def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
     return {
         "device": found.device.kind,
         "device_bytes": found.device_bytes,
+        "dtype": found.dtype,
         "context_tokens": static_shapes.context_length,
         "batch_tokens": static_shapes.micro_batch_tokens,
         "chunk_tokens": static_shapes.chunk,
@@ -127,7 +135,7 @@ def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
     slots = ", ".join(
         f"{static_shapes.slots(rank)} up to rank {rank}" for rank in static_shapes.rank_buckets
     )
-    yield f"{settings.served_name}, {settings.dtype}, on {found.device.kind}"
+    yield f"{settings.served_name}, {found.dtype}, on {found.device.kind}"
     yield (
         f"training: remat {found.remat}, micro-batches of {static_shapes.micro_batch_tokens} "
         f"tokens, chunks of {static_shapes.chunk} tokens"

@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
         """Return final-normed hidden states of rows that continue from KV pages, and the pages.
 
         The pages returned include the keys and values of the new tokens. ``view.layers`` comes from
-        ``unstacked``.
+        ``unstacked`` or ``stacked``.
         """
         hidden, pages = self.forward_layers(self.embedded(tokens), view, None)
         return self.final(hidden), pages

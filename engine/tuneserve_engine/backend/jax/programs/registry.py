@@ -41,7 +41,7 @@ def compiler_options(*, has_few_rows: bool = False) -> dict[str, bool | int]:
     Programs with few rows read weights for longer than they multiply.
     """
     if jax.default_backend() != "gpu":
-        return _EVERYWHERE
+        return dict(_EVERYWHERE)
     return _EVERYWHERE | _ON_A_GPU | (_FEW_ROWS_ON_A_GPU if has_few_rows else {})
 
 

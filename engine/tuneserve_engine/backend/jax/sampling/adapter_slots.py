@@ -45,7 +45,9 @@ def scans_layers() -> bool:
 class DecodeAdapters(NamedTuple):
     """The adapters of all decode slots: slot b's adapter is at index b.
 
-    Every layer has its own arrays, like the base weights for decoding: see ``Decoder.unstacked``.
+    On a CPU, every layer has its own arrays, like the base weights for decoding: see
+    ``Decoder.unstacked``. Elsewhere, one pair of all layers is a[target] [L, B, R, D] and b[target]
+    [L, B, F, R].
     """
 
     layers: tuple[LoraWeights, ...]  # L of a[target] [B, D, R] and b[target] [B, R, F]

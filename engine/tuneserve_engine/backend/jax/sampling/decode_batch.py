@@ -53,7 +53,7 @@ class Counts:
 
 
 class KvCache:
-    """The KV pages and the base model's weights by layer, which all rank buckets share.
+    """The KV pages and, on a CPU, the base model's weights by layer. All rank buckets share both.
 
     Both are put on the device when first needed.
     """

@@ -96,6 +96,15 @@ def test_the_kernel_equals_a_loop_and_its_twin(shape: Shape) -> None:
     assert not got[2].any()  # the idle row
 
 
+def test_tokens_behind_the_end_of_the_table_see_the_whole_table() -> None:
+    """A dispatch decodes a few tokens past the context's end, which are dropped.
+
+    Without a bound, a GPU would read the next row's table, and behind the last one anything.
+    """
+    behind, last = (case(SHAPES[0], rows=(16 * WIDTH - 1 + more,) * 2) for more in (2, 0))
+    np.testing.assert_array_equal(run(behind), run(last))
+
+
 def test_in_bfloat16_weights_and_result_are_rounded() -> None:
     at = case(SHAPES[0], jnp.bfloat16)
     got = paged_gpu.attend(*at, interpret=True)

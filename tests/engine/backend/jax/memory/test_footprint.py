@@ -231,6 +231,18 @@ def test_sampling_has_unstacked_layers_kv_pages_and_an_adapter_per_decode_slot(
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
 
 
+def test_a_gpu_has_no_second_copy_of_the_layers() -> None:
+    on_a_cpu, on_a_gpu = (
+        {
+            line.name
+            for line in replace(counted, shape=replace(counted.shape, device_kind=kind)).lines
+        }
+        for counted in [footprint(QWEN3)]
+        for kind in ("cpu", "gpu")
+    )
+    assert on_a_cpu - on_a_gpu == {"layers for sampling"}
+
+
 # --- programs ------------------------------------------------------------------------------------
 
 UNLIKE = replace(QWEN3, hidden=64, intermediate=160, head_dim=16, vocab_size=400)

@@ -55,6 +55,24 @@ def test_an_accelerator_has_longer_chunks_and_micro_batches() -> None:
     assert (found.static_shapes.chunk, found.static_shapes.micro_batch_tokens) == (2048, 8192)
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked", "dtype"),
+    [
+        ("cpu", "auto", "float32"),
+        ("gpu", "auto", "bfloat16"),
+        ("gpu", "float32", "float32"),
+        ("cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_default_dtype_is_float32_on_a_cpu_only(kind: str, asked: Any, dtype: str) -> None:
+    found = plan(MODEL, Device(kind, 64 * GIB, GIB), PlanRequest(dtype=asked))
+    assert found.dtype == dtype
+    (base,) = (line.bytes for line in found.lines if line.name == "base weights")
+    assert base % (4 if dtype == "float32" else 2) == 0
+    other = plan(MODEL, Device("cpu", 64 * GIB, GIB), PlanRequest(dtype="float32"))
+    assert other.lines[0].bytes == base * (1 if dtype == "float32" else 2)
+
+
 def test_an_accelerator_with_less_memory_shortens_micro_batches_before_it_recomputes() -> None:
     """Qwen3-8B on 80 GB, of which JAX takes 0.92."""
     config = gpu_shapes.MODELS["qwen3-8b"]

@@ -9,19 +9,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
-from tests.engine.backend.jax.sampling.test_sampler import COMPANY, CONFIG, STATIC_SHAPES, Letters
+from tests.engine.backend.jax.sampling.test_sampler import (
+    COMPANY,
+    CONFIG,
+    STATIC_SHAPES,
+    Letters,
+    _plain,
+)
 from tuneserve_engine.adapters.state import AdapterState
-from tuneserve_engine.backend.base import SampleResult
+from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
+from tuneserve_engine.backend.jax.attention import paged, paged_gpu
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import adapter_slots, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
 
 DEEP = replace(CONFIG, layers=3)
+TILED = replace(DEEP, heads=2, kv_heads=1, head_dim=16)
+"""Heads and pages that the kernel for GPUs takes."""
+TILED_SHAPES = StaticShapes(CONFIG.context_length, block=16, chunk=32, rank_buckets=(2,))
 
 
 @contextmanager
@@ -30,6 +42,17 @@ def scanning() -> Iterator[None]:
     with (
         mock.patch.object(programs, "scans_layers", lambda: True),
         mock.patch.object(adapter_slots, "scans_layers", lambda: True),
+    ):
+        yield
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Also write pages at once, and read them by the kernel, interpreted."""
+    with (
+        scanning(),
+        mock.patch.object(paged, "_is_gpu", lambda: True),
+        mock.patch.object(paged, "_INTERPRET", True),
     ):
         yield
 
@@ -46,19 +69,24 @@ def state(config: ModelConfig, seed: int) -> AdapterState:
     return AdapterState(adapter, weights)
 
 
-def results() -> list[SampleResult]:
-    model = Decoder(DEEP, rngs=nnx.Rngs(0), dtype=jnp.float32)
+def results(
+    requests: tuple[SamplingRequest, ...] = COMPANY,
+    config: ModelConfig = DEEP,
+    static_shapes: StaticShapes = STATIC_SHAPES,
+    dtype: DTypeLike = jnp.float32,
+) -> list[SampleResult]:
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
     weights = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, nnx.state(model))
     nnx.update(model, weights)
-    model.block, model.chunk_blocks = STATIC_SHAPES.block, 2
+    model.block, model.chunk_blocks = static_shapes.block, 2
     sampler = JaxSampler(
-        ProgramRegistry(), model, STATIC_SHAPES, Letters(), slots=4, snapshot_bytes=2**30
+        ProgramRegistry(), model, static_shapes, Letters(), slots=4, snapshot_bytes=2**30
     )
     asked = []
-    for number, request in enumerate(COMPANY):
+    for number, request in enumerate(requests):
         name = request.snapshot_id and f"adapter {number}"
         if name is not None:
-            sampler.load_snapshot(name, state(DEEP, number))
+            sampler.load_snapshot(name, state(config, number))
         asked.append(replace(request, snapshot_id=name))
     return sampler.sample(asked)
 
@@ -68,18 +96,38 @@ def test_a_loop_over_the_layers_samples_what_unrolled_layers_do() -> None:
     with scanning():
         got = results()
     for one, other in zip(got, want, strict=True):
-        for mine, its in zip(one.sequences, other.sequences, strict=True):
-            assert mine.tokens.tolist() == its.tokens.tolist()
-            np.testing.assert_allclose(mine.logprobs, its.logprobs, rtol=1e-5, atol=1e-5)
-        assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
-        if one.prompt_logprobs is not None:
-            np.testing.assert_allclose(
-                one.prompt_logprobs, other.prompt_logprobs, rtol=1e-5, atol=1e-5
-            )
+        mine, its = (jax.tree.leaves(_plain(each)) for each in (one, other))
+        for x, y in zip(mine, its, strict=True):
+            if isinstance(x, str):
+                assert x == y
+            else:  # ids are equal, and logprobs close
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_the_kernel_in_the_loop_scores_what_the_other_programs_do() -> None:
+    """A prompt over three pages, alone and beside others; 14 tokens fill the context."""
+    prompt = np.random.default_rng(0).integers(0, 67, 50).astype(np.int32)
+    request = SamplingRequest(prompt, "own", 1, num_samples=1, max_tokens=14, prompt_logprobs=True)
+    company = (replace(COMPANY[3], seed=3), request, COMPANY[8])
+    arguments = TILED, TILED_SHAPES, jnp.bfloat16
+    want = results(company, *arguments)[1]
+    with as_on_a_gpu(), mock.patch.object(paged_gpu, "_call", wraps=paged_gpu._call) as call:
+        got = results(company, *arguments)[1]
+    lengths = {each.args[0].shape[2] for each in call.call_args_list}
+    assert lengths == {16}  # a page of a prompt, or the padded query heads of one position
+    assert len(call.call_args_list) == 2  # traced once for prefill and once for decoding
+    assert len(got.sequences[0].tokens) == 14
+    assert np.isfinite(got.sequences[0].logprobs).all()
+    assert got.prompt_logprobs is not None and want.prompt_logprobs is not None
+    np.testing.assert_allclose(
+        np.array(got.prompt_logprobs[1:], float),
+        np.array(want.prompt_logprobs[1:], float),
+        rtol=0.1,
+        atol=0.1,
+    )
 
 
 def test_a_loop_over_the_layers_needs_no_second_copy_of_their_weights() -> None:
-    """Of the model's arrays, decoding takes the stacked layers; beside it there is nothing."""
     with scanning():
         found = programs.Programs(
             ProgramRegistry(),
