@@ -24,11 +24,29 @@ def rms_norm(
         variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         return (wide * jax.lax.rsqrt(variance + eps)).astype(x.dtype)
 
-    if jax.default_backend() == "gpu":
-        # XLA makes one kernel of a norm, unless the backward pass keeps the root. The other kernel
-        # adds in another order, and the logprobs of training would differ from those of scoring.
-        normed = jax.checkpoint(normed, prevent_cse=False)
-    return normed(x) * _along_last(weight, x.ndim)
+    def scaled(x: Array) -> Array:
+        return normed(x) * _along_last(weight, x.ndim)
+
+    is_decoding = x.shape[1:2] == (1,)  # its logprobs are not those of training in any case
+    if is_decoding or jax.default_backend() != "gpu":
+        return scaled(x)
+    # XLA makes one kernel of a norm alone, unless the backward pass keeps the root. A kernel that
+    # does more adds in another order, and the logprobs of training would differ from those of
+    # scoring.
+    normed = jax.checkpoint(normed, prevent_cse=False)
+    return _materialised(scaled(_materialised(x)))
+
+
+@jax.custom_jvp
+def _materialised(x: Array) -> Array:
+    """Return x, which no kernel computes together with what comes after."""
+    behind: Array = jax.lax.optimization_barrier(x)  # type: ignore[no-untyped-call]
+    return behind
+
+
+@_materialised.defjvp
+def _tangent(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _materialised(*primals), tangents[0]
 
 
 def _along_last(vector: Float[Array, " D"], ndim: int) -> Array:

@@ -44,6 +44,26 @@ def test_on_a_gpu_a_norm_leaves_its_input_only_for_the_backward_pass(
     assert kept == [x.shape] and (*x.shape[:-1], 1) in usual  # the root
 
 
+def test_on_a_gpu_a_norm_is_a_kernel_of_its_own_except_in_decoding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A barrier before it and one behind it; the backward pass has none."""
+
+    def barriers(x: jax.Array) -> tuple[int, int]:
+        def norm(x: jax.Array) -> jax.Array:
+            return rms_norm(x, jnp.ones(64), eps=1e-6)
+
+        _, pullback = jax.vjp(norm, x)
+        forward, backward = (str(jax.make_jaxpr(each)(x)) for each in (norm, pullback))
+        return forward.count("optimization_barrier"), backward.count("optimization_barrier")
+
+    chunk, step = jnp.ones((2, 4, 64)), jnp.ones((2, 1, 64))
+    assert barriers(chunk) == (0, 0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert barriers(chunk) == (2, 0)
+    assert barriers(step) == (0, 0)
+
+
 def test_annotated_shapes_are_checked_in_tests() -> None:
     with pytest.raises(TypeError, match="weight"):
         rms_norm(jnp.ones((2, 4)), jnp.ones(1), eps=1e-6)
