@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from scripts.gpu_compile import norms
-from scripts.gpu_compile.ceilings import PROGRAMS
+from scripts.gpu_compile.ceilings import CEILINGS
 from scripts.gpu_compile.devices import GPUS
 from scripts.gpu_compile.programs import Task, attention, closed_set, largest_plan
 from scripts.gpu_compile.shapes import DTYPES, HEAD_DIMS, MODELS
@@ -66,7 +66,7 @@ def tasks(
         found = largest_plan(config, _MAX_RANK if is_all else _LEAST_RANK)
         for task in closed_set(model, config, found, is_all=is_all):
             program, rank = _program(task.name)
-            is_wanted = rank in (None, _MAX_RANK) if is_all else program not in PROGRAMS
+            is_wanted = rank in (None, _MAX_RANK) if is_all else (model, program) not in CEILINGS
             if is_wanted or not is_ci:
                 yield task
 

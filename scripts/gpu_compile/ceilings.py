@@ -17,7 +17,6 @@ from scripts.gpu_compile.forecast import Forecast, Load, forecasts
 from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import as_on_a_gpu
 
-PROGRAMS = ("train_micro_batch", "decode")
 _WITHOUT_COPIES = "decode"
 _THREADS = 2
 
@@ -61,8 +60,8 @@ def violations(model: str, found: Forecast, ceiling: Ceiling) -> list[str]:
 def main() -> int:
     failed = []
     with as_on_a_gpu(), ThreadPoolExecutor(_THREADS) as pool:
-        for (model, _), found in zip(CEILINGS, pool.map(_forecast, CEILINGS), strict=True):
-            ceiling = CEILINGS[model, found.program.split()[0]]
+        forecasts_found = pool.map(_forecast, CEILINGS)
+        for ((model, _), ceiling), found in zip(CEILINGS.items(), forecasts_found, strict=True):
             kernels = f"{found.cost.kernels:,} of {ceiling.kernels:,} kernels"
             temp = f"{found.temp_bytes:,} of {ceiling.temp_bytes:,} bytes"
             temp += f", planned {found.planned_bytes:,}"

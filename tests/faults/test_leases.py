@@ -235,7 +235,7 @@ async def sleep_and_wake(settings: CommonSettings, wanted: int) -> dict[int, dic
                 number = next(numbers)
                 groups[number] = await play_group(store, settings, number)
 
-        async with beside(keep_steady(settings)), asyncio.timeout(60):
+        async with beside(keep_steady(settings)), asyncio.timeout(240):  # a slow machine
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(SLEEPERS):
                     tasks.create_task(sleepers.run())

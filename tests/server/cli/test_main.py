@@ -423,6 +423,14 @@ def test_a_plan_for_an_absent_gpu_takes_its_memory_and_dtype() -> None:
     assert re.search(r"^total +70\.20 GiB$", whole.stdout, re.M)
 
 
+@pytest.mark.parametrize("share", ["0", "1.5", "most"])
+def test_a_share_of_a_gpu_that_is_none_is_refused(share: str) -> None:
+    result = tuneserve("plan", "--device", "h200", XLA_PYTHON_CLIENT_MEM_FRACTION=share)
+    assert result.returncode == 2
+    assert f"XLA_PYTHON_CLIENT_MEM_FRACTION is '{share}'; " in result.stderr
+    assert "above 0 and up to 1" in result.stderr
+
+
 def test_a_plan_for_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
     result = tuneserve("plan", "--device", "h20")
     assert result.returncode == 2

@@ -74,9 +74,15 @@ def test_two_models_are_compiled_each_with_the_programs_of_one_rank_bucket(
     assert {"decode 128", "train_micro_batch (128, 64, 128)", "step_osft_core 128"} <= small
     assert not any(name.endswith((" 8", " 32")) for name in small)
     assert {"score_micro_batch (8, 1, 128)", "prefill 8", "copy ()"} <= large
-    assert set(ceilings.PROGRAMS) == {"train_micro_batch", "decode"}
-    assert not any(name.startswith(ceilings.PROGRAMS) for name in large)
-    assert {("qwen3-8b", program) for program in ceilings.PROGRAMS} <= ceilings.CEILINGS.keys()
+    elsewhere = {program for model, program in ceilings.CEILINGS if model == "qwen3-8b"}
+    assert elsewhere == {"train_micro_batch", "decode"}
+    assert not any(name.startswith(tuple(elsewhere)) for name in large)
+
+
+def test_a_run_without_ceilings_leaves_nothing_out() -> None:
+    of_model = by_model(listed("--device", "h100"))
+    assert {f"decode {rank}" for rank in (8, 32, 128)} <= of_model["qwen3-0.6b"]
+    assert {"train_micro_batch (8, 1, 128)", "decode 8"} <= of_model["qwen3-8b"]
 
 
 def test_every_kernel_and_model_is_compiled_on_request() -> None:

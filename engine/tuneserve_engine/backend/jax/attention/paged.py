@@ -31,10 +31,6 @@ that only the long ones need: 24 to 27 ms for 4 to 16 rows, 40 ms for all 64.
 """
 
 
-_INTERPRET = False
-"""Tests set it to run the GPU's kernel on a CPU."""
-
-
 def _is_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
@@ -91,7 +87,7 @@ def attend_pages(
     at a time. On a GPU, pages in bfloat16 are read by a kernel.
     """
     if _is_gpu() and paged_gpu.fits(keys):
-        return paged_gpu.attend(q, keys, values, table, positions, interpret=_INTERPRET)
+        return paged_gpu.attend(q, keys, values, table, positions, interpret=False)
     count, length = positions.shape
     together = 1 if length > 1 else math.gcd(count, _ROWS_TOGETHER)
     if together == count or jax.default_backend() != "cpu":

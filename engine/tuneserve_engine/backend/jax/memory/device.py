@@ -8,6 +8,7 @@ import jax
 from tuneserve_engine.backend.jax.memory.planner import Device
 from tuneserve_engine.core.gpus import GPU_MIB
 
+_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _JAX_SHARE = 0.75
 """The share of a GPU's memory that JAX takes by default."""
 _LIMITS = (
@@ -33,9 +34,18 @@ def default_device() -> Device:
 def named_gpu(name: str) -> Device:
     """Return a GPU of ``GPU_MIB`` that is not there, with this machine's memory as its host's.
 
-    Raises ``ValueError`` if ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is set to no number.
+    Raises ``ValueError`` if ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is no share.
     """
-    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", _JAX_SHARE))
+    asked = os.environ.get(_SHARE_VARIABLE, _JAX_SHARE)
+    try:
+        share = float(asked)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise ValueError(
+            f"{_SHARE_VARIABLE} is {asked!r}; JAX takes this share of a GPU's memory, so set a "
+            f"number above 0 and up to 1, or unset it for {_JAX_SHARE}"
+        )
     return Device.accelerator("gpu", int(share * GPU_MIB[name] * 2**20), machine_bytes())
 
 

@@ -279,7 +279,8 @@ def _layers(
     ``weights`` are each layer's own, or empty if the programs loop over the layers.
     """
     if scans_layers():
-        return model.stacked(adapters.of_layer(0)._replace(slot=slot))
+        all_layers = adapters.of_layer(0)  # the only pair
+        return model.stacked(all_layers._replace(slot=slot))
     return tuple(
         Layer(mine, adapters.of_layer(index)._replace(slot=slot))
         for index, mine in enumerate(weights)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import jax
@@ -49,10 +50,16 @@ def scanning() -> Iterator[None]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Also write pages at once, and read them by the kernel, interpreted."""
+    kernel = paged_gpu.attend
+
+    def interpreted(*arguments: Any, interpret: bool) -> jax.Array:
+        assert not interpret
+        return kernel(*arguments, interpret=True)
+
     with (
         scanning(),
         mock.patch.object(paged, "_is_gpu", lambda: True),
-        mock.patch.object(paged, "_INTERPRET", True),
+        mock.patch.object(paged_gpu, "attend", interpreted),
     ):
         yield
 
