@@ -9,12 +9,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.faults.diary import Diary, Watched
 from tests.support.fake_backend import FakeBackend
+from tuneserve_engine.core.policies import StorePolicy
 from tuneserve_engine.process.failpoints import arm
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.base import Queue
@@ -50,6 +51,21 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["tests.faults.killed_worker", "tuneserve_engine.store.redis.store"]
 )
+
+
+class BriefLeases(CommonSettings):
+    """Leases that expire very soon.
+
+    Deployments may not have them: their workers may pause for longer, and would lose their models
+    without any benefit.
+
+    Defined here because a worker that is forked has imported this module already, and would import
+    a test's module, with all that it uses, at every start.
+    """
+
+    @property
+    def store_policy(self) -> StorePolicy:
+        return replace(super().store_policy, lease_ttl_s=0.22, job_attempts=1000)
 
 
 @dataclass(frozen=True)

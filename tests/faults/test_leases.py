@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 from tests.faults.diary import Diary, Entry, Watched
-from tests.faults.killed_worker import FENCED, KILL_POINTS, Life
+from tests.faults.killed_worker import FENCED, KILL_POINTS, BriefLeases, Life
 from tests.faults.test_kills import play_group, undisturbed
 from tests.faults.test_kills_jax import BASE_MODEL, JaxWorker, check_models
 from tests.faults.workload import Client, Tenant, no_pause
 from tests.redis_server import RedisServer
 from tests.support.fake_backend import FAKE_INFO
-from tuneserve_engine.core.policies import StorePolicy
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store import remote
 from tuneserve_engine.store.base import Store
@@ -33,18 +32,6 @@ from tuneserve_engine.store.open import open_store
 
 SLEEPERS = 10  # at a time
 GROUPS = 4  # of three tenants each, at a time
-
-
-class BriefLeases(CommonSettings):
-    """Leases that expire very soon.
-
-    Deployments may not have them: their workers may pause for longer, and would lose their models
-    without any benefit.
-    """
-
-    @property
-    def store_policy(self) -> StorePolicy:
-        return replace(super().store_policy, lease_ttl_s=0.22, job_attempts=1000)
 
 
 @dataclass
@@ -235,7 +222,7 @@ async def sleep_and_wake(settings: CommonSettings, wanted: int) -> dict[int, dic
                 number = next(numbers)
                 groups[number] = await play_group(store, settings, number)
 
-        async with beside(keep_steady(settings)), asyncio.timeout(240):  # a slow machine
+        async with beside(keep_steady(settings)), asyncio.timeout(120):
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(SLEEPERS):
                     tasks.create_task(sleepers.run())
