@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from scripts.gpu_compile import norms
 from scripts.gpu_compile.ceilings import CEILINGS
 from scripts.gpu_compile.devices import GPUS
 from scripts.gpu_compile.programs import Task, attention, closed_set, largest_plan
-from scripts.gpu_compile.shapes import DTYPES, HEAD_DIMS, MODELS
+from scripts.gpu_compile.shapes import GROUPS, HEAD_DIMS, MODELS
 from scripts.gpu_compile.target import Target, as_on_a_gpu
 
 _SMALL = "qwen3-0.6b"
@@ -54,28 +53,32 @@ def tasks(
     Float32 kernels are compiled for the ends of the groups only, unless ``is_full``.
 
     With ``is_ci``, ``ceilings`` runs too: the programs that it compiles are left out for the other
-    models, and lower rank buckets for the smallest.
+    models, and lower rank buckets and micro-batches with one target per position for the smallest.
+    Then kernels are compiled for the last group only, in bfloat16 for the first, too.
     """
     if with_kernels:
-        yield from chain.from_iterable(
-            attention(HEAD_DIMS, dtype, every=is_full) for dtype in DTYPES
-        )
+        last = GROUPS[-1:]
+        groups = {"bfloat16": GROUPS, "float32": (GROUPS if is_full else GROUPS[:1] + last)}
+        if is_ci:
+            groups = {"bfloat16": GROUPS[:1] + last, "float32": last}
+        for dtype, several in groups.items():
+            yield from attention(HEAD_DIMS, dtype, several)
     for model in models:
         is_all = is_full or model == _SMALL
         config = replace(MODELS[model], layers=layers)
         found = largest_plan(config, _MAX_RANK if is_all else _LEAST_RANK)
         for task in closed_set(model, config, found, is_all=is_all):
-            program, rank = _program(task.name)
-            is_wanted = rank in (None, _MAX_RANK) if is_all else (model, program) not in CEILINGS
-            if is_wanted or not is_ci:
+            if not is_ci or _is_for_ci(task.name):
                 yield task
 
 
-def _program(name: str) -> tuple[str, int | None]:
-    """Return the program and the rank bucket in a task's name, if it has one."""
-    _, program, *key = name.split(" ", 2)
-    found = re.match(r"\(?(\d+)", " ".join(key))
-    return program, int(found[1]) if found else None
+def _is_for_ci(name: str) -> bool:
+    model, program, *key = name.split(" ", 2)
+    numbers = [int(number) for number in re.findall(r"\d+", " ".join(key))]
+    if model != _SMALL:
+        return (model, program) not in CEILINGS
+    is_largest = not numbers or numbers[0] == _MAX_RANK
+    return is_largest and not (program.endswith("_micro_batch") and numbers[1] == 1)
 
 
 def compiled(tasks: Iterable[Task], compile_one: Compile, threads: int) -> Iterator[Result]:

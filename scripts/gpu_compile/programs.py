@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scripts.gpu_compile.shapes import GROUPS
 from tuneserve_engine.adapters.kinds import KINDS
 from tuneserve_engine.backend.jax.attention import packed_gpu
 from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
@@ -82,17 +81,12 @@ def _decoder(config: ModelConfig) -> Decoder:
     return decoder
 
 
-def attention(
-    head_dims: Iterable[int], dtype: str, *, groups: Iterable[int] = GROUPS, every: bool
-) -> Iterator[Task]:
+def attention(head_dims: Iterable[int], dtype: str, groups: Iterable[int]) -> Iterator[Task]:
     """Yield the attention kernels for each head_dim and group.
 
-    Float32 kernels take ten times as long to compile as bfloat16 kernels. Unless ``every``, they
-    are compiled for the first and the last group only.
+    Float32 kernels take ten times as long to compile as bfloat16 kernels.
     """
     groups = tuple(groups)
-    if not every and dtype == "float32":
-        groups = groups[0], groups[-1]
     for head_dim in head_dims:
         for group in groups:
             name = f"attention {dtype} head_dim {head_dim} group {group}"

@@ -6,7 +6,6 @@ HEAD_DIMS = (16, 32, 64, 128)
 """Kernels pad to a power of two, so these stand for every head_dim up to 128."""
 GROUPS = tuple(range(1, 9))
 """The numbers of query heads that share a key head."""
-DTYPES = ("bfloat16", "float32")
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> ModelConfig:

@@ -12,19 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.engine.adapters.osft_case import config_of
 from tests.engine.backend.jax.model.test_decoder import CONFIG
+from tests.support.decoders import random_decoder
 from tuneserve_engine.adapters.svd import BaseWeightSvd
 from tuneserve_engine.adapters.svd_process import SvdProcess
 from tuneserve_engine.backend.jax.adapters import device_svd as frozen
 from tuneserve_engine.backend.jax.adapters.arrays import host_zeros, target_shapes
-from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.core.adapter import PROJECTIONS, AdapterConfig
 from tuneserve_engine.core.errors import ServerError, UserError
 from tuneserve_engine.process import permissions
@@ -581,7 +579,7 @@ def test_a_truncated_file_is_named(tmp_path: Path):
 def test_the_host_holds_the_padded_arrays_of_one_target_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model = Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = random_decoder(CONFIG)
     shapes = target_shapes(CONFIG)
     shared = frozen.DeviceSvd(tmp_path, model, shapes, 4)
     shared.decomposition.prepare()

@@ -6,12 +6,11 @@ A device chooses its kernels by shape, so results on toy shapes prove nothing ab
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.engine.conftest import Row
+from tests.support.decoders import random_decoder
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.jax.adapters.arrays import (
     TrainingAdapter,
@@ -20,7 +19,6 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     target_shapes,
 )
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.adapter import AdapterConfig
@@ -45,7 +43,7 @@ MINE, OTHERS = 0, 31
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
-    model = Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = random_decoder(CONFIG)
     assert (
         (model.block, model.chunk_blocks)
         == (64, 4)

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from tests.support.compiled import memory_of
+from tests.support.decoders import zero_decoder
 from tests.support.nightly import at_night
-from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 
 from tests.paged_rows import PagedRows
+from tests.support.decoders import random_decoder
 from tests.support.nightly import at_night
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder, layer_shapes
@@ -32,7 +33,7 @@ TOKENS = np.random.default_rng(0).integers(0, 31, (2, 9)).astype(np.int32)
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    return random_decoder(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,6 @@ def test_another_row_changes_no_bit_of_a_row(model: Decoder, lora: LoraRows) -> 
 
 
 def test_an_abstract_decoder_has_the_shapes_and_types_of_a_real_one(model: Decoder) -> None:
-    abstract = nnx.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    abstract = nnx.eval_shape(lambda: random_decoder(CONFIG))
     want = jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(model))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), nnx.state(abstract)) == want

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from tests.support.decoders import random_decoder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry, compiler_options
 from tuneserve_engine.core.errors import ServerError
 
@@ -127,7 +126,7 @@ def test_donated_arguments_are_deleted_and_others_are_not() -> None:
 
 def test_a_model_is_bound_to_a_program_and_does_not_shift_donated_arguments() -> None:
     config = ModelConfig("qwen3", 11, 8, 1, 2, 1, 4, 8, 16)
-    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    model = random_decoder(config)
     program = ProgramRegistry().add_program(
         "row",
         lambda model, x: x + model.unembedding()[0],

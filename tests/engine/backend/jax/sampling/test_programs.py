@@ -9,7 +9,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from tests.engine.backend.jax.sampling.test_sampler import (
@@ -19,12 +18,12 @@ from tests.engine.backend.jax.sampling.test_sampler import (
     Letters,
     _plain,
 )
+from tests.support.decoders import random_decoder, zero_decoder
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.attention import paged, paged_gpu
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import adapter_slots, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
@@ -82,9 +81,7 @@ def results(
     static_shapes: StaticShapes = STATIC_SHAPES,
     dtype: DTypeLike = jnp.float32,
 ) -> list[SampleResult]:
-    model = Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)
-    weights = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, nnx.state(model))
-    nnx.update(model, weights)
+    model = random_decoder(config, dtype, std=0.24)
     model.block, model.chunk_blocks = static_shapes.block, 2
     sampler = JaxSampler(
         ProgramRegistry(), model, static_shapes, Letters(), slots=4, snapshot_bytes=2**30
@@ -138,7 +135,7 @@ def test_a_loop_over_the_layers_needs_no_second_copy_of_their_weights() -> None:
     with scanning():
         found = programs.Programs(
             ProgramRegistry(),
-            Decoder(DEEP, rngs=nnx.Rngs(0), dtype=jnp.float32),
+            zero_decoder(DEEP),
             STATIC_SHAPES,
             slots=4,
             pages=9,

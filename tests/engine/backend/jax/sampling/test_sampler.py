@@ -5,15 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.compiled import memory_of
-from tests.support.zero_decoder import zero_decoder
+from tests.support.decoders import random_decoder, zero_decoder
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, target_shapes
@@ -66,10 +64,7 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    decoder = Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    # The default standard deviation of 0.02 gives near-uniform logits that hide mistakes.
-    state = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, nnx.state(decoder))
-    nnx.update(decoder, state)
+    decoder = random_decoder(CONFIG, std=0.24)  # 0.02 gives near-uniform logits that hide mistakes
     decoder.block, decoder.chunk_blocks = (
         STATIC_SHAPES.block,
         STATIC_SHAPES.chunk // STATIC_SHAPES.block,

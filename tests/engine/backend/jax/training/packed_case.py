@@ -15,6 +15,7 @@ import torch
 from flax import nnx
 
 from tests.engine.conftest import STATIC_SHAPES, Row
+from tests.support.decoders import random_decoder
 from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import (
@@ -61,13 +62,7 @@ def model_of(config: ModelConfig = TINY, remat: str = "dots") -> Decoder:
     """A decoder in training mode, in blocks and chunks of ``STATIC_SHAPES``, with random
     weights.
     """
-    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
-    random = np.random.default_rng(0)
-    for path, weight in nnx.to_flat_state(nnx.state(model)):
-        noise = 0.3 * random.standard_normal(weight.shape)
-        value = ("norm" in str(path)) + noise
-        weight[...] = jnp.asarray(value, jnp.float32)
-        nnx.update(model, nnx.from_flat_state([(path, weight)]))
+    model = random_decoder(config, std=0.3, norm_std=0.3)
     model.block, model.chunk_blocks = (
         STATIC_SHAPES.block,
         STATIC_SHAPES.chunk // STATIC_SHAPES.block,

@@ -19,8 +19,8 @@ from tests.engine.backend.jax.training.packed_case import TINY
 from tests.engine.conftest import empty
 from tests.support.adapters import nbytes
 from tests.support.compiled import memory_of
+from tests.support.decoders import zero_decoder
 from tests.support.nightly import at_night
-from tests.support.zero_decoder import zero_decoder
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, target_shapes
 from tuneserve_engine.backend.jax.model.block import Layer, after_attention, before_attention
