@@ -31,8 +31,8 @@ def planned(memory: int = 64 * GIB, config: ModelConfig = MODEL, **settings: Any
 
 
 @cache
-def downwards(**settings: Any) -> list[Plan]:
-    """Plans for less and less memory, until no plan fits."""
+def downwards(percent: int = 2, **settings: Any) -> list[Plan]:
+    """Plans for less and less memory, in steps of so many percent, until no plan fits."""
     plans: list[Plan] = []
     memory = 8 * GIB
     while True:
@@ -40,7 +40,7 @@ def downwards(**settings: Any) -> list[Plan]:
             plans.append(planned(memory, **settings))
         except DoesNotFit:
             return plans
-        memory = memory * 98 // 100
+        memory = memory * (100 - percent) // 100
 
 
 def test_with_enough_memory_everything_has_its_default() -> None:
@@ -144,7 +144,7 @@ def test_a_micro_batch_is_shortened_only_to_fit_a_sequence_and_a_bin() -> None:
     for context, least in ((300, 1024), (2048, 2048)):
         lengths = {
             found.static_shapes.micro_batch_tokens
-            for found in downwards(max_context_tokens=context)
+            for found in downwards(10, max_context_tokens=context)
         }
         assert max(lengths) == 4096 and min(lengths) == least
 
