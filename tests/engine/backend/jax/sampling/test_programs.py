@@ -9,6 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.typing import DTypeLike
 
 from tests.engine.backend.jax.sampling.test_sampler import (
@@ -29,6 +30,8 @@ from tuneserve_engine.backend.jax.sampling import adapter_slots, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.shapes import StaticShapes
+
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 DEEP = replace(CONFIG, layers=3)
 TILED = replace(DEEP, heads=2, kv_heads=1, head_dim=16)
