@@ -60,8 +60,8 @@ def violations(model: str, found: Forecast, ceiling: Ceiling) -> list[str]:
 def main() -> int:
     failed = []
     with as_on_a_gpu(), ThreadPoolExecutor(_THREADS) as pool:
-        forecasts_found = pool.map(_forecast, CEILINGS)
-        for ((model, _), ceiling), found in zip(CEILINGS.items(), forecasts_found, strict=True):
+        results = pool.map(_forecast, CEILINGS)
+        for ((model, _), ceiling), found in zip(CEILINGS.items(), results, strict=True):
             kernels = f"{found.cost.kernels:,} of {ceiling.kernels:,} kernels"
             temp = f"{found.temp_bytes:,} of {ceiling.temp_bytes:,} bytes"
             temp += f", planned {found.planned_bytes:,}"

@@ -98,9 +98,9 @@ def test_a_redis_that_is_wiped_under_the_service_costs_no_file_and_no_work(
         if how == "flushed":
             redis.kill()
             take_back_flush(tmp_path / "redis")
+        before = len(deployment.log.read_text())
         restart_in(redis, tmp_path / "redis")
         wait_until_ready(deployment)
-        before = len(deployment.log.read_text())
         deployment.load_all()
         deployment.save(1)
         assert deployment.health()[0] == 200

@@ -222,7 +222,7 @@ async def sleep_and_wake(settings: CommonSettings, wanted: int) -> dict[int, dic
                 number = next(numbers)
                 groups[number] = await play_group(store, settings, number)
 
-        async with beside(keep_steady(settings)), asyncio.timeout(120):
+        async with beside(keep_steady(settings)), asyncio.timeout(60):
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(SLEEPERS):
                     tasks.create_task(sleepers.run())
