@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TargetShapes, host_zeros
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TargetShapes
 from tuneserve_engine.core.adapter import UNEMBED
 
 Slot = Int[Array, ""] | np.int32
@@ -37,8 +37,7 @@ class AdapterSlots(NamedTuple):
 def new_adapter_slots(shapes: TargetShapes, rank_bucket: int, slots: int) -> AdapterSlots:
     """Return adapter slots that are all the base model."""
     a, b = new_gradient_slots(shapes, rank_bucket, slots)
-    scale, trained = jax.device_put((host_zeros((slots,)), np.zeros(slots, np.bool_)))
-    return AdapterSlots(a, b, scale, trained)
+    return AdapterSlots(a, b, jnp.zeros(slots, jnp.float32), jnp.zeros(slots, jnp.bool_))
 
 
 def new_gradient_slots(shapes: TargetShapes, rank_bucket: int, slots: int) -> LoraWeights:
@@ -46,9 +45,9 @@ def new_gradient_slots(shapes: TargetShapes, rank_bucket: int, slots: int) -> Lo
     a, b = {}, {}
     for name, (*layers, inputs, outputs) in shapes.items():
         stack = (*(layers or (1,)), slots)
-        a[name] = host_zeros((*stack, inputs, rank_bucket))
-        b[name] = host_zeros((*stack, rank_bucket, outputs))
-    return LoraWeights(*jax.device_put((a, b)))
+        a[name] = jnp.zeros((*stack, inputs, rank_bucket), jnp.float32)
+        b[name] = jnp.zeros((*stack, rank_bucket, outputs), jnp.float32)
+    return LoraWeights(a, b)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -1,52 +1,46 @@
 """The buffers of a rank bucket, and the slots of them that each running batch has."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tuneserve_engine.backend.jax.adapters.arrays import (
-    LoraWeights,
-    TargetShapes,
-    TrainingAdapter,
-    Weights,
-)
-from tuneserve_engine.backend.jax.training.adapter_slots import (
-    AdapterSlots,
-    new_adapter_slots,
-    new_gradient_slots,
-)
+from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAdapter, Weights
+from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
 
 
 class RankSlots:
     """The adapter slots (``adapter_slots``) and gradient buffers (``gradient_slots``) of a rank
     bucket.
 
-    Both are allocated when first needed. ``held`` maps each adapter slot to the weights that it
-    holds. Programs take both buffers and give them back, so an exception may leave neither: then
-    ``spoil`` drops them, and the new ``version`` shows running batches that their gradients are
-    lost.
+    Both are allocated when first needed; ``empty_slots`` returns zeros on the device. ``held`` maps
+    each adapter slot to the weights that it holds. Programs take both buffers and give them back,
+    so an exception may leave neither: then ``spoil`` drops them, and the new ``version`` shows
+    running batches that their gradients are lost.
     """
 
-    def __init__(self, shapes: TargetShapes, rank_bucket: int, count: int) -> None:
+    def __init__(
+        self, rank_bucket: int, count: int, empty_slots: Callable[[], AdapterSlots]
+    ) -> None:
         self.rank_bucket = rank_bucket
         self.adapter_slots: AdapterSlots | None = None
         self.gradient_slots: LoraWeights | None = None
         self.held: dict[int, Weights] = {}
         self.version = 0
-        self._shapes = shapes
         self._count = count
+        self._empty_slots = empty_slots
         self._taken = 0
 
     def allocate(self) -> None:
         """Allocate the buffers that do not exist."""
         if self.adapter_slots is None:
             self.held.clear()
-            self.adapter_slots = new_adapter_slots(self._shapes, self.rank_bucket, self._count)
+            self.adapter_slots = self._empty_slots()
         if self.gradient_slots is None:
-            self.gradient_slots = new_gradient_slots(self._shapes, self.rank_bucket, self._count)
+            empty = self._empty_slots()
+            self.gradient_slots = LoraWeights(empty.a, empty.b)
 
     def spoil(self) -> None:
         """Drop the buffers, and with them the gradients of all running batches."""

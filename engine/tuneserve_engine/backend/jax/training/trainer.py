@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -30,13 +31,13 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
 )
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.decoder import Decoder
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegistry
 from tuneserve_engine.backend.jax.training.adamw import adamw_step, start_step, step_scalars
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     AdapterSlots,
     accumulate_slot,
     is_sum_finite,
+    new_adapter_slots,
     write_slot,
 )
 from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, specs_of
@@ -103,10 +104,15 @@ class Trainer:
         self._specs_of_space = cache(partial(_specs_of_space, model, self._shapes, static_shapes))
         self._space: Workspace | None = None  # only one exists at a time
         self._space_specs: Any = None  # of the newest workspace
-        self._slots = {
-            rank_bucket: RankSlots(self._shapes, rank_bucket, static_shapes.slots(rank_bucket))
-            for rank_bucket in static_shapes.rank_buckets
-        }
+        self._empty_space = cache(partial(_empty_space, programs, self._specs_of_space, gradients))
+        self._slots = {}
+        for order, rank in enumerate(static_shapes.rank_buckets):
+            new_slots = partial(_new_slots, self._shapes, static_shapes, rank)
+            empty_slots = programs.add_program("empty_slots", new_slots, use=gradients)
+            empty_slots.declare(rank, order=order)
+            self._slots[rank] = RankSlots(
+                rank, static_shapes.slots(rank), partial(empty_slots, rank)
+            )
         self.counts = TrainingCounts()
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
@@ -233,7 +239,8 @@ class Trainer:
         if self._space is None or self._space_specs != specs:
             self._space = None  # frees its memory before the other is allocated
             self._space_specs = specs
-            self._space = jax.device_put(jax.tree.map(_blank, self._space_specs))
+            empty_space = self._empty_space(slots.rank_bucket, blocks)
+            self._space = empty_space((slots.rank_bucket, blocks))
 
         space, gradient_slots = self._space, slots.gradient_slots
         self._space = slots.gradient_slots = None  # donated: an exception leaves neither
@@ -291,7 +298,8 @@ class Trainer:
         blocks = self._static_shapes.micro_batch_tokens // self._static_shapes.block
         index, flag = np.int32(0), np.bool_(False)
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
-            adapter_slots = _adapter_slots_specs(self._shapes, self._static_shapes, rank_bucket)
+            new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank_bucket)
+            adapter_slots = jax.eval_shape(new_slots)
             gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
             weights = self._adapter_specs(rank_bucket)
             for targets in self._static_shapes.target_buckets:
@@ -301,6 +309,7 @@ class Trainer:
                 specs = partial(_train_specs, self._specs_of_space, blocks, rank_bucket, arguments)
                 self._train.declare_later(key, specs, order=late)
                 self._score.declare(key, adapter_slots, device_batch, order=late + 1)
+            self._empty_space(rank_bucket, blocks).declare((rank_bucket, blocks), order=order)
             self._write_slot.declare(
                 rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
             )
@@ -339,27 +348,8 @@ def _micro_batch_specs(static_shapes: StaticShapes, targets: int) -> Any:
     return DeviceMicroBatch.from_host(MicroBatch(**fields), static_shapes.block)  # type: ignore[arg-type]
 
 
-def _float32(shape: tuple[int, ...]) -> Any:
-    return spec(shape, np.float32)
-
-
-def _blank(shape: Any) -> Any:
-    """Return zeros on the host, which the device copies, so that donation reuses its own memory."""
-    room = np.zeros(int(np.prod(shape.shape)) + 1, shape.dtype)
-    start = int(room.ctypes.data % 64 == 0)
-    return room[start : start + room.size - 1].reshape(shape.shape)
-
-
-def _adapter_slots_specs(
-    shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: int
-) -> Any:
-    count = static_shapes.slots(rank_bucket)
-    a, b = {}, {}
-    for name, (*layers, inputs, outputs) in shapes.items():
-        stack = (*(layers or (1,)), count)
-        a[name] = _float32((*stack, inputs, rank_bucket))
-        b[name] = _float32((*stack, rank_bucket, outputs))
-    return AdapterSlots(a, b, _float32((count,)), spec((count,), np.bool_))
+def _new_slots(shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: int) -> AdapterSlots:
+    return new_adapter_slots(shapes, rank_bucket, static_shapes.slots(rank_bucket))
 
 
 def _specs_of_space(
@@ -370,8 +360,24 @@ def _specs_of_space(
     rank_bucket: int,
 ) -> Any:
     """Return the specs of the workspace for ``blocks`` blocks. Tracing them takes time."""
-    adapter_slots = _adapter_slots_specs(shapes, static_shapes, rank_bucket)
+    adapter_slots = jax.eval_shape(partial(_new_slots, shapes, static_shapes, rank_bucket))
     return space_shapes(model, adapter_slots, blocks)
+
+
+def _empty_space(
+    programs: ProgramRegistry,
+    specs_of_space: Callable[[int, int], Any],
+    use: str,
+    rank_bucket: int,
+    blocks: int,
+) -> Program:
+    """Return a new program without arguments, whose result is a workspace of zeros."""
+
+    def empty() -> Any:
+        specs = specs_of_space(blocks, rank_bucket)
+        return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), specs)
+
+    return programs.add_program("empty_space", empty, use=use)
 
 
 def _train_specs(

@@ -1,6 +1,7 @@
 """The outputs of a running batch, the requests that are not finite, and the gaps of policies."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from tests.engine.conftest import Row
 from tuneserve_engine.backend.base import MicroBatch, TrainBatch
+from tuneserve_engine.backend.jax.training.adapter_slots import new_adapter_slots
 from tuneserve_engine.backend.jax.training.programs import ScoredMicroBatch
 from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, RankSlots
@@ -27,7 +29,7 @@ def running(micro_batch_of: Any) -> Iterator[RunningBatch]:
     """Two requests, of two tokens each, in blocks 0 and 1 of eight tokens."""
     row = Row([1, 2], [2, 3], weights=[1.0, 1.0])
     micro_batch = micro_batch_of((0, row), (1, row))
-    with RankSlots({}, 8, 2).claimed(2) as claimed:
+    with RankSlots(8, 2, partial(new_adapter_slots, {}, 8, 2)).claimed(2) as claimed:
         yield running_batch(micro_batch, claimed)
 
 
@@ -82,7 +84,7 @@ def test_gaps_are_those_of_policy_losses_with_an_advantage(micro_batch_of: Any) 
     )
     plain = Row([1, 2], [2, 3], weights=[1.0, 1.0])
     micro_batch = micro_batch_of((0, policy), (1, plain))
-    with RankSlots({}, 8, 2).claimed(2) as claimed:
+    with RankSlots(8, 2, partial(new_adapter_slots, {}, 8, 2)).claimed(2) as claimed:
         batch = running_batch(micro_batch, claimed)
         batch.add_output(micro_batch, scored(len(micro_batch.tokens)))
         assert (batch.counts.policy_tokens, batch.counts.policy_gap) == (2, 0.5 + 0.75)
