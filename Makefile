@@ -1,5 +1,7 @@
 # Every target makes its own .venv when there is none: nothing but Python 3.11 and make is needed. The
 # targets gpu-compile and gpu-plan need Python 3.12 or 3.13.
+# Where this is set, every process would compile hundreds of modules again: seconds per start.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
