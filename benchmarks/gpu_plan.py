@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--datum-tokens", type=int, default=1024)
     parser.add_argument("--context", type=int, default=1024, help="tokens before those decoded")
     parser.add_argument("--slots", type=int, default=8, help="decode slots")
+    parser.add_argument("--adapters", type=int, help="adapters in use by the decode slots")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--top", type=int, default=0, help="list the most expensive kernels")
     options = parser.parse_args(arguments)
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         datum_tokens=options.datum_tokens,
         context=options.context,
         slots=options.slots,
+        adapters=options.adapters,
         rank=options.rank,
         chunk=options.chunk,
     )

@@ -32,8 +32,8 @@ class Ceiling:
 CEILINGS = {
     ("qwen3-8b", "train_micro_batch"): Ceiling(kernels=30_580, temp_bytes=1_710_000_000),
     ("qwen3-0.6b", "train_micro_batch"): Ceiling(kernels=25_400, temp_bytes=1_610_000_000),
-    ("qwen3-8b", "decode"): Ceiling(kernels=5_260, temp_bytes=35_100_000),
-    ("qwen3-0.6b", "decode"): Ceiling(kernels=4_130, temp_bytes=34_200_000),
+    ("qwen3-8b", "decode"): Ceiling(kernels=4_390, temp_bytes=35_600_000),
+    ("qwen3-0.6b", "decode"): Ceiling(kernels=3_450, temp_bytes=34_200_000),
 }
 
 

@@ -13,6 +13,8 @@ from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.shared_lora import ROWS_PER_TILE
+from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slots
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import PlanRequest
@@ -27,13 +29,15 @@ class Load:
     """The work that is predicted.
 
     A micro-batch of ``tokens`` in datums of ``datum_tokens``, all of them trained on, with adapters
-    that train the unembedding; and decoding after ``context`` tokens with ``slots`` decode slots.
+    that train the unembedding; and decoding after ``context`` tokens with ``slots`` decode slots,
+    which use ``adapters`` different adapters.
     """
 
     tokens: int = 8192
     datum_tokens: int = 1024
     context: int = 1024
     slots: int = 8
+    adapters: int | None = None  # that decode together; as many as can unless given
     rank: int = 32
     chunk: int | None = None  # tokens of a chunk; the planner's unless given
 
@@ -105,6 +109,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
     shapes = found.static_shapes
     head_blocks = head_chunk_blocks(shapes.block, shapes.chunk, config.vocab_size, "gpu")
     pages = shapes.block * pages_per_round("gpu")
+    adapters = load.adapters or adapter_slots(load.slots, is_shared=True)
     position_bytes = 2 * 2 * config.kv_heads * config.head_dim  # a key and a value, bfloat16
     return Work(
         rounds={
@@ -118,6 +123,8 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
         is_taken={"gspo": False, "top_k": False, "top_p": False, "top_tokens": False},
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
         page_bytes=load.slots * load.context * position_bytes,
+        adapters=adapters,
+        adapter_tiles=max(adapters, load.slots // ROWS_PER_TILE),
     )
 
 

@@ -14,11 +14,12 @@ from enum import StrEnum
 
 from scripts.gpu_compile.devices import Gpu
 from scripts.gpu_compile.hlo import Computation, Instruction, Module
+from tuneserve_engine.backend.jax.model.shared_lora import ROWS_PER_TILE
 
 LARGE_BYTES = 16 * 2**20
 """The size from which a copy or transpose is listed."""
 
-_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE = 0.8, 0.3, 0.83
+_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE, _FLOAT32_SHARE = 0.8, 0.3, 0.83, 0.5
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45))
 """A product's tiles, and the share of the full rate that each reaches."""
 _KERNEL_S, _LOOP_S, _CONDITIONAL_S = 2e-6, 12e-6, 10e-6
@@ -52,13 +53,16 @@ class Work:
 
     ``rounds`` are the rounds of loops whose number the device decides. ``is_taken`` says which
     conditionals hold. ``attention_flops`` are those of one call of the kernel's forward pass.
-    ``page_bytes`` are read by one call of the kernel of attention over pages.
+    ``page_bytes`` are read by one call of the kernel of attention over pages. ``adapters`` are in
+    use by decoding, whose rows fill ``adapter_tiles`` tiles.
     """
 
     rounds: Mapping[str, int] = field(default_factory=dict)
     is_taken: Mapping[str, bool] = field(default_factory=dict)
     attention_flops: float = 0.0
     page_bytes: float = 0.0
+    adapters: int = 1
+    adapter_tiles: int = 1
 
 
 @dataclass
@@ -179,6 +183,8 @@ class _Walk:
         elif "paged_attention" in at.source:
             moved = at.bytes + self._work.page_bytes
             self._kernel(at, Group.ATTENTION, times, moved)
+        elif "shared_lora" in at.source:
+            self._shared_lora(at, computation, times)
         elif "triton" in target or "mosaic" in target:
             share = _BACKWARD_ATTENTION / 2 if "attention_backward" in at.source else 1.0
             flops = self._work.attention_flops * share
@@ -187,6 +193,19 @@ class _Walk:
             self._kernel(at, Group.ATTENTION, times, moved, flops, seconds)
         else:
             self._kernel(at, Group.ELEMENTWISE, times, at.bytes)
+
+    def _shared_lora(self, at: Instruction, computation: Computation, times: int) -> None:
+        """Count the adapters in use of one layer, each of their tiles, and all other operands.
+
+        Adapters are the operands with three axes: slots of all layers, and a matrix.
+        """
+        operands = [computation[name].arrays[0] for name in at.operands]
+        matrices = [each.bytes / each.shape[0] for each in operands if len(each.shape) == 3]
+        moved = at.bytes + sum(each.bytes for each in operands if len(each.shape) != 3)
+        moved += self._work.adapters * sum(matrices)
+        flops = self._work.adapter_tiles * ROWS_PER_TILE * 2.0 * sum(matrices) / 4
+        seconds = flops / (_FLOAT32_SHARE * self._gpu.float32_flops)
+        self._kernel(at, Group.PRODUCTS, times, moved, flops, seconds)
 
     def _kernel(  # noqa: PLR0913
         self,

@@ -74,20 +74,25 @@ def write_position(  # noqa: PLR0913
     return keys.at[page, :, :, offset].set(k), values.at[page, :, offset, :].set(v)
 
 
-def attend_pages(
+def attend_pages(  # noqa: PLR0913
     q: Float[Array, "B T N H"],
     keys: Float[Array, "P K H S"],
     values: Float[Array, "P K S H"],
     table: Int[Array, "B J"],
     positions: Int[Array, "B T"],
+    within: tuple[Int[Array, ""], int] | None = None,
 ) -> Float[Array, "B T NH"]:
     """Return each position's attention to its row up to itself; zeros for positions below 0.
 
+    ``within`` is a layer's number and the number of layers if the pages are those of all layers.
     Scores, softmax and sums are float32. On a CPU, rows of about the same length are computed a few
     at a time. On a GPU, pages in bfloat16 are read by a kernel.
     """
     if _is_gpu() and paged_gpu.fits(keys):
-        return paged_gpu.attend(q, keys, values, table, positions, interpret=False)
+        return paged_gpu.attend(q, keys, values, table, positions, within, interpret=False)
+    if within is not None:
+        number, layers = within
+        table = table + number * (keys.shape[0] // layers)
     count, length = positions.shape
     together = 1 if length > 1 else math.gcd(count, _ROWS_TOGETHER)
     if together == count or jax.default_backend() != "cpu":

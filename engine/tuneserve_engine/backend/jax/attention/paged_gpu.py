@@ -8,10 +8,12 @@ the row's bits do not depend on its neighbours.
 
 Tests run the kernel in interpret mode, and ``make gpu-compile`` compiles it.
 
-Dimension key: as in ``paged``; M query positions of a tile, X tiles of a row, C parts.
+Dimension key: as in ``paged``; X tiles of a row, M queries of a tile (of one head, or of the heads
+that read one key/value head), C parts.
 """
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,14 @@ _LEAST_TILE = 16
 """The fewest rows and columns that tensor cores multiply."""
 _PROGRAMS, _MOST_PARTS = 512, 8
 """Rows of one position are split into parts until this many programs fill the GPU."""
+
+
+class Place(NamedTuple):
+    """The place of the rows' pages and queries, as in ``paged.attend_pages``."""
+
+    table: Int[Array, "B J"]
+    layer: Int[Array, ""]
+    positions: Int[Array, "B T"]
 
 
 def fits(keys: Float[Array, "P K H S"]) -> bool:
@@ -45,23 +55,23 @@ def attend(  # noqa: PLR0913
     values: Float[Array, "P K S H"],
     table: Int[Array, "B J"],
     positions: Int[Array, "B T"],
+    within: tuple[Int[Array, ""], int] | None = None,
     *,
     interpret: bool,
 ) -> Float[Array, "B T NH"]:
     """See ``paged.attend_pages``. Weights are rounded to the dtype of the values."""
     count, length, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
-    groups = heads // kv_heads
     if length == 1:  # one tile per key/value head: its query heads
-        tiles = q.reshape(count, kv_heads, groups, head_dim)
-        room = max(pl.next_power_of_2(groups), _LEAST_TILE) - groups
-        tiles = jnp.pad(tiles, ((0, 0), (0, 0), (0, room), (0, 0)))
-        limits = jnp.broadcast_to(positions, (count, groups + room))
+        tiles = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
     else:  # one tile per query head: all of the row's positions
-        tiles, limits = q.transpose(0, 2, 1, 3), positions
+        tiles = q.transpose(0, 2, 1, 3)
     parts = min(max(_PROGRAMS // (count * kv_heads), 1), _MOST_PARTS) if length == 1 else 1
-    out = _merged(*_call(tiles, keys, values, table, limits, parts, interpret))
-    out = out[:, :, :groups] if length == 1 else out.transpose(0, 2, 1, 3)
+    number, layers = within or (jnp.int32(0), 1)
+    at = Place(table, number, positions)
+    out = _merged(*_call(tiles, keys, values, at, keys.shape[0] // layers, parts, interpret))
+    if length > 1:
+        out = out.transpose(0, 2, 1, 3)
     return out.reshape(count, length, heads * head_dim).astype(q.dtype)
 
 
@@ -79,8 +89,8 @@ def _call(  # noqa: PLR0913
     tiles: Float[Array, "B X M H"],
     keys: Float[Array, "P K H S"],
     values: Float[Array, "P K S H"],
-    table: Int[Array, "B J"],
-    limits: Int[Array, "B M"],
+    at: Place,
+    layer_pages: int,
     parts: int,
     interpret: bool,
 ) -> Any:
@@ -88,47 +98,53 @@ def _call(  # noqa: PLR0913
     sums = spec((count, per_row, parts, rows), jnp.float32)
     out = spec((*sums.shape, head_dim), jnp.float32)
     call = pl.pallas_call(
-        _kernel,
+        partial(_kernel, layer_pages=layer_pages),
         grid=(count, per_row, parts),
         out_shape=[out, sums, sums],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
     )
     with jax.named_scope("paged_attention"):
-        return call(tiles, keys, values, table, limits, limits.max(1))
+        return call(tiles, keys, values, at)
 
 
 def _kernel(  # noqa: PLR0913
     tiles: Any,
     keys: Any,
     values: Any,
-    table: Any,
-    limits: Any,
-    last: Any,
+    at: Any,
     out: Any,
     top_out: Any,
     total_out: Any,
+    *,
+    layer_pages: int,
 ) -> None:
     row, tile, part = (pl.program_id(axis) for axis in range(3))
     head = tile // (tiles.shape[1] // keys.shape[1])
     size = values.shape[2]
     scale = tiles.shape[3] ** -0.5
-    mine, limit, end = tiles[row, tile], limits[row], last[row]
+    held = tiles.shape[2]
+    # The tile's size is a power of two: the last query is computed several times.
+    room = max(pl.next_power_of_2(held), _LEAST_TILE)
+    query = jnp.minimum(jnp.arange(room, dtype=jnp.int32), held - 1)
+    mine = tiles[row, tile, query]
+    limit = at.positions[row, jnp.minimum(query, at.positions.shape[1] - 1)]
+    end = limit.max()
     # A dispatch may decode past the context's end: those tokens are dropped, and have no page.
-    pages = jnp.minimum((end + size) // size, table.shape[1])
+    pages = jnp.minimum((end + size) // size, at.table.shape[1])
     each = (pages + out.shape[2] - 1) // out.shape[2]
 
     def add(number: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, result = sums
-        page = table[row, number]
-        at = number * size + jnp.arange(size, dtype=jnp.int32)
+        page = at.table[row, number] + at.layer[...] * layer_pages
+        position = number * size + jnp.arange(size, dtype=jnp.int32)
         scores = _product(mine, keys[page, head]) * scale
-        scores = jnp.where(at[None, :] <= limit[:, None], scores, UNSEEN)
+        scores = jnp.where(position[None, :] <= limit[:, None], scores, UNSEEN)
         new_top = jnp.maximum(top, scores.max(-1))
         kept, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
         # Positions after this sequence's end may hold an earlier one's NaN, and 0 x NaN is NaN.
         read = values[page, head]
-        read = jnp.where((at <= end)[:, None], read, jnp.zeros_like(read))
+        read = jnp.where((position <= end)[:, None], read, jnp.zeros_like(read))
         more = _product(weights, read)
         return new_top, total * kept + weights.sum(-1), result * kept[:, None] + more
 
@@ -138,8 +154,8 @@ def _kernel(  # noqa: PLR0913
     behind = jnp.minimum(first + each, pages)
     start = (*nothing, jnp.zeros(mine.shape, jnp.float32))
     top, total, result = lax.fori_loop(first, behind, add, start)
-    out[row, tile, part] = result
-    top_out[row, tile, part], total_out[row, tile, part] = top, total
+    out[row, tile, part, query] = result
+    top_out[row, tile, part, query], total_out[row, tile, part, query] = top, total
 
 
 def _product(x: Float[Array, "I J"], y: Float[Array, "J K"]) -> Float[Array, "I K"]:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slots
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import DType, Remat
@@ -95,7 +96,7 @@ class Footprint:
         """The parts that are reported as sampling's; ``unstacked`` is not among them."""
         return (
             self.caches,
-            self.decode_slots,
+            self.decode_adapters,
             self.snapshots,
             self.prompt,
             self.drawing,
@@ -263,7 +264,7 @@ class Footprint:
         if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
             return ()
         carried = self.tape.bytes + self.layer_gradients.bytes
-        read = 2 * (self.base.bytes + self.caches.bytes) + self.decode_slots.bytes
+        read = 2 * (self.base.bytes + self.caches.bytes) + self.decode_adapters.bytes
         return (
             Line("float32 copies on a CPU", "4 * training and its gradients", 4 * carried),
             Line("float32 copies of inputs", "2 * (weights and KV pages), adapter slots", read),
@@ -376,13 +377,15 @@ class Footprint:
         )
 
     @property
-    def decode_slots(self) -> Line:
-        ranks, rows = self.shape.static_shapes.rank_buckets, self.shape.sample_rows
+    def decode_adapters(self) -> Line:
+        ranks = self.shape.static_shapes.rank_buckets
+        is_shared = self.shape.device_kind != "cpu"
+        slots = adapter_slots(self.shape.sample_rows, is_shared=is_shared)
         return Line(
             "adapter slots of sampling",
-            f"{rows} rows * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
+            f"{slots} slots * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
             f"{self.rank_parameters:,}",
-            rows * sum(self.adapter_bytes(rank) for rank in ranks),
+            slots * sum(self.adapter_bytes(rank) for rank in ranks),
         )
 
     @property

@@ -4,6 +4,7 @@ Dimension key: B rows (or blocks), T positions, D hidden, F outputs of a project
 K key/value heads, H head_dim.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.layers import add_bias, apply_rope, rms_norm
 from tuneserve_engine.backend.jax.model.lora import LoraRows, lora_delta, wide_product
+from tuneserve_engine.backend.jax.model.shared_lora import SharedLora, add_deltas
 from tuneserve_engine.core.adapter import ATTENTION, MLP
 
 DOTS = ("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj")
@@ -27,7 +29,7 @@ class Layer(NamedTuple):
     """One layer: its weights, named as in ``layer_shapes``, and its adapters without axis L."""
 
     weights: dict[str, Array]
-    lora: LoraRows | None
+    lora: LoraRows | SharedLora | None
 
 
 Rope = tuple[Array, Array]
@@ -68,8 +70,7 @@ def before_attention(
     """Return queries, keys and values of the layer's input; RoPE rotates queries and keys."""
     weights = layer.weights
 
-    def heads(name: str, norm: str | None) -> Array:
-        y = project(normed, name, layer)
+    def heads(y: Array, norm: str | None) -> Array:
         y = y.reshape(*y.shape[:2], -1, config.head_dim)
         if norm is None:
             return y
@@ -78,7 +79,8 @@ def before_attention(
         return apply_rope(y, *rope)
 
     normed = rms_norm(x, weights["input_norm"], eps=config.rms_eps)
-    return heads("q_proj", "q_norm"), heads("k_proj", "k_norm"), heads("v_proj", None)
+    q, k, v = project_all(normed, BEFORE, layer)
+    return heads(q, "q_norm"), heads(k, "k_norm"), heads(v, None)
 
 
 def after_attention(
@@ -87,9 +89,8 @@ def after_attention(
     """Return the layer's output from its input and attention's output, heads side by side."""
     x = _named(x + project(attended, "o_proj", layer), "attended_residual")
     normed = rms_norm(x, layer.weights["post_attention_norm"], eps=config.rms_eps)
-    gate = jax.nn.silu(project(normed, "gate_proj", layer))
-    up = project(normed, "up_proj", layer)
-    return x + project(gate * up, "down_proj", layer)
+    gate, up = project_all(normed, ("gate_proj", "up_proj"), layer)
+    return x + project(jax.nn.silu(gate) * up, "down_proj", layer)
 
 
 def project(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "B T F"]:
@@ -97,9 +98,30 @@ def project(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "
 
     The terms are added in float32 and rounded once.
     """
+    (out,) = _rounded(plus_lora([_product(x, name, layer)], x, (name,), layer.lora), x, (name,))
+    return out
+
+
+def project_all(
+    x: Float[Array, "B T D"], names: Sequence[str], layer: Layer
+) -> list[Float[Array, "B T _"]]:
+    """Apply linear projections as ``project`` does, together if rows share adapters.
+
+    Otherwise one after the other: their gradients are added in the order of these operations.
+    """
+    if not isinstance(layer.lora, SharedLora):
+        return [project(x, name, layer) for name in names]
+    products = [_product(x, name, layer) for name in names]
+    return _rounded(plus_lora(products, x, names, layer.lora), x, names)
+
+
+def _product(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "B T F"]:
     out = wide_product("BTD,DF->BTF", x, layer.weights[name])
-    out = add_bias(out, layer.weights.get(f"{name}_bias"))
-    return _named(plus_lora(out, x, name, layer.lora).astype(x.dtype), name)
+    return add_bias(out, layer.weights.get(f"{name}_bias"))
+
+
+def _rounded(outs: Sequence[Array], x: Array, names: Sequence[str]) -> list[Array]:
+    return [_named(out.astype(x.dtype), name) for name, out in zip(names, outs, strict=True)]
 
 
 def _named(x: Array, name: str) -> Array:
@@ -108,10 +130,27 @@ def _named(x: Array, name: str) -> Array:
 
 
 def plus_lora(
-    out: Float[Array, "B T F"], x: Float[Array, "B T D"], name: str, lora: LoraRows | None
-) -> Float[Array, "B T F"]:
-    """Return ``out``, float32, plus each row's own delta of the projection."""
-    if lora is None or name not in lora.a:
-        return out
-    a, b, scale = lora.of_row(lora.a[name]), lora.of_row(lora.b[name]), lora.of_row(lora.scale)
-    return out + lora_delta(x, a, b, scale)
+    outs: Sequence[Float[Array, "B T _"]],
+    x: Float[Array, "B T D"],
+    names: Sequence[str],
+    lora: LoraRows | SharedLora | None,
+) -> list[Float[Array, "B T _"]]:
+    """Return the projections' outputs, float32, each plus each row's own delta."""
+    if lora is None:
+        return list(outs)
+    if isinstance(lora, SharedLora):
+        return _plus_shared(outs, x, names, lora)
+    scale = lora.of_row(lora.scale)
+    return [
+        out + lora_delta(x, lora.of_row(lora.a[name]), lora.of_row(lora.b[name]), scale)
+        if name in lora.a
+        else out
+        for name, out in zip(names, outs, strict=True)
+    ]
+
+
+def _plus_shared(
+    outs: Sequence[Array], x: Float[Array, "B 1 D"], names: Sequence[str], lora: SharedLora
+) -> list[Float[Array, "B 1 _"]]:
+    rows = [out[:, 0] for out in outs]
+    return [out[:, None] for out in add_deltas(rows, x[:, 0], names, lora)]

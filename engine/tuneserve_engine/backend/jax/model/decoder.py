@@ -4,7 +4,9 @@ Dimension key: L layers, B rows, T positions, D hidden, V vocabulary, N query he
 heads, H head_dim, E entries of a row's table, n blocks of S tokens of a micro-batch.
 """
 
+import math
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -32,9 +34,11 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.layer_stack import LayerStack, PackedTokens
 from tuneserve_engine.backend.jax.model.layers import inverse_frequencies, rms_norm, rope_tables
 from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.model.shared_lora import SharedLora
 from tuneserve_engine.core.adapter import UNEMBED
 from tuneserve_engine.core.backend_options import Remat
 
+_VECTORS = "norms and biases"
 _INIT_STD = 0.02  # the initializer_range of every supported architecture
 
 
@@ -45,7 +49,7 @@ class Paged(NamedTuple):
     table: Int[Array, "B E"]  # the pages of a row, in order
     pages: Pages
     layers: tuple[Layer, ...] | Layer
-    """Each layer's own arrays, or one ``Layer`` of arrays with an axis L, which a scan slices."""
+    """Each layer's own arrays, or all layers', from ``Decoder.stacked``."""
 
 
 class TrainingSpace(Protocol):
@@ -164,9 +168,19 @@ class Decoder(nnx.Module):
         hidden, _ = self.forward_layers(self.embedded(ids), packed, adapter_slots)
         return hidden[: count * each]
 
-    def stacked(self, lora: LoraRows | None) -> Layer:
-        """Return all layers as one ``Layer``, for programs that scan them while they decode."""
-        return Layer({name: weight[...] for name, weight in self.layers.items()}, lora)
+    def stacked(self, lora: LoraRows | SharedLora | None) -> Layer:
+        """Return all layers as one ``Layer``, for programs that scan them while they decode.
+
+        All norms and biases are one array [L, _]: a scan slices each array by a kernel of its own.
+        """
+        weights = {name: weight[...] for name, weight in self.layers.items()}
+        vectors = [weights.pop(name) for name in self._vectors()]
+        return Layer({**weights, _VECTORS: jnp.concatenate(vectors, axis=1)}, lora)
+
+    def _vectors(self) -> dict[str, int]:
+        """Return the sizes of the norms and biases of a layer."""
+        shapes = layer_shapes(self.config)
+        return {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 1}
 
     def unstacked(self, lora: LoraRows | None) -> tuple[Layer, ...]:
         """Return every layer's own arrays, for programs that decode.
@@ -200,43 +214,60 @@ class Decoder(nnx.Module):
         found = jnp.take_along_axis(table, jnp.where(held, part, 0)[:, None], axis=1)[:, 0]
         page = jnp.where(held, found, UNUSED_PAGE)
         if isinstance(view.layers, Layer):
-            return self._scan_paged_layers(x, view, view.layers, rope, page)
+            return self._loop_paged_layers(x, view, view.layers, rope, page)
         for index, layer in enumerate(view.layers):
             x, keys[index], values[index] = _paged_layer(
-                self.config, layer, x, rope, keys[index], values[index], page, table, positions
+                self.config,
+                layer,
+                x,
+                rope,
+                keys[index],
+                values[index],
+                page,
+                table,
+                positions,
+                None,
             )
         return x, Pages(tuple(keys), tuple(values))
 
-    def _scan_paged_layers(
+    def _loop_paged_layers(
         self, x: Float[Array, "B T D"], view: Paged, layers: Layer, rope: Rope, page: Array
     ) -> tuple[Array, Pages]:
         """Loop over the layers. Layer l's pages follow those of layer l - 1 in one array."""
+        sizes = self._vectors()
         (keys,), (values,) = view.pages
         shapes, count = (keys.shape, values.shape), keys.shape[1]
 
-        def layer(carry: tuple[Array, Array, Array], sliced: Any) -> tuple[Any, None]:
+        def layer(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             x, keys, values = carry
-            weights, number = sliced
-            first = number * count
-            out = _paged_layer(
+            weights = {
+                name: jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+                for name, stacked in layers.weights.items()
+            }
+            vectors = jnp.split(weights.pop(_VECTORS), list(accumulate(sizes.values()))[:-1])
+            weights |= zip(sizes, vectors, strict=True)
+            lora = None if layers.lora is None else layers.lora.of_layer(number)
+            found: tuple[Array, Array, Array] = _paged_layer(
                 self.config,
-                Layer(weights, None if layers.lora is None else layers.lora.of_layer(number)),
+                Layer(weights, lora),
                 x,
                 rope,
                 keys,
                 values,
-                page + first,
-                view.table + first,
+                page + number * count,
+                view.table,
                 view.positions,
+                number,
             )
-            return out, None
+            return found
 
         keys, values = (x.reshape(-1, *x.shape[2:]) for x in (keys, values))
-        numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
-        (x, keys, values), _ = jax.lax.scan(layer, (x, keys, values), (layers.weights, numbers))
+        x, keys, values = jax.lax.fori_loop(0, self.config.layers, layer, (x, keys, values))
         return x, Pages((keys.reshape(shapes[0]),), (values.reshape(shapes[1]),))
 
-    def logits(self, hidden: Float[Array, "B T D"], lora: LoraRows | None) -> Float[Array, "B T V"]:
+    def logits(
+        self, hidden: Float[Array, "B T D"], lora: LoraRows | SharedLora | None
+    ) -> Float[Array, "B T V"]:
         """Return float32 logits of final-normed hidden states, each row under its own adapter."""
         # dot_general on the table as stored: with a transposed copy and bfloat16 weights, XLA CPU
         # keeps two float32 copies of the head.
@@ -246,7 +277,8 @@ class Decoder(nnx.Module):
             (((2,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        return plus_lora(out, hidden.astype(jnp.float32), UNEMBED, lora)
+        (logits,) = plus_lora([out], hidden.astype(jnp.float32), (UNEMBED,), lora)
+        return logits
 
     def unembedding(self) -> Float[Array, "V D"]:
         """Return the output table, or the embedding if the two are tied."""
@@ -277,8 +309,14 @@ def _paged_layer(  # noqa: PLR0913
     page: Array,
     table: Array,
     positions: Array,
+    number: Array | None,
 ) -> tuple[Array, Array, Array]:
-    """Return the layer's output, and its pages with the keys and values of ``x``."""
+    """Return the layer's output, and its pages with the keys and values of ``x``.
+
+    If the pages are those of all layers, ``number`` is the layer's, and ``page`` counts from the
+    first layer's pages.
+    """
+    within = None if number is None else (number, config.layers)
     size = values.shape[2]
     q, k, v = before_attention(config, layer, x, rope)
     if x.shape[1] == size:
@@ -286,5 +324,5 @@ def _paged_layer(  # noqa: PLR0913
     else:
         offset = positions[:, 0] % size
         keys, values = write_position(keys, values, page, offset, k[:, 0], v[:, 0])
-    attended = attend_pages(q, keys, values, table, positions)
+    attended = attend_pages(q, keys, values, table, positions, within)
     return after_attention(config, layer, x, attended), keys, values

@@ -1,6 +1,10 @@
-"""Frozen adapters on the device, and the adapter slots of decoding: one per decode slot.
+"""Frozen adapters on the device, and the adapter slots of decoding.
 
-Dimension key: L layers, B decode slots, D inputs of a projection, F its outputs, R rank bucket.
+On a CPU, every decode slot has its own adapter slot. On a GPU, decode slots share the adapter slots
+of a few adapters, because reading an adapter in float32 takes long.
+
+Dimension key: L layers, J adapter slots, B decode slots, D inputs of a projection, F its outputs, R
+rank bucket.
 """
 
 from operator import itemgetter
@@ -13,9 +17,14 @@ from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TargetShapes
 from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.model.shared_lora import SharedLora, fits, row_tiles
 from tuneserve_engine.core.adapter import UNEMBED
 
 Scalar = Array | np.generic
+
+_MOST_ADAPTERS = 16
+"""Adapters that decode together on a GPU, of one rank bucket. In each step, all that are used are
+read: 16 of rank 32 are a third of the bytes of an 8B model."""
 
 
 class FrozenAdapter(NamedTuple):
@@ -42,23 +51,46 @@ def scans_layers() -> bool:
     return jax.default_backend() != "cpu"
 
 
+def adapter_slots(decode_slots: int, *, is_shared: bool) -> int:
+    """Return the number of adapter slots for this many decode slots, which may share them."""
+    return min(decode_slots, _MOST_ADAPTERS) if is_shared else decode_slots
+
+
 class DecodeAdapters(NamedTuple):
-    """The adapters of all decode slots: slot b's adapter is at index b.
+    """The adapters in all adapter slots.
 
     On a CPU, every layer has its own arrays, like the base weights for decoding: see
-    ``Decoder.unstacked``. Elsewhere, one pair of all layers is a[target] [L, B, R, D] and b[target]
-    [L, B, F, R].
+    ``Decoder.unstacked``. Elsewhere, one pair of all layers is a[target] [L, J, R, D] and b[target]
+    [L, J, F, R].
     """
 
-    layers: tuple[LoraWeights, ...]  # L of a[target] [B, D, R] and b[target] [B, R, F]
+    layers: tuple[LoraWeights, ...]  # L of a[target] [J, D, R] and b[target] [J, R, F]
     unembed: LoraWeights
-    scale: Float[Array, " B"]
+    scale: Float[Array, " J"]
 
     def of_layer(self, index: int) -> LoraRows:
         return LoraRows(*_turned(self.layers[index]), self.scale)
 
     def of_unembedding(self) -> LoraRows:
         return LoraRows(*_turned(self.unembed), self.scale)
+
+    def of_tokens(
+        self, slot: Int[Array, " B"]
+    ) -> tuple[LoraRows | SharedLora, LoraRows | SharedLora]:
+        """Return the adapters of all layers and of the unembedding, on a GPU, for a token per row.
+
+        Row b uses adapter slot ``slot[b]``.
+        """
+        (layers,) = self.layers
+        if not all(
+            fits(part.a[name], part.b[name]) for part in (layers, self.unembed) for name in part.a
+        ):
+            return self.of_layer(0)._replace(slot=slot), self.of_unembedding()._replace(slot=slot)
+        tiles = row_tiles(slot, self.scale.shape[0])
+        return (
+            SharedLora(layers.a, layers.b, self.scale, tiles, jnp.int32(0)),
+            SharedLora(self.unembed.a, self.unembed.b, self.scale, tiles, jnp.int32(0)),
+        )
 
 
 def _turned(weights: LoraWeights) -> LoraWeights:
@@ -75,7 +107,7 @@ def _turned(weights: LoraWeights) -> LoraWeights:
 def set_slot_adapter(
     adapters: DecodeAdapters, slot: Int[Array, ""], adapter: FrozenAdapter
 ) -> DecodeAdapters:
-    """Return the adapter slots with the adapter in the slot's slot."""
+    """Return the adapter slots with the adapter in one of them."""
 
     def place(slots: Array, new: Array) -> Array:
         axis = slots.ndim - 3  # adapters of several layers have an axis before
@@ -91,7 +123,7 @@ def set_slot_adapter(
 
 
 def empty_adapters(weights: LoraWeights, *, slots: int) -> DecodeAdapters:
-    """Return zeros for all decode slots, in the shapes of these weights."""
+    """Return adapter slots of zeros, in the shapes of these weights."""
 
     def zeros(x: Array) -> Array:
         return jnp.zeros((*x.shape[:-2], slots, *x.shape[-2:]), x.dtype)

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from tuneserve_engine.backend.jax.attention.paged import Pages
-from tuneserve_engine.backend.jax.sampling.adapter_slots import DecodeAdapters
+from tuneserve_engine.backend.jax.sampling.adapter_slot_table import AdapterSlotTable
+from tuneserve_engine.backend.jax.sampling.adapter_slots import DecodeAdapters, scans_layers
 from tuneserve_engine.backend.jax.sampling.kv_pages import (
     KvPageAllocator,
     prefix_hashes,
@@ -100,7 +101,7 @@ class DecodeBatch:
         self._cache = cache
         self._rank_bucket = rank_bucket
         self._sequences: list[DecodedSequence | None] = [None] * slots
-        self._adapted: list[str | None] = [None] * slots  # snapshot of each slot's adapter slot
+        self._adapter_slots = AdapterSlotTable(programs.adapter_slots, is_shared=scans_layers())
         self._prefilling: list[int] = []  # decode slots in prefill, in the order of their arrival
         self._put_off = False  # whether a chunk was put off for one dispatch
         self._in_a_row = 0  # chunks prefilled since the last decoding
@@ -126,10 +127,20 @@ class DecodeBatch:
     def is_full(self) -> bool:
         return None not in self._sequences
 
+    def has_adapter_slot(self, sequence: DecodedSequence) -> bool:
+        """Return whether an adapter slot has the sequence's snapshot, or could take it."""
+        return self._adapter_slots.find(sequence.snapshot.name, 0) is not None
+
     def admit(self, sequence: DecodedSequence) -> bool:
-        """Give the sequence a decode slot and pages. Returns False if there are too few."""
+        """Give the sequence a decode slot, an adapter slot and pages.
+
+        Returns False if there are too few.
+        """
         slot = next((slot for slot, held in enumerate(self._sequences) if held is None), None)
         if slot is None:
+            return False
+        adapter_slot = self._adapter_slots.find(sequence.snapshot.name, slot)
+        if adapter_slot is None:
             return False
         size, context = self._programs.block, sequence.context
         scope = f"{sequence.request.owner}/{sequence.snapshot.name}"
@@ -143,7 +154,8 @@ class DecodeBatch:
         if sequence.prompt_logprobs is None and sequence.cache_hits is None:
             hits = sum(part.written for part in sequence.prefix_pages)
             sequence.cache_hits = min(hits * size, context)
-        self._set_slot_adapter(slot, sequence.snapshot)
+        self._use_adapter(adapter_slot, sequence.snapshot)
+        self._state.adapter_slot[slot] = adapter_slot
         self._sequences[slot] = sequence
         self._state.table[slot] = 0
         self._state.table[slot, : len(sequence.prefix_pages)] = [
@@ -158,16 +170,15 @@ class DecodeBatch:
         if slot is not None:
             self._free(slot)
 
-    def _set_slot_adapter(self, slot: int, snapshot: Snapshot) -> None:
-        if self._adapters is not None and self._adapted[slot] == snapshot.name:
+    def _use_adapter(self, adapter_slot: int, snapshot: Snapshot) -> None:
+        if not self._adapter_slots.add_user(adapter_slot, snapshot.name):
             return
         adapter = self._cache.snapshots.on_device(snapshot)
         if self._adapters is None:
             self._adapters = self._programs.empty_adapters(self._rank_bucket, adapter.weights)
         self._adapters = self._programs.set_slot_adapter(
-            self._rank_bucket, self._adapters, np.int32(slot), adapter
+            self._rank_bucket, self._adapters, np.int32(adapter_slot), adapter
         )
-        self._adapted[slot] = snapshot.name
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -217,7 +228,7 @@ class DecodeBatch:
             blocks.tokens[number, : len(part)] = part
             blocks.start[number] = sequence.read * self._programs.block
             blocks.table[number] = self._state.table[slot]
-            blocks.slot[number] = slot
+            blocks.slot[number] = self._state.adapter_slot[slot]
             self._cache.counts.prompt_tokens_prefilled += len(part)
             sequence.prefilled_tokens += len(part)
             chosen.append((sequence, sequence.read))
@@ -333,6 +344,7 @@ class DecodeBatch:
         sequence = self._sequences[slot]
         assert sequence is not None
         self._cache.pool.release(sequence.prefix_pages, sequence.private_pages)
+        self._adapter_slots.remove_user(int(self._state.adapter_slot[slot]))
         self._sequences[slot] = None
         if slot in self._prefilling:
             self._prefilling.remove(slot)

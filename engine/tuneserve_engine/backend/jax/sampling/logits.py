@@ -3,6 +3,7 @@
 Dimension key: B rows, V vocabulary, K ids or draws per row.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,24 +80,25 @@ def nucleus(
     limits_k = (top_k > 0) & (top_k < vocab)
     limits_p = top_p < 1
 
-    def by_count(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits, weights = state
+    def by_count() -> Array:
         count = jnp.where(limits_k, top_k, vocab).astype(jnp.float32)
-        kept = keep_largest(logits, jnp.ones_like(logits), count) | ~limits_k[:, None]
-        return jnp.where(kept, logits, -jnp.inf), jnp.where(kept, weights, 0.0)
+        return keep_largest(logits, jnp.ones_like(logits), count) | ~limits_k[:, None]
 
-    def by_mass(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        logits, weights = state
-        mass = jnp.maximum(top_p, _TINY) * jnp.sum(weights, axis=-1)
-        kept = keep_largest(logits, weights, mass) | ~limits_p[:, None]
-        return logits, jnp.where(kept, weights, 0.0)
+    def by_mass() -> Array:
+        left = jnp.where(kept, weights, 0.0)
+        mass = jnp.maximum(top_p, _TINY) * jnp.sum(left, axis=-1)
+        largest = keep_largest(jnp.where(kept, logits, -jnp.inf), left, mass)
+        both: Array = kept & (largest | ~limits_p[:, None])
+        return both
 
     # Sorting a vocabulary costs hundreds of log-sum-exps: only batches that ask pay for a search.
+    # Without one, a branch copies its result, which is why that is no array of floats.
     with jax.named_scope("top_k"):
-        left = jax.lax.cond(jnp.any(limits_k), by_count, lambda same: same, (logits, weights))
+        everything = partial(jnp.ones, logits.shape, jnp.bool_)
+        kept = jax.lax.cond(jnp.any(limits_k), by_count, everything)
     with jax.named_scope("top_p"):
-        _, drawable = jax.lax.cond(jnp.any(limits_p), by_mass, lambda same: same, left)
-    return jnp.asarray(drawable)
+        kept = jax.lax.cond(jnp.any(limits_p), by_mass, lambda: kept)
+    return jnp.where(kept, weights, 0.0)
 
 
 def keep_largest(

@@ -4,7 +4,7 @@ A request's options are arguments or rows of arrays of fixed width, never part o
 is a decode slot.
 
 Dimension key: B decode slots, n blocks of a chunk of prompts, S positions of a block, which is a
-page, J entries of a row of the table, V vocabulary, D hidden, K ids per position, Q choices per
+page, E entries of a row of the table, V vocabulary, D hidden, K ids per position, Q choices per
 position, U steps per dispatch.
 """
 
@@ -29,6 +29,7 @@ from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegis
 from tuneserve_engine.backend.jax.sampling.adapter_slots import (
     DecodeAdapters,
     Scalar,
+    adapter_slots,
     adapter_specs,
     empty_adapters,
     scans_layers,
@@ -66,8 +67,8 @@ class Blocks(NamedTuple):
 
     tokens: AnyArray  # [n, S] int32
     start: AnyArray  # [n] int32 the position of the first token; -S for an unused block
-    table: AnyArray  # [n, J] int32 the slot's table
-    slot: AnyArray  # [n] int32
+    table: AnyArray  # [n, E] int32 the slot's table
+    slot: AnyArray  # [n] int32 the adapter slot
 
 
 class PromptScoreRequest(NamedTuple):
@@ -95,7 +96,8 @@ class DecodeState(NamedTuple):
     tokens: AnyArray  # [B] int32 the last token of its sequence
     positions: AnyArray  # [B] int32 position of that token; -1 in an idle slot
     step: AnyArray  # [B] int32 number of the token to draw, 0 = the first after the prompt
-    table: AnyArray  # [B, J] int32 the pages of its sequence
+    table: AnyArray  # [B, E] int32 the pages of its sequence
+    adapter_slot: AnyArray  # [B] int32; on a CPU, each decode slot has its own
     rows: RowParams
     top: Scalar  # bool: whether a decode slot asks for the most likely ids
 
@@ -128,7 +130,8 @@ class Programs:
         self.block = static_shapes.block
         self.table_width = table_width(static_shapes.context_length, static_shapes.block)
         dtype = model.unembedding().dtype
-        make_bank = partial(empty_adapters, slots=slots)
+        self.adapter_slots = adapter_slots(slots, is_shared=scans_layers())
+        make_bank = partial(empty_adapters, slots=self.adapter_slots)
         make_pages = partial(_empty_pages, model.config, pages, static_shapes.block, dtype)
         use = "samples, by rank bucket"
         self.prefill = programs.add_program("prefill", _prefill, use=use, model=model, donate=(0,))
@@ -165,7 +168,9 @@ class Programs:
         self.copy.declare((), pages, index, index)
         for order, rank in enumerate(rank_buckets):
             adapter = adapter_specs(shapes, rank)
-            adapters = jax.eval_shape(partial(empty_adapters, slots=slots), adapter.weights)
+            adapters = jax.eval_shape(
+                partial(empty_adapters, slots=self.adapter_slots), adapter.weights
+            )
             state = no_slots(slots, self.table_width)
             self.prefill.declare(rank, pages, weights, adapters, blocks, order=order)
             self.decode.declare(rank, pages, weights, adapters, state, order=order)
@@ -192,6 +197,7 @@ def no_slots(slots: int, width: int) -> DecodeState:
         positions=np.full(slots, -1, np.int32),
         step=np.zeros(slots, np.int32),
         table=np.zeros((slots, width), np.int32),
+        adapter_slot=np.zeros(slots, np.int32),
         rows=no_rows(slots),
         top=np.bool_(False),
     )
@@ -228,7 +234,10 @@ def _prefill(
     """
     size = blocks.tokens.shape[1]
     start, slot = jnp.asarray(blocks.start), jnp.asarray(blocks.slot)
-    layers = _layers(model, weights, adapters, slot)
+    if scans_layers():
+        layers: Any = model.stacked(adapters.of_layer(0)._replace(slot=slot))  # the only pair
+    else:
+        layers = _unstacked_layers(weights, adapters, slot)
     positions = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None, :]
     view = Paged(positions, jnp.asarray(blocks.table), pages, layers)
     hidden, pages = model.continued(jnp.asarray(blocks.tokens), view)
@@ -271,16 +280,10 @@ def _unstacked(model: Decoder) -> tuple[Any, ...]:
     return tuple(layer.weights for layer in model.unstacked(None))
 
 
-def _layers(
-    model: Decoder, weights: tuple[Any, ...], adapters: DecodeAdapters, slot: Array | None
-) -> Any:
-    """Return the layers with their adapters, as ``Paged.layers`` takes them.
-
-    ``weights`` are each layer's own, or empty if the programs loop over the layers.
-    """
-    if scans_layers():
-        all_layers = adapters.of_layer(0)  # the only pair
-        return model.stacked(all_layers._replace(slot=slot))
+def _unstacked_layers(
+    weights: tuple[Any, ...], adapters: DecodeAdapters, slot: Array | None
+) -> tuple[Layer, ...]:
+    """Return each layer's own weights with its adapters, as ``Paged.layers`` takes them."""
     return tuple(
         Layer(mine, adapters.of_layer(index)._replace(slot=slot))
         for index, mine in enumerate(weights)
@@ -297,7 +300,15 @@ def _decode(
     """Decode the next tokens of every slot; the results of idle decode slots are to be ignored."""
     positions, step = jnp.asarray(slots.positions), jnp.asarray(slots.step)
     temperature, table = jnp.asarray(slots.rows.temperature), jnp.asarray(slots.table)
-    layers = _layers(model, weights, adapters, None)
+    if scans_layers():
+        # An idle slot takes part in computing another's adapter, so that no more are read.
+        slot = jnp.where(
+            positions < 0, slots.adapter_slot[jnp.argmax(positions)], slots.adapter_slot
+        )
+        lora, unembed = adapters.of_tokens(slot)
+        layers: Any = model.stacked(lora)
+    else:
+        layers, unembed = _unstacked_layers(weights, adapters, None), adapters.of_unembedding()
 
     def one(
         carry: tuple[Array, Pages], number: Array
@@ -305,7 +316,7 @@ def _decode(
         tokens, pages = carry
         at = jnp.where(positions < 0, -1, positions + number)
         hidden, pages = model.continued(tokens[:, None], Paged(at[:, None], table, pages, layers))
-        logits = model.logits(hidden, adapters.of_unembedding())[:, 0]
+        logits = model.logits(hidden, unembed)[:, 0]
         tokens, logprobs = draw(logits, step + number, slots.rows)
         top = _if(slots.top, lambda: _top(logits, temperature))
         return (tokens, pages), (tokens, logprobs, top)

@@ -1,7 +1,7 @@
 """Sampling from frozen adapters and the base model: requests in, results out."""
 
 import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -174,11 +174,14 @@ class JaxSampler:
         """Give decode slots to waiting sequences.
 
         Within a rank bucket, the owner with the fewest decode slots is first, then first come,
-        first served. An owner without a decode slot gets one from the owner with the most. If there
-        are too few pages for a sequence, later sequences of its rank bucket wait too.
+        first served. An owner without a decode slot gets one from the owner with the most, and an
+        adapter slot from the owner with the most. If there is no adapter slot for another adapter
+        of an owner, only this owner waits. If there are too few pages for a sequence, or every
+        owner has one adapter slot, later sequences of its rank bucket wait too.
         """
         full: set[int] = set()
-        while keys := [key for key in self._waiting if key[0] not in full]:
+        too_many: set[tuple[int, str]] = set()  # owners with another adapter than fits
+        while keys := [key for key in self._waiting if key[0] not in full and key not in too_many]:
             held = Counter(
                 _queue_key(each)
                 for batch in self._decode_batches.values()
@@ -188,6 +191,11 @@ class JaxSampler:
             batch, sequence = self._batch_for(key[0]), self._waiting[key][0]
             if batch.is_full and not held[key]:
                 self._displace(batch)
+            if not batch.has_adapter_slot(sequence):
+                if held[key]:
+                    too_many.add(key)
+                    continue
+                self._displace_adapter(batch)
             if batch.admit(sequence):
                 self._remove_waiting(key, sequence)
                 if key in self._waiting:  # among owners with equally many decode slots, rotate
@@ -212,7 +220,29 @@ class JaxSampler:
         if count == 1:
             return
         mine = [sequence for sequence in batch.sequences if sequence.request.owner == owner]
-        loser = min(mine, key=lambda sequence: sequence.work)
+        self._restart(batch, min(mine, key=lambda sequence: sequence.work))
+
+    def _displace_adapter(self, batch: DecodeBatch) -> None:
+        """Take an adapter slot from the owner with the most, if it has more than one for itself.
+
+        The sequences of its adapter with the least work done are restarted.
+        """
+        users = defaultdict(list)
+        for sequence in batch.sequences:
+            users[sequence.snapshot.name].append(sequence)
+        alone: dict[str, list[list[DecodedSequence]]] = defaultdict(list)
+        for sequences in users.values():
+            owners = {sequence.request.owner for sequence in sequences}
+            if len(owners) == 1:
+                alone[owners.pop()].append(sequences)
+        of_one = max(alone.values(), key=len, default=[])
+        if len(of_one) < 2:
+            return
+        for loser in min(of_one, key=lambda each: sum(sequence.work for sequence in each)):
+            self._restart(batch, loser)
+
+    def _restart(self, batch: DecodeBatch, loser: DecodedSequence) -> None:
+        """Take the sequence's place in the batch; it starts anew when its turn comes."""
         batch.evict(loser)
         anew = self._new_sequence(loser.request, loser.snapshot, loser.sample)
         anew.cache_hits = loser.cache_hits

@@ -226,9 +226,18 @@ def test_sampling_has_unstacked_layers_kv_pages_and_an_adapter_per_decode_slot(
     scale = 4
     assert counted.unstacked.bytes == weights
     assert counted.caches.bytes == pages
-    assert counted.decode_slots.bytes == slots - 2 * ROWS * scale  # each rank bucket has its own
+    assert counted.decode_adapters.bytes == slots - 2 * ROWS * scale  # each rank bucket has its own
     assert counted.snapshot_bytes == 3 * (snapshot - scale)
     assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
+
+
+def test_decode_slots_of_a_gpu_share_adapter_slots() -> None:
+    """By hand: 16 at most, on a CPU one per decode slot."""
+    few, many = (footprint(QWEN3, sample_rows=rows) for rows in (8, 64))
+    one = few.decode_adapters.bytes // 8
+    on_a_gpu = (replace(each, shape=replace(each.shape, device_kind="gpu")) for each in (few, many))
+    assert many.decode_adapters.bytes == 64 * one
+    assert [each.decode_adapters.bytes for each in on_a_gpu] == [8 * one, 16 * one]
 
 
 def test_a_gpu_has_no_second_copy_of_the_layers() -> None:

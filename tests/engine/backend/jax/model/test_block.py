@@ -67,5 +67,8 @@ def test_a_projection_adds_the_bias_and_each_rows_own_adapter() -> None:
 
 
 def test_an_adapter_leaves_other_projections_alone() -> None:
-    assert plus_lora(X, X, "gate_proj", LORA) is X
-    assert plus_lora(X, X, "up_proj", None) is X
+    first, second = plus_lora([X, X], X, ("gate_proj", "up_proj"), LORA)
+    assert first is X
+    assert second is not X
+    (out,) = plus_lora([X], X, ("up_proj",), None)
+    assert out is X

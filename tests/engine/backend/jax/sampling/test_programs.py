@@ -26,7 +26,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.attention import paged, paged_gpu
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling import adapter_slots, programs
+from tuneserve_engine.backend.jax.sampling import adapter_slots, decode_batch, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.shapes import StaticShapes
@@ -45,6 +45,7 @@ def scanning() -> Iterator[None]:
     with (
         mock.patch.object(programs, "scans_layers", lambda: True),
         mock.patch.object(adapter_slots, "scans_layers", lambda: True),
+        mock.patch.object(decode_batch, "scans_layers", lambda: True),
     ):
         yield
 
@@ -121,7 +122,7 @@ def test_in_bfloat16_the_kernel_in_the_loop_scores_what_the_other_programs_do() 
     with as_on_a_gpu(), mock.patch.object(paged_gpu, "_call", wraps=paged_gpu._call) as call:
         got = results(company, *arguments)[1]
     lengths = {each.args[0].shape[2] for each in call.call_args_list}
-    assert lengths == {16}  # a page of a prompt, or the padded query heads of one position
+    assert lengths == {16, 2}  # a page of a prompt, or the query heads of one position
     assert len(call.call_args_list) == 2  # traced once for prefill and once for decoding
     assert len(got.sequences[0].tokens) == 14
     assert np.isfinite(got.sequences[0].logprobs).all()

@@ -1,0 +1,228 @@
+"""LoRA of decoding by two Pallas kernels for GPUs (Triton): an adapter is read once for its rows.
+
+Gathering the adapter of every row would read an adapter once per row, all of it in float32. Here,
+programs read a part of one adapter slot and multiply it with all rows of the slot, in tiles. The
+first kernel multiplies the input of a few projections with each one's A, in parts over D whose
+number depends on D alone. The second adds these parts in order, multiplies the sum with B, and adds
+the result to the products with the base weights. So a row's bits do not depend on its neighbours,
+and NaN in one adapter does not reach rows of another. All products are exact products of float32,
+as in ``lora.lora_delta``.
+
+Tests run the kernels in interpret mode, and ``make gpu-compile`` compiles them.
+
+Dimension key: L layers, J adapter slots, B rows, D inputs of a projection, F its outputs, R rank
+bucket, W ranks padded to a tile, X tiles, M rows of a tile, P projections with the same input,
+C parts of D.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from tuneserve_engine.backend.jax.specs import spec
+
+ROWS_PER_TILE = 16
+_WIDTH = 128
+"""Inputs that are multiplied at once, and outputs of one program of the second kernel."""
+_PARTS = 8
+"""The most parts of D: more of them share the reading of one A, and each costs a sum per row."""
+_RANKS = 32
+"""Ranks that one program of the first kernel computes, and that are multiplied at once."""
+_LEAST_RANKS = 16  # Triton multiplies no smaller matrices
+
+
+class RowTiles(NamedTuple):
+    """The rows in tiles, each of which uses one adapter slot. Every row is in one tile.
+
+    A tile with fewer rows repeats its first row, whose result is then written several times.
+    """
+
+    slot: Int[Array, " X"]  # -1 in an unused tile
+    rows: Int[Array, "X M"]
+
+
+class SharedLora(NamedTuple):
+    """Adapters in slots that rows share, for one token per row.
+
+    ``a[target]`` is [L, J, R, D] and ``b[target]`` is [L, J, F, R], of which ``layer`` is used;
+    those of ``unembed`` have no L.
+    """
+
+    a: dict[str, Array]
+    b: dict[str, Array]
+    scale: Float[Array, " J"]
+    tiles: RowTiles
+    layer: Int[Array, ""]
+
+    def of_layer(self, number: Int[Array, ""]) -> "SharedLora":
+        """Return the adapters of one layer. Nothing is sliced: the kernels read in place."""
+        return self._replace(layer=number)
+
+
+def fits(a: Array, b: Array) -> bool:
+    """Return whether the kernels take these matrices, in slots [..., R, D] and [..., F, R]."""
+    *_, rank, inputs = a.shape
+    is_tiled = inputs % _WIDTH == b.shape[-2] % _WIDTH == 0
+    return is_tiled and rank == pl.next_power_of_2(rank)
+
+
+def row_tiles(slot: Int[Array, " B"], slots: int) -> RowTiles:
+    """Return the tiles of rows that use these adapter slots, of which there are ``slots``."""
+    rows = slot.shape[0]
+    index = jnp.arange(slots, dtype=jnp.int32)
+    count = (slot[None, :] == index[:, None]).sum(1, dtype=jnp.int32)
+    tiles = (count + ROWS_PER_TILE - 1) // ROWS_PER_TILE
+    behind = jnp.cumsum(tiles, dtype=jnp.int32)
+    number = jnp.arange(slots + rows // ROWS_PER_TILE, dtype=jnp.int32)
+    found = (behind[None, :] <= number[:, None]).sum(1, dtype=jnp.int32)
+    mine = jnp.minimum(found, slots - 1)
+    # Places among the rows in the order of their slots, which is where a slot's rows are together.
+    first = (number - (behind - tiles)[mine]) * ROWS_PER_TILE
+    place = first[:, None] + jnp.arange(ROWS_PER_TILE, dtype=jnp.int32)[None, :]
+    place = jnp.where(place < count[mine][:, None], place, first[:, None])
+    place = (jnp.cumsum(count, dtype=jnp.int32) - count)[mine][:, None] + place
+    order = jnp.argsort(slot, stable=True).astype(jnp.int32)
+    is_used = found < slots
+    taken = order[jnp.where(is_used[:, None], place, 0)]
+    return RowTiles(jnp.where(is_used, mine, -1), taken)
+
+
+def add_deltas(
+    outs: Sequence[Float[Array, "B _"]],
+    x: Float[Array, "B D"],
+    names: Sequence[str],
+    lora: SharedLora,
+) -> list[Float[Array, "B _"]]:
+    """Return each projection's float32 product plus ``scale · (x A) B`` of each row's adapter."""
+    a, b = ([_flat(side[name]) for name in names] for side in (lora.a, lora.b))
+    return _added(outs, _low(x, a, lora), b, lora)
+
+
+def _flat(x: Array) -> Array:
+    """Return slots of all layers as one axis."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def _low(
+    x: Float[Array, "B D"],
+    a: list[Float[Array, "LJ R D"]],
+    lora: SharedLora,
+) -> Float[Array, "P C B W"]:
+    """Return the parts of each row's ``x A``."""
+    rank, inputs = a[0].shape[1:]
+    parts = min(_PARTS, inputs // _WIDTH)
+    width = max(rank, _LEAST_RANKS)
+    per_projection = width // min(width, _RANKS)
+    call = pl.pallas_call(
+        partial(_low_kernel, slots=lora.scale.shape[0], per_projection=per_projection),
+        grid=(lora.tiles.slot.shape[0], parts, len(a) * per_projection),
+        out_shape=spec((len(a), parts, x.shape[0], width), jnp.float32),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=_is_interpreted(),
+    )
+    with jax.named_scope("shared_lora"):
+        low: Array = call(x, a, lora.tiles, lora.layer)
+    return low
+
+
+def _low_kernel(  # noqa: PLR0913
+    x: Any, a: list[Any], tiles: Any, layer: Any, low: Any, *, slots: int, per_projection: int
+) -> None:
+    tile, part, number = (pl.program_id(axis) for axis in range(3))
+    rows, slot = tiles.rows[tile][:, None], tiles.slot[tile]
+    chunks, step = x.shape[1] // _WIDTH, low.shape[3] // per_projection
+    each = pl.cdiv(chunks, low.shape[1])
+    begin, end = part * each, jnp.minimum((part + 1) * each, chunks)
+    ranks = (number % per_projection) * step + jnp.arange(step, dtype=jnp.int32)
+
+    def run(index: int, bank: Any) -> None:
+        def add(chunk: Array, total: Array) -> Array:
+            columns = chunk * _WIDTH + jnp.arange(_WIDTH, dtype=jnp.int32)[None, :]
+            left = x[rows, columns].astype(jnp.float32)
+            is_held = jnp.broadcast_to(ranks[:, None] < bank.shape[1], (step, _WIDTH))
+            at = bank.at[layer[...] * slots + slot, ranks[:, None], columns]
+            return total + _product(left, triton.load(at, mask=is_held, other=0.0))
+
+        nothing = jnp.zeros((ROWS_PER_TILE, step), jnp.float32)
+        low[index, part, rows, ranks[None, :]] = lax.fori_loop(begin, end, add, nothing)
+
+    for index, bank in enumerate(a):
+        is_mine = (number // per_projection == index) & (slot >= 0)
+        pl.when(is_mine)(partial(run, index, bank))
+
+
+def _added(
+    outs: Sequence[Float[Array, "B _"]],
+    low: Float[Array, "P C B W"],
+    b: list[Float[Array, "LJ _ R"]],
+    lora: SharedLora,
+) -> list[Array]:
+    call = pl.pallas_call(
+        _add_kernel,
+        grid=(lora.tiles.slot.shape[0], sum(out.shape[1] // _WIDTH for out in outs)),
+        out_shape=[spec(out.shape, jnp.float32) for out in outs],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=_is_interpreted(),
+    )
+    with jax.named_scope("shared_lora"):
+        return list(call(low, b, lora.scale, lora.tiles, lora.layer, list(outs)))
+
+
+def _add_kernel(  # noqa: PLR0913
+    low: Any, b: list[Any], scale: Any, tiles: Any, layer: Any, outs: list[Any], *added: Any
+) -> None:
+    tile, number = (pl.program_id(axis) for axis in range(2))
+    rows, slot = tiles.rows[tile][:, None], tiles.slot[tile]
+    parts, width = low.shape[1], low.shape[3]
+    step = min(width, _RANKS)
+
+    def run(index: int, behind: int) -> None:
+        bank, out = b[index], outs[index]
+        columns = (number - behind) * _WIDTH + jnp.arange(_WIDTH, dtype=jnp.int32)
+
+        def add(chunk: Array, total: Array) -> Array:
+            ranks = chunk * step + jnp.arange(step, dtype=jnp.int32)[None, :]
+
+            def add_part(part: Array, left: Array) -> Any:
+                return left + low[index, part, rows, ranks]
+
+            nothing = jnp.zeros((ROWS_PER_TILE, step), jnp.float32)
+            left = lax.fori_loop(0, parts, add_part, nothing) * scale[slot]
+            is_held = jnp.broadcast_to(ranks < bank.shape[2], (_WIDTH, step))
+            at = bank.at[layer[...] * scale.shape[0] + slot, columns[:, None], ranks]
+            return total + _product(left, triton.load(at, mask=is_held, other=0.0))
+
+        nothing = jnp.zeros((ROWS_PER_TILE, _WIDTH), jnp.float32)
+        delta = lax.fori_loop(0, width // step, add, nothing)
+        added[index][rows, columns[None, :]] = out[rows, columns[None, :]] + delta
+
+    behind = 0
+    for index, out in enumerate(outs):
+        end = behind + out.shape[1] // _WIDTH
+        is_mine = (number >= behind) & (number < end) & (slot >= 0)
+        pl.when(is_mine)(partial(run, index, behind))
+        behind = end
+
+
+def _is_interpreted() -> bool:
+    """Return whether JAX runs the kernels itself, which takes no GPU but a long time."""
+    return jax.default_backend() != "gpu"
+
+
+def _product(x: Float[Array, "I K"], y: Float[Array, "J K"]) -> Float[Array, "I J"]:
+    """Return the product over the last axes, in exact float32."""
+    product: Array = lax.dot_general(
+        x,
+        y,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return product

@@ -1,0 +1,41 @@
+"""The bookkeeping of adapter slots of decoding: what each holds, and how many sequences use it.
+
+Plain Python; the device's adapter slots themselves are in ``adapter_slots``.
+"""
+
+
+class AdapterSlotTable:
+    """Hands out the adapter slots of one rank bucket.
+
+    If decode slots share adapter slots, a snapshot is in at most one of them. It stays there after
+    its last user until another snapshot needs the slot; the least recently used one goes first.
+    Otherwise every decode slot has the adapter slot of its own number.
+    """
+
+    def __init__(self, count: int, *, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._names: list[str | None] = [None] * count
+        self._users = [0] * count
+        self._idle = dict.fromkeys(range(count))  # least recently used first
+
+    def find(self, name: str, decode_slot: int) -> int | None:
+        """Return the adapter slot for the snapshot; None if other snapshots are in use in all."""
+        if not self._is_shared:
+            return decode_slot
+        if name in self._names:
+            return self._names.index(name)
+        return next(iter(self._idle), None)
+
+    def add_user(self, slot: int, name: str) -> bool:
+        """Add a user of the adapter slot. Returns whether the snapshot has to be placed there."""
+        is_new = self._names[slot] != name
+        self._names[slot] = name
+        self._users[slot] += 1
+        self._idle.pop(slot, None)
+        return is_new
+
+    def remove_user(self, slot: int) -> None:
+        """Remove a user of the adapter slot."""
+        self._users[slot] -= 1
+        if not self._users[slot]:
+            self._idle[slot] = None
