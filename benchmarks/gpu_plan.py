@@ -18,6 +18,7 @@ from scripts.gpu_compile.roofline import Group
 from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import as_on_a_gpu
 from tuneserve_engine.backend.jax.memory.planner import DoesNotFit, gib
+from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slot_count
 
 PROGRAMS = ("train_micro_batch", "score_micro_batch", "decode")
 COLUMNS = (
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--top", type=int, default=0, help="list the most expensive kernels")
     options = parser.parse_args(arguments)
+    most = adapter_slot_count(options.slots, is_shared=True)
+    if options.adapters is not None and not 1 <= options.adapters <= most:
+        parser.error(f"--adapters is {options.adapters}; {options.slots} slots use 1 to {most}")
     load = Load(
         tokens=options.tokens,
         datum_tokens=options.datum_tokens,

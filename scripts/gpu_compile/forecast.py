@@ -14,7 +14,7 @@ from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.shared_lora import ROWS_PER_TILE
-from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slots
+from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import PlanRequest
@@ -109,7 +109,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
     shapes = found.static_shapes
     head_blocks = head_chunk_blocks(shapes.block, shapes.chunk, config.vocab_size, "gpu")
     pages = shapes.block * pages_per_round("gpu")
-    adapters = load.adapters or adapter_slots(load.slots, is_shared=True)
+    adapters = load.adapters or adapter_slot_count(load.slots, is_shared=True)
     position_bytes = 2 * 2 * config.kv_heads * config.head_dim  # a key and a value, bfloat16
     return Work(
         rounds={
@@ -124,7 +124,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
         page_bytes=load.slots * load.context * position_bytes,
         adapters=adapters,
-        adapter_tiles=max(adapters, load.slots // ROWS_PER_TILE),
+        adapter_tiles=adapters * math.ceil(load.slots / adapters / ROWS_PER_TILE),
     )
 
 

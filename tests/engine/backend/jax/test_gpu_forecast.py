@@ -129,6 +129,27 @@ ENTRY %main (table: s32[256]) -> f32[2048,1024] {
     assert found.seconds[Group.ATTENTION] == pytest.approx((2**23 + 1e9) / 0.83e12)
 
 
+def test_shared_adapters_cost_those_in_use_once_and_the_products_of_their_tiles() -> None:
+    """By hand: a result of 1 MiB, rows of 1 KiB, and 2 of 4 slots of 128 KiB in one of 3 layers.
+
+    Each tile has 16 rows.
+    """
+    module = """HloModule jit_run
+ENTRY %main (x: f32[256], a: f32[12,8,4096]) -> f32[262144] {
+  %x = f32[256]{0} parameter(0)
+  %a = f32[12,8,4096]{2,1,0} parameter(1)
+  ROOT %out = f32[262144]{0} custom-call(%x, %a), custom_call_target="triton", metadata={op_name="jit(run)/shared_lora/pallas_call"}
+}
+"""  # noqa: E501
+    moved, flops = 2**20 + 2**10 + 2 * 2**17, 2 * 16 * 2 * 2**15
+    found = cost(Module.parse(module), GPU, Work(adapters=2, adapter_tiles=2))
+    assert found.flops == flops
+    assert found.places.total() == pytest.approx(max(2e-6, moved / 0.83e12))
+    slow = replace(GPU, float32_flops=1e9)
+    found = cost(Module.parse(module), slow, Work(adapters=2, adapter_tiles=2))
+    assert found.seconds[Group.PRODUCTS] == pytest.approx(flops / 0.5e9)
+
+
 def test_loops_whose_end_the_device_decides_and_conditionals_cost_the_host_a_look() -> None:
     known = counted(KNOWN, is_taken={"seldom": False}).seconds[Group.LAUNCHES]
     named = counted(NAMED, rounds={"chunks": 3}, is_taken={"seldom": False}).seconds[Group.LAUNCHES]
@@ -167,6 +188,9 @@ def test_rounds_follow_from_the_plan_and_the_load() -> None:
     assert found.rounds["trained_head"] == 16
     assert found.rounds["pages"] == 5  # the fourth step has 1,027 tokens before it
     assert found.attention_flops == 4 * 16 * 128 * 8192 * 512
+    assert (found.adapters, found.adapter_tiles) == (8, 8)
+    few = work(config, largest_plan(config, 8), Load(slots=64, adapters=3))
+    assert (few.adapters, few.adapter_tiles) == (3, 6)  # 22, 21 and 21 rows in tiles of 16
     assert found.page_bytes == 8 * 1024 * 2 * 8 * 128 * 2  # slots, positions, 8 heads in bfloat16
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slots
+from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import DType, Remat
@@ -380,7 +380,7 @@ class Footprint:
     def decode_adapters(self) -> Line:
         ranks = self.shape.static_shapes.rank_buckets
         is_shared = self.shape.device_kind != "cpu"
-        slots = adapter_slots(self.shape.sample_rows, is_shared=is_shared)
+        slots = adapter_slot_count(self.shape.sample_rows, is_shared=is_shared)
         return Line(
             "adapter slots of sampling",
             f"{slots} slots * 4 bytes * ranks {' + '.join(map(str, ranks))} * "

@@ -32,7 +32,7 @@ ROWS_PER_TILE = 16
 _WIDTH = 128
 """Inputs that are multiplied at once, and outputs of one program of the second kernel."""
 _PARTS = 8
-"""The most parts of D: more of them share the reading of one A, and each costs a sum per row."""
+"""The most parts of D. More parts keep more of a GPU busy on one A; each costs a sum per row."""
 _RANKS = 32
 """Ranks that one program of the first kernel computes, and that are multiplied at once."""
 _LEAST_RANKS = 16  # Triton multiplies no smaller matrices
@@ -68,9 +68,7 @@ class SharedLora(NamedTuple):
 
 def fits(a: Array, b: Array) -> bool:
     """Return whether the kernels take these matrices, in slots [..., R, D] and [..., F, R]."""
-    *_, rank, inputs = a.shape
-    is_tiled = inputs % _WIDTH == b.shape[-2] % _WIDTH == 0
-    return is_tiled and rank == pl.next_power_of_2(rank)
+    return a.shape[-1] % _WIDTH == b.shape[-2] % _WIDTH == 0
 
 
 def row_tiles(slot: Int[Array, " B"], slots: int) -> RowTiles:
@@ -118,7 +116,7 @@ def _low(
     """Return the parts of each row's ``x A``."""
     rank, inputs = a[0].shape[1:]
     parts = min(_PARTS, inputs // _WIDTH)
-    width = max(rank, _LEAST_RANKS)
+    width = max(pl.next_power_of_2(rank), _LEAST_RANKS)
     per_projection = width // min(width, _RANKS)
     call = pl.pallas_call(
         partial(_low_kernel, slots=lora.scale.shape[0], per_projection=per_projection),

@@ -17,6 +17,12 @@ class AdapterSlotTable:
         self._names: list[str | None] = [None] * count
         self._users = [0] * count
         self._idle = dict.fromkeys(range(count))  # least recently used first
+        self._used: dict[int, None] = {}  # in use for the longest first
+
+    @property
+    def in_use(self) -> list[str]:
+        """The snapshots that are in use, those in use for the longest first."""
+        return [name for slot in self._used if (name := self._names[slot]) is not None]
 
     def find(self, name: str, decode_slot: int) -> int | None:
         """Return the adapter slot for the snapshot; None if other snapshots are in use in all."""
@@ -32,6 +38,7 @@ class AdapterSlotTable:
         self._names[slot] = name
         self._users[slot] += 1
         self._idle.pop(slot, None)
+        self._used.setdefault(slot)
         return is_new
 
     def remove_user(self, slot: int) -> None:
@@ -39,3 +46,4 @@ class AdapterSlotTable:
         self._users[slot] -= 1
         if not self._users[slot]:
             self._idle[slot] = None
+            del self._used[slot]

@@ -51,7 +51,7 @@ def scans_layers() -> bool:
     return jax.default_backend() != "cpu"
 
 
-def adapter_slots(decode_slots: int, *, is_shared: bool) -> int:
+def adapter_slot_count(decode_slots: int, *, is_shared: bool) -> int:
     """Return the number of adapter slots for this many decode slots, which may share them."""
     return min(decode_slots, _MOST_ADAPTERS) if is_shared else decode_slots
 

@@ -127,6 +127,11 @@ class DecodeBatch:
     def is_full(self) -> bool:
         return None not in self._sequences
 
+    @property
+    def adapters_in_use(self) -> list[str]:
+        """The snapshots in adapter slots that are in use, those in use for the longest first."""
+        return self._adapter_slots.in_use
+
     def has_adapter_slot(self, sequence: DecodedSequence) -> bool:
         """Return whether an adapter slot has the sequence's snapshot, or could take it."""
         return self._adapter_slots.find(sequence.snapshot.name, 0) is not None

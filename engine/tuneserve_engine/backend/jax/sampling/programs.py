@@ -29,7 +29,7 @@ from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegis
 from tuneserve_engine.backend.jax.sampling.adapter_slots import (
     DecodeAdapters,
     Scalar,
-    adapter_slots,
+    adapter_slot_count,
     adapter_specs,
     empty_adapters,
     scans_layers,
@@ -130,7 +130,7 @@ class Programs:
         self.block = static_shapes.block
         self.table_width = table_width(static_shapes.context_length, static_shapes.block)
         dtype = model.unembedding().dtype
-        self.adapter_slots = adapter_slots(slots, is_shared=scans_layers())
+        self.adapter_slots = adapter_slot_count(slots, is_shared=scans_layers())
         make_bank = partial(empty_adapters, slots=self.adapter_slots)
         make_pages = partial(_empty_pages, model.config, pages, static_shapes.block, dtype)
         use = "samples, by rank bucket"

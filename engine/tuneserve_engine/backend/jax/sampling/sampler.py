@@ -174,14 +174,14 @@ class JaxSampler:
         """Give decode slots to waiting sequences.
 
         Within a rank bucket, the owner with the fewest decode slots is first, then first come,
-        first served. An owner without a decode slot gets one from the owner with the most, and an
-        adapter slot from the owner with the most. If there is no adapter slot for another adapter
-        of an owner, only this owner waits. If there are too few pages for a sequence, or every
-        owner has one adapter slot, later sequences of its rank bucket wait too.
+        first served. An owner without a decode slot gets one from the owner with the most. If there
+        are too few pages for a sequence, later sequences of its rank bucket wait too. If there is
+        no adapter slot for it, its owner waits: see ``_displace_adapter`` and ``_adapters_to_end``.
         """
         full: set[int] = set()
-        too_many: set[tuple[int, str]] = set()  # owners with another adapter than fits
-        while keys := [key for key in self._waiting if key[0] not in full and key not in too_many]:
+        blocked: set[tuple[int, str]] = set()  # owners whose next adapter finds no adapter slot
+        ending: set[str] = set()
+        while keys := [key for key in self._waiting if key[0] not in full and key not in blocked]:
             held = Counter(
                 _queue_key(each)
                 for batch in self._decode_batches.values()
@@ -189,19 +189,30 @@ class JaxSampler:
             )
             key = min(keys, key=lambda key: held[key])
             batch, sequence = self._batch_for(key[0]), self._waiting[key][0]
+            if not batch.has_adapter_slot(sequence) and not held[key]:
+                self._displace_adapter(batch)
+                if not batch.has_adapter_slot(sequence):
+                    ending |= self._adapters_to_end(batch)
+            if not batch.has_adapter_slot(sequence) or sequence.snapshot.name in ending:
+                blocked.add(key)
+                continue
             if batch.is_full and not held[key]:
                 self._displace(batch)
-            if not batch.has_adapter_slot(sequence):
-                if held[key]:
-                    too_many.add(key)
-                    continue
-                self._displace_adapter(batch)
             if batch.admit(sequence):
                 self._remove_waiting(key, sequence)
                 if key in self._waiting:  # among owners with equally many decode slots, rotate
                     self._waiting[key] = self._waiting.pop(key)
             else:
                 full.add(key[0])
+
+    def _adapters_to_end(self, batch: DecodeBatch) -> set[str]:
+        """Return a quarter of the adapters: those in use for the longest.
+
+        An owner waits for an adapter slot, so no more sequences of these adapters start until one
+        has ended. All others continue to fill the decode slots.
+        """
+        names = batch.adapters_in_use
+        return set(names[: max(len(names) // 4, 1)])
 
     def _remove_waiting(self, key: tuple[int, str], sequence: DecodedSequence) -> None:
         """Remove the sequence from the waiting ones."""
@@ -223,7 +234,7 @@ class JaxSampler:
         self._restart(batch, min(mine, key=lambda sequence: sequence.work))
 
     def _displace_adapter(self, batch: DecodeBatch) -> None:
-        """Take an adapter slot from the owner with the most, if it has more than one for itself.
+        """Take an adapter slot from the owner that alone uses the most, if it uses more than one.
 
         The sequences of its adapter with the least work done are restarted.
         """

@@ -43,3 +43,14 @@ def test_slots_that_are_not_shared_go_by_their_number() -> None:
     assert table.add_user(0, "a") and table.add_user(1, "a")
     table.remove_user(0)
     assert not table.add_user(0, "a")
+
+
+def test_snapshots_in_use_are_in_the_order_in_which_they_started() -> None:
+    table = AdapterSlotTable(3, is_shared=True)
+    for slot, name in ((0, "a"), (1, "b"), (0, "a"), (2, "c")):
+        table.add_user(slot, name)
+    table.remove_user(0)
+    assert table.in_use == ["a", "b", "c"]
+    table.remove_user(0)
+    table.add_user(0, "a")
+    assert table.in_use == ["b", "c", "a"]

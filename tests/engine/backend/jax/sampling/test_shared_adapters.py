@@ -24,7 +24,7 @@ from tuneserve_engine.backend.jax.model import block
 from tuneserve_engine.backend.jax.model.block import BEFORE
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling import adapter_slots
+from tuneserve_engine.backend.jax.sampling import adapter_slots, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -68,7 +68,11 @@ def sampler() -> Iterator[JaxSampler]:
     with ExitStack() as patches:
         patches.enter_context(scanning())
         patches.enter_context(mock.patch.object(adapter_slots, "_MOST_ADAPTERS", ADAPTER_SLOTS))
+        kernels = mock.patch.object(block, "add_deltas", wraps=block.add_deltas)
+        calls = patches.enter_context(kernels).call_args_list
         yield new_sampler()
+    groups = [call.args[2] for call in calls]  # of the only time that decoding was traced
+    assert groups == [BEFORE, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",), ("unembed",)]
 
 
 COMPANY = (
@@ -83,10 +87,7 @@ COMPANY = (
 
 
 def test_neighbours_change_no_bit_of_a_request(sampler: JaxSampler) -> None:
-    with mock.patch.object(block, "add_deltas", wraps=block.add_deltas) as kernels:
-        together = sampler.sample(COMPANY)
-    groups = [call.args[2] for call in kernels.call_args_list]
-    assert groups == [BEFORE, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",), ("unembed",)]
+    together = sampler.sample(COMPANY)
     for one, got in zip(COMPANY, together, strict=True):
         assert_same_bits(got, sampler.sample([one])[0])
 
@@ -112,7 +113,7 @@ def test_the_samples_are_those_of_slots_that_share_nothing(sampler: JaxSampler) 
 
 
 def long(snapshot_id: str, **options: Any) -> SamplingRequest:
-    return request(5, snapshot_id=snapshot_id, max_tokens=40, stop_tokens=frozenset(), **options)
+    return request(5, snapshot_id=snapshot_id, max_tokens=40, **options)
 
 
 def decoding(sampler: JaxSampler) -> Counter[tuple[str, str]]:
@@ -149,17 +150,55 @@ def test_an_owner_without_a_slot_gets_one_from_the_owner_of_several_adapters(
     assert_same_bits(ended["two"], want)
 
 
-def test_owners_of_one_adapter_each_keep_it_and_a_newcomer_is_next(sampler: JaxSampler) -> None:
-    """No other sequence starts in between: otherwise the newcomer could wait forever."""
+def test_the_oldest_adapter_ends_for_a_newcomer_and_the_others_fill_the_slots(
+    sampler: JaxSampler,
+) -> None:
+    """Otherwise new sequences of the oldest could keep the newcomer out forever."""
     sampler._forget_all()
     asked = {"one": long("a", owner="x"), "two": long("b", owner="y")}
     sampler.sample_until(asked, after(1))
-    asked |= {"three": long("c", owner="z"), "four": long("a", owner="x", seed=2)}
+    asked |= {
+        "three": long("c", owner="z"),
+        "four": long("a", owner="x", seed=2),
+        "five": long("b", owner="y", seed=2, num_samples=3),
+    }
     sampler.sample_until(asked, after(1))
-    assert decoding(sampler) == {("x", "a"): 1, ("y", "b"): 1}
-    ended: list[str] = []
-    while "three" not in ended:
+    assert decoding(sampler) == {("x", "a"): 1, ("y", "b"): 3}
+    order: list[str] = []
+    while asked:
         given = sampler.sample_until(asked, after(1))
-        ended += given.finished
+        held = decoding(sampler)
+        assert "three" not in given.remaining or held["x", "a"] <= 1
+        order += given.finished
         asked = {name: asked[name] for name in given.remaining}
-    assert ended[:2] in (["one", "two"], ["two", "one"])
+    assert order.index("one") < order.index("three") < order.index("four")
+
+
+def test_a_newcomer_to_full_slots_without_an_adapter_slot_costs_no_work(
+    sampler: JaxSampler,
+) -> None:
+    """A decode slot would be of no use to it."""
+    sampler._forget_all()
+    asked = {
+        "one": long("a", owner="x", num_samples=2),
+        "two": long("b", owner="y", num_samples=2),
+    }
+    sampler.sample_until(asked, after(1))
+    asked |= {"three": long("c", owner="z")}
+    sampler.sample_until(asked, after(1))
+    assert decoding(sampler) == {("x", "a"): 2, ("y", "b"): 2}
+    assert all(not run.lost for run in sampler._running.values())
+    assert to_the_end(sampler, asked).keys() == asked.keys()
+
+
+def test_an_idle_slot_reads_no_adapter_of_its_own() -> None:
+    """Its row joins those of a slot that decodes."""
+    model, pages, adapters = mock.Mock(), mock.Mock(), mock.Mock()
+    adapters.of_tokens.side_effect = StopIteration
+    state = programs.no_slots(SLOTS, 8)
+    state.adapter_slot[:] = 1, 0, 1, 0
+    state.positions[2] = 17
+    with scanning(), pytest.raises(StopIteration):
+        programs._decode(model, pages, (), adapters, state)
+    (slot,) = adapters.of_tokens.call_args.args
+    assert slot.tolist() == [1, 1, 1, 1]
