@@ -18,7 +18,7 @@ from scripts.gpu_compile.roofline import Group
 from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import as_on_a_gpu
 from tuneserve_engine.backend.jax.memory.planner import DoesNotFit, gib
-from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slot_count
+from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 
 PROGRAMS = ("train_micro_batch", "score_micro_batch", "decode")
 COLUMNS = (

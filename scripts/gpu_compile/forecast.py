@@ -14,7 +14,7 @@ from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.shared_lora import ROWS_PER_TILE
-from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slot_count
+from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import PlanRequest

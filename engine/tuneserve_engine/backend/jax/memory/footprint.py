@@ -9,7 +9,7 @@ from functools import cached_property
 
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.sampling.adapter_slots import adapter_slot_count
+from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import DType, Remat

@@ -1,7 +1,16 @@
-"""The bookkeeping of adapter slots of decoding: what each holds, and how many sequences use it.
+"""The bookkeeping of adapter slots of decoding: their number, their content and their users.
 
 Plain Python; the device's adapter slots themselves are in ``adapter_slots``.
 """
+
+_MOST_ADAPTERS = 16
+"""Adapters that decode together on a GPU, of one rank bucket. In each step, all that are used are
+read: 16 of rank 32 are a third of the bytes of an 8B model."""
+
+
+def adapter_slot_count(decode_slots: int, *, is_shared: bool) -> int:
+    """Return the number of adapter slots for this many decode slots, which may share them."""
+    return min(decode_slots, _MOST_ADAPTERS) if is_shared else decode_slots
 
 
 class AdapterSlotTable:

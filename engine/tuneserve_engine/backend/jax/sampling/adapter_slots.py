@@ -22,10 +22,6 @@ from tuneserve_engine.core.adapter import UNEMBED
 
 Scalar = Array | np.generic
 
-_MOST_ADAPTERS = 16
-"""Adapters that decode together on a GPU, of one rank bucket. In each step, all that are used are
-read: 16 of rank 32 are a third of the bytes of an 8B model."""
-
 
 class FrozenAdapter(NamedTuple):
     """A frozen adapter on the device, padded to its rank bucket; the base model is all zeros."""
@@ -49,11 +45,6 @@ def scans_layers() -> bool:
     A CPU would copy a layer's weights before it multiplies with them.
     """
     return jax.default_backend() != "cpu"
-
-
-def adapter_slot_count(decode_slots: int, *, is_shared: bool) -> int:
-    """Return the number of adapter slots for this many decode slots, which may share them."""
-    return min(decode_slots, _MOST_ADAPTERS) if is_shared else decode_slots
 
 
 class DecodeAdapters(NamedTuple):

@@ -26,10 +26,10 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder, Paged
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.adapter_slots import (
     DecodeAdapters,
     Scalar,
-    adapter_slot_count,
     adapter_specs,
     empty_adapters,
     scans_layers,

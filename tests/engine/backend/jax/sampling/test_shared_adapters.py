@@ -24,7 +24,7 @@ from tuneserve_engine.backend.jax.model import block
 from tuneserve_engine.backend.jax.model.block import BEFORE
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling import adapter_slots, programs
+from tuneserve_engine.backend.jax.sampling import adapter_slot_table, adapter_slots, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -67,7 +67,9 @@ def new_sampler() -> JaxSampler:
 def sampler() -> Iterator[JaxSampler]:
     with ExitStack() as patches:
         patches.enter_context(scanning())
-        patches.enter_context(mock.patch.object(adapter_slots, "_MOST_ADAPTERS", ADAPTER_SLOTS))
+        patches.enter_context(
+            mock.patch.object(adapter_slot_table, "_MOST_ADAPTERS", ADAPTER_SLOTS)
+        )
         kernels = mock.patch.object(block, "add_deltas", wraps=block.add_deltas)
         calls = patches.enter_context(kernels).call_args_list
         yield new_sampler()
