@@ -1,7 +1,5 @@
 # Every target makes its own .venv when there is none: nothing but Python 3.11 and make is needed. The
 # targets gpu-compile and gpu-plan need Python 3.12 or 3.13.
-# Where this is set, every process would compile hundreds of modules again: seconds per start.
-unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -10,6 +8,9 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet --no-compile
 HASHED := $(PIP) --require-hashes --no-deps --requirement
 FOR_A_GPU := JAX_PLATFORMS=cpu PYTHONPATH=.:clients:engine:server .gpu-compile/bin/python
 PATHS := clients server engine tests examples benchmarks scripts
+
+# Where it is set, every process compiles hundreds of modules again, which takes seconds per start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-plan \
 	lint fix bench compat newcomer proto reference redis-server chromium clean

@@ -35,9 +35,9 @@ from tuneserve_server.cli.readiness import health_of
 SCRIPT = str(Path(__file__).with_name("sdk_script.py"))
 KILLS = 20
 ROUNDS = 12
-READY_S = 30.0
-"""Clients wait longer. The goal in ``docs/reliability.md`` is 3 s; what a restart takes is printed,
-because a slow machine is no fault of the API's."""
+READY_S, PATIENCE_S = 3.0, 30.0
+"""The goal in ``docs/reliability.md``, for the fastest restart, because the others may meet a busy
+machine; and what clients endure of each."""
 STOP_S = 30.0
 
 
@@ -155,11 +155,11 @@ def test_a_script_of_the_sdk_does_not_notice_twenty_deaths_of_the_api(tmp_path: 
     (wanted, _), (lines, restarts) = asyncio.run(main())
     print(
         f"{KILLS} kills in {time.monotonic() - started_s:.1f} s; the API was ready again after "
-        f"{max(restarts):.2f} s at most"
+        f"{min(restarts):.2f} to {max(restarts):.2f} s"
     )
     assert len(wanted) == ROUNDS + 1 and len(restarts) == KILLS
     assert lines == wanted
-    assert max(restarts) <= READY_S
+    assert min(restarts) <= READY_S and max(restarts) <= PATIENCE_S
     assert "Traceback" not in (tmp_path / "stormy" / "api.log").read_text()
 
 

@@ -379,8 +379,8 @@ class Footprint:
     @property
     def decode_adapters(self) -> Line:
         ranks = self.shape.static_shapes.rank_buckets
-        is_shared = self.shape.device_kind != "cpu"
-        slots = adapter_slot_count(self.shape.sample_rows, is_shared=is_shared)
+        rows, is_shared = self.shape.sample_rows, self.shape.device_kind != "cpu"
+        slots = adapter_slot_count(rows, is_shared=is_shared)
         return Line(
             "adapter slots of sampling",
             f"{slots} slots * 4 bytes * ranks {' + '.join(map(str, ranks))} * "

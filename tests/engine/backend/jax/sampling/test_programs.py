@@ -40,12 +40,12 @@ TILED_SHAPES = StaticShapes(CONFIG.context_length, block=16, chunk=32, rank_buck
 
 
 @contextmanager
-def scanning() -> Iterator[None]:
+def scanning(*, scans: bool = True) -> Iterator[None]:
     """Make sampling loop over the layers on a CPU as well."""
     with (
-        mock.patch.object(programs, "scans_layers", lambda: True),
-        mock.patch.object(adapter_slots, "scans_layers", lambda: True),
-        mock.patch.object(decode_batch, "scans_layers", lambda: True),
+        mock.patch.object(programs, "scans_layers", lambda: scans),
+        mock.patch.object(adapter_slots, "scans_layers", lambda: scans),
+        mock.patch.object(decode_batch, "scans_layers", lambda: scans),
     ):
         yield
 
@@ -99,17 +99,22 @@ def results(
     return sampler.sample(asked)
 
 
-def test_a_loop_over_the_layers_samples_what_unrolled_layers_do() -> None:
-    want = results()
-    with scanning():
-        got = results()
+def assert_close(got: list[SampleResult], want: list[SampleResult]) -> None:
+    """Ids are equal, and logprobs close."""
     for one, other in zip(got, want, strict=True):
         mine, its = (jax.tree.leaves(_plain(each)) for each in (one, other))
         for x, y in zip(mine, its, strict=True):
             if isinstance(x, str):
                 assert x == y
-            else:  # ids are equal, and logprobs close
+            else:
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_over_the_layers_samples_what_unrolled_layers_do() -> None:
+    want = results()
+    with scanning():
+        got = results()
+    assert_close(got, want)
 
 
 def test_in_bfloat16_the_kernel_in_the_loop_scores_what_the_other_programs_do() -> None:

@@ -6,15 +6,13 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
 from tests.engine.backend.jax.sampling.test_decode_batch import after, to_the_end
-from tests.engine.backend.jax.sampling.test_programs import scanning, state
+from tests.engine.backend.jax.sampling.test_programs import assert_close, scanning, state
 from tests.engine.backend.jax.sampling.test_sampler import (
     Letters,
-    _plain,
     assert_same_bits,
     request,
 )
@@ -24,7 +22,7 @@ from tuneserve_engine.backend.jax.model import block
 from tuneserve_engine.backend.jax.model.block import BEFORE
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling import adapter_slot_table, adapter_slots, programs
+from tuneserve_engine.backend.jax.sampling import adapter_slot_table, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -97,21 +95,9 @@ def test_neighbours_change_no_bit_of_a_request(sampler: JaxSampler) -> None:
 def test_the_samples_are_those_of_slots_that_share_nothing(sampler: JaxSampler) -> None:
     clean = [one for one in COMPANY if one.snapshot_id != NAN]
     got = sampler.sample(clean)
-    with (
-        mock.patch.object(adapter_slots, "scans_layers", lambda: False),
-        mock.patch("tuneserve_engine.backend.jax.sampling.programs.scans_layers", lambda: False),
-        mock.patch(
-            "tuneserve_engine.backend.jax.sampling.decode_batch.scans_layers", lambda: False
-        ),
-    ):
+    with scanning(scans=False):
         want = new_sampler().sample(clean)
-    for one, other in zip(got, want, strict=True):
-        mine, its = (jax.tree.leaves(_plain(each)) for each in (one, other))
-        for x, y in zip(mine, its, strict=True):
-            if isinstance(x, str):
-                assert x == y
-            else:  # ids are equal, and logprobs close
-                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    assert_close(got, want)
 
 
 def long(snapshot_id: str, **options: Any) -> SamplingRequest:
