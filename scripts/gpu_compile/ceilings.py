@@ -5,7 +5,8 @@
 Training and decoding of two models at their full depth, rank 32, for an H200. Both figures are
 counted in the compiled program; a ceiling is some 1 % above what the program needed when it was
 set. A change that lowers a figure lowers its ceiling, too. Temporary memory also has to fit the
-planner's room, and decoding may not copy or turn an array of 16 MiB or more.
+planner's room, which may be 10 % larger than what training needs. Decoding may not copy or turn an
+array of 16 MiB or more.
 """
 
 import sys
@@ -17,7 +18,7 @@ from scripts.gpu_compile.forecast import Forecast, Load, forecasts
 from scripts.gpu_compile.shapes import MODELS
 from scripts.gpu_compile.target import as_on_a_gpu
 
-_WITHOUT_COPIES = "decode"
+_WITHOUT_COPIES, _CLOSELY_PLANNED = "decode", "train"
 _THREADS = 2
 
 
@@ -30,8 +31,8 @@ class Ceiling:
 
 
 CEILINGS = {
-    ("qwen3-8b", "train_micro_batch"): Ceiling(kernels=30_580, temp_bytes=1_710_000_000),
-    ("qwen3-0.6b", "train_micro_batch"): Ceiling(kernels=25_400, temp_bytes=1_610_000_000),
+    ("qwen3-8b", "train_micro_batch"): Ceiling(kernels=18_240, temp_bytes=1_690_000_000),
+    ("qwen3-0.6b", "train_micro_batch"): Ceiling(kernels=14_280, temp_bytes=1_601_000_000),
     ("qwen3-8b", "decode"): Ceiling(kernels=4_390, temp_bytes=35_600_000),
     ("qwen3-0.6b", "decode"): Ceiling(kernels=3_450, temp_bytes=34_200_000),
 }
@@ -44,6 +45,9 @@ def violations(model: str, found: Forecast, ceiling: Ceiling) -> list[str]:
         ("bytes of temporary memory", found.temp_bytes, ceiling.temp_bytes),
         ("bytes of temporary memory", found.temp_bytes, found.planned_bytes),
     )
+    if found.program.startswith(_CLOSELY_PLANNED):
+        most = int(1.1 * found.temp_bytes)
+        compared += (("planned bytes of temporary memory", found.planned_bytes, most),)
     lines = [
         f"{model} {found.program}: {value:,} {what}, the limit is {limit:,}"
         for what, value, limit in compared

@@ -91,7 +91,7 @@ def _forecast(  # noqa: PLR0913
     expected = cost(Module.parse(compiled.as_text() or ""), gpu, work(config, found, load))
     temp_bytes = int(compiled.memory_analysis().temp_size_in_bytes)
     footprint = _footprint(config, found)
-    lines = footprint.micro_batch, footprint.chunk, footprint.logits, footprint.head_adapters
+    lines = footprint.temporaries
     if name.startswith("decode"):
         lines = (footprint.drawing,)
     planned = sum(line.bytes for line in lines)
@@ -125,6 +125,7 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
         page_bytes=load.slots * load.context * position_bytes,
         adapters=adapters,
         adapter_tiles=adapters * math.ceil(load.slots / adapters / ROWS_PER_TILE),
+        chunk_adapters=math.ceil(shapes.chunk / load.datum_tokens),
     )
 
 

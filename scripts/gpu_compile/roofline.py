@@ -20,6 +20,9 @@ LARGE_BYTES = 16 * 2**20
 """The size from which a copy or transpose is listed."""
 
 _PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE, _FLOAT32_SHARE = 0.8, 0.3, 0.83, 0.5
+_ADAPTER_SHARE = 0.3
+"""The share of the full rate that kernels of adapters reach in training, as those of attention do.
+They multiply parts of bfloat16: three products if one factor is bfloat16, and six of float32."""
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45))
 """A product's tiles, and the share of the full rate that each reaches."""
 _KERNEL_S, _LOOP_S, _CONDITIONAL_S = 2e-6, 12e-6, 10e-6
@@ -54,7 +57,8 @@ class Work:
     ``rounds`` are the rounds of loops whose number the device decides. ``is_taken`` says which
     conditionals hold. ``attention_flops`` are those of one call of the kernel's forward pass.
     ``page_bytes`` are read by one call of the kernel of attention over pages. ``adapters`` are in
-    use by decoding, whose rows fill ``adapter_tiles`` tiles.
+    use by decoding, whose rows fill ``adapter_tiles`` tiles. ``chunk_adapters`` are in use by a
+    chunk in training.
     """
 
     rounds: Mapping[str, int] = field(default_factory=dict)
@@ -63,6 +67,7 @@ class Work:
     page_bytes: float = 0.0
     adapters: int = 1
     adapter_tiles: int = 1
+    chunk_adapters: int = 1
 
 
 @dataclass
@@ -185,6 +190,8 @@ class _Walk:
             self._kernel(at, Group.ATTENTION, times, moved)
         elif "shared_lora" in at.source:
             self._shared_lora(at, computation, times)
+        elif found := re.search("block_lora_[a-z]+", at.source):
+            self._block_lora(at, computation, times, found[0])
         elif "triton" in target or "mosaic" in target:
             share = _BACKWARD_ATTENTION / 2 if "attention_backward" in at.source else 1.0
             flops = self._work.attention_flops * share
@@ -205,6 +212,31 @@ class _Walk:
         moved += self._work.adapters * sum(matrices)
         flops = self._work.adapter_tiles * ROWS_PER_TILE * 2.0 * sum(matrices) / 4
         seconds = flops / (_FLOAT32_SHARE * self._gpu.float32_flops)
+        self._kernel(at, Group.PRODUCTS, times, moved, flops, seconds)
+
+    def _block_lora(
+        self, at: Instruction, computation: Computation, times: int, kernel: str
+    ) -> None:
+        """Count the adapters in use of one layer, and all other operands and results.
+
+        Adapters, or their gradients, are operands with three axes: slots of all layers, and a
+        matrix. Gradients are results as well, read and written. Other operands with three axes are
+        [c, S, _], for c blocks of S tokens.
+        """
+        operands = [computation[name].arrays[0] for name in at.operands]
+        are_gradients = kernel == "block_lora_gradient"
+        outs = [] if are_gradients else list(at.arrays)
+        first = outs[0] if outs else next(each for each in operands if len(each.shape) == 4)
+        tokens = first.shape[:2] if len(first.shape) == 3 else first.shape[-3:-1]
+        matrices = [x for x in operands if len(x.shape) == 3]
+        banks = [each for each in matrices if each.shape[:2] != tokens]
+        lefts = [each for each in matrices if each.shape[:2] == tokens]
+        numbers = sum(bank.size / bank.shape[0] for bank in banks)
+        moved = float(sum(each.bytes for each in (*operands, *outs) if each not in banks))
+        moved += 4 * numbers * self._work.chunk_adapters * (2 if are_gradients else 1)
+        is_narrow = kernel != "block_lora_expand" and all(x.dtype == "bf16" for x in lefts)
+        flops = 2.0 * math.prod(tokens) * numbers * (3 if is_narrow else 6)
+        seconds = flops / (_ADAPTER_SHARE * self._gpu.flops)
         self._kernel(at, Group.PRODUCTS, times, moved, flops, seconds)
 
     def _kernel(  # noqa: PLR0913

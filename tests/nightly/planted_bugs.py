@@ -221,9 +221,23 @@ BUGS = (
     Bug(
         "a gradient of A without the adapter's scale",
         f"{JAX}/model/lora.py",
-        'jnp.einsum("BTD,BTR->BDR", x.astype(jnp.float32), by_low)',
-        'jnp.einsum("BTD,BTR->BDR", x.astype(jnp.float32), by_scaled)',
+        'float32_product("BTD,BTR->BDR", x.astype(jnp.float32), by_low)',
+        'float32_product("BTD,BTR->BDR", x.astype(jnp.float32), by_scaled)',
         (f"{JAX_TESTS}/model/test_lora.py",),
+    ),
+    Bug(
+        "a kernel that keeps an earlier batch's gradient",
+        f"{JAX}/training/gradient_kernels.py",
+        "jnp.where(runs.is_first[at[...] + first], 0.0, old)",
+        "old",
+        (f"{JAX_TESTS}/training/test_gradient_kernels.py",),
+    ),
+    Bug(
+        "a kernel that multiplies with its neighbour's adapter",
+        f"{JAX}/model/block_lora.py",
+        "slot = place.slot[place.at[...] + block]\n    tokens = jnp.arange(out",
+        "slot = place.slot[block]\n    tokens = jnp.arange(out",
+        (f"{JAX_TESTS}/model/test_block_lora.py",),
     ),
     Bug(
         "an exported rsLoRA with the alpha of another scale",

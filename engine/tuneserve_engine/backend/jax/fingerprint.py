@@ -145,7 +145,7 @@ def _processor() -> str:
 def _flags() -> str:
     variables = [f"{name}={os.environ[name]}" for name in _FLAGS if os.environ.get(name)]
     options = [f"{name}={getattr(jax.config, name)}" for name in _OPTIONS]
-    options += [f"{name}={value}" for name, value in compiler_options(has_few_rows=True).items()]
+    options += [f"{name}={value}" for name, value in compiler_options().items()]
     return f"({' '.join(variables + options)})"
 
 

@@ -150,6 +150,71 @@ ENTRY %main (x: f32[256], a: f32[12,8,4096]) -> f32[262144] {
     assert found.seconds[Group.PRODUCTS] == pytest.approx(flops / 0.5e9)
 
 
+@pytest.mark.parametrize(
+    ("name", "result", "operands", "moved", "flops"),
+    [
+        # 16 blocks of 64 tokens, 3 layers of 4 slots, matrices of 256 x 32: 2^23 products.
+        (
+            "contract",
+            "f32[1,2,16,64,32]",
+            ("bf16[16,64,256]", "f32[12,256,32]"),
+            4 * 2 * 2**15 + 2 * 2**18 + 2 * 4 * 2**13,
+            3 * 2**24,
+        ),
+        (
+            "contract",
+            "f32[1,2,16,64,32]",
+            ("f32[16,64,256]", "f32[12,32,256]"),
+            4 * 2 * 2**15 + 4 * 2**18 + 2 * 4 * 2**13,
+            6 * 2**24,
+        ),
+        (
+            "expand",
+            "bf16[16,64,256]",
+            ("f32[1,16,64,32]", "f32[12,32,256]", "f32[16,64,256]"),
+            2 * 2**18 + 4 * 2**15 + 2 * 4 * 2**13 + 4 * 2**18,
+            6 * 2**24,
+        ),
+        (
+            "gradient",
+            "f32[12,256,32]",
+            ("bf16[16,64,256]", "f32[1,16,64,32]", "f32[12,256,32]"),
+            2 * 2**18 + 4 * 2**15 + 2 * 2 * 4 * 2**13,
+            3 * 2**24,
+        ),
+    ],
+)
+def test_adapters_in_training_cost_those_of_a_chunk_and_the_products_of_their_parts(
+    name: str, result: str, operands: tuple[str, ...], moved: int, flops: int
+) -> None:
+    """By hand, with two adapters in the chunk. A gradient is read and written."""
+    layouts = {3: "{2,1,0}", 4: "{3,2,1,0}", 5: "{4,3,2,1,0}"}
+
+    def laid_out(shape: str) -> str:
+        return shape + layouts[shape.count(",") + 1]
+
+    given = [f"  %x{i} = {laid_out(shape)} parameter({i})" for i, shape in enumerate(operands)]
+    called = ", ".join(f"%x{i}" for i in range(len(operands)))
+    parameters = ", ".join(f"x{i}: {shape}" for i, shape in enumerate(operands))
+    module = "\n".join(
+        (
+            "HloModule jit_run",
+            f"ENTRY %main ({parameters}) -> {result} {{",
+            *given,
+            f"  ROOT %out = {laid_out(result)} custom-call({called}), "
+            'custom_call_target="triton", '
+            f'metadata={{op_name="jit(run)/block_lora_{name}/pallas_call"}}',
+            "}",
+        )
+    )
+    found = cost(Module.parse(module), GPU, Work(chunk_adapters=2))
+    assert found.flops == flops
+    assert found.places.total() == pytest.approx(max(2e-6, moved / 0.83e12))
+    slow = replace(GPU, flops=1e9)
+    found = cost(Module.parse(module), slow, Work(chunk_adapters=2))
+    assert found.seconds[Group.PRODUCTS] == pytest.approx(flops / 0.3e9)
+
+
 def test_loops_whose_end_the_device_decides_and_conditionals_cost_the_host_a_look() -> None:
     known = counted(KNOWN, is_taken={"seldom": False}).seconds[Group.LAUNCHES]
     named = counted(NAMED, rounds={"chunks": 3}, is_taken={"seldom": False}).seconds[Group.LAUNCHES]
@@ -188,7 +253,7 @@ def test_rounds_follow_from_the_plan_and_the_load() -> None:
     assert found.rounds["trained_head"] == 16
     assert found.rounds["pages"] == 5  # the fourth step has 1,027 tokens before it
     assert found.attention_flops == 4 * 16 * 128 * 8192 * 512
-    assert (found.adapters, found.adapter_tiles) == (8, 8)
+    assert (found.adapters, found.adapter_tiles, found.chunk_adapters) == (8, 8, 2)
     few = work(config, largest_plan(config, 8), Load(slots=64, adapters=3))
     assert (few.adapters, few.adapter_tiles) == (3, 6)  # 22, 21 and 21 rows in tiles of 16
     assert found.page_bytes == 8 * 1024 * 2 * 8 * 128 * 2  # slots, positions, 8 heads in bfloat16

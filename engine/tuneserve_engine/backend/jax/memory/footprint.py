@@ -8,6 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
+from tuneserve_engine.backend.jax.memory.training_room import (
+    Logits,
+    has_kernels,
+    scored_bytes,
+    trained_bytes,
+)
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
@@ -81,15 +87,29 @@ class Footprint:
             self.tape,
             self.layer_gradients,
             self.batches,
-            self.micro_batch,
-            self.chunk,
-            self.logits,
-            self.head_adapters,
+            *self.temporaries,
             self.step,
             *((self.unstacked,) if self.unstacked.bytes else ()),
             *self.sampling,
             *self.wide_copies,
         )
+
+    @property
+    def temporaries(self) -> tuple[Line, ...]:
+        """The temporary memory of training and scoring.
+
+        If kernels compute the adapters, only one of the two takes room, and of its phases only one.
+        """
+        if not has_kernels(self.config, self.shape.device_kind):
+            return self.micro_batch, self.chunk, self.logits, self.head_adapters
+        tokens, item = self.head_chunk_tokens, self.shape.item
+        logits = Logits(tokens, self.logits.bytes, 4 * tokens * self.config.vocab_size)
+        shapes, weights = self.shape.static_shapes, self.layer_parameters * item
+        sizes = [
+            f(self.config, shapes, item, weights, logits) for f in (trained_bytes, scored_bytes)
+        ]
+        how = f"{sizes[0]:,} bytes in training, or {sizes[1]:,} in scoring"
+        return (Line("a micro-batch in progress", how, max(sizes)),)
 
     @property
     def sampling(self) -> tuple[Line, ...]:

@@ -11,6 +11,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from tuneserve_engine.backend.jax.model import block_lora
+from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.layers import add_bias, apply_rope, rms_norm
 from tuneserve_engine.backend.jax.model.lora import LoraRows, lora_delta, wide_product
@@ -21,15 +23,18 @@ DOTS = ("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj
 """Names of values that cost a product with a weight and that the backward pass may read."""
 
 
-BEFORE, AFTER = ATTENTION[:3], (ATTENTION[3], *MLP)
-"""The projections before attention, and those after it."""
+BEFORE, AFTER = (ATTENTION[:3],), (ATTENTION[3:], MLP[:2], MLP[2:])
+"""The projections before attention, and those after it, in groups with one input each."""
+
+Lora = LoraRows | SharedLora | BlockLora
+"""The adapters of rows, in the forms that a device and a program take."""
 
 
 class Layer(NamedTuple):
     """One layer: its weights, named as in ``layer_shapes``, and its adapters without axis L."""
 
     weights: dict[str, Array]
-    lora: LoraRows | SharedLora | None
+    lora: Lora | None
 
 
 Rope = tuple[Array, Array]
@@ -79,7 +84,7 @@ def before_attention(
         return apply_rope(y, *rope)
 
     normed = rms_norm(x, weights["input_norm"], eps=config.rms_eps)
-    q, k, v = project_all(normed, BEFORE, layer)
+    q, k, v = project_all(normed, *BEFORE, layer)
     return heads(q, "q_norm"), heads(k, "k_norm"), heads(v, None)
 
 
@@ -89,7 +94,7 @@ def after_attention(
     """Return the layer's output from its input and attention's output, heads side by side."""
     x = _named(x + project(attended, "o_proj", layer), "attended_residual")
     normed = rms_norm(x, layer.weights["post_attention_norm"], eps=config.rms_eps)
-    gate, up = project_all(normed, ("gate_proj", "up_proj"), layer)
+    gate, up = project_all(normed, AFTER[1], layer)
     return x + project(jax.nn.silu(gate) * up, "down_proj", layer)
 
 
@@ -105,11 +110,11 @@ def project(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "
 def project_all(
     x: Float[Array, "B T D"], names: Sequence[str], layer: Layer
 ) -> list[Float[Array, "B T _"]]:
-    """Apply linear projections as ``project`` does, together if rows share adapters.
+    """Apply linear projections as ``project`` does, together if kernels read the adapters.
 
     Otherwise one after the other: their gradients are added in the order of these operations.
     """
-    if not isinstance(layer.lora, SharedLora):
+    if layer.lora is None or isinstance(layer.lora, LoraRows):
         return [project(x, name, layer) for name in names]
     products = [_product(x, name, layer) for name in names]
     return _rounded(plus_lora(products, x, names, layer.lora), x, names)
@@ -133,11 +138,16 @@ def plus_lora(
     outs: Sequence[Float[Array, "B T _"]],
     x: Float[Array, "B T D"],
     names: Sequence[str],
-    lora: LoraRows | SharedLora | None,
+    lora: Lora | None,
 ) -> list[Float[Array, "B T _"]]:
-    """Return the projections' outputs, float32, each plus each row's own delta."""
+    """Return the projections' outputs, float32, each plus each row's own delta.
+
+    With a ``BlockLora``, they are rounded to x's dtype.
+    """
     if lora is None:
         return list(outs)
+    if isinstance(lora, BlockLora):
+        return block_lora.add_deltas(outs, x, names, lora)
     if isinstance(lora, SharedLora):
         return _plus_shared(outs, x, names, lora)
     scale = lora.of_row(lora.scale)

@@ -30,6 +30,7 @@ from tuneserve_engine.backend.jax.model.block import (
     layer_shapes,
     plus_lora,
 )
+from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.layer_stack import LayerStack, PackedTokens
 from tuneserve_engine.backend.jax.model.layers import inverse_frequencies, rms_norm, rope_tables
@@ -234,6 +235,8 @@ class Decoder(nnx.Module):
         self, x: Float[Array, "B T D"], view: Paged, layers: Layer, rope: Rope, page: Array
     ) -> tuple[Array, Pages]:
         """Loop over the layers. Layer l's pages follow those of layer l - 1 in one array."""
+        adapters = layers.lora
+        assert not isinstance(adapters, BlockLora), "those are for micro-batches"
         sizes = self._vectors()
         (keys,), (values,) = view.pages
         shapes, count = (keys.shape, values.shape), keys.shape[1]
@@ -246,7 +249,7 @@ class Decoder(nnx.Module):
             }
             vectors = jnp.split(weights.pop(_VECTORS), list(accumulate(sizes.values()))[:-1])
             weights |= zip(sizes, vectors, strict=True)
-            lora = None if layers.lora is None else layers.lora.of_layer(number)
+            lora = None if adapters is None else adapters.of_layer(number)
             found: tuple[Array, Array, Array] = _paged_layer(
                 self.config,
                 Layer(weights, lora),

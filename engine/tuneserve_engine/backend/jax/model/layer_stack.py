@@ -25,6 +25,7 @@ from tuneserve_engine.backend.jax.attention.packed import (
     query_blocks,
     token_rows,
 )
+from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.block import (
     AFTER,
     BEFORE,
@@ -33,6 +34,7 @@ from tuneserve_engine.backend.jax.model.block import (
     after_attention,
     before_attention,
 )
+from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.specs import spec
@@ -121,37 +123,47 @@ class LayerPass:
         """Return the chunk's blocks."""
         return jax.lax.dynamic_slice_in_dim(blocks, at, self.stack.chunk)
 
-    def lora(self, at: Array, targets: Sequence[str]) -> LoraRows | None:
-        """Return each block's own adapter for these targets, at this layer."""
+    def lora(self, at: Array, groups: Sequence[Sequence[str]]) -> LoraRows | BlockLora | None:
+        """Return each block's own adapter for these groups of projections, at this layer."""
         if self.adapter_slots is None:
             return None
+        targets = [name for names in groups for name in names]
+        a, b, scale, _ = self.adapter_slots
+        a, b = ({name: x[name] for name in targets} for x in (a, b))
+        size = self.packed.positions.shape[1]
+        if block_lora.is_used(*self.adapter_slots.layers(), size):
+            dtype = self.weights[targets[0]].dtype
+            blank = block_lora.blank_factors(a, b, groups, (self.stack.chunk, size), dtype)
+            return BlockLora(a, b, scale, self.packed.slot, at, self.number, blank)
         slot = self.part(self.packed.slot, at)
 
         def take(stacked: dict[str, Array]) -> dict[str, Array]:
-            return {name: stacked[name][self.number, slot] for name in targets}
+            return {name: x[self.number, slot] for name, x in stacked.items()}
 
-        return LoraRows(
-            take(self.adapter_slots.a), take(self.adapter_slots.b), self.adapter_slots.scale[slot]
-        )
+        return LoraRows(take(a), take(b), scale[slot])
 
     def rope(self, at: Array) -> Rope:
         return self.stack.rope(self.part(self.packed.positions, at))
 
-    def before(self, x: Array, lora: LoraRows | None, rope: Rope) -> tuple[Array, Array, Array]:
+    def before(self, x: Array, layer: Layer, rope: Rope) -> tuple[Array, Array, Array]:
         """Return queries, keys and values of a chunk, in blocks."""
-        q, k, v = before_attention(self.stack.config, Layer(self.weights, lora), x, rope)
+        q, k, v = before_attention(self.stack.config, layer, x, rope)
         return query_blocks(q, self.stack.config.kv_heads), key_blocks(k), key_blocks(v)
 
-    def after(self, x: Array, attended: Array, lora: LoraRows | None) -> Array:
+    def after(self, x: Array, attended: Array, layer: Layer) -> Array:
         """Return the layer's output of a chunk; ``attended`` is in blocks."""
         rows = token_rows(attended, x.shape[1])
-        return after_attention(self.stack.config, Layer(self.weights, lora), x, rows)
+        return after_attention(self.stack.config, layer, x, rows)
+
+    def layer(self, at: Array, groups: Sequence[Sequence[str]]) -> Layer:
+        """Return the layer as the chunk computes these groups of projections."""
+        return Layer(self.weights, self.lora(at, groups))
 
     def project_all(self, x: Array, x_base: Any, into: Attention, base: Any) -> Attention:
         """Write queries, keys and values of all chunks into ``into``."""
 
         def one(at: Array, into: Attention) -> Attention:
-            qkv = self.before(self.part(x, x_base + at), self.lora(at, BEFORE), self.rope(at))
+            qkv = self.before(self.part(x, x_base + at), self.layer(at, BEFORE), self.rope(at))
             return write_qkv(into, base + at, qkv)
 
         return self.each_chunk(one, into)  # type: ignore[no-any-return]
@@ -176,7 +188,7 @@ class LayerPass:
     def finish(self, x: Array, at: Array, attention: Attention, into: Array) -> Array:
         """Return ``into`` with the layer's output of the chunk."""
         attended = self.part(attention.attended.out, at)
-        return write_blocks(into, at, self.after(self.part(x, at), attended, self.lora(at, AFTER)))
+        return write_blocks(into, at, self.after(self.part(x, at), attended, self.layer(at, AFTER)))
 
 
 def write_blocks(buffer: Array, at: Any, value: Array) -> Array:

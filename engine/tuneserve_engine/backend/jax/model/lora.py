@@ -31,6 +31,19 @@ class LoraRows(NamedTuple):
         """Gather [J, ...] to [B, ...]."""
         return stacked if self.slot is None else stacked[self.slot]
 
+    @property
+    def trained(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """The part with respect to which a backward pass differentiates."""
+        return self.a, self.b
+
+    @property
+    def constants(self) -> Any:
+        """All that a backward pass reads and does not differentiate."""
+        return self.scale
+
+    def with_trained(self, trained: tuple[dict[str, Array], dict[str, Array]]) -> "LoraRows":
+        return self._replace(a=trained[0], b=trained[1])
+
     def of_layer(self, number: Int[Array, ""]) -> "LoraRows":
         """Return the adapters of one layer."""
 
@@ -51,6 +64,11 @@ class LoraRows(NamedTuple):
         )
 
 
+float32_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+"""An einsum of float32. A GPU would otherwise round the factors to TF32 beside a base model in
+bfloat16."""
+
+
 @jax.custom_vjp
 def lora_delta(
     x: Float[Array, "B T D"],
@@ -63,20 +81,20 @@ def lora_delta(
 
 
 def _delta(x: Array, a: Array, b: Array, scale: Array) -> tuple[Array, Any]:
-    low = jnp.einsum("BTD,BDR->BTR", x.astype(jnp.float32), a)
-    out = jnp.einsum("BTR,BRF->BTF", low * scale[:, None, None], b)
+    low = float32_product("BTD,BDR->BTR", x.astype(jnp.float32), a)
+    out = float32_product("BTR,BRF->BTF", low * scale[:, None, None], b)
     return out, (x, a, b, scale, low)  # x in its own dtype: autodiff would keep it in float32
 
 
 def _delta_reverse(kept: Any, by_out: Array) -> tuple[Array, Array, Array, Array]:
     x, a, b, scale, low = kept
-    by_scaled = jnp.einsum("BTF,BRF->BTR", by_out, b)
+    by_scaled = float32_product("BTF,BRF->BTR", by_out, b)
     by_low = by_scaled * scale[:, None, None]
     return (
-        jnp.einsum("BTR,BDR->BTD", by_low, a).astype(x.dtype),
-        jnp.einsum("BTD,BTR->BDR", x.astype(jnp.float32), by_low),
-        jnp.einsum("BTR,BTF->BRF", low * scale[:, None, None], by_out),
-        jnp.einsum("BTR,BTR->B", low, by_scaled),
+        float32_product("BTR,BDR->BTD", by_low, a).astype(x.dtype),
+        float32_product("BTD,BTR->BDR", x.astype(jnp.float32), by_low),
+        float32_product("BTR,BTF->BRF", low * scale[:, None, None], by_out),
+        float32_product("BTR,BTR->B", low, by_scaled),
     )
 
 

@@ -25,24 +25,22 @@ _COMPILATION = "/jax/core/compile/backend_compile_duration"
 _EVERYWHERE: dict[str, bool | int] = {"xla_allow_excess_precision": False}
 """Otherwise XLA would leave out some roundings to bfloat16, different ones in each program, and a
 policy's logprobs would depend on the program that computed them."""
-_ON_A_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""Otherwise XLA would choose each product's kernel by timing, anew in every process and for every
-program, and the kernels of one product add in different orders. cuBLAS chooses by shape."""
-_FEW_ROWS_ON_A_GPU = {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Otherwise XLA would concatenate the weights of products with the same factor in every call, which
-is worth its time for thousands of rows only."""
+_ON_A_GPU = {
+    # Otherwise XLA would choose each product's kernel by timing, anew in every process and for
+    # every program, and the kernels of one product add in different orders. cuBLAS chooses by
+    # shape.
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    # Otherwise XLA would concatenate the weights of products with the same factor in every call.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 _REASON_CHARS = 300
 """The length of the compiler's message that an error repeats; the log has all of it."""
 
 
-def compiler_options(*, has_few_rows: bool = False) -> dict[str, bool | int]:
-    """Return the options of programs on JAX's default device, whatever XLA_FLAGS says.
-
-    Programs with few rows read weights for longer than they multiply.
-    """
-    if jax.default_backend() != "gpu":
-        return dict(_EVERYWHERE)
-    return _EVERYWHERE | _ON_A_GPU | (_FEW_ROWS_ON_A_GPU if has_few_rows else {})
+def compiler_options() -> dict[str, bool | int]:
+    """Return the options of programs on JAX's default device, whatever XLA_FLAGS says."""
+    return _EVERYWHERE | (_ON_A_GPU if jax.default_backend() == "gpu" else {})
 
 
 class Program:
@@ -202,7 +200,7 @@ class ProgramRegistry:
         self._compilations = _compilations()
         self._at_ready = 0
 
-    def add_program(  # noqa: PLR0913
+    def add_program(
         self,
         name: str,
         function: Callable[..., Any],
@@ -210,12 +208,10 @@ class ProgramRegistry:
         use: str,
         model: nnx.Module | None = None,
         donate: Sequence[int] = (),
-        has_few_rows: bool = False,
     ) -> Program:
         """Add ``function`` as a program.
 
-        ``donate`` are positions among the arguments of a call. ``has_few_rows`` chooses among
-        ``compiler_options``. ``use`` tells clients which requests
+        ``donate`` are positions among the arguments of a call. ``use`` tells clients which requests
         need the program and what its keys are.
 
         With a model, the function is ``function(model, *args)``, and calls leave the model out. The
@@ -231,7 +227,7 @@ class ProgramRegistry:
             donate_argnums=[len(bound) + place for place in donate],
             # Otherwise the memory of arguments that are only overwritten would not be reused.
             keep_unused=bool(donate),
-            compiler_options=compiler_options(has_few_rows=has_few_rows),
+            compiler_options=compiler_options(),
         )
         program = Program(name, use, jitted, bound, self._kept)
         self._programs.append(program)

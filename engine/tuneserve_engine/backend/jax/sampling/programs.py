@@ -136,9 +136,7 @@ class Programs:
         use = "samples, by rank bucket"
         self.prefill = programs.add_program("prefill", _prefill, use=use, model=model, donate=(0,))
         self.score = programs.add_program("score", _score, use=use, model=model)
-        self.decode = programs.add_program(
-            "decode", _decode, use=use, model=model, donate=(0,), has_few_rows=True
-        )
+        self.decode = programs.add_program("decode", _decode, use=use, model=model, donate=(0,))
         self.set_slot_adapter = programs.add_program(
             "set_slot_adapter", set_slot_adapter, use=use, donate=(0,)
         )

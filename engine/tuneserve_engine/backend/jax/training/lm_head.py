@@ -17,7 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.layers import rms_norm
+from tuneserve_engine.backend.jax.model.lora import float32_product
+from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.training.gradient_kernels import add_products, runs_of
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_to_slot
 from tuneserve_engine.backend.jax.training.losses import (
     GSPO_ID,
@@ -25,6 +29,7 @@ from tuneserve_engine.backend.jax.training.losses import (
     loss_and_gradient,
     sequence_log_ratios,
 )
+from tuneserve_engine.core.adapter import UNEMBED
 
 State = TypeVar("State")
 
@@ -155,6 +160,7 @@ class _Logits(NamedTuple):
     normed: Float[Array, "C S D"]
     z: Float[Array, "C S V"]
     total: Float[Array, "C S"]  # log of the sum of exponentials
+    low: Array | None = None  # [1, C, S, W], if kernels compute the adapters
 
     def logprobs(self, part: _Blocks) -> Float[Array, "C S K"]:
         chosen = jnp.take_along_axis(self.z, part.targets, axis=2, mode="fill", fill_value=jnp.nan)
@@ -232,19 +238,36 @@ class _HeadPass(NamedTuple):
             (((2,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
+        if self.has_kernels(part):
+            group = self.group(part, part.trained)
+            low = block_lora.low_of(normed, group, normed.dtype)
+            (z,) = block_lora.add_outputs([z], low, group, z.dtype, normed.dtype)
+            return _Logits(normed, z, jax.nn.logsumexp(z, axis=2), low)
         normed = normed.astype(jnp.float32)
 
         def add(block: Array, z: Array) -> Array:
             _, b, low = self.low(part, normed, block)
-            return z.at[block].add(low @ b)
+            return z.at[block].add(float32_product("SR,RV->SV", low, b))
 
         z = _each("trained_head", part.trained, add, z)
         return _Logits(normed, z, jax.nn.logsumexp(z, axis=2))
 
+    def has_kernels(self, part: _Blocks) -> bool:
+        """Return whether kernels for GPUs compute the adapters, of all blocks at once."""
+        a, b = {UNEMBED: self.adapters.a}, {UNEMBED: self.adapters.b}
+        return block_lora.is_used(a, b, part.x.shape[1])
+
+    def group(self, part: _Blocks, chosen: Bool[Array, " C"]) -> block_lora.GroupLora:
+        """Return the adapters as the kernels take them, for the chosen blocks."""
+        a, b, scale, _ = self.adapters
+        slot = jnp.where(chosen, part.owners.slot, -1)
+        place = block_lora.ChunkSlots(slot, jnp.int32(0), jnp.int32(0))
+        return block_lora.GroupLora([a[None]], [b[None]], scale, place)
+
     def low(self, part: _Blocks, normed: Array, block: Array) -> tuple[Array, Array, Array]:
         """Return the block's A and B, and ``scale · (x A)``."""
         a, b, scale = (x[part.owners.slot[block]] for x in self.adapters[:3])
-        return a, b, normed[block] @ a * scale
+        return a, b, float32_product("SD,DR->SR", normed[block], a) * scale
 
     def reverse(
         self, part: _Blocks, logits: _Logits, by_lp: Array, gradient_slots: dict[str, Array]
@@ -261,23 +284,55 @@ class _HeadPass(NamedTuple):
             preferred_element_type=jnp.float32,
         )
         moves = jnp.any(by_lp != 0, axis=(1, 2))
+        if logits.low is not None:
+            by_normed, gradient_slots = self.reverse_by_kernels(
+                part, logits, logits.low, dz, part.trained & moves, (by_normed, gradient_slots)
+            )
+            return self._through_norm(part.x, by_normed), gradient_slots
 
         def add(block: Array, state: tuple[Array, Any]) -> tuple[Array, Any]:
             by_normed, gradient_slots = state
             a, b, low = self.low(part, logits.normed, block)
             scale = self.adapters.scale[part.owners.slot[block]]
-            by_low = jnp.einsum("SV,RV->SR", dz[block], b) * scale
+            by_low = float32_product("SV,RV->SR", dz[block], b) * scale
             gradients = {
-                "a": jnp.einsum("SD,SR->DR", logits.normed[block], by_low),
-                "b": jnp.einsum("SR,SV->RV", low, dz[block]),
+                "a": float32_product("SD,SR->DR", logits.normed[block], by_low),
+                "b": float32_product("SR,SV->RV", low, dz[block]),
             }
-            by_normed = by_normed.at[block].add(jnp.einsum("SR,DR->SD", by_low, a))
+            by_normed = by_normed.at[block].add(float32_product("SR,DR->SD", by_low, a))
             return by_normed, add_to_slot(gradient_slots, gradients, part.owners.slot[block])
 
         by_normed, gradient_slots = _each(
             "trained_head", part.trained & moves, add, (by_normed, gradient_slots)
         )
         return self._through_norm(part.x, by_normed), gradient_slots
+
+    def reverse_by_kernels(  # noqa: PLR0913
+        self,
+        part: _Blocks,
+        logits: _Logits,
+        low: Array,
+        dz: Array,
+        chosen: Bool[Array, " C"],
+        state: tuple[Array, dict[str, Array]],
+    ) -> tuple[Array, dict[str, Array]]:
+        """Return the state of ``reverse`` with the adapters' part of the chosen blocks added."""
+        by_normed, gradient_slots = state
+        dtype = part.x.dtype
+        group = self.group(part, chosen)
+        by_low = block_lora.by_low_of([dz], group, dtype)
+        out = spec(by_normed.shape, by_normed.dtype)
+        by_normed = block_lora.add_input(by_normed, by_low, group, out, dtype)
+        runs = runs_of(part.owners._replace(is_used=part.trained), self.chunk)
+        # The first block of a request finds zeros: see ``_clear``.
+        runs = runs._replace(is_first=jnp.zeros_like(runs.is_first), adds=chosen)
+        place, (a, b) = (
+            (runs, jnp.int32(0), jnp.int32(0)),
+            (gradient_slots["a"], gradient_slots["b"]),
+        )
+        (a,) = add_products([logits.normed], by_low, [a], place, dtype, ranks_last=True)
+        (b,) = add_products([dz], low, [b], place, dtype, ranks_last=False)
+        return by_normed, {"a": a, "b": b}
 
     def _through_norm(self, x: Array, by_normed: Array) -> Array:
         wide, norm = x.astype(jnp.float32), self.head.norm.astype(jnp.float32)

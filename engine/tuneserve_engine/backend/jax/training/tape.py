@@ -21,7 +21,9 @@ from jaxtyping import Array, Float
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
 from tuneserve_engine.backend.jax.attention.base import AttentionGradient
 from tuneserve_engine.backend.jax.attention.packed import attend_blocks_backward
-from tuneserve_engine.backend.jax.model.block import AFTER, BEFORE, DOTS
+from tuneserve_engine.backend.jax.model import block_lora
+from tuneserve_engine.backend.jax.model.block import AFTER, BEFORE, DOTS, Layer
+from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.layer_stack import (
     Attention,
     LayerPass,
@@ -33,10 +35,8 @@ from tuneserve_engine.backend.jax.model.layer_stack import (
 )
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.training.gradient_kernels import Runs, add_factors, runs_of
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_blocks
-
-_Ab = tuple[dict[str, Array], dict[str, Array]]
-"""The adapters, A and B, of a chunk's blocks, [c, ...] each."""
 
 
 class Tape(NamedTuple):
@@ -97,7 +97,10 @@ class TrainingPass:
         """
         if not self._stack.config.layers:
             return space, gradient_slots
-        step = partial(self._layer_reverse, blocks)
+        size = self._stream.positions.shape[1]
+        are_kernels_used = block_lora.is_used(*self._bank.layers(), size)
+        owners = runs_of(blocks, self._stack.chunk) if are_kernels_used else blocks
+        step = partial(self._layer_reverse, owners)
         (space, gradient_slots), _ = jax.lax.scan(
             step, (space, gradient_slots), self._stack.layers(), reverse=True
         )
@@ -132,7 +135,7 @@ class TrainingPass:
         y, residuals = run.each_chunk(after, (x, tape.after))
         return (y, tape._replace(after=residuals)), None
 
-    def _layer_reverse(self, blocks: BlockOwners, carry: Any, sliced: Any) -> Any:
+    def _layer_reverse(self, blocks: BlockOwners | Runs, carry: Any, sliced: Any) -> Any:
         space, gradient_slots = carry
         run = LayerPass(self._stack, self._stream, self._bank, *sliced)
         x_base, base, attended_base = self._bases(run)
@@ -147,8 +150,8 @@ class TrainingPass:
             dx, dattended, gradient_slots = state
             attended = run.part(tape.attention.attended.out, attended_base + at)
             pull = self._after_pullback(tape, run, at, run.part(tape.x, x_base + at), attended)
-            by_x, by_attended, by_ab = pull(run.part(dx, at))
-            gradient_slots = _add(gradient_slots, by_ab, run, blocks, at)
+            by_x, by_attended, by_lora = pull(run.part(dx, at))
+            gradient_slots = _add(gradient_slots, by_lora, AFTER, run, blocks, at)
             return (
                 write_blocks(dx, at, by_x),
                 write_blocks(dattended, at, by_attended),
@@ -158,9 +161,9 @@ class TrainingPass:
         def before(at: Array, state: Any) -> Any:
             dx, gradient_slots = state
             pull = self._before_pullback(tape, run, at, run.part(tape.x, x_base + at))
-            by_x, by_ab = pull(tuple(run.part(d, at) for d in dqkv))
+            by_x, by_lora = pull(tuple(run.part(d, at) for d in dqkv))
             return write_blocks(dx, at, run.part(dx, at) + by_x), _add(
-                gradient_slots, by_ab, run, blocks, at
+                gradient_slots, by_lora, BEFORE, run, blocks, at
             )
 
         dx, dattended, gradient_slots = run.each_chunk(
@@ -195,54 +198,55 @@ class TrainingPass:
     # --- one chunk ------------------------------------------------------------------------------
 
     def _before_of(self, run: LayerPass, at: Array, x: Array) -> tuple[Any, tuple[Array, ...]]:
-        function, ab, inputs = self._before_function(run, at)
+        function, trained, inputs = self._before_function(run, at)
         if not self._keeps_residuals:
-            return function(x, ab), ()
-        qkv, pull = jax.vjp(self._saving(function), x, ab)
-        return qkv, self._before.apart(pull, (x, ab, inputs))
+            return function(x, trained), ()
+        qkv, pull = jax.vjp(self._saving(function), x, trained)
+        return qkv, self._before.apart(pull, (x, trained, inputs))
 
     def _before_pullback(self, tape: Tape, run: LayerPass, at: Array, x: Array) -> Any:
-        function, ab, inputs = self._before_function(run, at)
+        function, trained, inputs = self._before_function(run, at)
         if not self._keeps_residuals:
-            return jax.vjp(function, x, ab)[1]
+            return jax.vjp(function, x, trained)[1]
         kept = self._part_residuals(tape.before, run, at)
-        return self._before.together(kept, (x, ab, inputs))
+        return self._before.together(kept, (x, trained, inputs))
 
-    def _before_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], _Ab, Any]:
-        lora, rope = run.lora(at, BEFORE), run.rope(at)
-        assert lora is not None
+    def _before_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], Any, Any]:
+        weights, lora = run.layer(at, BEFORE)
+        rope = run.rope(at)
+        assert isinstance(lora, LoraRows | BlockLora)
 
-        def function(x: Array, ab: _Ab) -> Any:
-            return run.before(x, lora._replace(a=ab[0], b=ab[1]), rope)
+        def function(x: Array, trained: Any) -> Any:
+            return run.before(x, Layer(weights, lora.with_trained(trained)), rope)
 
-        return function, (lora.a, lora.b), (run.weights, rope, lora.scale)
+        return function, lora.trained, (weights, rope, lora.constants)
 
     def _after_of(
         self, run: LayerPass, at: Array, x: Array, attended: Array
     ) -> tuple[Array, tuple[Array, ...]]:
-        function, ab, inputs = self._after_function(run, at)
+        function, trained, inputs = self._after_function(run, at)
         if not self._keeps_residuals:
-            return function(x, attended, ab), ()
-        y, pull = jax.vjp(self._saving(function), x, attended, ab)
-        return y, self._after.apart(pull, (x, attended, ab, inputs))
+            return function(x, attended, trained), ()
+        y, pull = jax.vjp(self._saving(function), x, attended, trained)
+        return y, self._after.apart(pull, (x, attended, trained, inputs))
 
     def _after_pullback(
         self, tape: Tape, run: LayerPass, at: Array, x: Array, attended: Array
     ) -> Any:
-        function, ab, inputs = self._after_function(run, at)
+        function, trained, inputs = self._after_function(run, at)
         if not self._keeps_residuals:
-            return jax.vjp(function, x, attended, ab)[1]
+            return jax.vjp(function, x, attended, trained)[1]
         kept = self._part_residuals(tape.after, run, at)
-        return self._after.together(kept, (x, attended, ab, inputs))
+        return self._after.together(kept, (x, attended, trained, inputs))
 
-    def _after_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], _Ab, Any]:
-        lora = run.lora(at, AFTER)
-        assert lora is not None
+    def _after_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], Any, Any]:
+        weights, lora = run.layer(at, AFTER)
+        assert isinstance(lora, LoraRows | BlockLora)
 
-        def function(x: Array, attended: Array, ab: _Ab) -> Array:
-            return run.after(x, attended, lora._replace(a=ab[0], b=ab[1]))
+        def function(x: Array, attended: Array, trained: Any) -> Array:
+            return run.after(x, attended, Layer(weights, lora.with_trained(trained)))
 
-        return function, (lora.a, lora.b), (run.weights, lora.scale)
+        return function, lora.trained, (weights, lora.constants)
 
     def _saving(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self._stack.remat == "none":
@@ -306,14 +310,22 @@ class _Residuals:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _add(
-    gradient_slots: LoraWeights, by_ab: _Ab, run: LayerPass, blocks: BlockOwners, at: Array
+def _add(  # noqa: PLR0913
+    gradient_slots: LoraWeights,
+    by_lora: Any,
+    groups: Sequence[Sequence[str]],
+    run: LayerPass,
+    blocks: BlockOwners | Runs,
+    at: Array,
 ) -> LoraWeights:
     """Return the gradient slots with the chunk's gradients added."""
+    if isinstance(blocks, Runs):
+        factors = [(names, by_lora[names[0]]) for names in groups]
+        return LoraWeights(*add_factors(gradient_slots, factors, run.number, blocks, at))
     mine = blocks.part(at, run.stack.chunk)
     a, b = (
         {**whole, **add_blocks({n: whole[n] for n in by}, by, run.number, mine)}
-        for whole, by in zip(gradient_slots, by_ab, strict=True)
+        for whole, by in zip(gradient_slots, by_lora, strict=True)
     )
     return LoraWeights(a, b)
 

@@ -279,7 +279,7 @@ def test_programs_of_training_need_no_more_extra_memory_than_planned(name: str, 
     """Each token has 64 targets, whose arrays are the largest."""
     config, static_shapes = SHAPES[name]
     counted = footprint(config, dtype=dtype, static_shapes=static_shapes)
-    lines = (counted.micro_batch, counted.chunk, counted.logits, counted.head_adapters)
+    lines = counted.temporaries
     planned = sum(line.bytes for line in (*lines, *counted.wide_copies))
     trained, scored = temporaries(config, static_shapes, dtype)
     assert trained <= planned

@@ -274,10 +274,10 @@ def ordinary(
             return jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), parts)
 
         def before(at: Array) -> Any:
-            return run.before(run.part(x, at), run.lora(at, BEFORE), run.rope(at))
+            return run.before(run.part(x, at), run.layer(at, BEFORE), run.rope(at))
 
         out = attend(*each(before), run.seen())
-        return each(lambda at: run.after(run.part(x, at), run.part(out, at), run.lora(at, AFTER)))
+        return each(lambda at: run.after(run.part(x, at), run.part(out, at), run.layer(at, AFTER)))
 
     def loss(x: Array, adapter_slots: LoraRows) -> Array:
         checkpointed = jax.checkpoint(partial(layer, adapter_slots=adapter_slots))

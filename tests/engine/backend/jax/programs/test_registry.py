@@ -56,23 +56,17 @@ def test_a_program_computes_its_function() -> None:
     np.testing.assert_array_equal(program("short", ONES), [2, 2, 2])
 
 
-def test_on_a_gpu_no_kernel_is_chosen_by_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_no_kernel_is_chosen_by_timing_and_no_weights_are_concatenated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     everywhere = {"xla_allow_excess_precision": False}
     assert compiler_options() == everywhere
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert compiler_options() == everywhere | {
         "xla_gpu_autotune_level": 0,
         "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
     }
-
-
-def test_only_on_a_gpu_programs_with_few_rows_have_options_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert compiler_options(has_few_rows=True) == compiler_options()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    few = compiler_options(has_few_rows=True)
-    assert few == compiler_options() | {"xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def test_a_key_is_compiled_once_and_an_undeclared_one_by_its_first_call() -> None:

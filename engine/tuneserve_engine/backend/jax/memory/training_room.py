@@ -1,0 +1,56 @@
+"""Temporary memory of training on a GPU. It is fitted to programs compiled for an H200.
+
+Letters in formulas: as in ``footprint``.
+"""
+
+from typing import NamedTuple
+
+from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.tile import TILE
+from tuneserve_engine.core.shapes import StaticShapes
+
+
+class Logits(NamedTuple):
+    """A chunk of the head: its tokens, and the bytes of its logits in both programs."""
+
+    tokens: int
+    trained: int
+    scored: int
+
+
+def has_kernels(config: ModelConfig, device_kind: str) -> bool:
+    """Return whether kernels compute all adapters, so that none is copied for its blocks."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    widths = config.hidden, queries, keys, config.intermediate, config.vocab_size
+    return device_kind == "gpu" and all(width % TILE == 0 for width in widths)
+
+
+def trained_bytes(
+    config: ModelConfig, shapes: StaticShapes, item: int, weights: int, logits: Logits
+) -> int:
+    """Return the bytes of a program of training: in its layers, or in its head if that is more.
+
+    ``weights`` are the bytes of a layer, which a loop over chunks copies. Beside the weights, there
+    are the values of a chunk. Beside the logits, there are the last hidden states of all tokens and
+    their gradient. A chunk of the head has logits, their gradient, and its copy in the weights'
+    type.
+    """
+    attended = config.heads * config.head_dim
+    width = (8 + item) * config.intermediate + item * (2 * config.hidden + 3 * attended)
+    hidden = 2 * shapes.micro_batch_tokens * config.hidden * item
+    return max(weights + shapes.chunk * width, logits.trained + hidden)
+
+
+def scored_bytes(
+    config: ModelConfig, shapes: StaticShapes, item: int, weights: int, logits: Logits
+) -> int:
+    """Return the bytes of a program of scoring, as ``trained_bytes``.
+
+    In both phases, it holds hidden states into and out of the layer, and queries, keys, values and
+    results of attention of all tokens.
+    """
+    heads = 2 * (config.heads + config.kv_heads) * config.head_dim
+    width = (3 * config.hidden + heads) * item + 4 * config.heads
+    layer = weights + shapes.chunk * 8 * config.intermediate
+    head = logits.scored + 4 * logits.tokens * config.hidden
+    return shapes.micro_batch_tokens * width + max(layer, head)
