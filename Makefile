@@ -24,7 +24,7 @@ run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:84
 	$(BIN)/tuneserve up $(ARGS)
 
 test: .venv/dev.stamp redis-server chromium  ## Every quick test; make test ARGS=tests/engine for some
-	$(BIN)/pytest -m "not nightly" $(or $(ARGS),--numprocesses 2 --dist loadfile)
+	$(BIN)/pytest -m "not nightly" $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 
 test-faults:  ## Killed processes, hostile clients, full disks: a few minutes
 ifdef ARGS
