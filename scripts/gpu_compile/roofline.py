@@ -188,6 +188,14 @@ class _Walk:
         elif "paged_attention" in at.source:
             moved = at.bytes + self._work.page_bytes
             self._kernel(at, Group.ATTENTION, times, moved)
+        elif "merged_attention" in at.source or "rotate_and_write" in at.source:
+            # Pages, which are results as well, are written in a few places only.
+            pages = {
+                each.shape for each in at.arrays if len(each.shape) == 4 and len(at.arrays) > 1
+            }
+            arrays = (*at.arrays, *(computation[name].arrays[0] for name in at.operands))
+            moved = float(sum(each.bytes for each in arrays if each.shape not in pages))
+            self._kernel(at, Group.ATTENTION, times, moved)
         elif "shared_lora" in at.source:
             self._shared_lora(at, computation, times)
         elif found := re.search("block_lora_[a-z]+", at.source):

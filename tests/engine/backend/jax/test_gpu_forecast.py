@@ -117,6 +117,19 @@ def test_attention_costs_its_operations_and_each_backward_kernel_a_quarter_more(
     assert found.seconds[Group.ATTENTION] == pytest.approx((1 + 1.25) * 3e12 / (0.3 * 1e15))
 
 
+def test_small_kernels_of_decoding_cost_their_arrays_but_the_pages() -> None:
+    """Queries of 64 MiB in bfloat16, read and written; the pages have 1 GiB each way."""
+    module = """HloModule jit_run
+ENTRY %main (q: bf16[32768,1024], k: bf16[8,8,128,65536]) -> (bf16[32768,1024], bf16[8,8,128,65536]) {
+  %q = bf16[32768,1024]{1,0} parameter(0)
+  %k = bf16[8,8,128,65536]{3,2,1,0} parameter(1)
+  ROOT %out = (bf16[32768,1024]{1,0}, bf16[8,8,128,65536]{3,2,1,0}) custom-call(%q, %k), custom_call_target="triton", metadata={op_name="jit(run)/rotate_and_write/pallas_call"}
+}
+"""  # noqa: E501
+    found = cost(Module.parse(module), GPU, Work(attention_flops=1e15, page_bytes=1e9))
+    assert found.seconds[Group.ATTENTION] == pytest.approx(2 * 2**26 / 0.83e12)
+
+
 def test_attention_over_pages_costs_the_pages_it_reads() -> None:
     """Its table of 1 KiB, its result of 8 MiB, and pages of 1 GB, at 0.83 TB/s."""
     module = """HloModule jit_run
@@ -277,6 +290,11 @@ def test_a_program_above_a_ceiling_or_its_plan_is_named_with_both_figures() -> N
         "small train: 101 bytes of temporary memory, the limit is 100",
         "small train: 101 bytes of temporary memory, the limit is 99",
     ]
+    wasteful = replace(within, planned_bytes=111)
+    assert violations("small", wasteful, ceiling) == [
+        "small train: 111 planned bytes of temporary memory, the limit is 110"
+    ]
+    assert violations("small", replace(wasteful, program="decode 8"), ceiling) == []
 
 
 def test_decoding_may_not_copy_a_large_array() -> None:

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from tuneserve_engine.backend.jax.attention import paged_gpu
+from tuneserve_engine.backend.jax.attention import paged_gpu, rotate_gpu
 from tuneserve_engine.backend.jax.attention.base import UNSEEN
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
+from tuneserve_engine.backend.jax.attention.rotate_gpu import Destination, HeadNorms, Within
 
 _ROWS_TOGETHER = 8
 """Rows of one position each that a CPU computes together.
@@ -74,25 +75,48 @@ def write_position(  # noqa: PLR0913
     return keys.at[page, :, :, offset].set(k), values.at[page, :, offset, :].set(v)
 
 
+def rotates_by_kernel(keys: Float[Array, "P K H S"]) -> bool:
+    """Return whether ``rotate_position`` serves these pages."""
+    return _is_gpu() and paged_gpu.fits(keys)
+
+
+def rotate_position(  # noqa: PLR0913
+    q: Float[Array, "B N H"],
+    k: Float[Array, "B K H"],
+    v: Float[Array, "B K H"],
+    rope: tuple[Float[Array, "B 1 1 H2"], Float[Array, "B 1 1 H2"]],
+    keys: Float[Array, "P K H S"],
+    values: Float[Array, "P K S H"],
+    to: Destination,
+    within: Within,
+    norms: HeadNorms | None,
+) -> tuple[Float[Array, "B 1 N H"], Float[Array, "P K H S"], Float[Array, "P K S H"]]:
+    """Norm and rotate one position of each row, and write it, by one kernel; return the queries."""
+    angles = rope[0][:, 0, 0], rope[1][:, 0, 0]
+    rotated, keys, values = rotate_gpu.rotate_and_write(
+        q, k, v, angles, (keys, values), to, within, norms, interpret=False
+    )
+    return rotated[:, None], keys, values
+
+
 def attend_pages(  # noqa: PLR0913
     q: Float[Array, "B T N H"],
     keys: Float[Array, "P K H S"],
     values: Float[Array, "P K S H"],
     table: Int[Array, "B J"],
     positions: Int[Array, "B T"],
-    within: tuple[Int[Array, ""], int] | None = None,
+    within: Within | None = None,
 ) -> Float[Array, "B T NH"]:
     """Return each position's attention to its row up to itself; zeros for positions below 0.
 
-    ``within`` is a layer's number and the number of layers if the pages are those of all layers.
+    ``within`` says which pages are the layer's if they are those of all layers.
     Scores, softmax and sums are float32. On a CPU, rows of about the same length are computed a few
     at a time. On a GPU, pages in bfloat16 are read by a kernel.
     """
     if _is_gpu() and paged_gpu.fits(keys):
         return paged_gpu.attend(q, keys, values, table, positions, within, interpret=False)
     if within is not None:
-        number, layers = within
-        table = table + number * (keys.shape[0] // layers)
+        table = table + within.number * (keys.shape[0] // within.layers)
     count, length = positions.shape
     together = 1 if length > 1 else math.gcd(count, _ROWS_TOGETHER)
     if together == count or jax.default_backend() != "cpu":

@@ -20,9 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.attention.base import UNSEEN
+from tuneserve_engine.backend.jax.attention.rotate_gpu import Within
 from tuneserve_engine.backend.jax.specs import spec
 
 _LEAST_TILE = 16
@@ -55,7 +57,7 @@ def attend(  # noqa: PLR0913
     values: Float[Array, "P K S H"],
     table: Int[Array, "B J"],
     positions: Int[Array, "B T"],
-    within: tuple[Int[Array, ""], int] | None = None,
+    within: Within | None = None,
     *,
     interpret: bool,
 ) -> Float[Array, "B T NH"]:
@@ -67,22 +69,52 @@ def attend(  # noqa: PLR0913
     else:  # one tile per query head: all of the row's positions
         tiles = q.transpose(0, 2, 1, 3)
     parts = min(max(_PROGRAMS // (count * kv_heads), 1), _MOST_PARTS) if length == 1 else 1
-    number, layers = within or (jnp.int32(0), 1)
+    number, layers = within[:2] if within else (jnp.int32(0), 1)
     at = Place(table, number, positions)
-    out = _merged(*_call(tiles, keys, values, at, keys.shape[0] // layers, parts, interpret))
+    parted = _call(tiles, keys, values, at, keys.shape[0] // layers, parts, interpret)
+    out = _merged(*parted, dtype=q.dtype, interpret=interpret)
     if length > 1:
         out = out.transpose(0, 2, 1, 3)
-    return out.reshape(count, length, heads * head_dim).astype(q.dtype)
+    return out.reshape(count, length, heads * head_dim)
 
 
 def _merged(
-    out: Float[Array, "B X C M H"], top: Float[Array, "B X C M"], total: Float[Array, "B X C M"]
+    out: Float[Array, "B X C M H"],
+    top: Float[Array, "B X C M"],
+    total: Float[Array, "B X C M"],
+    *,
+    dtype: DTypeLike,
+    interpret: bool,
 ) -> Float[Array, "B X M H"]:
     """Return the attention over all parts from the softmax of each."""
-    share = jnp.exp(top - top.max(2, keepdims=True))
-    total = (total * share).sum(2)
-    out = (out * share[..., None]).sum(2)
-    return out / jnp.where(total > 0, total, 1.0)[..., None]
+    count, tiles, _, rows, head_dim = out.shape
+    call = pl.pallas_call(
+        _merge_kernel,
+        grid=(count, tiles),
+        out_shape=spec((count, tiles, rows, head_dim), dtype),
+        compiler_params=triton.CompilerParams(num_warps=4),
+        interpret=interpret,
+    )
+    with jax.named_scope("merged_attention"):
+        merged: Array = call(out, top, total)
+    return merged
+
+
+def _merge_kernel(out: Any, top: Any, total: Any, merged: Any) -> None:
+    row, tile = (pl.program_id(axis) for axis in range(2))
+    held = top.shape[3]
+    query = jnp.minimum(jnp.arange(pl.next_power_of_2(held), dtype=jnp.int32), held - 1)
+    parts = range(top.shape[2])
+    tops = [top[row, tile, part, query] for part in parts]
+    highest = tops[0]
+    for each in tops[1:]:
+        highest = jnp.maximum(highest, each)
+    shares = [jnp.exp(each - highest) for each in tops]
+    sums = [total[row, tile, part, query] * shares[part] for part in parts]
+    results = [out[row, tile, part, query] * shares[part][:, None] for part in parts]
+    below, above = sum(sums[1:], sums[0]), sum(results[1:], results[0])
+    below = jnp.where(below > 0, below, 1.0)
+    merged[row, tile, query] = (above / below[:, None]).astype(merged.dtype)
 
 
 def _call(  # noqa: PLR0913

@@ -31,7 +31,7 @@ Lora = LoraRows | SharedLora | BlockLora
 
 
 class Layer(NamedTuple):
-    """One layer: its weights, named as in ``layer_shapes``, and its adapters without axis L."""
+    """One layer: its weights, named as in ``layer_shapes``, and its adapters."""
 
     weights: dict[str, Array]
     lora: Lora | None
@@ -83,9 +83,14 @@ def before_attention(
             y = rms_norm(y, weights[norm], eps=config.rms_eps)
         return apply_rope(y, *rope)
 
-    normed = rms_norm(x, weights["input_norm"], eps=config.rms_eps)
-    q, k, v = project_all(normed, *BEFORE, layer)
+    q, k, v = project_input(config, layer, x)
     return heads(q, "q_norm"), heads(k, "k_norm"), heads(v, None)
+
+
+def project_input(config: ModelConfig, layer: Layer, x: Float[Array, "B T D"]) -> list[Array]:
+    """Return queries, keys and values of the layer's input, before their norms and RoPE."""
+    normed = rms_norm(x, layer.weights["input_norm"], eps=config.rms_eps)
+    return project_all(normed, *BEFORE, layer)
 
 
 def after_attention(
@@ -142,7 +147,7 @@ def plus_lora(
 ) -> list[Float[Array, "B T _"]]:
     """Return the projections' outputs, float32, each plus each row's own delta.
 
-    With a ``BlockLora``, they are rounded to x's dtype.
+    If kernels read the adapters, they are rounded to x's dtype.
     """
     if lora is None:
         return list(outs)

@@ -11,7 +11,7 @@ A block's bits do not depend on its neighbours, and NaN in one adapter does not 
 another. With tokens in bfloat16, tensor cores multiply: a float32 factor is split into three
 numbers of bfloat16. With tokens in float32, products are exact products of float32.
 
-Tests run the kernels in interpret mode, and ``make gpu-compile`` compiles them.
+Tests run the kernels in interpret mode, and ``make gpu-compile`` compiles them in bfloat16.
 
 Dimension key: L layers, J adapter slots, n blocks of a micro-batch, c blocks of a chunk, S tokens
 of a block, D inputs of a projection, F its outputs, R rank bucket, W ranks padded to a tile, P
@@ -258,7 +258,7 @@ def _contract(
         interpret=jax.default_backend() != "gpu",
     )
     with jax.named_scope("block_lora_contract"):
-        out: Array = call(lefts, [_flat(bank) for bank in banks], group.place)
+        out: Array = call(lefts, [flat(bank) for bank in banks], group.place)
     return out
 
 
@@ -326,7 +326,7 @@ def _expand(  # noqa: PLR0913
         interpret=jax.default_backend() != "gpu",
     )
     with jax.named_scope("block_lora_expand"):
-        return list(call(low, [_flat(bank) for bank in banks], bases, group.place))
+        return list(call(low, [flat(bank) for bank in banks], bases, group.place))
 
 
 def _expand_kernel(  # noqa: PLR0913
@@ -388,7 +388,7 @@ def padded_rank(rank: int) -> int:
     return max(pl.next_power_of_2(rank), _LEAST_SIZE)
 
 
-def _flat(bank: Array) -> Array:
+def flat(bank: Array) -> Array:
     """Return slots of all layers as one axis."""
     return bank.reshape(-1, *bank.shape[-2:])
 

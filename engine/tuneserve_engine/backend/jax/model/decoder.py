@@ -19,9 +19,12 @@ from tuneserve_engine.backend.jax.attention.page_table import UNUSED_PAGE
 from tuneserve_engine.backend.jax.attention.paged import (
     Pages,
     attend_pages,
+    rotate_position,
+    rotates_by_kernel,
     write_page,
     write_position,
 )
+from tuneserve_engine.backend.jax.attention.rotate_gpu import Destination, HeadNorms, Within
 from tuneserve_engine.backend.jax.model.block import (
     Layer,
     Rope,
@@ -29,6 +32,7 @@ from tuneserve_engine.backend.jax.model.block import (
     before_attention,
     layer_shapes,
     plus_lora,
+    project_input,
 )
 from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
@@ -175,13 +179,8 @@ class Decoder(nnx.Module):
         All norms and biases are one array [L, _]: a scan slices each array by a kernel of its own.
         """
         weights = {name: weight[...] for name, weight in self.layers.items()}
-        vectors = [weights.pop(name) for name in self._vectors()]
+        vectors = [weights.pop(name) for name in _vector_sizes(self.config)]
         return Layer({**weights, _VECTORS: jnp.concatenate(vectors, axis=1)}, lora)
-
-    def _vectors(self) -> dict[str, int]:
-        """Return the sizes of the norms and biases of a layer."""
-        shapes = layer_shapes(self.config)
-        return {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 1}
 
     def unstacked(self, lora: LoraRows | None) -> tuple[Layer, ...]:
         """Return every layer's own arrays, for programs that decode.
@@ -214,8 +213,9 @@ class Decoder(nnx.Module):
         held = (part >= 0) & (part < table.shape[1])
         found = jnp.take_along_axis(table, jnp.where(held, part, 0)[:, None], axis=1)[:, 0]
         page = jnp.where(held, found, UNUSED_PAGE)
+        to = Destination(page, positions[:, 0] % values[0].shape[-2])
         if isinstance(view.layers, Layer):
-            return self._loop_paged_layers(x, view, view.layers, rope, page)
+            return self._loop_paged_layers(x, view, view.layers, rope, to)
         for index, layer in enumerate(view.layers):
             x, keys[index], values[index] = _paged_layer(
                 self.config,
@@ -224,7 +224,7 @@ class Decoder(nnx.Module):
                 rope,
                 keys[index],
                 values[index],
-                page,
+                to,
                 table,
                 positions,
                 None,
@@ -232,14 +232,14 @@ class Decoder(nnx.Module):
         return x, Pages(tuple(keys), tuple(values))
 
     def _loop_paged_layers(
-        self, x: Float[Array, "B T D"], view: Paged, layers: Layer, rope: Rope, page: Array
+        self, x: Float[Array, "B T D"], view: Paged, layers: Layer, rope: Rope, to: Destination
     ) -> tuple[Array, Pages]:
         """Loop over the layers. Layer l's pages follow those of layer l - 1 in one array."""
         adapters = layers.lora
         assert not isinstance(adapters, BlockLora), "those are for micro-batches"
-        sizes = self._vectors()
+        sizes = _vector_sizes(self.config)
         (keys,), (values,) = view.pages
-        shapes, count = (keys.shape, values.shape), keys.shape[1]
+        shapes = keys.shape, values.shape
 
         def layer(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             x, keys, values = carry
@@ -257,10 +257,10 @@ class Decoder(nnx.Module):
                 rope,
                 keys,
                 values,
-                page + number * count,
+                to,
                 view.table,
                 view.positions,
-                number,
+                (number, layers.weights[_VECTORS]),
             )
             return found
 
@@ -301,6 +301,21 @@ class Decoder(nnx.Module):
         return rope_tables(positions, jnp.asarray(frequencies))
 
 
+def _vector_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of the norms and biases of a layer."""
+    shapes = layer_shapes(config)
+    return {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 1}
+
+
+def _norm_starts(config: ModelConfig) -> HeadNorms | None:
+    """Return where the norms of queries and keys are among the norms and biases of a layer."""
+    if not config.qk_norm:
+        return None
+    sizes = _vector_sizes(config)
+    starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+    return HeadNorms(starts["q_norm"], starts["k_norm"], config.rms_eps)
+
+
 @partial(jax.jit, static_argnums=0)  # so that it is traced once, not once per layer
 def _paged_layer(  # noqa: PLR0913
     config: ModelConfig,
@@ -309,23 +324,34 @@ def _paged_layer(  # noqa: PLR0913
     rope: Rope,
     keys: Array,
     values: Array,
-    page: Array,
+    to: Destination,
     table: Array,
     positions: Array,
-    number: Array | None,
+    number_and_vectors: tuple[Array, Array] | None,
 ) -> tuple[Array, Array, Array]:
     """Return the layer's output, and its pages with the keys and values of ``x``.
 
-    If the pages are those of all layers, ``number`` is the layer's, and ``page`` counts from the
-    first layer's pages.
+    If the pages are those of all layers, the layer's number is given, and the norms and biases of
+    all layers.
     """
-    within = None if number is None else (number, config.layers)
-    size = values.shape[2]
-    q, k, v = before_attention(config, layer, x, rope)
-    if x.shape[1] == size:
-        keys, values = write_page(keys, values, page, k, v)
+    within = None
+    if number_and_vectors is not None:
+        within = Within(number_and_vectors[0], config.layers, number_and_vectors[1])
+    if within is not None and x.shape[1] == 1 and rotates_by_kernel(keys):
+        q, k, v = (
+            each.reshape(x.shape[0], -1, config.head_dim)
+            for each in project_input(config, layer, x)
+        )
+        norms = _norm_starts(config)
+        q, keys, values = rotate_position(q, k, v, rope, keys, values, to, within, norms)
     else:
-        offset = positions[:, 0] % size
-        keys, values = write_position(keys, values, page, offset, k[:, 0], v[:, 0])
+        q, k, v = before_attention(config, layer, x, rope)
+        page = to.page
+        if within is not None:
+            page = page + within.number * (keys.shape[0] // within.layers)
+        if x.shape[1] == values.shape[2]:
+            keys, values = write_page(keys, values, page, k, v)
+        else:
+            keys, values = write_position(keys, values, page, to.offset, k[:, 0], v[:, 0])
     attended = attend_pages(q, keys, values, table, positions, within)
     return after_attention(config, layer, x, attended), keys, values

@@ -24,13 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from tuneserve_engine.backend.jax.model.block_lora import flat
+from tuneserve_engine.backend.jax.model.exact_product import product
+from tuneserve_engine.backend.jax.model.tile import TILE
 from tuneserve_engine.backend.jax.specs import spec
 
 ROWS_PER_TILE = 16
-_WIDTH = 128
-"""Inputs that are multiplied at once, and outputs of one program of the second kernel."""
 _PARTS = 8
 """The most parts of D. More parts keep more of a GPU busy on one A; each costs a sum per row."""
 _RANKS = 32
@@ -68,7 +70,7 @@ class SharedLora(NamedTuple):
 
 def fits(a: Array, b: Array) -> bool:
     """Return whether the kernels take these matrices, in slots [..., R, D] and [..., F, R]."""
-    return a.shape[-1] % _WIDTH == b.shape[-2] % _WIDTH == 0
+    return a.shape[-1] % TILE == b.shape[-2] % TILE == 0
 
 
 def row_tiles(slot: Int[Array, " B"], slots: int) -> RowTiles:
@@ -98,14 +100,12 @@ def add_deltas(
     names: Sequence[str],
     lora: SharedLora,
 ) -> list[Float[Array, "B _"]]:
-    """Return each projection's float32 product plus ``scale · (x A) B`` of each row's adapter."""
-    a, b = ([_flat(side[name]) for name in names] for side in (lora.a, lora.b))
-    return _added(outs, _low(x, a, lora), b, lora)
+    """Return each projection's float32 product plus ``scale · (x A) B`` of each row's adapter.
 
-
-def _flat(x: Array) -> Array:
-    """Return slots of all layers as one axis."""
-    return x.reshape(-1, *x.shape[-2:])
+    They are rounded to x's dtype.
+    """
+    a, b = ([flat(side[name]) for name in names] for side in (lora.a, lora.b))
+    return _added(outs, _low(x, a, lora), b, lora, x.dtype)
 
 
 def _low(
@@ -115,7 +115,7 @@ def _low(
 ) -> Float[Array, "P C B W"]:
     """Return the parts of each row's ``x A``."""
     rank, inputs = a[0].shape[1:]
-    parts = min(_PARTS, inputs // _WIDTH)
+    parts = min(_PARTS, inputs // TILE)
     width = max(pl.next_power_of_2(rank), _LEAST_RANKS)
     per_projection = width // min(width, _RANKS)
     call = pl.pallas_call(
@@ -135,18 +135,18 @@ def _low_kernel(  # noqa: PLR0913
 ) -> None:
     tile, part, number = (pl.program_id(axis) for axis in range(3))
     rows, slot = tiles.rows[tile][:, None], tiles.slot[tile]
-    chunks, step = x.shape[1] // _WIDTH, low.shape[3] // per_projection
+    chunks, step = x.shape[1] // TILE, low.shape[3] // per_projection
     each = pl.cdiv(chunks, low.shape[1])
     begin, end = part * each, jnp.minimum((part + 1) * each, chunks)
     ranks = (number % per_projection) * step + jnp.arange(step, dtype=jnp.int32)
 
     def run(index: int, bank: Any) -> None:
         def add(chunk: Array, total: Array) -> Array:
-            columns = chunk * _WIDTH + jnp.arange(_WIDTH, dtype=jnp.int32)[None, :]
+            columns = chunk * TILE + jnp.arange(TILE, dtype=jnp.int32)[None, :]
             left = x[rows, columns].astype(jnp.float32)
-            is_held = jnp.broadcast_to(ranks[:, None] < bank.shape[1], (step, _WIDTH))
+            is_held = jnp.broadcast_to(ranks[:, None] < bank.shape[1], (step, TILE))
             at = bank.at[layer[...] * slots + slot, ranks[:, None], columns]
-            return total + _product(left, triton.load(at, mask=is_held, other=0.0))
+            return total + _exact(left, triton.load(at, mask=is_held, other=0.0))
 
         nothing = jnp.zeros((ROWS_PER_TILE, step), jnp.float32)
         low[index, part, rows, ranks[None, :]] = lax.fori_loop(begin, end, add, nothing)
@@ -161,11 +161,12 @@ def _added(
     low: Float[Array, "P C B W"],
     b: list[Float[Array, "LJ _ R"]],
     lora: SharedLora,
+    dtype: DTypeLike,
 ) -> list[Array]:
     call = pl.pallas_call(
         _add_kernel,
-        grid=(lora.tiles.slot.shape[0], sum(out.shape[1] // _WIDTH for out in outs)),
-        out_shape=[spec(out.shape, jnp.float32) for out in outs],
+        grid=(lora.tiles.slot.shape[0], sum(out.shape[1] // TILE for out in outs)),
+        out_shape=[spec(out.shape, dtype) for out in outs],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=_is_interpreted(),
     )
@@ -183,7 +184,7 @@ def _add_kernel(  # noqa: PLR0913
 
     def run(index: int, behind: int) -> None:
         bank, out = b[index], outs[index]
-        columns = (number - behind) * _WIDTH + jnp.arange(_WIDTH, dtype=jnp.int32)
+        columns = (number - behind) * TILE + jnp.arange(TILE, dtype=jnp.int32)
 
         def add(chunk: Array, total: Array) -> Array:
             ranks = chunk * step + jnp.arange(step, dtype=jnp.int32)[None, :]
@@ -193,17 +194,18 @@ def _add_kernel(  # noqa: PLR0913
 
             nothing = jnp.zeros((ROWS_PER_TILE, step), jnp.float32)
             left = lax.fori_loop(0, parts, add_part, nothing) * scale[slot]
-            is_held = jnp.broadcast_to(ranks < bank.shape[2], (_WIDTH, step))
+            is_held = jnp.broadcast_to(ranks < bank.shape[2], (TILE, step))
             at = bank.at[layer[...] * scale.shape[0] + slot, columns[:, None], ranks]
-            return total + _product(left, triton.load(at, mask=is_held, other=0.0))
+            return total + _exact(left, triton.load(at, mask=is_held, other=0.0))
 
-        nothing = jnp.zeros((ROWS_PER_TILE, _WIDTH), jnp.float32)
+        nothing = jnp.zeros((ROWS_PER_TILE, TILE), jnp.float32)
         delta = lax.fori_loop(0, width // step, add, nothing)
-        added[index][rows, columns[None, :]] = out[rows, columns[None, :]] + delta
+        total = out[rows, columns[None, :]] + delta
+        added[index][rows, columns[None, :]] = total.astype(added[index].dtype)
 
     behind = 0
     for index, out in enumerate(outs):
-        end = behind + out.shape[1] // _WIDTH
+        end = behind + out.shape[1] // TILE
         is_mine = (number >= behind) & (number < end) & (slot >= 0)
         pl.when(is_mine)(partial(run, index, behind))
         behind = end
@@ -214,13 +216,6 @@ def _is_interpreted() -> bool:
     return jax.default_backend() != "gpu"
 
 
-def _product(x: Float[Array, "I K"], y: Float[Array, "J K"]) -> Float[Array, "I J"]:
-    """Return the product over the last axes, in exact float32."""
-    product: Array = lax.dot_general(
-        x,
-        y,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return product
+def _exact(x: Float[Array, "I K"], y: Float[Array, "J K"]) -> Float[Array, "I J"]:
+    """Return the product over the last axes, of float32."""
+    return product(x, y, 1, 1, jnp.float32)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tuneserve_engine.backend.jax.model.block_lora import RANKS, Factors
 from tuneserve_engine.backend.jax.model.exact_product import product
 from tuneserve_engine.backend.jax.model.tile import TILE
+from tuneserve_engine.backend.jax.specs import spec
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 
 
@@ -99,7 +100,7 @@ def add_products(  # noqa: PLR0913
             _kernel, slots=buffers[0].shape[1], steps=steps, dtype=dtype, ranks_last=ranks_last
         ),
         grid=(low.shape[1], tiles * steps),
-        out_shape=[jax.eval_shape(lambda x: x, each) for each in flat],
+        out_shape=[spec(each.shape, each.dtype) for each in flat],
         input_output_aliases={first + index: index for index in range(len(flat))},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=jax.default_backend() != "gpu",
@@ -122,7 +123,7 @@ def _kernel(  # noqa: PLR0913
 ) -> None:
     runs, at, layer = place
     first, number = pl.program_id(0), pl.program_id(1)
-    count = runs.end[at[...] + first] - at[...]  # of the blocks up to the run's end
+    behind_run = runs.end[at[...] + first] - at[...]
     tokens = jnp.arange(low.shape[2], dtype=jnp.int32)[:, None]
     step = low.shape[3] // steps
     ranks = (number % steps) * step + jnp.arange(step, dtype=jnp.int32)[None, :]
@@ -143,13 +144,13 @@ def _kernel(  # noqa: PLR0913
         here = buffer.at[matrix, *both]
         old = triton.load(here, mask=is_held, other=0.0)
         total = jnp.where(runs.is_first[at[...] + first], 0.0, old)
-        total = lax.fori_loop(first, count, add, total)
+        total = lax.fori_loop(first, behind_run, add, total)
         triton.store(here, total, mask=is_held)
 
     behind = 0
     for index, buffer in enumerate(buffers):
         end = behind + buffer.shape[1 if ranks_last else 2] // TILE
         mine = number // steps
-        is_mine = (mine >= behind) & (mine < end) & (count > first)
+        is_mine = (mine >= behind) & (mine < end) & (behind_run > first)
         pl.when(is_mine)(partial(run, index, buffer, behind))
         behind = end

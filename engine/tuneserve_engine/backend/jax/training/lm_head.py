@@ -324,15 +324,11 @@ class _HeadPass(NamedTuple):
         out = spec(by_normed.shape, by_normed.dtype)
         by_normed = block_lora.add_input(by_normed, by_low, group, out, dtype)
         runs = runs_of(part.owners._replace(is_used=part.trained), self.chunk)
-        # The first block of a request finds zeros: see ``_clear``.
-        runs = runs._replace(is_first=jnp.zeros_like(runs.is_first), adds=chosen)
-        place, (a, b) = (
-            (runs, jnp.int32(0), jnp.int32(0)),
-            (gradient_slots["a"], gradient_slots["b"]),
-        )
-        (a,) = add_products([logits.normed], by_low, [a], place, dtype, ranks_last=True)
-        (b,) = add_products([dz], low, [b], place, dtype, ranks_last=False)
-        return by_normed, {"a": a, "b": b}
+        place = runs._replace(adds=chosen), jnp.int32(0), jnp.int32(0)
+        a, b = [gradient_slots["a"]], [gradient_slots["b"]]
+        (of_a,) = add_products([logits.normed], by_low, a, place, dtype, ranks_last=True)
+        (of_b,) = add_products([dz], low, b, place, dtype, ranks_last=False)
+        return by_normed, {"a": of_a, "b": of_b}
 
     def _through_norm(self, x: Array, by_normed: Array) -> Array:
         wide, norm = x.astype(jnp.float32), self.head.norm.astype(jnp.float32)

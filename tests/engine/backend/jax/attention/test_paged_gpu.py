@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tuneserve_engine.backend.jax.attention import paged, paged_gpu
+from tuneserve_engine.backend.jax.attention.rotate_gpu import Within
 
 
 class Shape(NamedTuple):
@@ -104,7 +105,7 @@ def test_pages_of_all_layers_are_read_by_the_layer(shape: Shape) -> None:
         jnp.concatenate((other, mine, other))
         for other, mine in zip(others, (at.keys, at.values), strict=True)
     )
-    within = jnp.int32(1), 3
+    within = Within(jnp.int32(1), 3, jnp.zeros((3, 1)))
     stacked = at._replace(keys=keys, values=values)
     got = paged_gpu.attend(*stacked, within, interpret=True)
     np.testing.assert_array_equal(got, run(at))
@@ -182,4 +183,4 @@ def test_the_kernel_is_lowered_for_a_gpu(shape: Shape) -> None:
         return paged_gpu.attend(*at, interpret=False)
 
     text = jax.jit(attend).trace(at).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__gpu$xla.gpu.triton(") == 1
+    assert text.count("@__gpu$xla.gpu.triton(") == 2  # attention, and the merging of its parts

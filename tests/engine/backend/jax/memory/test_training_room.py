@@ -5,15 +5,19 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from scripts.gpu_compile.shapes import MODELS
+from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.memory.training_room import (
     Logits,
     has_kernels,
     scored_bytes,
     trained_bytes,
 )
+from tuneserve_engine.backend.jax.model.block_lora import fits
+from tuneserve_engine.backend.jax.training.adapter_slots import new_gradient_slots
 from tuneserve_engine.core.shapes import StaticShapes
 
 QWEN = MODELS["qwen3-8b"]
@@ -22,11 +26,26 @@ WEIGHTS = 2 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128)
 FEW, MANY = (Logits(1024, 10 * 1024 * vocab, 4 * 1024 * vocab) for vocab in (4096, 151_936))
 
 
-def test_every_published_model_has_kernels_on_a_gpu_and_none_elsewhere() -> None:
+ODD = {
+    name: replace(QWEN, **{name: getattr(QWEN, name) + more})
+    for name, more in {"vocab_size": 1, "hidden": 32, "intermediate": 64}.items()
+}
+
+
+def test_every_published_model_has_kernels_on_a_gpu() -> None:
     assert all(has_kernels(config, "gpu") for config in MODELS.values())
     assert not has_kernels(QWEN, "cpu")
-    assert not has_kernels(replace(QWEN, vocab_size=151_937), "gpu")
-    assert not has_kernels(replace(QWEN, hidden=4000), "gpu")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *ODD])
+def test_the_planner_knows_which_models_the_kernels_take(name: str) -> None:
+    """As the kernels say of the arrays of all adapters."""
+    config = {**MODELS, **ODD}[name]
+    slots = jax.eval_shape(lambda: new_gradient_slots(target_shapes(config), 8, 1))
+    answers: list[bool] = []
+    jax.eval_shape(lambda slots: answers.append(fits(slots.a, slots.b, 64)), slots)
+    assert answers == [has_kernels(config, "gpu")]
+    assert answers == [name in MODELS]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +55,10 @@ def test_every_published_model_has_kernels_on_a_gpu_and_none_elsewhere() -> None
 def test_the_room_is_what_programs_compiled_for_an_h200_need(
     logits: Logits, training: int, scoring: int
 ) -> None:
-    """Of Qwen3-8B with two layers and 4,096 ids, and as published; JAX 0.12.0, to 10 %."""
+    """Of Qwen3-8B with two layers and 4,096 ids, and as published; JAX 0.12.0, to 10 %.
+
+    The planner keeps more free than the 1 % that may be missing.
+    """
     for function, compiled in ((trained_bytes, training), (scored_bytes, scoring)):
         planned = function(QWEN, SHAPES, 2, WEIGHTS, logits)
         assert 0.99 * compiled <= planned <= 1.1 * compiled

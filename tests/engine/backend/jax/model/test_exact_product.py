@@ -24,7 +24,7 @@ def numbers(rows: int, columns: int, seed: int) -> jax.Array:
 @pytest.mark.parametrize("columns", [1, 8])
 @pytest.mark.parametrize("is_narrow", [True, False])
 def test_products_of_bfloat16_parts_are_products_of_float32(columns: int, is_narrow: bool) -> None:
-    """To less than 2⁻²² of the sum of the terms' sizes, a term of its own included."""
+    """To 2⁻²² of the sum of the terms' sizes, and 2⁻²⁴ for every addition."""
     x, y = numbers(256, columns, 0), numbers(256, columns, 1)
     left = x.astype(jnp.bfloat16) if is_narrow else x
     got = jax.jit(lambda x, y: product(x, y, 1, 1, jnp.bfloat16))(left, y)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from tests.support.decoders import random_decoder, zero_decoder
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
-from tuneserve_engine.backend.jax.attention import paged, paged_gpu
+from tuneserve_engine.backend.jax.attention import paged, paged_gpu, rotate_gpu
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import adapter_slots, decode_batch, programs
@@ -52,17 +53,19 @@ def scanning(*, scans: bool = True) -> Iterator[None]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Also write pages at once, and read them by the kernel, interpreted."""
-    kernel = paged_gpu.attend
+    """Also write pages at once, and read and write them by the kernels, interpreted."""
 
-    def interpreted(*arguments: Any, interpret: bool) -> jax.Array:
+    def interpreted(kernel: Any, *arguments: Any, interpret: bool) -> Any:
         assert not interpret
         return kernel(*arguments, interpret=True)
 
+    attend = partial(interpreted, paged_gpu.attend)
+    rotate = partial(interpreted, rotate_gpu.rotate_and_write)
     with (
         scanning(),
         mock.patch.object(paged, "_is_gpu", lambda: True),
-        mock.patch.object(paged_gpu, "attend", interpreted),
+        mock.patch.object(paged_gpu, "attend", attend),
+        mock.patch.object(rotate_gpu, "rotate_and_write", rotate),
     ):
         yield
 
@@ -124,8 +127,13 @@ def test_in_bfloat16_the_kernel_in_the_loop_scores_what_the_other_programs_do() 
     company = (replace(COMPANY[3], seed=3), request, COMPANY[8])
     arguments = TILED, TILED_SHAPES, jnp.bfloat16
     want = results(company, *arguments)[1]
-    with as_on_a_gpu(), mock.patch.object(paged_gpu, "_call", wraps=paged_gpu._call) as call:
+    with (
+        as_on_a_gpu(),
+        mock.patch.object(paged_gpu, "_call", wraps=paged_gpu._call) as call,
+        mock.patch.object(rotate_gpu, "_kernel", wraps=rotate_gpu._kernel) as rotations,
+    ):
         got = results(company, *arguments)[1]
+    assert rotations.called
     lengths = {each.args[0].shape[2] for each in call.call_args_list}
     assert lengths == {16, 2}  # a page of a prompt, or the query heads of one position
     assert len(call.call_args_list) == 2  # traced once for prefill and once for decoding

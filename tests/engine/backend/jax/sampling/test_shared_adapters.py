@@ -19,7 +19,7 @@ from tests.engine.backend.jax.sampling.test_sampler import (
 from tests.support.decoders import random_decoder
 from tuneserve_engine.backend.base import SamplingRequest
 from tuneserve_engine.backend.jax.model import block
-from tuneserve_engine.backend.jax.model.block import BEFORE
+from tuneserve_engine.backend.jax.model.block import AFTER, BEFORE
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import adapter_slot_table, programs
@@ -72,7 +72,7 @@ def sampler() -> Iterator[JaxSampler]:
         calls = patches.enter_context(kernels).call_args_list
         yield new_sampler()
     groups = [call.args[2] for call in calls]  # of the only time that decoding was traced
-    assert groups == [BEFORE, ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",), ("unembed",)]
+    assert groups == [*BEFORE, *AFTER, ("unembed",)]
 
 
 COMPANY = (

@@ -18,7 +18,12 @@ OWNERS = [
     (0, False, True), (2, True, True), (1, True, True), (0, False, False),
 ]  # fmt: skip
 """Two chunks: slot 3 goes on from an earlier batch, and slot 0 has blocks in both."""
-CASES = [(2, 128, jnp.bfloat16), (24, 256, jnp.float32), (32, 384, jnp.bfloat16), (64, 128, None)]
+CASES = [
+    (2, 128, jnp.bfloat16),
+    (24, 256, jnp.float32),
+    (32, 384, jnp.bfloat16),
+    (64, 128, jnp.float32),
+]
 
 
 def owners(blocks: list[tuple[int, bool, bool]]) -> BlockOwners:
@@ -98,7 +103,7 @@ def test_the_gradients_of_a_request_are_added_to_its_slot(
     rank: int, inputs: int, dtype: Any
 ) -> None:
     """To 1e-6 of the sum of the terms' sizes, in float64 by NumPy. Other slots keep their bits."""
-    buffers, factors = buffers_of(rank, inputs), factors_of(rank, inputs, dtype or jnp.float32)
+    buffers, factors = buffers_of(rank, inputs), factors_of(rank, inputs, dtype)
     got = added(buffers, factors, owners(OWNERS))
     for index, name in enumerate(OUTPUTS):
         for side, old, new in zip("ab", buffers, got, strict=True):
