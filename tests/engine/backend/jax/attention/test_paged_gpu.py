@@ -1,5 +1,6 @@
 """The kernel of attention over pages, interpreted, against the XLA loop and a loop in NumPy."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.compiled import UNOPTIMISED
 from tuneserve_engine.backend.jax.attention import paged, paged_gpu
 from tuneserve_engine.backend.jax.attention.rotate_gpu import Within
 
@@ -84,8 +86,9 @@ def by_hand(at: Case) -> np.ndarray:
     return want.reshape(*q.shape[:2], -1)
 
 
-def run(at: Case) -> np.ndarray:
-    return np.asarray(paged_gpu.attend(*at, interpret=True), np.float32)
+def run(at: Case, within: Within | None = None) -> np.ndarray:
+    attend = partial(paged_gpu.attend, within=within, interpret=True)
+    return np.asarray(jax.jit(attend, compiler_options=UNOPTIMISED)(*at), np.float32)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -107,8 +110,7 @@ def test_pages_of_all_layers_are_read_by_the_layer(shape: Shape) -> None:
     )
     within = Within(jnp.int32(1), 3, jnp.zeros((3, 1)))
     stacked = at._replace(keys=keys, values=values)
-    got = paged_gpu.attend(*stacked, within, interpret=True)
-    np.testing.assert_array_equal(got, run(at))
+    np.testing.assert_array_equal(run(stacked, within), run(at))
     np.testing.assert_array_equal(paged.attend_pages(*stacked, within), paged.attend_pages(*at))
 
 

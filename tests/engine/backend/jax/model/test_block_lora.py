@@ -1,5 +1,6 @@
 """The kernels for adapters of blocks, interpreted, against NumPy and ``lora_delta``."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.compiled import UNOPTIMISED
 from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.block_lora import (
     BlockLora,
@@ -63,7 +65,7 @@ def numbers(seed: int, width: int, dtype: Any) -> jax.Array:
     return jnp.asarray(np.array([rng.normal(size=(SIZE, width)) for rng in each]), dtype)
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=UNOPTIMISED)
 def run(
     products: list[jax.Array], x: jax.Array, by_outs: list[jax.Array], adapters: BlockLora
 ) -> tuple[list[jax.Array], list[jax.Array], jax.Array, Factors]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.compiled import UNOPTIMISED
 from tuneserve_engine.backend.jax.model.lora import lora_delta
 from tuneserve_engine.backend.jax.model.shared_lora import (
     RowTiles,
@@ -16,7 +17,7 @@ from tuneserve_engine.backend.jax.model.shared_lora import (
     row_tiles,
 )
 
-_add_deltas = jax.jit(add_deltas, static_argnums=2)
+_add_deltas = jax.jit(add_deltas, static_argnums=2, compiler_options=UNOPTIMISED)
 _row_tiles = jax.jit(row_tiles, static_argnums=1)
 LAYERS, SLOTS = 2, 3
 OUTPUTS = {"q": 256, "k": 128}

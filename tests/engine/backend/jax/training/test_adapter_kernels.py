@@ -25,6 +25,8 @@ from tests.engine.backend.jax.training.lm_head_case import (
 )
 from tests.engine.backend.jax.training.packed_case import TINY, adapter_of, gradient, model_of
 from tests.engine.conftest import Row
+from tests.support.compiled import UNOPTIMISED
+from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.training.lm_head import (
@@ -65,13 +67,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(block_lora, "_LEAST_SIZE", 8)
     monkeypatch.setattr(block_lora, "_contract", noted)
     # A function of its own: JAX would not trace the same one again.
-    train = jax.jit(lambda *given: train_micro_batch(*given), donate_argnums=(1, 2))
+    jit = partial(jax.jit, compiler_options=UNOPTIMISED)
+    train = jit(lambda *given: train_micro_batch(*given), donate_argnums=(1, 2))
     monkeypatch.setattr(packed_case, "train", train)
-    monkeypatch.setattr(packed_case, "score", jax.jit(lambda *given: score_micro_batch(*given)))
+    monkeypatch.setattr(packed_case, "score", jit(lambda *given: score_micro_batch(*given)))
     return seen
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", at_night("full")])
 def test_a_micro_batch_of_tenants_gives_the_results_of_each_datum_alone(
     remat: str,
     calls: list[str],
@@ -136,7 +139,7 @@ def head(chunk: int = 4, dtype: Any = jnp.float32) -> tuple[HeadTrained, HeadSco
     table = LmHead(*(each.astype(dtype) for each in head_of(HEAD)))
     same = table, jnp.asarray(x, dtype), targets, inputs, adapters_of(HEAD), blocks, used
     options = {"eps": EPS, "chunk_blocks": chunk}
-    jit = partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+    jit = partial(jax.jit, compiler_options=UNOPTIMISED | {"xla_allow_excess_precision": False})
     trained = jit(partial(train_lm_head, **options))(*same, stale_gradient_slots(HEAD))
     return trained, jit(partial(score_lm_head, **options))(*same)
 

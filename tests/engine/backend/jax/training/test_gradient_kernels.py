@@ -1,5 +1,6 @@
 """The kernel that adds gradients of adapters, interpreted, against NumPy and ``add_blocks``."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.compiled import UNOPTIMISED
 from tuneserve_engine.backend.jax.model.block_lora import Factors
 from tuneserve_engine.backend.jax.training.gradient_kernels import add_factors, runs_of
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_blocks
@@ -89,7 +91,7 @@ def added(
     return buffers
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=UNOPTIMISED)
 def _added(buffers: Any, factors: Factors, runs: Any, at: jax.Array) -> Any:
     return add_factors(buffers, [(tuple(OUTPUTS), factors)], jnp.int32(1), runs, at)
 
