@@ -23,7 +23,8 @@ DOTS = ("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj
 """Names of values that cost a product with a weight and that the backward pass may read."""
 
 
-BEFORE, AFTER = (ATTENTION[:3],), (ATTENTION[3:], MLP[:2], MLP[2:])
+_QKV, _GATE_UP = ATTENTION[:3], MLP[:2]
+BEFORE, AFTER = (_QKV,), (ATTENTION[3:], _GATE_UP, MLP[2:])
 """The projections before attention, and those after it, in groups with one input each."""
 
 Lora = LoraRows | SharedLora | BlockLora
@@ -90,7 +91,7 @@ def before_attention(
 def project_input(config: ModelConfig, layer: Layer, x: Float[Array, "B T D"]) -> list[Array]:
     """Return queries, keys and values of the layer's input, before their norms and RoPE."""
     normed = rms_norm(x, layer.weights["input_norm"], eps=config.rms_eps)
-    return project_all(normed, *BEFORE, layer)
+    return project_all(normed, _QKV, layer)
 
 
 def after_attention(
@@ -99,7 +100,7 @@ def after_attention(
     """Return the layer's output from its input and attention's output, heads side by side."""
     x = _named(x + project(attended, "o_proj", layer), "attended_residual")
     normed = rms_norm(x, layer.weights["post_attention_norm"], eps=config.rms_eps)
-    gate, up = project_all(normed, AFTER[1], layer)
+    gate, up = project_all(normed, _GATE_UP, layer)
     return x + project(jax.nn.silu(gate) * up, "down_proj", layer)
 
 

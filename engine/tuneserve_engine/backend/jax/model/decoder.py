@@ -327,16 +327,14 @@ def _paged_layer(  # noqa: PLR0913
     to: Destination,
     table: Array,
     positions: Array,
-    number_and_vectors: tuple[Array, Array] | None,
+    stacked: tuple[Array, Array] | None,
 ) -> tuple[Array, Array, Array]:
     """Return the layer's output, and its pages with the keys and values of ``x``.
 
-    If the pages are those of all layers, the layer's number is given, and the norms and biases of
-    all layers.
+    If the pages are those of all layers, ``stacked`` is the layer's number, and the norms and
+    biases of all layers.
     """
-    within = None
-    if number_and_vectors is not None:
-        within = Within(number_and_vectors[0], config.layers, number_and_vectors[1])
+    within = Within(stacked[0], config.layers, stacked[1]) if stacked else None
     if within is not None and x.shape[1] == 1 and rotates_by_kernel(keys):
         q, k, v = (
             each.reshape(x.shape[0], -1, config.head_dim)
