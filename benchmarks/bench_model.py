@@ -12,6 +12,7 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -20,6 +21,7 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.weights import expected_tensors
 
 _STD = 0.02
+_REPEATED = 2**24 + 43  # a prime, so that no two rows of a weight are alike
 _END = "<|endoftext|>"
 
 
@@ -35,6 +37,7 @@ class Shape:
     head_dim: int = 64
     vocab: int = 8192
     context: int = 2048
+    tied: bool = True
 
 
 def main() -> None:
@@ -43,6 +46,8 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     for field in fields(Shape):
+        if field.type is not int:
+            continue
         name = f"--{field.name.replace('_', '-')}"
         parser.add_argument(name, type=int, default=field.default, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
@@ -72,6 +77,34 @@ def write_model(folder: Path, shape: Shape | None = None, *, seed: int = 0) -> i
     return sum(tensor.size for tensor in tensors.values())
 
 
+def write_large_model(folder: Path, shape: Shape) -> None:
+    """Write a model as ``write_model`` does, but in bfloat16, one file per layer, and in seconds.
+
+    All weights repeat the same random numbers, so a model of 16 GB takes as long as its files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = hf_config(shape)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    random = np.random.default_rng(0).standard_normal(_REPEATED, np.float32) * np.float32(_STD)
+    numbers = random.astype(ml_dtypes.bfloat16)
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, place in expected_tensors(ModelConfig.from_hf(config)).items():
+        layers.setdefault(f"layer-{place.layer}.safetensors", {})[name] = place.shape
+    start = 0
+    for file, shapes in layers.items():
+        tensors = {}
+        for name, size in shapes.items():
+            tensors[name] = np.resize(np.roll(numbers, -start), size)
+            start = (start + tensors[name].size) % _REPEATED
+            if len(size) == 1:
+                tensors[name] = np.ones_like(tensors[name])
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, shapes in layers.items() for name in shapes}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_tokenizer(folder, shape)
+
+
 def hf_config(shape: Shape) -> dict[str, object]:
     """Return ``config.json`` as in the Qwen3 files on the hub."""
     return {
@@ -96,7 +129,7 @@ def hf_config(shape: Shape) -> dict[str, object]:
         "rope_scaling": None,
         "rope_theta": 10_000.0,
         "sliding_window": None,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "torch_dtype": "float32",
         "use_cache": True,
         "use_sliding_window": False,

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bare_engine import random_tokens
 from bench_model import Shape, write_model
-from contenders import Tenant, random_tokens, tenants, train, wait_until_compiled
+from contenders import Tenant, tenants, train, wait_until_compiled
 from results import machine, publish, table
 from sample import CONFIG, PROMPT, served
 from side_by_side import compared, limit_threads, take_turns

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import tinker
+from bare_engine import random_tokens
 from bench_model import Shape, write_model
-from contenders import PROMPT_FIGURES, Tenant, metric, random_tokens, wait_until_compiled
+from contenders import PROMPT_FIGURES, Tenant, metric, wait_until_compiled
 from results import machine, publish, table
 from side_by_side import limit_threads
 from tinker import types

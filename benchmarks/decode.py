@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bare_engine import random_tokens
 from bench_model import Shape, write_model
-from contenders import random_tokens
 from results import machine, publish, table
 from side_by_side import compared, limit_threads, take_turns
 

@@ -9,7 +9,7 @@ import numpy as np
 import peft
 import torch
 import transformers
-from contenders import Tokens
+from bare_engine import Tokens
 
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED, AdamwParams

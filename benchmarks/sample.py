@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from bare_engine import Bare, Tokens, random_tokens
 from bench_model import Shape, write_model
-from contenders import Bare, Tokens, random_tokens, tenants, wait_until_compiled
+from contenders import tenants, wait_until_compiled
 from peft_peer import Peer
 from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns

@@ -12,8 +12,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from bare_engine import Bare, random_tokens
 from bench_model import Shape, write_model
-from contenders import Bare, random_tokens
 from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
 

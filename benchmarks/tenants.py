@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from bare_engine import Bare, random_tokens
 from bench_model import Shape, write_model
-from contenders import Bare, Tenant, Work, random_tokens, tenants, train, wait_until_compiled
+from contenders import Tenant, Work, tenants, train, wait_until_compiled
 from results import machine, publish, table
 from side_by_side import Pace, compared, limit_threads, take_turns
 

@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from bare_engine import Bare, random_tokens
 from bench_model import Shape, write_model
-from contenders import Bare, random_tokens
 from results import machine, publish, table
 from side_by_side import limit_threads
 

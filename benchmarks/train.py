@@ -15,17 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from bare_engine import Bare, Tokens, random_tokens
 from bench_model import Shape, write_model
-from contenders import (
-    PROMPT_FIGURES,
-    Bare,
-    Tokens,
-    metric,
-    random_tokens,
-    tenants,
-    train,
-    wait_until_compiled,
-)
+from contenders import PROMPT_FIGURES, metric, tenants, train, wait_until_compiled
 from peft_peer import Peer, padded_tokens
 from results import machine, publish, table
 from side_by_side import Pace, cpu_ratio, limit_threads, ratio, take_turns

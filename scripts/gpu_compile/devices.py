@@ -29,11 +29,10 @@ _HOPPER = "major: 9\n    feature_extension: ACCELERATED_FEATURES"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. Rates are those of its data sheet: dense bfloat16 products, float32, and memory."""
+    """A GPU. Rates are those of its data sheet, for dense products and for memory."""
 
     name: str
     flops: float  # per second, of products in bfloat16
-    float32_flops: float  # per second, without tensor cores
     bandwidth: float  # bytes per second
     processors: int
     memory_bytes: int
@@ -53,12 +52,11 @@ def _described(changes: dict[str, str], capability: str = _HOPPER) -> str:
 
 
 GPUS = {
-    "h200": Gpu("H200", 989e12, 67e12, 4.8e12, 132, 151_397_597_184, _described({})),
-    "h100": Gpu("H100", 989e12, 67e12, 3.35e12, 132, 84_942_979_072, _described(_H100)),
+    "h200": Gpu("H200", 989e12, 4.8e12, 132, 151_397_597_184, _described({})),
+    "h100": Gpu("H100", 989e12, 3.35e12, 132, 84_942_979_072, _described(_H100)),
     "l40s": Gpu(
         "L40S",
         362e12,
-        91.6e12,
         0.864e12,
         142,
         47_697_362_944,

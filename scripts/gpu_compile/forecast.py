@@ -13,7 +13,6 @@ from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.shared_lora import ROWS_PER_TILE
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
@@ -124,7 +123,6 @@ def work(config: ModelConfig, found: Plan, load: Load) -> Work:
         attention_flops=2 * config.heads * config.head_dim * load.tokens * load.datum_tokens,
         page_bytes=load.slots * load.context * position_bytes,
         adapters=adapters,
-        adapter_tiles=adapters * math.ceil(load.slots / adapters / ROWS_PER_TILE),
         chunk_adapters=math.ceil(shapes.chunk / load.datum_tokens),
     )
 

@@ -1,8 +1,9 @@
 """Predict the cost of an optimised module on a GPU: kernels, time by group, and large copies.
 
-A roofline: a kernel takes as long as its arithmetic or its memory, whichever is longer, and not
-less than the time to start a kernel. A ``Gpu`` has the rates of its data sheet; kernels are assumed
-to reach the shares below. Predictions have not been compared with a clock.
+A roofline: a kernel takes as long as its arithmetic or its memory, whichever is longer, and then
+comes a gap. A ``Gpu`` has the rates of its data sheet. The shares of them below are those that the
+kernels reached on an H200 with Qwen3-0.6B and 8B (docs/gpu.md). For other GPUs they are
+assumptions.
 """
 
 import math
@@ -14,20 +15,25 @@ from enum import StrEnum
 
 from scripts.gpu_compile.devices import Gpu
 from scripts.gpu_compile.hlo import Computation, Instruction, Module
-from tuneserve_engine.backend.jax.model.shared_lora import ROWS_PER_TILE
 
 LARGE_BYTES = 16 * 2**20
 """The size from which a copy or transpose is listed."""
 
-_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE, _FLOAT32_SHARE = 0.8, 0.3, 0.83, 0.5
+_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE = 0.8, 0.3, 0.83
 _ADAPTER_SHARE = 0.3
-"""The share of the full rate that kernels of adapters reach in training, as those of attention do.
-They multiply parts of bfloat16: three products if one factor is bfloat16, and six of float32."""
+"""The share of the full rate that kernels of adapters reach in training, while they multiply: they
+do not read at the same time. They multiply parts of bfloat16: three products if one factor is
+bfloat16, and six of float32."""
+_DECODED_ROWS, _DECODED_START_S = 64, 4e-6
+"""The most rows of a product that is bound by reading its weights, and the time before it reads at
+the full rate."""
+_SHARED_SHARE, _SHARED_START_S = 0.42, 3e-6
+"""The same for kernels of adapters in decoding, and their share of the bandwidth."""
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45))
 """A product's tiles, and the share of the full rate that each reaches."""
-_KERNEL_S, _LOOP_S, _CONDITIONAL_S = 2e-6, 12e-6, 10e-6
-"""The least time of a kernel; a round of a loop whose end the host reads from the device; a
-conditional that the host reads."""
+_KERNEL_S, _GAP_S, _LOOP_S, _CONDITIONAL_S = 1.5e-6, 1.7e-6, 12e-6, 10e-6
+"""The least time of a kernel; the time between two; a round of a loop whose end the host reads from
+the device; a conditional that the host reads."""
 _BACKWARD_ATTENTION = 2.5
 """Operations of attention's two backward kernels per operation of the forward kernel: five products
 for two (FlashAttention-2). Each of the two kernels counts half."""
@@ -57,8 +63,7 @@ class Work:
     ``rounds`` are the rounds of loops whose number the device decides. ``is_taken`` says which
     conditionals hold. ``attention_flops`` are those of one call of the kernel's forward pass.
     ``page_bytes`` are read by one call of the kernel of attention over pages. ``adapters`` are in
-    use by decoding, whose rows fill ``adapter_tiles`` tiles. ``chunk_adapters`` are in use by a
-    chunk in training.
+    use by decoding, and ``chunk_adapters`` by a chunk in training.
     """
 
     rounds: Mapping[str, int] = field(default_factory=dict)
@@ -66,7 +71,6 @@ class Work:
     attention_flops: float = 0.0
     page_bytes: float = 0.0
     adapters: int = 1
-    adapter_tiles: int = 1
     chunk_adapters: int = 1
 
 
@@ -184,6 +188,8 @@ class _Walk:
             moved = at.arrays[0].bytes + sum(computation[name].bytes for name in at.operands)
             is_float32 = any(computation[x].arrays[0].dtype == "f32" for x in at.operands[:2])
             seconds = _product_s(self._gpu, batch, m, n, k) * (2 if is_float32 else 1)
+            if m <= _DECODED_ROWS:
+                seconds = max(seconds, _DECODED_START_S + self._read_s(moved))
             self._kernel(at, Group.PRODUCTS, times, moved, 2.0 * batch * m * n * k, seconds)
         elif "paged_attention" in at.source:
             moved = at.bytes + self._work.page_bytes
@@ -210,7 +216,7 @@ class _Walk:
             self._kernel(at, Group.ELEMENTWISE, times, at.bytes)
 
     def _shared_lora(self, at: Instruction, computation: Computation, times: int) -> None:
-        """Count the adapters in use of one layer, each of their tiles, and all other operands.
+        """Count the adapters in use of one layer, and all other operands.
 
         Adapters are the operands with three axes: slots of all layers, and a matrix.
         """
@@ -218,9 +224,8 @@ class _Walk:
         matrices = [each.bytes / each.shape[0] for each in operands if len(each.shape) == 3]
         moved = at.bytes + sum(each.bytes for each in operands if len(each.shape) != 3)
         moved += self._work.adapters * sum(matrices)
-        flops = self._work.adapter_tiles * ROWS_PER_TILE * 2.0 * sum(matrices) / 4
-        seconds = flops / (_FLOAT32_SHARE * self._gpu.float32_flops)
-        self._kernel(at, Group.PRODUCTS, times, moved, flops, seconds)
+        seconds = _SHARED_START_S + moved / (_SHARED_SHARE * self._gpu.bandwidth)
+        self._kernel(at, Group.PRODUCTS, times, moved, seconds=seconds)
 
     def _block_lora(
         self, at: Instruction, computation: Computation, times: int, kernel: str
@@ -244,8 +249,12 @@ class _Walk:
         moved += 4 * numbers * self._work.chunk_adapters * (2 if are_gradients else 1)
         is_narrow = kernel != "block_lora_expand" and all(x.dtype == "bf16" for x in lefts)
         flops = 2.0 * math.prod(tokens) * numbers * (3 if is_narrow else 6)
-        seconds = flops / (_ADAPTER_SHARE * self._gpu.flops)
+        seconds = self._read_s(moved) + flops / (_ADAPTER_SHARE * self._gpu.flops)
         self._kernel(at, Group.PRODUCTS, times, moved, flops, seconds)
+
+    def _read_s(self, moved: float) -> float:
+        """Return the seconds of reading and writing so many bytes."""
+        return moved / (_BANDWIDTH_SHARE * self._gpu.bandwidth)
 
     def _kernel(  # noqa: PLR0913
         self,
@@ -257,15 +266,15 @@ class _Walk:
         seconds: float = 0.0,
     ) -> None:
         busy = max(
-            moved / (_BANDWIDTH_SHARE * self._gpu.bandwidth),
+            self._read_s(moved),
             seconds or flops / (_PRODUCT_SHARE * 0.75 * self._gpu.flops),
         )
         self.cost.kernels += times
         self.cost.flops += times * flops
         self.cost.seconds[group] += times * busy
-        self.cost.seconds[Group.LAUNCHES] += times * max(_KERNEL_S - busy, 0.0)
+        self.cost.seconds[Group.LAUNCHES] += times * (max(_KERNEL_S - busy, 0.0) + _GAP_S)
         shown = " ".join(str(each) for each in at.arrays)
-        self.cost.places[f"{group}: {shown} {at.source}"] += times * max(_KERNEL_S, busy)
+        self.cost.places[f"{group}: {shown} {at.source}"] += times * (max(_KERNEL_S, busy) + _GAP_S)
 
     def _copied(self, at: Instruction, times: int, written: int) -> None:
         if written >= LARGE_BYTES:

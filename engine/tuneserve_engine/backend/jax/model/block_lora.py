@@ -240,7 +240,7 @@ def _contract(
     """
     blocks, size, _ = lefts[0].shape
     width = padded_rank(banks[0].shape[-1 if ranks_last else -2])
-    tiles = min(left.shape[2] for left in lefts) // TILE
+    tiles = max(left.shape[2] for left in lefts) // TILE
     parts = min(max(tiles // _PART_TILES, 1), _PARTS)
     steps = width // min(width, RANKS)
     kernel = partial(

@@ -1,0 +1,217 @@
+"""The checks of ``gpu_accept.py``: errors, and results whose bits have to be equal."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from bare_engine import Tokens, random_tokens
+from bench_model import Shape, write_model
+from gpu_scales import CARD, Row, Scale
+
+from tuneserve_engine.backend.base import SampledSequence, SampleResult, SamplingRequest
+from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.backend_options import DType, Remat
+from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
+from tuneserve_engine.worker.execution.device_timer import DeviceTimer
+from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
+from tuneserve_engine.worker.execution.rescoring import Rescoring
+
+RANK = 8
+
+ADAPTERS = {
+    "lora": AdapterConfig(rank=5, alpha=32, seed=3),
+    "rslora": AdapterConfig(rank=4, alpha=8, seed=4, kind="rslora", train_unembed=False),
+}
+
+SAMPLED = 40  # tokens whose logprobs are checked
+_COMMAND = Path(__file__).with_name("gpu_accept.py")
+
+
+def backend(
+    model: Path,
+    shape: Shape,
+    chunk: int,
+    *,
+    dtype: DType = "bfloat16",
+    remat: Remat = "dots",
+) -> JaxBackend:
+    return JaxBackend(
+        str(model),
+        name="bench",
+        tokenizer_id="bench",
+        dtype=dtype,
+        static_shapes=StaticShapes(shape.context, chunk=chunk, rank_buckets=(RANK,)),
+        remat=remat,
+        sample_rows=8,
+    )
+
+
+def logprobs(
+    engine: JaxBackend, adapter: str, sequences: Sequence[Tokens], *, forward_only: bool = False
+) -> list[Any]:
+    """Return the logprobs of one request, datum by datum."""
+    datums = [
+        DecodedDatum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
+        for s in sequences
+    ]
+    data = TrainingData("cross_entropy", {}, forward_only, datums)
+    found: list[Any] = []
+    for packed in pack([PackingRequest(adapter, RANK, data)], engine.static_shapes):
+        result = engine.forward_backward(packed.batch)
+        found += unpack(packed, result.outputs, 0, data)[0]
+    return found
+
+
+def rescored(engine: JaxBackend, adapter: str, sequence: Tokens) -> Any:
+    """Return the logprobs of all tokens but the first, as if the rest had been sampled."""
+    timer = DeviceTimer(time.monotonic, lambda: 0.0)
+    rescoring = Rescoring(engine, timer, lambda _: engine.exported_adapter(adapter))
+    count = len(sequence) - 1
+    request = SamplingRequest(sequence[:1], adapter, seed=0, num_samples=1, max_tokens=count)
+    drawn = SampledSequence(sequence[1:], np.zeros(count, np.float32), "length")
+    result = rescoring.rescore({"one": request}, {"one": SampleResult((drawn,))})["one"]
+    assert isinstance(result, SampleResult)
+    return result.sequences[0].logprobs
+
+
+def load(engine: JaxBackend, name: str, config: AdapterConfig) -> None:
+    """Load an adapter with random weights, B included."""
+    engine.create_adapter(name, config)
+    state = engine.adapter_state(name, optimizer=False)
+    engine.delete_adapter(name)
+    random = np.random.default_rng(config.seed)
+    weights = {
+        part: np.float32(0.02) * random.standard_normal(x.shape, np.float32)
+        for part, x in state.weights.items()
+    }
+    engine.load_adapter(name, replace(state, weights=weights))
+
+
+def answer(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Keep this device's answers in the folder, for ``errors``."""
+    model = folder / "checked"
+    write_model(model, scale.checked)
+    sequences = random_tokens(scale.checked_lengths, scale.checked.vocab, seed=1)
+    for dtype in get_args(DType):
+        began_s = time.perf_counter()
+        found = answers(backend(model, scale.checked, scale.chunk, dtype=dtype), sequences)
+        np.savez(folder / f"found.{dtype}.npz", **found)
+        yield {"answers": len(found), "dtype": dtype, "s": round(time.perf_counter() - began_s, 1)}
+
+
+def errors(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Compare the answers with those of float32 on the CPU, by a process of its own.
+
+    ``of the CPU's`` is the error relative to that of the CPU in the same dtype, which computes
+    without the kernels. It is of gradients the worst of any array.
+    """
+    if not (folder / "checked").exists():
+        write_model(folder / "checked", scale.checked)
+    for dtype in get_args(DType):
+        _on_a_cpu(scale, folder, dtype)
+    for dtype in get_args(DType):
+        found = _arrays(folder / f"found.{dtype}.npz")
+        truth = _arrays(folder / f"expected.float32.{dtype}.npz")
+        twin = _arrays(folder / f"expected.{dtype}.{dtype}.npz")
+        worst: dict[str, tuple[float, float]] = {}
+        for name in truth:
+            error = _error(found[name], truth[name])
+            least = _error(twin[name], truth[name])
+            kind = " ".join(name.split()[:2])
+            worst[kind] = max(worst.get(kind, (0.0, 0.0)), (error, least))
+        for kind, (error, least) in worst.items():
+            row: Row = {"errors": kind, "dtype": dtype, "error": float(f"{error:.2e}")}
+            yield row | ({"of the CPU's": round(error / least, 2)} if least else {})
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+def answers(
+    engine: JaxBackend, sequences: Sequence[Tokens], drawn: Any = None
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the logprobs, the gradients, and the sampled tokens and their logprobs.
+
+    With ``drawn``, the logprobs of the tokens that another device has sampled.
+    """
+    found: dict[str, Any] = {}
+    for name, config in ADAPTERS.items():
+        load(engine, name, config)
+        found[f"logprobs {name}"] = np.concatenate(logprobs(engine, name, sequences)).ravel()
+        state = engine.adapter_state(name, optimizer=False, accumulator=True)
+        for part, gradient in state.accumulator.items():
+            found[f"gradients {name} {part}"] = gradient
+        if drawn is not None:
+            every = logprobs(engine, name, [drawn[name]], forward_only=True)[0].ravel()
+            found[f"sampled {name}"] = every[-SAMPLED:]
+            continue
+        engine.load_snapshot(name, engine.exported_adapter(name))
+        prompt = max(sequences, key=len)
+        request = SamplingRequest(prompt, name, seed=1, num_samples=2, max_tokens=SAMPLED)
+        (result,) = engine.sample([request])
+        sequence = result.sequences[1]
+        found[f"drawn {name}"] = np.concatenate([prompt, sequence.tokens])
+        found[f"sampled {name}"] = sequence.logprobs
+    return found
+
+
+def _on_a_cpu(scale: Scale, folder: Path, dtype: DType) -> None:
+    """Run ``reference`` in a process on the CPU."""
+    options = ["--reference", dtype, "--folder", str(folder)]
+    options += [] if scale.checked == CARD.checked else ["--dry-run"]
+    cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, str(_COMMAND), *options], env=cpu, check=True)
+
+
+def reference(scale: Scale, folder: Path, dtype: DType) -> None:
+    """Keep this process's answers in ``dtype``, for what the device has sampled in each dtype."""
+    sequences = random_tokens(scale.checked_lengths, scale.checked.vocab, seed=1)
+    engine = backend(folder / "checked", scale.checked, scale.chunk, dtype=dtype)
+    for device_dtype in get_args(DType):
+        found = _arrays(folder / f"found.{device_dtype}.npz")
+        drawn = {name: found[f"drawn {name}"] for name in ADAPTERS}
+        expected = answers(engine, sequences, drawn)
+        np.savez(folder / f"expected.{dtype}.{device_dtype}.npz", **expected)
+
+
+def _error(found: Any, expected: Any) -> float:
+    """Return ``|found - expected| / |expected|``; infinite if something is not a number."""
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+def bits(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Compare the logprobs of every way, and those of the first ``remat`` with the others."""
+    model = folder / "bits"
+    write_model(model, scale.checked)
+    sequences = random_tokens(scale.checked_lengths, scale.checked.vocab, seed=1)
+    first: dict[str, list[Any]] = {}
+    for remat in sorted(get_args(Remat)):
+        engine = backend(model, scale.checked, scale.chunk, remat=remat)
+        for name, config in ADAPTERS.items():
+            load(engine, name, config)
+            want = logprobs(engine, name, sequences)
+            ways = {
+                "again": logprobs(engine, name, sequences),
+                "forward": logprobs(engine, name, sequences, forward_only=True),
+                "alone": [logprobs(engine, name, [s])[0] for s in sequences],
+                "rescored": [rescored(engine, name, s) for s in sequences],
+                f"remat={sorted(get_args(Remat))[0]}": first.setdefault(name, want),
+            }
+            gaps = {way: widest_gap(found, want) for way, found in ways.items()}
+            differ = {way: gap for way, gap in gaps.items() if gap}
+            yield {"bits": remat, "adapter": name, "ways": list(ways), "differ": differ}
+
+
+def widest_gap(found: Sequence[Any], want: Sequence[Any]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(found, want, strict=True))
