@@ -83,7 +83,7 @@ def write_large_model(folder: Path, shape: Shape) -> None:
     All weights repeat the same random numbers, so a model of 16 GB takes as long as its files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = hf_config(shape)
+    config = hf_config(shape) | {"torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     random = np.random.default_rng(0).standard_normal(_REPEATED, np.float32) * np.float32(_STD)
     numbers = random.astype(ml_dtypes.bfloat16)

@@ -4,12 +4,13 @@
     PYTHONPATH=. python benchmarks/gpu_accept.py --dry-run    # tiny models, on any device
 
 - ``environment``: the device and its software, and the rates that it reaches.
-- ``answers``, ``errors``: logprobs and gradients in bfloat16 and float32, and those of float32 on
-  the CPU. The latter can run on another machine, with the former's ``--folder``.
-- ``bits``: the logprobs of one policy in bfloat16 from every program, under every ``remat``.
-  ``differ`` names the ways whose bits are not those of ``forward_backward``.
+- ``answers``, ``errors``: logprobs and gradients in bfloat16 and float32, and both on the CPU. The
+  latter can run on another machine, with the former's ``--folder``.
+- ``bits``: the logprobs of a LoRA and an rsLoRA in bfloat16 from training, ``forward`` and
+  rescoring, under every ``remat``. ``differ`` names the ways whose bits are not those of
+  ``forward_backward``.
 - ``train``: a micro-batch of 8,192 tokens, of one tenant and of eight, beside the prediction of the
-  same compiled programs (``scripts/gpu_compile``), and the memory that they took beside the plan.
+  same compiled program (``scripts/gpu_compile``), and its temporary memory beside the plan.
 - ``decode``: sequences that are decoded together, likewise.
 - ``small``: small requests, by turns with programs that may keep excess precision.
 
@@ -63,6 +64,10 @@ def main() -> None:
     phases = arguments.only or PHASES
     if jax.default_backend() == "cpu" and not arguments.dry_run and phases != ["errors"]:
         raise SystemExit("JAX sees no GPU; use --dry-run to try the script on a CPU")
+    if phases == ["errors"] and arguments.folder is None:
+        parser.error("--only errors needs the --folder with the answers of a device")
+    if unknown := set(arguments.models or ()) - set(scale.models):
+        parser.error(f"unknown models {sorted(unknown)}; choose from {list(scale.models)}")
     if arguments.models:
         scale = replace(scale, models={name: scale.models[name] for name in arguments.models})
     if arguments.slots:

@@ -20,7 +20,7 @@ from kernel_times import kernel_times
 from side_by_side import ratio, take_turns
 
 from scripts.gpu_compile.devices import GPUS, Gpu
-from scripts.gpu_compile.forecast import Load, token_flops, work
+from scripts.gpu_compile.forecast import Load, planned_bytes, token_flops, work
 from scripts.gpu_compile.hlo import Module
 from scripts.gpu_compile.roofline import cost
 from tuneserve_engine.backend.base import SamplingRequest
@@ -44,6 +44,7 @@ def environment(scale: Scale, folder: Path) -> Iterator[Row]:
         "device": device.device_kind,
         "platform": " ".join(device.client.platform_version.split()),
         "jax": jax.__version__,
+        "data sheet": _data_sheet().name,
         **registry.compiler_options(),
     }
     size = 8192 if scale.checked == CARD.checked else 256
@@ -63,9 +64,11 @@ def environment(scale: Scale, folder: Path) -> Iterator[Row]:
 
 def _seconds(run: Callable[[], jax.Array], times: int = 20) -> float:
     """Return the seconds of one call among many."""
-    jax.block_until_ready(run())
+    last = jax.block_until_ready(run())
     began_s = time.perf_counter()
-    jax.block_until_ready([run() for _ in range(times)])
+    for _ in range(times):
+        last = run()  # frees the result before
+    jax.block_until_ready(last)
     return (time.perf_counter() - began_s) / times
 
 
@@ -96,7 +99,8 @@ class Planned:
         self.gpu = _data_sheet()
 
     def beside(self, seconds: float, program: str, load: Load, *, steps: int = 1) -> Row:
-        """Return the predicted time of a step of this program, and its ratio to that measured.
+        """Return the predicted time of a step of this program, and its temporary memory as compiled
+        and as planned.
 
         On a CPU, nothing: predictions are of GPUs.
         """
@@ -104,11 +108,14 @@ class Planned:
             return {}
         shapes = self.engine.programs.shapes()
         (found,) = (x for x in shapes if x.is_compiled and x.name.startswith(program))
-        module = Module.parse(found.compiled().as_text() or "")
+        executable = found.compiled()
+        module = Module.parse(executable.as_text() or "")
         expected_s = cost(module, self.gpu, work(self.config, self.plan, load)).total_s / steps
         return {
             "predicted ms": round(1e3 * expected_s, 2),
             "predicted / measured": round(expected_s / seconds, 2),
+            "temporary MiB": _mib(executable.memory_analysis().temp_size_in_bytes),
+            "planned MiB": _mib(planned_bytes(self.config, self.plan, program)),
         }
 
     def weight_limit(self) -> float:
@@ -174,17 +181,21 @@ def train(scale: Scale, folder: Path) -> Iterator[Row]:
                 "tenants": tenants,
                 "first s": round(compiled_s, 1),
                 "ms": round(1e3 * seconds, 1),
-                **planned.beside(seconds, "train_micro_batch", load),
+                # A chunk uses the adapters of all its datums, as of several tenants.
+                **(planned.beside(seconds, "train_micro_batch", load) if tenants > 1 else {}),
                 "tokens/s": round(rate),
                 "MFU": round(rate * flops / planned.gpu.flops, 3),
-                **_memory(planned),
+                "process peak MiB": _peak_mib(),
             }
         yield from _kernels(partial(engine.gradients, together), scale.top)
         del planned, engine  # before the next model needs the memory
 
 
 def decode(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Time the steps of sequences that are decoded together, with one adapter and with many."""
+    """Time the steps of sequences that are decoded together, with one adapter and with many.
+
+    The kernels listed are those of two dispatches, and of the prefill of each prompt's last page.
+    """
     for name, shape in scale.models.items():
         for slots in scale.decode_slots:
             load = replace(scale.load, slots=slots)
@@ -207,11 +218,12 @@ def decode(scale: Scale, folder: Path) -> Iterator[Row]:
                     **planned.beside(seconds, "decode", used, steps=STEPS_PER_DISPATCH),
                     "tokens/s": round(slots / seconds),
                     "share of the weight limit": round(1 / seconds / planned.weight_limit(), 3),
-                    **_memory(planned),
+                    "process peak MiB": _peak_mib(),
                 }
             many = partial(_sample, engine, prompts, count, STEPS_PER_DISPATCH + 1)
             yield from _kernels(many, scale.top)
             del planned, engine, many  # before the next engine needs the memory
+    _kept.clear()
 
 
 def _step_s(engine: JaxBackend, prompts: Sequence[Tokens], adapters: int, tokens: int) -> float:
@@ -234,15 +246,14 @@ def _sample(engine: JaxBackend, prompts: Sequence[Tokens], adapters: int, tokens
     )
 
 
-def _memory(planned: Planned) -> Row:
+def _peak_mib() -> int:
+    """Return the most memory that the process has held on the device until now."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    gib = 2**30
-    lines = planned.plan.lines
-    needed = sum(line.bytes for line in lines if line.name not in ("adapters", "kept free"))
-    return {
-        "peak GiB": round(stats.get("peak_bytes_in_use", 0) / gib, 1),
-        "planned GiB": round(needed / gib, 1),
-    }
+    return _mib(stats.get("peak_bytes_in_use", 0))
+
+
+def _mib(count: int) -> int:
+    return round(count / 2**20)
 
 
 def _kernels(run: Callable[[], object], top: int) -> Iterator[Row]:

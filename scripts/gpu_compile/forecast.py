@@ -89,11 +89,7 @@ def _forecast(  # noqa: PLR0913
     compiled = lowered.compile()
     expected = cost(Module.parse(compiled.as_text() or ""), gpu, work(config, found, load))
     temp_bytes = int(compiled.memory_analysis().temp_size_in_bytes)
-    footprint = _footprint(config, found)
-    lines = footprint.temporaries
-    if name.startswith("decode"):
-        lines = (footprint.drawing,)
-    planned = sum(line.bytes for line in lines)
+    footprint, planned = _footprint(config, found), planned_bytes(config, found, name)
     if name.startswith("decode"):
         steps = STEPS_PER_DISPATCH / expected.total_s
         limit = gpu.bandwidth / _weight_bytes(config, footprint)
@@ -101,6 +97,13 @@ def _forecast(  # noqa: PLR0913
     rate = load.tokens / expected.total_s
     flops = token_flops(config, load.datum_tokens, is_trained=name.startswith("train"))
     return Forecast(name, temp_bytes, planned, expected, rate, rate * flops / gpu.flops)
+
+
+def planned_bytes(config: ModelConfig, found: Plan, program: str) -> int:
+    """Return the bytes that the planner counts for the temporary memory of the named program."""
+    footprint = _footprint(config, found)
+    lines = (footprint.drawing,) if program.startswith("decode") else footprint.temporaries
+    return sum(line.bytes for line in lines)
 
 
 def work(config: ModelConfig, found: Plan, load: Load) -> Work:

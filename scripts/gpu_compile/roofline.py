@@ -1,9 +1,10 @@
 """Predict the cost of an optimised module on a GPU: kernels, time by group, and large copies.
 
 A roofline: a kernel takes as long as its arithmetic or its memory, whichever is longer, and then
-comes a gap. A ``Gpu`` has the rates of its data sheet. The shares of them below are those that the
-kernels reached on an H200 with Qwen3-0.6B and 8B (docs/gpu.md). For other GPUs they are
-assumptions.
+comes a gap. Kernels of adapters in training take as long as both; those in decoding, and products
+of few rows, need a while to start. A ``Gpu`` has the rates of its data sheet. The shares of them
+below are chosen so that the times of training and decoding Qwen3-0.6B and 8B are near those
+measured on an H200 (docs/gpu.md). For other GPUs they are assumptions.
 """
 
 import math
@@ -28,7 +29,7 @@ _DECODED_ROWS, _DECODED_START_S = 64, 4e-6
 """The most rows of a product that is bound by reading its weights, and the time before it reads at
 the full rate."""
 _SHARED_SHARE, _SHARED_START_S = 0.42, 3e-6
-"""The same for kernels of adapters in decoding, and their share of the bandwidth."""
+"""The share of the bandwidth that kernels of adapters reach in decoding, and the time before it."""
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85), (64, 128, 0.65), (64, 64, 0.45))
 """A product's tiles, and the share of the full rate that each reaches."""
 _KERNEL_S, _GAP_S, _LOOP_S, _CONDITIONAL_S = 1.5e-6, 1.7e-6, 12e-6, 10e-6
@@ -218,7 +219,8 @@ class _Walk:
     def _shared_lora(self, at: Instruction, computation: Computation, times: int) -> None:
         """Count the adapters in use of one layer, and all other operands.
 
-        Adapters are the operands with three axes: slots of all layers, and a matrix.
+        Adapters are the operands with three axes: slots of all layers, and a matrix. Their
+        operations are too few to count.
         """
         operands = [computation[name].arrays[0] for name in at.operands]
         matrices = [each.bytes / each.shape[0] for each in operands if len(each.shape) == 3]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tuneserve_engine.backend.jax.model import block_lora
@@ -155,7 +156,7 @@ def plus_lora(
     if isinstance(lora, BlockLora):
         return block_lora.add_deltas(outs, x, names, lora)
     if isinstance(lora, SharedLora):
-        return _plus_shared(outs, x, names, lora)
+        return plus_shared(outs, x, names, lora, x.dtype)
     scale = lora.of_row(lora.scale)
     return [
         out + lora_delta(x, lora.of_row(lora.a[name]), lora.of_row(lora.b[name]), scale)
@@ -165,8 +166,13 @@ def plus_lora(
     ]
 
 
-def _plus_shared(
-    outs: Sequence[Array], x: Float[Array, "B 1 D"], names: Sequence[str], lora: SharedLora
+def plus_shared(
+    outs: Sequence[Array],
+    x: Float[Array, "B 1 D"],
+    names: Sequence[str],
+    lora: SharedLora,
+    dtype: DTypeLike,
 ) -> list[Float[Array, "B 1 _"]]:
+    """Return ``outs`` plus the deltas of adapters that rows share, rounded to ``dtype``."""
     rows = [out[:, 0] for out in outs]
-    return [out[:, None] for out in add_deltas(rows, x[:, 0], names, lora)]
+    return [out[:, None] for out in add_deltas(rows, x[:, 0], names, lora, dtype)]

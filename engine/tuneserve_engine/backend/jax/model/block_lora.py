@@ -37,8 +37,8 @@ from tuneserve_engine.backend.jax.specs import spec
 RANKS = 32
 """Ranks that a program handles at once."""
 _PART_TILES, _PARTS = 8, 32
-"""The least tiles of a part, and the most parts, that are contracted apart. More parts keep more of
-a GPU busy; each costs a sum per token."""
+"""The least tiles of a part of the widest projection, and the most parts. More parts keep more of a
+GPU busy; each costs a sum per token."""
 _LEAST_SIZE = 16  # Triton multiplies no smaller matrices
 
 

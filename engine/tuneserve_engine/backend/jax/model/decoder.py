@@ -32,6 +32,7 @@ from tuneserve_engine.backend.jax.model.block import (
     before_attention,
     layer_shapes,
     plus_lora,
+    plus_shared,
     project_input,
 )
 from tuneserve_engine.backend.jax.model.block_lora import BlockLora
@@ -280,7 +281,10 @@ class Decoder(nnx.Module):
             (((2,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        (logits,) = plus_lora([out], hidden.astype(jnp.float32), (UNEMBED,), lora)
+        if isinstance(lora, SharedLora):
+            (logits,) = plus_shared([out], hidden, (UNEMBED,), lora, jnp.float32)
+        else:
+            (logits,) = plus_lora([out], hidden.astype(jnp.float32), (UNEMBED,), lora)
         return logits
 
     def unembedding(self) -> Float[Array, "V D"]:

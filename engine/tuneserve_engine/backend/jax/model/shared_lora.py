@@ -1,4 +1,4 @@
-"""LoRA of decoding by two Pallas kernels for GPUs (Triton): an adapter is read once for its rows.
+"""LoRA of decoding by two Pallas kernels for GPUs (Triton): rows share the reading of an adapter.
 
 Gathering the adapter of every row would read an adapter once per row, all of it in float32. Here,
 programs read a part of one adapter slot and multiply it with all rows of the slot, in tiles. The
@@ -6,8 +6,8 @@ first kernel multiplies the input of a few projections with each one's A, in par
 number depends on D alone. The second adds these parts in order, multiplies the sum with B, and adds
 the result to the products with the base weights. So a row's bits do not depend on its neighbours,
 and NaN in one adapter does not reach rows of another. With rows in bfloat16, tensor cores multiply:
-a float32 factor is split into three numbers of bfloat16, which took a quarter of the time of exact
-products of float32 on an H200. With rows in float32, products are exact products of float32.
+a float32 factor is split into three numbers of bfloat16. With rows in float32, products are exact
+products of float32.
 
 Tests run the kernels in interpret mode, and ``make gpu-compile`` compiles them.
 
@@ -16,7 +16,6 @@ bucket, W ranks padded to a tile, X tiles, M rows of a tile, P projections with 
 C parts of D.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,9 +33,10 @@ from tuneserve_engine.backend.jax.model.tile import TILE
 from tuneserve_engine.backend.jax.specs import spec
 
 ROWS_PER_TILE = 16
-_PART_TILES = 2
-"""The most tiles of a part of D. With fewer parts, a program waits longer for its tiles than it
-multiplies: on an H200, parts of four tiles took more than twice as long."""
+_PART_TILES, _PARTS = (2, 1, 3, 4, 5, 6, 7, 8), 48
+"""The tiles of a part of D, best first, and the most parts if D can be divided so. With longer
+parts, few programs wait for many tiles: on an H200, parts of four took more than twice as long as
+those of two for q, k and v of an 8B model. The second kernel adds all parts in each program."""
 _RANKS = 32
 """Ranks that one program of the first kernel computes, and that are multiplied at once."""
 _LEAST_RANKS = 16  # Triton multiplies no smaller matrices
@@ -101,13 +101,14 @@ def add_deltas(
     x: Float[Array, "B D"],
     names: Sequence[str],
     lora: SharedLora,
+    out_dtype: DTypeLike,
 ) -> list[Float[Array, "B _"]]:
     """Return each projection's float32 product plus ``scale · (x A) B`` of each row's adapter.
 
-    They are rounded to x's dtype.
+    They are rounded to ``out_dtype``. The dtype of x is that of the base model.
     """
     a, b = ([flat(side[name]) for name in names] for side in (lora.a, lora.b))
-    return _added(outs, _low(x, a, lora), b, lora, x.dtype)
+    return _added(outs, _low(x, a, lora), b, lora, (out_dtype, x.dtype))
 
 
 def _low(
@@ -118,7 +119,8 @@ def _low(
     """Return the parts of each row's ``x A``."""
     rank, inputs = a[0].shape[1:]
     tiles = inputs // TILE
-    each = math.gcd(tiles, _PART_TILES)
+    fitting = (n for n in _PART_TILES if tiles % n == 0 and tiles // n <= _PARTS)
+    each = next(fitting, 1)
     width = max(pl.next_power_of_2(rank), _LEAST_RANKS)
     per_projection = width // min(width, _RANKS)
     call = pl.pallas_call(
@@ -161,12 +163,14 @@ def _added(
     low: Float[Array, "P C B W"],
     b: list[Float[Array, "LJ _ R"]],
     lora: SharedLora,
-    dtype: DTypeLike,
+    dtypes: tuple[DTypeLike, DTypeLike],
 ) -> list[Array]:
+    """Return the results, of the first dtype; the second is that of the base model."""
+    out_dtype, dtype = dtypes
     call = pl.pallas_call(
         partial(_add_kernel, dtype=dtype),
         grid=(lora.tiles.slot.shape[0], sum(out.shape[1] // TILE for out in outs)),
-        out_shape=[spec(out.shape, dtype) for out in outs],
+        out_shape=[spec(out.shape, out_dtype) for out in outs],
         compiler_params=triton.CompilerParams(num_warps=8),
         interpret=_is_interpreted(),
     )

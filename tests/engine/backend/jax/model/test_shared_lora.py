@@ -17,7 +17,7 @@ from tuneserve_engine.backend.jax.model.shared_lora import (
     row_tiles,
 )
 
-_add_deltas = jax.jit(add_deltas, static_argnums=2, compiler_options=UNOPTIMISED)
+_add_deltas = jax.jit(add_deltas, static_argnums=(2, 4), compiler_options=UNOPTIMISED)
 _row_tiles = jax.jit(row_tiles, static_argnums=1)
 LAYERS, SLOTS = 2, 3
 OUTPUTS = {"q": 256, "k": 128}
@@ -51,7 +51,8 @@ def rows(count: int, inputs: int, dtype: Any = jnp.float32) -> tuple[list[jax.Ar
 
 
 def run(given: tuple[list[jax.Array], jax.Array], adapters: SharedLora) -> list[np.ndarray]:
-    return [np.asarray(each) for each in _add_deltas(*given, tuple(OUTPUTS), adapters)]
+    found = _add_deltas(*given, tuple(OUTPUTS), adapters, given[1].dtype.name)
+    return [np.asarray(each) for each in found]
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def run(given: tuple[list[jax.Array], jax.Array], adapters: SharedLora) -> list[
         (2, 128, jnp.bfloat16),
         (24, 384, jnp.float32),
         (32, 1152, jnp.bfloat16),
+        (48, 512, jnp.bfloat16),
         (64, 256, jnp.float32),
     ],
 )
