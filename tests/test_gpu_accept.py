@@ -27,7 +27,7 @@ def test_it_measures_training_and_decoding() -> None:
     rows = dry_run("--only", "train", "--only", "decode")
     assert [row["tenants"] for row in rows if "train" in row] == [1, 8]
     assert [row["adapters"] for row in rows if "decode" in row] == [1, 2]
-    assert all(row["tokens/s"] > 0 for row in rows if "tokens/s" in row)
+    assert sum("tokens/s" in row for row in rows) == 4
 
 
 @pytest.mark.nightly
