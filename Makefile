@@ -24,7 +24,7 @@ run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:84
 	$(BIN)/tuneserve up $(ARGS)
 
 # Most of their time goes to compiling small programs, which LLVM does faster at its first level. The
-# faults and the nightly tests run the code that users run.
+# faults and the nightly tests run the code that users run, as does `make test XLA_FLAGS=`.
 test: export XLA_FLAGS += --xla_backend_optimization_level=1
 test: .venv/dev.stamp redis-server chromium  ## Every quick test; make test ARGS=tests/engine for some
 	$(BIN)/pytest -m "not nightly" $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)

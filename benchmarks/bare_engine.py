@@ -21,6 +21,15 @@ def random_tokens(lengths: Sequence[int], vocab: int, *, seed: int) -> list[Toke
     return [random.integers(0, vocab, length + 1, dtype=np.int32) for length in lengths]
 
 
+def training_data(sequences: Sequence[Tokens], *, forward_only: bool = False) -> TrainingData:
+    """Return the cross-entropy of each sequence's tokens but the first, one datum per sequence."""
+    data = [
+        DecodedDatum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
+        for s in sequences
+    ]
+    return TrainingData("cross_entropy", {}, forward_only, data)
+
+
 class Bare:
     """The engine without the service."""
 
@@ -40,14 +49,6 @@ class Bare:
     def create(self, name: str, config: AdapterConfig) -> None:
         self.backend.create_adapter(name, config)
         self._ranks[name] = config.rank
-
-    @staticmethod
-    def data(sequences: Sequence[Tokens]) -> TrainingData:
-        data = [
-            DecodedDatum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
-            for s in sequences
-        ]
-        return TrainingData("cross_entropy", {}, False, data)
 
     def packed(self, work: Sequence[tuple[str, TrainingData]]) -> list[PackedBatch]:
         asked = [PackingRequest(name, self._ranks[name], data) for name, data in work]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from bare_engine import Tokens, random_tokens
+from bare_engine import Tokens, random_tokens, training_data
 from bench_model import Shape, write_large_model, write_model
 from gpu_scales import CARD, Row, Scale
 
@@ -19,7 +19,6 @@ from tuneserve_engine.backend.jax.backend import JaxBackend
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.backend_options import DType, Remat
 from tuneserve_engine.core.shapes import StaticShapes
-from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
 from tuneserve_engine.worker.execution.rescoring import Rescoring
@@ -57,11 +56,7 @@ def logprobs(
     engine: JaxBackend, adapter: str, sequences: Sequence[Tokens], *, forward_only: bool = False
 ) -> list[Any]:
     """Return the logprobs of one request, datum by datum."""
-    datums = [
-        DecodedDatum(s[:-1], s[1:, None], np.ones((len(s) - 1, 1), np.float32), flat=True)
-        for s in sequences
-    ]
-    data = TrainingData("cross_entropy", {}, forward_only, datums)
+    data = training_data(sequences, forward_only=forward_only)
     found: list[Any] = []
     for packed in pack([PackingRequest(adapter, RANK, data)], engine.static_shapes):
         result = engine.forward_backward(packed.batch)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from bare_engine import Bare, Tokens, random_tokens
+from bare_engine import Bare, Tokens, random_tokens, training_data
 from bench_model import Shape, write_large_model, write_model
 from gpu_numbers import RANK, backend, logprobs
 from gpu_scales import CARD, Row, Scale
@@ -20,7 +20,7 @@ from kernel_times import kernel_times
 from side_by_side import ratio, take_turns
 
 from scripts.gpu_compile.devices import GPUS, Gpu
-from scripts.gpu_compile.forecast import Load, planned_bytes, token_flops, work
+from scripts.gpu_compile.forecast import Load, plan_request, planned_bytes, token_flops, work
 from scripts.gpu_compile.hlo import Module
 from scripts.gpu_compile.roofline import cost
 from tuneserve_engine.backend.base import SamplingRequest
@@ -32,7 +32,6 @@ from tuneserve_engine.backend.jax.programs import registry
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
 from tuneserve_engine.core.adapter import AdapterConfig
-from tuneserve_engine.core.backend_options import PlanRequest
 
 ROUNDS = 7
 
@@ -77,14 +76,7 @@ class Planned:
 
     def __init__(self, model: Path, load: Load) -> None:
         self.config = read_config(model)
-        request = PlanRequest(
-            dtype="bfloat16",
-            max_rank=load.rank,
-            batch_tokens=load.tokens,
-            chunk_tokens=load.chunk,
-            sample_rows=load.slots,
-        )
-        self.plan: Plan = plan(self.config, default_device(), request)
+        self.plan: Plan = plan(self.config, default_device(), plan_request(load))
         began_s = time.perf_counter()
         self.engine = JaxBackend(
             str(model),
@@ -167,8 +159,8 @@ def train(scale: Scale, folder: Path) -> Iterator[Row]:
         names = [f"trained {index}" for index in range(len(sequences))]
         for index, each in enumerate(names):
             engine.create(each, AdapterConfig(rank=load.rank, alpha=32, seed=index))
-        alone = [(names[0], engine.data(sequences))]
-        together = [(each, engine.data([s])) for each, s in zip(names, sequences, strict=True)]
+        alone = [(names[0], training_data(sequences))]
+        together = [(each, training_data([s])) for each, s in zip(names, sequences, strict=True)]
         flops = token_flops(planned.config, load.datum_tokens, is_trained=True)
         for tenants, asked in ((1, alone), (len(together), together)):
             began_s = time.perf_counter()

@@ -12,7 +12,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from bare_engine import Bare, random_tokens
+from bare_engine import Bare, random_tokens, training_data
 from bench_model import Shape, write_model
 from results import machine, publish, table
 from side_by_side import cpu_ratio, limit_threads, ratio, take_turns
@@ -47,7 +47,7 @@ def policies(model: Path, rounds: int) -> list[dict[str, Any]]:
     def contender(remat: Remat) -> Callable[[], int]:
         bare = engine(model, remat)
         bare.create("t", CONFIG)
-        work = [("t", bare.data(sequences))]
+        work = [("t", training_data(sequences))]
 
         def run() -> int:
             bare.gradients(work)
@@ -74,7 +74,7 @@ def prefetch(model: Path, rounds: int) -> dict[str, Any]:
     for name in names:
         bare.create(name, CONFIG)
     groups = [names[i : i + ACTIVE] for i in range(0, REGISTERED, ACTIVE)]
-    data = [bare.data([sequence]) for sequence in sequences]
+    data = [training_data([sequence]) for sequence in sequences]
 
     def contender(is_told: bool) -> Callable[[], int]:
         turns = cycle(zip(groups, [*groups[1:], groups[0]], strict=True))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from bare_engine import Bare, random_tokens
+from bare_engine import Bare, random_tokens, training_data
 from bench_model import Shape, write_model
 from contenders import Tenant, Work, tenants, train, wait_until_compiled
 from results import machine, publish, table
@@ -120,8 +120,8 @@ def one_or_eight_bare(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
     names = [f"t{i}" for i in range(ACTIVE)]
     for name in names:
         bare.create(name, CONFIG)
-    eight = list(zip(names, (bare.data([s]) for s in SEQUENCES), strict=True))
-    one = [("t0", bare.data(SEQUENCES))]
+    eight = list(zip(names, (training_data([s]) for s in SEQUENCES), strict=True))
+    one = [("t0", training_data(SEQUENCES))]
     for what, run in (("gradients", bare.gradients), ("steps", bare.step)):
 
         def turn(work: Any, run: Callable[[Any], Any] = run) -> int:
@@ -149,7 +149,7 @@ def optimizer(bare: Bare, rounds: int) -> Iterator[dict[str, Any]]:
         while len(registered) < wanted:
             registered.append(f"o{len(registered)}")
             bare.create(registered[-1], CONFIG)
-        bare.step([("o0", bare.data(SEQUENCES[:1]))])
+        bare.step([("o0", training_data(SEQUENCES[:1]))])
 
     def steps() -> int:
         for _ in range(OPTIMIZER_STEPS):
@@ -222,14 +222,14 @@ def kinds_bare(bare: Bare, rounds: int) -> tuple[list[dict[str, Any]], list[dict
             bare.create(f"{name} {index}", config)
 
     def turn(name: str, count: int) -> int:
-        data = bare.data(SEQUENCES[:count])
+        data = training_data(SEQUENCES[:count])
         work = [(f"{name} {index}", data) for index in range(len(BATCHES[name]))]
         for _ in range(STEPS // count):
             losses[name] = bare.step(work)[-1] / (count * TOKENS)
         return STEPS * len(work) * TOKENS
 
     def gradients(name: str) -> int:
-        data = bare.data(SEQUENCES[:1])
+        data = training_data(SEQUENCES[:1])
         work = [(f"{name} {index}", data) for index in range(len(BATCHES[name]))]
         for _ in range(STEPS):
             bare.gradients(work)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from bare_engine import Bare, Tokens, random_tokens
+from bare_engine import Bare, Tokens, random_tokens, training_data
 from bench_model import Shape, write_model
 from contenders import PROMPT_FIGURES, metric, tenants, train, wait_until_compiled
 from peft_peer import Peer, padded_tokens
@@ -125,7 +125,7 @@ def _bare(
     bare: Bare, config: AdapterConfig, sequences: list[Tokens], steps: int
 ) -> Callable[[], list[float]]:
     bare.create("train", config)
-    data = bare.data(sequences)
+    data = training_data(sequences)
     return lambda: [bare.step([("train", data)])[0] for _ in range(steps)]
 
 
@@ -150,7 +150,7 @@ def paddings(
     bare: Bare, config: AdapterConfig, sequences: list[Tokens], case: Case
 ) -> dict[str, Any]:
     """Return the tokens of the batch, and the positions that each side computes for them."""
-    batches = [packed.batch for packed in bare.packed([("train", bare.data(sequences))])]
+    batches = [packed.batch for packed in bare.packed([("train", training_data(sequences))])]
     computed = bare.computed_tokens(batches)
     tokens = sum(case.lengths)
     padded = padded_tokens(sequences, case.rows)

@@ -69,16 +69,20 @@ def forecasts(
             yield _forecast(name, task, target, gpu, config, found, load)
 
 
-def _plan(config: ModelConfig, gpu: Gpu, load: Load) -> Plan:
-    request = PlanRequest(
+def plan_request(load: Load) -> PlanRequest:
+    """Return the choices of a worker that is made for this load."""
+    return PlanRequest(
         dtype="bfloat16",
         max_rank=load.rank,
         batch_tokens=load.tokens,
         chunk_tokens=load.chunk,
         sample_rows=load.slots,
     )
+
+
+def _plan(config: ModelConfig, gpu: Gpu, load: Load) -> Plan:
     usable = int(_USABLE_SHARE * gpu.memory_bytes)
-    return plan(config, Device.accelerator("gpu", usable, _HOST_BYTES), request)
+    return plan(config, Device.accelerator("gpu", usable, _HOST_BYTES), plan_request(load))
 
 
 def _forecast(  # noqa: PLR0913
