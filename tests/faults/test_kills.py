@@ -125,7 +125,7 @@ def check(settings: CommonSettings, tmp_path: Path, kills: int, seed: int) -> No
 
 @pytest.mark.parametrize("store", ["sqlite", "redis"])
 def test_killed_workers_lose_nothing(tmp_path: Path, store: str) -> None:
-    run_on(store, tmp_path, kills=100)
+    run_on(store, tmp_path, kills=50)
 
 
 @pytest.mark.nightly

@@ -11,7 +11,7 @@ an adapter's rank for a target, R the rank that it is padded to.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tuneserve_engine.core.adapter import AdapterConfig
 
@@ -48,6 +48,7 @@ class SvdFactors(NamedTuple):
         )
 
 
+@runtime_checkable  # the tests check the types of arguments
 class AdapterKind(Protocol):
     """A way to train a low-rank change of weights. Its instances have no state."""
 

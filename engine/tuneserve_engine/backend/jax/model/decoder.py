@@ -7,7 +7,7 @@ heads, H head_dim, E entries of a row's table, n blocks of S tokens of a micro-b
 import math
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,7 @@ class Paged(NamedTuple):
     """Each layer's own arrays, or all layers', from ``Decoder.stacked``."""
 
 
+@runtime_checkable  # the tests check the types of arguments
 class TrainingSpace(Protocol):
     """The buffers of a pass in training mode: ``training.tape.Workspace``."""
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tuneserve_engine.backend.jax.sampling.exact_draw import inverse_cdf
 
-AnyArray = Array | np.ndarray[Any, Any]
+AnyArray = Array | np.ndarray[Any, np.dtype[Any]]
 
 _SAMPLES, _ALTERNATIVES = 0, 1
 """The lowest bit of a counter; it separates the two families of draws."""

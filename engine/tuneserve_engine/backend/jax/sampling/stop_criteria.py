@@ -1,7 +1,7 @@
 """The end of a sequence: its token budget, a stop token, or a stop string in its decoded text."""
 
 from collections.abc import Collection, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from tuneserve_engine.core.errors import ServerError
 
@@ -15,6 +15,7 @@ string in full that the next token may complete.
 """
 
 
+@runtime_checkable  # the tests check the types of arguments
 class TextDecoder(Protocol):
     """The part of ``tokenizers.Tokenizer`` that stop strings need."""
 

@@ -18,9 +18,11 @@ from tests.engine.backend.jax.sampling.test_sampler import (
 )
 from tests.support.decoders import random_decoder
 from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.backend.jax.attention.paged import Pages
 from tuneserve_engine.backend.jax.model import block
 from tuneserve_engine.backend.jax.model.block import AFTER, BEFORE
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling import adapter_slot_table, programs
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
@@ -181,7 +183,9 @@ def test_a_newcomer_to_full_slots_without_an_adapter_slot_costs_no_work(
 
 def test_an_idle_slot_reads_no_adapter_of_its_own() -> None:
     """Its row joins those of a slot that decodes."""
-    model, pages, adapters = mock.Mock(), mock.Mock(), mock.Mock()
+    model, pages, adapters = (
+        mock.Mock(spec=kind) for kind in (Decoder, Pages, programs.DecodeAdapters)
+    )
     adapters.of_tokens.side_effect = StopIteration
     state = programs.no_slots(SLOTS, 8)
     state.adapter_slot[:] = 1, 0, 1, 0

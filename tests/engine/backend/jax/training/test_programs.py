@@ -190,6 +190,7 @@ def test_an_additional_wide_layer_takes_one_layer_input_or_two(remat: str, most:
     assert slope["live"] <= most, slope
 
 
+@pytest.mark.nightly
 @pytest.mark.acceptance("W2")
 def test_autodiff_over_the_layers_would_take_three_times_as_much() -> None:
     ours = per_layer(training(FEW, "full"), training(MANY, "full"))
@@ -206,6 +207,7 @@ def test_no_array_of_all_layers_is_copied() -> None:
     assert deep.temporary < 0.5 * deep.weights, deep
 
 
+@pytest.mark.nightly
 def test_code_that_is_compiled_quickly_needs_the_same_memory() -> None:
     """``memory_of`` therefore tells the memory of the programs that run."""
     case = case_of(FEW, "dots")
