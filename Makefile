@@ -76,6 +76,7 @@ bench: .venv/dev.stamp  ## Every published figure, appended to benchmarks/result
 	$(BIN)/python benchmarks/osft.py $(ARGS)
 	$(BIN)/python benchmarks/forgetting.py $(ARGS)
 	$(BIN)/python benchmarks/latency.py $(ARGS)
+	$(BIN)/python benchmarks/first_minute.py $(ARGS)
 	$(BIN)/python benchmarks/queue_alone.py $(ARGS)
 	$(BIN)/python benchmarks/trace.py $(ARGS)
 	$(BIN)/python benchmarks/techniques.py $(ARGS)

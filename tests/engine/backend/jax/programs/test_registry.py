@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from tests.support.decoders import random_decoder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.programs.live_calls import LiveCalls
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry, compiler_options
 from tuneserve_engine.core.errors import ServerError
 
@@ -144,6 +146,21 @@ def test_all_declared_programs_are_compiled_ahead_in_order() -> None:
     assert programs.wait(60)
     assert programs.ready.is_set()
     assert seen == ["first", "first too", "second", "rare"]
+
+
+def test_a_call_is_noted_and_each_program_that_is_compiled_ahead_is_followed_by_a_rest() -> None:
+    registry = ProgramRegistry()
+    registry.live_calls = mock.Mock(spec=LiveCalls)
+    program = registry.add_program("double", double, use="tests")
+    program.declare(1, VECTOR)
+    program.declare(2, VECTOR)
+    program(1, ONES)
+    registry.live_calls.note.assert_called_once_with()
+    registry.live_calls.rest.assert_not_called()
+    registry.compile_ahead(threads=1)
+    assert registry.wait(60)
+    nothing, something = (call.args[0] for call in registry.live_calls.rest.call_args_list)
+    assert 0 <= nothing < something
 
 
 def test_a_call_does_not_wait_for_earlier_programs() -> None:
