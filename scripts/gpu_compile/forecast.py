@@ -149,7 +149,9 @@ def token_flops(config: ModelConfig, datum_tokens: int, *, is_trained: bool) -> 
 
 
 def _footprint(config: ModelConfig, found: Plan) -> Footprint:
-    shape = EngineShape(found.static_shapes, found.remat, found.sample_rows, 1, "bfloat16", "gpu")
+    shape = EngineShape(
+        found.static_shapes, found.remat, found.sample_rows, 1, "bfloat16", "gpu", found.kv_pages
+    )
     return Footprint(config, shape)
 
 

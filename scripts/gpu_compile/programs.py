@@ -15,7 +15,6 @@ from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.backend_options import PlanRequest, Remat
@@ -63,8 +62,8 @@ def closed_set(
     decoder.chunk_blocks = found.static_shapes.chunk // found.static_shapes.block
     programs = ProgramRegistry()
     trainer = Trainer(programs, decoder, found.static_shapes)
-    pages = pages_of(found.static_shapes, found.sample_rows)
-    Programs(programs, decoder, found.static_shapes, slots=found.sample_rows, pages=pages)
+    slots, pages = found.sample_rows, found.kv_pages
+    Programs(programs, decoder, found.static_shapes, slots=slots, pages=pages)
     if is_all:
         for kind in (kind for forms in KINDS.values() for kind in forms.values()):
             trainer.prepare(kind)

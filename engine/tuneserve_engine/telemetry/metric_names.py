@@ -23,6 +23,8 @@ WORKER_METRICS = {
     "tokens_sampled_total": "The number of tokens sampled.",
     "lane_steps_total": "The number of decode steps, counted once per decode slot, idle slots "
     "included. Divide tokens_sampled_total by it for the share of slots in use.",
+    "samples_preempted_total": "The number of sequences that lost their KV pages to others and "
+    "started anew. They get the same tokens.",
     "prompt_tokens_total": "The number of tokens in the prompts of samples, counted once per "
     "request.",
     "prompt_tokens_read_total": "The number of these prompt tokens that were computed. The others "

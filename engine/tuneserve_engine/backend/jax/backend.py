@@ -62,9 +62,10 @@ class JaxBackend:
     """Implements ``backend.base.Backend`` on JAX's default device.
 
     ``base_model`` is a directory or a hub id. ``static_shapes`` defaults to one over the model's
-    whole context length. ``sample_rows`` sequences are decoded together. Compiled programs are kept
-    in ``compile_cache_dir``, if given, so that a restart does not compile them again. Programs are
-    compiled when they are needed, or all at once by ``compile_ahead``.
+    whole context length. ``sample_rows`` sequences are decoded together, in ``kv_pages`` pages: by
+    default as many as the longest need. Compiled programs are kept in ``compile_cache_dir``, if
+    given, so that a restart does not compile them again. Programs are compiled when they are
+    needed, or all at once by ``compile_ahead``.
     """
 
     def __init__(  # noqa: PLR0913
@@ -78,6 +79,7 @@ class JaxBackend:
         static_shapes: StaticShapes | None = None,
         remat: Remat = "dots",
         sample_rows: int = 8,
+        kv_pages: int | None = None,
         room: AdapterRoom | None = None,
         compile_cache_dir: Path | None = None,
     ) -> None:
@@ -133,6 +135,7 @@ class JaxBackend:
             self.static_shapes,
             _tokenizer(folder),
             slots=sample_rows,
+            pages=kv_pages,
             snapshot_bytes=room.snapshot_bytes,
             snapshot_host_bytes=room.host_bytes // 4,
         )
@@ -151,6 +154,7 @@ class JaxBackend:
             static_shapes=planned.static_shapes,
             remat=planned.remat,
             sample_rows=planned.sample_rows,
+            kv_pages=planned.kv_pages,
             room=AdapterRoom(
                 planned.adapter_device_bytes,
                 planned.adapter_host_bytes,
@@ -359,6 +363,7 @@ class JaxBackend:
             "policy_logprob_gap_total": trained.policy_gap,
             "tokens_sampled_total": sampled.tokens,
             "lane_steps_total": sampled.slot_steps,
+            "samples_preempted_total": sampled.preempted,
             "prompt_tokens_total": sampled.prompt_tokens,
             "prompt_tokens_read_total": sampled.prompt_tokens_prefilled,
             "adapters": len(pager.ids),

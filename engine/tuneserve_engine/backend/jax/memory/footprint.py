@@ -16,7 +16,6 @@ from tuneserve_engine.backend.jax.memory.training_room import (
 )
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
-from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import DType, Remat
 from tuneserve_engine.core.shapes import StaticShapes
@@ -59,6 +58,7 @@ class EngineShape:
     snapshots: int  # snapshots of the highest rank that fit on the device
     dtype: DType
     device_kind: str
+    kv_pages: int
 
     @property
     def item(self) -> int:
@@ -386,9 +386,9 @@ class Footprint:
 
     @property
     def caches(self) -> Line:
-        """The KV pages, with room for the whole context in every row."""
+        """The KV pages."""
         c, static_shapes, item = self.config, self.shape.static_shapes, self.shape.item
-        pages = pages_of(static_shapes, self.shape.sample_rows)
+        pages = self.shape.kv_pages
         width = 2 * c.layers * c.kv_heads * c.head_dim
         return Line(
             "KV pages",

@@ -12,6 +12,7 @@ from itertools import product
 
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages, most_pages
 from tuneserve_engine.core.backend_options import DType, PlanRequest, Remat
 from tuneserve_engine.core.shapes import StaticShapes, longest_bin
 
@@ -21,6 +22,7 @@ _CHUNK_TOKENS, _CPU_CHUNK_TOKENS = 2048, StaticShapes.chunk
 _MICRO_BATCH_TOKENS, _CPU_MICRO_BATCH_TOKENS = 8192, StaticShapes.requested_tokens
 _LEAST_SLOTS = 4
 _FASTEST_FIRST: tuple[Remat, ...] = ("dots", "attention", "full")
+_QUARTER = 3  # halves of the KV pages: all, a half and a quarter
 _KEPT_FREE = 16
 """One part in this many stays free, for fragmentation and for needs of programs beside arrays."""
 
@@ -58,6 +60,7 @@ class Plan:
     dtype: DType
     remat: Remat
     sample_rows: int
+    kv_pages: int
     snapshot_bytes: int  # limit of the snapshots on the device
     device: Device
     device_bytes: int
@@ -72,8 +75,9 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
     """Return the best plan that fits. Raises ``DoesNotFit``.
 
     If memory is short, the planner first gives up room for snapshots, which can be read again from
-    their files. Then it gives up long micro-batches, then the fastest ``remat``, then slots, and
-    high ranks last.
+    their files. Then it gives up long micro-batches, then three quarters of the KV pages with which
+    all decode slots could be as long as the context, then the fastest ``remat``, then further KV
+    pages, then slots, and high ranks last.
     """
     device_bytes = request.device_memory_bytes or device.memory_bytes
     host_bytes = request.adapter_host_bytes
@@ -92,6 +96,7 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
             dtype=shape.dtype,
             remat=shape.remat,
             sample_rows=shape.sample_rows,
+            kv_pages=shape.kv_pages,
             snapshot_bytes=footprint.snapshot_bytes,
             device=device,
             device_bytes=device_bytes,
@@ -132,9 +137,19 @@ def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterat
     lengths = _halves(request.batch_tokens, default_tokens, least)
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
+    context_shapes = StaticShapes(context, chunk=chunk)
+    pages = _halves(None, most_pages(context_shapes, rows), least_pages(context_shapes))
     for ranks, least_slots in _rank_buckets(request.max_rank):
         slots_choices = _halves(request.request_slots, _REQUEST_SLOTS, least_slots)
-        for slots, remat, tokens, kept in product(slots_choices, remats, lengths, snapshots):
+        choices = (
+            (slots, *rest)
+            for slots in slots_choices
+            for rest in (
+                *product(remats, pages[:_QUARTER], lengths, snapshots),
+                *product(remats[-1:], pages[_QUARTER:], lengths[-1:], snapshots[-1:]),
+            )
+        )
+        for slots, remat, held, tokens, kept in choices:
             static_shapes = StaticShapes(
                 context,
                 chunk=chunk,
@@ -142,7 +157,7 @@ def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterat
                 request_slots=slots,
                 rank_buckets=ranks,
             )
-            yield EngineShape(static_shapes, remat, rows, kept, dtype, device.kind)
+            yield EngineShape(static_shapes, remat, rows, kept, dtype, device.kind, held)
 
 
 def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:

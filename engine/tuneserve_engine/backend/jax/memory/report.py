@@ -120,6 +120,7 @@ def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
         "remat": found.remat,
         "request_slots": {rank: static_shapes.slots(rank) for rank in static_shapes.rank_buckets},
         "sample_rows": found.sample_rows,
+        "kv_pages": found.kv_pages,
         "snapshot_bytes": found.snapshot_bytes,
         "adapter_device_bytes": found.adapter_device_bytes,
         "adapter_host_bytes": found.adapter_host_bytes,
@@ -143,7 +144,7 @@ def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
     yield f"requests in one batch: {slots}"
     yield (
         f"context of {static_shapes.context_length} tokens, {found.sample_rows} sequences decoded "
-        "together"
+        f"together, KV pages for {(found.kv_pages - 1) * static_shapes.block} tokens"
     )
     yield f"adapters in the host's memory: {gib(found.adapter_host_bytes)}"
     yield ""

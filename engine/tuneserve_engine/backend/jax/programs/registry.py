@@ -329,7 +329,8 @@ class ProgramRegistry:
             started_s = time.monotonic()
             with suppress(ServerError):  # requests that need it get the error; the log has it
                 shape.compiled()
-            self.live_calls.rest(time.monotonic() - started_s)
+            if not waiting.empty():
+                self.live_calls.rest(time.monotonic() - started_s)
 
     def _finish(
         self, workers: list[threading.Thread], declared: list[Specialization], started_s: float

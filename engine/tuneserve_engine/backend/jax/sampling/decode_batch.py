@@ -17,12 +17,10 @@ import numpy as np
 from tuneserve_engine.backend.jax.attention.paged import Pages
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import AdapterSlotTable
 from tuneserve_engine.backend.jax.sampling.adapter_slots import DecodeAdapters, scans_layers
-from tuneserve_engine.backend.jax.sampling.kv_pages import (
-    KvPageAllocator,
-    prefix_hashes,
-)
+from tuneserve_engine.backend.jax.sampling.kv_pages import KvPageAllocator, prefix_hashes
 from tuneserve_engine.backend.jax.sampling.logits import AnyArray, RowParams, seed_halves
 from tuneserve_engine.backend.jax.sampling.programs import (
+    STEPS_PER_DISPATCH,
     Decoded,
     Programs,
     TopTokens,
@@ -51,6 +49,7 @@ class Counts:
     prompt_tokens_prefilled: int = 0  # tokens that were prefilled
     tokens: int = 0  # tokens drawn and kept
     slot_steps: int = 0  # steps of all decode slots, idle ones included
+    preempted: int = 0  # sequences that lost their pages and started anew
 
 
 class KvCache:
@@ -137,9 +136,10 @@ class DecodeBatch:
         return self._adapter_slots.find(sequence.snapshot.name, 0) is not None
 
     def admit(self, sequence: DecodedSequence) -> bool:
-        """Give the sequence a decode slot, an adapter slot and pages.
+        """Give the sequence a slot, an adapter slot, and pages for its prompt and first tokens.
 
-        Returns False if there are too few.
+        Returns False if there are too few. A page stays free for each other sequence that may need
+        another one.
         """
         slot = next((slot for slot, held in enumerate(self._sequences) if held is None), None)
         if slot is None:
@@ -150,9 +150,9 @@ class DecodeBatch:
         size, context = self._programs.block, sequence.context
         scope = f"{sequence.request.owner}/{sequence.snapshot.name}"
         names = prefix_hashes(scope, sequence.request.prompt[:context], size)
-        last = context + sequence.request.max_tokens - 1
-        private_pages = last // size - context // size + 1 if sequence.request.max_tokens else 0
-        reserved = self._cache.pool.reserve(names, private_pages)
+        first = sequence.page_count(STEPS_PER_DISPATCH, size)
+        growing = sum(each.grows(size) for each in self.sequences)
+        reserved = self._cache.pool.reserve(names, first, spare=growing)
         if reserved is None:
             return False
         sequence.prefix_pages, sequence.private_pages = reserved
@@ -169,11 +169,30 @@ class DecodeBatch:
         self._prefilling.append(slot)
         return True
 
+    def find_pages(self) -> bool:
+        """Give every sequence that decodes the pages that its next tokens need.
+
+        Returns False if there are too few; the sequences keep what they got.
+        """
+        size = self._programs.block
+        for slot, sequence in enumerate(self._sequences):
+            if sequence is None or slot in self._prefilling:
+                continue
+            needed = sequence.page_count(len(sequence.tokens) + STEPS_PER_DISPATCH, size)
+            while len(sequence.private_pages) < needed:
+                page = self._cache.pool.take_page()
+                if page is None:
+                    return False
+                self._state.table[slot, sequence.context // size + len(sequence.private_pages)] = (
+                    page
+                )
+                sequence.private_pages.append(page)
+        return True
+
     def evict(self, sequence: DecodedSequence) -> None:
         """Take the sequence's slot and pages back, if it has them; it cannot continue."""
-        slot = next((slot for slot, held in enumerate(self._sequences) if held is sequence), None)
-        if slot is not None:
-            self._free(slot)
+        if sequence in self._sequences:
+            self._free(self._sequences.index(sequence))
 
     def _use_adapter(self, adapter_slot: int, snapshot: Snapshot) -> None:
         if not self._adapter_slots.add_user(adapter_slot, snapshot.name):

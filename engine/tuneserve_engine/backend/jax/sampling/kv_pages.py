@@ -13,12 +13,17 @@ from tuneserve_engine.backend.jax.attention.page_table import UNUSED_PAGE, table
 from tuneserve_engine.core.shapes import StaticShapes
 
 
-def pages_of(static_shapes: StaticShapes, slots: int) -> int:
+def most_pages(static_shapes: StaticShapes, slots: int) -> int:
     """Return the number of pages with which every decode slot can be as long as the context.
 
     Includes one more page per slot, for a copy of the last page of its prompt, and the unused page.
     """
     return slots * (table_width(static_shapes.context_length, static_shapes.block) + 1) + 1
+
+
+def least_pages(static_shapes: StaticShapes) -> int:
+    """Return the number of pages with which one decode slot can be as long as the context."""
+    return most_pages(static_shapes, 1)
 
 
 @dataclass
@@ -50,17 +55,17 @@ class KvPageAllocator:
         return len(self._free) + len(self._idle)
 
     def reserve(
-        self, prefix_hashes: Sequence[bytes], private_pages: int
+        self, prefix_hashes: Sequence[bytes], private_pages: int, *, spare: int = 0
     ) -> tuple[list[PrefixPage], list[int]] | None:
         """Reserve the prompt pages with these digests, and ``private_pages`` pages for this
         sequence alone.
 
         Prompt pages that exist are shared with the sequences that use them. Returns None if there
-        are not enough pages.
+        are not enough pages to leave ``spare`` ones.
         """
         missing = len(set(prefix_hashes) - self._parts.keys())
         idle = sum(digest in self._idle for digest in set(prefix_hashes))
-        if missing + private_pages > self.room - idle:
+        if missing + private_pages + spare > self.room - idle:
             return None
         for (
             digest
@@ -71,6 +76,10 @@ class KvPageAllocator:
         return [self._part(digest) for digest in prefix_hashes], [
             self._page() for _ in range(private_pages)
         ]
+
+    def take_page(self) -> int | None:
+        """Return another page for one sequence, or None if all are in use."""
+        return self._page() if self.room else None
 
     def release(self, parts: Sequence[PrefixPage], private_pages: Sequence[int]) -> None:
         """Give back what ``reserve`` returned. Pages that were never written are forgotten."""

@@ -20,7 +20,7 @@ from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.decode_batch import Counts, DecodeBatch, KvCache
-from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.backend.jax.sampling.kv_pages import most_pages
 from tuneserve_engine.backend.jax.sampling.programs import MAX_TOP_TOKENS, Programs
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
 from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
@@ -36,7 +36,9 @@ class JaxSampler:
     At most ``snapshot_bytes`` of the snapshots, or one of them, are on the device. A request's
     tokens and logprobs have the same bits alone and beside any other requests: all products have
     one shape, and a sequence attends to its own pages only. All programs are declared at
-    construction; no call compiles anything else. ``batch`` is the number of decode slots.
+    construction; no call compiles anything else. ``slots`` is the number of decode slots, and
+    ``pages`` that of KV pages: by default, as many as suffice for every slot. With fewer, a
+    sequence may have to start anew, with the same tokens.
     """
 
     def __init__(  # noqa: PLR0913
@@ -49,12 +51,13 @@ class JaxSampler:
         slots: int,
         snapshot_bytes: int,
         snapshot_host_bytes: int = sys.maxsize,
+        pages: int | None = None,
     ) -> None:
         self._static_shapes = static_shapes
         self._tokenizer = tokenizer
         self._slot_count = slots
         self._vocab_size = model.config.vocab_size
-        self._pages = pages_of(static_shapes, slots)
+        self._pages = pages or most_pages(static_shapes, slots)
         self._programs = Programs(programs, model, static_shapes, slots=slots, pages=self._pages)
         self.snapshots = Snapshots(
             target_shapes(model.config),
@@ -158,6 +161,8 @@ class JaxSampler:
         try:
             self._admit()
             for batch in self._decode_batches.values():
+                while not batch.find_pages():
+                    self._preempt()
                 batch.advance()
         except BaseException:  # pages may be consumed: their content is lost
             self._forget_all()
@@ -175,8 +180,8 @@ class JaxSampler:
 
         Within a rank bucket, the owner with the fewest decode slots is first, then first come,
         first served. An owner without a decode slot gets one from the owner with the most. If there
-        are too few pages for a sequence, later sequences of its rank bucket wait too. If there is
-        no adapter slot for it, its owner waits: see ``_displace_adapter`` and ``_adapters_to_end``.
+        are too few pages for a sequence, all wait until there are. If there is no adapter slot for
+        it, its owner waits: see ``_displace_adapter`` and ``_adapters_to_end``.
         """
         full: set[int] = set()
         blocked: set[tuple[int, str]] = set()  # owners whose next adapter finds no adapter slot
@@ -202,8 +207,10 @@ class JaxSampler:
                 self._remove_waiting(key, sequence)
                 if key in self._waiting:  # among owners with equally many decode slots, rotate
                     self._waiting[key] = self._waiting.pop(key)
-            else:
+            elif batch.is_full:
                 full.add(key[0])
+            else:
+                return
 
     def _adapters_to_end(self, batch: DecodeBatch) -> set[str]:
         """Return a quarter of the adapters: those in use for the longest.
@@ -219,6 +226,23 @@ class JaxSampler:
         self._waiting[key].remove(sequence)
         if not self._waiting[key]:
             del self._waiting[key]
+
+    def _preempt(self) -> None:
+        """Take the pages of the sequence with the least work done; it starts anew later.
+
+        It is one of the owner with the most decode slots. Of several sequences, the one with the
+        most work done is never chosen, and pages suffice for one, so every sequence ends.
+        """
+        running = [
+            (batch, sequence)
+            for batch in self._decode_batches.values()
+            for sequence in batch.sequences
+        ]
+        owners = Counter(sequence.request.owner for _, sequence in running)
+        (owner, count), *_ = owners.most_common(1)
+        chosen = [each for each in running if count == 1 or each[1].request.owner == owner]
+        self._restart(*min(chosen, key=lambda each: each[1].work))
+        self.counts.preempted += 1
 
     def _displace(self, batch: DecodeBatch) -> None:
         """Take a decode slot from the owner with the most decode slots, if it has more than one.

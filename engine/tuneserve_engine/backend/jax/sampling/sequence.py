@@ -51,6 +51,19 @@ class DecodedSequence:
         """Tokens to prefill before the first is drawn: decoding begins with the last one."""
         return len(self.request.prompt) - 1
 
+    def page_count(self, positions: int, size: int) -> int:
+        """Return the pages of its own that it needs for the first ``positions`` drawn tokens.
+
+        The prompt's last token takes the first of these positions.
+        """
+        positions = min(positions, self.request.max_tokens)
+        last = self.context + positions - 1
+        return last // size - self.context // size + 1 if positions else 0
+
+    def grows(self, size: int) -> bool:
+        """Whether it may need more pages of its own than it has."""
+        return len(self.private_pages) < self.page_count(self.request.max_tokens, size)
+
     def push(self, token: int, logprob: float, top: tuple[AnyArray, AnyArray] | None) -> bool:
         """Append the next token. Returns True if it is the last."""
         self.tokens.append(token)

@@ -17,7 +17,7 @@ from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling.kv_pages import pages_of
+from tuneserve_engine.backend.jax.sampling.kv_pages import most_pages
 from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     AdapterSlots,
@@ -67,7 +67,8 @@ BLOCKS = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
 
 
 def footprint(config: ModelConfig, **changes: Any) -> Footprint:
-    shape = EngineShape(STATIC_SHAPES, "dots", 8, 8, "float32", "cpu")
+    pages = most_pages(changes.get("static_shapes", STATIC_SHAPES), changes.get("sample_rows", 8))
+    shape = EngineShape(STATIC_SHAPES, "dots", 8, 8, "float32", "cpu", pages)
     return Footprint(config, replace(shape, **changes))
 
 
@@ -194,7 +195,7 @@ class Sampling:
     def of(cls, config: ModelConfig, static_shapes: StaticShapes, dtype: Any) -> "Sampling":
         model, pages = (
             decoder(config, dtype, static_shapes=static_shapes),
-            pages_of(static_shapes, ROWS),
+            most_pages(static_shapes, ROWS),
         )
         return cls(Programs(ProgramRegistry(), model, static_shapes, slots=ROWS, pages=pages))
 

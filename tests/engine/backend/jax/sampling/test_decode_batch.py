@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 from tests.engine.backend.jax.sampling.test_sampler import (
     COMPANY,
     DECODE_SLOTS,
+    ROOMY,
+    STATIC_SHAPES,
     TENANTS,
+    Letters,
     alone,
     assert_same_bits,
+    load_tenants,
     model,
     programs,
     request,
@@ -23,6 +27,9 @@ from tests.engine.backend.jax.sampling.test_sampler import (
 from tests.engine.worker.scheduling.test_fairness import QUICK
 from tests.support.token_listener import Listener
 from tuneserve_engine.backend.base import SampleProgress, SampleResult, SamplingRequest
+from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
+from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 
 __all__ = ["alone", "model", "programs", "sampler"]
@@ -63,6 +70,44 @@ def to_the_end(
 def test_a_random_schedule_changes_no_bit_of_a_request(
     sampler: JaxSampler, alone: list[SampleResult], seed: int
 ) -> None:
+    check_schedule(sampler, alone, seed)
+
+
+@pytest.fixture(scope="module")
+def crowded(model: Decoder) -> JaxSampler:
+    """A sampler whose pages suffice for one sequence as long as the context."""
+    sampler = JaxSampler(
+        ProgramRegistry(),
+        model,
+        STATIC_SHAPES,
+        Letters(),
+        slots=DECODE_SLOTS,
+        snapshot_bytes=ROOMY,
+        pages=least_pages(STATIC_SHAPES),
+    )
+    load_tenants(sampler)
+    return sampler
+
+
+@settings(max_examples=12, deadline=None, phases=QUICK)
+@given(seed=st.integers(0, 2**32))
+def test_in_few_pages_sequences_start_anew_without_another_bit(
+    crowded: JaxSampler, alone: list[SampleResult], seed: int
+) -> None:
+    check_schedule(crowded, alone, seed)
+
+
+def test_three_sequences_as_long_as_the_context_end_in_pages_for_one(
+    sampler: JaxSampler, crowded: JaxSampler
+) -> None:
+    longest = [request(3, seed=seed, owner=f"owner {seed}", max_tokens=61) for seed in range(3)]
+    before = crowded.counts.preempted
+    for one, got in zip(longest, crowded.sample(longest), strict=True):
+        assert_same_bits(got, sampler.sample([one])[0])
+    assert crowded.counts.preempted > before
+
+
+def check_schedule(sampler: JaxSampler, alone: list[SampleResult], seed: int) -> None:
     """Requests arrive one after the other, some are dropped and return, and slices end anywhere.
 
     Owners differ, so some lose their decode slots to others and start again. Listeners of some

@@ -5,7 +5,8 @@ import numpy as np
 from tuneserve_engine.backend.jax.sampling.kv_pages import (
     KvPageAllocator,
     PrefixPage,
-    pages_of,
+    least_pages,
+    most_pages,
     prefix_hashes,
 )
 from tuneserve_engine.core.shapes import StaticShapes
@@ -90,4 +91,15 @@ def test_a_digest_depends_on_the_scope_and_on_all_tokens_up_to_the_parts_end() -
 
 def test_the_pages_suffice_for_a_context_in_every_slot() -> None:
     """A context of 256 tokens takes 4 pages of 64. A slot has one more, and one is unused."""
-    assert pages_of(StaticShapes(256), 8) == 8 * 5 + 1
+    assert most_pages(StaticShapes(256), 8) == 8 * 5 + 1
+    assert least_pages(StaticShapes(256)) == 5 + 1
+
+
+def test_spare_pages_stay_free_and_further_pages_are_taken_one_by_one() -> None:
+    pages = KvPageAllocator(5)  # four beside the unused one
+    assert pages.reserve([], 2, spare=3) is None
+    reserved = pages.reserve([], 2, spare=2)
+    assert reserved is not None
+    taken = [pages.take_page(), pages.take_page()]
+    assert {*reserved[1], *taken} == {1, 2, 3, 4}
+    assert pages.take_page() is None

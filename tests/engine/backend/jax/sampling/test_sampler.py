@@ -85,6 +85,11 @@ def sampler(programs: ProgramRegistry, model: Decoder) -> JaxSampler:
     programs.compile_ahead(threads=2)
     assert programs.wait(300)
     assert programs.metrics["programs_failed"] == 0
+    load_tenants(sampler)
+    return sampler
+
+
+def load_tenants(sampler: JaxSampler) -> None:
     sampler.load_snapshot("rank 2", state(rank=2, seed=1))
     sampler.load_snapshot("rank 4", state(rank=4, seed=2))
     sampler.load_snapshot("attention only", state(rank=1, seed=3, train_mlp=False))
@@ -92,7 +97,6 @@ def sampler(programs: ProgramRegistry, model: Decoder) -> JaxSampler:
     for tensor in broken.weights.values():
         tensor[:] = np.nan
     sampler.load_snapshot(NAN, broken)
-    return sampler
 
 
 def state(*, rank: int, seed: int, train_mlp: bool = True) -> AdapterState:
