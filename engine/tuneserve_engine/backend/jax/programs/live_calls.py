@@ -37,10 +37,13 @@ class LiveCalls:
 
         Returns at once when no program was called for 5 s, and when the process ends.
         """
-        self._rest_until_s = max(self._rest_until_s, self._now() + _REST * compiled_s)
-        while self._rests() and threading.main_thread().is_alive():
+        if self._is_live:
+            self._rest_until_s = max(self._rest_until_s, self._now() + _REST * compiled_s)
+        while self._is_live and self._now() < self._rest_until_s:
+            if not threading.main_thread().is_alive():
+                return
             self._sleep(_PAUSE_S)
 
-    def _rests(self) -> bool:
-        now_s = self._now()
-        return now_s < self._rest_until_s and now_s - self._last_s < _LIVE_S
+    @property
+    def _is_live(self) -> bool:
+        return self._now() - self._last_s < _LIVE_S

@@ -80,7 +80,7 @@ class KvCache:
         """Return the pages, for a program that consumes them; ``put`` takes the new ones back."""
         pages = self._pages
         self._pages = None
-        return self._programs.empty_pages(()) if pages is None else pages
+        return self._programs.empty_pages(self._programs.pages) if pages is None else pages
 
     def put_pages(self, pages: Pages) -> None:
         self._pages = pages
@@ -135,11 +135,10 @@ class DecodeBatch:
         """Return whether an adapter slot has the sequence's snapshot, or could take it."""
         return self._adapter_slots.find(sequence.snapshot.name, 0) is not None
 
-    def admit(self, sequence: DecodedSequence) -> bool:
+    def admit(self, sequence: DecodedSequence, spare: int) -> bool:
         """Give the sequence a slot, an adapter slot, and pages for its prompt and first tokens.
 
-        Returns False if there are too few. A page stays free for each other sequence that may need
-        another one.
+        Returns False if there are too few; ``spare`` pages stay free.
         """
         slot = next((slot for slot, held in enumerate(self._sequences) if held is None), None)
         if slot is None:
@@ -151,8 +150,7 @@ class DecodeBatch:
         scope = f"{sequence.request.owner}/{sequence.snapshot.name}"
         names = prefix_hashes(scope, sequence.request.prompt[:context], size)
         first = sequence.page_count(STEPS_PER_DISPATCH, size)
-        growing = sum(each.grows(size) for each in self.sequences)
-        reserved = self._cache.pool.reserve(names, first, spare=growing)
+        reserved = self._cache.pool.reserve(names, first, spare=spare)
         if reserved is None:
             return False
         sequence.prefix_pages, sequence.private_pages = reserved

@@ -20,7 +20,7 @@ from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.decode_batch import Counts, DecodeBatch, KvCache
-from tuneserve_engine.backend.jax.sampling.kv_pages import most_pages
+from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages, most_pages
 from tuneserve_engine.backend.jax.sampling.programs import MAX_TOP_TOKENS, Programs
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
 from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
@@ -57,7 +57,9 @@ class JaxSampler:
         self._tokenizer = tokenizer
         self._slot_count = slots
         self._vocab_size = model.config.vocab_size
-        self._pages = pages or most_pages(static_shapes, slots)
+        self._pages = most_pages(static_shapes, slots) if pages is None else pages
+        if self._pages < (least := least_pages(static_shapes)):
+            raise ValueError(f"pages is {pages}; a sequence as long as the context needs {least}")
         self._programs = Programs(programs, model, static_shapes, slots=slots, pages=self._pages)
         self.snapshots = Snapshots(
             target_shapes(model.config),
@@ -203,7 +205,7 @@ class JaxSampler:
                 continue
             if batch.is_full and not held[key]:
                 self._displace(batch)
-            if batch.admit(sequence):
+            if batch.admit(sequence, self._growing):
                 self._remove_waiting(key, sequence)
                 if key in self._waiting:  # among owners with equally many decode slots, rotate
                     self._waiting[key] = self._waiting.pop(key)
@@ -211,6 +213,13 @@ class JaxSampler:
                 full.add(key[0])
             else:
                 return
+
+    @property
+    def _growing(self) -> int:
+        """The sequences, of all rank buckets, that may need another page: it is to be free."""
+        size = self._static_shapes.block
+        batches = self._decode_batches.values()
+        return sum(each.grows(size) for batch in batches for each in batch.sequences)
 
     def _adapters_to_end(self, batch: DecodeBatch) -> set[str]:
         """Return a quarter of the adapters: those in use for the longest.

@@ -1,5 +1,7 @@
 """Compiling ahead rests while programs are called."""
 
+from contextlib import suppress
+
 from tuneserve_engine.backend.jax.programs.live_calls import LiveCalls
 
 
@@ -50,17 +52,30 @@ def test_a_rest_lasts_while_programs_are_called() -> None:
     assert clock.rest(10.0) == 30.0
 
 
+def test_compiling_while_nothing_was_called_leaves_no_rest_for_later() -> None:
+    clock = Clock(calls=tuple(100.0 + second for second in range(1, 40)))
+    assert clock.rest(60.0) == 0
+    clock.live.note()
+    assert clock.rest(1.0) == 3.0
+
+
 def test_what_another_thread_compiled_prolongs_a_rest() -> None:
-    """It ends its own compiling while the first one rests: at 101, for two seconds."""
+    """It ends its own compiling while the first one rests: at 101, after two seconds."""
     clock = Clock(calls=tuple(100.0 + second for second in range(1, 40)))
     clock.live.note()
     others: list[float] = []
 
+    def wake_up(seconds: float) -> None:
+        raise StopIteration
+
     def sleep(seconds: float) -> None:
-        clock.sleep(seconds)
         if clock.now_s >= 101.0 and not others:
             others.append(2.0)
-            clock.rest(2.0)
+            clock.live._sleep = wake_up
+            with suppress(StopIteration):
+                clock.live.rest(2.0)
+            clock.live._sleep = sleep
+        clock.sleep(seconds)
 
     clock.live._sleep = sleep
     assert clock.rest(1.0) == 1.0 + 6.0

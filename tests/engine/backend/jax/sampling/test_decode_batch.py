@@ -97,6 +97,24 @@ def test_in_few_pages_sequences_start_anew_without_another_bit(
     check_schedule(crowded, alone, seed)
 
 
+def test_too_few_pages_for_the_context_are_refused(model: Decoder) -> None:
+    with pytest.raises(ValueError, match=r"pages is 9; .* needs 10"):
+        JaxSampler(
+            ProgramRegistry(), model, STATIC_SHAPES, None, slots=2, snapshot_bytes=ROOMY, pages=9
+        )
+
+
+def test_zeros_of_another_size_are_another_program_in_the_cache(model: Decoder) -> None:
+    """The key of a program without arguments is all that tells it from others of its name."""
+    found = []
+    for slots in (2, 3):
+        programs = ProgramRegistry()
+        JaxSampler(programs, model, STATIC_SHAPES, None, slots=slots, snapshot_bytes=ROOMY)
+        found.append({each.name for each in programs.shapes() if "empty_pages" in each.name})
+    assert [len(names) for names in found] == [1, 1]
+    assert found[0] != found[1]
+
+
 def test_three_sequences_as_long_as_the_context_end_in_pages_for_one(
     sampler: JaxSampler, crowded: JaxSampler
 ) -> None:
