@@ -6,6 +6,7 @@ results.md as it is.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -66,9 +67,10 @@ def main() -> None:
         [f"median of {LATER} later steps, s", figures["later_s"]],
         ["first minute / later", figures["minute_s"] / figures["later_s"]],
     ]
+    setup = machine("jax", "tinker", threads=os.cpu_count() or 1)
     about = (
         f"`benchmarks/first_minute.py`: steps of {DATUMS} x {TOKENS} tokens, rank {CONFIG.rank}, "
-        f"one tenant, a worker with an empty cache; {machine('jax', 'tinker', threads=2)}."
+        f"one tenant, a worker with an empty cache; {setup}."
     )
     publish(
         figures, table("The first minute", about, ["what", "seen"], rows), dry_run=arguments.dry_run

@@ -115,6 +115,8 @@ class Program:
         if self._kept is None:
             return self.lower(specs).compile()
         leaves = jax.tree_util.tree_leaves_with_path((self._bound, specs))
+        if not leaves:  # only its result tells the program from others of its name
+            leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(self._jitted))
         taken = " ".join(
             f"{jax.tree_util.keystr(path)} {leaf.dtype}{np.shape(leaf)}" for path, leaf in leaves
         )

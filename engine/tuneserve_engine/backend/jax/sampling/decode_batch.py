@@ -80,7 +80,7 @@ class KvCache:
         """Return the pages, for a program that consumes them; ``put`` takes the new ones back."""
         pages = self._pages
         self._pages = None
-        return self._programs.empty_pages(self._programs.pages) if pages is None else pages
+        return self._programs.empty_pages(()) if pages is None else pages
 
     def put_pages(self, pages: Pages) -> None:
         self._pages = pages

@@ -128,7 +128,6 @@ class Programs:
     ) -> None:
         self.blocks = static_shapes.chunk // static_shapes.block
         self.block = static_shapes.block
-        self.pages = pages
         self.table_width = table_width(static_shapes.context_length, static_shapes.block)
         dtype = model.unembedding().dtype
         self.adapter_slots = adapter_slot_count(slots, is_shared=scans_layers())
@@ -163,9 +162,7 @@ class Programs:
         hidden = _spec((self.blocks, self.block, config.hidden), pages.k[0].dtype)
         blocks = no_blocks(self.blocks, self.block, self.table_width)
         score_request = no_score_request(self.blocks, self.block)
-        # The key of a program without arguments names what its result depends on: a worker with
-        # another number must not find this program in the cache.
-        self.empty_pages.declare(self.pages)
+        self.empty_pages.declare(())
         self.copy.declare((), pages, index, index)
         for order, rank in enumerate(rank_buckets):
             adapter = adapter_specs(shapes, rank)

@@ -109,9 +109,10 @@ class Trainer:
         for order, rank in enumerate(static_shapes.rank_buckets):
             new_slots = partial(_new_slots, self._shapes, static_shapes, rank)
             empty_slots = programs.add_program("empty_slots", new_slots, use=gradients)
-            count = static_shapes.slots(rank)
-            empty_slots.declare((rank, count), order=order)
-            self._slots[rank] = RankSlots(rank, count, partial(empty_slots, (rank, count)))
+            empty_slots.declare(rank, order=order)
+            self._slots[rank] = RankSlots(
+                rank, static_shapes.slots(rank), partial(empty_slots, rank)
+            )
         self.counts = TrainingCounts()
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]

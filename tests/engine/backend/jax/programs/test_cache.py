@@ -4,9 +4,11 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -84,6 +86,15 @@ def test_keys_and_shapes_are_distinguished(tmp_path: Path) -> None:
             program = programs(tmp_path, seen)
             np.testing.assert_array_equal(program(key, np.ones(size, np.float32)), [2.0] * size)
     assert seen == ["traced"] * 3
+
+
+def test_programs_without_arguments_are_distinguished_by_their_results(tmp_path: Path) -> None:
+    """A worker with another plan has buffers of other sizes under the same names and keys."""
+    for size in (2, 3):
+        program = ProgramRegistry(ProgramCache(tmp_path, "n")).add_program(
+            "zeros", partial(jnp.zeros, size), use="tests"
+        )
+        assert program(()).shape == (size,)
 
 
 def test_names_and_structures_are_distinguished(tmp_path: Path) -> None:

@@ -104,17 +104,6 @@ def test_too_few_pages_for_the_context_are_refused(model: Decoder) -> None:
         )
 
 
-def test_zeros_of_another_size_are_another_program_in_the_cache(model: Decoder) -> None:
-    """The key of a program without arguments is all that tells it from others of its name."""
-    found = []
-    for slots in (2, 3):
-        programs = ProgramRegistry()
-        JaxSampler(programs, model, STATIC_SHAPES, None, slots=slots, snapshot_bytes=ROOMY)
-        found.append({each.name for each in programs.shapes() if "empty_pages" in each.name})
-    assert [len(names) for names in found] == [1, 1]
-    assert found[0] != found[1]
-
-
 def test_three_sequences_as_long_as_the_context_end_in_pages_for_one(
     sampler: JaxSampler, crowded: JaxSampler
 ) -> None:

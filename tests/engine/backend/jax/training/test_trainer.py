@@ -291,16 +291,6 @@ def trainer() -> Trainer:
     return Trainer(ProgramRegistry(), model_of(), STATIC_SHAPES)
 
 
-def test_zeros_for_other_request_slots_are_other_programs_in_the_cache() -> None:
-    """The key of a program without arguments is all that tells it from others of its name."""
-    found: list[set[str]] = []
-    for slots in (4, 8):
-        programs = ProgramRegistry()
-        Trainer(programs, model_of(), replace(STATIC_SHAPES, request_slots=slots))
-        found.append({each.name for each in programs.shapes() if "empty_slots" in each.name})
-    assert found[0] and found[1] and not found[0] & found[1]
-
-
 def test_a_batch_adds_each_requests_gradient_to_its_adapter(
     trainer: Trainer,
     ran: Callable[[str], Ran],
