@@ -4,8 +4,8 @@ import threading
 import time
 from collections.abc import Callable
 
-_LIVE_S = 5.0
-"""The time after a call in which another one is expected."""
+_LIVE_S = 30.0
+"""The time after a call in which it may still compute, or another one is expected."""
 _REST = 3.0
 """Seconds of rest per second of compiling, while programs are called."""
 _PAUSE_S = 0.1
@@ -35,7 +35,7 @@ class LiveCalls:
     def rest(self, compiled_s: float) -> None:
         """Return after the rest that is due for ``compiled_s`` seconds of compiling.
 
-        Returns at once when no program was called for 5 s, and when the process ends.
+        Returns at once when no program was called for 30 s, and when the process ends.
         """
         if self._is_live:
             self._rest_until_s = max(self._rest_until_s, self._now() + _REST * compiled_s)
