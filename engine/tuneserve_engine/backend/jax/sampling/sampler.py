@@ -164,7 +164,7 @@ class JaxSampler:
             self._admit()
             for batch in self._decode_batches.values():
                 while not batch.find_pages():
-                    self._preempt()
+                    self._preempt(least=1)
                 batch.advance()
         except BaseException:  # pages may be consumed: their content is lost
             self._forget_all()
@@ -181,9 +181,10 @@ class JaxSampler:
         """Give decode slots to waiting sequences.
 
         Within a rank bucket, the owner with the fewest decode slots is first, then first come,
-        first served. An owner without a decode slot gets one from the owner with the most. If there
-        are too few pages for a sequence, all wait until there are. If there is no adapter slot for
-        it, its owner waits: see ``_displace_adapter`` and ``_adapters_to_end``.
+        first served. An owner without a decode slot gets one, and the pages, from the owner with
+        the most. If there are still too few pages for a sequence, all wait until there are. If
+        there is no adapter slot for it, its owner waits: see ``_displace_adapter`` and
+        ``_adapters_to_end``.
         """
         full: set[int] = set()
         blocked: set[tuple[int, str]] = set()  # owners whose next adapter finds no adapter slot
@@ -205,7 +206,12 @@ class JaxSampler:
                 continue
             if batch.is_full and not held[key]:
                 self._displace(batch)
-            if batch.admit(sequence, self._growing):
+            is_admitted = batch.admit(sequence, self._growing)
+            # This ends: each owner gets its first decode slot once, and no other loses its last.
+            is_first = not any(owner == key[1] for _, owner in held)
+            while not is_admitted and is_first and not batch.is_full and self._preempt(least=2):
+                is_admitted = batch.admit(sequence, self._growing)
+            if is_admitted:
                 self._remove_waiting(key, sequence)
                 if key in self._waiting:  # among owners with equally many decode slots, rotate
                     self._waiting[key] = self._waiting.pop(key)
@@ -236,11 +242,12 @@ class JaxSampler:
         if not self._waiting[key]:
             del self._waiting[key]
 
-    def _preempt(self) -> None:
+    def _preempt(self, *, least: int) -> bool:
         """Take the pages of the sequence with the least work done; it starts anew later.
 
-        It is one of the owner with the most decode slots. Of several sequences, the one with the
-        most work done is never chosen, and pages suffice for one, so every sequence ends.
+        It is one of the owner with the most decode slots. Returns False if that owner has fewer
+        than ``least``. Of several sequences, the one with the most work done is never chosen, and
+        pages suffice for one, so every sequence ends.
         """
         running = [
             (batch, sequence)
@@ -248,10 +255,13 @@ class JaxSampler:
             for sequence in batch.sequences
         ]
         owners = Counter(sequence.request.owner for _, sequence in running)
-        (owner, count), *_ = owners.most_common(1)
+        ((owner, count),) = owners.most_common(1) or [("", 0)]
+        if count < least:
+            return False
         chosen = [each for each in running if count == 1 or each[1].request.owner == owner]
         self._restart(*min(chosen, key=lambda each: each[1].work))
         self.counts.preempted += 1
+        return True
 
     def _displace(self, batch: DecodeBatch) -> None:
         """Take a decode slot from the owner with the most decode slots, if it has more than one.

@@ -114,6 +114,32 @@ def test_three_sequences_as_long_as_the_context_end_in_pages_for_one(
     assert crowded.counts.preempted > before
 
 
+def test_an_owner_without_a_decode_slot_gets_pages_of_the_owner_with_the_most(
+    sampler: JaxSampler, crowded: JaxSampler
+) -> None:
+    """Nine pages: two long sequences hold too many for the other owner's prompt."""
+    busy = {
+        str(seed): request(3, seed=seed, owner="busy", max_tokens=61) for seed in range(2)
+    }
+    new = request(
+        20, seed=7, snapshot_id="rank 2", owner="new", max_tokens=2, prompt_logprobs=True
+    )
+    started = crowded.sample_until(busy, after(5))
+    assert len(started.remaining) == 2
+    before = crowded.counts.preempted
+    ended = {}
+    for _ in range(6):
+        progress = crowded.sample_until(busy | {"new": new}, after(1))
+        ended |= progress.finished
+        if "new" in ended:
+            break
+    assert ended.keys() == {"new"}
+    assert crowded.counts.preempted == before + 1
+    assert_same_bits(ended["new"], sampler.sample([new])[0])
+    for name, got in to_the_end(crowded, busy).items():
+        assert_same_bits(got, sampler.sample([busy[name]])[0])
+
+
 def check_schedule(sampler: JaxSampler, alone: list[SampleResult], seed: int) -> None:
     """Requests arrive one after the other, some are dropped and return, and slices end anywhere.
 
