@@ -61,3 +61,4 @@ def close_clients() -> None:
             each.run_coroutine_threadsafe(each.aclose()).result(timeout=_CLOSE_S)
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()
+    gc.freeze()  # otherwise every module would take seconds to look through all that is left

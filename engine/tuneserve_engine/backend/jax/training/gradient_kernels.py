@@ -5,6 +5,9 @@ kernel takes the factors of the gradients, and a program adds a part of the grad
 of a request, one after the other, in registers. The gradient slot is read and written once. A
 request's bits depend neither on the blocks around its own nor on how chunks divide them.
 
+One call adds the gradients of many matrices: a program for each part of each of them keeps a GPU
+busy, where those of one matrix would not.
+
 Dimension key: as in ``model.block_lora``.
 """
 
@@ -27,17 +30,37 @@ from tuneserve_engine.backend.jax.specs import spec
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 
 
+_LANES = 2
+"""Programs that share the requests of a chunk: each adds every second one's blocks."""
+
+
 class Runs(NamedTuple):
     """The blocks of a chunk that belong to one request lie in a run.
 
-    ``end`` of a run's first block is the block behind its last one, and 0 of any other block.
-    Only blocks that ``adds`` are added.
+    ``begins`` has the first block of each of a chunk's runs, at the chunk's first blocks, and
+    ``count`` of each block the number of its chunk's runs. ``end`` of a run's first block is the
+    block behind its last one, and 0 of any other block. Of blocks with ``adds``, only
+    those that add are added.
     """
 
     slot: Int[Array, " n"]
     is_first: Bool[Array, " n"]
+    begins: Int[Array, " n"]
+    count: Int[Array, " n"]
     end: Int[Array, " n"]
-    adds: Bool[Array, " n"]
+    adds: Bool[Array, " n"] | None = None
+
+
+class Term(NamedTuple):
+    """A product to add to a buffer: the numbers of its factors, and the projection in the low one.
+
+    The buffer is [L, J, D, R] if its ranks are last, or else [L, J, R, F].
+    """
+
+    wide: int
+    low: int
+    projection: int
+    ranks_last: bool
 
 
 def runs_of(owners: BlockOwners, chunk: int) -> Runs:
@@ -49,7 +72,10 @@ def runs_of(owners: BlockOwners, chunk: int) -> Runs:
     goes_on = jnp.append(False, same) & (block % chunk != 0)
     breaks = jnp.append(jnp.where(goes_on, count, block), count)
     end = lax.cummin(breaks, reverse=True)[1:]
-    return Runs(slot, is_first, jnp.where(is_used & ~goes_on, end, 0).astype(jnp.int32), is_used)
+    end = jnp.where(is_used & ~goes_on, end, 0).astype(jnp.int32)
+    begins = jnp.sort(jnp.where(end > 0, block, count).reshape(-1, chunk), axis=1).reshape(-1)
+    runs = jnp.repeat((end > 0).reshape(-1, chunk).sum(1, dtype=jnp.int32), chunk)
+    return Runs(slot, is_first, begins, runs, end)
 
 
 def add_factors(
@@ -65,41 +91,49 @@ def add_factors(
     a request overwrites the layer's gradient in its slot.
     """
     a, b = (dict(side) for side in buffers)
+    wides: list[Array] = []
+    lows: list[Array] = []
+    of_a: list[Term] = []
+    of_b: list[Term] = []
     for names, factors in groups:
-        x, low, by_low, by_outs = factors
-        place = runs, at, layer
-        of_a, of_b = ([side[name] for name in names] for side in (a, b))
-        of_a = add_products([x], by_low, of_a, place, x.dtype, ranks_last=True)
-        of_b = add_products(by_outs, low, of_b, place, x.dtype, ranks_last=False)
-        a |= zip(names, of_a, strict=True)
-        b |= zip(names, of_b, strict=True)
+        for index in range(len(names)):
+            of_a.append(Term(len(wides), len(lows) + 1, index, ranks_last=True))
+            of_b.append(Term(len(wides) + 1 + index, len(lows), index, ranks_last=False))
+        wides += [factors.x, *factors.by_outs]
+        lows += [factors.low, factors.by_low]
+    targets = [name for names, _ in groups for name in names]
+    into = [side[name] for side in (a, b) for name in targets]
+    added = add_products(wides, lows, [*of_a, *of_b], into, (runs, at, layer), wides[0].dtype)
+    a |= zip(targets, added[: len(targets)], strict=True)
+    b |= zip(targets, added[len(targets) :], strict=True)
     return a, b
 
 
 def add_products(  # noqa: PLR0913
     wides: Sequence[Float[Array, "c S _"]],
-    low: Float[Array, "P c S W"],
+    lows: Sequence[Float[Array, "_ c S W"]],
+    terms: Sequence[Term],
     buffers: list[Array],
     place: tuple[Runs, Array, Array],
     dtype: DTypeLike,
-    *,
-    ranks_last: bool,
 ) -> list[Array]:
     """Return the buffers, donated, plus the products of wide and low factors of each run.
 
-    A buffer is [L, J, D, R] if its ranks are last, or else [L, J, R, F]. ``dtype`` is that of the
-    base model. The place is the runs, the chunk's first block and the layer.
+    ``terms`` has an item per buffer. ``dtype`` is that of the base model. The place is the runs,
+    the chunk's first block and the layer.
     """
     flat = [each.reshape(-1, *each.shape[-2:]) for each in buffers]
-    steps = low.shape[3] // min(low.shape[3], RANKS)
-    tiles = sum(each.shape[1 if ranks_last else 2] // TILE for each in flat)
-    given = list(wides), low, place
+    width = lows[0].shape[3]
+    steps = width // min(width, RANKS)
+    tiles = sum(
+        each.shape[1 if term.ranks_last else 2] // TILE
+        for each, term in zip(flat, terms, strict=True)
+    )
+    given = list(wides), list(lows), place
     first = len(jax.tree.leaves(given))
     call = pl.pallas_call(
-        partial(
-            _kernel, slots=buffers[0].shape[1], steps=steps, dtype=dtype, ranks_last=ranks_last
-        ),
-        grid=(low.shape[1], tiles * steps),
+        partial(_kernel, terms=terms, slots=buffers[0].shape[1], steps=steps, dtype=dtype),
+        grid=(min(_LANES, lows[0].shape[1]), tiles * steps),
         out_shape=[spec(each.shape, each.dtype) for each in flat],
         input_output_aliases={first + index: index for index in range(len(flat))},
         # Three stages took 0.9 times as long as two on an H200; 8 warps or narrower tiles, longer.
@@ -113,45 +147,51 @@ def add_products(  # noqa: PLR0913
 
 def _kernel(  # noqa: PLR0913
     wides: list[Any],
-    low: Any,
+    lows: list[Any],
     place: tuple[Any, Any, Any],
     _into: list[Any],
     *buffers: Any,
+    terms: Sequence[Term],
     slots: int,
     steps: int,
     dtype: DTypeLike,
-    ranks_last: bool,
 ) -> None:
-    runs, at, layer = place
-    first, number = pl.program_id(0), pl.program_id(1)
-    behind_run = runs.end[at[...] + first] - at[...]
-    tokens = jnp.arange(low.shape[2], dtype=jnp.int32)[:, None]
-    step = low.shape[3] // steps
+    runs, at, layer = place[0], place[1][...], place[2][...]
+    lane, number = pl.program_id(0), pl.program_id(1)
+    tokens = jnp.arange(lows[0].shape[2], dtype=jnp.int32)[:, None]
+    step = lows[0].shape[3] // steps
     ranks = (number % steps) * step + jnp.arange(step, dtype=jnp.int32)[None, :]
+    lanes = min(_LANES, lows[0].shape[1])
+    mine = (runs.count[at] - lane + lanes - 1) // lanes
 
-    def run(index: int, buffer: Any, behind: int) -> None:
-        wide = wides[index % len(wides)]
+    def run(term: Term, buffer: Any, behind: int) -> None:
+        wide, low = wides[term.wide], lows[term.low]
         columns = (number // steps - behind) * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        matrix = layer[...] * slots + runs.slot[at[...] + first]
-
-        def add(block: Array, total: Array) -> Array:
-            left = wide[block, tokens, columns[None, :]]
-            more = product(left, low[index, block, tokens, ranks], 0, 0, dtype)
-            return jnp.where(runs.adds[at[...] + block], total + more, total)
-
-        rank = buffer.shape[2 if ranks_last else 1]
+        rank = buffer.shape[2 if term.ranks_last else 1]
         is_held = jnp.broadcast_to(ranks < rank, (TILE, step))
-        both = (columns[:, None], ranks) if ranks_last else (ranks, columns[:, None])
-        here = buffer.at[matrix, *both]
-        old = triton.load(here, mask=is_held, other=0.0)
-        total = jnp.where(runs.is_first[at[...] + first], 0.0, old)
-        total = lax.fori_loop(first, behind_run, add, total)
-        triton.store(here, total, mask=is_held)
+        both = (columns[:, None], ranks) if term.ranks_last else (ranks, columns[:, None])
+
+        def add_block(block: Array, total: Array) -> Array:
+            left = wide[block, tokens, columns[None, :]]
+            more = product(left, low[term.projection, block, tokens, ranks], 0, 0, dtype)
+            if runs.adds is None:
+                return total + more
+            return jnp.where(runs.adds[at + block], total + more, total)
+
+        def add_run(index: Array, _: None) -> None:
+            first = runs.begins[at + lane + index * lanes]
+            here = buffer.at[layer * slots + runs.slot[first], *both]
+            old = triton.load(here, mask=is_held, other=0.0)
+            total = jnp.where(runs.is_first[first], 0.0, old)
+            begin, end = first - at, runs.end[first] - at
+            total = lax.fori_loop(begin, end, add_block, total)
+            triton.store(here, total, mask=is_held)
+
+        lax.fori_loop(0, mine, add_run, None)
 
     behind = 0
-    for index, buffer in enumerate(buffers):
-        end = behind + buffer.shape[1 if ranks_last else 2] // TILE
-        mine = number // steps
-        is_mine = (mine >= behind) & (mine < end) & (behind_run > first)
-        pl.when(is_mine)(partial(run, index, buffer, behind))
+    for term, buffer in zip(terms, buffers, strict=True):
+        end = behind + buffer.shape[1 if term.ranks_last else 2] // TILE
+        is_mine = (number // steps >= behind) & (number // steps < end)
+        pl.when(is_mine)(partial(run, term, buffer, behind))
         behind = end

@@ -21,7 +21,7 @@ from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.layers import rms_norm
 from tuneserve_engine.backend.jax.model.lora import float32_product
 from tuneserve_engine.backend.jax.specs import spec
-from tuneserve_engine.backend.jax.training.gradient_kernels import add_products, runs_of
+from tuneserve_engine.backend.jax.training.gradient_kernels import Term, add_products, runs_of
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners, add_to_slot
 from tuneserve_engine.backend.jax.training.losses import (
     GSPO_ID,
@@ -325,9 +325,10 @@ class _HeadPass(NamedTuple):
         by_normed = block_lora.add_input(by_normed, by_low, group, out, dtype)
         runs = runs_of(part.owners._replace(is_used=part.trained), self.chunk)
         place = runs._replace(adds=chosen), jnp.int32(0), jnp.int32(0)
-        a, b = [gradient_slots["a"]], [gradient_slots["b"]]
-        (of_a,) = add_products([logits.normed], by_low, a, place, dtype, ranks_last=True)
-        (of_b,) = add_products([dz], low, b, place, dtype, ranks_last=False)
+        terms = Term(0, 0, 0, ranks_last=True), Term(1, 1, 0, ranks_last=False)
+        into = [gradient_slots["a"], gradient_slots["b"]]
+        wides, lows = [logits.normed, dz], [by_low, low]
+        of_a, of_b = add_products(wides, lows, terms, into, place, dtype)
         return by_normed, {"a": of_a, "b": of_b}
 
     def _through_norm(self, x: Array, by_normed: Array) -> Array:
