@@ -6,9 +6,10 @@
 - ``environment``: the device and its software, and the rates that it reaches.
 - ``answers``, ``errors``: logprobs and gradients in bfloat16 and float32, and both on the CPU. The
   latter can run on another machine, with the former's ``--folder``.
-- ``bits``: the logprobs of a LoRA and an rsLoRA in bfloat16 from training, ``forward`` and
-  rescoring, under every ``remat``. ``differ`` names the ways whose bits are not those of
-  ``forward_backward``.
+- ``bits``: the logprobs of a LoRA, an rsLoRA and an OSFT adapter from training, ``forward`` and
+  rescoring, and a step's gradient, weights and moments again and behind other requests, under every
+  ``remat``; samples alone and in company. ``differ`` names the ways whose bits are not equal.
+- ``restart``: the digests of all of these in two more processes.
 - ``train``: a micro-batch of 8,192 tokens, of one tenant and of eight, beside the prediction of the
   same compiled program (``scripts/gpu_compile``), and its temporary memory beside the plan.
 - ``decode``: sequences that are decoded together, likewise.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import get_args
 
 import jax
-from gpu_numbers import answer, bits, errors, reference
+from gpu_numbers import answer, bits, errors, reference, restart
 from gpu_scales import CARD, DRY
 from gpu_speed import decode, environment, small, train
 
@@ -38,6 +39,7 @@ PHASES = {
     "environment": environment,
     "answers": answer,
     "bits": bits,
+    "restart": restart,
     "train": train,
     "decode": decode,
     "small": small,

@@ -1,10 +1,13 @@
 """The checks of ``gpu_accept.py``: errors, and results whose bits have to be equal."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,8 +19,9 @@ from gpu_scales import CARD, Row, Scale
 
 from tuneserve_engine.backend.base import SampledSequence, SampleResult, SamplingRequest
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.core.adapter import AdapterConfig
+from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig
 from tuneserve_engine.core.backend_options import DType, Remat
+from tuneserve_engine.core.errors import ServerError
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.execution.device_timer import DeviceTimer
 from tuneserve_engine.worker.execution.packing import PackingRequest, pack, unpack
@@ -28,6 +32,7 @@ ADAPTERS = {
     "lora": AdapterConfig(rank=40, alpha=32, seed=3),
     "rslora": AdapterConfig(rank=33, alpha=8, seed=4, kind="rslora", train_unembed=False),
 }
+COMPARED = ADAPTERS | {"osft": AdapterConfig(24, 32, seed=5, kind="osft", train_unembed=False)}
 SAMPLED = 40  # tokens whose logprobs are checked
 _SAMPLES = {"lora": 18, "rslora": 6}  # decoded together: the rows of one adapter fill two tiles
 _COMMAND = Path(__file__).with_name("gpu_accept.py")
@@ -77,8 +82,12 @@ def rescored(engine: JaxBackend, adapter: str, sequence: Tokens) -> Any:
 
 
 def load(engine: JaxBackend, name: str, config: AdapterConfig) -> None:
-    """Load an adapter with random weights, B included."""
+    """Load an adapter anew, a LoRA with random weights, B included."""
+    with suppress(ServerError):  # there is none yet
+        engine.delete_adapter(name)
     engine.create_adapter(name, config)
+    if config.kind == "osft":
+        return
     state = engine.adapter_state(name, optimizer=False)
     engine.delete_adapter(name)
     random = np.random.default_rng(config.seed)
@@ -155,16 +164,19 @@ def answers(
     return found
 
 
-def sampled(engine: JaxBackend, prompt: Tokens) -> dict[str, np.ndarray[Any, Any]]:
+def sampled(
+    engine: JaxBackend, prompt: Tokens, names: Sequence[str] = tuple(ADAPTERS)
+) -> dict[str, np.ndarray[Any, Any]]:
     """Return one of the samples of each adapter, which are decoded together, and its logprobs."""
-    for name in ADAPTERS:
+    for name in names:
         engine.load_snapshot(name, engine.exported_adapter(name))
     requests = [
         SamplingRequest(prompt, name, seed=1, num_samples=count, max_tokens=SAMPLED)
         for name, count in _SAMPLES.items()
+        if name in names
     ]
     found: dict[str, np.ndarray[Any, Any]] = {}
-    for name, result in zip(_SAMPLES, engine.sample(requests), strict=True):
+    for name, result in zip(names, engine.sample(requests), strict=True):
         sequence = result.sequences[-1]
         found[f"drawn {name}"] = np.concatenate([prompt, sequence.tokens])
         found[f"sampled {name}"] = sequence.logprobs
@@ -197,26 +209,87 @@ def _error(found: Any, expected: Any) -> float:
 
 
 def bits(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Compare the logprobs of every way, and those of the first ``remat`` with the others."""
+    """Compare each adapter's logprobs of every way, its gradient, weights and moments behind other
+    requests, and the logprobs of the first ``remat`` with those of the others. Compare samples in
+    company with those alone.
+    """
     model = folder / "bits"
-    write_model(model, scale.checked)
+    if not model.exists():
+        write_model(model, scale.checked)
     sequences = random_tokens(scale.checked_lengths, scale.checked.vocab, seed=1)
-    first: dict[str, list[Any]] = {}
-    for remat in sorted(get_args(Remat)):
-        engine = backend(model, scale.checked, scale.chunk, remat=remat)
-        for name, config in ADAPTERS.items():
-            load(engine, name, config)
-            want = logprobs(engine, name, sequences)
-            ways = {
-                "again": logprobs(engine, name, sequences),
-                "forward": logprobs(engine, name, sequences, forward_only=True),
-                "alone": [logprobs(engine, name, [s])[0] for s in sequences],
-                "rescored": [rescored(engine, name, s) for s in sequences],
-                f"remat={sorted(get_args(Remat))[0]}": first.setdefault(name, want),
-            }
-            gaps = {way: widest_gap(found, want) for way, found in ways.items()}
-            differ = {way: gap for way, gap in gaps.items() if gap}
-            yield {"bits": remat, "adapter": name, "ways": list(ways), "differ": differ}
+    for dtype, remats in scale.remats.items():
+        first: dict[str, list[Any]] = {}
+        for remat in remats:
+            engine = backend(model, scale.checked, scale.chunk, dtype=dtype, remat=remat)
+            for name, config in COMPARED.items():
+                load(engine, name, config)
+                want = logprobs(engine, name, sequences)
+                ways = {
+                    "again": (logprobs(engine, name, sequences), want),
+                    "forward": (logprobs(engine, name, sequences, forward_only=True), want),
+                    "alone": ([logprobs(engine, name, [s])[0] for s in sequences], want),
+                    "rescored": ([rescored(engine, name, s) for s in sequences], want),
+                    f"remat={remats[0]}": (first.setdefault(name, want), want),
+                }
+                step = stepped(engine, [name], sequences)
+                others = [other for other in COMPARED if other != name]
+                ways |= {
+                    "step again": (stepped(engine, [name], sequences), step),
+                    "step behind others": (stepped(engine, [*others, name], sequences), step),
+                }
+                yield _bits(f"{dtype} {remat} {name}", [*want, *step], ways)
+        prompt = max(sequences, key=len)
+        samples = sampled(engine, prompt)
+        ways = {
+            f"{name} alone": (sampled(engine, prompt, [name])[f"sampled {name}"], found)
+            for name in ADAPTERS
+            for found in [samples[f"sampled {name}"]]
+        }
+        yield _bits(f"{dtype} samples", list(samples.values()), ways)
+
+
+def _bits(what: str, arrays: list[Any], ways: dict[str, tuple[Any, Any]]) -> Row:
+    gaps = {way: widest_gap(found, want) for way, (found, want) in ways.items()}
+    digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in arrays))
+    differ = {way: gap for way, gap in gaps.items() if gap}
+    return {"bits": what, "ways": list(ways), "differ": differ, "digest": digest.hexdigest()[:16]}
+
+
+def restart(scale: Scale, folder: Path) -> Iterator[Row]:
+    """Run ``bits`` in two processes, and compare the digests of all results."""
+    options = ["--only", "bits", "--folder", str(folder)]
+    options += [] if scale.checked == CARD.checked else ["--dry-run"]
+    command = [sys.executable, str(_COMMAND), *options]
+    # The process that calls this one may hold most of the device's memory.
+    shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    digests = []
+    for _ in range(2):
+        found = subprocess.run(command, env=shared, check=True, stdout=subprocess.PIPE)
+        rows = [json.loads(line) for line in found.stdout.splitlines()]
+        digests.append({row["bits"]: row["digest"] for row in rows if "bits" in row})
+    one, other = digests
+    differ = [what for what in one if one[what] != other[what]]
+    yield {"bits": "after a restart", "compared": list(one), "differ": differ}
+
+
+def stepped(engine: JaxBackend, names: Sequence[str], sequences: Sequence[Tokens]) -> list[Any]:
+    """Return the last one's gradient, and its weights and moments after an optimizer step.
+
+    All adapters are loaded anew. Their requests share micro-batches, the last one's behind the
+    others'.
+    """
+    *_, last = names
+    data = training_data(sequences)
+    for name in names:
+        load(engine, name, COMPARED[name])
+    packed = pack([PackingRequest(name, RANK, data) for name in names], engine.static_shapes)
+    for each in packed:
+        engine.forward_backward(each.batch)
+    gradient = engine.adapter_state(last, optimizer=False, accumulator=True).accumulator
+    (metrics,) = engine.optim_steps([(last, AdamwParams(weight_decay=0.1))])
+    assert not isinstance(metrics, Exception), metrics
+    state = engine.adapter_state(last, optimizer=True).to_tensors()
+    return [tensor for part in (gradient, state) for _, tensor in sorted(part.items())]
 
 
 def widest_gap(found: Sequence[Any], want: Sequence[Any]) -> float:

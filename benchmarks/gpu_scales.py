@@ -6,6 +6,7 @@ from typing import Any
 from bench_model import Shape
 
 from scripts.gpu_compile.forecast import Load
+from tuneserve_engine.core.backend_options import DType, Remat
 
 Row = dict[str, Any]
 
@@ -21,6 +22,7 @@ class Scale:
     batches: dict[str, list[int]]
     models: dict[str, Shape]
     load: Load
+    remats: dict[DType, tuple[Remat, ...]]  # that ``bits`` compares
     decode_slots: tuple[int, ...]
     new_tokens: int
     top: int = 0  # kernels to list
@@ -38,6 +40,7 @@ CARD = Scale(
     batches={"8 x 128": [128] * 8, "64 x 20": [20] * 64, "4 x 1024": [1024] * 4},
     models={"qwen3-0.6b": _06B, "qwen3-8b": _8B},
     load=Load(),
+    remats={"bfloat16": ("attention", "dots", "full", "none"), "float32": ("dots", "full")},
     decode_slots=(8, 64),
     new_tokens=128,
 )
@@ -49,6 +52,7 @@ DRY = Scale(
     batches={"2 x 20": [20] * 2},
     models={"tiny": _TINY},
     load=Load(tokens=256, datum_tokens=32, context=64, rank=8, chunk=256),
+    remats={"bfloat16": ("dots", "full")},
     decode_slots=(2,),
     new_tokens=8,
 )
