@@ -6,9 +6,9 @@
 - ``environment``: the device and its software, and the rates that it reaches.
 - ``answers``, ``errors``: logprobs and gradients in bfloat16 and float32, and both on the CPU. The
   latter can run on another machine, with the former's ``--folder``.
-- ``bits``: the logprobs of a LoRA, an rsLoRA and an OSFT adapter from training, ``forward`` and
-  rescoring, and a step's gradient, weights and moments again and behind other requests, under every
-  ``remat``; samples alone and in company. ``differ`` names the ways whose bits are not equal.
+- ``bits``: the logprobs of a LoRA and an rsLoRA from training, ``forward`` and rescoring, and a
+  step's gradient, weights and moments again and behind another request, under every ``remat``;
+  samples alone and in company; logprobs of OSFT. ``differ`` names the ways whose bits differ.
 - ``restart``: the digests of all of these in two more processes.
 - ``train``: a micro-batch of 8,192 tokens, of one tenant and of eight, beside the prediction of the
   same compiled program (``scripts/gpu_compile``), and its temporary memory beside the plan.

@@ -32,7 +32,7 @@ ADAPTERS = {
     "lora": AdapterConfig(rank=40, alpha=32, seed=3),
     "rslora": AdapterConfig(rank=33, alpha=8, seed=4, kind="rslora", train_unembed=False),
 }
-COMPARED = ADAPTERS | {"osft": AdapterConfig(24, 32, seed=5, kind="osft", train_unembed=False)}
+_OSFT = AdapterConfig(24, 32, seed=5, kind="osft", train_unembed=False)
 SAMPLED = 40  # tokens whose logprobs are checked
 _SAMPLES = {"lora": 18, "rslora": 6}  # decoded together: the rows of one adapter fill two tiles
 _COMMAND = Path(__file__).with_name("gpu_accept.py")
@@ -221,21 +221,16 @@ def bits(scale: Scale, folder: Path) -> Iterator[Row]:
         first: dict[str, list[Any]] = {}
         for remat in remats:
             engine = backend(model, scale.checked, scale.chunk, dtype=dtype, remat=remat)
-            for name, config in COMPARED.items():
+            for name, config in ADAPTERS.items():
                 load(engine, name, config)
                 want = logprobs(engine, name, sequences)
-                ways = {
-                    "again": (logprobs(engine, name, sequences), want),
-                    "forward": (logprobs(engine, name, sequences, forward_only=True), want),
-                    "alone": ([logprobs(engine, name, [s])[0] for s in sequences], want),
-                    "rescored": ([rescored(engine, name, s) for s in sequences], want),
-                    f"remat={remats[0]}": (first.setdefault(name, want), want),
-                }
+                ways = _ways(engine, name, sequences, want)
+                ways[f"remat={remats[0]}"] = (first.setdefault(name, want), want)
                 step = stepped(engine, [name], sequences)
-                others = [other for other in COMPARED if other != name]
+                others = [other for other in ADAPTERS if other != name]
                 ways |= {
                     "step again": (stepped(engine, [name], sequences), step),
-                    "step behind others": (stepped(engine, [*others, name], sequences), step),
+                    "step behind another": (stepped(engine, [*others, name], sequences), step),
                 }
                 yield _bits(f"{dtype} {remat} {name}", [*want, *step], ways)
         prompt = max(sequences, key=len)
@@ -246,6 +241,23 @@ def bits(scale: Scale, folder: Path) -> Iterator[Row]:
             for found in [samples[f"sampled {name}"]]
         }
         yield _bits(f"{dtype} samples", list(samples.values()), ways)
+    for dtype, remats in scale.remats.items():  # last: creating the adapter takes long
+        engine = backend(model, scale.checked, scale.chunk, dtype=dtype, remat=remats[-1])
+        load(engine, "osft", _OSFT)
+        want = logprobs(engine, "osft", sequences)
+        yield _bits(f"{dtype} osft", want, _ways(engine, "osft", sequences, want))
+
+
+def _ways(
+    engine: JaxBackend, name: str, sequences: Sequence[Tokens], want: list[Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the adapter's logprobs by every way, each beside those of ``forward_backward``."""
+    return {
+        "again": (logprobs(engine, name, sequences), want),
+        "forward": (logprobs(engine, name, sequences, forward_only=True), want),
+        "alone": ([logprobs(engine, name, [s])[0] for s in sequences], want),
+        "rescored": ([rescored(engine, name, s) for s in sequences], want),
+    }
 
 
 def _bits(what: str, arrays: list[Any], ways: dict[str, tuple[Any, Any]]) -> Row:
@@ -281,7 +293,7 @@ def stepped(engine: JaxBackend, names: Sequence[str], sequences: Sequence[Tokens
     *_, last = names
     data = training_data(sequences)
     for name in names:
-        load(engine, name, COMPARED[name])
+        load(engine, name, ADAPTERS[name])
     packed = pack([PackingRequest(name, RANK, data) for name in names], engine.static_shapes)
     for each in packed:
         engine.forward_backward(each.batch)

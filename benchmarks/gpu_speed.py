@@ -86,6 +86,7 @@ class Planned:
             static_shapes=self.plan.static_shapes,
             remat=self.plan.remat,
             sample_rows=load.slots,
+            kv_pages=self.plan.kv_pages,
         )
         self.loaded_s = time.perf_counter() - began_s
         self.gpu = _data_sheet()
