@@ -228,8 +228,15 @@ BUGS = (
     Bug(
         "a kernel that keeps an earlier batch's gradient",
         f"{JAX}/training/gradient_kernels.py",
-        "jnp.where(runs.is_first[at[...] + first], 0.0, old)",
+        "jnp.where(runs.is_first[first], 0.0, old)",
         "old",
+        (f"{JAX_TESTS}/training/test_gradient_kernels.py",),
+    ),
+    Bug(
+        "a kernel that adds some requests twice and some never",
+        f"{JAX}/training/gradient_kernels.py",
+        "runs.begins[at + lane + index * lanes]",
+        "runs.begins[at + index * lanes]",
         (f"{JAX_TESTS}/training/test_gradient_kernels.py",),
     ),
     Bug(
@@ -342,6 +349,20 @@ BUGS = (
         "            if part.users:\n                continue\n",
         "",
         (f"{JAX_TESTS}/sampling/test_kv_pages.py",),
+    ),
+    Bug(
+        "a growing sequence whose new page takes the place of the one before",
+        f"{JAX}/sampling/decode_batch.py",
+        "sequence.context // size + len(sequence.private_pages)]",
+        "sequence.context // size + len(sequence.private_pages) - 1]",
+        (f"{JAX_TESTS}/sampling/test_decode_batch.py",),
+    ),
+    Bug(
+        "a tenant that waits for pages until another's sequence ends",
+        f"{JAX}/sampling/sampler.py",
+        "is_first = not any(owner == key[1] for _, owner in held)",
+        "is_first = False",
+        (f"{JAX_TESTS}/sampling/test_decode_batch.py",),
     ),
     Bug(
         "samples of one tenant that may reuse the prompts of another",

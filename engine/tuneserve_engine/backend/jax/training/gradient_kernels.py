@@ -29,7 +29,6 @@ from tuneserve_engine.backend.jax.model.tile import TILE
 from tuneserve_engine.backend.jax.specs import spec
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 
-
 _LANES = 2
 """Programs that share the requests of a chunk: each adds every second one's blocks."""
 

@@ -118,12 +118,8 @@ def test_an_owner_without_a_decode_slot_gets_pages_of_the_owner_with_the_most(
     sampler: JaxSampler, crowded: JaxSampler
 ) -> None:
     """Nine pages: two long sequences hold too many for the other owner's prompt."""
-    busy = {
-        str(seed): request(3, seed=seed, owner="busy", max_tokens=61) for seed in range(2)
-    }
-    new = request(
-        20, seed=7, snapshot_id="rank 2", owner="new", max_tokens=2, prompt_logprobs=True
-    )
+    busy = {str(seed): request(3, seed=seed, owner="busy", max_tokens=61) for seed in range(2)}
+    new = request(20, seed=7, snapshot_id="rank 2", owner="new", max_tokens=2, prompt_logprobs=True)
     started = crowded.sample_until(busy, after(5))
     assert len(started.remaining) == 2
     before = crowded.counts.preempted
