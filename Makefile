@@ -23,11 +23,20 @@ demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, 
 run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
 	$(BIN)/tuneserve up $(ARGS)
 
-# Most of their time goes to compiling small programs, which LLVM does faster at its first level. The
-# faults and the nightly tests run the code that users run, as does `make test XLA_FLAGS=`.
-test: export XLA_FLAGS += --xla_backend_optimization_level=1
+# Most of their time goes to compiling small programs, which takes a third of the time without
+# optimisation. Tests of bits run the code that users run, as do the faults and the nightly tests.
+QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 test: .venv/dev.stamp redis-server chromium  ## Every quick test; make test ARGS=tests/engine for some
-	$(BIN)/pytest -m "not nightly" $(or $(ARGS),--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+ifdef ARGS
+	$(BIN)/pytest -m "not nightly" $(ARGS)
+else
+	status=0; \
+	XLA_FLAGS="$(QUICKLY) $$XLA_FLAGS" $(BIN)/pytest -m "not nightly and not bits" $(TOGETHER) || status=1; \
+	$(BIN)/pytest -m "not nightly and bits" $(TOGETHER) || status=1; \
+	exit $$status
+endif
 
 test-faults:  ## Killed processes, hostile clients, full disks: a few minutes
 ifdef ARGS

@@ -268,19 +268,22 @@ def _bits(what: str, arrays: list[Any], ways: dict[str, tuple[Any, Any]]) -> Row
 
 
 def restart(scale: Scale, folder: Path) -> Iterator[Row]:
-    """Run ``bits`` in two processes, and compare the digests of all results."""
+    """Run ``bits`` in two processes, and compare the digests of all results.
+
+    ``differ`` also names the results that differ within one of the processes.
+    """
     options = ["--only", "bits", "--folder", str(folder)]
     options += [] if scale.checked == CARD.checked else ["--dry-run"]
     command = [sys.executable, str(_COMMAND), *options]
     # The process that calls this one may hold most of the device's memory.
     shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    digests = []
+    found_bits = []
     for _ in range(2):
         found = subprocess.run(command, env=shared, check=True, stdout=subprocess.PIPE)
         rows = [json.loads(line) for line in found.stdout.splitlines()]
-        digests.append({row["bits"]: row["digest"] for row in rows if "bits" in row})
-    one, other = digests
-    differ = [what for what in one if one[what] != other[what]]
+        found_bits.append({row["bits"]: row for row in rows if "bits" in row})
+    one, other = found_bits
+    differ = [what for what in one if one[what] != other[what] or one[what]["differ"]]
     yield {"bits": "after a restart", "compared": list(one), "differ": differ}
 
 
@@ -305,4 +308,9 @@ def stepped(engine: JaxBackend, names: Sequence[str], sequences: Sequence[Tokens
 
 
 def widest_gap(found: Sequence[Any], want: Sequence[Any]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(found, want, strict=True))
+    """Return the largest difference; infinite if only bits differ, or one is not a number."""
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(found, want, strict=True)]
+    if all(a.tobytes() == b.tobytes() for a, b in pairs):
+        return 0.0
+    gap = float(max(np.abs(a - b).max() for a, b in pairs))
+    return gap if gap > 0 else float("inf")

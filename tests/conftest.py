@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,14 @@ os.environ.setdefault("TUNESERVE_STORE_RESERVE_BYTES", "0")
 # A client of the SDK that outlives its server would try for 30 s to send its telemetry at the end.
 # tests/integration/test_sdk_wire.py has it on, as by default.
 os.environ["TINKER_TELEMETRY"] = "0"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that have ``bit`` or ``bits`` in their names."""
+    for item in items:
+        if re.search(r"_bits?(_|\[|$)", item.name):
+            item.add_marker(pytest.mark.bits)
 
 
 def pytest_collection_finish() -> None:

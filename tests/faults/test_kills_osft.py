@@ -148,6 +148,7 @@ def mixed_batches(log: str) -> int:
     return sum(LORA.name in batch["tenants"] and len(batch["tenants"]) > 1 for batch in batches)
 
 
+@pytest.mark.nightly
 def test_kills_of_a_worker_with_osft_adapters_change_no_bit(
     tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from tests.support.nightly import at_night
 from tuneserve_server.cli.local_server import LocalServer
 
 pytestmark = [
+    pytest.mark.bits,
     # The SDK leaves its sockets to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
@@ -40,8 +39,6 @@ RANKS = 32
 _PART_TILES, _PARTS = 8, 32
 """The least tiles of a part of the widest projection, and the most parts. More parts keep more of a
 GPU busy; each costs a sum per token."""
-LOW = "lora_low"
-"""The name of ``Factors.low`` as a value that the backward pass may read."""
 _LEAST_SIZE = 16  # Triton multiplies no smaller matrices
 
 
@@ -203,7 +200,7 @@ def _forward(
     outs: list[Array], x: Array, group: GroupLora, factors: Factors
 ) -> tuple[list[Array], Any]:
     del factors
-    low = checkpoint_name(low_of(x, group, x.dtype), LOW)
+    low = low_of(x, group, x.dtype)
     return add_outputs(outs, low, group, x.dtype, x.dtype), (x, low, group)
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from tuneserve_engine.backend.base import (
     SampleProgress,
     SampleResult,
     SamplingRequest,
-    TokenDelta,
 )
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
@@ -21,9 +20,13 @@ from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.decode_batch import Counts, DecodeBatch, KvCache
 from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages, most_pages
-from tuneserve_engine.backend.jax.sampling.programs import MAX_TOP_TOKENS, Programs
+from tuneserve_engine.backend.jax.sampling.programs import (
+    MAX_TOP_TOKENS,
+    STEPS_PER_DISPATCH,
+    Programs,
+)
 from tuneserve_engine.backend.jax.sampling.prompt_logprobs import PromptLogprobs
-from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence
+from tuneserve_engine.backend.jax.sampling.sequence import DecodedSequence, RunningRequest
 from tuneserve_engine.backend.jax.sampling.snapshots import Snapshot, Snapshots
 from tuneserve_engine.backend.jax.sampling.stop_criteria import StopCriteria, TextDecoder
 from tuneserve_engine.core.errors import EngineError, ServerError, UserError
@@ -113,7 +116,7 @@ class JaxSampler:
     ) -> SampleProgress:
         finished: dict[str, SampleResult | EngineError] = {}
         self._drop_all_but(asked)
-        new: dict[str, _RunningRequest] = {}
+        new: dict[str, RunningRequest] = {}
         for name in [name for name in asked if name not in self._running]:
             try:
                 new[name] = self._new_request(asked[name])
@@ -175,16 +178,16 @@ class JaxSampler:
         self._cache = KvCache(self._programs, self._pages, self.snapshots, self.counts)
         self._decode_batches: dict[int, DecodeBatch] = {}
         self._waiting: dict[tuple[int, str], deque[DecodedSequence]] = {}
-        self._running: dict[str, _RunningRequest] = {}
+        self._running: dict[str, RunningRequest] = {}
 
     def _admit(self) -> None:
         """Give decode slots to waiting sequences.
 
-        Within a rank bucket, the owner with the fewest decode slots is first, then first come,
-        first served. An owner without a decode slot gets one, and the pages, from the owner with
-        the most. If there are still too few pages for a sequence, all wait until there are. If
-        there is no adapter slot for it, its owner waits: see ``_displace_adapter`` and
-        ``_adapters_to_end``.
+        Owners without a decode slot are first. Within a rank bucket, the owner with the fewest
+        decode slots is next, then first come, first served. An owner without a decode slot gets
+        one, and the pages, from the owner with the most. If there are still too few pages for a
+        sequence, all wait until there are. If there is no adapter slot for it, its owner waits: see
+        ``_displace_adapter`` and ``_adapters_to_end``.
         """
         full: set[int] = set()
         blocked: set[tuple[int, str]] = set()  # owners whose next adapter finds no adapter slot
@@ -195,7 +198,8 @@ class JaxSampler:
                 for batch in self._decode_batches.values()
                 for each in batch.sequences
             )
-            key = min(keys, key=lambda key: held[key])
+            decoding = {owner for _, owner in held}
+            key = min(keys, key=lambda key: (key[1] in decoding, held[key]))
             batch, sequence = self._batch_for(key[0]), self._waiting[key][0]
             if not batch.has_adapter_slot(sequence) and not held[key]:
                 self._displace_adapter(batch)
@@ -208,8 +212,8 @@ class JaxSampler:
                 self._displace(batch)
             is_admitted = batch.admit(sequence, self._growing)
             # This ends: each owner gets its first decode slot once, and no other loses its last.
-            is_first = not any(owner == key[1] for _, owner in held)
-            while not is_admitted and is_first and not batch.is_full and self._preempt(least=2):
+            can_preempt = key[1] not in decoding and self._can_make_room(batch, sequence)
+            while not is_admitted and can_preempt and self._preempt(least=2):
                 is_admitted = batch.admit(sequence, self._growing)
             if is_admitted:
                 self._remove_waiting(key, sequence)
@@ -226,6 +230,24 @@ class JaxSampler:
         size = self._static_shapes.block
         batches = self._decode_batches.values()
         return sum(each.grows(size) for batch in batches for each in batch.sequences)
+
+    def _can_make_room(self, batch: DecodeBatch, sequence: DecodedSequence) -> bool:
+        """Return whether a decode slot is free, and pages would suffice if every owner kept one
+        sequence. Pages that sequences share count for each of them.
+        """
+        owners: dict[str, list[DecodedSequence]] = defaultdict(list)
+        for each in self._decode_batches.values():
+            for held in each.sequences:
+                owners[held.request.owner].append(held)
+        of_others = [
+            len(held.prefix_pages) + len(held.private_pages)
+            for mine in owners.values()
+            for held in sorted(mine, key=lambda held: held.work)[:-1]
+        ]
+        size = self._static_shapes.block
+        first = -(-sequence.context // size) + sequence.page_count(STEPS_PER_DISPATCH, size)
+        needed = first + len(owners)  # each of which may need another page
+        return not batch.is_full and needed <= self._cache.pool.room + sum(of_others)
 
     def _adapters_to_end(self, batch: DecodeBatch) -> set[str]:
         """Return a quarter of the adapters: those in use for the longest.
@@ -312,7 +334,7 @@ class JaxSampler:
             )
         return self._decode_batches[rank_bucket]
 
-    def _new_request(self, request: SamplingRequest) -> "_RunningRequest":
+    def _new_request(self, request: SamplingRequest) -> RunningRequest:
         _check_widths(request)
         # Python's numbers are wider than the device's; values beyond its range mean its limit.
         request = replace(
@@ -323,7 +345,7 @@ class JaxSampler:
             topk_sample=min(request.topk_sample, self._vocab_size),
         )
         snapshot, count = self._snapshot(request.snapshot_id), request.num_samples
-        return _RunningRequest(
+        return RunningRequest(
             [self._new_sequence(request, snapshot, sample) for sample in range(count)]
         )
 
@@ -350,43 +372,6 @@ class JaxSampler:
             stop_tokens=request.stop_tokens,
             stop_strings=request.stop_strings,
             tokenizer=self._tokenizer,
-        )
-
-
-@dataclass
-class _RunningRequest:
-    """A request that has not ended."""
-
-    sequences: list[DecodedSequence]
-    lost: float = 0.0  # work on sequences that were restarted
-
-    @property
-    def remaining(self) -> int:
-        """The number of sequences that have not ended."""
-        return sum(sequence.stop_reason is None for sequence in self.sequences)
-
-    @property
-    def work(self) -> float:
-        return self.lost + sum(sequence.work for sequence in self.sequences)
-
-    def take_new_tokens(self) -> list[TokenDelta]:
-        """Return what was drawn since the previous call."""
-        found = [sequence.take_new_tokens() for sequence in self.sequences]
-        return [each for each in found if each is not None]
-
-    def restart(self, sequence: DecodedSequence, anew: DecodedSequence) -> None:
-        self.lost += sequence.work
-        self.sequences[self.sequences.index(sequence)] = anew
-
-    def result(self) -> SampleResult:
-        first = self.sequences[0]
-        scores = (
-            SampleResult(()) if first.prompt_logprobs is None else first.prompt_logprobs.result()
-        )
-        return replace(
-            scores,
-            sequences=tuple(sequence.result() for sequence in self.sequences),
-            prompt_cache_hit_tokens=first.cache_hits or 0,
         )
 
 

@@ -1,6 +1,6 @@
-"""A sequence that is being sampled, from its prompt to its last token."""
+"""A sequence that is being sampled, from its prompt to its last token, and those of a request."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from tuneserve_engine.backend.base import (
     FloatArray,
     IntArray,
     SampledSequence,
+    SampleResult,
     SamplingRequest,
     TokenDelta,
     TopK,
@@ -100,4 +101,41 @@ class DecodedSequence:
             np.array(self.tokens[start:], np.int32),
             np.array(self.logprobs[start:], np.float32),
             top,
+        )
+
+
+@dataclass
+class RunningRequest:
+    """A request that has not ended."""
+
+    sequences: list[DecodedSequence]
+    lost: float = 0.0  # work on sequences that were restarted
+
+    @property
+    def remaining(self) -> int:
+        """The number of sequences that have not ended."""
+        return sum(sequence.stop_reason is None for sequence in self.sequences)
+
+    @property
+    def work(self) -> float:
+        return self.lost + sum(sequence.work for sequence in self.sequences)
+
+    def take_new_tokens(self) -> list[TokenDelta]:
+        """Return what was drawn since the previous call."""
+        found = [sequence.take_new_tokens() for sequence in self.sequences]
+        return [each for each in found if each is not None]
+
+    def restart(self, sequence: DecodedSequence, anew: DecodedSequence) -> None:
+        self.lost += sequence.work
+        self.sequences[self.sequences.index(sequence)] = anew
+
+    def result(self) -> SampleResult:
+        first = self.sequences[0]
+        scores = (
+            SampleResult(()) if first.prompt_logprobs is None else first.prompt_logprobs.result()
+        )
+        return replace(
+            scores,
+            sequences=tuple(sequence.result() for sequence in self.sequences),
+            prompt_cache_hit_tokens=first.cache_hits or 0,
         )

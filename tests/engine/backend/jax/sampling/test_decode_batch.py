@@ -32,6 +32,8 @@ from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 
+pytestmark = pytest.mark.bits
+
 __all__ = ["alone", "model", "programs", "sampler"]
 
 
@@ -114,14 +116,20 @@ def test_three_sequences_as_long_as_the_context_end_in_pages_for_one(
     assert crowded.counts.preempted > before
 
 
-def test_an_owner_without_a_decode_slot_gets_pages_of_the_owner_with_the_most(
+def test_an_owner_without_a_decode_slot_gets_pages_of_the_owner_with_the_most_and_no_other_bit(
     sampler: JaxSampler, crowded: JaxSampler
 ) -> None:
-    """Nine pages: two long sequences hold too many for the other owner's prompt."""
+    """Nine pages: two long sequences hold too many for the other owner's prompt. Two of another
+    rank bucket, of the owner that decodes already, wait behind it.
+    """
     busy = {str(seed): request(3, seed=seed, owner="busy", max_tokens=61) for seed in range(2)}
+    busy |= {
+        str(seed): request(30, seed=seed, snapshot_id="rank 4", owner="busy") for seed in (2, 3)
+    }
     new = request(20, seed=7, snapshot_id="rank 2", owner="new", max_tokens=2, prompt_logprobs=True)
-    started = crowded.sample_until(busy, after(5))
-    assert len(started.remaining) == 2
+    decoding = dict(list(busy.items())[:2])
+    assert len(crowded.sample_until(decoding, after(5)).remaining) == 2
+    crowded.sample_until(busy, after(1))
     before = crowded.counts.preempted
     ended = {}
     for _ in range(6):
@@ -134,6 +142,19 @@ def test_an_owner_without_a_decode_slot_gets_pages_of_the_owner_with_the_most(
     assert_same_bits(ended["new"], sampler.sample([new])[0])
     for name, got in to_the_end(crowded, busy).items():
         assert_same_bits(got, sampler.sample([busy[name]])[0])
+
+
+def test_no_sequence_starts_anew_for_one_that_finds_too_few_pages_even_so(
+    sampler: JaxSampler, crowded: JaxSampler
+) -> None:
+    """The new owner's prompt needs seven of nine pages, and the other owner keeps a sequence."""
+    busy = {str(seed): request(3, seed=seed, owner="busy", max_tokens=61) for seed in range(2)}
+    new = request(55, seed=7, owner="new", max_tokens=2)
+    assert len(crowded.sample_until(busy, after(5)).remaining) == 2
+    before = crowded.counts.preempted
+    assert len(crowded.sample_until(busy | {"new": new}, after(1)).remaining) == 3
+    assert crowded.counts.preempted == before
+    assert_same_bits(to_the_end(crowded, busy | {"new": new})["new"], sampler.sample([new])[0])
 
 
 def check_schedule(sampler: JaxSampler, alone: list[SampleResult], seed: int) -> None:
