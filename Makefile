@@ -23,8 +23,9 @@ demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, 
 run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
 	$(BIN)/tuneserve up $(ARGS)
 
-# Most of their time goes to compiling small programs, which takes a third of the time without
-# optimisation. Tests of bits run the code that users run, as do the faults and the nightly tests.
+# Most of the time of tests/engine goes to compiling small programs, which takes a third of the time
+# without optimisation. Services and tests of bits run the code that users run, as do the faults and the
+# nightly tests.
 QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 TOGETHER := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -33,8 +34,8 @@ ifdef ARGS
 	$(BIN)/pytest -m "not nightly" $(ARGS)
 else
 	status=0; \
-	XLA_FLAGS="$(QUICKLY) $$XLA_FLAGS" $(BIN)/pytest -m "not nightly and not bits" $(TOGETHER) || status=1; \
-	$(BIN)/pytest -m "not nightly and bits" $(TOGETHER) || status=1; \
+	XLA_FLAGS="$(QUICKLY) $$XLA_FLAGS" $(BIN)/pytest -m "not nightly and quick" $(TOGETHER) tests/engine tests/parity || status=1; \
+	$(BIN)/pytest -m "not nightly and not quick" $(TOGETHER) || status=1; \
 	exit $$status
 endif
 

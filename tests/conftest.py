@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -34,10 +35,14 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that have ``bit`` or ``bits`` in their names."""
+    """Mark the tests whose programs ``make test`` does not optimise: those that start no service,
+    but for tests of equal bits.
+    """
+    root = Path(__file__).parent
     for item in items:
-        if re.search(r"_bits?(_|\[|$)", item.name):
-            item.add_marker(pytest.mark.bits)
+        is_of_bits = item.get_closest_marker("bits") or re.search(r"_bits?(_|\[|$)", item.name)
+        if item.path.relative_to(root).parts[0] in ("engine", "parity") and not is_of_bits:
+            item.add_marker(pytest.mark.quick)
 
 
 def pytest_collection_finish() -> None:

@@ -360,8 +360,15 @@ BUGS = (
     Bug(
         "a tenant that waits for pages until another's sequence ends",
         f"{JAX}/sampling/sampler.py",
-        "is_first = not any(owner == key[1] for _, owner in held)",
-        "is_first = False",
+        "can_preempt = key[1] not in decoding and self",
+        "can_preempt = False and self",
+        (f"{JAX_TESTS}/sampling/test_decode_batch.py",),
+    ),
+    Bug(
+        "a tenant that waits behind a busy one's other rank bucket",
+        f"{JAX}/sampling/sampler.py",
+        "(key[1] in decoding, held[key])",
+        "held[key]",
         (f"{JAX_TESTS}/sampling/test_decode_batch.py",),
     ),
     Bug(

@@ -75,6 +75,7 @@ def plain(at: Case, norms: HeadNorms | None) -> tuple[jax.Array, ...]:
     return q[:, 0], *write_position(*at.pages, page, at.to.offset, k[:, 0], v[:, 0])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("norms", [HeadNorms(*STARTS, EPS), None])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_kernel_does_what_norms_rotation_and_writing_do(

@@ -126,7 +126,7 @@ def test_an_owner_without_a_decode_slot_gets_pages_of_the_owner_with_the_most_an
     busy |= {
         str(seed): request(30, seed=seed, snapshot_id="rank 4", owner="busy") for seed in (2, 3)
     }
-    new = request(20, seed=7, snapshot_id="rank 2", owner="new", max_tokens=2, prompt_logprobs=True)
+    new = request(15, seed=7, snapshot_id="rank 2", owner="new", max_tokens=2, prompt_logprobs=True)
     decoding = dict(list(busy.items())[:2])
     assert len(crowded.sample_until(decoding, after(5)).remaining) == 2
     crowded.sample_until(busy, after(1))
