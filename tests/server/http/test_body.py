@@ -323,13 +323,21 @@ MEASURED: dict[str, tuple[type[Body], str, list[str]]] = {
 def test_no_body_takes_more_memory_than_is_counted(
     body_type: type[Body], text: str, parts: list[str]
 ) -> None:
-    """Each error once held a copy of the wrong value: the last took twice the counted memory."""
+    """Each error once held a copy of the wrong value: the last took twice the counted memory.
+
+    The least of three: what the first body makes for all, and other threads' memory, are not its
+    own.
+    """
     raw = (text % ",".join(parts)).encode()
-    gc.collect()
-    tracemalloc.start()
-    sent = raw[:-1] + raw[-1:]  # a copy: it counts too
-    with contextlib.suppress(Malformed):
-        body.parse(body_type, sent)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    peaks = []
+    for _ in range(3):
+        gc.collect()
+        tracemalloc.start()
+        sent = raw[:-1] + raw[-1:]  # a copy: it counts too
+        with contextlib.suppress(Malformed):
+            body.parse(body_type, sent)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        del sent
+    most = min(peaks)
     assert 0.2 * body.parsed_bytes([raw]) < most <= body.parsed_bytes([raw])
