@@ -23,7 +23,7 @@ demo: .venv/demo.stamp  ## Three tenants train at once on one small base model, 
 run: .venv/demo.stamp  ## The service on the embedded model: http://127.0.0.1:8410
 	$(BIN)/tuneserve up $(ARGS)
 
-# Most of the time of tests/engine goes to compiling small programs, which takes a third of the time
+# Most of the time of tests/engine goes to compiling small programs, which takes less than half the time
 # without optimisation. Services and tests of bits run the code that users run, as do the faults and the
 # nightly tests.
 QUICKLY := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false

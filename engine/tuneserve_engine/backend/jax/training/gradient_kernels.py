@@ -30,16 +30,16 @@ from tuneserve_engine.backend.jax.specs import spec
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 
 _LANES = 2
-"""Programs that share the requests of a chunk: each adds every second one's blocks."""
+"""The programs that share a part's requests in a chunk, by turns."""
 
 
 class Runs(NamedTuple):
     """The blocks of a chunk that belong to one request lie in a run.
 
-    ``begins`` has the first block of each of a chunk's runs, at the chunk's first blocks, and
-    ``count`` of each block the number of its chunk's runs. ``end`` of a run's first block is the
-    block behind its last one, and 0 of any other block. Of blocks with ``adds``, only
-    those that add are added.
+    ``begins`` lists the first blocks of a chunk's runs, from the chunk's first place on. ``count``
+    of a block is the number of its chunk's runs. ``end`` of a run's first block is the block behind
+    its last one, and 0 of any other block. If ``adds`` is given, only blocks where it is True are
+    added.
     """
 
     slot: Int[Array, " n"]
