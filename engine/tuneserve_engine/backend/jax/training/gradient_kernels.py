@@ -36,16 +36,16 @@ _LANES = 2
 class Runs(NamedTuple):
     """The blocks of a chunk that belong to one request lie in a run.
 
-    ``begins`` lists the first blocks of a chunk's runs, from the chunk's first place on. ``count``
-    of a block is the number of its chunk's runs. ``end`` of a run's first block is the block behind
-    its last one, and 0 of any other block. If ``adds`` is given, only blocks where it is True are
-    added.
+    ``begins`` lists the first blocks of a chunk's runs, from the chunk's first place on.
+    ``in_chunk`` of a block is the number of its chunk's runs. ``end`` of a run's first block is the
+    block behind its last one, and 0 of any other block. If ``adds`` is given, only blocks where it
+    is True are added.
     """
 
     slot: Int[Array, " n"]
     is_first: Bool[Array, " n"]
     begins: Int[Array, " n"]
-    count: Int[Array, " n"]
+    in_chunk: Int[Array, " n"]
     end: Int[Array, " n"]
     adds: Bool[Array, " n"] | None = None
 
@@ -161,7 +161,7 @@ def _kernel(  # noqa: PLR0913
     step = lows[0].shape[3] // steps
     ranks = (number % steps) * step + jnp.arange(step, dtype=jnp.int32)[None, :]
     lanes = min(_LANES, lows[0].shape[1])
-    mine = (runs.count[at] - lane + lanes - 1) // lanes
+    mine = (runs.in_chunk[at] - lane + lanes - 1) // lanes
 
     def run(term: Term, buffer: Any, behind: int) -> None:
         wide, low = wides[term.wide], lows[term.low]

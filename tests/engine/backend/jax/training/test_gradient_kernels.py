@@ -170,7 +170,7 @@ def test_a_block_that_does_not_add_leaves_the_others_sum() -> None:
 def test_the_runs_of_a_micro_batch_end_with_their_request_and_their_chunk() -> None:
     runs = runs_of(owners(OWNERS), CHUNK)
     assert runs.end.tolist() == [1, 4, 0, 0, 5, 6, 7, 0]
-    assert runs.count.tolist() == [2, 2, 2, 2, 3, 3, 3, 3]
+    assert runs.in_chunk.tolist() == [2, 2, 2, 2, 3, 3, 3, 3]
     assert runs.begins.tolist() == [0, 1, 8, 8, 4, 5, 6, 8]
     unused = runs_of(owners([(0, True, False)] * 4), 2)
-    assert unused.end.tolist() == unused.count.tolist() == [0] * 4
+    assert unused.end.tolist() == unused.in_chunk.tolist() == [0] * 4
