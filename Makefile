@@ -12,8 +12,8 @@ PATHS := clients server engine tests examples benchmarks scripts
 # Where it is set, every process compiles hundreds of modules again, which takes seconds per start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-plan \
-	lint fix bench compat newcomer proto reference redis-server chromium clean
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-programs \
+	gpu-ceilings gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -56,9 +56,13 @@ test-faults-alone: .venv/dev.stamp redis-server
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests --ignore=tests/compat --ignore=tests/newcomer)
 
-gpu-compile: .gpu-compile/stamp  ## The programs for an H200, compiled without one; ARGS=--full
+gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings)  ## The programs for an H200, compiled without one; ARGS=--full
+
+gpu-programs: .gpu-compile/stamp
 	$(FOR_A_GPU) -m scripts.gpu_compile $(ARGS)
-	$(if $(ARGS),,$(FOR_A_GPU) -m scripts.gpu_compile.ceilings)
+
+gpu-ceilings: .gpu-compile/stamp
+	$(FOR_A_GPU) -m scripts.gpu_compile.ceilings
 
 gpu-plan: .gpu-compile/stamp  ## Predicted cost on a GPU; ARGS="qwen3-8b --device h200"
 	$(FOR_A_GPU) benchmarks/gpu_plan.py $(ARGS)
