@@ -15,6 +15,7 @@ from tuneserve_engine.backend.jax.memory.training_room import (
     trained_bytes,
 )
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.tile import padded_rank
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.backend_options import DType, Remat
@@ -234,6 +235,8 @@ class Footprint:
         if remat == "dots":
             normed = (c.heads + c.kv_heads) * c.head_dim * c.qk_norm  # q and k before their norm
             saved += (normed + c.hidden + 2 * c.intermediate) * item
+            if has_kernels(c, self.shape.device_kind):
+                saved += 4 * 7 * padded_rank(self.shape.static_shapes.max_rank)  # products with A
         if remat == "none":
             saved += self._residual_bytes
         return saved

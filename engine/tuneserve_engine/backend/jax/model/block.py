@@ -20,9 +20,11 @@ from tuneserve_engine.backend.jax.model.lora import LoraRows, lora_delta, wide_p
 from tuneserve_engine.backend.jax.model.shared_lora import SharedLora, add_deltas
 from tuneserve_engine.core.adapter import ATTENTION, MLP
 
-DOTS = ("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj")
-"""Names of values that cost a product with a weight and that the backward pass may read."""
-
+DOTS = (
+    *("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj"),
+    block_lora.LOW,
+)
+"""Names of values that cost a product and that the backward pass may read."""
 
 _QKV, _GATE_UP = ATTENTION[:3], MLP[:2]
 BEFORE, AFTER = (_QKV,), (ATTENTION[3:], _GATE_UP, MLP[2:])

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.model.exact_product import product
-from tuneserve_engine.backend.jax.model.tile import TILE
+from tuneserve_engine.backend.jax.model.tile import TILE, padded_rank
 from tuneserve_engine.backend.jax.specs import spec
 
 RANKS = 32
@@ -39,6 +40,8 @@ RANKS = 32
 _PART_TILES, _PARTS = 8, 32
 """The least tiles of a part of the widest projection, and the most parts. More parts keep more of a
 GPU busy; each costs a sum per token."""
+LOW = "lora_low"
+"""The name of ``Factors.low`` as a value that the backward pass may read."""
 _LEAST_SIZE = 16  # Triton multiplies no smaller matrices
 
 
@@ -200,7 +203,7 @@ def _forward(
     outs: list[Array], x: Array, group: GroupLora, factors: Factors
 ) -> tuple[list[Array], Any]:
     del factors
-    low = low_of(x, group, x.dtype)
+    low: Array = checkpoint_name(low_of(x, group, x.dtype), LOW)  # type: ignore[no-untyped-call]
     return add_outputs(outs, low, group, x.dtype, x.dtype), (x, low, group)
 
 
@@ -381,11 +384,6 @@ def _load(bank: Any, matrix: Array, columns: Array, ranks: Array, *, ranks_last:
         at = bank.at[matrix, ranks[:, None], columns[None, :]]
     tile: Array = triton.load(at, mask=is_held, other=0.0)
     return tile
-
-
-def padded_rank(rank: int) -> int:
-    """Return W, the ranks of a tile or of several tiles."""
-    return max(pl.next_power_of_2(rank), _LEAST_SIZE)
 
 
 def flat(bank: Array) -> Array:

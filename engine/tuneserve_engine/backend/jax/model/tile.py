@@ -1,4 +1,10 @@
-"""The tile of kernels for adapters. Needs no JAX: plans are made without it."""
+"""The tiles of kernels for adapters. Needs no JAX: plans are made without it."""
 
 TILE = 128
 """Inputs or outputs of a projection that a program handles at once."""
+_LEAST_RANKS = 16  # Triton multiplies no smaller matrices
+
+
+def padded_rank(rank: int) -> int:
+    """Return W, the ranks of a tile or of several tiles."""
+    return max(1 << (rank - 1).bit_length(), _LEAST_RANKS)

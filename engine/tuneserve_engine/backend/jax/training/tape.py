@@ -44,7 +44,7 @@ class Tape(NamedTuple):
 
     x: Float[Array, "_ S D"]
     attention: Attention
-    before: tuple[Array, ...]  # residuals, chunk after chunk
+    before: tuple[Array, ...]  # residuals, chunk after chunk, with room for the highest rank
     after: tuple[Array, ...]
 
 
@@ -208,7 +208,7 @@ class TrainingPass:
         function, trained, inputs = self._before_function(run, at)
         if not self._keeps_residuals:
             return jax.vjp(function, x, trained)[1]
-        kept = self._part_residuals(tape.before, run, at)
+        kept = self._part_residuals(tape.before, self._before.shapes, run, at)
         return self._before.together(kept, (x, trained, inputs))
 
     def _before_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], Any, Any]:
@@ -236,7 +236,7 @@ class TrainingPass:
         function, trained, inputs = self._after_function(run, at)
         if not self._keeps_residuals:
             return jax.vjp(function, x, attended, trained)[1]
-        kept = self._part_residuals(tape.after, run, at)
+        kept = self._part_residuals(tape.after, self._after.shapes, run, at)
         return self._after.together(kept, (x, attended, trained, inputs))
 
     def _after_function(self, run: LayerPass, at: Array) -> tuple[Callable[..., Any], Any, Any]:
@@ -266,11 +266,16 @@ class TrainingPass:
         return tuple(write_blocks(b, place, x[None]) for b, x in zip(into, kept, strict=True))
 
     def _part_residuals(
-        self, buffers: tuple[Array, ...], run: LayerPass, at: Array
+        self,
+        buffers: tuple[Array, ...],
+        shapes: Sequence[tuple[int, ...]],
+        run: LayerPass,
+        at: Array,
     ) -> tuple[Array, ...]:
         place = self._place(run, at)
         return tuple(
-            jax.lax.dynamic_index_in_dim(buffer, place, keepdims=False) for buffer in buffers
+            jax.lax.dynamic_slice(buffer, (place, *(0,) * len(shape)), (1, *shape))[0]
+            for buffer, shape in zip(buffers, shapes, strict=True)
         )
 
 
@@ -284,10 +289,12 @@ class Taped(NamedTuple):
 class _Residuals:
     """Splits a pullback into its inputs and the rest, and joins the two again.
 
-    The inputs are available again in the backward pass; the tape has to keep the rest.
+    The inputs are available again in the backward pass; the tape has to keep the rest, whose
+    ``shapes`` may be smaller than the tape's.
     """
 
     def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
         self._structure: Any = None
         self._sources: list[tuple[bool, int]] = []  # whether it is an input, and its number
 
@@ -302,6 +309,7 @@ class _Residuals:
             else:
                 self._sources.append((False, len(kept)))
                 kept.append(leaf)
+        self.shapes = [leaf.shape for leaf in kept]
         return tuple(kept)
 
     def together(self, kept: Sequence[Array], inputs: Any) -> Any:
@@ -333,7 +341,10 @@ def _add(  # noqa: PLR0913
 def workspace_shapes(
     stack: LayerStack, adapter_slots: Any, *, blocks: int, size: int, dtype: DTypeLike
 ) -> Any:
-    """Return the shapes of a ``Workspace`` for ``blocks`` blocks of ``size`` tokens."""
+    """Return the shapes of a ``Workspace`` for ``blocks`` blocks of ``size`` tokens.
+
+    It serves adapters of the given slots' rank bucket and of lower ones.
+    """
     config = stack.config
     layers = config.layers
     one = attention_shapes(config, blocks, size, dtype)

@@ -103,8 +103,8 @@ class Trainer:
         # Programs keep it, so it must not keep this trainer, which has the buffers.
         self._specs_of_space = cache(partial(_specs_of_space, model, self._shapes, static_shapes))
         self._space: Workspace | None = None  # only one exists at a time
-        self._space_specs: Any = None  # of the newest workspace
-        self._empty_space = cache(partial(_empty_space, programs, self._specs_of_space, gradients))
+        self._space_blocks = 0  # of the newest workspace
+        self._empty_space = cache(partial(_empty_space, programs, self._specs_of_space))
         self._slots = {}
         for order, rank in enumerate(static_shapes.rank_buckets):
             new_slots = partial(_new_slots, self._shapes, static_shapes, rank)
@@ -235,12 +235,10 @@ class Trainer:
             out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
             return out
 
-        specs = self._specs_of_space(blocks, slots.rank_bucket)
-        if self._space is None or self._space_specs != specs:
+        if self._space is None or self._space_blocks != blocks:
             self._space = None  # frees its memory before the other is allocated
-            self._space_specs = specs
-            empty_space = self._empty_space(slots.rank_bucket, blocks)
-            self._space = empty_space((slots.rank_bucket, blocks))
+            self._space_blocks = blocks
+            self._space = self._empty_space(blocks)(blocks)
 
         space, gradient_slots = self._space, slots.gradient_slots
         self._space = slots.gradient_slots = None  # donated: an exception leaves neither
@@ -296,6 +294,7 @@ class Trainer:
     def _declare(self) -> None:
         """Declare all programs, low ranks and single targets first: most requests use those."""
         blocks = self._static_shapes.micro_batch_tokens // self._static_shapes.block
+        self._empty_space(blocks).declare(blocks, order=0)
         index, flag = np.int32(0), np.bool_(False)
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
             new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank_bucket)
@@ -306,10 +305,9 @@ class Trainer:
                 device_batch = _micro_batch_specs(self._static_shapes, targets)
                 key, late = (rank_bucket, targets, blocks), order + (targets > 1)
                 arguments = gradient_slots, adapter_slots, device_batch
-                specs = partial(_train_specs, self._specs_of_space, blocks, rank_bucket, arguments)
+                specs = partial(_train_specs, self._specs_of_space, blocks, arguments)
                 self._train.declare_later(key, specs, order=late)
                 self._score.declare(key, adapter_slots, device_batch, order=late + 1)
-            self._empty_space(rank_bucket, blocks).declare((rank_bucket, blocks), order=order)
             self._write_slot.declare(
                 rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
             )
@@ -353,37 +351,30 @@ def _new_slots(shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: i
 
 
 def _specs_of_space(
-    model: Decoder,
-    shapes: TargetShapes,
-    static_shapes: StaticShapes,
-    blocks: int,
-    rank_bucket: int,
+    model: Decoder, shapes: TargetShapes, static_shapes: StaticShapes, blocks: int
 ) -> Any:
-    """Return the specs of the workspace for ``blocks`` blocks. Tracing them takes time."""
-    adapter_slots = jax.eval_shape(partial(_new_slots, shapes, static_shapes, rank_bucket))
+    """Return the specs of the workspace for ``blocks`` blocks. Tracing them takes time.
+
+    It has room for the highest rank bucket, so that one workspace serves all of them.
+    """
+    new_slots = partial(_new_slots, shapes, static_shapes, static_shapes.max_rank)
+    adapter_slots = jax.eval_shape(new_slots)
     return space_shapes(model, adapter_slots, blocks)
 
 
 def _empty_space(
-    programs: ProgramRegistry,
-    specs_of_space: Callable[[int, int], Any],
-    use: str,
-    rank_bucket: int,
-    blocks: int,
+    programs: ProgramRegistry, specs_of_space: Callable[[int], Any], blocks: int
 ) -> Program:
     """Return a new program without arguments, whose result is a workspace of zeros."""
 
     def empty() -> Any:
-        specs = specs_of_space(blocks, rank_bucket)
+        specs = specs_of_space(blocks)
         return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), specs)
 
-    return programs.add_program("empty_space", empty, use=use)
+    return programs.add_program("empty_space", empty, use="forward_backward by blocks")
 
 
 def _train_specs(
-    specs_of_space: Callable[[int, int], Any],
-    blocks: int,
-    rank_bucket: int,
-    arguments: tuple[Any, ...],
+    specs_of_space: Callable[[int], Any], blocks: int, arguments: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    return (specs_of_space(blocks, rank_bucket), *arguments)
+    return (specs_of_space(blocks), *arguments)

@@ -180,7 +180,7 @@ def test_the_tape_has_every_hidden_state_of_a_plain_loop(
     micro_batch: MicroBatch, autodiff: Any
 ) -> None:
     decoder, filled = model(2), adapter_slots(2)
-    space, _ = buffers(decoder, filled, np.nan)
+    space, _ = buffers(decoder, np.nan)
     device_micro_batch = DeviceMicroBatch.from_host(micro_batch, decoder.block)
     last, tape = taped(decoder, space, filled, device_micro_batch)
     states = [*np.split(np.asarray(tape), 2), last]
@@ -216,7 +216,7 @@ def test_training_without_a_layer_has_the_logprobs_and_gradients_of_autodiff(
     micro_batch: MicroBatch, autodiff: Any
 ) -> None:
     decoder, filled = model(0), adapter_slots(0)
-    space, gradient_slots = buffers(decoder, filled, np.nan)
+    space, gradient_slots = buffers(decoder, np.nan)
     sent = DeviceMicroBatch.from_host(micro_batch, decoder.block)
     trained = train(decoder, space, gradient_slots, filled, sent)
     found, by_weights, by_x = autodiff(0)
@@ -315,7 +315,7 @@ def test_the_explicit_backward_pass_equals_autodiff_over_the_layers(
     valid = np.arange(x.shape[0])[:, None, None] < micro_batch.blocks
     by_y = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape) * valid, jnp.float32)
     by_x, gradient_slots = explicit(
-        decoder, buffers(decoder, filled, np.nan), rows_of(filled), device_micro_batch, x, by_y
+        decoder, buffers(decoder, np.nan), rows_of(filled), device_micro_batch, x, by_y
     )
     wanted_x, wanted = ordinary(decoder, rows_of(filled), device_micro_batch.layers, x, by_y)
     used = int(micro_batch.blocks)

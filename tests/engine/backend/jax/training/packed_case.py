@@ -124,9 +124,7 @@ def run(
     A request's number may be any slot, and lower ones need not be in use.
     """
     adapter_slots = adapter_slots_of(adapters, model.config)
-    space, gradient_slots = (
-        (after.space, after.gradient_slots) if after else buffers(model, adapter_slots, stale)
-    )
+    space, gradient_slots = (after.space, after.gradient_slots) if after else buffers(model, stale)
     outs, begun = [], set[int]()
     for micro_batch in micro_batches:
         trained = train(
@@ -147,13 +145,14 @@ def flat(out: ScoredMicroBatch) -> ScoredMicroBatch:
     return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), out)
 
 
-def buffers(model: Decoder, adapter_slots: AdapterSlots, stale: float) -> tuple[Any, LoraWeights]:
-    """Workspace and gradient slots."""
+def buffers(model: Decoder, stale: float) -> tuple[Any, LoraWeights]:
+    """Workspace, with room for a higher rank than that of the adapters, and gradient slots."""
     full = partial(jax.tree.map, lambda x: jnp.full(x.shape, stale, x.dtype))
-    shapes = space_shapes(
-        model, adapter_slots, STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
-    )
-    return full(shapes), full(new_gradient_slots(target_shapes(model.config), RANK_CLASS, SLOTS))
+    targets = target_shapes(model.config)
+    highest = new_adapter_slots(targets, 8 * RANK_CLASS, SLOTS)
+    blocks = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
+    shapes = space_shapes(model, highest, blocks)
+    return full(shapes), full(new_gradient_slots(targets, RANK_CLASS, SLOTS))
 
 
 def gradient(gradient_slots: LoraWeights, slot: int, adapter: TrainingAdapter) -> Tensors:
