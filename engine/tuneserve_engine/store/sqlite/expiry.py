@@ -14,17 +14,17 @@ from tuneserve_engine.store.sqlite.lifecycle import end_session
 from tuneserve_engine.store.sqlite.schema import EXPIRES, IS_OPEN, LAST_SEEN, UNFINISHED
 
 _OF_SESSION = f"type = 'session' AND {IS_OPEN} = {{}} AND {LAST_SEEN}"
-_SEEN = f"body = json_set(body, '$.last_seen_s', MIN({LAST_SEEN} - ?1, ?2))"
+_SEEN = f"body = json_set(body, '$.last_seen_s', MIN({LAST_SEEN} - :by_s, :now_s))"
 _HELD = f"state = 'held' AND {UNFINISHED}"
 _DATED = (
     ("records", "n", _SEEN, _OF_SESSION.format(1)),
     ("records", "n", _SEEN, _OF_SESSION.format(0)),
-    ("jobs", "n", "created_s = MIN(created_s - ?1, ?2)", f"{_HELD} AND created_s"),
+    ("jobs", "n", "created_s = MIN(created_s - :by_s, :now_s)", f"{_HELD} AND created_s"),
     (
-        *("lanes", "model_id", "requested_s = MIN(requested_s - ?1, ?2)"),
+        *("lanes", "model_id", "requested_s = MIN(requested_s - :by_s, :now_s)"),
         "worker IS NOT NULL AND requested_s",
     ),
-    ("recordings", "n", "used_s = MIN(used_s - ?1, ?2)", "gone IS NULL AND used_s"),
+    ("recordings", "n", "used_s = MIN(used_s - :by_s, :now_s)", "gone IS NULL AND used_s"),
 )
 """The columns of times by which something ends: table, key, change, and condition on the time."""
 
@@ -35,8 +35,10 @@ def date_back(tx: Transaction, now_s: float, by_s: float) -> int:
     for table, key, change, time in _DATED:
         done += tx.execute(
             f"UPDATE {table} SET {change} WHERE {key} IN "
-            f"(SELECT {key} FROM {table} WHERE {time} > ?2 LIMIT ?3)",
-            *(by_s, now_s, refusals.RECORDS_AT_ONCE),
+            f"(SELECT {key} FROM {table} WHERE {time} > :now_s LIMIT :most)",
+            by_s=by_s,
+            now_s=now_s,
+            most=refusals.RECORDS_AT_ONCE,
         ).rowcount
     return done
 

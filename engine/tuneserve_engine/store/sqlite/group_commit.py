@@ -52,8 +52,9 @@ class Transaction:
     now_s: float
     news: CommitEvents = field(default_factory=CommitEvents)
 
-    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        return self.connection.execute(sql, values)
+    def execute(self, sql: str, *values: Any, **named: Any) -> sqlite3.Cursor:
+        """Execute a statement with values for ``?``, or with values for names such as ``:key``."""
+        return self.connection.execute(sql, named or values)
 
     def holds_file(self) -> bool:
         """Return whether the file is held; see ``database.is_held``."""

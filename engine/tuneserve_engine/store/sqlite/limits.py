@@ -89,7 +89,8 @@ def count_refusal(tx: Transaction, job: Job, why: Rejection, policy: StorePolicy
     if wait_s > 0 and not _is_awaited(tx, job):
         raise refusals.too_many_refusals(why, policy.tenant_refusals, wait_s)
     tx.execute(
-        "INSERT INTO counts VALUES (?1, 0, ?2) ON CONFLICT (scope) DO UPDATE SET bytes = ?2",
+        "INSERT INTO counts VALUES (?, 0, ?) ON CONFLICT (scope) DO UPDATE SET "
+        "bytes = excluded.bytes",
         scope,
         level_s,
     )
@@ -102,12 +103,12 @@ def _is_awaited(tx: Transaction, job: Job) -> bool:
     """
     if job.model_id is None or job.position is None:
         return False
-    of_model = "AND model_id = ?1"
+    of_model = "AND model_id = :model_id"
     row = tx.execute(
         f"SELECT EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'held' {of_model}), "
         f"EXISTS (SELECT 1 FROM jobs WHERE {UNFINISHED} AND state = 'ready' {of_model}), "
-        "(SELECT next FROM lanes WHERE model_id = ?1)",
-        job.model_id,
+        "(SELECT next FROM lanes WHERE model_id = :model_id)",
+        model_id=job.model_id,
     ).fetchone()
     return bool(row == (1, 0, job.position))
 

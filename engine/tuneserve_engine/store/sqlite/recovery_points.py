@@ -58,9 +58,11 @@ def _is_here(tx: Transaction, epoch: int, model_id: str) -> bool:
 
 def _check_position(tx: Transaction, point: RecoveryPoint) -> None:
     row = tx.execute(
-        f"SELECT next, (SELECT MIN(position) FROM jobs WHERE model_id = ?1 AND {UNFINISHED}), "
-        "(SELECT MAX(position) FROM points WHERE model_id = ?1) FROM lanes WHERE model_id = ?1",
-        point.model_id,
+        "SELECT next, "
+        f"(SELECT MIN(position) FROM jobs WHERE model_id = :model_id AND {UNFINISHED}), "
+        "(SELECT MAX(position) FROM points WHERE model_id = :model_id) "
+        "FROM lanes WHERE model_id = :model_id",
+        model_id=point.model_id,
     ).fetchone()
     assert row is not None
     following, unfinished, newest = row
@@ -86,7 +88,10 @@ def forget(tx: Transaction, model_id: str) -> None:
 
 def _drop_payloads(tx: Transaction, model_id: str, position: int | None) -> None:
     """Drop the payloads kept for replay, before this position, or all of them if it is None."""
-    where = "model_id = ?1 AND digest IS NOT NULL AND (?2 IS NULL OR position < ?2)"
-    values = (model_id, position)
-    tx.execute(f"DELETE FROM payloads WHERE job IN (SELECT n FROM jobs WHERE {where})", *values)
-    tx.execute(f"UPDATE jobs SET digest = NULL, halvings = NULL WHERE {where}", *values)
+    where = (
+        "model_id = :model_id AND digest IS NOT NULL AND (:before IS NULL OR position < :before)"
+    )
+    of_model = f"SELECT n FROM jobs WHERE {where}"
+    change = f"UPDATE jobs SET digest = NULL, halvings = NULL WHERE {where}"
+    for statement in (f"DELETE FROM payloads WHERE job IN ({of_model})", change):
+        tx.execute(statement, model_id=model_id, before=position)
