@@ -12,8 +12,8 @@ PATHS := clients server engine tests examples benchmarks scripts
 # Where it is set, every process compiles hundreds of modules again, which takes seconds per start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly gpu-compile gpu-programs \
-	gpu-ceilings gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
+.PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest \
+	gpu-compile gpu-programs gpu-ceilings gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -55,6 +55,9 @@ test-faults-alone: .venv/dev.stamp redis-server
 
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests --ignore=tests/compat --ignore=tests/newcomer)
+
+test-newest: .newest/stamp  ## Tests on the newest JAX, which needs Python 3.12; make test-newest ARGS=tests/engine
+	.newest/bin/pytest -m "not nightly" $(TOGETHER) $(or $(ARGS),tests/engine tests/parity tests/server tests/client)
 
 gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings)  ## The programs for an H200, compiled without one; ARGS=--full
 
@@ -112,7 +115,7 @@ redis-server chromium:
 	@scripts/install_commands.sh $@
 
 clean:
-	rm -rf .venv .compat .gpu-compile
+	rm -rf .venv .compat .gpu-compile .newest
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("$(PYTHON) is %d.%d, and \
@@ -133,6 +136,18 @@ clean:
 	$(PIP) --constraint constraints.txt torch
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@ .venv/demo.stamp
+
+# The packages of .venv, but with those of the GPU image in place of older ones. JAX's plugin for a GPU
+# goes again: with it, JAX would look for a GPU in every process.
+.newest/stamp: pyproject.toml constraints.txt requirements/dev.txt requirements/gpu-compile.txt
+	rm -rf .newest
+	python=$$(PYTHON="$(PYTHON)" scripts/newer_python.sh) && "$$python" -m venv .newest
+	.newest/$(HASHED:.venv/%=%) requirements/dev.txt
+	.newest/$(HASHED:.venv/%=%) requirements/gpu-compile.txt
+	.newest/bin/pip uninstall --quiet --yes jax-cuda12-plugin jax-cuda12-pjrt
+	.newest/$(PIP:.venv/%=%) --constraint constraints.txt torch
+	.newest/$(PIP:.venv/%=%) --no-deps --no-build-isolation -e .
+	touch $@
 
 # JAX's compiler for NVIDIA GPUs and the JAX of the GPU image, which need Python 3.12. With the compiler
 # in .venv, JAX would look for a GPU in every process.

@@ -12,24 +12,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tuneserve_engine.process import permissions
 from tuneserve_engine.settings.common import CommonSettings
 from tuneserve_engine.store.errors import StoreFailed, StoreUnusable
 from tuneserve_engine.store.sqlite.database import network_file_system
 from tuneserve_engine.store.sqlite.inspect import look_at_store
+from tuneserve_server.cli.doctor_compute import check_compute
 from tuneserve_server.cli.doctor_files import look_at_owner
+from tuneserve_server.cli.finding import Environment, Finding, Ran, last_line, run_python
 from tuneserve_server.cli.output import size
 from tuneserve_server.cli.readiness import health_of
 from tuneserve_server.listening import CannotStart, listen
 from tuneserve_server.settings import ApiSettings
 
-Level = Literal["OK", "WARN", "FAIL"]
-Environment = dict[str, str]
-Ran = subprocess.CompletedProcess[str]
 Look = dict[str, Any]
 """The output of ``tuneserve_engine.backend.jax.model.check``."""
 
@@ -54,25 +53,17 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check; its text names the remedy if one is needed."""
-
-    name: str
-    level: Level
-    text: str
-
-
 def examine(settings: ApiSettings, environment: Environment) -> list[Finding]:
     """Return all findings. ``environment`` is the environment of a worker to start."""
     health = health_of(settings.url)
     engine = _engine()
     asked = _ask_engine(settings, environment) if engine.level == "OK" else _UNTOLD
-    device, model, memory = asked
+    device, compute, model, memory = asked
     return [
         _python(),
         engine,
         device,
+        compute,
         _directory("data dir", settings.data_dir, settings),
         _directory("files dir", settings.files_dir, settings),
         _disk(settings),
@@ -85,8 +76,9 @@ def examine(settings: ApiSettings, environment: Environment) -> list[Finding]:
 
 
 def _ask_engine(settings: ApiSettings, environment: Environment) -> tuple[Finding, ...]:
-    """Return the findings about the device, the model and the memory."""
+    """Return the findings about the device, its results, the model and the memory."""
     device = _device(environment)
+    compute = _not_computed if device.level == "FAIL" else check_compute(environment)
     found = _look_at_model(settings.base_model, environment, settings.base_model_revision)
     model = _model(settings, found)
     if device.level == "FAIL":
@@ -97,7 +89,7 @@ def _ask_engine(settings: ApiSettings, environment: Environment) -> tuple[Findin
         memory = _unplanned("the model is in order")
     else:
         memory = _unplanned("its config.json is here; tuneserve plan downloads only that file")
-    return device, model, memory
+    return device, compute, model, memory
 
 
 def has_failed(findings: list[Finding]) -> bool:
@@ -128,8 +120,9 @@ def _engine() -> Finding:
 
 _UNTOLD = tuple(
     Finding(name, "FAIL", "not checked, because that needs the engine; install the engine first")
-    for name in ("device", "model", "memory")
+    for name in ("device", "compute", "model", "memory")
 )
+_not_computed = Finding("compute", "WARN", "not checked before the device is in order")
 
 
 def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEVICE_S) -> Finding:
@@ -137,7 +130,7 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
     # A worker may be using the device, so its memory is not preallocated.
     environment = {**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        ran = _run(["-c", ask], environment, limit_s)
+        ran = run_python(["-c", ask], environment, limit_s)
     except subprocess.TimeoutExpired:
         return Finding(
             "device",
@@ -149,7 +142,7 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
         return Finding(
             "device",
             "FAIL",
-            f"JAX finds no device: {_last_line(ran)}; check the driver (nvidia-smi), or run on the "
+            f"JAX finds no device: {last_line(ran)}; check the driver (nvidia-smi), or run on the "
             "CPU with JAX_PLATFORMS=cpu",
         )
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -161,22 +154,6 @@ def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEV
         )
         return Finding("device", "WARN", f"{text}; {way_out}")
     return Finding("device", "OK", text)
-
-
-def _run(arguments: list[str], environment: Environment, limit_s: float) -> Ran:
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=limit_s,
-    )
-
-
-def _last_line(ran: Ran) -> str:
-    return (ran.stderr.strip().splitlines() or ["it printed no error"])[-1]
 
 
 def _directory(name: str, folder: Path, settings: CommonSettings) -> Finding:
@@ -305,7 +282,7 @@ def _look_at_model(base_model: str, environment: Environment, revision: str | No
     asked = ["-m", "tuneserve_engine.backend.jax.model.check", base_model]
     asked += [revision] if revision else []
     try:
-        ran = _run(asked, {**environment, "JAX_PLATFORMS": "cpu"}, _MODEL_S)
+        ran = run_python(asked, {**environment, "JAX_PLATFORMS": "cpu"}, _MODEL_S)
     except subprocess.TimeoutExpired:
         return {
             "folder": None,
@@ -314,7 +291,7 @@ def _look_at_model(base_model: str, environment: Environment, revision: str | No
     if ran.returncode != 0:
         return {
             "folder": None,
-            "problem": f"{base_model} cannot be read: {_last_line(ran)}; download it again",
+            "problem": f"{base_model} cannot be read: {last_line(ran)}; download it again",
         }
     found: Look = json.loads(ran.stdout.splitlines()[-1])
     return found
@@ -362,7 +339,7 @@ def _memory(folder: str, environment: Environment) -> Finding:
     """Check with the planner that the model in ``folder`` fits into memory."""
     environment = {**environment, "TUNESERVE_BASE_MODEL": folder}
     try:
-        ran = _run(
+        ran = run_python(
             ["-m", "tuneserve_engine.backend.jax.memory.report", "--json"], environment, _DEVICE_S
         )
     except subprocess.TimeoutExpired:
@@ -380,7 +357,7 @@ def _refusal(ran: Ran) -> str:
     """Return the planner's refusal in one line, without the table in the middle."""
     _, found, text = ran.stderr.partition(_PLAN_REFUSES)
     if not found:
-        return f"planning failed: {_last_line(ran)}; see tuneserve plan"
+        return f"planning failed: {last_line(ran)}; see tuneserve plan"
     first, *others = text.strip().splitlines()
     if not others:
         return first

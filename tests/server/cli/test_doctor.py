@@ -20,6 +20,7 @@ from tuneserve_engine.settings.common import TINY_MODEL
 from tuneserve_engine.store.sqlite.store import SqliteStore
 from tuneserve_server.cli import doctor
 from tuneserve_server.cli import main as cli
+from tuneserve_server.cli.finding import Level
 from tuneserve_server.cli.local_server import free_port
 from tuneserve_server.settings import ApiSettings
 
@@ -83,7 +84,7 @@ def test_an_empty_usable_place_is_found_healthy_and_left_empty(
         doctor._store(place, {}),
         *doctor._ask_engine(place, dict(os.environ))[1:],
     ]
-    assert [each.level for each in found] == ["OK"] * 6
+    assert [each.level for each in found] == ["OK"] * 7
     assert list(tmp_path.iterdir()) == []
 
 
@@ -372,7 +373,7 @@ def test_a_model_that_does_not_fit_fails_with_the_arithmetic(tmp_path: Path) -> 
     ],
 )
 def test_without_a_device_or_a_model_memory_is_not_checked(
-    device: doctor.Level,
+    device: Level,
     found: dict[str, Any],
     words: str,
     place: ApiSettings,
@@ -382,6 +383,15 @@ def test_without_a_device_or_a_model_memory_is_not_checked(
     monkeypatch.setattr(doctor, "_look_at_model", lambda *_: WHOLE | found)
     memory = doctor._ask_engine(place, {})[-1]
     assert memory.level == "WARN" and words in memory.text
+
+
+def test_without_a_device_nothing_is_computed(
+    place: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_device", lambda _: doctor.Finding("device", "FAIL", ""))
+    monkeypatch.setattr(doctor, "_look_at_model", lambda *_: WHOLE)
+    _, compute, *_ = doctor._ask_engine(place, {})
+    assert compute.level == "WARN" and "before the device is in order" in compute.text
 
 
 # --- the whole command --------------------------------------------------------------------------

@@ -222,7 +222,10 @@ for product in (lambda x: x[0] @ x[1], lambda x: x[0] * x[1]):
 
 
 def test_xla_rounds_where_the_programs_say_under_any_flags() -> None:
-    """Counts the bfloat16 products that were never rounded, without our option and with it."""
+    """Counts the bfloat16 products that were never rounded, without our option and with it.
+
+    Without it, JAX 0.10 rounds neither kind of product, and JAX 0.12 only those of matrices.
+    """
     flags = {"XLA_FLAGS": "--xla_allow_excess_precision=true", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-c", UNROUNDED],
@@ -232,5 +235,5 @@ def test_xla_rounds_where_the_programs_say_under_any_flags() -> None:
         check=True,
     )
     matrix, with_option, elements, these_with_option = map(int, ran.stdout.split())
-    assert matrix > 3000 and elements > 3000
+    assert max(matrix, elements) > 3000
     assert with_option == these_with_option == 0

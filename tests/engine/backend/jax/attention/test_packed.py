@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from scripts.gpu_compile.shapes import GROUPS
-from tests.support.compiled import memory_of
+from tests.support.compiled import lowered_for_a_gpu, memory_of
 from tuneserve_engine.backend.jax.attention import packed_gpu
 from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
 from tuneserve_engine.backend.jax.attention.packed import (
@@ -358,7 +358,7 @@ def test_kernels_are_lowered_for_a_gpu(shape: Shape, dtype: jnp.dtype) -> None:
             *at[:3], attended, at.gradient, at.seen, at.gradients, **options
         )
 
-    text = jax.jit(both).trace(at).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_a_gpu(both, at)
     assert text.count("@__gpu$xla.gpu.triton(") == 3
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.compiled import UNOPTIMISED
+from tests.support.compiled import UNOPTIMISED, lowered_for_a_gpu
 from tuneserve_engine.backend.jax.attention import paged, paged_gpu
 from tuneserve_engine.backend.jax.attention.rotate_gpu import Within
 
@@ -184,5 +184,5 @@ def test_the_kernel_is_lowered_for_a_gpu(shape: Shape) -> None:
     def attend(at: Case) -> jax.Array:
         return paged_gpu.attend(*at, interpret=False)
 
-    text = jax.jit(attend).trace(at).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_a_gpu(attend, at)
     assert text.count("@__gpu$xla.gpu.triton(") == 2  # attention, and the merging of its parts

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.compiled import lowered_for_a_gpu
 from tuneserve_engine.backend.jax.attention.paged import write_position
 from tuneserve_engine.backend.jax.attention.rotate_gpu import (
     Destination,
@@ -117,5 +118,5 @@ def test_the_kernel_is_lowered_for_a_gpu() -> None:
         norms = HeadNorms(*STARTS, EPS)
         return rotate_and_write(*at.heads, at.rope, at.pages, at.to, within, norms, interpret=False)
 
-    lowered = jax.jit(place).trace(case(jnp.bfloat16)).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("@__gpu$xla.gpu.triton(") == 1
+    text = lowered_for_a_gpu(place, case(jnp.bfloat16))
+    assert text.count("@__gpu$xla.gpu.triton(") == 1
