@@ -1,5 +1,5 @@
 # Every target makes its own .venv when there is none: nothing but Python 3.11 and make is needed. The
-# targets gpu-compile and gpu-plan need Python 3.12 or 3.13.
+# targets gpu-compile, gpu-plan and test-newest need Python 3.12 or 3.13.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -56,7 +56,7 @@ test-faults-alone: .venv/dev.stamp redis-server
 test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted bugs
 	$(BIN)/pytest -m nightly $(or $(ARGS),tests --ignore=tests/compat --ignore=tests/newcomer)
 
-test-newest: .newest/stamp  ## Tests on the newest JAX, which needs Python 3.12; make test-newest ARGS=tests/engine
+test-newest: .newest/stamp redis-server  ## Tests on the newest JAX, which needs Python 3.12; make test-newest ARGS=tests/engine
 	.newest/bin/pytest -m "not nightly" $(TOGETHER) $(or $(ARGS),tests/engine tests/parity tests/server tests/client)
 
 gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings)  ## The programs for an H200, compiled without one; ARGS=--full

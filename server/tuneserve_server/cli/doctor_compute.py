@@ -1,4 +1,4 @@
-"""The check of what the device computes; ``device_check`` computes it."""
+"""Check the results of the device. ``device_check`` computes them."""
 
 import json
 import subprocess
@@ -7,18 +7,21 @@ from typing import Any
 from tuneserve_server.cli.finding import Environment, Finding, last_line, run_python
 
 _LIMIT_S = 90.0
-_NO_ROOM = "RESOURCE_EXHAUSTED"
+_NO_ROOM = ("RESOURCE_EXHAUSTED", "OUT_OF_MEMORY", "STATUS_ALLOC_FAILED", "STATUS_NOT_INITIALIZED")
+"""Errors of XLA, CUDA and cuBLAS on a device whose memory is taken."""
+_SETTINGS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_TRACEBACK_FILTERING": "off"}
+"""Otherwise JAX takes most of the memory, and puts a note of its own behind an error."""
 
 
 def check_compute(environment: Environment, limit_s: float = _LIMIT_S) -> Finding:
     """Check the speed of a product and the results of kernels, in a separate process."""
-    environment = {**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**environment, **_SETTINGS}
     try:
         ran = run_python(["-m", "tuneserve_engine.backend.jax.device_check"], environment, limit_s)
     except subprocess.TimeoutExpired:
         text = f"a product and small kernels took over {limit_s:.0f} s; is the device overloaded?"
         return Finding("compute", "WARN", text)
-    if ran.returncode != 0 and _NO_ROOM in ran.stderr:
+    if ran.returncode != 0 and any(error in ran.stderr for error in _NO_ROOM):
         text = "not checked: the device has too little free memory; a worker may be using it"
         return Finding("compute", "WARN", text)
     if ran.returncode != 0:

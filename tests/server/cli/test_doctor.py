@@ -380,6 +380,7 @@ def test_without_a_device_or_a_model_memory_is_not_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "_device", lambda _: doctor.Finding("device", device, ""))
+    monkeypatch.setattr(doctor, "check_compute", lambda _: doctor.Finding("compute", "OK", ""))
     monkeypatch.setattr(doctor, "_look_at_model", lambda *_: WHOLE | found)
     memory = doctor._ask_engine(place, {})[-1]
     assert memory.level == "WARN" and words in memory.text

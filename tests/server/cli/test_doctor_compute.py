@@ -1,4 +1,4 @@
-"""The check of what the device computes."""
+"""The check of the results of a device."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import pytest
 
 from tuneserve_server.cli import doctor_compute
 from tuneserve_server.cli.doctor_compute import check_compute, describe
-from tuneserve_server.cli.finding import Finding
+from tuneserve_server.cli.finding import Finding, run_python
 
 COMPUTED = {"size": 4096, "dtype": "bfloat16", "flops": 7.004e14, "most_error": 0.01}
 
@@ -43,3 +43,13 @@ def test_a_device_that_computes_nothing_fails_unless_it_is_full_or_slow(
     monkeypatch.undo()
     slow = check_compute({**os.environ}, 0.01)
     assert slow.level == "WARN" and "took over 0 s" in slow.text
+
+
+def test_the_error_of_a_failed_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, JAX puts a note of its own behind the error of a compiled function."""
+    program = "import jax; jax.jit(lambda x: x + None)(1)"
+    monkeypatch.setattr(
+        doctor_compute, "run_python", lambda _, *rest: run_python(["-c", program], *rest)
+    )
+    found = check_compute({**os.environ})
+    assert found.level == "FAIL" and "NoneType" in found.text
