@@ -53,7 +53,7 @@ class SlowBackend(FakeBackend):
 
 
 class Noting(Scheduler):
-    """Writes a line per batch: its kind, each tenant's requests, and the tenants that have work."""
+    """Writes a line per batch: kind, seconds, each tenant's requests, and who has work."""
 
     def __init__(self, weights: dict[str, float], path: Path) -> None:
         super().__init__(weights, costs=CostModel(SlowBackend().static_shapes))
@@ -70,7 +70,12 @@ class Noting(Scheduler):
         self, batch: Sequence[Job], seconds: float, work: Mapping[str, float] | None = None
     ) -> None:
         requests = Counter(job.tenant for job in batch)
-        line = {"kind": batch[0].kind, "requests": requests, "waiting": self._waiting}
+        line = {
+            "kind": batch[0].kind,
+            "seconds": seconds,
+            "requests": requests,
+            "waiting": self._waiting,
+        }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         super().charge(batch, seconds, work)
