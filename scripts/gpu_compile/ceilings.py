@@ -1,12 +1,12 @@
 """Check that programs launch no more kernels and take no more memory than they once did.
 
-    make gpu-compile        # after all programs compile
+    make gpu-compile        # which also compiles every program
 
 Training and decoding of two models at their full depth, rank 32, for an H200. Both figures are
-counted in the compiled program; a ceiling is some 1 % above what the program needed when it was
-set. A change that lowers a figure lowers its ceiling, too. Temporary memory also has to fit the
-planner's room, which may be 10 % larger than what training needs. Decoding may not copy or turn an
-array of 16 MiB or more.
+counted in the compiled program, whose need was up to 1 % below the ceiling when it was set. A
+change that lowers a figure lowers its ceiling, too. Temporary memory also has to fit the planner's
+room, which may be 10 % larger than what training needs. Decoding may not copy or turn an array of
+16 MiB or more.
 """
 
 import sys

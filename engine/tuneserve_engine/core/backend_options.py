@@ -11,7 +11,7 @@ Remat = Literal["none", "dots", "attention", "full"]
 """The values of a layer that training keeps beside the layer's input.
 
 ``none``: all that autodiff asks for. ``dots``: the results of attention and of the products with
-weights. ``attention``: the result of attention. ``full``: nothing.
+weights, and on a GPU of those with A. ``attention``: the result of attention. ``full``: nothing.
 """
 
 

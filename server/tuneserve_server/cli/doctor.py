@@ -78,7 +78,7 @@ def examine(settings: ApiSettings, environment: Environment) -> list[Finding]:
 def _ask_engine(settings: ApiSettings, environment: Environment) -> tuple[Finding, ...]:
     """Return the findings about the device, its results, the model and the memory."""
     device = _device(environment)
-    compute = _not_computed if device.level == "FAIL" else check_compute(environment)
+    compute = _NOT_COMPUTED if device.level == "FAIL" else check_compute(environment)
     found = _look_at_model(settings.base_model, environment, settings.base_model_revision)
     model = _model(settings, found)
     if device.level == "FAIL":
@@ -122,7 +122,7 @@ _UNTOLD = tuple(
     Finding(name, "FAIL", "not checked, because that needs the engine; install the engine first")
     for name in ("device", "compute", "model", "memory")
 )
-_not_computed = Finding("compute", "WARN", "not checked before the device is in order")
+_NOT_COMPUTED = Finding("compute", "WARN", "not checked before the device is in order")
 
 
 def _device(environment: Environment, ask: str = _ASK_JAX, limit_s: float = _DEVICE_S) -> Finding:

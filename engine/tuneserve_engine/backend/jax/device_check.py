@@ -32,7 +32,7 @@ _BLOCKS, _TOKENS = 3, 64
 
 
 def main() -> None:
-    """Print what the default device does."""
+    """Print the speed and the errors of the default device."""
     # A worker may be using the device, and little of its memory is needed.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     device = jax.local_devices()[0]

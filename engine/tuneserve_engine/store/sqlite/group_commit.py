@@ -54,6 +54,7 @@ class Transaction:
 
     def execute(self, sql: str, *values: Any, **named: Any) -> sqlite3.Cursor:
         """Execute a statement with values for ``?``, or with values for names such as ``:key``."""
+        assert not (named and values), sql
         return self.connection.execute(sql, named or values)
 
     def holds_file(self) -> bool:

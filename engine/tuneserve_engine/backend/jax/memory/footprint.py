@@ -11,6 +11,7 @@ from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.memory.training_room import (
     Logits,
     has_kernels,
+    layers_have_kernels,
     scored_bytes,
     trained_bytes,
 )
@@ -235,7 +236,7 @@ class Footprint:
         if remat == "dots":
             normed = (c.heads + c.kv_heads) * c.head_dim * c.qk_norm  # q and k before their norm
             saved += (normed + c.hidden + 2 * c.intermediate) * item
-            if has_kernels(c, self.shape.device_kind):
+            if layers_have_kernels(c, self.shape.device_kind):
                 saved += 4 * 7 * padded_rank(self.shape.static_shapes.max_rank)  # products with A
         if remat == "none":
             saved += self._residual_bytes

@@ -20,8 +20,13 @@ class Logits(NamedTuple):
 
 def has_kernels(config: ModelConfig, device_kind: str) -> bool:
     """Return whether kernels compute all adapters, so that none is copied for its blocks."""
+    return layers_have_kernels(config, device_kind) and config.vocab_size % TILE == 0
+
+
+def layers_have_kernels(config: ModelConfig, device_kind: str) -> bool:
+    """Return whether kernels compute the adapters of the layers, but for the LM head's."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    widths = config.hidden, queries, keys, config.intermediate, config.vocab_size
+    widths = config.hidden, queries, keys, config.intermediate
     return device_kind == "gpu" and all(width % TILE == 0 for width in widths)
 
 

@@ -21,7 +21,12 @@ from tuneserve_engine.backend.jax.model.shared_lora import SharedLora, add_delta
 from tuneserve_engine.core.adapter import ATTENTION, MLP
 
 DOTS = (
-    *("q_proj", "k_proj", "v_proj", "attended_residual", "gate_proj", "up_proj"),
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "attended_residual",
+    "gate_proj",
+    "up_proj",
     block_lora.LOW,
 )
 """Names of values that cost a product and that the backward pass may read."""

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.model.block_lora import flat
 from tuneserve_engine.backend.jax.model.exact_product import product
-from tuneserve_engine.backend.jax.model.tile import TILE
+from tuneserve_engine.backend.jax.model.tile import TILE, padded_rank
 from tuneserve_engine.backend.jax.specs import spec
 
 ROWS_PER_TILE = 16
@@ -39,7 +39,6 @@ parts, few programs wait for many tiles: on an H200, parts of four took more tha
 those of two for q, k and v of an 8B model. The second kernel adds all parts in each program."""
 _RANKS = 32
 """Ranks that one program of the first kernel computes, and that are multiplied at once."""
-_LEAST_RANKS = 16  # Triton multiplies no smaller matrices
 
 
 class RowTiles(NamedTuple):
@@ -121,7 +120,7 @@ def _low(
     tiles = inputs // TILE
     fitting = (n for n in _PART_TILES if tiles % n == 0 and tiles // n <= _PARTS)
     each = next(fitting, 1)
-    width = max(pl.next_power_of_2(rank), _LEAST_RANKS)
+    width = padded_rank(rank)
     per_projection = width // min(width, _RANKS)
     call = pl.pallas_call(
         partial(_low_kernel, slots=lora.scale.shape[0], per_projection=per_projection),

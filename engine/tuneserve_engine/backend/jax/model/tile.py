@@ -6,5 +6,5 @@ _LEAST_RANKS = 16  # Triton multiplies no smaller matrices
 
 
 def padded_rank(rank: int) -> int:
-    """Return W, the ranks of a tile or of several tiles."""
+    """Return the rank, padded to whole tiles."""
     return max(1 << (rank - 1).bit_length(), _LEAST_RANKS)

@@ -14,6 +14,7 @@ from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
 from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
+from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
@@ -148,6 +149,25 @@ def test_training_takes_as_much_as_its_workspace(
     real = workspace(config, dtype, remat)
     assert counted.tape.bytes == size(real.tape)
     assert counted.layer_gradients.bytes == size((real.dx, real.dattended, real.dqkv))
+
+
+@DTYPES
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+def test_training_on_a_gpu_takes_as_much_as_its_workspace(
+    remat: Any, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products with A of the highest rank are kept, also if kernels leave out the LM head."""
+    monkeypatch.setattr(block_lora, "_is_gpu", lambda: True)
+    shapes = StaticShapes(
+        64, block=16, chunk=32, requested_tokens=64, request_slots=4, rank_buckets=(2, 20)
+    )
+    config = replace(
+        QWEN3, vocab_size=61, hidden=128, heads=2, kv_heads=1, head_dim=128, intermediate=256
+    )
+    counted = footprint(config, remat=remat, dtype=dtype, static_shapes=shapes, device_kind="gpu")
+    held, blocks = adapter_slots(config, shapes), shapes.micro_batch_tokens // shapes.block
+    real = space_shapes(decoder(config, dtype, remat, shapes), held, blocks)
+    assert counted.tape.bytes == size(real.tape)
 
 
 @MODELS

@@ -6,6 +6,7 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from scripts.gpu_compile.shapes import MODELS
@@ -13,10 +14,12 @@ from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.memory.training_room import (
     Logits,
     has_kernels,
+    layers_have_kernels,
     scored_bytes,
     trained_bytes,
 )
 from tuneserve_engine.backend.jax.model.block_lora import fits
+from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.training.adapter_slots import new_gradient_slots
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -43,9 +46,14 @@ def test_the_planner_knows_which_models_the_kernels_take(name: str) -> None:
     config = {**MODELS, **ODD}[name]
     slots = jax.eval_shape(lambda: new_gradient_slots(target_shapes(config), 8, 1))
     answers: list[bool] = []
-    jax.eval_shape(lambda slots: answers.append(fits(slots.a, slots.b, 64)), slots)
-    assert answers == [has_kernels(config, "gpu")]
-    assert answers == [name in MODELS]
+
+    def ask(a: dict[str, jax.Array], b: dict[str, jax.Array]) -> None:
+        for sides in ((a, b), LoraRows(a, b, scale=jnp.ones(1)).layers()):
+            answers.append(fits(*sides, 64))
+
+    jax.eval_shape(ask, slots.a, slots.b)
+    assert answers == [has_kernels(config, "gpu"), layers_have_kernels(config, "gpu")]
+    assert answers == [name in MODELS, name in (*MODELS, "vocab_size")]
 
 
 @pytest.mark.parametrize(
