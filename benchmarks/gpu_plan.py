@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=GPUS, default="h200")
     parser.add_argument("--program", action="append", choices=PROGRAMS, help="default: all")
     parser.add_argument("--rank", type=int, choices=(8, 32, 128), default=32)
+    parser.add_argument("--max-rank", type=int, choices=(8, 32, 128), help="default: the rank")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a micro-batch")
     parser.add_argument("--chunk", type=int, help="tokens of a chunk, if not the planner's")
     parser.add_argument("--datum-tokens", type=int, default=1024)
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         slots=options.slots,
         adapters=options.adapters,
         rank=options.rank,
+        max_rank=options.max_rank,
         chunk=options.chunk,
     )
     print(f"{GPUS[options.device].name}, rank {load.rank}, *predicted*")

@@ -38,6 +38,7 @@ class Load:
     slots: int = 8
     adapters: int | None = None  # that decode together; as many as can unless given
     rank: int = 32
+    max_rank: int | None = None  # of the worker; as high as the load's unless given
     chunk: int | None = None  # tokens of a chunk; the planner's unless given
 
 
@@ -73,7 +74,7 @@ def plan_request(load: Load) -> PlanRequest:
     """Return the choices of a worker that is made for this load."""
     return PlanRequest(
         dtype="bfloat16",
-        max_rank=load.rank,
+        max_rank=load.max_rank or load.rank,
         batch_tokens=load.tokens,
         chunk_tokens=load.chunk,
         sample_rows=load.slots,

@@ -113,8 +113,14 @@ class LayerPass:
     number: Int[Array, ""]
 
     def each_chunk(self, body: Callable[[Array, Any], Any], state: Any) -> Any:
-        """Run ``body(first block, state)`` for every used chunk."""
+        """Run ``body(first block, state)`` for every used chunk.
+
+        There is no loop if a micro-batch is one chunk: then, products read a layer's weights where
+        they are, and a GPU does not wait for the host to read a loop's end.
+        """
         size = self.stack.chunk
+        if self.packed.positions.shape[0] == size:
+            return body(jnp.int32(0), state)
         count = (self.packed.blocks + size - 1) // size
         with jax.named_scope("chunks"):
             return jax.lax.fori_loop(0, count, lambda i, state: body(i * size, state), state)

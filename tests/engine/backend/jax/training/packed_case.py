@@ -43,6 +43,7 @@ from tuneserve_engine.backend.jax.training.programs import (
 from tuneserve_engine.core.adapter import UNEMBED, AdapterConfig
 
 SLOTS, RANK_CLASS = 4, 4
+_BLOCKS = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
 REMATS = ("none", "dots", "attention", "full")
 TINY = ModelConfig(
     architecture="qwen3",
@@ -124,7 +125,11 @@ def run(
     A request's number may be any slot, and lower ones need not be in use.
     """
     adapter_slots = adapter_slots_of(adapters, model.config)
-    space, gradient_slots = (after.space, after.gradient_slots) if after else buffers(model, stale)
+    space, gradient_slots = (
+        (after.space, after.gradient_slots)
+        if after
+        else buffers(model, stale, len(micro_batches[0].block_request))
+    )
     outs, begun = [], set[int]()
     for micro_batch in micro_batches:
         trained = train(
@@ -145,12 +150,11 @@ def flat(out: ScoredMicroBatch) -> ScoredMicroBatch:
     return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), out)
 
 
-def buffers(model: Decoder, stale: float) -> tuple[Any, LoraWeights]:
+def buffers(model: Decoder, stale: float, blocks: int = _BLOCKS) -> tuple[Any, LoraWeights]:
     """Workspace, with room for a higher rank than that of the adapters, and gradient slots."""
     full = partial(jax.tree.map, lambda x: jnp.full(x.shape, stale, x.dtype))
     targets = target_shapes(model.config)
     highest = new_adapter_slots(targets, 8 * RANK_CLASS, SLOTS)
-    blocks = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
     shapes = space_shapes(model, highest, blocks)
     return full(shapes), full(new_gradient_slots(targets, RANK_CLASS, SLOTS))
 

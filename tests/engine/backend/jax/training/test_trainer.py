@@ -124,6 +124,24 @@ def test_a_micro_batch_of_tenants_gives_the_results_of_each_datum_alone(
             assert_close(found[name], want, f"slot {slot}: {name}")
 
 
+@pytest.mark.parametrize("remat", ["dots", *map(at_night, ("full", "attention", "none"))])
+def test_a_micro_batch_of_one_chunk_needs_no_loop_and_gives_the_same_results(
+    remat: str, ran: Callable[[str], Ran], mixed: MicroBatch
+) -> None:
+    """Its products are longer, so that their roundings are others."""
+    whole = model_of(TINY, remat)
+    whole.chunk_blocks = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
+    got, want = run(whole, ADAPTERS, mixed), ran(remat)
+    for slot, adapter in ADAPTERS.items():
+        places = tokens_of(mixed, slot)
+        for field in ("logprobs", "loss"):
+            found, wanted = (getattr(each.outs[0], field)[places] for each in (got, want))
+            assert_close(found, wanted, field)
+        wanted = gradient(want.gradient_slots, slot, adapter)
+        for name, found in gradient(got.gradient_slots, slot, adapter).items():
+            assert_close(found, wanted[name], f"slot {slot}: {name}")
+
+
 @pytest.mark.acceptance("W3")
 @pytest.mark.parametrize("remat", ["full", at_night("attention")])
 def test_recomputed_values_have_the_same_bits(
@@ -245,6 +263,31 @@ def test_neighbours_place_and_slot_change_no_bit_of_a_request(
         assert bits(got, [micro_batch], 0, mine) == want
     slot = micro_batch_of((0, datum(7, 9)), (3, *rows))
     assert bits(run(model(), {0: other, 3: mine}, slot), [slot], 3, mine) == want
+
+
+@pytest.mark.parametrize("remat", ["dots", *map(at_night, ("full", "attention", "none"))])
+def test_a_micro_batch_of_one_chunk_has_the_bits_of_a_longer_one(
+    remat: str, micro_batch_of: BatchOf, datum: Datum
+) -> None:
+    """The longer one loops over its chunks, the other one does not."""
+    short = replace(STATIC_SHAPES, context_length=16, requested_tokens=16)
+    assert short.micro_batch_tokens == short.chunk
+    adapters = {0: ADAPTERS[0], 1: ADAPTERS[1]}
+    wanted = []
+    for static_shapes in (STATIC_SHAPES, short):
+        bins = (1, datum(7, 5)), (0, datum(1, 4), datum(2, 3))
+        micro_batch = micro_batch_of(*bins, static_shapes=static_shapes)
+        done = run(model(TINY, remat), adapters, micro_batch)
+        on_device = DeviceMicroBatch.from_host(micro_batch, STATIC_SHAPES.block)
+        scored = flat(score(evaluating(), adapter_slots_of(adapters), on_device))
+        wanted.append(
+            {
+                slot: bits(done, [micro_batch], slot, adapter)
+                | {"scored": scored.logprobs[tokens_of(micro_batch, slot)].tobytes()}
+                for slot, adapter in adapters.items()
+            }
+        )
+    assert wanted[0] == wanted[1]
 
 
 def test_splitting_bins_over_micro_batches_changes_no_bit(
