@@ -7,6 +7,7 @@ only if their norms are the same kernels, whatever training keeps for its backwa
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple, get_args
 
 from scripts.gpu_compile.hlo import Computation, Instruction, Module
@@ -33,13 +34,13 @@ class Kernel(NamedTuple):
 class Comparison(NamedTuple):
     """How many kernels of norms in the scoring program the training program has as well."""
 
-    remat: str
+    programs: str  # their remat, and the tokens of a chunk
     equal: int
     total: int
 
     def __str__(self) -> str:
         count = f"{self.equal} of {self.total}"
-        return f"remat={self.remat}: {count} kernels of norms in scoring are in training too"
+        return f"{self.programs}: {count} kernels of norms in scoring are in training too"
 
 
 def norms(hlo: str) -> set[Kernel]:
@@ -89,22 +90,27 @@ def _operations(fused: Computation) -> str:
 
 
 def comparisons(model: str, layers: int, target: Target) -> Iterator[Comparison]:
-    """Compile scoring and training under each ``remat``, and compare their norms."""
-    for remat in get_args(Remat):
-        config = replace(MODELS[model], layers=layers)
-        tasks = closed_set(model, config, largest_plan(config, 8), is_all=False, remat=remat)
+    """Compile scoring and training under each ``remat``, and compare their norms.
+
+    Programs have the planner's chunks, in a loop, or one chunk for the whole micro-batch.
+    """
+    config = replace(MODELS[model], layers=layers)
+    found = largest_plan(config, 8)
+    whole = largest_plan(config, 8, found.static_shapes.micro_batch_tokens)
+    for plan, remat in product((found, whole), get_args(Remat)):
+        tasks = closed_set(model, config, plan, is_all=False, remat=remat)
         of_program = {"score_micro_batch": set[Kernel](), "train_micro_batch": set[Kernel]()}
         for task in tasks:
             for program in of_program:
                 if program in task.name:
                     of_program[program] |= norms(_optimised(task, target))
         scoring, training = of_program.values()
-        yield compared(remat, scoring, training)
+        yield compared(f"remat={remat}, chunk {plan.static_shapes.chunk}", scoring, training)
 
 
-def compared(remat: str, scoring: set[Kernel], training: set[Kernel]) -> Comparison:
+def compared(programs: str, scoring: set[Kernel], training: set[Kernel]) -> Comparison:
     equal = sum(" reduce(" in kernel.operations for kernel in scoring & training)
-    return Comparison(remat, equal, len(scoring))
+    return Comparison(programs, equal, len(scoring))
 
 
 def _optimised(task: Task, target: Target) -> str:

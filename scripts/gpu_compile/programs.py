@@ -43,9 +43,12 @@ class _Weight(jax.ShapeDtypeStruct):
         return self if index is Ellipsis else jnp.zeros(self.shape[1:], self.dtype)
 
 
-def largest_plan(config: ModelConfig, max_rank: int) -> Plan:
-    """Return the plan of a GPU with more memory than any model needs: the largest shapes."""
-    request = PlanRequest(dtype=_DTYPE, max_rank=max_rank)
+def largest_plan(config: ModelConfig, max_rank: int, chunk: int | None = None) -> Plan:
+    """Return the plan of a GPU with more memory than any model needs: the largest shapes.
+
+    A chunk has ``chunk`` tokens, or as many as the planner chooses.
+    """
+    request = PlanRequest(dtype=_DTYPE, max_rank=max_rank, chunk_tokens=chunk)
     return plan(config, Device.accelerator("gpu", _ROOM_BYTES, _ROOM_BYTES), request)
 
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 from tuneserve_engine.core.errors import UserError
 
 _BIN_TOKENS = 4096
+_PREFILL_TOKENS = 2048
 _TARGET_BUCKETS = (1, 64)
 """The padded targets per position: one token, or a distribution. Each further bucket would multiply
 the training programs, and would save little compared with the product with the vocabulary."""
@@ -82,6 +83,14 @@ class StaticShapes:
         tokens = multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
         object.__setattr__(self, "micro_batch_tokens", tokens)
         object.__setattr__(self, "bin_tokens", min(longest_bin(self.chunk), tokens))
+
+    @property
+    def prefill_tokens(self) -> int:
+        """The tokens of a step of prefill: a chunk, but not more than 2,048 (or one block).
+
+        Decoding waits for such a step, and a short prompt takes all of it.
+        """
+        return max(min(self.chunk, _PREFILL_TOKENS) // self.block, 1) * self.block
 
     @property
     def max_rank(self) -> int:

@@ -37,6 +37,15 @@ def test_a_bin_has_at_most_four_chunks_or_4096_tokens_and_fits_a_micro_batch(
     assert StaticShapes(100, chunk=chunk, requested_tokens=tokens).bin_tokens == bin_tokens
 
 
+@pytest.mark.parametrize(("chunk", "prefill"), [(64, 64), (256, 256), (2048, 2048), (4096, 2048)])
+def test_a_step_of_prefill_is_a_chunk_of_at_most_2048_tokens(chunk: int, prefill: int) -> None:
+    assert StaticShapes(100, chunk=chunk).prefill_tokens == prefill
+
+
+def test_a_step_of_prefill_has_at_least_one_block() -> None:
+    assert StaticShapes(100, block=4096, chunk=8192).prefill_tokens == 4096
+
+
 @pytest.mark.parametrize(("rank_bucket", "slots"), [(8, 6), (16, 3), (32, 1), (128, 1)])
 def test_batches_of_all_rank_buckets_need_the_memory_of_the_lowest(
     rank_bucket: int, slots: int

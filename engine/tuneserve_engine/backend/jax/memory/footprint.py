@@ -436,13 +436,14 @@ class Footprint:
         adapters once more. The rest of a layer uses the room of a chunk of training.
         """
         c, static_shapes = self.config, self.shape.static_shapes
-        blocks = static_shapes.chunk // static_shapes.block
+        tokens = static_shapes.prefill_tokens
+        blocks = tokens // static_shapes.block
         width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
         per_block = self._read_per_row + static_shapes.max_rank * self._layer_rank_parameters
         return Line(
             "prefill of a chunk",
-            f"({static_shapes.chunk:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 B",
-            4 * (static_shapes.chunk * width + blocks * per_block),
+            f"({tokens:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 B",
+            4 * (tokens * width + blocks * per_block),
         )
 
     @property

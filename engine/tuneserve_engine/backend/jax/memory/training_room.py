@@ -9,6 +9,9 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.tile import TILE
 from tuneserve_engine.core.shapes import StaticShapes
 
+_TOKEN_BYTES = 96
+"""Bytes per token of masks and of block owners."""
+
 
 class Logits(NamedTuple):
     """A chunk of the head: its tokens, and the bytes of its logits in both programs."""
@@ -36,14 +39,15 @@ def trained_bytes(
     """Return the bytes of a program of training: in its layers, or in its head if that is more.
 
     ``weights`` are the bytes of a layer, which a loop over chunks copies. Beside the weights, there
-    are the values of a chunk. Beside the logits, there are the last hidden states of all tokens and
-    their gradient. A chunk of the head has logits, their gradient, and its copy in the weights'
-    type.
+    are the values of a chunk. A chunk of the head has logits, their gradient, and its copy in the
+    weights' type. Beside them, there are the last hidden states of all tokens, and in float32 those
+    of the chunk and their gradient.
     """
     attended = config.heads * config.head_dim
     width = (8 + item) * config.intermediate + item * (2 * config.hidden + 3 * attended)
-    hidden = 2 * shapes.micro_batch_tokens * config.hidden * item
-    return max(weights + shapes.chunk * width, logits.trained + hidden)
+    head = logits.trained + 8 * logits.tokens * config.hidden
+    head += shapes.micro_batch_tokens * (config.hidden * item + _TOKEN_BYTES)
+    return max(weights + shapes.chunk * width, head)
 
 
 def scored_bytes(
@@ -56,6 +60,6 @@ def scored_bytes(
     """
     heads = 2 * (config.heads + config.kv_heads) * config.head_dim
     width = (3 * config.hidden + heads) * item + 4 * config.heads
-    layer = weights + shapes.chunk * 8 * config.intermediate
+    layer = weights + shapes.chunk * 8 * (config.intermediate + config.hidden)
     head = logits.scored + 4 * logits.tokens * config.hidden
     return shapes.micro_batch_tokens * width + max(layer, head)

@@ -126,7 +126,7 @@ class Programs:
         slots: int,
         pages: int,
     ) -> None:
-        self.blocks = static_shapes.chunk // static_shapes.block
+        self.blocks = static_shapes.prefill_tokens // static_shapes.block
         self.block = static_shapes.block
         self.table_width = table_width(static_shapes.context_length, static_shapes.block)
         dtype = model.unembedding().dtype
