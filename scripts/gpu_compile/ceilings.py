@@ -3,7 +3,7 @@
     make gpu-compile        # which also compiles every program
 
 Training and decoding of two models at their full depth, rank 32, for an H200. A micro-batch of the
-smaller model is one chunk, so that training without a loop over chunks is checked, too. Both
+smaller model is one chunk, so that layers without a loop over chunks are checked, too. Both
 figures are counted in the compiled program, whose need was up to 1 % below the ceiling when it was
 set. A change that lowers a figure lowers its ceiling, too. Temporary memory also has to fit the
 planner's room, which may be 10 % larger than what training needs. Decoding may not copy or turn an

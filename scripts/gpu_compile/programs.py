@@ -63,6 +63,7 @@ def closed_set(
     decoder = _decoder(config)
     decoder.remat, decoder.block = remat or found.remat, found.static_shapes.block
     decoder.chunk_blocks = found.static_shapes.chunk // found.static_shapes.block
+    decoder.is_one_chunk = found.static_shapes.is_one_chunk
     programs = ProgramRegistry()
     trainer = Trainer(programs, decoder, found.static_shapes)
     slots, pages = found.sample_rows, found.kv_pages

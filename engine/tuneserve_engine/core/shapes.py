@@ -55,7 +55,10 @@ class StaticShapes:
     rank_buckets: tuple[int, ...] = (8, 32, 128)
 
     micro_batch_tokens: int = field(init=False, repr=False, compare=False)
-    """The tokens N of a micro-batch, a multiple of ``chunk``. Results do not depend on it."""
+    """The tokens N of a micro-batch, a multiple of ``chunk``.
+
+    Results do not depend on it, except that micro-batches of one chunk have programs of their own.
+    """
 
     bin_tokens: int = field(init=False, repr=False, compare=False)
     """The most tokens into which a request's short datums are packed together.
@@ -83,6 +86,11 @@ class StaticShapes:
         tokens = multiple_from(max(self.requested_tokens, self.context_length), self.chunk)
         object.__setattr__(self, "micro_batch_tokens", tokens)
         object.__setattr__(self, "bin_tokens", min(longest_bin(self.chunk), tokens))
+
+    @property
+    def is_one_chunk(self) -> bool:
+        """Whether a micro-batch is one chunk, so that no layer needs a loop over chunks."""
+        return self.micro_batch_tokens == self.chunk
 
     @property
     def prefill_tokens(self) -> int:

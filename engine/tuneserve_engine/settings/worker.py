@@ -48,7 +48,8 @@ class WorkerSettings(CommonSettings):
     chunk_tokens: ChunkTokens | None = Field(
         default=None,
         description="Tokens of one matrix product, a multiple of 64. Default: 256 on a CPU, 2048 "
-        "elsewhere. Larger ones make large requests faster on a GPU, and small ones slower.",
+        "elsewhere. As many as a micro-batch has make large requests faster on a GPU (predicted), "
+        "and small requests slower.",
     )
     remat: Literal["auto"] | Remat = Field(
         default="auto",

@@ -106,6 +106,7 @@ class JaxBackend:
         model.remat = remat
         model.block = self.static_shapes.block
         model.chunk_blocks = self.static_shapes.chunk // self.static_shapes.block
+        model.is_one_chunk = self.static_shapes.is_one_chunk
         room = room or AdapterRoom()
         self._room_bytes = room.device_bytes
         self._spill_folder = SpillFolder(room.directory)

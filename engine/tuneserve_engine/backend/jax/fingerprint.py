@@ -69,6 +69,7 @@ def numerics_id(
         static_shapes.block,
         static_shapes.chunk,
         static_shapes.bin_tokens,
+        int(static_shapes.is_one_chunk),
         *static_shapes.rank_buckets,
     )
     parts = (

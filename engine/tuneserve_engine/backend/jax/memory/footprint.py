@@ -9,6 +9,8 @@ from functools import cached_property
 
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.memory.training_room import (
+    TOKEN_BYTES,
+    LayerRoom,
     Logits,
     has_kernels,
     layers_have_kernels,
@@ -28,8 +30,6 @@ _STEP_COPIES = 3
 """Copies of an adapter that its optimizer step needs while it runs."""
 _UNDER_WAY = 2
 """Micro-batches on the device at once."""
-_TOKEN_BYTES = 96
-"""Bytes per token that the layers compute beside its hidden states: masks, and block owners."""
 _DRAWN_COPIES, _SCORED_COPIES = 8, 3
 """Float32 copies of logits while tokens are drawn, and while a prompt's positions are scored."""
 _SUMS = 8
@@ -106,10 +106,10 @@ class Footprint:
             return self.micro_batch, self.chunk, self.logits, self.head_adapters
         tokens, item = self.head_chunk_tokens, self.shape.item
         logits = Logits(tokens, self.logits.bytes, 4 * tokens * self.config.vocab_size)
-        shapes, weights = self.shape.static_shapes, self.layer_parameters * item
-        sizes = [
-            f(self.config, shapes, item, weights, logits) for f in (trained_bytes, scored_bytes)
-        ]
+        shapes = self.shape.static_shapes
+        copied = 0 if shapes.is_one_chunk else self.layer_parameters * item
+        layer = LayerRoom(copied, self.shape.remat in ("attention", "full"))
+        sizes = [f(self.config, shapes, item, layer, logits) for f in (trained_bytes, scored_bytes)]
         how = f"{sizes[0]:,} bytes in training, or {sizes[1]:,} in scoring"
         return (Line("a micro-batch in progress", how, max(sizes)),)
 
@@ -318,7 +318,7 @@ class Footprint:
         A pass that leaves no tape (``forward_only``) also has one layer's attention.
         """
         c, item, tokens = self.config, self.shape.item, self.shape.static_shapes.micro_batch_tokens
-        width = (3 * c.hidden + self._projected) * item + self._attended_bytes + _TOKEN_BYTES
+        width = (3 * c.hidden + self._projected) * item + self._attended_bytes + TOKEN_BYTES
         formula = f"{tokens:,} tokens * {width:,} bytes"
         return Line("a micro-batch in transfer", formula, tokens * width)
 
@@ -430,9 +430,9 @@ class Footprint:
 
     @property
     def prompt(self) -> Line:
-        """The values of a chunk of prompts in prefill.
+        """The values of a step of prefill.
 
-        They are hidden states, what the chunk's attention reads, its scores, and its blocks'
+        They are hidden states, what the step's attention reads, its scores, and its blocks'
         adapters once more. The rest of a layer uses the room of a chunk of training.
         """
         c, static_shapes = self.config, self.shape.static_shapes
@@ -441,7 +441,7 @@ class Footprint:
         width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
         per_block = self._read_per_row + static_shapes.max_rank * self._layer_rank_parameters
         return Line(
-            "prefill of a chunk",
+            "a step of prefill",
             f"({tokens:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 B",
             4 * (tokens * width + blocks * per_block),
         )

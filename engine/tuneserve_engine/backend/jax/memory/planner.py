@@ -201,8 +201,8 @@ def _refusal(footprint: Footprint, device: Device, device_bytes: int, request: P
         f"the base model needs at least {gib(needed)} of the {device.kind}'s memory, and "
         f"{gib(device_bytes)} is available:\n{parts}\nChoose a smaller base model or dtype "
         f"bfloat16; lower max_context_tokens ({request.max_context_tokens}) or sample_rows "
-        f"({request.sample_rows}), or any batch_tokens, request_slots and max_rank that you have "
-        "set; or raise device_memory_bytes if the device has more"
+        f"({request.sample_rows}), or any batch_tokens, chunk_tokens, request_slots and max_rank "
+        "that you have set; or raise device_memory_bytes if the device has more"
     )
 
 

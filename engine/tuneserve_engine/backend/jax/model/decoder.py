@@ -74,7 +74,7 @@ class Decoder(nnx.Module):
 
     After ``train()``, a pass over a micro-batch leaves a tape, as ``remat`` says; after ``eval()``,
     the mode at construction, a pass leaves nothing. ``block`` and ``chunk_blocks`` are the shapes
-    of micro-batches.
+    of micro-batches, each of which is at most one chunk with ``is_one_chunk``.
 
     The weights are ``embed`` [V, D], ``layers[name]`` [L, *layer_shapes(config)[name]],
     ``final_norm`` [D] and, unless tied, ``unembed`` [V, D].
@@ -95,6 +95,7 @@ class Decoder(nnx.Module):
         self.remat: Remat = "dots"
         self.block = 64
         self.chunk_blocks = 4
+        self.is_one_chunk = False
         table = (config.vocab_size, config.hidden)
         stacked = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
         self.embed = weight("embed", table)
@@ -145,7 +146,8 @@ class Decoder(nnx.Module):
     def stack(self) -> LayerStack:
         """Return the layers as programs on micro-batches take them."""
         weights = {name: weight[...] for name, weight in self.layers.items()}
-        return LayerStack(self.config, weights, self._rope, self.chunk_blocks, self.remat)
+        shapes = self.chunk_blocks, self.is_one_chunk
+        return LayerStack(self.config, weights, self._rope, *shapes, self.remat)
 
     def _rows(self, tokens: Int[Array, "B T"], lora: LoraRows | None) -> Float[Array, "n S D"]:
         """Run rows as a micro-batch of one datum each, one after the other."""

@@ -1,8 +1,9 @@
 """Whole sequences through the decoder's layers, chunk by chunk.
 
 A micro-batch is laid out in blocks; a chunk is a fixed number of blocks. Every matrix product
-has the shape of one chunk, and the number of chunks is known only at run time. So one program
-serves every length, and the bits of a request do not depend on what else is in the micro-batch.
+has the shape of one chunk, and the number of chunks is known only at run time, unless a worker's
+micro-batches are one chunk. So one program serves every length, and the bits of a request do not
+depend on what else is in the micro-batch.
 
 Dimension key: L layers, n blocks, S tokens of a block, c blocks of a chunk, D hidden, N query
 heads, K key/value heads, G = N / K, H head_dim, J slots.
@@ -68,6 +69,7 @@ class LayerStack:
     weights: dict[str, Array]  # [L, ...]
     rope: Callable[[Array], Rope]
     chunk: int  # c
+    is_one_chunk: bool  # whether a micro-batch is at most one chunk
     remat: Remat
 
     def layers(self) -> tuple[dict[str, Array], Int[Array, " L"]]:
@@ -113,13 +115,13 @@ class LayerPass:
     number: Int[Array, ""]
 
     def each_chunk(self, body: Callable[[Array, Any], Any], state: Any) -> Any:
-        """Run ``body(first block, state)`` for every used chunk.
+        """Run ``body(first block, state)`` for every used chunk, or for the only one.
 
-        There is no loop if a micro-batch is one chunk: then, products read a layer's weights where
-        they are, and a GPU does not wait for the host to read a loop's end.
+        There is no loop for the only one. Then products read a layer's weights where they are, and
+        a GPU does not wait for the host to read a loop's end.
         """
         size = self.stack.chunk
-        if self.packed.positions.shape[0] == size:
+        if self.stack.is_one_chunk and self.packed.positions.shape[0] == size:
             return body(jnp.int32(0), state)
         count = (self.packed.blocks + size - 1) // size
         with jax.named_scope("chunks"):

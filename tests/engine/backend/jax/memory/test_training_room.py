@@ -12,6 +12,7 @@ import pytest
 from scripts.gpu_compile.shapes import MODELS
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.memory.training_room import (
+    LayerRoom,
     Logits,
     has_kernels,
     layers_have_kernels,
@@ -21,6 +22,7 @@ from tuneserve_engine.backend.jax.memory.training_room import (
 from tuneserve_engine.backend.jax.model.block_lora import fits
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.training.adapter_slots import new_gradient_slots
+from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
 from tuneserve_engine.core.shapes import StaticShapes
 
 QWEN = MODELS["qwen3-8b"]
@@ -68,5 +70,26 @@ def test_the_room_is_what_programs_compiled_for_an_h200_need(
     The planner keeps more free than the 1 % that may be missing.
     """
     for function, compiled in ((trained_bytes, training), (scored_bytes, scoring)):
-        planned = function(QWEN, SHAPES, 2, WEIGHTS, logits)
+        planned = function(QWEN, SHAPES, 2, LayerRoom(WEIGHTS, is_recomputed=False), logits)
         assert 0.99 * compiled <= planned <= 1.1 * compiled
+
+
+@pytest.mark.parametrize(
+    ("name", "is_recomputed", "tokens", "compiled"),
+    [
+        ("qwen3-8b", False, 8192, 1_656_831_552),
+        ("qwen3-8b", False, 4096, 1_623_256_128),
+        ("llama-8b", False, 8192, 2_761_519_392),
+        ("qwen3-32b", True, 8192, 3_489_410_552),
+        ("qwen3-32b", True, 4096, 1_744_726_264),
+    ],
+)
+def test_the_room_of_one_chunk_is_what_compiled_programs_of_training_need(
+    name: str, is_recomputed: bool, tokens: int, compiled: int
+) -> None:
+    """By ``make gpu-plan`` with ``--chunk`` and ``--tokens``; 32B has ``remat`` attention."""
+    config, shapes = MODELS[name], StaticShapes(4096, chunk=tokens, requested_tokens=tokens)
+    chunk = 64 * head_chunk_blocks(64, tokens, config.vocab_size, "gpu")
+    logits = Logits(chunk, 10 * chunk * config.vocab_size, 4 * chunk * config.vocab_size)
+    planned = trained_bytes(config, shapes, 2, LayerRoom(0, is_recomputed), logits)
+    assert 0.999 * compiled <= planned <= 1.1 * compiled

@@ -59,11 +59,11 @@ TINY = ModelConfig(
 )
 
 
-def model_of(config: ModelConfig = TINY, remat: str = "dots") -> Decoder:
+def model_of(config: ModelConfig = TINY, remat: str = "dots", dtype: Any = jnp.float32) -> Decoder:
     """A decoder in training mode, in blocks and chunks of ``STATIC_SHAPES``, with random
     weights.
     """
-    model = random_decoder(config, std=0.3, norm_std=0.3)
+    model = random_decoder(config, dtype, std=0.3, norm_std=0.3)
     model.block, model.chunk_blocks = (
         STATIC_SHAPES.block,
         STATIC_SHAPES.chunk // STATIC_SHAPES.block,

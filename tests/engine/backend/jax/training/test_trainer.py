@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.engine.backend.jax.training import packed_case
 from tests.engine.backend.jax.training.packed_case import (
     RANK_CLASS,
     REMATS,
@@ -33,8 +34,12 @@ from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import TrainingAdapter, arrays_of
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.lora import LoraRows
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.training.programs import DeviceMicroBatch
+from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry, compiler_options
+from tuneserve_engine.backend.jax.training.programs import (
+    DeviceMicroBatch,
+    score_micro_batch,
+    train_micro_batch,
+)
 from tuneserve_engine.backend.jax.training.trainer import Trainer
 from tuneserve_engine.core.adapter import UNEMBED, AdamwParams
 from tuneserve_engine.core.shapes import StaticShapes
@@ -125,12 +130,13 @@ def test_a_micro_batch_of_tenants_gives_the_results_of_each_datum_alone(
 
 
 @pytest.mark.parametrize("remat", ["dots", *map(at_night, ("full", "attention", "none"))])
-def test_a_micro_batch_of_one_chunk_needs_no_loop_and_gives_the_same_results(
+def test_a_micro_batch_of_one_chunk_gives_the_same_results(
     remat: str, ran: Callable[[str], Ran], mixed: MicroBatch
 ) -> None:
     """Its products are longer, so that their roundings are others."""
     whole = model_of(TINY, remat)
     whole.chunk_blocks = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
+    whole.is_one_chunk = True
     got, want = run(whole, ADAPTERS, mixed), ran(remat)
     for slot, adapter in ADAPTERS.items():
         places = tokens_of(mixed, slot)
@@ -266,28 +272,38 @@ def test_neighbours_place_and_slot_change_no_bit_of_a_request(
 
 
 @pytest.mark.parametrize("remat", ["dots", *map(at_night, ("full", "attention", "none"))])
+@pytest.mark.parametrize("dtype", ["bfloat16", at_night("float32")])
 def test_a_micro_batch_of_one_chunk_has_the_bits_of_a_longer_one(
-    remat: str, micro_batch_of: BatchOf, datum: Datum
+    dtype: str,
+    remat: str,
+    micro_batch_of: BatchOf,
+    datum: Datum,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The longer one loops over its chunks, the other one does not."""
+    """The longer one loops over its chunks, the other one does not. Roundings are a worker's."""
+    jit = partial(jax.jit, compiler_options=compiler_options())
+    monkeypatch.setattr(packed_case, "train", jit(train_micro_batch, donate_argnums=(1, 2)))
     short = replace(STATIC_SHAPES, context_length=16, requested_tokens=16)
-    assert short.micro_batch_tokens == short.chunk
     adapters = {0: ADAPTERS[0], 1: ADAPTERS[1]}
-    wanted = []
+    found = []
     for static_shapes in (STATIC_SHAPES, short):
         bins = (1, datum(7, 5)), (0, datum(1, 4), datum(2, 3))
         micro_batch = micro_batch_of(*bins, static_shapes=static_shapes)
-        done = run(model(TINY, remat), adapters, micro_batch)
+        decoder = model_of(TINY, remat, dtype)
+        decoder.is_one_chunk = static_shapes.is_one_chunk
+        done = run(decoder, adapters, micro_batch)
+        decoder.eval()
         on_device = DeviceMicroBatch.from_host(micro_batch, STATIC_SHAPES.block)
-        scored = flat(score(evaluating(), adapter_slots_of(adapters), on_device))
-        wanted.append(
+        scored = flat(jit(score_micro_batch)(decoder, adapter_slots_of(adapters), on_device))
+        found.append(
             {
                 slot: bits(done, [micro_batch], slot, adapter)
                 | {"scored": scored.logprobs[tokens_of(micro_batch, slot)].tobytes()}
                 for slot, adapter in adapters.items()
             }
         )
-    assert wanted[0] == wanted[1]
+    assert short.is_one_chunk and not STATIC_SHAPES.is_one_chunk
+    assert found[0] == found[1]
 
 
 def test_splitting_bins_over_micro_batches_changes_no_bit(
