@@ -87,7 +87,7 @@ def test_the_room_is_what_programs_compiled_for_an_h200_need(
 def test_the_room_of_one_chunk_is_what_compiled_programs_of_training_need(
     name: str, is_recomputed: bool, tokens: int, compiled: int
 ) -> None:
-    """By ``make gpu-plan`` with ``--chunk`` and ``--tokens``; 32B has ``remat`` attention."""
+    """By ``make gpu-plan`` with ``--chunk`` and ``--tokens``; 32B has ``remat`` full."""
     config, shapes = MODELS[name], StaticShapes(4096, chunk=tokens, requested_tokens=tokens)
     chunk = 64 * head_chunk_blocks(64, tokens, config.vocab_size, "gpu")
     logits = Logits(chunk, 10 * chunk * config.vocab_size, 4 * chunk * config.vocab_size)
