@@ -24,7 +24,6 @@ EXCEPTIONS = {
     "engine/tuneserve_engine/store/base.py": "a seam: the queue and the store, with docstrings",
     "engine/tuneserve_engine/store/sqlite/store.py": "the methods of that seam, an operation each",
     "engine/tuneserve_engine/store/redis/store.py": "the methods of that seam, a script each",
-    "engine/tuneserve_engine/backend/jax/memory/footprint.py": "a sum: a formula per line",
 }
 
 

@@ -10,8 +10,9 @@ from scripts.gpu_compile.programs import Task, closed_set
 from scripts.gpu_compile.roofline import Cost, Work, cost
 from scripts.gpu_compile.target import Target
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
-from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
+from tuneserve_engine.backend.jax.memory.footprint import Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
+from tuneserve_engine.backend.jax.memory.sizes import EngineShape
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
@@ -107,7 +108,7 @@ def _forecast(  # noqa: PLR0913
 def planned_bytes(config: ModelConfig, found: Plan, program: str) -> int:
     """Return the bytes that the planner counts for the temporary memory of the named program."""
     footprint = _footprint(config, found)
-    lines = (footprint.drawing,) if program.startswith("decode") else footprint.temporaries
+    lines = (footprint.sampling.drawing,) if program.startswith("decode") else footprint.temporaries
     return sum(line.bytes for line in lines)
 
 

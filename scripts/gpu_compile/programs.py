@@ -61,9 +61,8 @@ def closed_set(
     kinds other than LoRA, are included only with ``is_all``. ``remat`` is the plan's unless given.
     """
     decoder = _decoder(config)
-    decoder.remat, decoder.block = remat or found.remat, found.static_shapes.block
-    decoder.chunk_blocks = found.static_shapes.chunk // found.static_shapes.block
-    decoder.is_one_chunk = found.static_shapes.is_one_chunk
+    decoder.remat = remat or found.remat
+    decoder.use_shapes(found.static_shapes)
     programs = ProgramRegistry()
     trainer = Trainer(programs, decoder, found.static_shapes)
     slots, pages = found.sample_rows, found.kv_pages

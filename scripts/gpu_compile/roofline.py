@@ -20,7 +20,7 @@ from scripts.gpu_compile.hlo import Computation, Instruction, Module
 LARGE_BYTES = 16 * 2**20
 """The size from which a copy or transpose is listed."""
 
-_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE = 0.8, 0.3, 0.83
+_PRODUCT_SHARE, _ATTENTION_SHARE, _BANDWIDTH_SHARE = 0.8, 0.22, 0.83
 _ADAPTER_SHARE = 0.3
 """The share of the full rate that kernels of adapters reach in training, while they multiply: they
 do not read at the same time. They multiply parts of bfloat16: three products if one factor is
@@ -210,7 +210,7 @@ class _Walk:
         elif "triton" in target or "mosaic" in target:
             share = _BACKWARD_ATTENTION / 2 if "attention_backward" in at.source else 1.0
             flops = self._work.attention_flops * share
-            moved = at.bytes
+            moved = _bytes_of_a_layer(at, computation)
             seconds = flops / (_ATTENTION_SHARE * self._gpu.flops)
             self._kernel(at, Group.ATTENTION, times, moved, flops, seconds)
         else:
@@ -290,6 +290,16 @@ def _bytes_alone(at: Instruction, computation: Computation) -> int:
         return 2 * computation[at.operands[1]].bytes
     read = sum(computation[name].bytes for name in at.operands)
     return at.bytes + (min(read, at.bytes) if at.opcode in _SLICES else read)
+
+
+def _bytes_of_a_layer(at: Instruction, computation: Computation) -> float:
+    """Return the bytes of the blocks that a call of attention writes.
+
+    Its results can be buffers of all layers. Its operand with the fewest rows has one per block.
+    """
+    operands = (computation[name].arrays[0].shape for name in at.operands)
+    blocks = min((shape[0] for shape in operands if len(shape) > 1), default=math.inf)
+    return sum(each.bytes * min(blocks / each.shape[0], 1.0) for each in at.arrays)
 
 
 def _bytes_of_fusion(module: Module, name: str) -> int:

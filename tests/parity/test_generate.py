@@ -49,10 +49,7 @@ class Pair:
         self.theirs = peft_model(hf.model)
         model, config = load_base_model(str(hf.folder), dtype="float32")
         static_shapes = StaticShapes(config.context_length, block=8, chunk=16)
-        model.block, model.chunk_blocks = (
-            static_shapes.block,
-            static_shapes.chunk // static_shapes.block,
-        )
+        model.use_shapes(static_shapes)
         self.ours = JaxSampler(
             ProgramRegistry(), model, static_shapes, None, slots=4, snapshot_bytes=1 << 30
         )

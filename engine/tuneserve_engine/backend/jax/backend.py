@@ -104,9 +104,7 @@ class JaxBackend:
             sample_rows=sample_rows,
         )
         model.remat = remat
-        model.block = self.static_shapes.block
-        model.chunk_blocks = self.static_shapes.chunk // self.static_shapes.block
-        model.is_one_chunk = self.static_shapes.is_one_chunk
+        model.use_shapes(self.static_shapes)
         room = room or AdapterRoom()
         self._room_bytes = room.device_bytes
         self._spill_folder = SpillFolder(room.directory)

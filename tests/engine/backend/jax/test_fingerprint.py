@@ -9,6 +9,7 @@ import pytest
 
 import tuneserve_engine
 from tuneserve_engine.backend.jax import fingerprint
+from tuneserve_engine.core.shapes import StaticShapes
 
 ROOT = Path(tuneserve_engine.__path__[0])
 STARTS = (
@@ -81,6 +82,20 @@ def test_the_id_names_the_installed_libraries_that_compute_on_a_gpu(
         "numpy": "none",
         "nvidia-cublas-cu12": "12.9.3.13",
     }
+
+
+def test_the_id_says_whether_layers_loop_over_chunks(base_model: Path):
+    """With 4,096 tokens in a bin either way."""
+
+    def numerics_id(tokens: int) -> str:
+        shapes = StaticShapes(64, chunk=4096, requested_tokens=tokens)
+        assert shapes.bin_tokens == 4096
+        return fingerprint.numerics_id(
+            base_model, dtype="float32", static_shapes=shapes, remat="dots", sample_rows=8
+        )
+
+    one, *longer = (numerics_id(tokens) for tokens in (4096, 8192, 12_288))
+    assert longer[0] == longer[1] != one
 
 
 @pytest.fixture

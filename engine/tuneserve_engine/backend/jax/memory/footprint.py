@@ -1,14 +1,11 @@
 """The bytes of everything that one choice of shapes puts on the device.
 
-Letters in formulas: L layers, D hidden, N query heads, K key/value heads, H head_dim, I
-intermediate, V vocabulary, R rank, T tokens of a micro-batch.
+Letters in formulas: as in ``sizes``.
 """
 
-from dataclasses import dataclass
 from functools import cached_property
 
-from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
-from tuneserve_engine.backend.jax.memory.training_room import (
+from tuneserve_engine.backend.jax.memory.gpu_room import (
     TOKEN_BYTES,
     LayerRoom,
     Logits,
@@ -17,63 +14,22 @@ from tuneserve_engine.backend.jax.memory.training_room import (
     scored_bytes,
     trained_bytes,
 )
-from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.memory.sampling_room import SamplingRoom
+from tuneserve_engine.backend.jax.memory.sizes import Line, Sizes
 from tuneserve_engine.backend.jax.model.tile import padded_rank
-from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
-from tuneserve_engine.core.backend_options import DType, Remat
-from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.core.backend_options import Remat
 
 _ADAPTER_COPIES = 4
 """Float32 copies per adapter: weights, two moments, accumulated gradient."""
-_STEP_COPIES = 3
-"""Copies of an adapter that its optimizer step needs while it runs."""
+_STEP_COPIES, _GPU_STEP_COPIES = 3, 2
+"""Copies of an adapter that its optimizer step needs while it runs, of any kind of adapter."""
 _UNDER_WAY = 2
 """Micro-batches on the device at once."""
-_DRAWN_COPIES, _SCORED_COPIES = 8, 3
-"""Float32 copies of logits while tokens are drawn, and while a prompt's positions are scored."""
-_SUMS = 8
-"""Copies of each alternative's block as integers in limbs: see ``exact_draw``."""
-_SCORE_COPIES = 4
-"""Float32 copies of attention's scores: masked, and as weights."""
-_ALTERNATIVES = 64 * 128
-"""Logits per scored position for its alternatives: 64 draws, each from a block of 128 logits."""
-_ITEM = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class Line:
-    """A part of the memory, with the formula of its size."""
-
-    name: str
-    how: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class EngineShape:
-    """The choices that the planner makes."""
-
-    static_shapes: StaticShapes
-    remat: Remat
-    sample_rows: int
-    snapshots: int  # snapshots of the highest rank that fit on the device
-    dtype: DType
-    device_kind: str
-    kv_pages: int
-
-    @property
-    def item(self) -> int:
-        """Bytes of a weight and of an activation."""
-        return _ITEM[self.dtype]
-
-
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(Sizes):
     """The memory that one model takes in one shape."""
-
-    config: ModelConfig
-    shape: EngineShape
 
     @property
     def bytes(self) -> int:
@@ -91,8 +47,8 @@ class Footprint:
             self.batches,
             *self.temporaries,
             self.step,
-            *((self.unstacked,) if self.unstacked.bytes else ()),
-            *self.sampling,
+            *((self.sampling.unstacked,) if self.sampling.unstacked.bytes else ()),
+            *self.sampling.lines,
             *self.wide_copies,
         )
 
@@ -114,16 +70,8 @@ class Footprint:
         return (Line("a micro-batch in progress", how, max(sizes)),)
 
     @property
-    def sampling(self) -> tuple[Line, ...]:
-        """The parts that are reported as sampling's; ``unstacked`` is not among them."""
-        return (
-            self.caches,
-            self.decode_adapters,
-            self.snapshots,
-            self.prompt,
-            self.drawing,
-            self.scoring,
-        )
+    def sampling(self) -> SamplingRoom:
+        return SamplingRoom(self.config, self.shape)
 
     # --- weights --------------------------------------------------------------------------------
 
@@ -131,39 +79,6 @@ class Footprint:
     def base(self) -> Line:
         count, item = self.parameters, self.shape.item
         return Line("base weights", f"{count:,} parameters * {item} bytes", count * item)
-
-    @property
-    def parameters(self) -> int:
-        """The number of parameters of the base model."""
-        c = self.config
-        tables = 1 if c.tied_embeddings else 2
-        return c.layers * self.layer_parameters + tables * c.vocab_size * c.hidden + c.hidden
-
-    @property
-    def layer_parameters(self) -> int:
-        """The number of parameters of one layer of the base model."""
-        c = self.config
-        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        layer = 2 * c.hidden * (queries + keys) + 3 * c.hidden * c.intermediate + 2 * c.hidden
-        layer += (queries + 2 * keys) * c.attention_bias + c.hidden * c.output_bias
-        return layer + (2 * c.intermediate + c.hidden) * c.mlp_bias + 2 * c.head_dim * c.qk_norm
-
-    @cached_property
-    def rank_parameters(self) -> int:
-        """Parameters of an adapter per rank: every target is included, trained or not."""
-        c = self.config
-        return c.layers * self._layer_rank_parameters + c.hidden + c.vocab_size
-
-    @property
-    def _layer_rank_parameters(self) -> int:
-        """Inputs and outputs of a layer's seven projections."""
-        c = self.config
-        queries, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        return 2 * (c.hidden + queries) + 2 * (c.hidden + keys) + 3 * (c.hidden + c.intermediate)
-
-    def adapter_bytes(self, rank: int) -> int:
-        """Return the bytes of one float32 copy of an adapter of the rank bucket."""
-        return 4 * rank * self.rank_parameters
 
     def adapter_slots(self, rank: int) -> Line:
         slots = self.shape.static_shapes.slots(rank)
@@ -194,8 +109,9 @@ class Footprint:
     @property
     def step(self) -> Line:
         rank = self.shape.static_shapes.max_rank
-        size = _STEP_COPIES * self.adapter_bytes(rank)
-        return Line("optimizer step", f"{_STEP_COPIES} adapters of rank {rank}", size)
+        copies = _GPU_STEP_COPIES if self.shape.device_kind == "gpu" else _STEP_COPIES
+        size = copies * self.adapter_bytes(rank)
+        return Line("optimizer step", f"{copies} adapters of rank {rank}", size)
 
     # --- training -------------------------------------------------------------------------------
 
@@ -263,7 +179,7 @@ class Footprint:
         rank = static_shapes.max_rank
         wide = 4 * (4 * c.hidden + 2 * heads + 4)
         narrow = 2 * c.hidden + c.heads * c.head_dim + 6 * c.intermediate + 7 * rank
-        cast = 0 if item == 4 else rank * self._layer_rank_parameters // static_shapes.block
+        cast = 0 if item == 4 else rank * self.layer_rank_parameters // static_shapes.block
         scales = 4 * 7 * static_shapes.chunk // static_shapes.block
         once = 2 * (c.hidden + c.head_dim) * item + scales  # per chunk
         return wide + item * (narrow + cast + 1) + once // static_shapes.chunk
@@ -288,7 +204,8 @@ class Footprint:
         if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
             return ()
         carried = self.tape.bytes + self.layer_gradients.bytes
-        read = 2 * (self.base.bytes + self.caches.bytes) + self.decode_adapters.bytes
+        sampling = self.sampling
+        read = 2 * (self.base.bytes + sampling.caches.bytes) + sampling.decode_adapters.bytes
         return (
             Line("float32 copies on a CPU", "4 * training and its gradients", 4 * carried),
             Line("float32 copies of inputs", "2 * (weights and KV pages), adapter slots", read),
@@ -329,22 +246,16 @@ class Footprint:
         A product cannot read a layer's weights from the stack, so they are copied. Adapters are
         gathered, and their gradients take room too.
         """
-        static_shapes, width = self.shape.static_shapes, self._layer_width
+        static_shapes, width = self.shape.static_shapes, self.layer_width
         blocks, rank = static_shapes.chunk // static_shapes.block, static_shapes.max_rank
         weights = self.layer_parameters * self.shape.item
-        adapters = 2 * blocks * 4 * rank * self._layer_rank_parameters
+        adapters = 2 * blocks * 4 * rank * self.layer_rank_parameters
         return Line(
             "a chunk in its layer",
             f"{weights:,} bytes + 2 * {blocks} blocks' adapters of rank {rank} + "
             f"{static_shapes.chunk:,} tokens * {width:,} * 4 bytes",
             weights + adapters + static_shapes.chunk * width * 4,
         )
-
-    @property
-    def _layer_width(self) -> int:
-        """Intermediate values of a token in a layer."""
-        c = self.config
-        return 8 * c.intermediate + 8 * c.hidden + 4 * c.heads * c.head_dim
 
     @property
     def logits(self) -> Line:
@@ -373,104 +284,3 @@ class Footprint:
         block, chunk = self.shape.static_shapes.block, self.shape.static_shapes.chunk
         vocab_size, kind = self.config.vocab_size, self.shape.device_kind
         return block * head_chunk_blocks(block, chunk, vocab_size, kind)
-
-    # --- sampling -------------------------------------------------------------------------------
-
-    @property
-    def unstacked(self) -> Line:
-        """The layers once more: on a CPU, sampling reads each layer from arrays of its own."""
-        layers, count, item = self.config.layers, self.layer_parameters, self.shape.item
-        if self.shape.device_kind != "cpu":
-            return Line("layers for sampling", "read where the base weights are", 0)
-        return Line(
-            "layers for sampling",
-            f"{layers} layers * {count:,} parameters * {item} bytes",
-            layers * count * item,
-        )
-
-    @property
-    def caches(self) -> Line:
-        """The KV pages."""
-        c, static_shapes, item = self.config, self.shape.static_shapes, self.shape.item
-        pages = self.shape.kv_pages
-        width = 2 * c.layers * c.kv_heads * c.head_dim
-        return Line(
-            "KV pages",
-            f"{pages:,} pages * {static_shapes.block} tokens * {width:,} * {item} bytes",
-            pages * static_shapes.block * width * item,
-        )
-
-    @property
-    def decode_adapters(self) -> Line:
-        ranks = self.shape.static_shapes.rank_buckets
-        rows, is_shared = self.shape.sample_rows, self.shape.device_kind != "cpu"
-        slots = adapter_slot_count(rows, is_shared=is_shared)
-        return Line(
-            "adapter slots of sampling",
-            f"{slots} slots * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
-            f"{self.rank_parameters:,}",
-            slots * sum(self.adapter_bytes(rank) for rank in ranks),
-        )
-
-    @property
-    def snapshots(self) -> Line:
-        """The adapters that are sampled from, and the base model's adapter of zeros."""
-        low, high = self.shape.static_shapes.rank_buckets[0], self.shape.static_shapes.max_rank
-        return Line(
-            "snapshots",
-            f"({self.shape.snapshots} * rank {high} + rank {low}) * 4 bytes * "
-            f"{self.rank_parameters:,}",
-            self.snapshot_bytes + self.adapter_bytes(low),
-        )
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of the snapshots without the base model's adapter of zeros."""
-        return self.shape.snapshots * self.adapter_bytes(self.shape.static_shapes.max_rank)
-
-    @property
-    def prompt(self) -> Line:
-        """The values of a step of prefill.
-
-        They are hidden states, what the step's attention reads, its scores, and its blocks'
-        adapters once more. The rest of a layer uses the room of a chunk of training.
-        """
-        c, static_shapes = self.config, self.shape.static_shapes
-        tokens = static_shapes.prefill_tokens
-        blocks = tokens // static_shapes.block
-        width = 4 * c.hidden + _SCORE_COPIES * c.heads * self._round
-        per_block = self._read_per_row + static_shapes.max_rank * self._layer_rank_parameters
-        return Line(
-            "a step of prefill",
-            f"({tokens:,} tokens * {width:,} + {blocks} blocks * {per_block:,}) * 4 B",
-            4 * (tokens * width + blocks * per_block),
-        )
-
-    @property
-    def _round(self) -> int:
-        """Positions that attention over pages takes per round."""
-        return pages_per_round(self.shape.device_kind) * self.shape.static_shapes.block
-
-    @property
-    def _read_per_row(self) -> int:
-        """Elements of the pages that attention takes per round, gathered and masked."""
-        return 4 * self.config.kv_heads * self.config.head_dim * self._round
-
-    @property
-    def drawing(self) -> Line:
-        """The values of a decoding step.
-
-        They are the logits of every row, what a layer's attention reads, its scores, and the
-        layer's intermediate values.
-        """
-        c, rows = self.config, self.shape.sample_rows
-        attention = self._read_per_row + _SCORE_COPIES * c.heads * self._round
-        width = _DRAWN_COPIES * c.vocab_size + attention + self._layer_width
-        return Line("token draws", f"{rows} rows * {width:,} * 4 bytes", rows * width * 4)
-
-    @property
-    def scoring(self) -> Line:
-        """Logits of a block of a prompt, and the draws from them."""
-        tokens = self.shape.static_shapes.block
-        width = _SCORED_COPIES * self.config.vocab_size + _SUMS * _ALTERNATIVES + self._layer_width
-        return Line("prompt scores", f"{tokens:,} tokens * {width:,} * 4 bytes", tokens * width * 4)

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint, Line
+from tuneserve_engine.backend.jax.memory.footprint import Footprint
+from tuneserve_engine.backend.jax.memory.sizes import EngineShape, Line
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages, most_pages
 from tuneserve_engine.core.backend_options import DType, PlanRequest, Remat
@@ -97,7 +98,7 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
             remat=shape.remat,
             sample_rows=shape.sample_rows,
             kv_pages=shape.kv_pages,
-            snapshot_bytes=footprint.snapshot_bytes,
+            snapshot_bytes=footprint.sampling.snapshot_bytes,
             device=device,
             device_bytes=device_bytes,
             adapter_device_bytes=adapters,
@@ -114,7 +115,7 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
 
 def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
     base = footprint.base.bytes
-    sampling = sum(line.bytes for line in footprint.sampling)
+    sampling = sum(line.bytes for line in footprint.sampling.lines)
     return {
         "memory_base_model_bytes": base,
         "memory_training_bytes": footprint.bytes - base - sampling,

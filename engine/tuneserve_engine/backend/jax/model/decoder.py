@@ -43,6 +43,7 @@ from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.model.shared_lora import SharedLora
 from tuneserve_engine.core.adapter import UNEMBED
 from tuneserve_engine.core.backend_options import Remat
+from tuneserve_engine.core.shapes import StaticShapes
 
 _VECTORS = "norms and biases"
 _INIT_STD = 0.02  # the initializer_range of every supported architecture
@@ -73,8 +74,8 @@ class Decoder(nnx.Module):
     """The base model.
 
     After ``train()``, a pass over a micro-batch leaves a tape, as ``remat`` says; after ``eval()``,
-    the mode at construction, a pass leaves nothing. ``block`` and ``chunk_blocks`` are the shapes
-    of micro-batches, each of which is at most one chunk with ``is_one_chunk``.
+    the mode at construction, a pass leaves nothing. ``use_shapes`` sets the shapes of
+    micro-batches, each of which is at most one chunk with ``is_one_chunk``.
 
     The weights are ``embed`` [V, D], ``layers[name]`` [L, *layer_shapes(config)[name]],
     ``final_norm`` [D] and, unless tied, ``unembed`` [V, D].
@@ -102,6 +103,12 @@ class Decoder(nnx.Module):
         self.layers = nnx.Dict({name: weight(name, shape) for name, shape in stacked.items()})
         self.final_norm = weight("final_norm", (config.hidden,))
         self.unembed = None if config.tied_embeddings else weight("unembed", table)
+
+    def use_shapes(self, static_shapes: StaticShapes) -> None:
+        """Compute micro-batches of these shapes from now on."""
+        self.block = static_shapes.block
+        self.chunk_blocks = static_shapes.chunk // static_shapes.block
+        self.is_one_chunk = static_shapes.is_one_chunk
 
     def __call__(self, tokens: Int[Array, "B T"], lora: LoraRows | None) -> Float[Array, "B T D"]:
         """Return final-normed hidden states; position t sees positions 0 .. t of its own row."""

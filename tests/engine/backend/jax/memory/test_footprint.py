@@ -1,6 +1,6 @@
 """The planner counts what the arrays take, and no less than the programs need."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,21 +8,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.engine.backend.jax.memory.footprint_case import (
+    DTYPES,
+    EVERY_SHAPE,
+    MODELS,
+    QWEN3,
+    SHAPES,
+    STATIC_SHAPES,
+    adapter_slots,
+    decoder,
+    footprint,
+    size,
+)
 from tests.support.compiled import memory_of
-from tests.support.decoders import zero_decoder
-from tests.support.nightly import at_night
 from tuneserve_engine.backend.base import MicroBatch
 from tuneserve_engine.backend.jax.adapters.arrays import new_adapter, target_shapes
-from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
 from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.decoder import Decoder
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling.kv_pages import most_pages
-from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.backend.jax.training.adapter_slots import (
-    AdapterSlots,
-    new_adapter_slots,
     new_gradient_slots,
 )
 from tuneserve_engine.backend.jax.training.programs import (
@@ -35,69 +38,7 @@ from tuneserve_engine.backend.jax.training.tape import Workspace
 from tuneserve_engine.core.adapter import AdapterConfig
 from tuneserve_engine.core.shapes import StaticShapes
 
-QWEN3 = ModelConfig(
-    architecture="qwen3",
-    vocab_size=61,
-    hidden=16,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    intermediate=20,
-    context_length=48,
-    qk_norm=True,
-    tied_embeddings=True,
-)
-QWEN2 = replace(QWEN3, architecture="qwen2", qk_norm=False, attention_bias=True)
-LLAMA = replace(
-    QWEN3,
-    architecture="llama",
-    qk_norm=False,
-    tied_embeddings=False,
-    attention_bias=True,
-    output_bias=True,
-    mlp_bias=True,
-)
-MODELS = pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=lambda c: c.architecture)
-SIDES = ("float32", "bfloat16")
-DTYPES = pytest.mark.parametrize("dtype", SIDES)
-STATIC_SHAPES = StaticShapes(
-    48, block=8, chunk=16, requested_tokens=64, request_slots=6, rank_buckets=(2, 4)
-)
 BLOCKS = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
-
-
-def footprint(config: ModelConfig, **changes: Any) -> Footprint:
-    pages = most_pages(changes.get("static_shapes", STATIC_SHAPES), changes.get("sample_rows", 8))
-    shape = EngineShape(STATIC_SHAPES, "dots", 8, 8, "float32", "cpu", pages)
-    return Footprint(config, replace(shape, **changes))
-
-
-def size(arrays: Any) -> int:
-    """Bytes of arrays, or of shapes."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-
-
-def decoder(
-    config: ModelConfig,
-    dtype: Any,
-    remat: Any = "dots",
-    static_shapes: StaticShapes = STATIC_SHAPES,
-) -> Decoder:
-    model = zero_decoder(config, dtype)
-    model.block, model.chunk_blocks = (
-        static_shapes.block,
-        static_shapes.chunk // static_shapes.block,
-    )
-    model.remat = remat
-    return model
-
-
-def adapter_slots(
-    config: ModelConfig, static_shapes: StaticShapes = STATIC_SHAPES, rank: int | None = None
-) -> AdapterSlots:
-    rank = rank or static_shapes.max_rank
-    return new_adapter_slots(target_shapes(config), rank, static_shapes.slots(rank))
 
 
 def workspace(config: ModelConfig, dtype: Any, remat: Any) -> Workspace:
@@ -202,98 +143,7 @@ def test_two_micro_batches_of_arrays_are_counted() -> None:
     assert real <= footprint(QWEN3).batches.bytes <= 1.05 * real
 
 
-ROWS = 5
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The sampler's programs, for the highest ranks."""
-
-    programs: Programs
-
-    @classmethod
-    def of(cls, config: ModelConfig, static_shapes: StaticShapes, dtype: Any) -> "Sampling":
-        model, pages = (
-            decoder(config, dtype, static_shapes=static_shapes),
-            most_pages(static_shapes, ROWS),
-        )
-        return cls(Programs(ProgramRegistry(), model, static_shapes, slots=ROWS, pages=pages))
-
-    def arguments(self, name: str, which: int = -1) -> list[int]:
-        """The bytes of each argument."""
-        return [size(specs) for specs in self._shape(name, which)._specs()]
-
-    def takes(self, name: str) -> int:
-        """The bytes that the program needs while it runs, its results included."""
-        memory = memory_of(self._shape(name).lowered(lambda x: x))
-        returned = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        return int(memory.temp_size_in_bytes + returned)
-
-    def _shape(self, name: str, which: int = -1) -> Any:
-        return getattr(self.programs, name).shapes()[which]
-
-
-@MODELS
-@DTYPES
-def test_sampling_has_unstacked_layers_kv_pages_and_an_adapter_per_decode_slot(
-    config: ModelConfig, dtype: Any
-) -> None:
-    counted = footprint(config, dtype=dtype, sample_rows=ROWS, snapshots=3)
-    sampling = Sampling.of(config, STATIC_SHAPES, dtype)
-    pages, weights, *_ = sampling.arguments("decode")
-    slots = sum(sampling.arguments("decode", which)[2] for which in range(2))
-    *_, snapshot = sampling.arguments("set_slot_adapter")
-    *_, empty = sampling.arguments("set_slot_adapter", which=0)
-    scale = 4
-    assert counted.unstacked.bytes == weights
-    assert counted.caches.bytes == pages
-    assert counted.decode_adapters.bytes == slots - 2 * ROWS * scale  # each rank bucket has its own
-    assert counted.snapshot_bytes == 3 * (snapshot - scale)
-    assert counted.snapshots.bytes == counted.snapshot_bytes + empty - scale
-
-
-def test_decode_slots_of_a_gpu_share_adapter_slots() -> None:
-    """By hand: 16 at most, on a CPU one per decode slot."""
-    few, many = (footprint(QWEN3, sample_rows=rows) for rows in (8, 64))
-    one = few.decode_adapters.bytes // 8
-    on_a_gpu = (replace(each, shape=replace(each.shape, device_kind="gpu")) for each in (few, many))
-    assert many.decode_adapters.bytes == 64 * one
-    assert [each.decode_adapters.bytes for each in on_a_gpu] == [8 * one, 16 * one]
-
-
-def test_a_gpu_has_no_second_copy_of_the_layers() -> None:
-    on_a_cpu, on_a_gpu = (
-        {
-            line.name
-            for line in replace(counted, shape=replace(counted.shape, device_kind=kind)).lines
-        }
-        for counted in [footprint(QWEN3)]
-        for kind in ("cpu", "gpu")
-    )
-    assert on_a_cpu - on_a_gpu == {"layers for sampling"}
-
-
 # --- programs ------------------------------------------------------------------------------------
-
-UNLIKE = replace(QWEN3, hidden=64, intermediate=160, head_dim=16, vocab_size=400)
-"""A configuration in which all sizes differ."""
-SHAPES = {
-    "usual": (UNLIKE, STATIC_SHAPES),
-    "long": (replace(UNLIKE, context_length=512), replace(STATIC_SHAPES, context_length=512)),
-    "many words": (replace(UNLIKE, vocab_size=8000), STATIC_SHAPES),
-    "wide layers": (replace(UNLIKE, hidden=256, intermediate=640), STATIC_SHAPES),
-    "high ranks": (UNLIKE, replace(STATIC_SHAPES, rank_buckets=(2, 64))),
-}
-BY_DAY = {("usual", "float32"), ("long", "bfloat16"), ("high ranks", "bfloat16")}
-"""The others are compiled at night."""
-EVERY_SHAPE = pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (name, dtype) if (name, dtype) in BY_DAY else at_night(name, dtype)
-        for name in SHAPES
-        for dtype in SIDES
-    ],
-)
 
 
 @EVERY_SHAPE
@@ -349,15 +199,3 @@ def nobodys(static_shapes: StaticShapes) -> MicroBatch:
     fields |= {"weights": np.zeros((tokens, targets), np.float32)}
     fields |= dict.fromkeys(("block_request", "first_visible_block"), whole[:: static_shapes.block])
     return MicroBatch(**fields)
-
-
-@EVERY_SHAPE
-def test_programs_of_sampling_need_no_more_extra_memory_than_planned(name: str, dtype: Any) -> None:
-    config, static_shapes = SHAPES[name]
-    counted = footprint(config, dtype=dtype, static_shapes=static_shapes, sample_rows=ROWS)
-    sampling = Sampling.of(config, static_shapes, dtype)
-    wide = sum(line.bytes for line in counted.wide_copies)
-    assert sampling.takes("prefill") <= counted.prompt.bytes + counted.chunk.bytes + wide
-    assert sampling.takes("decode") <= counted.drawing.bytes + wide
-    assert sampling.takes("score") <= counted.scoring.bytes + wide
-    assert sampling.takes("copy") <= counted.caches.bytes // 2 + wide

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from scripts.gpu_compile import shapes as gpu_shapes
-from tests.engine.backend.jax.memory.test_footprint import QWEN3
-from tuneserve_engine.backend.jax.memory.footprint import EngineShape, Footprint
+from tests.engine.backend.jax.memory.footprint_case import QWEN3
+from tuneserve_engine.backend.jax.memory.footprint import Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, DoesNotFit, Plan, plan
+from tuneserve_engine.backend.jax.memory.sizes import EngineShape
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.core.backend_options import PlanRequest
 from tuneserve_engine.core.shapes import StaticShapes

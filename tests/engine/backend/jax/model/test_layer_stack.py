@@ -227,6 +227,22 @@ def test_training_without_a_layer_has_the_logprobs_and_gradients_of_autodiff(
     assert_close(got[f"{UNEMBED}.B"], by_weights.b[UNEMBED][..., :rank, :], "B")
 
 
+@pytest.mark.parametrize(("blocks", "is_one_chunk"), [(2, True), (2, False), (4, True)])
+def test_only_a_micro_batch_of_one_chunk_needs_no_loop(blocks: int, *, is_one_chunk: bool) -> None:
+    """A loop's first block is known to the device only."""
+    stack = replace(model(1).stack(), is_one_chunk=is_one_chunk)
+    rows, per_block = jnp.zeros((blocks, 8), jnp.int32), jnp.zeros(blocks, jnp.int32)
+    packed = PackedTokens(rows, rows, per_block, jnp.int32(blocks), per_block)
+    is_known = []
+
+    def body(at: Array, state: Any) -> Any:
+        is_known.append(not isinstance(at, jax.core.Tracer))
+        return state
+
+    LayerPass(stack, packed, None, {}, jnp.int32(0)).each_chunk(body, ())
+    assert stack.chunk == 2 and is_known == [is_one_chunk and blocks == 2]
+
+
 # --- the explicit backward pass alone -------------------------------------------------------------
 
 

@@ -89,7 +89,7 @@ def results(
     dtype: DTypeLike = jnp.float32,
 ) -> list[SampleResult]:
     model = random_decoder(config, dtype, std=0.24)
-    model.block, model.chunk_blocks = static_shapes.block, 2
+    model.use_shapes(static_shapes)
     sampler = JaxSampler(
         ProgramRegistry(), model, static_shapes, Letters(), slots=4, snapshot_bytes=2**30
     )

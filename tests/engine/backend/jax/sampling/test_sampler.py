@@ -65,10 +65,7 @@ class Letters:
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     decoder = random_decoder(CONFIG, std=0.24)  # 0.02 gives near-uniform logits that hide mistakes
-    decoder.block, decoder.chunk_blocks = (
-        STATIC_SHAPES.block,
-        STATIC_SHAPES.chunk // STATIC_SHAPES.block,
-    )
+    decoder.use_shapes(STATIC_SHAPES)
     return decoder
 
 

@@ -50,7 +50,7 @@ NAN = "full of NaN"
 
 def new_sampler() -> JaxSampler:
     model = random_decoder(CONFIG, std=0.24)
-    model.block, model.chunk_blocks = SHAPES.block, 2
+    model.use_shapes(SHAPES)
     sampler = JaxSampler(
         ProgramRegistry(), model, SHAPES, Letters(), slots=SLOTS, snapshot_bytes=2**30
     )

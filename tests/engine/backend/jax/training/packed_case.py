@@ -41,6 +41,7 @@ from tuneserve_engine.backend.jax.training.programs import (
     train_micro_batch,
 )
 from tuneserve_engine.core.adapter import UNEMBED, AdapterConfig
+from tuneserve_engine.core.shapes import StaticShapes
 
 SLOTS, RANK_CLASS = 4, 4
 _BLOCKS = STATIC_SHAPES.micro_batch_tokens // STATIC_SHAPES.block
@@ -58,16 +59,17 @@ TINY = ModelConfig(
     qk_norm=True,
 )
 
+SHAPES = StaticShapes(
+    128, block=8, chunk=16, requested_tokens=128, request_slots=SLOTS, rank_buckets=(RANK_CLASS,)
+)
+
 
 def model_of(config: ModelConfig = TINY, remat: str = "dots", dtype: Any = jnp.float32) -> Decoder:
     """A decoder in training mode, in blocks and chunks of ``STATIC_SHAPES``, with random
     weights.
     """
     model = random_decoder(config, dtype, std=0.3, norm_std=0.3)
-    model.block, model.chunk_blocks = (
-        STATIC_SHAPES.block,
-        STATIC_SHAPES.chunk // STATIC_SHAPES.block,
-    )
+    model.use_shapes(STATIC_SHAPES)
     model.remat = remat  # type: ignore[assignment]
     model.train()
     return model
@@ -88,6 +90,10 @@ def adapter_of(
     return restored_adapter(AdapterState(lora, weights), shapes, RANK_CLASS)
 
 
+ADAPTERS = {0: adapter_of(4), 1: adapter_of(5, unembed=False), 2: adapter_of(4)}
+"""Three requests of two adapters by slot. One adapter does not train the unembedding."""
+
+
 def adapter_slots_of(
     adapters: Mapping[int, TrainingAdapter], config: ModelConfig = TINY
 ) -> AdapterSlots:
@@ -106,6 +112,12 @@ class Ran(NamedTuple):
     outs: list[ScoredMicroBatch]
     space: Any
     gradient_slots: LoraWeights
+
+
+def tokens_of(micro_batch: MicroBatch, slot: int) -> np.ndarray:
+    """The positions of the request's tokens in the micro-batch."""
+    mine = np.repeat(micro_batch.block_request == slot, SHAPES.block)
+    return np.flatnonzero(mine & (micro_batch.segment_ids >= 0))
 
 
 train = jax.jit(train_micro_batch, donate_argnums=(1, 2))

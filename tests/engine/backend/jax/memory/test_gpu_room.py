@@ -1,4 +1,4 @@
-"""The temporary memory of training on a GPU, against programs that were compiled for one.
+"""The temporary memory of programs on a GPU, against programs that were compiled for one.
 
 ``make gpu-compile`` compares more of them.
 """
@@ -11,11 +11,16 @@ import pytest
 
 from scripts.gpu_compile.shapes import MODELS
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
-from tuneserve_engine.backend.jax.memory.training_room import (
+from tuneserve_engine.backend.jax.attention import paged_gpu
+from tuneserve_engine.backend.jax.memory.gpu_room import (
     LayerRoom,
     Logits,
+    decoded_bytes,
+    decoding_has_kernels,
     has_kernels,
     layers_have_kernels,
+    prefill_bytes,
+    prompt_score_bytes,
     scored_bytes,
     trained_bytes,
 )
@@ -93,3 +98,82 @@ def test_the_room_of_one_chunk_is_what_compiled_programs_of_training_need(
     logits = Logits(chunk, 10 * chunk * config.vocab_size, 4 * chunk * config.vocab_size)
     planned = trained_bytes(config, shapes, 2, LayerRoom(0, is_recomputed), logits)
     assert 0.999 * compiled <= planned <= 1.1 * compiled
+
+
+ONES = StaticShapes(4096, chunk=2048, requested_tokens=8192, rank_buckets=(8, 32))
+HIGH = StaticShapes(4096, chunk=2048, requested_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "compiled"),
+    [
+        ("qwen3-0.6b", ONES, 118_786_568),
+        ("qwen3-0.6b", HIGH, 204_507_656),
+        ("qwen3-4b", ONES, 330_361_608),
+        ("qwen3-4b", HIGH, 617_671_432),
+        ("qwen3-8b", ONES, 420_563_464),
+        ("qwen3-8b", HIGH, 795_953_672),
+        ("qwen3-14b", ONES, 592_546_312),
+        ("qwen3-14b", HIGH, 1_110_542_856),
+        ("qwen3-32b", ONES, 860_982_024),
+        ("qwen3-32b", HIGH, 1_580_305_160),
+        ("llama-8b", ONES, 487_670_024),
+        ("llama-8b", HIGH, 913_391_880),
+        ("llama-70b", ONES, 974_274_824),
+        ("llama-70b", HIGH, 1_819_427_080),
+    ],
+)
+def test_the_room_of_prefill_is_what_its_compiled_programs_need(
+    name: str, shapes: StaticShapes, compiled: int
+) -> None:
+    """Temporary memory, and hidden states in bfloat16 as their result; with JAX 0.12.0."""
+    compiled += 2 * 2048 * MODELS[name].hidden
+    assert compiled <= prefill_bytes(MODELS[name], shapes) <= 1.1 * compiled
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "compiled"),
+    [
+        ("qwen3-0.6b", 8, 32.37),
+        ("qwen3-4b", 8, 33.10),
+        ("qwen3-8b", 8, 33.54),
+        ("qwen3-14b", 8, 34.12),
+        ("qwen3-32b", 8, 35.10),
+        ("llama-8b", 8, 33.58),
+        ("qwen3-8b", 16, 44.71),
+        ("llama-8b", 16, 37.78),
+        ("qwen3-8b", 64, 176.79),
+        ("llama-8b", 64, 149.49),
+        ("qwen3-14b", 64, 177.01),
+        ("qwen3-0.6b", 256, 704.81),
+    ],
+)
+def test_the_room_of_decoding_is_what_its_compiled_programs_need(
+    name: str, rows: int, compiled: float
+) -> None:
+    """In MiB, by ``make gpu-plan`` with ``--slots``."""
+    planned = decoded_bytes(MODELS[name], rows) / 2**20
+    assert 0.999 * compiled <= planned <= 1.1 * compiled
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("qwen3-8b", 155_595_920), ("llama-8b", 131_347_856)]
+)
+def test_the_room_of_prompt_scores_is_what_its_compiled_programs_need(
+    name: str, compiled: int
+) -> None:
+    """Temporary memory, and results of 2.6 MB."""
+    compiled += 2_629_672
+    assert compiled <= prompt_score_bytes(MODELS[name], ONES) <= 1.1 * compiled
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 80, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_planner_knows_which_pages_the_kernels_of_decoding_take(
+    head_dim: int, dtype: str
+) -> None:
+    config = replace(QWEN, head_dim=head_dim, heads=128, kv_heads=128)
+    pages = jnp.zeros((1, 1, head_dim, 64), dtype)
+    item = pages.dtype.itemsize
+    assert decoding_has_kernels(config, "gpu", item) == paged_gpu.fits(pages)
+    assert not decoding_has_kernels(config, "cpu", item)

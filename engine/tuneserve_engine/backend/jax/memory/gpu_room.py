@@ -1,16 +1,22 @@
-"""Temporary memory of training on a GPU. It is fitted to programs compiled for an H200.
+"""Temporary memory of programs on a GPU. It is fitted to programs compiled for an H200.
 
-Letters in formulas: as in ``footprint``.
+Letters in formulas: as in ``sizes``.
 """
 
 from typing import NamedTuple
 
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.tile import TILE
-from tuneserve_engine.core.shapes import StaticShapes
+from tuneserve_engine.core.shapes import StaticShapes, power_of_two_from
 
 TOKEN_BYTES = 96
 """Bytes per token that the layers compute beside its hidden states: masks, and block owners."""
+
+
+_LEAST_TILE = 16
+"""The least head_dim that the kernels of decoding take."""
+_WORKSPACE_BYTES = 2**25
+"""The workspace of the library that multiplies."""
 
 
 class Logits(NamedTuple):
@@ -43,6 +49,13 @@ def layers_have_kernels(config: ModelConfig, device_kind: str) -> bool:
     return device_kind == "gpu" and all(width % TILE == 0 for width in widths)
 
 
+def decoding_has_kernels(config: ModelConfig, device_kind: str, item: int) -> bool:
+    """Return whether kernels compute attention and adapters of decoding: see ``paged_gpu.fits``."""
+    size = config.head_dim
+    is_tiled = size >= _LEAST_TILE and size == power_of_two_from(size)
+    return has_kernels(config, device_kind) and item == 2 and is_tiled
+
+
 def trained_bytes(
     config: ModelConfig, shapes: StaticShapes, item: int, layer: LayerRoom, logits: Logits
 ) -> int:
@@ -73,3 +86,26 @@ def scored_bytes(
     chunk = layer.weights + shapes.chunk * 8 * (config.intermediate + config.hidden)
     head = logits.scored + 4 * logits.tokens * config.hidden
     return shapes.micro_batch_tokens * width + max(chunk, head)
+
+
+def prefill_bytes(config: ModelConfig, shapes: StaticShapes) -> int:
+    """Return the bytes of a step of prefill in bfloat16, which copies the adapter of each block.
+
+    It is in its MLP or its attention with one projection's adapter, or in its MLP with two.
+    """
+    tokens, inner = shapes.prefill_tokens, config.intermediate
+    adapter = tokens // shapes.block * 4 * shapes.max_rank * (config.hidden + inner)
+    one = tokens * (14 * inner + 3 * config.heads * config.head_dim + 1024) + adapter
+    two = tokens * (11 * inner + 1024) + 2 * adapter
+    return max(one, two) + 2 * tokens * config.hidden
+
+
+def decoded_bytes(config: ModelConfig, rows: int) -> int:
+    """Return the bytes of a decoding step in bfloat16: in its layers, or while it draws tokens."""
+    layers = _WORKSPACE_BYTES + rows * 16 * config.intermediate + 2**19
+    return max(layers, rows * (19 * config.vocab_size + 4 * config.hidden) + 2**20)
+
+
+def prompt_score_bytes(config: ModelConfig, shapes: StaticShapes) -> int:
+    """Return the bytes of the scores of a block of a prompt: four float32 copies of its logits."""
+    return shapes.block * (16 * config.vocab_size + 1024) + 2**22
