@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from scripts.gpu_compile.devices import Gpu
+from tuneserve_engine.backend.jax.target import compiling_for
 
 
 class Target:
@@ -41,5 +41,5 @@ def as_on_a_gpu() -> Iterator[None]:
 
     It then takes the attention kernels, and exact float32 products.
     """
-    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+    with compiling_for("gpu"):
         yield

@@ -11,6 +11,7 @@ import jax
 
 import tuneserve_engine
 from tuneserve_engine.backend.jax.programs.registry import compiler_options
+from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.shapes import StaticShapes
 
 _PACKAGES = ("tuneserve", "jax", "jaxlib", "flax", "numpy")
@@ -91,7 +92,7 @@ def ask_for_float32(dtype: str) -> None:
 
     By default a GPU would round the factors to TF32, which keeps 10 of 23 bits.
     """
-    if dtype == "float32" and jax.default_backend() != "cpu":
+    if dtype == "float32" and target_platform() != "cpu":
         jax.config.update("jax_default_matmul_precision", "highest")  # type: ignore[no-untyped-call]
 
 

@@ -17,7 +17,6 @@ head_dim.
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -32,6 +31,7 @@ from tuneserve_engine.backend.jax.attention.base import (
     sees_window,
     windows,
 )
+from tuneserve_engine.backend.jax.target import target_platform
 
 Implementation = Literal["blocks", "kernels"]
 """XLA loops, which run on CPUs, or Pallas kernels, which run on GPUs."""
@@ -188,7 +188,7 @@ def _usual() -> Implementation:
 
 
 def _on_gpu() -> bool:
-    return jax.default_backend() == "gpu"
+    return target_platform() == "gpu"
 
 
 def _block(buffer: Array, i: Int[Array, ""]) -> Array:

@@ -23,6 +23,7 @@ from tuneserve_engine.backend.jax.attention import paged_gpu, rotate_gpu
 from tuneserve_engine.backend.jax.attention.base import UNSEEN
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.attention.rotate_gpu import Destination, HeadNorms, Within
+from tuneserve_engine.backend.jax.target import target_platform
 
 _ROWS_TOGETHER = 8
 """Rows of one position each that a CPU computes together.
@@ -33,7 +34,7 @@ that only the long ones need: 24 to 27 ms for 4 to 16 rows, 40 ms for all 64.
 
 
 def _is_gpu() -> bool:
-    return jax.default_backend() == "gpu"
+    return target_platform() == "gpu"
 
 
 class Pages(NamedTuple):
@@ -119,7 +120,7 @@ def attend_pages(  # noqa: PLR0913
         table = table + within.number * (keys.shape[0] // within.layers)
     count, length = positions.shape
     together = 1 if length > 1 else math.gcd(count, _ROWS_TOGETHER)
-    if together == count or jax.default_backend() != "cpu":
+    if together == count or target_platform() != "cpu":
         return _attend(q, keys, values, table, positions)
     order = jnp.argsort(jnp.max(positions, axis=1))
     rows = [
@@ -140,7 +141,7 @@ def _attend(
     """Compute all rows together."""
     count, length, heads, size = q.shape
     kv_heads, page = keys.shape[1], values.shape[2]
-    together = pages_per_round(jax.default_backend())
+    together = pages_per_round(target_platform())
     groups, width = heads // kv_heads, together * page
     rows = q.reshape(count, length, kv_heads, groups, size).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(count, kv_heads, groups * length, size).astype(jnp.float32) * size**-0.5

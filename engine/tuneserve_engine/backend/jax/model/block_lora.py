@@ -34,6 +34,7 @@ from jaxtyping import Array, Float, Int
 from tuneserve_engine.backend.jax.model.exact_product import product
 from tuneserve_engine.backend.jax.model.tile import TILE, padded_rank
 from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.target import target_platform
 
 RANKS = 32
 """Ranks that a program handles at once."""
@@ -258,7 +259,7 @@ def _contract(
         grid=(blocks, parts, len(banks) * steps),
         out_shape=spec((len(banks), parts, blocks, size, width), jnp.float32),
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=jax.default_backend() != "gpu",
+        interpret=target_platform() != "gpu",
     )
     with jax.named_scope("block_lora_contract"):
         out: Array = call(lefts, [flat(bank) for bank in banks], group.place)
@@ -326,7 +327,7 @@ def _expand(  # noqa: PLR0913
         out_shape=shapes,
         input_output_aliases={first + i: i for i in range(len(bases)) if are_in_place},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-        interpret=jax.default_backend() != "gpu",
+        interpret=target_platform() != "gpu",
     )
     with jax.named_scope("block_lora_expand"):
         return list(call(low, [flat(bank) for bank in banks], bases, group.place))
@@ -393,4 +394,4 @@ def flat(bank: Array) -> Array:
 
 def _is_gpu() -> bool:
     """Return whether to use the kernels. Elsewhere JAX would run them itself, which takes long."""
-    return jax.default_backend() == "gpu"
+    return target_platform() == "gpu"

@@ -39,6 +39,7 @@ from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.backend_options import Remat
 
 
@@ -218,7 +219,7 @@ def _row_major(buffer: Array) -> Array:
     On a GPU, XLA would give it the layout of the written blocks, and transpose all of it in every
     layer.
     """
-    if jax.default_backend() != "gpu":
+    if target_platform() != "gpu":
         return buffer
     layout = Layout(tuple(range(buffer.ndim)))
     laid_out: Array = with_layout_constraint(buffer, layout)  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tuneserve_engine.backend.jax.model.config import Llama3Scaling
+from tuneserve_engine.backend.jax.target import target_platform
 
 
 def rms_norm(
@@ -28,7 +29,7 @@ def rms_norm(
         return normed(x) * _along_last(weight, x.ndim)
 
     is_decoding = x.shape[1:2] == (1,)  # its logprobs are not those of training in any case
-    if is_decoding or jax.default_backend() != "gpu":
+    if is_decoding or target_platform() != "gpu":
         return scaled(x)
     # XLA makes one kernel of a norm alone, unless the backward pass keeps the root. A kernel that
     # does more adds in another order, and the logprobs of training would differ from those of

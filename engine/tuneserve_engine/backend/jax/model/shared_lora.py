@@ -31,6 +31,7 @@ from tuneserve_engine.backend.jax.model.block_lora import flat
 from tuneserve_engine.backend.jax.model.exact_product import product
 from tuneserve_engine.backend.jax.model.tile import TILE, padded_rank
 from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.target import target_platform
 
 ROWS_PER_TILE = 16
 _PART_TILES, _PARTS = (2, 1, 3, 4, 5, 6, 7, 8), 48
@@ -220,4 +221,4 @@ def _add_kernel(  # noqa: PLR0913
 
 def _is_interpreted() -> bool:
     """Return whether JAX runs the kernels itself, which takes no GPU but a long time."""
-    return jax.default_backend() != "gpu"
+    return target_platform() != "gpu"

@@ -17,6 +17,7 @@ from jax.stages import Compiled
 
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.live_calls import LiveCalls
+from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.errors import ServerError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ _REASON_CHARS = 300
 
 def compiler_options() -> dict[str, bool | int]:
     """Return the options of programs on JAX's default device, whatever XLA_FLAGS says."""
-    return _EVERYWHERE | (_ON_A_GPU if jax.default_backend() == "gpu" else {})
+    return _EVERYWHERE | (_ON_A_GPU if target_platform() == "gpu" else {})
 
 
 class Program:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TargetShapes
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.model.shared_lora import SharedLora, fits, row_tiles
+from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.adapter import UNEMBED
 
 Scalar = Array | np.generic
@@ -44,7 +45,7 @@ def scans_layers() -> bool:
 
     A CPU would copy a layer's weights before it multiplies with them.
     """
-    return jax.default_backend() != "cpu"
+    return target_platform() != "cpu"
 
 
 class DecodeAdapters(NamedTuple):

@@ -27,6 +27,7 @@ from tuneserve_engine.backend.jax.model.block_lora import RANKS, Factors
 from tuneserve_engine.backend.jax.model.exact_product import product
 from tuneserve_engine.backend.jax.model.tile import TILE
 from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 
 _LANES = 2
@@ -137,7 +138,7 @@ def add_products(  # noqa: PLR0913
         input_output_aliases={first + index: index for index in range(len(flat))},
         # Three stages took 0.9 times as long as two on an H200; 8 warps or narrower tiles, longer.
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-        interpret=jax.default_backend() != "gpu",
+        interpret=target_platform() != "gpu",
     )
     with jax.named_scope("block_lora_gradient"):
         added = call(*given, flat)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from tuneserve_engine.backend.jax.target import target_platform
+
 
 class BlockOwners(NamedTuple):
     """The slot of the request that each block adds its gradient to.
@@ -50,7 +52,7 @@ def add_blocks(
         for block in range(count):
             before = jnp.where(goes_on[block - 1], sums[-1], old[block]) if block else old[0]
             sums.append(jnp.where(first[block], gradient[block], before + gradient[block]))
-        if jax.default_backend() == "gpu":
+        if target_platform() == "gpu":
             # Otherwise XLA computes each sum anew from the first block on, all in one kernel.
             sums = list(jax.lax.optimization_barrier(tuple(sums)))  # type: ignore[no-untyped-call]
         # An index out of range is dropped; no index occurs twice.

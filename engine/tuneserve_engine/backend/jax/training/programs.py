@@ -10,7 +10,6 @@ Dimension key: n blocks of the micro-batch, S tokens of a block, K targets per t
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -20,6 +19,7 @@ from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.layer_stack import PackedTokens, write_blocks
 from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.backend.jax.training.adapter_slots import AdapterSlots
 from tuneserve_engine.backend.jax.training.gradient_slots import BlockOwners
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
@@ -189,4 +189,4 @@ def _head_inputs(
 
 def _head_blocks(model: Decoder) -> int:
     chunk, vocab_size = model.block * model.chunk_blocks, model.config.vocab_size
-    return head_chunk_blocks(model.block, chunk, vocab_size, jax.default_backend())
+    return head_chunk_blocks(model.block, chunk, vocab_size, target_platform())
