@@ -33,7 +33,12 @@ from tuneserve_engine.backend.jax.adapters.device_svd import DeviceSvd
 from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
 from tuneserve_engine.backend.jax.adapters.spill_files import SpillFolder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
-from tuneserve_engine.backend.jax.fingerprint import ask_for_float32, numerics_id
+from tuneserve_engine.backend.jax.fingerprint import (
+    Choices,
+    ask_for_float32,
+    numerics_id,
+    program_id,
+)
 from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import gib, plan
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
@@ -96,13 +101,8 @@ class JaxBackend:
         self.memory: Mapping[str, float] = dict.fromkeys(_MEMORY, 0.0)
         """The plan of the device's memory, in bytes; all zeros if no plan was made."""
         self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
-        self.numerics_id = numerics_id(
-            folder,
-            dtype=dtype,
-            static_shapes=self.static_shapes,
-            remat=remat,
-            sample_rows=sample_rows,
-        )
+        choices = Choices(dtype, self.static_shapes, remat, sample_rows)
+        self.numerics_id = numerics_id(folder, choices)
         model.remat = remat
         model.use_shapes(self.static_shapes)
         room = room or AdapterRoom()
@@ -124,7 +124,7 @@ class JaxBackend:
             min_free_bytes=room.min_free_bytes,
         )
         kept = compile_cache_dir and ProgramCache(
-            compile_cache_dir, self.numerics_id, min_free_bytes=room.min_free_bytes
+            compile_cache_dir, program_id(folder, choices), min_free_bytes=room.min_free_bytes
         )
         self._programs = ProgramRegistry(kept or None)
         self._trainer = Trainer(self._programs, model, self.static_shapes)

@@ -3,9 +3,11 @@
 import hashlib
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -53,6 +55,7 @@ _OPTIONS = (
     "jax_numpy_dtype_promotion",
     "jax_num_cpu_devices",
 )
+_DRIVER_FILE, _NO_DRIVER = Path("/proc/driver/nvidia/version"), "unknown"
 _SAMPLE_BYTES = 65_536
 """Bytes read at the start, in the middle and at the end of a weight file.
 
@@ -60,29 +63,58 @@ Enough to tell a base model from a fine-tuned one, whose names and shapes are th
 """
 
 
-def numerics_id(
-    folder: Path, *, dtype: str, static_shapes: StaticShapes, remat: str, sample_rows: int
-) -> str:
+class Choices(NamedTuple):
+    """The choices of a worker that bits depend on."""
+
+    dtype: str
+    static_shapes: StaticShapes
+    remat: str
+    sample_rows: int
+
+
+def numerics_id(folder: Path, choices: Choices) -> str:
     """Return one readable line, the same for every process that computes the same bits."""
+    device = jax.local_devices()[0]
+    described = _described(device.device_kind)
+    if device.platform != "cpu":
+        described += f"; {' '.join(str(device.client.platform_version).split())}"
+    return _id(f"{device.platform}({described})", f"base={_digest(_base_model(folder))}", choices)
+
+
+def program_id(folder: Path, choices: Choices, *, absent_gpu: str | None = None) -> str:
+    """Return one readable line, the same wherever the same programs are compiled.
+
+    It knows the base model's configuration but not its weights, which are arguments of programs.
+    The programs are for this process's device, or for an absent GPU and driver, such as
+    ``NVIDIA H200; driver 580``.
+    """
+    device = jax.local_devices()[0]
+    described = absent_gpu or _described(device.device_kind)
+    config = _digest([(folder / "config.json").read_bytes()])
+    return _id(f"{target_platform()}({described})", f"config={config}", choices)
+
+
+def _id(device: str, base: str, choices: Choices) -> str:
     packages = " ".join(f"{name}={version}" for name, version in _packages().items())
+    shapes = choices.static_shapes
     shapes_id = (
-        static_shapes.context_length,
-        static_shapes.block,
-        static_shapes.chunk,
-        static_shapes.bin_tokens,
-        int(static_shapes.is_one_chunk),
-        *static_shapes.rank_buckets,
+        shapes.context_length,
+        shapes.block,
+        shapes.chunk,
+        shapes.bin_tokens,
+        int(shapes.is_one_chunk),
+        *shapes.rank_buckets,
     )
     parts = (
         packages,
         f"code={_digest(_code())}",
-        f"device={_device()}",
+        f"device={device}",
         f"flags={_flags()}",
-        f"base={_digest(_base_model(folder))}",
-        f"dtype={dtype}",
+        base,
+        f"dtype={choices.dtype}",
         f"shapes={'/'.join(str(number) for number in shapes_id)}",
-        f"remat={remat}",
-        f"decode_slots={sample_rows}",
+        f"remat={choices.remat}",
+        f"decode_slots={choices.sample_rows}",
     )
     return " ".join(parts)
 
@@ -121,14 +153,21 @@ def _code() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def _device() -> str:
-    """Name the device; on CPU, the processor XLA compiles for and the threads that share sums."""
-    device = jax.local_devices()[0]
-    if device.platform != "cpu":
-        driver = " ".join(str(device.client.platform_version).split())
-        return f"{device.platform}({device.device_kind}; {driver})"
+def _described(device_kind: str) -> str:
+    """Describe the device: a GPU's driver; a CPU's processor and the threads that share sums."""
+    if jax.default_backend() != "cpu":
+        return f"{device_kind}; driver {driver_branch()}"
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"cpu({_processor()}; threads {threads})"
+    return f"{_processor()}; threads {threads}"
+
+
+def driver_branch(file: Path = _DRIVER_FILE) -> str:
+    """Return the branch of NVIDIA's driver, such as ``580``, or ``unknown``."""
+    try:
+        found = re.search(r" (\d+)\.\d+", file.read_text(encoding="utf-8"))
+    except OSError:
+        return _NO_DRIVER
+    return found[1] if found else _NO_DRIVER
 
 
 def _processor() -> str:

@@ -19,7 +19,7 @@ from tuneserve_engine.backend.base import (
     TrainBatch,
 )
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.backend.jax.fingerprint import numerics_id
+from tuneserve_engine.backend.jax.fingerprint import Choices, numerics_id, program_id
 from tuneserve_engine.backend.jax.programs.registry import Program
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.core.errors import ServerError, UserError
@@ -382,12 +382,7 @@ def test_device_failures_are_distinguished_from_programs_that_cannot_run(
         backend.forward_backward(batch("unlucky"))
 
 
-NUMERICS = {
-    "dtype": "float32",
-    "static_shapes": StaticShapes(24),
-    "remat": "dots",
-    "sample_rows": 8,
-}
+NUMERICS = Choices("float32", StaticShapes(24), "dots", 8)
 
 
 @pytest.mark.parametrize(
@@ -402,8 +397,10 @@ NUMERICS = {
 def test_every_cause_of_other_bits_changes_the_numerics_id(
     base_model: Path, change: dict[str, Any]
 ):
-    assert numerics_id(base_model, **NUMERICS) == numerics_id(base_model, **NUMERICS)
-    assert numerics_id(base_model, **NUMERICS | change) != numerics_id(base_model, **NUMERICS)
+    changed = NUMERICS._replace(**change)
+    for function in (numerics_id, program_id):
+        assert function(base_model, NUMERICS) == function(base_model, NUMERICS)
+        assert function(base_model, changed) != function(base_model, NUMERICS)
 
 
 def test_the_numerics_id_distinguishes_base_models_by_their_weights(
@@ -412,21 +409,25 @@ def test_the_numerics_id_distinguishes_base_models_by_their_weights(
     """A fine-tuned sister model has the same configuration, names and shapes."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((base_model / name).read_bytes())
-    assert numerics_id(tmp_path, **NUMERICS) == numerics_id(base_model, **NUMERICS)
+    assert numerics_id(tmp_path, NUMERICS) == numerics_id(base_model, NUMERICS)
     weights = bytearray((tmp_path / "model.safetensors").read_bytes())
     weights[len(weights) // 2] ^= 1
     (tmp_path / "model.safetensors").write_bytes(weights)
-    assert numerics_id(tmp_path, **NUMERICS) != numerics_id(base_model, **NUMERICS)
+    assert numerics_id(tmp_path, NUMERICS) != numerics_id(base_model, NUMERICS)
+    assert program_id(tmp_path, NUMERICS) == program_id(base_model, NUMERICS)
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("}", ', "rope_theta": 5}'))
+    assert program_id(tmp_path, NUMERICS) != program_id(base_model, NUMERICS)
 
 
 def test_the_numerics_id_names_versions_device_threads_and_flags(
     base_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    plain = numerics_id(base_model, **NUMERICS)
+    plain = numerics_id(base_model, NUMERICS)
     for part in (f"jax={jax.__version__}", f"numpy={np.__version__}", "device=cpu(", "threads "):
         assert part in plain
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert "--xla_cpu_enable_fast_math=true" in numerics_id(base_model, **NUMERICS)
+    assert "--xla_cpu_enable_fast_math=true" in numerics_id(base_model, NUMERICS)
     monkeypatch.undo()
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
-    assert "threads 3" in numerics_id(base_model, **NUMERICS)
+    assert "threads 3" in numerics_id(base_model, NUMERICS)

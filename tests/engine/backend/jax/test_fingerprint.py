@@ -3,12 +3,15 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import tuneserve_engine
 from tuneserve_engine.backend.jax import fingerprint
+from tuneserve_engine.backend.jax.fingerprint import driver_branch
+from tuneserve_engine.backend.jax.target import compiling_for
 from tuneserve_engine.core.shapes import StaticShapes
 
 ROOT = Path(tuneserve_engine.__path__[0])
@@ -91,11 +94,46 @@ def test_the_id_says_whether_layers_loop_over_chunks(base_model: Path):
         shapes = StaticShapes(64, chunk=4096, requested_tokens=tokens)
         assert shapes.bin_tokens == 4096
         return fingerprint.numerics_id(
-            base_model, dtype="float32", static_shapes=shapes, remat="dots", sample_rows=8
+            base_model, fingerprint.Choices("float32", shapes, "dots", 8)
         )
 
     one, *longer = (numerics_id(tokens) for tokens in (4096, 8192, 12_288))
     assert longer[0] == longer[1] != one
+
+
+@pytest.mark.parametrize(
+    ("text", "branch"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.82.07  Wed Aug 27 2025\n", "580"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Rel\n", "570"),
+        ("something else", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_the_id_names_the_branch_of_a_gpus_driver(text: str | None, branch: str, tmp_path: Path):
+    file = tmp_path / "version"
+    if text is not None:
+        file.write_text(text)
+    assert fingerprint.driver_branch(file) == branch
+
+
+def test_programs_for_an_absent_gpu_have_the_id_of_those_of_a_worker_there(
+    base_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Except for the number of threads and other facts of a CPU, which do not matter there."""
+    choices = fingerprint.Choices("bfloat16", StaticShapes(64), "dots", 8)
+    with compiling_for("gpu"):
+        absent = fingerprint.program_id(base_model, choices, absent_gpu="NVIDIA H200; driver 580")
+    file = tmp_path / "version"
+    file.write_text("Kernel Module  580.82.07")
+    (device,) = jax.local_devices()[:1]
+    there = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", client=device.client)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [there])
+    monkeypatch.setattr(fingerprint, "driver_branch", lambda: driver_branch(file))
+    assert fingerprint.program_id(base_model, choices) == absent
+    assert "device=gpu(NVIDIA H200; driver 580)" in absent
+    assert "device=gpu(NVIDIA H200; driver 580; " in fingerprint.numerics_id(base_model, choices)
 
 
 @pytest.fixture

@@ -24,17 +24,17 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class ProgramCache:
     """Programs in ``folder``, which processes may share. Write access to it is code execution here.
 
-    ``numerics_id`` stands for all that the programs' bits depend on, so programs of another version
-    of the code or of JAX, or for another device, are not found. JAX's own compilation cache is
+    ``program_id`` stands for all that the programs depend on, so programs of another version of
+    the code or of JAX, or for another device, are not found. JAX's own compilation cache is
     switched off in the whole process: on a CPU, programs loaded from it cannot be kept. A program
     that would leave less than ``min_free_bytes`` on the disk is not kept.
     """
 
-    def __init__(self, folder: Path, numerics_id: str, *, min_free_bytes: int = 0) -> None:
+    def __init__(self, folder: Path, program_id: str, *, min_free_bytes: int = 0) -> None:
         jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
         compilation_cache.reset_cache()  # earlier compilations have fixed the use of JAX's cache
         self._folder = folder
-        self._numerics_id = numerics_id
+        self._program_id = program_id
         self._min_free_bytes = min_free_bytes
         self.loaded = 0
         """The number of programs that were found in the folder."""
@@ -77,7 +77,7 @@ class ProgramCache:
             self._faults.warn("keep", f"compiled programs cannot be kept in {path.parent}: {error}")
 
     def _path(self, identity: str) -> Path:
-        digest = hashlib.sha256(f"{self._numerics_id}\n{identity}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._program_id}\n{identity}".encode()).hexdigest()
         return self._folder / f"{digest}.program"
 
 

@@ -36,10 +36,10 @@ print(x.is_deleted(), np.asarray(done).tobytes().hex(), float(total))
 """
 
 
-def used(folder: Path, numerics_id: str = "n", **environment: str) -> list[str]:
+def used(folder: Path, program_id: str = "n", **environment: str) -> list[str]:
     """The output of a separate process."""
     done = subprocess.run(
-        [sys.executable, "-c", USE, str(folder), numerics_id],
+        [sys.executable, "-c", USE, str(folder), program_id],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -48,12 +48,12 @@ def used(folder: Path, numerics_id: str = "n", **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def programs(folder: Path, seen: list[str], numerics_id: str = "n") -> Any:
+def programs(folder: Path, seen: list[str], program_id: str = "n") -> Any:
     def double(x: Any) -> Any:
         seen.append("traced")
         return x + x
 
-    return ProgramRegistry(ProgramCache(folder, numerics_id)).add_program(
+    return ProgramRegistry(ProgramCache(folder, program_id)).add_program(
         "double", double, use="tests"
     )
 
@@ -74,8 +74,8 @@ def test_jaxs_own_cache_is_not_used_beside_it(tmp_path: Path) -> None:
 
 def test_a_program_of_other_numerics_is_not_found(tmp_path: Path) -> None:
     seen: list[str] = []
-    for numerics_id in ("one", "other", "one"):
-        programs(tmp_path, seen, numerics_id)("key", ONES)
+    for program_id in ("one", "other", "one"):
+        programs(tmp_path, seen, program_id)("key", ONES)
     assert seen == ["traced"] * 2
 
 
