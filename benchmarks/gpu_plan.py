@@ -16,9 +16,9 @@ from scripts.gpu_compile.devices import GPUS
 from scripts.gpu_compile.forecast import Forecast, Load, forecasts
 from scripts.gpu_compile.roofline import Group
 from scripts.gpu_compile.shapes import MODELS
-from scripts.gpu_compile.target import as_on_a_gpu
 from tuneserve_engine.backend.jax.memory.planner import DoesNotFit, gib
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
+from tuneserve_engine.backend.jax.target import compiling_for
 
 PROGRAMS = ("train_micro_batch", "score_micro_batch", "decode")
 COLUMNS = (
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{GPUS[options.device].name}, rank {load.rank}, *predicted*")
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     status = 0
-    with as_on_a_gpu():
+    with compiling_for("gpu"):
         for model in options.model:
             config = MODELS[model]
             config = replace(config, layers=options.layers or config.layers)

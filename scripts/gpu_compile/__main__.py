@@ -19,7 +19,8 @@ from scripts.gpu_compile.ceilings import CEILINGS
 from scripts.gpu_compile.devices import GPUS
 from scripts.gpu_compile.programs import Task, attention, closed_set, largest_plan
 from scripts.gpu_compile.shapes import GROUPS, HEAD_DIMS, MODELS
-from scripts.gpu_compile.target import Target, as_on_a_gpu
+from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu
+from tuneserve_engine.backend.jax.target import compiling_for
 
 _SMALL = "qwen3-0.6b"
 _USUAL = (_SMALL, "qwen3-8b")
@@ -118,17 +119,17 @@ def report(results: Iterable[Result], gpu: str) -> int:
     return 1 if refused or not count else 0
 
 
-def target(device: str) -> Target:
+def target(device: str) -> AbsentGpu:
     """Return the GPU. Raises ``SystemExit`` without JAX's CUDA plugin."""
     try:
-        return Target(GPUS[device])
+        return AbsentGpu(GPUS[device].description)
     except RuntimeError as error:
         raise SystemExit(
             f"JAX's CUDA plugin is missing; make gpu-compile installs it: {error}"
         ) from None
 
 
-def compile_for(target: Target) -> Compile:
+def compile_for(target: AbsentGpu) -> Compile:
     """Return the function that compiles a program for the device."""
 
     def compile_one(task: Task) -> int:
@@ -153,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.norms and (options.model or options.full or options.only or options.list):
         parser.error("--norms compiles its own programs; it takes --layers only")
-    with as_on_a_gpu():
+    with compiling_for("gpu"):
         if options.norms:
             return norms.report(norms.comparisons(_SMALL, options.layers, target(options.device)))
         asked = tasks(

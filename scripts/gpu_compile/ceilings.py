@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from scripts.gpu_compile.devices import GPUS
 from scripts.gpu_compile.forecast import Forecast, Load, forecasts
 from scripts.gpu_compile.shapes import MODELS
-from scripts.gpu_compile.target import as_on_a_gpu
+from tuneserve_engine.backend.jax.target import compiling_for
 
 _WITHOUT_COPIES = "decode"
 _THREADS = 2
@@ -64,7 +64,7 @@ def violations(model: str, found: Forecast, ceiling: Ceiling) -> list[str]:
 
 def main() -> int:
     failed = []
-    with as_on_a_gpu(), ThreadPoolExecutor(_THREADS) as pool:
+    with compiling_for("gpu"), ThreadPoolExecutor(_THREADS) as pool:
         results = pool.map(_forecast, CEILINGS, CEILINGS.values())
         for ((model, _), ceiling), found in zip(CEILINGS.items(), results, strict=True):
             kernels = f"{found.cost.kernels:,} of {ceiling.kernels:,} kernels"

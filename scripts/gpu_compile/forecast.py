@@ -8,12 +8,12 @@ from scripts.gpu_compile.devices import Gpu
 from scripts.gpu_compile.hlo import Module
 from scripts.gpu_compile.programs import Task, closed_set
 from scripts.gpu_compile.roofline import Cost, Work, cost
-from scripts.gpu_compile.target import Target
 from tuneserve_engine.backend.jax.attention.page_table import pages_per_round
 from tuneserve_engine.backend.jax.memory.footprint import Footprint
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.memory.sizes import EngineShape
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu
 from tuneserve_engine.backend.jax.sampling.adapter_slot_table import adapter_slot_count
 from tuneserve_engine.backend.jax.sampling.programs import STEPS_PER_DISPATCH
 from tuneserve_engine.backend.jax.training.head_chunks import head_chunk_blocks
@@ -63,7 +63,7 @@ def forecasts(
     Raises ``DoesNotFit`` if the model does not fit the GPU.
     """
     found = _plan(config, gpu, load)
-    target = Target(gpu)
+    target = AbsentGpu(gpu.description)
     for task in closed_set(model, config, found, is_all=False):
         name = task.name.removeprefix(f"{model} ")
         program, _, key = name.partition(" ")
@@ -88,7 +88,7 @@ def _plan(config: ModelConfig, gpu: Gpu, load: Load) -> Plan:
 
 
 def _forecast(  # noqa: PLR0913
-    name: str, task: Task, target: Target, gpu: Gpu, config: ModelConfig, found: Plan, load: Load
+    name: str, task: Task, target: AbsentGpu, gpu: Gpu, config: ModelConfig, found: Plan, load: Load
 ) -> Forecast:
     with target.lowering():
         lowered = task.lower(target.spec)

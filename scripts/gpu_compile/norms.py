@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 from scripts.gpu_compile.hlo import Computation, Instruction, Module
 from scripts.gpu_compile.programs import Task, closed_set, largest_plan
 from scripts.gpu_compile.shapes import MODELS
-from scripts.gpu_compile.target import Target
+from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu
 from tuneserve_engine.core.backend_options import Remat
 
 _METADATA = re.compile(r", metadata=\{[^}]*\}")
@@ -89,7 +89,7 @@ def _operations(fused: Computation) -> str:
     )
 
 
-def comparisons(model: str, layers: int, target: Target) -> Iterator[Comparison]:
+def comparisons(model: str, layers: int, target: AbsentGpu) -> Iterator[Comparison]:
     """Compile scoring and training under each ``remat``, and compare their norms.
 
     Programs have the planner's chunks, in a loop, or one chunk for the whole micro-batch.
@@ -113,7 +113,7 @@ def compared(programs: str, scoring: set[Kernel], training: set[Kernel]) -> Comp
     return Comparison(programs, equal, len(scoring))
 
 
-def _optimised(task: Task, target: Target) -> str:
+def _optimised(task: Task, target: AbsentGpu) -> str:
     with target.lowering():
         lowered = task.lower(target.spec)
     return lowered.compile().as_text() or ""

@@ -6,17 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from tuneserve_engine.adapters.kinds import KINDS
 from tuneserve_engine.backend.jax.attention import packed_gpu
 from tuneserve_engine.backend.jax.attention.base import Attended, AttentionGradient, Visibility
 from tuneserve_engine.backend.jax.memory.planner import Device, Plan, plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.decoder import Decoder
-from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
-from tuneserve_engine.backend.jax.sampling.programs import Programs
-from tuneserve_engine.backend.jax.training.trainer import Trainer
+from tuneserve_engine.backend.jax.precompile.closed_set import worker_programs
 from tuneserve_engine.core.backend_options import PlanRequest, Remat
 
 _ROOM_BYTES = 2**50
@@ -36,13 +32,6 @@ class Task:
     lower: Callable[[Place], jax.stages.Lowered]
 
 
-class _Weight(jax.ShapeDtypeStruct):
-    """A stand-in for a weight. The engine reads it as a whole, or (shapes only) by layer."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return self if index is Ellipsis else jnp.zeros(self.shape[1:], self.dtype)
-
-
 def largest_plan(config: ModelConfig, max_rank: int, chunk: int | None = None) -> Plan:
     """Return the plan of a GPU with more memory than any model needs: the largest shapes.
 
@@ -60,27 +49,12 @@ def closed_set(
     The model is in bfloat16. Training on several targets per position, and the programs of adapter
     kinds other than LoRA, are included only with ``is_all``. ``remat`` is the plan's unless given.
     """
-    decoder = _decoder(config)
-    decoder.remat = remat or found.remat
-    decoder.use_shapes(found.static_shapes)
-    programs = ProgramRegistry()
-    trainer = Trainer(programs, decoder, found.static_shapes)
-    slots, pages = found.sample_rows, found.kv_pages
-    Programs(programs, decoder, found.static_shapes, slots=slots, pages=pages)
-    if is_all:
-        for kind in (kind for forms in KINDS.values() for kind in forms.values()):
-            trainer.prepare(kind)
+    kinds = [kind for forms in KINDS.values() for kind in forms.values()] if is_all else []
+    programs = worker_programs(config, found, remat=remat, kinds=kinds)
     several = f", {found.static_shapes.target_buckets[-1]}, "
     for shape in sorted(programs.shapes(), key=lambda shape: shape.order):
         if is_all or several not in shape.name:
             yield Task(f"{model} {shape.name}", shape.lowered)
-
-
-def _decoder(config: ModelConfig) -> Decoder:
-    decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=_DTYPE))
-    state = nnx.state(decoder)
-    nnx.update(decoder, jax.tree.map(lambda x: _Weight(x.shape, x.dtype), state))
-    return decoder
 
 
 def attention(head_dims: Iterable[int], dtype: str, groups: Iterable[int]) -> Iterator[Task]:

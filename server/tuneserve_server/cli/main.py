@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tuneserve_engine.core.errors import REFUSED
-from tuneserve_engine.core.gpus import GPU_MIB
+from tuneserve_engine.core.gpus import DEVICE_KINDS, DRIVERS, GPU_MIB
 from tuneserve_engine.settings.common import (
     SETTINGS_FILE,
     TINY_MODEL,
@@ -86,7 +86,7 @@ def _command(
         ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = types
-        app.command(run.__name__, help=run.__doc__)(command)
+        app.command(run.__name__.rstrip("_"), help=run.__doc__)(command)
 
     return register
 
@@ -174,6 +174,42 @@ def plan(given: Given) -> None:
     _settings(WorkerSettings, given)
     _check_engine()
     command = [sys.executable, "-m", "tuneserve_engine.backend.jax.memory.report", *flags]
+    os.execve(sys.executable, command, _environment(given))
+
+
+_COMPILED = {
+    "out": Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Directory for the programs. Default: that of the worker's cache."
+        ),
+    ],
+    "device": Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(DEVICE_KINDS), help="Compile for this GPU, which need not be there."
+        ),
+    ],
+    "driver": Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(DRIVERS),
+            help=f"Branch of the absent GPU's driver. Default: {max(DRIVERS)}.",
+        ),
+    ],
+}
+
+
+@_command(WorkerSettings, further=_COMPILED, json="Print JSON instead of text.")
+def compile_(given: Given) -> None:
+    """Compile a worker's programs ahead of its start, without loading the base model."""
+    flags = ["--json"] if given.pop("json", None) is not None else []
+    for name in _COMPILED:
+        if (value := given.pop(name, None)) is not None:
+            flags += [f"--{name}", value]
+    _settings(WorkerSettings, given)
+    _check_engine()
+    command = [sys.executable, "-m", "tuneserve_engine.backend.jax.precompile", *flags]
     os.execve(sys.executable, command, _environment(given))
 
 

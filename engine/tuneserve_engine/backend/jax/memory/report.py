@@ -35,10 +35,12 @@ def main() -> int:
     # A worker may be using the device, and the plan needs only the size of its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from tuneserve_engine.backend.jax.memory.device import default_device, named_gpu
+    from tuneserve_engine.backend.jax.model.weights import read_config
 
     try:
         settings = WorkerSettings()
-        config = _read_config(settings.base_model, settings.base_model_revision)
+        folder = config_folder(settings.base_model, settings.base_model_revision)
+        config = read_config(folder)
         device = named_gpu(asked.device) if asked.device else default_device()
         found = plan(config, device, settings.plan_request)
     except (ValueError, OSError) as error:
@@ -51,19 +53,21 @@ def main() -> int:
     return 0
 
 
-def _read_config(base_model: str, revision: str | None) -> ModelConfig:
-    """Return the base model's shape; of a hub model, only the configuration is downloaded."""
-    from tuneserve_engine.backend.jax.model.weights import read_config
+def config_folder(base_model: str, revision: str | None) -> Path:
+    """Return the folder of a base model; of a hub model, only the configuration is downloaded.
+
+    Raises ``ValueError`` if it is neither a folder nor in the hub.
+    """
     from tuneserve_engine.core.hub import resolve_base_model
 
     if not _HUB_ID.fullmatch(base_model) or Path(base_model).is_dir():
-        return read_config(resolve_base_model(base_model, revision))
+        return resolve_base_model(base_model, revision)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         found = snapshot_download(base_model, revision=revision, allow_patterns=_CONFIG_FILES)
-        return read_config(Path(found))
+        return Path(found)
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"base model {base_model!r} is neither a directory nor in the hub, or the hub cannot "

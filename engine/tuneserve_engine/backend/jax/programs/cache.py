@@ -65,16 +65,28 @@ class ProgramCache:
         self.loaded += 1
         return found
 
+    def has(self, identity: str) -> bool:
+        """Return whether a program, perhaps a damaged one, is kept under ``identity``."""
+        return self._path(identity).is_file()
+
     def store_program(self, identity: str, compiled: Compiled) -> None:
         """Write the program, whole or not at all. A failure is only logged."""
-        path = self._path(identity)
         try:
-            body = pickle.dumps(serialize_executable.serialize(compiled))
-            check_room(self._folder, len(body), self._min_free_bytes)
-            make_folder(self._folder)
-            _write(path, hashlib.sha256(body).digest() + body)
+            self.write(identity, compiled)
         except Exception as error:  # of any kind: the program itself works
-            self._faults.warn("keep", f"compiled programs cannot be kept in {path.parent}: {error}")
+            self._faults.warn(
+                "keep", f"compiled programs cannot be kept in {self._folder}: {error}"
+            )
+
+    def write(self, identity: str, compiled: Compiled) -> None:
+        """Write the program, whole or not at all.
+
+        Raises ``OSError``, or what serialising it raises.
+        """
+        body = pickle.dumps(serialize_executable.serialize(compiled))
+        check_room(self._folder, len(body), self._min_free_bytes)
+        make_folder(self._folder)
+        _write(self._path(identity), hashlib.sha256(body).digest() + body)
 
     def _path(self, identity: str) -> Path:
         digest = hashlib.sha256(f"{self._program_id}\n{identity}".encode()).hexdigest()

@@ -3,10 +3,8 @@
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -16,14 +14,13 @@ from flax import nnx
 from jax.stages import Compiled
 
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+from tuneserve_engine.backend.jax.programs.compilations import compilations
 from tuneserve_engine.backend.jax.programs.live_calls import LiveCalls
 from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.errors import ServerError
 
 logger = logging.getLogger(__name__)
 
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
-"""JAX's event for every program that it compiles, a single eager operation included."""
 _EVERYWHERE: dict[str, bool | int] = {"xla_allow_excess_precision": False}
 """Otherwise XLA would leave out some roundings to bfloat16, different ones in each program, and a
 policy's logprobs would depend on the program that computed them."""
@@ -115,18 +112,36 @@ class Program:
         """Return the executable from the cache, or compile it and keep it there."""
         if self._kept is None:
             return self.lower(specs).compile()
+        identity = self._identity(key, specs)
+        found = self._kept.load(identity)
+        if found is None:
+            found = self.lower(specs).compile()
+            self._kept.store_program(identity, found)
+        return found
+
+    def keep(
+        self, key: Hashable, specs: tuple[Any, ...], place: Callable[[Any], Any] | None
+    ) -> bool:
+        """Compile into the cache unless it has the program, and return whether it did not.
+
+        Raises ``OSError`` or another error if the program cannot be compiled or kept.
+        """
+        assert self._kept is not None, "there is no cache to compile into"
+        identity = self._identity(key, specs)
+        if self._kept.has(identity):
+            return False
+        self._kept.write(identity, self.lower(specs, place).compile())
+        return True
+
+    def _identity(self, key: Hashable, specs: tuple[Any, ...]) -> str:
+        """Return the name of the program in the cache: what its key and its arguments are."""
         leaves = jax.tree_util.tree_leaves_with_path((self._bound, specs))
         if not leaves:  # only its result tells the program from others of its name
             leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(self._jitted))
         taken = " ".join(
             f"{jax.tree_util.keystr(path)} {leaf.dtype}{np.shape(leaf)}" for path, leaf in leaves
         )
-        identity = f"{self.name} {key} of {taken}"
-        found = self._kept.load(identity)
-        if found is None:
-            found = self.lower(specs).compile()
-            self._kept.store_program(identity, found)
-        return found
+        return f"{self.name} {key} of {taken}"
 
 
 class Specialization:
@@ -156,6 +171,10 @@ class Specialization:
     def lowered(self, place: Callable[[Any], Any]) -> jax.stages.Lowered:
         """Return the program before compiling, for the device on which ``place`` puts arguments."""
         return self._program.lower(self._specs(), place)
+
+    def keep(self, place: Callable[[Any], Any] | None = None) -> bool:
+        """Compile the program into the cache only. See ``Program.keep``."""
+        return self._program.keep(self._key, self._specs(), place)
 
     def compiled(self) -> Compiled:
         """Return the executable. The first caller compiles it; concurrent callers wait.
@@ -204,7 +223,7 @@ class ProgramRegistry:
         self.ready = threading.Event()
         self._programs: list[Program] = []
         self._is_ahead = False
-        self._compilations = _compilations()
+        self._compilations = compilations()
         self._at_ready = 0
 
     def add_program(
@@ -348,27 +367,6 @@ class ProgramRegistry:
         logger.info("%d programs in %.1f s", len(declared), time.monotonic() - started_s)
         if refused:
             logger.error("%d of them cannot be compiled: requests that need them fail", refused)
-
-
-class Compilations:
-    """Counts compilations in the whole process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.by_thread: Counter[int] = Counter()
-        self._lock = threading.Lock()
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _COMPILATION:
-            with self._lock:
-                self.count += 1
-                self.by_thread[threading.get_ident()] += 1
-
-
-@cache
-def _compilations() -> Compilations:
-    return Compilations()
 
 
 def _specs(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,0 +1,138 @@
+"""``tuneserve compile``: compile the programs of a worker with the current settings into a folder.
+
+    python -m tuneserve_engine.backend.jax.precompile [--json] [--out DIR] [--device h200]
+
+No weights are loaded, and no program runs. A worker that finds the folder as its ``compile_cache``
+compiles none of them.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuneserve_engine.core.errors import REFUSED
+from tuneserve_engine.core.gpus import DEVICE_KINDS, DRIVERS
+from tuneserve_engine.settings.worker import WorkerSettings
+
+if TYPE_CHECKING:  # JAX reads the environment that ``main`` sets
+    from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu
+    from tuneserve_engine.backend.jax.programs.registry import Specialization
+
+_REASON_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """One program: whether it was compiled or was there, the seconds, and why it failed."""
+
+    name: str
+    is_new: bool = False
+    seconds: float = 0.0
+    error: str = ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.name}: {self.error}"
+        return f"{self.name}: {self.seconds:.1f} s" if self.is_new else f"{self.name}: was there"
+
+
+def main() -> int:
+    """Compile, print a line per program, and return the exit status.
+
+    It is 1 if a program cannot be compiled or kept, and 2 if the settings cannot be used here.
+    """
+    parser = argparse.ArgumentParser(prog="tuneserve compile")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=DEVICE_KINDS)
+    parser.add_argument("--driver", choices=DRIVERS, default=max(DRIVERS))
+    asked = parser.parse_args()
+    if asked.device:  # a GPU that happens to be here is not needed, and a worker may be using it
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        settings = WorkerSettings()
+        folder = asked.out or settings.compile_cache_dir
+        results = _kept(settings, folder, asked.device, asked.driver)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"tuneserve compile: {error}", file=sys.stderr)
+        return REFUSED
+    return _print_json(results, folder) if asked.json else _print_text(results, folder)
+
+
+def _kept(settings: WorkerSettings, folder: Path, gpu: str | None, driver: str) -> Iterator[Result]:
+    """Plan the worker, and return the results of compiling its programs, as each ends."""
+    from tuneserve_engine.backend.jax.fingerprint import Choices, ask_for_float32, program_id
+    from tuneserve_engine.backend.jax.memory.device import default_device, named_gpu
+    from tuneserve_engine.backend.jax.memory.planner import plan
+    from tuneserve_engine.backend.jax.memory.report import config_folder
+    from tuneserve_engine.backend.jax.model.weights import read_config
+    from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu, description
+    from tuneserve_engine.backend.jax.precompile.closed_set import worker_programs
+    from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+    from tuneserve_engine.backend.jax.target import compile_for
+
+    base_model = config_folder(settings.base_model, settings.base_model_revision)
+    target, absent = None, None
+    if gpu:
+        target = AbsentGpu(description(gpu, driver))
+        absent = f"{DEVICE_KINDS[gpu]}; driver {driver}"
+        compile_for("gpu")
+    config, device = read_config(base_model), named_gpu(gpu) if gpu else default_device()
+    found = plan(config, device, settings.plan_request)
+    ask_for_float32(found.dtype)
+    choices = Choices(found.dtype, found.static_shapes, found.remat, found.sample_rows)
+    id_ = program_id(base_model, choices, absent_gpu=absent)
+    kept = ProgramCache(folder, id_, min_free_bytes=settings.min_free_bytes)
+    return _each(worker_programs(config, found, kept=kept).shapes(), target)
+
+
+def _each(shapes: list["Specialization"], target: "AbsentGpu | None") -> Iterator[Result]:
+    """Compile the programs into their cache, in threads."""
+
+    def one(shape: "Specialization") -> Result:
+        began_s = time.monotonic()
+        try:
+            with target.lowering() if target else nullcontext():
+                is_new = shape.keep(target.spec if target else None)
+        except Exception as error:  # of any kind: other programs can still be compiled
+            reason = (str(error).splitlines() or [""])[0][:_REASON_CHARS]
+            return Result(shape.name, error=f"{type(error).__name__}: {reason}")
+        return Result(shape.name, is_new=is_new, seconds=time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(one, sorted(shapes, key=lambda shape: shape.order))
+
+
+def _print_text(results: Iterable[Result], folder: Path) -> int:
+    """Print a line per program as it ends, and a summary; return the exit status."""
+    began_s, done = time.monotonic(), []
+    for result in results:
+        done.append(result)
+        print(result, file=sys.stderr if result.error else sys.stdout, flush=True)
+    new, failed = sum(each.is_new for each in done), sum(bool(each.error) for each in done)
+    print(
+        f"{len(done)} programs in {folder}: {new} compiled in {time.monotonic() - began_s:.0f} s, "
+        f"{len(done) - new - failed} were there, {failed} failed"
+    )
+    return 1 if failed else 0
+
+
+def _print_json(results: Iterable[Result], folder: Path) -> int:
+    """Print an object when all programs have ended; return the exit status."""
+    done = list(results)
+    facts = {"folder": str(folder), "programs": [asdict(each) for each in done]}
+    print(json.dumps(facts, indent=2))
+    return 1 if any(each.error for each in done) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
