@@ -13,6 +13,7 @@ import pytest
 from tuneserve_engine.backend.jax.precompile import __main__ as precompile
 from tuneserve_engine.backend.jax.precompile import closed_set
 
+ROOT = Path(__file__).parents[5]
 SMALL = {"MAX_RANK": "4", "CHUNK_TOKENS": "64", "BATCH_TOKENS": "256", "SAMPLE_ROWS": "2"}
 WORKER = """
 from tuneserve_engine.backend.jax.backend import JaxBackend
@@ -100,6 +101,23 @@ def test_settings_that_no_worker_can_use_are_refused(
 def test_an_absent_gpu_needs_the_plugin_that_compiles_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``make gpu-compile`` compiles for one."""
     assert compiled(tmp_path, "--device", "h200") == 2
     assert "JAX's CUDA plugin, which compiles for a GPU, is missing; " in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_programs_for_an_absent_gpu_are_compiled_once(tmp_path: Path) -> None:
+    """By the JAX of the GPU image. Nothing here can load them."""
+    subprocess.run(["make", ".gpu-compile/stamp"], cwd=ROOT, check=True)
+    given = environment(tmp_path) | {"PYTHONPATH": "clients:engine:server"}
+    command = [".gpu-compile/bin/python", "-m", precompile.__package__, "--device", "h200"]
+
+    def summary(*arguments: str) -> str:
+        run = [*command, *arguments]
+        printed = subprocess.check_output(run, cwd=ROOT, env=given, text=True, timeout=400)
+        return printed.splitlines()[-1]
+
+    first, second, other = summary(), summary(), summary("--driver", "570")
+    assert first.endswith(" s, 0 were there, 0 failed")
+    assert ": 0 compiled in " in second and second.endswith(", 0 failed")
+    assert other.endswith(" s, 0 were there, 0 failed")
