@@ -119,16 +119,6 @@ def report(results: Iterable[Result], gpu: str) -> int:
     return 1 if refused or not count else 0
 
 
-def target(device: str) -> AbsentGpu:
-    """Return the GPU. Raises ``SystemExit`` without JAX's CUDA plugin."""
-    try:
-        return AbsentGpu(GPUS[device].description)
-    except RuntimeError as error:
-        raise SystemExit(
-            f"JAX's CUDA plugin is missing; make gpu-compile installs it: {error}"
-        ) from None
-
-
 def compile_for(target: AbsentGpu) -> Compile:
     """Return the function that compiles a program for the device."""
 
@@ -156,7 +146,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--norms compiles its own programs; it takes --layers only")
     with compiling_for("gpu"):
         if options.norms:
-            return norms.report(norms.comparisons(_SMALL, options.layers, target(options.device)))
+            return norms.report(
+                norms.comparisons(
+                    _SMALL, options.layers, AbsentGpu(GPUS[options.device].description)
+                )
+            )
         asked = tasks(
             options.model or (MODELS if options.full else _USUAL),
             layers=options.layers,
@@ -168,7 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.list:
             print(*(task.name for task in asked), sep="\n")
             return 0
-        results = compiled(asked, compile_for(target(options.device)), options.threads)
+        results = compiled(
+            asked, compile_for(AbsentGpu(GPUS[options.device].description)), options.threads
+        )
         return report(results, GPUS[options.device].name)
 
 

@@ -34,7 +34,7 @@ from tuneserve_engine.backend.jax.adapters.room import AdapterRoom
 from tuneserve_engine.backend.jax.adapters.spill_files import SpillFolder
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.fingerprint import (
-    Choices,
+    NumericChoices,
     ask_for_float32,
     numerics_id,
     program_id,
@@ -43,7 +43,7 @@ from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import gib, plan
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
 from tuneserve_engine.backend.jax.model_info import base_model_info
-from tuneserve_engine.backend.jax.programs.cache import ProgramCache
+from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.sampler import JaxSampler
 from tuneserve_engine.backend.jax.training.trainer import Trainer
@@ -101,7 +101,8 @@ class JaxBackend:
         self.memory: Mapping[str, float] = dict.fromkeys(_MEMORY, 0.0)
         """The plan of the device's memory, in bytes; all zeros if no plan was made."""
         self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
-        choices = Choices(dtype, self.static_shapes, remat, sample_rows)
+        is_for_absent_gpu = bool(compile_cache_dir and is_marked(compile_cache_dir))
+        choices = NumericChoices(dtype, self.static_shapes, remat, sample_rows, is_for_absent_gpu)
         self.numerics_id = numerics_id(folder, choices)
         model.remat = remat
         model.use_shapes(self.static_shapes)

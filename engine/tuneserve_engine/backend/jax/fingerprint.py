@@ -1,4 +1,4 @@
-"""The numerics id: everything that the bits of a result depend on, beside state and request."""
+"""Ids of a process: of the bits that it computes, and of the programs that it can load."""
 
 import hashlib
 import os
@@ -34,6 +34,7 @@ _GPU_PACKAGES = (
 """Compilers and libraries for a GPU. Only those that are installed are named."""
 _CODE = (
     "core/adapter.py",
+    "core/gpus.py",
     "core/provenance.py",
     "core/shapes.py",
     "adapters/checkpoint_format.py",
@@ -46,6 +47,7 @@ _CODE = (
     "worker/execution/packing.py",
     "backend/base.py",
     "backend/jax/**/*.py",
+    "backend/jax/**/*.txtpb",
 )
 """The source files that a request passes through on its way to a result."""
 _FLAGS = ("XLA_FLAGS", "NVIDIA_TF32_OVERRIDE", "TF_CUDNN_DETERMINISTIC", "PJRT_NPROC", "NPROC")
@@ -63,38 +65,43 @@ Enough to tell a base model from a fine-tuned one, whose names and shapes are th
 """
 
 
-class Choices(NamedTuple):
-    """The choices of a worker that bits depend on."""
+class NumericChoices(NamedTuple):
+    """The choices of a worker that bits depend on.
+
+    ``is_for_absent_gpu`` says whether its programs come from ``tuneserve compile --device``. XLA
+    then knows the GPU by a description, and may choose other kernels.
+    """
 
     dtype: str
     static_shapes: StaticShapes
     remat: str
     sample_rows: int
+    is_for_absent_gpu: bool = False
 
 
-def numerics_id(folder: Path, choices: Choices) -> str:
+def numerics_id(folder: Path, choices: NumericChoices) -> str:
     """Return one readable line, the same for every process that computes the same bits."""
     device = jax.local_devices()[0]
-    described = _described(device.device_kind)
+    described = _describe_device(device.device_kind)
     if device.platform != "cpu":
         described += f"; {' '.join(str(device.client.platform_version).split())}"
     return _id(f"{device.platform}({described})", f"base={_digest(_base_model(folder))}", choices)
 
 
-def program_id(folder: Path, choices: Choices, *, absent_gpu: str | None = None) -> str:
+def program_id(folder: Path, choices: NumericChoices, *, absent_gpu: str | None = None) -> str:
     """Return one readable line, the same wherever the same programs are compiled.
 
-    It knows the base model's configuration but not its weights, which are arguments of programs.
+    It has the base model's configuration, not its weights, which are arguments of programs.
     The programs are for this process's device, or for an absent GPU and driver, such as
     ``NVIDIA H200; driver 580``.
     """
     device = jax.local_devices()[0]
-    described = absent_gpu or _described(device.device_kind)
+    described = absent_gpu or _describe_device(device.device_kind)
     config = _digest([(folder / "config.json").read_bytes()])
     return _id(f"{target_platform()}({described})", f"config={config}", choices)
 
 
-def _id(device: str, base: str, choices: Choices) -> str:
+def _id(device: str, base: str, choices: NumericChoices) -> str:
     packages = " ".join(f"{name}={version}" for name, version in _packages().items())
     shapes = choices.static_shapes
     shapes_id = (
@@ -115,6 +122,7 @@ def _id(device: str, base: str, choices: Choices) -> str:
         f"shapes={'/'.join(str(number) for number in shapes_id)}",
         f"remat={choices.remat}",
         f"decode_slots={choices.sample_rows}",
+        *(("programs=absent-gpu",) if choices.is_for_absent_gpu else ()),
     )
     return " ".join(parts)
 
@@ -153,7 +161,7 @@ def _code() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def _described(device_kind: str) -> str:
+def _describe_device(device_kind: str) -> str:
     """Describe the device: a GPU's driver; a CPU's processor and the threads that share sums."""
     if jax.default_backend() != "cpu":
         return f"{device_kind}; driver {driver_branch()}"

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import jax
 
 _absent: list[str] = []
-"""The platforms that ``compile_for`` and ``compiling_for`` have set, the current one last."""
+"""The platforms that ``compiling_for`` has set, the current one last."""
 
 
 def target_platform() -> str:
@@ -14,15 +14,10 @@ def target_platform() -> str:
     return _absent[-1] if _absent else jax.default_backend()
 
 
-def compile_for(platform: str) -> None:
-    """Make the engine choose its programs, in all threads, as on a device of this platform."""
-    _absent.append(platform)
-
-
 @contextmanager
 def compiling_for(platform: str) -> Iterator[None]:
-    """Call ``compile_for`` until the end of the block."""
-    compile_for(platform)
+    """Make the engine choose its programs, in all threads, as on a device of this platform."""
+    _absent.append(platform)
     try:
         yield
     finally:

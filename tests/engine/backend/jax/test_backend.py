@@ -19,7 +19,7 @@ from tuneserve_engine.backend.base import (
     TrainBatch,
 )
 from tuneserve_engine.backend.jax.backend import JaxBackend
-from tuneserve_engine.backend.jax.fingerprint import Choices, numerics_id, program_id
+from tuneserve_engine.backend.jax.fingerprint import NumericChoices, numerics_id, program_id
 from tuneserve_engine.backend.jax.programs.registry import Program
 from tuneserve_engine.core.adapter import AdamwParams, AdapterConfig, BaseModelInfo
 from tuneserve_engine.core.errors import ServerError, UserError
@@ -382,7 +382,7 @@ def test_device_failures_are_distinguished_from_programs_that_cannot_run(
         backend.forward_backward(batch("unlucky"))
 
 
-NUMERICS = Choices("float32", StaticShapes(24), "dots", 8)
+NUMERICS = NumericChoices("float32", StaticShapes(24), "dots", 8)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_the_id_says_whether_layers_loop_over_chunks(base_model: Path):
         shapes = StaticShapes(64, chunk=4096, requested_tokens=tokens)
         assert shapes.bin_tokens == 4096
         return fingerprint.numerics_id(
-            base_model, fingerprint.Choices("float32", shapes, "dots", 8)
+            base_model, fingerprint.NumericChoices("float32", shapes, "dots", 8)
         )
 
     one, *longer = (numerics_id(tokens) for tokens in (4096, 8192, 12_288))
@@ -121,7 +121,7 @@ def test_programs_for_an_absent_gpu_have_the_id_of_those_of_a_worker_there(
     base_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Except for the number of threads and other facts of a CPU, which do not matter there."""
-    choices = fingerprint.Choices("bfloat16", StaticShapes(64), "dots", 8)
+    choices = fingerprint.NumericChoices("bfloat16", StaticShapes(64), "dots", 8)
     with compiling_for("gpu"):
         absent = fingerprint.program_id(base_model, choices, absent_gpu="NVIDIA H200; driver 580")
     file = tmp_path / "version"

@@ -91,21 +91,31 @@ def scored_bytes(
 def prefill_bytes(config: ModelConfig, shapes: StaticShapes) -> int:
     """Return the bytes of a step of prefill in bfloat16, which copies the adapter of each block.
 
-    It is in its MLP or its attention with one projection's adapter, or in its MLP with two.
+    It is in its MLP or its attention with one projection's adapter, or in its MLP with two, in a
+    product with them, or in their own product if the rank is high.
     """
     tokens, inner = shapes.prefill_tokens, config.intermediate
-    adapter = tokens // shapes.block * 4 * shapes.max_rank * (config.hidden + inner)
+    per_width = tokens // shapes.block * 4 * shapes.max_rank
+    adapter = per_width * (config.hidden + inner)
     one = tokens * (14 * inner + 3 * config.heads * config.head_dim + 1024) + adapter
     two = tokens * (11 * inner + 1024) + 2 * adapter
-    return max(one, two) + 2 * tokens * config.hidden
+    in_product = _WORKSPACE_BYTES + tokens * 7 * inner + 2 * adapter
+    high_rank = tokens * (5 * inner + 3072) + 2 * (adapter + per_width * config.hidden)
+    return max(one, two, in_product, high_rank) + 2 * tokens * config.hidden
 
 
 def decoded_bytes(config: ModelConfig, rows: int) -> int:
-    """Return the bytes of a decoding step in bfloat16: in its layers, or while it draws tokens."""
-    layers = _WORKSPACE_BYTES + rows * 16 * config.intermediate + 2**19
-    return max(layers, rows * (19 * config.vocab_size + 4 * config.hidden) + 2**20)
+    """Return the bytes of a decoding step in bfloat16: in its layers, or while it draws tokens.
+
+    For a single row, XLA multiplies by itself, with a float32 copy of the unembedding.
+    """
+    layers = _WORKSPACE_BYTES + rows * 24 * config.intermediate + 2**19
+    draws = rows * (19 * config.vocab_size + 4 * config.hidden) + 2**20
+    copied = 4 * config.vocab_size * config.hidden if rows == 1 else 0
+    return max(layers, draws) + copied
 
 
 def prompt_score_bytes(config: ModelConfig, shapes: StaticShapes) -> int:
     """Return the bytes of the scores of a block of a prompt: four float32 copies of its logits."""
-    return shapes.block * (16 * config.vocab_size + 1024) + 2**22
+    logits = shapes.block * (16 * config.vocab_size + 1024)
+    return max(logits, _WORKSPACE_BYTES) + 2**22

@@ -11,8 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ _REASON_CHARS = 300
 
 @dataclass(frozen=True)
 class Result:
-    """One program: whether it was compiled or was there, the seconds, and why it failed."""
+    """One program: whether it was compiled now or before, the seconds, and why it failed."""
 
     name: str
     is_new: bool = False
@@ -41,7 +41,43 @@ class Result:
     def __str__(self) -> str:
         if self.error:
             return f"{self.name}: {self.error}"
-        return f"{self.name}: {self.seconds:.1f} s" if self.is_new else f"{self.name}: was there"
+        how = f"{self.seconds:.1f} s" if self.is_new else "already compiled"
+        return f"{self.name}: {how}"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The programs of one worker, the folder for them, and the results as each program ends."""
+
+    folder: Path
+    program_id: str
+    results: Iterator[Result]
+
+    def print_text(self) -> int:
+        """Print a line per program and a summary; return the exit status."""
+        began_s, done = time.monotonic(), []
+        print(f"programs of {self.program_id}", flush=True)
+        for result in self.results:
+            done.append(result)
+            print(result, file=sys.stderr if result.error else sys.stdout, flush=True)
+        new, failed = sum(each.is_new for each in done), sum(bool(each.error) for each in done)
+        seconds = time.monotonic() - began_s
+        print(
+            f"{len(done)} programs in {self.folder}: {new} compiled in {seconds:.0f} s, "
+            f"{len(done) - new - failed} already compiled, {failed} failed"
+        )
+        return 1 if failed else 0
+
+    def print_json(self) -> int:
+        """Print an object when all programs have ended; return the exit status."""
+        done = list(self.results)
+        facts = {
+            "folder": str(self.folder),
+            "program_id": self.program_id,
+            "programs": [asdict(each) for each in done],
+        }
+        print(json.dumps(facts, indent=2))
+        return 1 if any(each.error for each in done) else 0
 
 
 def main() -> int:
@@ -53,52 +89,62 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=DEVICE_KINDS)
-    parser.add_argument("--driver", choices=DRIVERS, default=max(DRIVERS))
+    parser.add_argument("--driver", choices=DRIVERS)
     asked = parser.parse_args()
+    if asked.driver and not asked.device:
+        parser.error("--driver is that of an absent GPU: add --device, or leave it out")
     if asked.device:  # a GPU that happens to be here is not needed, and a worker may be using it
         os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        settings = WorkerSettings()
-        folder = asked.out or settings.compile_cache_dir
-        results = _kept(settings, folder, asked.device, asked.driver)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"tuneserve compile: {error}", file=sys.stderr)
-        return REFUSED
-    return _print_json(results, folder) if asked.json else _print_text(results, folder)
+    from tuneserve_engine.backend.jax.target import compiling_for
+
+    with compiling_for("gpu") if asked.device else nullcontext():
+        try:
+            settings = WorkerSettings()
+            folder = asked.out or settings.compile_cache_dir
+            compilation = _start(settings, folder, asked.device, asked.driver or max(DRIVERS))
+        except (ValueError, OSError, RuntimeError) as error:
+            print(f"tuneserve compile: {error}", file=sys.stderr)
+            return REFUSED
+        return compilation.print_json() if asked.json else compilation.print_text()
 
 
-def _kept(settings: WorkerSettings, folder: Path, gpu: str | None, driver: str) -> Iterator[Result]:
-    """Plan the worker, and return the results of compiling its programs, as each ends."""
-    from tuneserve_engine.backend.jax.fingerprint import Choices, ask_for_float32, program_id
+def _start(settings: WorkerSettings, folder: Path, gpu: str | None, driver: str) -> Compilation:
+    """Plan the worker, and return its programs, which are compiled as results are asked for."""
+    from tuneserve_engine.backend.jax.fingerprint import (
+        NumericChoices,
+        ask_for_float32,
+        program_id,
+    )
     from tuneserve_engine.backend.jax.memory.device import default_device, named_gpu
     from tuneserve_engine.backend.jax.memory.planner import plan
     from tuneserve_engine.backend.jax.memory.report import config_folder
     from tuneserve_engine.backend.jax.model.weights import read_config
     from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu, description
     from tuneserve_engine.backend.jax.precompile.closed_set import worker_programs
-    from tuneserve_engine.backend.jax.programs.cache import ProgramCache
-    from tuneserve_engine.backend.jax.target import compile_for
+    from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked, mark
 
     base_model = config_folder(settings.base_model, settings.base_model_revision)
     target, absent = None, None
     if gpu:
         target = AbsentGpu(description(gpu, driver))
         absent = f"{DEVICE_KINDS[gpu]}; driver {driver}"
-        compile_for("gpu")
+        mark(folder)
     config, device = read_config(base_model), named_gpu(gpu) if gpu else default_device()
     found = plan(config, device, settings.plan_request)
     ask_for_float32(found.dtype)
-    choices = Choices(found.dtype, found.static_shapes, found.remat, found.sample_rows)
+    shapes, rows = found.static_shapes, found.sample_rows
+    choices = NumericChoices(found.dtype, shapes, found.remat, rows, is_marked(folder))
     id_ = program_id(base_model, choices, absent_gpu=absent)
     kept = ProgramCache(folder, id_, min_free_bytes=settings.min_free_bytes)
-    return _each(worker_programs(config, found, kept=kept).shapes(), target)
+    programs = worker_programs(config, found, kept=kept)
+    return Compilation(folder, id_, _compile_all(programs.shapes(), target))
 
 
-def _each(shapes: list["Specialization"], target: "AbsentGpu | None") -> Iterator[Result]:
-    """Compile the programs into their cache, in threads."""
+def _compile_all(shapes: list["Specialization"], target: "AbsentGpu | None") -> Iterator[Result]:
+    """Compile the programs into their cache, in threads, and yield each result as it ends."""
 
-    def one(shape: "Specialization") -> Result:
+    def compile_one(shape: "Specialization") -> Result:
         began_s = time.monotonic()
         try:
             with target.lowering() if target else nullcontext():
@@ -109,29 +155,9 @@ def _each(shapes: list["Specialization"], target: "AbsentGpu | None") -> Iterato
         return Result(shape.name, is_new=is_new, seconds=time.monotonic() - began_s)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(one, sorted(shapes, key=lambda shape: shape.order))
-
-
-def _print_text(results: Iterable[Result], folder: Path) -> int:
-    """Print a line per program as it ends, and a summary; return the exit status."""
-    began_s, done = time.monotonic(), []
-    for result in results:
-        done.append(result)
-        print(result, file=sys.stderr if result.error else sys.stdout, flush=True)
-    new, failed = sum(each.is_new for each in done), sum(bool(each.error) for each in done)
-    print(
-        f"{len(done)} programs in {folder}: {new} compiled in {time.monotonic() - began_s:.0f} s, "
-        f"{len(done) - new - failed} were there, {failed} failed"
-    )
-    return 1 if failed else 0
-
-
-def _print_json(results: Iterable[Result], folder: Path) -> int:
-    """Print an object when all programs have ended; return the exit status."""
-    done = list(results)
-    facts = {"folder": str(folder), "programs": [asdict(each) for each in done]}
-    print(json.dumps(facts, indent=2))
-    return 1 if any(each.error for each in done) else 0
+        ordered = sorted(shapes, key=lambda shape: shape.order)
+        for done in as_completed([pool.submit(compile_one, shape) for shape in ordered]):
+            yield done.result()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ _OTHERS = {
 """Values in which the description of another GPU differs from the H200's."""
 
 
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
 def description(gpu: str, driver: str = max(DRIVERS)) -> str:
     """Return a GPU as XLA's compiler takes it: a ``GpuTargetConfigProto``, as text."""
     text = _H200.read_text(encoding="utf-8")
@@ -57,15 +61,14 @@ class AbsentGpu:
     """One GPU, by its description. Raises ``RuntimeError`` without JAX's CUDA plugin."""
 
     def __init__(self, description: str) -> None:
-        try:
-            topology = topologies.get_topology_desc(
-                platform="cuda", target_config=description, topology="1x1x1"
-            )
-        except RuntimeError as error:
+        if not any(map(_is_installed, _PLUGINS)):
             raise RuntimeError(
-                "JAX's CUDA plugin, which compiles for a GPU, is missing; it needs Linux and "
-                f"Python 3.12 or later: pip install 'tuneserve[cuda]' ({error})"
-            ) from None
+                "JAX's CUDA plugin, which compiles for a GPU, is not installed; on Linux with "
+                "Python 3.12 or later, install it: pip install 'tuneserve[cuda]'"
+            )
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=description, topology="1x1x1"
+        )
         mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
         self._mesh = mesh.abstract_mesh
         self._sharding = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
@@ -81,3 +84,11 @@ class AbsentGpu:
         """Make this thread lower for this device."""
         with jax.sharding.use_abstract_mesh(self._mesh):
             yield
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True

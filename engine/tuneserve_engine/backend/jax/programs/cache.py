@@ -18,7 +18,20 @@ from tuneserve_engine.telemetry.log_throttle import ThrottledLog
 
 logger = logging.getLogger(__name__)
 
+_MARK = "compiled-without-the-gpu"
+"""The file beside programs that ``tuneserve compile --device`` has compiled."""
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def is_marked(folder: Path) -> bool:
+    """Return whether programs in the folder were compiled for a GPU that was not there."""
+    return (folder / _MARK).exists()
+
+
+def mark(folder: Path) -> None:
+    """Record that programs in the folder are compiled for a GPU that is not here."""
+    make_folder(folder)
+    (folder / _MARK).touch()
 
 
 class ProgramCache:
@@ -36,6 +49,7 @@ class ProgramCache:
         self._folder = folder
         self._program_id = program_id
         self._min_free_bytes = min_free_bytes
+        logger.info("programs of %s", program_id)
         self.loaded = 0
         """The number of programs that were found in the folder."""
         self._faults = ThrottledLog(logger)

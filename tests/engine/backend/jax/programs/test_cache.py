@@ -72,7 +72,7 @@ def test_jaxs_own_cache_is_not_used_beside_it(tmp_path: Path) -> None:
     assert used(tmp_path / "second", **own) == first[1:]
 
 
-def test_a_program_of_other_numerics_is_not_found(tmp_path: Path) -> None:
+def test_a_program_of_another_program_id_is_not_found(tmp_path: Path) -> None:
     seen: list[str] = []
     for program_id in ("one", "other", "one"):
         programs(tmp_path, seen, program_id)("key", ONES)
