@@ -32,6 +32,7 @@ print(len(programs.shapes()), programs.kept.loaded)
 def environment(folder: Path, **settings: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "TUNESERVE_COMPILE_CACHE"}
     given = {f"TUNESERVE_{name}": value for name, value in (SMALL | settings).items()}
+    given["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # compiles sooner
     return kept | given | {"TUNESERVE_DATA_DIR": str(folder / "data")}
 
 
