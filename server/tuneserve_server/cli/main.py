@@ -181,7 +181,8 @@ _COMPILED = {
     "out": Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Directory for the programs. Default: that of the worker's cache."
+            metavar="DIR",
+            help="Directory for the programs. Default, without --device: that of the worker.",
         ),
     ],
     "device": Annotated[

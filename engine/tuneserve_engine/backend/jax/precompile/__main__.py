@@ -1,6 +1,6 @@
 """``tuneserve compile``: compile the programs of a worker with the current settings into a folder.
 
-    python -m tuneserve_engine.backend.jax.precompile [--json] [--out DIR] [--device h200]
+    python -m tuneserve_engine.backend.jax.precompile [--json] [--out DIR [--device h200]]
 
 No weights are loaded, and no program runs. A worker that finds the folder as its ``compile_cache``
 compiles none of them.
@@ -93,6 +93,8 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.driver and not asked.device:
         parser.error("--driver is that of an absent GPU: add --device, or leave it out")
+    if asked.device and not asked.out:
+        parser.error("--device compiles for another machine: add --out with a directory for it")
     if asked.device:  # a GPU that happens to be here is not needed, and a worker may be using it
         os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -129,9 +131,10 @@ def _start(settings: WorkerSettings, folder: Path, gpu: str | None, driver: str)
     if gpu:
         target = AbsentGpu(description(gpu, driver))
         absent = f"{DEVICE_KINDS[gpu]}; driver {driver}"
-        mark(folder)
     config, device = read_config(base_model), named_gpu(gpu) if gpu else default_device()
     found = plan(config, device, settings.plan_request)
+    if gpu:
+        mark(folder)
     ask_for_float32(found.dtype)
     shapes, rows = found.static_shapes, found.sample_rows
     choices = NumericChoices(found.dtype, shapes, found.remat, rows, is_marked(folder))

@@ -140,19 +140,27 @@ def test_an_absent_gpu_needs_the_plugin_that_compiles_for_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(absent_gpu, "_is_installed", lambda package: False)
-    assert compiled(tmp_path, "--device", "h200") == 2
+    assert compiled(tmp_path, "--device", "h200", "--out", str(tmp_path / "data")) == 2
     assert "CUDA plugin, which compiles for a GPU, is not installed" in capsys.readouterr().err
     assert target_platform() == "cpu"
     assert not (tmp_path / "data").exists()
 
 
-def test_a_driver_without_a_gpu_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--driver", "570"), "--driver is that of an absent GPU: add --device"),
+        (("--device", "h200"), "--device compiles for another machine: add --out"),
+    ],
+)
+def test_options_that_need_others_are_refused_without_them(
+    arguments: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The directory of the worker's own programs is not for those of another machine."""
     with pytest.raises(SystemExit) as status:
-        compiled(tmp_path, "--driver", "570")
+        compiled(tmp_path, *arguments)
     assert status.value.code == 2
-    assert "--driver is that of an absent GPU: add --device" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_results_name_the_programs_of_an_absent_gpu(tmp_path: Path, base_model: Path) -> None:
@@ -170,6 +178,7 @@ def test_programs_for_an_absent_gpu_are_compiled_once(tmp_path: Path) -> None:
     subprocess.run(["make", ".gpu-compile/stamp"], cwd=ROOT, check=True)
     given = environment(tmp_path) | {"PYTHONPATH": "clients:engine:server"}
     command = [".gpu-compile/bin/python", "-m", precompile.__package__, "--device", "h200"]
+    command += ["--out", str(tmp_path / "programs")]
 
     def summary(*arguments: str) -> str:
         run = [*command, *arguments]
