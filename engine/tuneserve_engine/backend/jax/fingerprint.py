@@ -81,11 +81,7 @@ class NumericChoices(NamedTuple):
 
 def numerics_id(folder: Path, choices: NumericChoices) -> str:
     """Return one readable line, the same for every process that computes the same bits."""
-    device = jax.local_devices()[0]
-    described = _describe_device(device.device_kind)
-    if device.platform != "cpu":
-        described += f"; {' '.join(str(device.client.platform_version).split())}"
-    return _id(f"{device.platform}({described})", f"base={_digest(_base_model(folder))}", choices)
+    return _id(_device(with_cuda=True), f"base={_digest(_base_model(folder))}", choices)
 
 
 def program_id(folder: Path, choices: NumericChoices, *, absent_gpu: str | None = None) -> str:
@@ -93,12 +89,13 @@ def program_id(folder: Path, choices: NumericChoices, *, absent_gpu: str | None 
 
     It has the base model's configuration, not its weights, which are arguments of programs.
     The programs are for this process's device, or for an absent GPU and driver, such as
-    ``NVIDIA H200; driver 580``.
+    ``NVIDIA H200; driver 580``. Where such programs are loaded, the CUDA of the process is not
+    named, because its version is not known where they are compiled.
     """
-    device = jax.local_devices()[0]
-    described = absent_gpu or _describe_device(device.device_kind)
+    device = f"gpu({absent_gpu})" if absent_gpu else None
     config = _digest([(folder / "config.json").read_bytes()])
-    return _id(f"{target_platform()}({described})", f"config={config}", choices)
+    here = _device(with_cuda=not choices.is_for_absent_gpu)
+    return _id(device or here, f"config={config}", choices)
 
 
 def _id(device: str, base: str, choices: NumericChoices) -> str:
@@ -161,12 +158,15 @@ def _code() -> Iterator[bytes]:
             yield path.read_bytes()
 
 
-def _describe_device(device_kind: str) -> str:
-    """Describe the device: a GPU's driver; a CPU's processor and the threads that share sums."""
-    if jax.default_backend() != "cpu":
-        return f"{device_kind}; driver {driver_branch()}"
+def _device(*, with_cuda: bool) -> str:
+    """Name the device: a GPU, its driver and CUDA; a CPU and the threads that share sums."""
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        cuda = " ".join(str(device.client.platform_version).split())
+        rest = f"; {cuda}" if with_cuda else ""
+        return f"{device.platform}({device.device_kind}; driver {driver_branch()}{rest})"
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{_processor()}; threads {threads}"
+    return f"cpu({_processor()}; threads {threads})"
 
 
 def driver_branch(file: Path = _DRIVER_FILE) -> str:

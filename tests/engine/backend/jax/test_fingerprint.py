@@ -120,20 +120,25 @@ def test_the_id_names_the_branch_of_a_gpus_driver(text: str | None, branch: str,
 def test_programs_for_an_absent_gpu_have_the_id_of_those_of_a_worker_there(
     base_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Except for the number of threads and other facts of a CPU, which do not matter there."""
-    choices = fingerprint.NumericChoices("bfloat16", StaticShapes(64), "dots", 8)
+    """The worker knows that its programs are of that kind. Otherwise its own CUDA counts, too."""
+    choices = fingerprint.NumericChoices(
+        "bfloat16", StaticShapes(64), "dots", 8, is_for_absent_gpu=True
+    )
     with compiling_for("gpu"):
         absent = fingerprint.program_id(base_model, choices, absent_gpu="NVIDIA H200; driver 580")
     file = tmp_path / "version"
     file.write_text("Kernel Module  580.82.07")
-    (device,) = jax.local_devices()[:1]
-    there = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", client=device.client)
+    cuda = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    there = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", client=cuda)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [there])
     monkeypatch.setattr(fingerprint, "driver_branch", lambda: driver_branch(file))
     assert fingerprint.program_id(base_model, choices) == absent
     assert "device=gpu(NVIDIA H200; driver 580)" in absent
-    assert "device=gpu(NVIDIA H200; driver 580; " in fingerprint.numerics_id(base_model, choices)
+    whole = "device=gpu(NVIDIA H200; driver 580; PJRT C API cuda 13000)"
+    assert whole in fingerprint.numerics_id(base_model, choices)
+    own = fingerprint.program_id(base_model, choices._replace(is_for_absent_gpu=False))
+    assert whole in own
 
 
 @pytest.fixture

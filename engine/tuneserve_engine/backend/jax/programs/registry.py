@@ -112,7 +112,7 @@ class Program:
         """Return the executable from the cache, or compile it and keep it there."""
         if self._kept is None:
             return self.lower(specs).compile()
-        identity = self.identity(key, specs)
+        identity = self._identity(key, specs)
         found = self._kept.load(identity)
         if found is None:
             found = self.lower(specs).compile()
@@ -127,13 +127,13 @@ class Program:
         Raises ``OSError`` or another error if the program cannot be compiled or kept.
         """
         assert self._kept is not None, "there is no cache to compile into"
-        identity = self.identity(key, specs)
+        identity = self._identity(key, specs)
         if self._kept.has(identity):
             return False
         self._kept.write(identity, self.lower(specs, place).compile())
         return True
 
-    def identity(self, key: Hashable, specs: tuple[Any, ...]) -> str:
+    def _identity(self, key: Hashable, specs: tuple[Any, ...]) -> str:
         """Return the name of the program in the cache: what its key and its arguments are."""
         leaves = jax.tree_util.tree_leaves_with_path((self._bound, specs))
         if not leaves:  # only its result tells the program from others of its name
@@ -171,11 +171,6 @@ class Specialization:
     def lowered(self, place: Callable[[Any], Any]) -> jax.stages.Lowered:
         """Return the program before compiling, for the device on which ``place`` puts arguments."""
         return self._program.lower(self._specs(), place)
-
-    @property
-    def identity(self) -> str:
-        """The name of the program in the cache."""
-        return self._program.identity(self._key, self._specs())
 
     def keep(self, place: Callable[[Any], Any] | None = None) -> bool:
         """Compile the program into the cache only. See ``Program.keep``."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scripts.gpu_compile.shapes import MODELS as GPU_MODELS
 from tests.engine.backend.jax.memory.footprint_case import (
     DTYPES,
     EVERY_SHAPE,
@@ -119,6 +120,16 @@ def test_training_without_recomputation_is_not_underestimated(
     counted = footprint(config, remat="none", dtype=dtype).tape.bytes
     real = size(workspace(config, dtype, "none").tape)
     assert real <= counted <= 1.25 * real
+
+
+def test_an_optimizer_step_on_a_gpu_fits_every_kind_of_adapter() -> None:
+    """Compiled for an H200, Qwen3-8B, rank 32: steps, and OSFT's pairs as their result."""
+    shapes = StaticShapes(4096, chunk=2048, requested_tokens=8192, rank_buckets=(8, 32))
+    counted = footprint(
+        GPU_MODELS["qwen3-8b"], static_shapes=shapes, device_kind="gpu", dtype="bfloat16"
+    )
+    lora, osft, pairs = 56_626_072, 232_174_048, 56_628_480 + 369_148_032
+    assert max(lora, osft, pairs) <= counted.step.bytes == 2 * counted.adapter_bytes(32)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,8 @@ from tuneserve_engine.backend.jax.target import compiling_for
 from tuneserve_engine.settings.worker import WorkerSettings
 
 def identities(programs):
-    return sorted(shape.identity for shape in programs.shapes())
+    shapes = programs.shapes()
+    return sorted(each._program._identity(each._key, each._specs()) for each in shapes)
 
 settings = WorkerSettings()
 with compiling_for("gpu"):
