@@ -66,7 +66,9 @@ class MicroBatchOutput(NamedTuple):
 class TrainBatch:
     """A batch of requests that share a pass, and its micro-batches.
 
-    The datums of a request keep their order. ``adapter_ids[i]`` is the adapter of request i.
+    The datums of a request keep their order. ``adapter_ids[i]`` is the adapter of request i. The
+    gradient of a request is the sum of its gradients in each micro-batch, added in their order; of
+    the requests that are in several micro-batches, each micro-batch has at most one.
     Callers guarantee that all adapters have one rank bucket, that there are at most
     ``StaticShapes.slots`` requests for that bucket, and that token ids are in the vocabulary.
     """

@@ -4,6 +4,7 @@ A request alone decides which of its datums lie one after another, and the order
 neighbours decide only the micro-batch of a block and its place there: no bit depends on either.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
@@ -121,19 +122,7 @@ def _pack_batch(
         # Whole chunks: a part of a chunk costs the device as much as all of it.
         room = min(multiple_from(slice_tokens, static_shapes.chunk), capacity)
 
-    # The bins of a request keep their order. A micro-batch without room for the next bin is closed,
-    # and a bin longer than ``room`` is alone in its own.
-    layout: list[list[_Bin]] = []
-    for targets in sorted({bin_.targets for bin_ in bins}):
-        free = 0
-        for bin_ in bins:
-            if bin_.targets != targets:
-                continue
-            if bin_.tokens > free:
-                layout.append([])
-                free = room
-            layout[-1].append(bin_)
-            free -= bin_.tokens
+    layout = _micro_batches_of(bins, room)
 
     locations = [[DatumLocation(-1, -1)] * len(each.data) for each in data]
     computed = [0.0] * len(members)
@@ -158,6 +147,31 @@ def _pack_batch(
         tuple(computed),
         datum_tokens,
     )
+
+
+def _micro_batches_of(bins: Sequence[_Bin], room: int) -> list[list[_Bin]]:
+    """Return the bins of each micro-batch.
+
+    The bins of a request keep their order. A micro-batch without room for the next bin is closed; a
+    bin longer than ``room`` is alone in its own. Of the requests with several bins, a micro-batch
+    has only one bin: their gradients are sums of their bins' gradients, and a slot takes one.
+    """
+    counts = Counter(bin_.member for bin_ in bins)
+    layout: list[list[_Bin]] = []
+    for targets in sorted({bin_.targets for bin_ in bins}):
+        free = 0
+        has_part = False  # whether the micro-batch has a bin of a request with several
+        for bin_ in bins:
+            if bin_.targets != targets:
+                continue
+            is_part = counts[bin_.member] > 1
+            if bin_.tokens > free or (is_part and has_part):
+                layout.append([])
+                free, has_part = room, False
+            layout[-1].append(bin_)
+            free -= bin_.tokens
+            has_part |= is_part
+    return layout
 
 
 def _bins_of(member: int, data: TrainingData, static_shapes: StaticShapes) -> list[_Bin]:

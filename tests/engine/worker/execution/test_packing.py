@@ -1,5 +1,6 @@
 """Packing: every token once and in its place, and a request's layout among any others."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, MicroBatchOutput
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
-from tuneserve_engine.worker.execution.packing import PackedBatch, PackingRequest, pack, unpack
+from tuneserve_engine.worker.execution.packing import (
+    PackedBatch,
+    PackingRequest,
+    _bins_of,
+    pack,
+    unpack,
+)
 
 BLOCK, MICRO_BATCH = 4, 64
 STATIC_SHAPES = StaticShapes(
@@ -282,9 +289,27 @@ def test_other_requests_change_neither_a_requests_layout_nor_its_block_order(
 def test_the_longest_datums_come_first_and_short_ones_fill_the_first_gap() -> None:
     """30 leaves 2 of the 32 tokens of a bin, 20 leaves 12, and 40 is longer than a bin."""
     (batch,) = pack([alone(3, 30, 2, 40, 20, 9)], STATIC_SHAPES)
-    # The bins are 40 | 30 + 2 | 20 + 9 + 3. The micro-batch of 64 has no room for two of them.
-    assert batch.locations == (((1, 61), (1, 0), (1, 30), (0, 0), (1, 32), (1, 52)),)
-    assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [10, 16]
+    # The bins are 40 | 30 + 2 | 20 + 9 + 3. Each is in a micro-batch of its own.
+    assert batch.locations == (((2, 29), (1, 0), (1, 30), (0, 0), (2, 0), (2, 20)),)
+    assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [10, 8, 8]
+
+
+@given(companies)
+@settings(deadline=None, max_examples=60)
+def test_a_micro_batch_has_one_request_of_those_in_several(
+    requests: list[PackingRequest],
+) -> None:
+    """Its bin there is all that the micro-batch adds to the request's gradient."""
+    for batch in pack(requests, STATIC_SHAPES):
+        inside = [
+            set(micro_batch.block_request[: micro_batch.blocks].tolist())
+            for micro_batch in batch.batch.micro_batches
+        ]
+        counts = Counter(member for members in inside for member in members)
+        assert all(sum(counts[member] > 1 for member in members) <= 1 for members in inside)
+        for member, index in enumerate(batch.members):
+            bins = _bins_of(member, requests[index].data, STATIC_SHAPES)
+            assert counts[member] == len(bins)
 
 
 def test_a_closed_micro_batch_gets_no_more_bins() -> None:
@@ -367,15 +392,15 @@ def test_policy_inputs_fill_their_columns_and_config_fills_the_others() -> None:
 
 
 def test_each_halving_halves_the_micro_batches_down_to_the_longest_bin() -> None:
-    request = alone(30, 29, 28, 21, 20)
+    requests = [alone(length, rank=2) for length in (30, 29, 28)]
     sizes = [
         [
             len(micro_batch.tokens)
-            for micro_batch in pack([request], STATIC_SHAPES, halvings)[0].batch.micro_batches
+            for micro_batch in pack(requests, STATIC_SHAPES, halvings)[0].batch.micro_batches
         ]
         for halvings in range(4)
     ]
-    assert sizes == [[64, 64, 64], [32] * 5, [32] * 5, [32] * 5]
+    assert sizes == [[64, 64], [32] * 3, [32] * 3, [32] * 3]
     longest = alone(40, 2)
     assert [len(b.tokens) for b in pack([longest], STATIC_SHAPES, 3)[0].batch.micro_batches] == [
         40,

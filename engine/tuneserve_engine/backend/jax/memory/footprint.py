@@ -108,6 +108,10 @@ class Footprint(Sizes):
 
     @property
     def step(self) -> Line:
+        """The room of an optimizer step.
+
+        A micro-batch of a request in several needs a part of it, for the earlier ones' gradient.
+        """
         rank = self.shape.static_shapes.max_rank
         copies = _GPU_STEP_COPIES if self.shape.device_kind == "gpu" else _STEP_COPIES
         size = copies * self.adapter_bytes(rank)

@@ -74,6 +74,29 @@ def write_slot(
 
 
 @jax.jit
+def copy_gradient(gradient_slots: LoraWeights, slot: Slot) -> LoraWeights:
+    """Return the slot's gradient: [L, D, R] and [L, R, F]. ``unembed`` has an L of 1."""
+    copied: LoraWeights = jax.tree.map(partial(_of_slot, slot), gradient_slots)
+    return copied
+
+
+@partial(jax.jit, donate_argnums=0)
+def add_earlier_gradient(
+    gradient_slots: LoraWeights, slot: Slot, earlier: LoraWeights
+) -> LoraWeights:
+    """Return the gradient slots, donated, with ``earlier`` added to the slot's gradient."""
+    added: LoraWeights = jax.tree.map(
+        lambda buffer, x: buffer.at[:, slot].add(x, unique_indices=True), gradient_slots, earlier
+    )
+    return added
+
+
+def _of_slot(slot: Slot, buffer: Array) -> Array:
+    part: Array = jax.lax.dynamic_index_in_dim(buffer, slot, 1, keepdims=False)
+    return part
+
+
+@jax.jit
 def is_sum_finite(
     accumulator: LoraWeights, gradient_slots: LoraWeights, slot: Slot, trained: Flag
 ) -> Bool[Array, ""]:
@@ -106,7 +129,7 @@ def _sum(
     accumulator: LoraWeights, gradient_slots: LoraWeights, slot: Slot, trained: Flag
 ) -> LoraWeights:
     def plus(name: str, old: Array, buffer: Array) -> Array:
-        gradient: Array = jax.lax.dynamic_index_in_dim(buffer, slot, 1, keepdims=False)
+        gradient = _of_slot(slot, buffer)
         if name != UNEMBED:
             return old + gradient
         return jnp.where(trained, old + gradient[0], old)

@@ -15,8 +15,8 @@ from tuneserve_engine.backend.jax.target import target_platform
 class BlockOwners(NamedTuple):
     """The slot of the request that each block adds its gradient to.
 
-    ``is_first`` marks a request's first block in the batch, which overwrites what an earlier batch
-    left. ``is_used`` is False on blocks that belong to no request.
+    ``is_first`` marks a request's first block in the micro-batch, which overwrites what an earlier
+    one left. ``is_used`` is False on blocks that belong to no request.
     """
 
     slot: Int[Array, " n"]

@@ -7,7 +7,6 @@ else of a request is part of a program: not its length, its loss or its hyper-pa
 Dimension key: n blocks of the micro-batch, S tokens of a block, K targets per token, D hidden.
 """
 
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -48,23 +47,18 @@ class DeviceMicroBatch(NamedTuple):
         cls,
         micro_batch: MicroBatch,
         block: int,
-        begun: Collection[int] = (),
         first_slot: int = 0,
     ) -> "DeviceMicroBatch":
         """Return the batch's arrays, not copied: they are sent when the program is called.
 
-        ``begun`` are the requests with a block in an earlier micro-batch of their ``TrainBatch``.
         Request i is in the i-th slot from ``first_slot`` on. The blocks of a request are side by
         side: the gradients of one run of blocks are summed before they are written.
         """
         request = micro_batch.block_request
         used = request >= 0
-        runs = request[np.flatnonzero(np.diff(request, prepend=-1))]
+        begins = np.diff(request, prepend=-1) != 0
+        runs = request[begins]
         assert np.unique(runs).size == runs.size, "the blocks of a request are not side by side"
-        first = np.zeros_like(used)
-        starts = np.unique(request, return_index=True)
-        for index, at in zip(*(part.tolist() for part in starts), strict=True):
-            first[at] = index >= 0 and index not in begun
         slot = np.where(used, request + np.int32(first_slot), np.int32(0))
         of_tokens = {name: getattr(micro_batch, name) for name in _OF_TOKENS}
         rows: dict[str, Any] = {
@@ -82,7 +76,7 @@ class DeviceMicroBatch(NamedTuple):
                 np.int32(micro_batch.blocks),  # type: ignore[arg-type]
                 slot,  # type: ignore[arg-type]
             ),
-            owners=BlockOwners(slot, first, used),  # type: ignore[arg-type]
+            owners=BlockOwners(slot, used & begins, used),  # type: ignore[arg-type]
         )
 
 
@@ -112,11 +106,10 @@ def train_micro_batch(
     adapter_slots: AdapterSlots,
     micro_batch: DeviceMicroBatch,
 ) -> TrainedMicroBatch:
-    """Return losses of the micro-batch; add each request's gradient to the gradient slots of its
-    slot.
+    """Return losses of the micro-batch, and the gradient slots with each request's gradient.
 
-    A request's first block of the batch overwrites what the gradient slots held. ``space`` is a
-    ``Workspace``; the model is in training mode.
+    A request's gradient overwrites what its gradient slot held. ``space`` is a ``Workspace``; the
+    model is in training mode.
     """
     hidden, taped = model.forward_layers(
         model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots), space=space

@@ -35,6 +35,16 @@ class RunningBatch:
     finite: np.ndarray[tuple[int], np.dtype[np.bool_]]
     counts: TrainingCounts
     outputs: list[MicroBatchOutput] = field(default_factory=list)
+    _begun: set[int] = field(default_factory=set)
+
+    def continued(self, micro_batch: MicroBatch) -> list[int]:
+        """Return the slots that have gradients of earlier micro-batches of the same requests.
+
+        Call it once for each micro-batch, in their order.
+        """
+        requests = set(micro_batch.block_request[: micro_batch.blocks].tolist())
+        earlier, self._begun = requests & self._begun, requests | self._begun
+        return [self.claimed.first + index for index in sorted(earlier)]
 
     def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> None:
         """Wait for the micro-batch's output and add it."""

@@ -36,6 +36,8 @@ from tuneserve_engine.backend.jax.training.adamw import adamw_step, start_step, 
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     AdapterSlots,
     accumulate_slot,
+    add_earlier_gradient,
+    copy_gradient,
     is_sum_finite,
     new_adapter_slots,
     write_slot,
@@ -91,6 +93,10 @@ class Trainer:
         gradients = "forward_backward by rank bucket"
         self._write_slot = programs.add_program(
             "write_slot", write_slot, use=gradients, donate=(0,)
+        )
+        self._copy_gradient = programs.add_program("copy_gradient", copy_gradient, use=gradients)
+        self._add_earlier = programs.add_program(
+            "add_earlier_gradient", add_earlier_gradient, use=gradients, donate=(0,)
         )
         self._is_sum_finite = programs.add_program("is_sum_finite", is_sum_finite, use=gradients)
         self._accumulate_slot = programs.add_program(
@@ -198,13 +204,10 @@ class Trainer:
         self._write_adapters(claimed, adapters)
         version = claimed.slots.version
         dispatched: tuple[MicroBatch, ScoredMicroBatch] | None = None
-        begun: set[int] = set()
         for micro_batch in running.batch.micro_batches:
             # Sent while the previous micro-batch runs.
             device_batch = jax.device_put(
-                DeviceMicroBatch.from_host(
-                    micro_batch, self._static_shapes.block, begun, claimed.first
-                )
+                DeviceMicroBatch.from_host(micro_batch, self._static_shapes.block, claimed.first)
             )
             if dispatched is not None:
                 running.add_output(*dispatched)
@@ -213,25 +216,22 @@ class Trainer:
                     if claimed.slots.version != version:
                         raise GradientsLost(adapters)
                     self._write_adapters(claimed, adapters)
-            begun |= set(micro_batch.block_request.tolist())
             used = micro_batch.blocks * self._static_shapes.block
             self.counts.tokens += int(np.count_nonzero(micro_batch.segment_ids >= 0))
             self.counts.tokens_computed += multiple_from(used, self._static_shapes.chunk)
-            dispatched = (
-                micro_batch,
-                self._dispatch(device_batch, claimed.slots, running.batch.forward_only),
-            )
+            dispatched = micro_batch, self._dispatch(device_batch, running, micro_batch)
         if dispatched is not None:
             running.add_output(*dispatched)
         return adapters
 
     def _dispatch(
-        self, device_batch: Any, slots: RankSlots, forward_only: bool
+        self, device_batch: Any, running: RunningBatch, micro_batch: MicroBatch
     ) -> ScoredMicroBatch:
         """Dispatch one micro-batch."""
+        slots = running.claimed.slots
         blocks, _, targets = device_batch.targets.shape
         key = (slots.rank_bucket, targets, blocks)
-        if forward_only:
+        if running.batch.forward_only:
             out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
             return out
 
@@ -240,10 +240,19 @@ class Trainer:
             self._space_blocks = blocks
             self._space = self._empty_space(blocks)(blocks)
 
+        earlier = {
+            slot: self._copy_gradient(slots.rank_bucket, slots.gradient_slots, np.int32(slot))
+            for slot in running.continued(micro_batch)
+        }
         space, gradient_slots = self._space, slots.gradient_slots
         self._space = slots.gradient_slots = None  # donated: an exception leaves neither
         trained = self._train(key, space, gradient_slots, slots.adapter_slots, device_batch)
-        self._space, slots.gradient_slots = trained.space, trained.gradient_slots
+        self._space, gradient_slots = trained.space, trained.gradient_slots
+        for slot, gradient in earlier.items():
+            gradient_slots = self._add_earlier(
+                slots.rank_bucket, gradient_slots, np.int32(slot), gradient
+            )
+        slots.gradient_slots = gradient_slots
         return trained.out  # type: ignore[no-any-return]
 
     def _commit(
@@ -308,6 +317,9 @@ class Trainer:
                 specs = partial(_train_specs, self._specs_of_space, blocks, arguments)
                 self._train.declare_later(key, specs, order=late)
                 self._score.declare(key, adapter_slots, device_batch, order=late + 1)
+            self._copy_gradient.declare(rank_bucket, gradient_slots, index, order=order)
+            earlier = jax.eval_shape(copy_gradient, gradient_slots, index)
+            self._add_earlier.declare(rank_bucket, gradient_slots, index, earlier, order=order)
             self._write_slot.declare(
                 rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
             )

@@ -29,6 +29,8 @@ from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     AdapterSlots,
+    add_earlier_gradient,
+    copy_gradient,
     new_adapter_slots,
     new_gradient_slots,
     write_slot,
@@ -144,15 +146,19 @@ def run(
     )
     outs, begun = [], set[int]()
     for micro_batch in micro_batches:
+        requests = set(micro_batch.block_request[: micro_batch.blocks].tolist())
+        earlier = {i: copy_gradient(gradient_slots, np.int32(i)) for i in requests & begun}
         trained = train(
             model,
             space,
             gradient_slots,
             adapter_slots,
-            DeviceMicroBatch.from_host(micro_batch, model.block, begun),
+            DeviceMicroBatch.from_host(micro_batch, model.block),
         )
         space, gradient_slots = trained.space, trained.gradient_slots
-        begun |= set(micro_batch.block_request.tolist())
+        begun |= requests
+        for slot, gradient in earlier.items():
+            gradient_slots = add_earlier_gradient(gradient_slots, np.int32(slot), gradient)
         outs.append(flat(trained.out))
     return Ran(outs, space, gradient_slots)
 

@@ -26,6 +26,8 @@ from tuneserve_engine.backend.jax.adapters.arrays import LoraWeights, TrainingAd
 from tuneserve_engine.backend.jax.training.adamw import start_step
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     accumulate_slot,
+    add_earlier_gradient,
+    copy_gradient,
     is_sum_finite,
     new_adapter_slots,
     new_gradient_slots,
@@ -192,6 +194,19 @@ def test_a_hundred_commits_and_ten_steps_allocate_nothing():
     assert [adapter.step for adapter in adapters] == [5 + 11, 5 + 11]
 
 
+def test_an_earlier_gradient_is_added_to_its_slot_alone():
+    gradient_slots = jax.tree.map(np.asarray, gradient_slots_of(1))
+    earlier = jax.tree.map(lambda x: x[:, 2], gradient_slots)
+    copied = copy_gradient(gradient_slots, np.int32(2))
+    added = add_earlier_gradient(jax.tree.map(jnp.asarray, gradient_slots), np.int32(0), copied)
+    for old, one, copy, new in zip(
+        *map(jax.tree.leaves, (gradient_slots, earlier, copied, added)), strict=True
+    ):
+        np.testing.assert_array_equal(copy, one)
+        np.testing.assert_array_equal(new[:, 0], one + old[:, 0])
+        np.testing.assert_array_equal(new[:, 1:], old[:, 1:])
+
+
 def memory(program, *args: object):
     return memory_of(program.lower(*args))
 
@@ -212,6 +227,12 @@ def test_writing_and_adding_work_in_place_without_temporaries():
     assert placing.temp_size_in_bytes <= 1024
     adding = memory(accumulate_slot, adapter.accumulator, gradient_slots, slot, YES, YES)
     assert adding.alias_size_in_bytes == nbytes(adapter.accumulator)
+    assert adding.temp_size_in_bytes <= 1024
+    copying = memory(copy_gradient, gradient_slots, slot)
+    assert copying.temp_size_in_bytes <= 1024
+    earlier = copy_gradient(gradient_slots, slot)
+    adding = memory(add_earlier_gradient, gradient_slots, slot, earlier)
+    assert adding.alias_size_in_bytes == nbytes(gradient_slots)
     assert adding.temp_size_in_bytes <= 1024
     checking = memory(is_sum_finite, adapter.accumulator, gradient_slots, slot, YES)
     assert checking.temp_size_in_bytes <= 0.3 * nbytes(adapter.accumulator)

@@ -268,18 +268,23 @@ def test_a_micro_batch_of_one_chunk_has_the_bits_of_a_longer_one(
     assert found[0] == found[1]
 
 
-def test_splitting_bins_over_micro_batches_changes_no_bit(
+def test_the_gradient_of_a_request_is_the_sum_of_its_bins_gradients_in_any_company(
     micro_batch_of: BatchOf, datum: Datum, requests: dict[int, list[Row]]
 ) -> None:
+    """Added in float32 by NumPy."""
     first, second, third = requests[0]
     mine, other = ADAPTERS[0], ADAPTERS[1]
-    together = [micro_batch_of((0, first, second), (0, third))]
-    want = bits(run(model(), {0: mine}, *together), together, 0, mine)
+    alone = [micro_batch_of((0, first, second)), micro_batch_of((0, third))]
+    parts = [gradient(run(model(), {0: mine}, each).gradient_slots, 0, mine) for each in alone]
+    done = run(model(), {0: mine}, *alone)
+    for name, got in gradient(done.gradient_slots, 0, mine).items():
+        np.testing.assert_array_equal(got, parts[0][name] + parts[1][name], name)
     apart = [
         micro_batch_of((1, datum(7, 41)), (0, first, second)),
         micro_batch_of((0, third), (1, datum(8, 9))),
     ]
-    assert bits(run(model(), {0: mine, 1: other}, *apart), apart, 0, mine) == want
+    got = bits(run(model(), {0: mine, 1: other}, *apart), apart, 0, mine)
+    assert got == bits(done, alone, 0, mine)
 
 
 def test_a_neighbour_of_nan_changes_no_bit(ran: Callable[[str], Ran], mixed: MicroBatch) -> None:

@@ -244,7 +244,7 @@ def test_requests_are_in_the_slots_from_the_first_on_and_unused_blocks_in_none()
     arrays["block_request"][:3] = 0, 2, -1
     micro_batch = MicroBatch(**arrays, blocks=2)
     for first, slots in ((0, [0, 2, 0]), (3, [3, 5, 0])):
-        sent = DeviceMicroBatch.from_host(micro_batch, BLOCK, begun={2}, first_slot=first)
+        sent = DeviceMicroBatch.from_host(micro_batch, BLOCK, first_slot=first)
         assert sent.owners.slot[:3].tolist() == sent.layers.slot[:3].tolist() == slots
         assert sent.owners.is_used[:3].tolist() == [True, True, False]
-        assert sent.owners.is_first[:3].tolist() == [True, False, False]
+        assert sent.owners.is_first[:3].tolist() == [True, True, False]

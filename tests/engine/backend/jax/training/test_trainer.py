@@ -63,8 +63,7 @@ def test_a_request_over_two_micro_batches_adds_the_gradient_of_both(
     first, second = (micro_batch_of((0, datum(seed, 21))) for seed in (1, 2))
     both, parts = gradients(first, second), [gradients(first), gradients(second)]
     for name, array in both.items():
-        want = parts[0][name] + parts[1][name]
-        np.testing.assert_allclose(array, want, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_array_equal(array, parts[0][name] + parts[1][name], name)
 
 
 def accumulated(adapter: TrainingAdapter) -> dict[str, np.ndarray]:
