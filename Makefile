@@ -13,7 +13,7 @@ PATHS := clients server engine tests examples benchmarks scripts
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo run test test-faults test-faults-together test-faults-alone test-nightly test-newest \
-	gpu-compile gpu-programs gpu-ceilings gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
+	gpu-compile gpu-programs gpu-ceilings gpu-meshes gpu-plan lint fix bench compat newcomer proto reference redis-server chromium clean
 
 setup: .venv/dev.stamp  ## Everything for working on tuneserve
 
@@ -59,13 +59,16 @@ test-nightly: .venv/dev.stamp redis-server  ## The same for longer, and planted 
 test-newest: .newest/stamp redis-server  ## Tests on the newest JAX, which needs Python 3.12; make test-newest ARGS=tests/engine
 	.newest/bin/pytest -m "not nightly" $(TOGETHER) $(or $(ARGS),tests/engine tests/parity tests/server tests/client)
 
-gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings)  ## The programs for an H200, compiled without one; ARGS=--full
+gpu-compile: gpu-programs $(if $(ARGS),,gpu-ceilings gpu-meshes)  ## The programs for an H200, compiled without one; ARGS=--full
 
 gpu-programs: .gpu-compile/stamp
 	$(FOR_A_GPU) -m scripts.gpu_compile $(ARGS)
 
 gpu-ceilings: .gpu-compile/stamp
 	$(FOR_A_GPU) -m scripts.gpu_compile.ceilings
+
+gpu-meshes: .gpu-compile/stamp
+	$(FOR_A_GPU) -m scripts.gpu_compile.meshes
 
 gpu-plan: .gpu-compile/stamp  ## Predicted cost on a GPU; ARGS="qwen3-8b --device h200"
 	$(FOR_A_GPU) benchmarks/gpu_plan.py $(ARGS)

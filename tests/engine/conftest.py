@@ -48,15 +48,18 @@ class Row:
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in Hugging Face layout, with every weight random."""
+    return write_base_model(tmp_path_factory.mktemp("base"), TINY)
+
+
+def write_base_model(folder: Path, config: dict[str, Any]) -> Path:
     from tuneserve_engine.backend.jax.model.config import ModelConfig
     from tuneserve_engine.backend.jax.model.weights import expected_tensors
 
-    folder = tmp_path_factory.mktemp("base")
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     tensors = {
         name: ("norm" in name) + 0.3 * random.standard_normal(place.shape).astype(np.float32)
-        for name, place in expected_tensors(ModelConfig.from_hf(TINY)).items()
+        for name, place in expected_tensors(ModelConfig.from_hf(config)).items()
     }
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -119,8 +119,9 @@ def test_every_command_runs_and_a_restored_model_continues_with_the_same_bits(
     with guide.server as server:
         (doctor,) = guide.run("Install")
         assert "OK    store" in doctor and "FAIL" not in doctor
-        (plan,) = guide.run("Size it")
+        plan, of_two = guide.run("Size it")
         assert "kept free" in plan and "rank 32" in plan
+        assert "on gpu, 2 devices; sizes are those of each" in of_two
         (watched,) = guide.run("Watch it")
         assert '"worker":"ready"' in watched and "tuneserve_workers{" in watched
         (keys,) = guide.run("Let people in")

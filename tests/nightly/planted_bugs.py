@@ -205,10 +205,17 @@ BUGS = (
     ),
     Bug(
         "a request that keeps only the gradient of its last micro-batch",
-        f"{JAX}/training/trainer.py",
-        "            begun |= set(micro_batch.block_request.tolist())\n",
-        "",
+        f"{JAX}/training/running_batch.py",
+        "earlier, self._begun = slots & self._begun, slots | self._begun",
+        "earlier = slots & self._begun",
         (f"{JAX_TESTS}/training/test_trainer.py", "-k", "two_micro_batches"),
+    ),
+    Bug(
+        "gradients of bins that are added from the last device to the first",
+        f"{JAX}/training/gradient_sums.py",
+        "zip(parts, holds, strict=True)",
+        "zip(parts[::-1], holds[::-1], strict=True)",
+        (f"{JAX_TESTS}/training/test_gradient_sums.py",),
     ),
     Bug(
         "an interrupted batch whose gradients the interrupting batch overwrites",

@@ -108,6 +108,10 @@ class FakeBackend:
         return self._static_shapes
 
     @property
+    def micro_batches_at_once(self) -> int:
+        return 1
+
+    @property
     def numerics_id(self) -> str:
         return "fake-1"
 

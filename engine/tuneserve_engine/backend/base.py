@@ -199,6 +199,11 @@ class Backend(Protocol):
     def static_shapes(self) -> StaticShapes: ...
 
     @property
+    def micro_batches_at_once(self) -> int:
+        """The number of micro-batches that run at the same time, each on a device of its own."""
+        ...
+
+    @property
     def numerics_id(self) -> str:
         """The name of everything that bits depend on beside state and request.
 
@@ -242,7 +247,8 @@ class Backend(Protocol):
         """Run the batch and add each finite request's gradient to its adapter's accumulator.
 
         Gradients are added in the order of ``batch.adapter_ids``. A ``forward_only`` batch touches
-        no accumulator. ``on_micro_batch_done`` is called after every micro-batch but the last; it
+        no accumulator. ``on_micro_batch_done`` is called after every round but the last (the
+        micro-batches that run at once are a round); it
         may call anything that touches none of the batch's adapters, another batch included. The
         results do not depend on what it calls.
         """

@@ -35,6 +35,13 @@ class WorkerSettings(CommonSettings):
         description="Type of the base model's weights and of the activations. auto: `float32` on a "
         "CPU, `bfloat16` on a GPU. Adapters are always `float32`.",
     )
+    devices: PositiveInt | Literal["auto"] = Field(
+        default=1,
+        description="Number of this machine's devices that share the base model. Each has a part "
+        "of the weights, and trains on a part of every batch. auto: the fewest on which it fits, "
+        "of 1, 2, 4 and so on. Other workers on the machine need devices of their own: see "
+        "`CUDA_VISIBLE_DEVICES`.",
+    )
     max_context_tokens: PositiveInt = Field(
         default=4096,
         description="Longest sequence in tokens, samples included, if the base model allows as "
@@ -83,19 +90,19 @@ class WorkerSettings(CommonSettings):
     )
     device_memory_bytes: PositiveInt | None = Field(
         default=None,
-        description="Device memory in bytes to plan with. Default: the size that the device "
-        "reports; on a CPU, half of the machine's memory.",
+        description="Memory in bytes of each device to plan with. Default: the size that the "
+        "device reports; on a CPU, half of the machine's memory, divided among its devices.",
     )
     device_peak_flops: PositiveFloat | None = Field(
         default=None,
-        description="Floating-point operations per second that the device can do in `dtype`, "
-        "according to its vendor. Only reported, as `tuneserve_device_peak_flops`, to compute "
-        "utilisation.",
+        description="Floating-point operations per second that the worker's devices can do "
+        "together in `dtype`, according to their vendor. Only reported, as "
+        "`tuneserve_device_peak_flops`, to compute utilisation.",
     )
     adapter_device_bytes: PositiveInt | None = Field(
         default=None,
-        description="Largest part of the device memory, in bytes, for adapters: weights, moments "
-        "and gradient. Default: all that is left.",
+        description="Largest part of each device's memory, in bytes, for adapters: weights, "
+        "moments and gradient. Default: all that is left.",
     )
     adapter_host_bytes: NonNegativeInt | None = Field(
         default=None,

@@ -42,6 +42,7 @@ def test_the_plan_and_the_backend_have_the_choices_of_the_settings() -> None:
         "max_rank": 8,
         "request_slots": 4,
         "sample_rows": 2,
+        "devices": "auto",
         "device_memory_bytes": 10**9,
         "adapter_device_bytes": 10**8,
         "adapter_host_bytes": 0,

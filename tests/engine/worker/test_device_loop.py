@@ -27,8 +27,8 @@ from tuneserve_engine.core.jobs import JobKind, SaveWeights, encode
 from tuneserve_engine.core.records import CheckpointKind
 from tuneserve_engine.store.files import FileStore
 
-DATUMS, TOKENS, MICRO_BATCHES = 20, 64, 5
-"""A micro-batch of the fake backend has room for 256 tokens."""
+DATUMS, TOKENS, MICRO_BATCHES = 5, 64, 5
+"""On the fake backend, each datum is a bin, and so has a micro-batch of its own."""
 
 
 def long_gradient() -> bytes:

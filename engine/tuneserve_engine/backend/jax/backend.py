@@ -41,6 +41,7 @@ from tuneserve_engine.backend.jax.fingerprint import (
 )
 from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import gib, plan
+from tuneserve_engine.backend.jax.mesh import DeviceMesh
 from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
 from tuneserve_engine.backend.jax.model_info import base_model_info
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked
@@ -64,7 +65,7 @@ Stepped = dict[str, Mapping[str, float] | Exception]
 
 
 class JaxBackend:
-    """Implements ``backend.base.Backend`` on JAX's default device.
+    """Implements ``backend.base.Backend`` on the devices of ``mesh``: JAX's default one if None.
 
     ``base_model`` is a directory or a hub id. ``static_shapes`` defaults to one over the model's
     whole context length. ``sample_rows`` sequences are decoded together, in ``kv_pages`` pages: by
@@ -87,10 +88,12 @@ class JaxBackend:
         kv_pages: int | None = None,
         room: AdapterRoom | None = None,
         compile_cache_dir: Path | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
-        model, config = load_base_model(str(folder), dtype=dtype)
+        mesh = mesh or DeviceMesh()
+        model, config = load_base_model(str(folder), dtype=dtype, mesh=mesh)
         self.static_shapes = static_shapes or StaticShapes(config.context_length)
         self._shapes = target_shapes(config)
         self.info = base_model_info(
@@ -102,7 +105,9 @@ class JaxBackend:
         """The plan of the device's memory, in bytes; all zeros if no plan was made."""
         self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
         is_for_absent_gpu = bool(compile_cache_dir and is_marked(compile_cache_dir))
-        choices = NumericChoices(dtype, self.static_shapes, remat, sample_rows, is_for_absent_gpu)
+        choices = NumericChoices(
+            dtype, self.static_shapes, remat, sample_rows, is_for_absent_gpu, mesh.count
+        )
         self.numerics_id = numerics_id(folder, choices)
         model.remat = remat
         model.use_shapes(self.static_shapes)
@@ -115,6 +120,7 @@ class JaxBackend:
             self._shapes,
             self.static_shapes.max_rank,
             min_free_bytes=room.min_free_bytes,
+            put=mesh.put,
         )
         self._adapters = AdapterCache(
             self._spill_folder.path,
@@ -123,11 +129,15 @@ class JaxBackend:
             host_bytes=room.host_bytes - room.host_bytes // 4,
             frozen=self._svd,
             min_free_bytes=room.min_free_bytes,
+            put=mesh.put,
         )
         kept = compile_cache_dir and ProgramCache(
-            compile_cache_dir, program_id(folder, choices), min_free_bytes=room.min_free_bytes
+            compile_cache_dir,
+            program_id(folder, choices),
+            min_free_bytes=room.min_free_bytes,
+            devices=mesh.devices,
         )
-        self._programs = ProgramRegistry(kept or None)
+        self._programs = ProgramRegistry(kept or None, mesh)
         self._trainer = Trainer(self._programs, model, self.static_shapes)
         self._sampler = JaxSampler(
             self._programs,
@@ -164,6 +174,7 @@ class JaxBackend:
                 options.min_free_bytes,
             ),
             compile_cache_dir=options.compile_cache_dir,
+            mesh=DeviceMesh(jax.local_devices()[: planned.devices]),
         )
         backend.memory = planned.memory
         if options.compile_ahead:
@@ -173,6 +184,10 @@ class JaxBackend:
     def compile_ahead(self) -> None:
         """Compile every program in the background; a call waits at most for its own program."""
         self._programs.compile_ahead(os.cpu_count() or 1)
+
+    @property
+    def micro_batches_at_once(self) -> int:
+        return self._programs.mesh.count
 
     @property
     def programs(self) -> ProgramRegistry:

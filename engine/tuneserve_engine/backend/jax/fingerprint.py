@@ -69,7 +69,8 @@ class NumericChoices(NamedTuple):
     """The choices of a worker that bits depend on.
 
     ``is_for_absent_gpu`` says whether its programs come from ``tuneserve compile --device``. XLA
-    then knows the GPU by a description, and may choose other kernels.
+    then knows the GPU by a description, and may choose other kernels. ``devices`` share the base
+    model.
     """
 
     dtype: str
@@ -77,6 +78,7 @@ class NumericChoices(NamedTuple):
     remat: str
     sample_rows: int
     is_for_absent_gpu: bool = False
+    devices: int = 1
 
 
 def numerics_id(folder: Path, choices: NumericChoices) -> str:
@@ -120,6 +122,7 @@ def _id(device: str, base: str, choices: NumericChoices) -> str:
         f"remat={choices.remat}",
         f"decode_slots={choices.sample_rows}",
         *(("programs=absent-gpu",) if choices.is_for_absent_gpu else ()),
+        *((f"devices={choices.devices}",) if choices.devices > 1 else ()),
     )
     return " ".join(parts)
 

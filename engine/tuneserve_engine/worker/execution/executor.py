@@ -137,7 +137,7 @@ class JobExecutor:
         Samples run only until ``should_yield``. Samples that have not ended must be in the next
         batch of samples, where they continue; a sample that is missing there is given up.
 
-        ``on_micro_batch_done`` is called after every micro-batch but the last, and may execute
+        ``on_micro_batch_done`` is called after every round but the last, and may execute
         other batches, of other models; its device time is charged to none of these jobs.
         """
         kind = batch[0].kind

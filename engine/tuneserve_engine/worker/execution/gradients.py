@@ -79,7 +79,8 @@ class GradientRunner:
         """
         try:
             to_pack = [each.request for each in requests]
-            passes = pack(to_pack, self.backend.static_shapes, halvings, self.pace.tokens)
+            shapes, at_once = self.backend.static_shapes, self.backend.micro_batches_at_once
+            passes = pack(to_pack, shapes, halvings, self.pace.tokens, at_once)
         except Exception as error:
             return self._run_alone(requests, on_micro_batch_done, halvings, error)
         results: Results = {}
@@ -103,8 +104,8 @@ class GradientRunner:
                 )
                 continue
             seconds = self.timer.now_s() - started_s
-            computed = sum(packed.computed)
-            self.pace.learn(packed.batch.forward_only, packed.datum_tokens, computed, seconds)
+            tokens = packed.paced_tokens
+            self.pace.learn(packed.batch.forward_only, packed.datum_tokens, tokens, seconds)
 
             parameters = self.backend.info.parameters
             for i, (job, request) in enumerate(members):

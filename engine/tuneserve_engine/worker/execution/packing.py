@@ -7,6 +7,7 @@ neighbours decide only the micro-batch of a block and its place there: no bit de
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -47,7 +48,8 @@ class PackedBatch:
     places of that request's datums. ``computed[i]`` is the number of tokens computed for the
     request: its own blocks, padding included, and its share of the tokens that fill the last chunk
     of a micro-batch. Every micro-batch has ``length`` tokens. A token's datum has ``datum_tokens``,
-    averaged over the tokens.
+    averaged over the tokens. ``paced_tokens`` are the tokens that the devices could have computed
+    in the same time: all of them take as long as the one with the longest micro-batch.
     """
 
     batch: TrainBatch
@@ -56,6 +58,7 @@ class PackedBatch:
     locations: tuple[tuple[DatumLocation, ...], ...]
     computed: tuple[float, ...]
     datum_tokens: float
+    paced_tokens: int
 
 
 class _Bin(NamedTuple):
@@ -67,6 +70,15 @@ class _Bin(NamedTuple):
     tokens: int  # of its blocks
 
 
+class _Size(NamedTuple):
+    """The choices that decide the sizes of micro-batches, as ``pack`` takes them."""
+
+    static_shapes: StaticShapes
+    halvings: int
+    tokens_in_slice: Callable[[bool, float], int | None]
+    at_once: int
+
+
 def _no_limit(forward_only: bool, datum_tokens: float) -> None:
     return None
 
@@ -76,6 +88,7 @@ def pack(
     static_shapes: StaticShapes,
     halvings: int = 0,
     tokens_in_slice: Callable[[bool, float], int | None] = _no_limit,
+    at_once: int = 1,
 ) -> list[PackedBatch]:
     """Return the batches that run these requests, each of one rank bucket and one direction.
 
@@ -83,10 +96,12 @@ def pack(
     ``halvings`` is how many times the micro-batch length is halved, down to the longest bin, for a
     device without the memory for more: the bits are the same, in a shape that has to be compiled.
 
-    ``tokens_in_slice`` returns about how many tokens a micro-batch takes, given whether its batch
-    is forward only, and its ``datum_tokens``; the number is rounded up to whole chunks. A longer
-    bin is alone in its micro-batch. The rest of the micro-batch stays unused, which costs nothing.
+    ``at_once`` is the number of micro-batches that the backend runs at once. ``tokens_in_slice``
+    returns about how many tokens these take, given whether their batch is forward only, and its
+    ``datum_tokens``; the number is rounded up to whole chunks of each. A longer bin is alone in its
+    micro-batch. The rest of the micro-batch stays unused, which costs nothing.
     """
+    size = _Size(static_shapes, halvings, tokens_in_slice, at_once)
     groups: dict[tuple[int, bool], list[list[int]]] = {}
     for index, request in enumerate(requests):
         rank_bucket = static_shapes.rank_bucket(request.rank)
@@ -95,7 +110,7 @@ def pack(
             batches.append([])
         batches[-1].append(index)
     return [
-        _pack_batch(requests, tuple(members), static_shapes, halvings, tokens_in_slice)
+        _pack_batch(requests, tuple(members), size)
         for batches in groups.values()
         for members in batches
     ]
@@ -104,25 +119,28 @@ def pack(
 def _pack_batch(
     requests: Sequence[PackingRequest],
     members: tuple[int, ...],
-    static_shapes: StaticShapes,
-    halvings: int,
-    tokens_in_slice: Callable[[bool, float], int | None],
+    size: _Size,
 ) -> PackedBatch:
+    static_shapes = size.static_shapes
     data = [requests[index].data for index in members]
     bins = [bin_ for i, each in enumerate(data) for bin_ in _bins_of(i, each, static_shapes)]
     longest = max(bin_.tokens for bin_ in bins)
     capacity = multiple_from(
-        max(static_shapes.micro_batch_tokens >> halvings, longest), static_shapes.chunk
+        max(static_shapes.micro_batch_tokens >> size.halvings, longest), static_shapes.chunk
     )
     lengths = [len(datum.tokens) for each in data for datum in each.data]
     datum_tokens = sum(length**2 for length in lengths) / max(sum(lengths), 1)
-    slice_tokens = tokens_in_slice(data[0].forward_only, datum_tokens)
+    slice_tokens = size.tokens_in_slice(data[0].forward_only, datum_tokens)
     room = capacity
     if slice_tokens is not None:
         # Whole chunks: a part of a chunk costs the device as much as all of it.
-        room = min(multiple_from(slice_tokens, static_shapes.chunk), capacity)
-
-    layout = _micro_batches_of(bins, room)
+        each = -(-slice_tokens // size.at_once)
+        room = min(multiple_from(each, static_shapes.chunk), capacity)
+    has_gradients = not data[0].forward_only
+    layout = _micro_batches_of(bins, room, has_gradients=has_gradients)
+    if size.at_once > 1:
+        spread = partial(_micro_batches_of, bins, has_gradients=has_gradients)
+        layout = _spread(layout, spread, static_shapes.chunk, size.at_once)
 
     locations = [[DatumLocation(-1, -1)] * len(each.data) for each in data]
     computed = [0.0] * len(members)
@@ -146,15 +164,41 @@ def _pack_batch(
         tuple(tuple(of_request) for of_request in locations),
         tuple(computed),
         datum_tokens,
+        _paced_tokens(layout, static_shapes.chunk, size.at_once),
     )
 
 
-def _micro_batches_of(bins: Sequence[_Bin], room: int) -> list[list[_Bin]]:
+def _paced_tokens(layout: Sequence[Sequence[_Bin]], chunk: int, at_once: int) -> int:
+    tokens = [multiple_from(sum(bin_.tokens for bin_ in contents), chunk) for contents in layout]
+    rounds = (tokens[first : first + at_once] for first in range(0, len(tokens), at_once))
+    return at_once * sum(max(each) for each in rounds)
+
+
+def _spread(
+    layout: list[list[_Bin]],
+    spread: Callable[[int], list[list[_Bin]]],
+    chunk: int,
+    at_once: int,
+) -> list[list[_Bin]]:
+    """Return ``spread(room)`` with the least room that needs no more rounds than ``layout``."""
+
+    def rounds(micro_batches: Sequence[Sequence[_Bin]]) -> int:
+        counts = Counter(contents[0].targets for contents in micro_batches)
+        return sum(-(-count // at_once) for count in counts.values())
+
+    longest = max(sum(bin_.tokens for bin_ in contents) for contents in layout)
+    most = rounds(layout)
+    smaller = map(spread, range(chunk, longest, chunk))
+    return next((each for each in smaller if rounds(each) <= most), layout)
+
+
+def _micro_batches_of(bins: Sequence[_Bin], room: int, *, has_gradients: bool) -> list[list[_Bin]]:
     """Return the bins of each micro-batch.
 
     The bins of a request keep their order. A micro-batch without room for the next bin is closed; a
-    bin longer than ``room`` is alone in its own. Of the requests with several bins, a micro-batch
-    has only one bin: their gradients are sums of their bins' gradients, and a slot takes one.
+    bin longer than ``room`` is alone in its own. With gradients, a micro-batch has only one bin of
+    the requests with several: their gradients are sums of their bins' gradients, and a slot takes
+    one.
     """
     counts = Counter(bin_.member for bin_ in bins)
     layout: list[list[_Bin]] = []
@@ -164,7 +208,7 @@ def _micro_batches_of(bins: Sequence[_Bin], room: int) -> list[list[_Bin]]:
         for bin_ in bins:
             if bin_.targets != targets:
                 continue
-            is_part = counts[bin_.member] > 1
+            is_part = has_gradients and counts[bin_.member] > 1
             if bin_.tokens > free or (is_part and has_part):
                 layout.append([])
                 free, has_part = room, False

@@ -162,7 +162,7 @@ def test_an_interruption_is_not_charged_twice(world: ClockedWorld) -> None:
         samples.append(world.executed(world.sample()))
         world.backend.waited_s, world.backend.now_s = 12.0, world.backend.now_s + 7
 
-    long = world.gradient(training_body(*[datum(64)] * 5))  # two micro-batches of 256 tokens
+    long = world.gradient(training_body(*[datum(64)] * 2))  # two bins: two micro-batches
     executed = world.executed(long, on_micro_batch_done=between)
     assert [each.device_s for each in samples] == pytest.approx([1.0])
     assert executed.device_s == pytest.approx(1 + 2 * 0.5)
@@ -291,7 +291,7 @@ def test_all_seconds_of_a_mixed_load_are_charged(tmp_path: Path) -> None:
         assert bench.worker._metrics()["device_seconds_overhead_total"] < 0.02 * used.device_s
         assert "between" in backend.events
         assert used.requests == len(requests)
-        assert (used.trained_tokens, used.prompt_tokens) == (4 * 20 * 64 + 8, 12 * 2)
+        assert (used.trained_tokens, used.prompt_tokens) == (4 * 5 * 64 + 8, 12 * 2)
         by_tenant = {each.tenant: each.total.requests for each in await bench.store.usage()}
         assert by_tenant == {"a": 9, "b": 9, "c": 9, "d": 4, "e": 4}
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, MicroBatchOutput
+from tuneserve_engine.backend.jax.training.rounds import rounds_of
 from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.worker.codecs.training import DecodedDatum, TrainingData
 from tuneserve_engine.worker.execution.packing import (
@@ -294,6 +296,58 @@ def test_the_longest_datums_come_first_and_short_ones_fill_the_first_gap() -> No
     assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [10, 8, 8]
 
 
+@given(companies, st.integers(2, 8))
+@settings(deadline=None, max_examples=60)
+def test_bins_are_spread_over_devices_without_another_layout(
+    requests: list[PackingRequest], at_once: int
+) -> None:
+    """Rounds of so many micro-batches are no more than before, and no longer."""
+    for one, several in zip(
+        pack(requests, STATIC_SHAPES),
+        pack(requests, STATIC_SHAPES, 0, lambda *_: None, at_once),
+        strict=True,
+    ):
+        for index in range(len(requests)):
+            assert layout([several], index) == layout([one], index)
+        found = [list(rounds_of(each.batch.micro_batches, at_once)) for each in (one, several)]
+        longest = [
+            max(micro_batch.blocks for due in rounds for micro_batch in due) for rounds in found
+        ]
+        assert len(found[1]) <= len(found[0]) and longest[1] <= longest[0]
+
+
+def test_short_requests_run_on_a_device_each() -> None:
+    """Each has 8 tokens, a chunk. On two devices, two of them share one."""
+    requests = [alone(8, rank=1) for _ in range(3)]
+    for at_once, blocks in ((1, [6]), (2, [4, 2]), (3, [2, 2, 2]), (4, [2, 2, 2])):
+        (batch,) = pack(requests, STATIC_SHAPES, 0, lambda *_: None, at_once)
+        assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == blocks
+
+
+def test_all_devices_take_as_long_as_the_longest_micro_batch() -> None:
+    """Of chunks of 8 tokens: 5 and 2 in the first round of two devices, then 1."""
+    requests = [alone(40), alone(16), alone(8)]
+    (one,) = pack(requests, STATIC_SHAPES, 0, lambda *_: 8)
+    assert one.paced_tokens == sum(one.computed) == 64
+    (two,) = pack(requests, STATIC_SHAPES, 0, lambda *_: 16, 2)
+    assert [micro_batch.blocks for micro_batch in two.batch.micro_batches] == [10, 4, 2]
+    assert two.paced_tokens == 2 * (40 + 8)
+
+
+def test_requests_without_gradients_share_micro_batches_with_several_bins() -> None:
+    request = alone(30, 30)
+    scored = replace(request, data=replace(request.data, forward_only=True))
+    for each, blocks in ((request, [8, 8]), (scored, [16])):
+        (batch,) = pack([each], STATIC_SHAPES)
+        assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == blocks
+
+
+def test_a_slice_is_that_of_all_devices() -> None:
+    requests = [alone(16), alone(16), alone(16)]
+    (batch,) = pack(requests, STATIC_SHAPES, 0, lambda *_: 32, 2)
+    assert [micro_batch.blocks for micro_batch in batch.batch.micro_batches] == [4, 4, 4]
+
+
 @given(companies)
 @settings(deadline=None, max_examples=60)
 def test_a_micro_batch_has_one_request_of_those_in_several(
@@ -306,6 +360,8 @@ def test_a_micro_batch_has_one_request_of_those_in_several(
             for micro_batch in batch.batch.micro_batches
         ]
         counts = Counter(member for members in inside for member in members)
+        if batch.batch.forward_only:  # adds no gradients
+            continue
         assert all(sum(counts[member] > 1 for member in members) <= 1 for members in inside)
         for member, index in enumerate(batch.members):
             bins = _bins_of(member, requests[index].data, STATIC_SHAPES)

@@ -19,8 +19,8 @@ from tuneserve_engine.adapters import kinds
 from tuneserve_engine.adapters.kinds.base import AdapterKind, SvdFactors
 from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.base import FloatArray
-from tuneserve_engine.backend.jax.model.block import layer_shapes
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED, AdapterConfig
 from tuneserve_engine.core.errors import UserError
 
@@ -28,6 +28,8 @@ TargetShapes = dict[str, tuple[int, ...]]
 """The shape [L, D, F] of every target; [D, F] of the unembedding."""
 PartShapes = dict[str, dict[str, tuple[int, ...]]]
 """Shapes by part, then by target."""
+Put = Callable[[Any], Any]
+"""A function that puts a tree of host arrays on the devices: ``jax.device_put`` for one."""
 FrozenOf = Callable[[AdapterConfig, str], SvdFactors | None]
 """A function that returns an adapter's shared factors of a target, on the host."""
 LORA = kinds.KINDS["lora"][""]
@@ -132,6 +134,7 @@ def restored_adapter(
     shapes: TargetShapes,
     rank_bucket: int,
     frozen: dict[str, SvdFactors] | None = None,
+    put: Put = jax.device_put,
 ) -> TrainingAdapter:
     """Return the adapter of a saved state, on the device.
 
@@ -145,10 +148,10 @@ def restored_adapter(
         state.config,
         shapes,
         rank_bucket,
-        _to_device(state.weights, own),
-        _to_device(state.first_moment if has_stepped else {}, own),
-        _to_device(state.second_moment if has_stepped else {}, own),
-        _pairs_to_device(state.accumulator, shapes, rank_bucket),
+        _to_device(state.weights, own, put),
+        _to_device(state.first_moment if has_stepped else {}, own, put),
+        _to_device(state.second_moment if has_stepped else {}, own, put),
+        _to_device(state.accumulator, part_shapes(shapes, rank_bucket, LORA), put),
         frozen=frozen,
         accumulated=bool(state.accumulator),
         step=state.step if has_stepped else 0,
@@ -159,13 +162,15 @@ def restored_adapter(
     return adapter
 
 
-def restored_weights(state: AdapterState, shapes: TargetShapes, rank_bucket: int) -> LoraWeights:
+def restored_weights(
+    state: AdapterState, shapes: TargetShapes, rank_bucket: int, put: Put = jax.device_put
+) -> LoraWeights:
     """Return the pairs of a saved LoRA on the device; its moments are not loaded.
 
     Raises ``UserError`` with the tensor's name if the state does not fit this base model.
     """
     _check_tensors("weights", state.weights, _true_shapes(state.config, shapes, LORA))
-    weights = _pairs_to_device(state.weights, shapes, rank_bucket)
+    weights = _to_device(state.weights, part_shapes(shapes, rank_bucket, LORA), put)
     # Waits here: the caller may change the state after the return.
     return jax.block_until_ready(weights)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -237,20 +242,13 @@ def _true_shapes(
     }
 
 
-def _pairs_to_device(
-    tensors: Mapping[str, FloatArray], shapes: TargetShapes, rank: int
-) -> LoraWeights:
-    pairs: LoraWeights = _to_device(tensors, part_shapes(shapes, rank, LORA))
-    return pairs
-
-
-def _to_device(tensors: Mapping[str, FloatArray], shapes: PartShapes) -> Any:
+def _to_device(tensors: Mapping[str, FloatArray], shapes: PartShapes, put: Put) -> Any:
     """Pad the tensors to the shapes and put them on the device; a missing tensor is zeros."""
     padded = {
         part: {name: _padded(tensors.get(f"{name}.{part}"), shape) for name, shape in of.items()}
         for part, of in shapes.items()
     }
-    return in_tree(jax.device_put(padded))
+    return in_tree(put(padded))
 
 
 def _padded(tensor: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:

@@ -11,10 +11,13 @@ from itertools import count
 from pathlib import Path
 from typing import cast
 
+import jax
+
 from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import OutOfMemory
 from tuneserve_engine.backend.jax.adapters.arrays import (
+    Put,
     TargetShapes,
     TrainingAdapter,
     adapter_bytes,
@@ -59,7 +62,9 @@ class AdapterCache:
         host_bytes: int,
         frozen: DeviceSvd | None = None,
         min_free_bytes: int = 0,
+        put: Put = jax.device_put,
     ) -> None:
+        self._put = put
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._frozen = frozen
@@ -262,7 +267,9 @@ class AdapterCache:
             if entry.device is None:
                 state = entry.stored()
                 frozen = self._frozen.on_device(state.config) if self._frozen else None
-                adapter = restored_adapter(state, self._shapes, entry.rank_bucket, frozen)
+                adapter = restored_adapter(
+                    state, self._shapes, entry.rank_bucket, frozen, self._put
+                )
                 with self._state:
                     entry.device = adapter
                 entry.forget_stored()

@@ -18,7 +18,7 @@ from tuneserve_engine.adapters.kinds.base import (
     mask_size,
 )
 from tuneserve_engine.adapters.svd import BaseWeightSvd, trainable_mask
-from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, host_zeros
+from tuneserve_engine.backend.jax.adapters.arrays import Put, TargetShapes, host_zeros
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.core.adapter import AdapterConfig
 
@@ -33,7 +33,7 @@ class DeviceSvd:
     On the device it is padded; adapters of all ranks share it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         folder: Path,
         model: Decoder,
@@ -41,7 +41,9 @@ class DeviceSvd:
         max_rank: int,
         *,
         min_free_bytes: int = 0,
+        put: Put = jax.device_put,
     ) -> None:
+        self._put_arrays = put
         self._shapes = shapes
         self._device_shapes = {
             name: decomposition_shapes(shape, max_rank)
@@ -93,7 +95,7 @@ class DeviceSvd:
         """Put one target after the other: the host never holds the padded arrays of two."""
         put = {}
         for name in self._device_shapes:
-            put[name] = jax.device_put(self._padded(name))
+            put[name] = self._put_arrays(self._padded(name))
             jax.block_until_ready(put[name])  # type: ignore[no-untyped-call]
         return put
 
@@ -126,5 +128,9 @@ def _digest(model: Decoder, names: list[str]) -> str:
 
 
 def _layers(model: Decoder, name: str) -> Any:
+    """Return a weight's layers on the host, gathered from the devices that share it."""
+    stack = model.layers[name][...]
     # Another handle of the same memory: an array keeps the copy that it once gave to the host.
-    return np.asarray(model.layers[name][...].addressable_data(0))
+    parts = [shard.data for shard in stack.addressable_shards]
+    again = jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, parts)
+    return np.asarray(again)

@@ -68,7 +68,9 @@ def attend(  # noqa: PLR0913
         tiles = q.reshape(count, kv_heads, heads // kv_heads, head_dim)
     else:  # one tile per query head: all of the row's positions
         tiles = q.transpose(0, 2, 1, 3)
-    parts = min(max(_PROGRAMS // (count * kv_heads), 1), _MOST_PARTS) if length == 1 else 1
+    # By the heads of all devices: the parts decide the order of sums.
+    all_heads = (within and within.kv_heads) or kv_heads
+    parts = min(max(_PROGRAMS // (count * all_heads), 1), _MOST_PARTS) if length == 1 else 1
     number, layers = within[:2] if within else (jnp.int32(0), 1)
     at = Place(table, number, positions)
     parted = _call(tiles, keys, values, at, keys.shape[0] // layers, parts, interpret)

@@ -37,11 +37,14 @@ class Within(NamedTuple):
     """A layer among all layers, whose pages follow one another in one array.
 
     ``layers`` is their number, and static. ``vectors`` are the norms and biases of each.
+    ``kv_heads`` is the static number of the model's key/value heads, of which the pages may have a
+    device's; None: all of them.
     """
 
     number: Int[Array, ""]
     layers: Any
     vectors: Float[Array, "L _"]
+    kv_heads: Any = None
 
 
 class Destination(NamedTuple):

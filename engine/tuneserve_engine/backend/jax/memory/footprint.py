@@ -59,11 +59,13 @@ class Footprint(Sizes):
         If kernels compute the adapters, only one of the two takes room, and of its phases only one.
         """
         if not has_kernels(self.config, self.shape.device_kind):
-            return self.micro_batch, self.chunk, self.logits, self.head_adapters
+            gathered = (self.gathered,) if self.gathered.bytes else ()
+            return self.micro_batch, self.chunk, self.logits, self.head_adapters, *gathered
         tokens, item = self.head_chunk_tokens, self.shape.item
         logits = Logits(tokens, self.logits.bytes, 4 * tokens * self.config.vocab_size)
         shapes = self.shape.static_shapes
         copied = 0 if shapes.is_one_chunk else self.layer_parameters * item
+        copied = self._gathered_layers or copied
         layer = LayerRoom(copied, self.shape.remat in ("attention", "full"))
         sizes = [f(self.config, shapes, item, layer, logits) for f in (trained_bytes, scored_bytes)]
         how = f"{sizes[0]:,} bytes in training, or {sizes[1]:,} in scoring"
@@ -73,12 +75,30 @@ class Footprint(Sizes):
     def sampling(self) -> SamplingRoom:
         return SamplingRoom(self.config, self.shape)
 
+    @property
+    def gathered(self) -> Line:
+        """The weights that training gathers from other devices."""
+        how = "two layers, and the largest matrix of one"
+        return Line("weights of other devices", how, self._gathered_layers)
+
+    @property
+    def _gathered_layers(self) -> int:
+        """Bytes of a layer, of the next one, and of its largest matrix once more.
+
+        0 if no device shares them.
+        """
+        if self.own_layer_parameters == self.layer_parameters:
+            return 0
+        largest = self.config.hidden * self.config.intermediate
+        return (2 * self.layer_parameters + largest) * self.shape.item
+
     # --- weights --------------------------------------------------------------------------------
 
     @property
     def base(self) -> Line:
-        count, item = self.parameters, self.shape.item
-        return Line("base weights", f"{count:,} parameters * {item} bytes", count * item)
+        count, item = self.own_parameters, self.shape.item
+        own = "" if count == self.parameters else f" of {self.parameters:,}"
+        return Line("base weights", f"{count:,}{own} parameters * {item} bytes", count * item)
 
     def adapter_slots(self, rank: int) -> Line:
         slots = self.shape.static_shapes.slots(rank)
@@ -110,12 +130,18 @@ class Footprint(Sizes):
     def step(self) -> Line:
         """The room of an optimizer step.
 
-        A micro-batch of a request in several needs a part of it, for the earlier ones' gradient.
+        Training has room there for the earlier gradients of requests in several micro-batches: one
+        per device that runs at once.
         """
         rank = self.shape.static_shapes.max_rank
         copies = _GPU_STEP_COPIES if self.shape.device_kind == "gpu" else _STEP_COPIES
-        size = copies * self.adapter_bytes(rank)
-        return Line("optimizer step", f"{copies} adapters of rank {rank}", size)
+        devices, shapes = self.shape.devices, self.shape.static_shapes
+        earlier = [
+            min(devices, shapes.slots(each)) * self.adapter_bytes(each)
+            for each in shapes.rank_buckets
+        ]
+        size = max(copies * self.adapter_bytes(rank), *earlier)
+        return Line("optimizer step", f"{copies} adapters of rank {rank}, or more", size)
 
     # --- training -------------------------------------------------------------------------------
 

@@ -30,7 +30,8 @@ class Logits(NamedTuple):
 class LayerRoom(NamedTuple):
     """A layer: the bytes of its weights, which a loop over chunks copies, or 0 without a loop.
 
-    ``is_recomputed`` says whether the backward pass computes a chunk's products again.
+    ``is_recomputed`` says whether the backward pass computes a chunk's products again. If devices
+    share the weights, the bytes are those of what is gathered.
     """
 
     weights: int

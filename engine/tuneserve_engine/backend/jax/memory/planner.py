@@ -13,6 +13,7 @@ from itertools import product
 from tuneserve_engine.backend.jax.memory.footprint import Footprint
 from tuneserve_engine.backend.jax.memory.sizes import EngineShape, Line
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.weight_shapes import most_parts
 from tuneserve_engine.backend.jax.sampling.kv_pages import least_pages, most_pages
 from tuneserve_engine.core.backend_options import DType, PlanRequest, Remat
 from tuneserve_engine.core.shapes import StaticShapes, longest_bin
@@ -37,25 +38,36 @@ class Device:
     """A kind of device, and the parts of its memory and of the host's that a worker may take."""
 
     kind: str  # JAX's name of the platform
-    memory_bytes: int
+    memory_bytes: int  # of each device
     host_bytes: int  # host memory for adapters that are not on the device
+    count: int = 1  # devices of this machine
 
     @classmethod
-    def cpu(cls, machine_bytes: int) -> "Device":
+    def cpu(cls, machine_bytes: int, count: int = 1) -> "Device":
         """Return a CPU, which is device and host at once.
 
-        The operating system and other processes need some of the machine's memory.
+        The operating system and other processes need some of the machine's memory. JAX can divide a
+        CPU into several devices.
         """
-        return cls("cpu", machine_bytes // 2, machine_bytes // 4)
+        return cls("cpu", machine_bytes // 2, machine_bytes // 4, count)
 
     @classmethod
-    def accelerator(cls, kind: str, memory_bytes: int, machine_bytes: int) -> "Device":
-        return cls(kind, memory_bytes, machine_bytes // 2)
+    def accelerator(
+        cls, kind: str, memory_bytes: int, machine_bytes: int, count: int = 1
+    ) -> "Device":
+        return cls(kind, memory_bytes, machine_bytes // 2, count)
+
+    def bytes_of_each(self, devices: int) -> int:
+        """Return the memory of each of so many devices of a worker."""
+        return self.memory_bytes // devices if self.kind == "cpu" else self.memory_bytes
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions, and the arithmetic behind them. The lines add up to ``device_bytes``."""
+    """The decisions, and the arithmetic behind them.
+
+    The lines are those of each of the worker's ``devices``, and add up to ``device_bytes``.
+    """
 
     static_shapes: StaticShapes
     dtype: DType
@@ -70,6 +82,7 @@ class Plan:
     lines: tuple[Line, ...]
     memory: Mapping[str, float]
     """The lines summed by use, with the names of ``metric_names.WORKER_METRICS``."""
+    devices: int = 1
 
 
 def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
@@ -78,13 +91,39 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
     If memory is short, the planner first gives up room for snapshots, which can be read again from
     their files. Then it gives up long micro-batches, then three quarters of the KV pages with which
     all decode slots could be as long as the context, then the fastest ``remat``, then further KV
-    pages, then slots, and high ranks last.
+    pages, then slots, and high ranks last. With ``devices`` auto, it takes the fewest devices on
+    which the model fits, of one, two, four and so on.
     """
-    device_bytes = request.device_memory_bytes or device.memory_bytes
+    if request.devices != "auto":
+        if request.devices > device.count:
+            raise DoesNotFit(_too_few(device, request.devices))
+        return _plan(config, device, request, request.devices)
+    refusal: DoesNotFit | None = None
+    for devices in (2**power for power in range(device.count.bit_length())):
+        try:
+            return _plan(config, device, request, devices)
+        except DoesNotFit as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
+
+
+def _power_of_two_to(count: int) -> int:
+    """Return the largest power of two that is at most ``count``."""
+    return 1 << (count.bit_length() - 1)
+
+
+def _plan(config: ModelConfig, device: Device, request: PlanRequest, devices: int) -> Plan:
+    if devices > 1 and all(parts % devices for parts in most_parts(config).values()):
+        raise DoesNotFit(
+            f"devices is {devices}, among which no weight of this base model can be divided; set "
+            f"devices to {_power_of_two_to(devices - 1)}"
+        )
+    device_bytes = request.device_memory_bytes or device.bytes_of_each(devices)
     host_bytes = request.adapter_host_bytes
     if host_bytes is None:
         host_bytes = device.host_bytes
-    for shape in _shapes(config, device, request):
+    for shape in _shapes(config, device, request, devices):
         footprint = Footprint(config, shape)
         adapters = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
         if request.adapter_device_bytes is not None:
@@ -109,6 +148,7 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
                 Line("kept free", "fragmentation, and further needs of programs", free),
             ),
             memory=_by_use(footprint, adapters, free),
+            devices=devices,
         )
     raise DoesNotFit(_refusal(footprint, device, device_bytes, request))
 
@@ -125,7 +165,9 @@ def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
     }
 
 
-def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterator[EngineShape]:
+def _shapes(
+    config: ModelConfig, device: Device, request: PlanRequest, devices: int
+) -> Iterator[EngineShape]:
     """Yield every shape that the settings leave open, best first."""
     is_cpu = device.kind == "cpu"
     default_dtype: DType = "float32" if is_cpu else "bfloat16"
@@ -158,7 +200,7 @@ def _shapes(config: ModelConfig, device: Device, request: PlanRequest) -> Iterat
                 request_slots=slots,
                 rank_buckets=ranks,
             )
-            yield EngineShape(static_shapes, remat, rows, kept, dtype, device.kind, held)
+            yield EngineShape(static_shapes, remat, rows, kept, dtype, device.kind, held, devices)
 
 
 def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:
@@ -183,6 +225,15 @@ def _halves(asked: int | None, default: int, least: int) -> list[int]:
     return sizes
 
 
+def _too_few(device: Device, devices: int) -> str:
+    """Return the reason why a worker cannot have so many devices here."""
+    hint = f"; JAX_NUM_CPU_DEVICES={devices} divides a CPU into as many, to try it"
+    return (
+        f"devices is {devices}; one machine has {device.count} of kind {device.kind} here; "
+        f"set devices to at most {device.count}{hint if device.kind == 'cpu' else ''}"
+    )
+
+
 def _refusal(footprint: Footprint, device: Device, device_bytes: int, request: PlanRequest) -> str:
     """Return the reason why the smallest plan does not fit."""
     unit = footprint.batch_adapter_bytes
@@ -198,12 +249,16 @@ def _refusal(footprint: Footprint, device: Device, device_bytes: int, request: P
     )
     needed = sum(line.bytes for line in lines)
     parts = "\n".join(f"  {line.name}: {gib(line.bytes)}" for line in lines)
+    devices = footprint.shape.devices
+    each = f"the {device.kind}'s" if devices == 1 else f"each of {devices} {device.kind}s'"
+    doubled = 2 * _power_of_two_to(devices)
+    more = f"set devices to {doubled}; " if doubled <= device.count else ""
     return (
-        f"the base model needs at least {gib(needed)} of the {device.kind}'s memory, and "
+        f"the base model needs at least {gib(needed)} of {each} memory, and "
         f"{gib(device_bytes)} is available:\n{parts}\nChoose a smaller base model or dtype "
         f"bfloat16; lower max_context_tokens ({request.max_context_tokens}) or sample_rows "
         f"({request.sample_rows}), or any batch_tokens, chunk_tokens, request_slots and max_rank "
-        "that you have set; or raise device_memory_bytes if the device has more"
+        f"that you have set; {more}or raise device_memory_bytes if the device has more"
     )
 
 

@@ -116,6 +116,7 @@ def _facts(config: ModelConfig, found: Plan) -> dict[str, Any]:
     static_shapes = found.static_shapes
     return {
         "device": found.device.kind,
+        "devices": found.devices,
         "device_bytes": found.device_bytes,
         "dtype": found.dtype,
         "context_tokens": static_shapes.context_length,
@@ -140,7 +141,8 @@ def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
     slots = ", ".join(
         f"{static_shapes.slots(rank)} up to rank {rank}" for rank in static_shapes.rank_buckets
     )
-    yield f"{settings.served_name}, {found.dtype}, on {found.device.kind}"
+    devices = "" if found.devices == 1 else f", {found.devices} devices; sizes are those of each"
+    yield f"{settings.served_name}, {found.dtype}, on {found.device.kind}{devices}"
     yield (
         f"training: remat {found.remat}, micro-batches of {static_shapes.micro_batch_tokens} "
         f"tokens, chunks of {static_shapes.chunk} tokens"

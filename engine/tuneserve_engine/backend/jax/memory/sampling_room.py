@@ -38,7 +38,7 @@ class SamplingRoom(Sizes):
     @property
     def unstacked(self) -> Line:
         """The layers once more: on a CPU, sampling reads each layer from arrays of its own."""
-        layers, count, item = self.config.layers, self.layer_parameters, self.shape.item
+        layers, count, item = self.config.layers, self.own_layer_parameters, self.shape.item
         if self.shape.device_kind != "cpu":
             return Line("layers for sampling", "read where the base weights are", 0)
         return Line(
@@ -52,7 +52,7 @@ class SamplingRoom(Sizes):
         """The KV pages."""
         c, static_shapes, item = self.config, self.shape.static_shapes, self.shape.item
         pages = self.shape.kv_pages
-        width = 2 * c.layers * c.kv_heads * c.head_dim
+        width = 2 * c.layers * self.own_kv_heads * c.head_dim
         return Line(
             "KV pages",
             f"{pages:,} pages * {static_shapes.block} tokens * {width:,} * {item} bytes",
@@ -67,8 +67,8 @@ class SamplingRoom(Sizes):
         return Line(
             "adapter slots of sampling",
             f"{slots} slots * 4 bytes * ranks {' + '.join(map(str, ranks))} * "
-            f"{self.rank_parameters:,}",
-            slots * sum(self.adapter_bytes(rank) for rank in ranks),
+            f"{self.own_rank_parameters:,}",
+            slots * 4 * sum(ranks) * self.own_rank_parameters,
         )
 
     @property

@@ -5,9 +5,12 @@ intermediate, V vocabulary, R rank, T tokens of a micro-batch.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from math import prod
+from typing import NamedTuple
 
 from tuneserve_engine.backend.jax.model.config import ModelConfig
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes, most_parts
 from tuneserve_engine.core.backend_options import DType, Remat
 from tuneserve_engine.core.shapes import StaticShapes
 
@@ -34,11 +37,31 @@ class EngineShape:
     dtype: DType
     device_kind: str
     kv_pages: int
+    devices: int = 1
 
     @property
     def item(self) -> int:
         """Bytes of a weight and of an activation."""
         return _ITEM[self.dtype]
+
+
+class _Own(NamedTuple):
+    """A device's parameters of a layer, and the number of devices that share the heads."""
+
+    layer_parameters: int
+    rank_parameters: int
+    of_heads: int
+
+
+@cache
+def _own(config: ModelConfig, devices: int) -> _Own:
+    parts, shapes = most_parts(config), layer_shapes(config)
+    sharing = {name: devices if count % devices == 0 else 1 for name, count in parts.items()}
+    return _Own(
+        sum(prod(shape) // sharing.get(name, 1) for name, shape in shapes.items()),
+        sum(shapes[name][0] + shapes[name][1] // count for name, count in sharing.items()),
+        sharing["k_proj"],
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,32 @@ class Sizes:
         c = self.config
         tables = 1 if c.tied_embeddings else 2
         return c.layers * self.layer_parameters + tables * c.vocab_size * c.hidden + c.hidden
+
+    @property
+    def own_parameters(self) -> int:
+        """The parameters of the base model that each device has."""
+        layers = self.config.layers
+        return self.parameters - layers * (self.layer_parameters - self.own_layer_parameters)
+
+    @property
+    def own_layer_parameters(self) -> int:
+        """The parameters of a layer that each device has."""
+        return _own(self.config, self.shape.devices).layer_parameters
+
+    @property
+    def own_rank_parameters(self) -> int:
+        """Parameters of an adapter per rank in a device's adapter slots of sampling.
+
+        They are all of A, and of B the outputs of the device's weights.
+        """
+        c = self.config
+        layer = _own(c, self.shape.devices).rank_parameters
+        return c.layers * layer + c.hidden + c.vocab_size
+
+    @property
+    def own_kv_heads(self) -> int:
+        """The key/value heads whose pages each device has."""
+        return self.config.kv_heads // _own(self.config, self.shape.devices).of_heads
 
     @property
     def layer_parameters(self) -> int:

@@ -12,12 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from tuneserve_engine.backend.jax.mesh import own, whole
 from tuneserve_engine.backend.jax.model import block_lora
 from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.layers import add_bias, apply_rope, rms_norm
 from tuneserve_engine.backend.jax.model.lora import LoraRows, lora_delta, wide_product
 from tuneserve_engine.backend.jax.model.shared_lora import SharedLora, add_deltas
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes
 from tuneserve_engine.core.adapter import ATTENTION, MLP
 
 DOTS = (
@@ -51,31 +53,10 @@ Rope = tuple[Array, Array]
 QueriesKeysValues = tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of one layer; a projection is [d_in, d_out]."""
-    hidden, inner, head = config.hidden, config.intermediate, config.head_dim
-    queries, keys = config.heads * head, config.kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_norm": (hidden,),
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-        "post_attention_norm": (hidden,),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-    }
-    if config.attention_bias:
-        shapes |= {"q_proj_bias": (queries,), "k_proj_bias": (keys,), "v_proj_bias": (keys,)}
-    if config.output_bias:
-        shapes["o_proj_bias"] = (hidden,)
-    if config.mlp_bias:
-        shapes |= {"gate_proj_bias": (inner,), "up_proj_bias": (inner,)}
-        shapes["down_proj_bias"] = (hidden,)
-    if config.qk_norm:
-        shapes |= {"q_norm": (head,), "k_norm": (head,)}
-    return shapes
+def whole_layer(config: ModelConfig, weights: dict[str, Array]) -> dict[str, Array]:
+    """Return a layer's weights, gathered from all devices where this one has a part."""
+    shapes = layer_shapes(config)
+    return {name: whole(x, shapes[name][-1]) for name, x in weights.items()}
 
 
 def before_attention(
@@ -106,17 +87,20 @@ def after_attention(
     config: ModelConfig, layer: Layer, x: Float[Array, "B T D"], attended: Float[Array, "B T NH"]
 ) -> Float[Array, "B T D"]:
     """Return the layer's output from its input and attention's output, heads side by side."""
-    x = _named(x + project(attended, "o_proj", layer), "attended_residual")
+    out = whole(project(attended, "o_proj", layer), x.shape[-1])
+    x = _named(x + out, "attended_residual")
     normed = rms_norm(x, layer.weights["post_attention_norm"], eps=config.rms_eps)
     gate, up = project_all(normed, _GATE_UP, layer)
-    return x + project(jax.nn.silu(gate) * up, "down_proj", layer)
+    return x + whole(project(jax.nn.silu(gate) * up, "down_proj", layer), x.shape[-1])
 
 
 def project(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "B T F"]:
     """Apply a linear projection, its bias if it has one, and each row's adapter if it trains it.
 
-    The terms are added in float32 and rounded once.
+    The terms are added in float32 and rounded once. Of a weight that several devices share, the
+    device's own outputs are returned.
     """
+    x = whole(x, layer.weights[name].shape[0])
     (out,) = _rounded(plus_lora([_product(x, name, layer)], x, (name,), layer.lora), x, (name,))
     return out
 
@@ -136,7 +120,8 @@ def project_all(
 
 def _product(x: Float[Array, "B T D"], name: str, layer: Layer) -> Float[Array, "B T F"]:
     out = wide_product("BTD,DF->BTF", x, layer.weights[name])
-    return add_bias(out, layer.weights.get(f"{name}_bias"))
+    bias = layer.weights.get(f"{name}_bias")
+    return out if bias is None else add_bias(out, own(bias, out.shape[-1]))
 
 
 def _rounded(outs: Sequence[Array], x: Array, names: Sequence[str]) -> list[Array]:

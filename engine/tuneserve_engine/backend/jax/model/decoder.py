@@ -30,7 +30,6 @@ from tuneserve_engine.backend.jax.model.block import (
     Rope,
     after_attention,
     before_attention,
-    layer_shapes,
     plus_lora,
     plus_shared,
     project_input,
@@ -41,6 +40,7 @@ from tuneserve_engine.backend.jax.model.layer_stack import LayerStack, PackedTok
 from tuneserve_engine.backend.jax.model.layers import inverse_frequencies, rms_norm, rope_tables
 from tuneserve_engine.backend.jax.model.lora import LoraRows
 from tuneserve_engine.backend.jax.model.shared_lora import SharedLora
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes, most_parts
 from tuneserve_engine.core.adapter import UNEMBED
 from tuneserve_engine.core.backend_options import Remat
 from tuneserve_engine.core.shapes import StaticShapes
@@ -78,18 +78,23 @@ class Decoder(nnx.Module):
     micro-batches, each of which is at most one chunk with ``is_one_chunk``.
 
     The weights are ``embed`` [V, D], ``layers[name]`` [L, *layer_shapes(config)[name]],
-    ``final_norm`` [D] and, unless tied, ``unembed`` [V, D].
+    ``final_norm`` [D] and, unless tied, ``unembed`` [V, D]. Its metadata ``most_parts`` says how
+    devices may share it: see ``DeviceMesh.part_of``.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         """Create random weights; under ``nnx.eval_shape``, only their shapes."""
 
+        parts = most_parts(config)
+
         def weight(name: str, shape: tuple[int, ...]) -> nnx.Param[Array]:
+            most = parts.get(name)
             if name.endswith("norm"):
-                return nnx.Param(jnp.ones(shape, dtype))
+                return nnx.Param(jnp.ones(shape, dtype), most_parts=most)
             if name.endswith("bias"):
-                return nnx.Param(jnp.zeros(shape, dtype))
-            return nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * _INIT_STD)
+                return nnx.Param(jnp.zeros(shape, dtype), most_parts=most)
+            values = jax.random.normal(rngs.params(), shape, dtype) * _INIT_STD
+            return nnx.Param(values, most_parts=most)
 
         self.config = config
         self.deterministic = True  # the attribute that nnx's train() and eval() set
@@ -348,7 +353,7 @@ def _paged_layer(  # noqa: PLR0913
     If the pages are those of all layers, ``stacked`` is the layer's number, and the norms and
     biases of all layers.
     """
-    within = Within(stacked[0], config.layers, stacked[1]) if stacked else None
+    within = Within(stacked[0], config.layers, stacked[1], config.kv_heads) if stacked else None
     if within is not None and x.shape[1] == 1 and rotates_by_kernel(keys):
         q, k, v = (
             each.reshape(x.shape[0], -1, config.head_dim)

@@ -34,13 +34,18 @@ from tuneserve_engine.backend.jax.model.block import (
     Rope,
     after_attention,
     before_attention,
+    whole_layer,
 )
 from tuneserve_engine.backend.jax.model.block_lora import BlockLora
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes
 from tuneserve_engine.backend.jax.specs import spec
 from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.backend_options import Remat
+
+Sliced = tuple[dict[str, Array], Int[Array, ""]]
+"""The weights of one layer, and its number."""
 
 
 class PackedTokens(NamedTuple):
@@ -73,9 +78,40 @@ class LayerStack:
     is_one_chunk: bool  # whether a micro-batch is at most one chunk
     remat: Remat
 
-    def layers(self) -> tuple[dict[str, Array], Int[Array, " L"]]:
-        """Return what a scan over the layers slices: the weights and each layer's number."""
-        return self.weights, jnp.arange(self.config.layers, dtype=jnp.int32)
+    def scan(
+        self, layer: Callable[[Any, Sliced], Any], state: Any, *, reverse: bool = False
+    ) -> Any:
+        """Return the state after ``layer(state, sliced)`` for every layer, first or last one first.
+
+        If devices share the weights, those of the next layer are gathered while a layer runs.
+        """
+        numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
+        shapes = layer_shapes(self.config)
+        if all(x.shape[1:] == shapes[name] for name, x in self.weights.items()):
+            done, _ = jax.lax.scan(
+                lambda state, sliced: (layer(state, sliced), None),
+                state,
+                (self.weights, numbers),
+                reverse=reverse,
+            )
+            return done
+
+        def gathered(number: Array) -> dict[str, Array]:
+            part = {
+                name: jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+                for name, x in self.weights.items()
+            }
+            return whole_layer(self.config, part)
+
+        def step(carry: tuple[Any, dict[str, Array]], number: Array) -> Any:
+            state, weights = carry
+            next_number = number - 1 if reverse else number + 1
+            ahead = gathered(jnp.clip(next_number, 0, self.config.layers - 1))
+            return (layer(state, (weights, number)), ahead), None
+
+        first = gathered(numbers[-1 if reverse else 0])
+        (done, _), _ = jax.lax.scan(step, (state, first), numbers, reverse=reverse)
+        return done
 
     def score(
         self, x: Float[Array, "n S D"], packed: PackedTokens, adapter_slots: LoraRows | None
@@ -88,16 +124,15 @@ class LayerStack:
             return x  # a scan traces its body even for 0 layers, and the body reads the first one
         blank = blank_attention(self.config, x.shape[0], x.shape[1], x.dtype)
 
-        def layer(carry: Any, sliced: Any) -> tuple[Any, None]:
+        def layer(carry: Any, sliced: Sliced) -> Any:
             x, y, attention = carry
             run = LayerPass(self, packed, adapter_slots, *sliced)
             attention = run.attend(run.project_all(x, 0, attention, 0), 0, 0)
             # Two buffers: if a loop reads and writes one, XLA copies all of it, chunk by chunk.
             y = run.each_chunk(lambda at, y: run.finish(x, at, attention, y), y)
-            return (y, x, attention), None
+            return y, x, attention
 
-        start: Any = (x, x, blank)
-        (x, *_), _ = jax.lax.scan(layer, start, self.layers())
+        x, *_ = self.scan(layer, (x, x, blank))
         return x
 
 

@@ -13,9 +13,10 @@ import numpy as np
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from tuneserve_engine.backend.jax.model.block import layer_shapes
+from tuneserve_engine.backend.jax.mesh import DeviceMesh
 from tuneserve_engine.backend.jax.model.config import ModelConfig, token_ids
 from tuneserve_engine.backend.jax.model.decoder import Decoder
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes
 from tuneserve_engine.core.backend_options import DType
 from tuneserve_engine.core.hub import BadCheckpoint, resolve_base_model
 
@@ -45,22 +46,51 @@ class TensorLocation(NamedTuple):
     shape: tuple[int, ...]  # as stored: a projection is [d_out, d_in]
 
 
-def load_base_model(path_or_hub_id: str, *, dtype: DType) -> tuple[Decoder, ModelConfig]:
-    """Return the decoder with its weights on the default device, in ``dtype``, and its config.
+class Shardings(dict[str, Any]):
+    """Shardings by weight, an argument that ``jax.jit`` compiles for."""
 
-    The decoder is in evaluation mode. Host memory holds one layer at a time, or one of the tensors
-    beside the layers. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any weight if
-    names, shapes or options do not fit.
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+def load_base_model(
+    path_or_hub_id: str, *, dtype: DType, mesh: DeviceMesh | None = None
+) -> tuple[Decoder, ModelConfig]:
+    """Return the decoder with its weights in ``dtype`` on the devices of ``mesh``, and its config.
+
+    By default, that is JAX's default device. A device has one whole layer at a time, beside its
+    parts. The decoder is in evaluation mode. Host memory holds one layer at a time, or one of the
+    tensors beside the layers. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any
+    weight if names, shapes or options do not fit.
     """
     folder = resolve_base_model(path_or_hub_id)
     config = read_config(folder)
     with checked_files(folder, config) as files:
-        weights = _read(files, expected_tensors(config), config, jnp.dtype(dtype))
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+        parameters = {
+            **dict(model.layers.items()),
+            "embed": model.embed,
+            "final_norm": model.final_norm,
+        }
+        if model.unembed is not None:
+            parameters["unembed"] = model.unembed
+        shardings = _shardings(parameters, mesh)
+        weights = _read(files, expected_tensors(config), config, jnp.dtype(dtype), shardings)
     for name, array in weights.items():
-        parameter = model.layers[name] if name in model.layers else getattr(model, name)
-        parameter.set_value(array)
+        parameters[name].set_value(array)
     return model, config
+
+
+def _shardings(parameters: dict[str, Any], mesh: DeviceMesh | None) -> Shardings:
+    """Return where each parameter is to be; nothing for the default device."""
+    if mesh is None or mesh.count == 1:
+        return Shardings({})
+    return Shardings(
+        {
+            name: mesh.sharding(mesh.part_of(x.shape, x.get_metadata()["most_parts"]))
+            for name, x in parameters.items()
+        }
+    )
 
 
 @contextmanager
@@ -179,7 +209,11 @@ def _some(names: list[str]) -> str:
 
 
 def _read(
-    files: Iterable[Any], places: dict[str, TensorLocation], config: ModelConfig, dtype: jnp.dtype
+    files: Iterable[Any],
+    places: dict[str, TensorLocation],
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    shardings: Shardings,
 ) -> dict[str, jax.Array]:
     """Return the decoder's arrays by weight name.
 
@@ -193,16 +227,16 @@ def _read(
 
     whole = {}
     for weight, name in names[None].items():
-        tensor = jnp.asarray(file_of[name].get_tensor(name))
+        tensor = jax.device_put(file_of[name].get_tensor(name), shardings.get(weight))
         if not _are_finite(tensor):
             raise _not_finite(name)
         whole[weight] = tensor.astype(dtype)
         del tensor  # of the stored type; the last one would stay in memory
     shapes = {name: (config.layers, *shape) for name, shape in layer_shapes(config).items()}
-    stacks: dict[str, jax.Array] = _zeros(tuple(shapes.items()), dtype)
+    stacks: dict[str, jax.Array] = _zeros(tuple(shapes.items()), dtype, shardings)
     for layer in range(config.layers):
         tensors = {weight: file_of[name].get_tensor(name) for weight, name in names[layer].items()}
-        stacks, is_finite = _write_layer(stacks, np.int32(layer), tensors)
+        stacks, is_finite = _write_layer(stacks, np.int32(layer), tensors, shardings)
         if not is_finite:
             bad = [weight for weight, tensor in tensors.items() if not np.isfinite(tensor).all()]
             raise _not_finite(", ".join(names[layer][weight] for weight in bad))
@@ -220,16 +254,25 @@ def _are_finite(*tensors: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.isfinite(x).ravel() for x in tensors]).all()
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+def _placed(stacks: dict[str, jax.Array], shardings: Shardings) -> dict[str, jax.Array]:
+    known = {name: shardings[name] for name in stacks if name in shardings}
+    placed = {name: stacks[name] for name in known}
+    return {**stacks, **jax.lax.with_sharding_constraint(placed, known)}  # type: ignore[no-untyped-call]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _zeros(
-    shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: jnp.dtype
+    shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: jnp.dtype, shardings: Shardings
 ) -> dict[str, jax.Array]:
-    return {name: jnp.zeros(shape, dtype) for name, shape in shapes}
+    return _placed({name: jnp.zeros(shape, dtype) for name, shape in shapes}, shardings)
 
 
-@partial(jax.jit, donate_argnums=0)
+@partial(jax.jit, donate_argnums=0, static_argnums=3)
 def _write_layer(
-    stacks: dict[str, jax.Array], layer: jax.Array, tensors: dict[str, jax.Array]
+    stacks: dict[str, jax.Array],
+    layer: jax.Array,
+    tensors: dict[str, jax.Array],
+    shardings: Shardings,
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Return the donated stacks with one layer replaced, and whether its tensors are finite.
 
@@ -241,4 +284,4 @@ def _write_layer(
         )
         for name, stack in stacks.items()
     }
-    return written, _are_finite(*tensors.values())
+    return _placed(written, shardings), _are_finite(*tensors.values())

@@ -113,6 +113,8 @@ def main() -> int:
 
 def _start(settings: WorkerSettings, folder: Path, gpu: str | None, driver: str) -> Compilation:
     """Plan the worker, and return its programs, which are compiled as results are asked for."""
+    import jax
+
     from tuneserve_engine.backend.jax.fingerprint import (
         NumericChoices,
         ask_for_float32,
@@ -121,26 +123,29 @@ def _start(settings: WorkerSettings, folder: Path, gpu: str | None, driver: str)
     from tuneserve_engine.backend.jax.memory.device import default_device, named_gpu
     from tuneserve_engine.backend.jax.memory.planner import plan
     from tuneserve_engine.backend.jax.memory.report import config_folder
+    from tuneserve_engine.backend.jax.mesh import DeviceMesh
     from tuneserve_engine.backend.jax.model.weights import read_config
     from tuneserve_engine.backend.jax.precompile.absent_gpu import AbsentGpu, description
     from tuneserve_engine.backend.jax.precompile.closed_set import worker_programs
     from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked, mark
+    from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 
     base_model = config_folder(settings.base_model, settings.base_model_revision)
-    target, absent = None, None
-    if gpu:
-        target = AbsentGpu(description(gpu, driver))
-        absent = f"{DEVICE_KINDS[gpu]}; driver {driver}"
     config, device = read_config(base_model), named_gpu(gpu) if gpu else default_device()
     found = plan(config, device, settings.plan_request)
+    target, absent, mesh = None, None, DeviceMesh(jax.local_devices()[: found.devices])
     if gpu:
+        target = AbsentGpu(description(gpu, driver), found.devices)
+        absent, mesh = f"{DEVICE_KINDS[gpu]}; driver {driver}", target.mesh
         mark(folder)
     ask_for_float32(found.dtype)
     shapes, rows = found.static_shapes, found.sample_rows
-    choices = NumericChoices(found.dtype, shapes, found.remat, rows, is_marked(folder))
+    choices = NumericChoices(
+        found.dtype, shapes, found.remat, rows, is_marked(folder), found.devices
+    )
     id_ = program_id(base_model, choices, absent_gpu=absent)
     kept = ProgramCache(folder, id_, min_free_bytes=settings.min_free_bytes)
-    programs = worker_programs(config, found, kept=kept)
+    programs = worker_programs(config, found, ProgramRegistry(kept, mesh))
     return Compilation(folder, id_, _compile_all(programs.shapes(), target))
 
 

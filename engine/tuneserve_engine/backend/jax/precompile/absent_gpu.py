@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
 
+from tuneserve_engine.backend.jax.mesh import WHOLE, DeviceMesh
 from tuneserve_engine.core.gpus import DRIVERS
 
 _H200 = Path(__file__).with_name("h200.txtpb")
@@ -58,31 +58,31 @@ def description(gpu: str, driver: str = max(DRIVERS)) -> str:
 
 
 class AbsentGpu:
-    """One GPU, by its description. Raises ``RuntimeError`` without JAX's CUDA plugin."""
+    """A GPU by its description, or several. Raises ``RuntimeError`` without JAX's CUDA plugin."""
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, count: int = 1) -> None:
         if not any(map(_is_installed, _PLUGINS)):
             raise RuntimeError(
                 "JAX's CUDA plugin, which compiles for a GPU, is not installed; on Linux with "
                 "Python 3.12 or later, install it: pip install 'tuneserve[cuda]'"
             )
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=description, topology="1x1x1"
+            platform="cuda", target_config=description, topology=f"1x1x{count}"
         )
-        mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-        self._mesh = mesh.abstract_mesh
-        self._sharding = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+        self.mesh = DeviceMesh(topology.devices)
 
     def spec(self, x: Any) -> Any:
-        """Return the spec of an array or a number on this device."""
-        return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-            np.shape(x), x.dtype, sharding=self._sharding
-        )
+        """Return the spec of an array or a number on this device.
+
+        Programs for several devices have the parts of their arguments themselves.
+        """
+        sharding = self.mesh.sharding(WHOLE) if self.mesh.count == 1 else None
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def lowering(self) -> Iterator[None]:
-        """Make this thread lower for this device."""
-        with jax.sharding.use_abstract_mesh(self._mesh):
+        """Make this thread lower for these devices."""
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract):
             yield
 
 

@@ -11,7 +11,6 @@ from tuneserve_engine.adapters.kinds.base import AdapterKind
 from tuneserve_engine.backend.jax.memory.planner import Plan
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder
-from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
 from tuneserve_engine.backend.jax.sampling.programs import Programs
 from tuneserve_engine.backend.jax.training.trainer import Trainer
@@ -28,22 +27,23 @@ class _Weight(jax.ShapeDtypeStruct):
 def worker_programs(
     config: ModelConfig,
     plan: Plan,
+    programs: ProgramRegistry | None = None,
     *,
     remat: Remat | None = None,
     kinds: Iterable[AdapterKind] = (),
-    kept: ProgramCache | None = None,
 ) -> ProgramRegistry:
     """Return the programs that a worker with this plan compiles ahead.
 
-    ``remat`` is the plan's unless given. ``kinds`` are kinds of adapters other than LoRA, whose
-    programs a worker compiles at the first request for them.
+    They are added to ``programs``, which is for the plan's devices; by default, to a new registry
+    for JAX's default device. ``remat`` is the plan's unless given. ``kinds`` are kinds of adapters
+    other than LoRA, whose programs a worker compiles at the first request for them.
     """
+    programs = programs or ProgramRegistry()
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=plan.dtype))
     state = nnx.state(decoder)
     nnx.update(decoder, jax.tree.map(_stand_in, state))
     decoder.remat = remat or plan.remat
     decoder.use_shapes(plan.static_shapes)
-    programs = ProgramRegistry(kept)
     trainer = Trainer(programs, decoder, plan.static_shapes)
     slots, pages = plan.sample_rows, plan.kv_pages
     Programs(programs, decoder, plan.static_shapes, slots=slots, pages=pages)

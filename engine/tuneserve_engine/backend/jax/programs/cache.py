@@ -4,6 +4,7 @@ import hashlib
 import logging
 import pickle  # noqa: S403 - of the operator's own directory; see ProgramCache
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -40,15 +41,24 @@ class ProgramCache:
     ``program_id`` stands for all that the programs depend on, so programs of another version of
     the code or of JAX, or for another device, are not found. JAX's own compilation cache is
     switched off in the whole process: on a CPU, programs loaded from it cannot be kept. A program
-    that would leave less than ``min_free_bytes`` on the disk is not kept.
+    that would leave less than ``min_free_bytes`` on the disk is not kept. Programs are loaded for
+    ``devices``, of which there are as many as they were compiled for: one by default.
     """
 
-    def __init__(self, folder: Path, program_id: str, *, min_free_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        program_id: str,
+        *,
+        min_free_bytes: int = 0,
+        devices: Sequence[jax.Device] = (),
+    ) -> None:
         jax.config.update("jax_enable_compilation_cache", False)  # type: ignore[no-untyped-call]
         compilation_cache.reset_cache()  # earlier compilations have fixed the use of JAX's cache
         self._folder = folder
         self._program_id = program_id
         self._min_free_bytes = min_free_bytes
+        self._devices = tuple(devices) or tuple(jax.local_devices()[:1])
         logger.info("programs of %s", program_id)
         self.loaded = 0
         """The number of programs that were found in the folder."""
@@ -71,7 +81,7 @@ class ProgramCache:
         try:
             program, taken, given = pickle.loads(body)  # noqa: S301
             found: Compiled = serialize_executable.deserialize_and_load(
-                program, taken, given, execution_devices=jax.local_devices()[:1]
+                program, taken, given, execution_devices=self._devices
             )
         except Exception as error:  # of any kind: the program can be compiled again
             logger.warning("%s cannot be loaded (%s); it is compiled again", path, error)

@@ -13,9 +13,11 @@ import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
+from tuneserve_engine.backend.jax.mesh import DeviceMesh, Parts
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache
 from tuneserve_engine.backend.jax.programs.compilations import compilations
 from tuneserve_engine.backend.jax.programs.live_calls import LiveCalls
+from tuneserve_engine.backend.jax.programs.model_arguments import parts_of_model, with_leaves
 from tuneserve_engine.backend.jax.target import target_platform
 from tuneserve_engine.core.errors import ServerError
 
@@ -211,14 +213,15 @@ class Specialization:
 
 
 class ProgramRegistry:
-    """All programs of a process.
+    """All programs of a process, for the devices of ``mesh``: one by default.
 
     ``ready`` is set when everything declared has been compiled ahead or been refused. Programs in
     the cache ``kept`` are not compiled again.
     """
 
-    def __init__(self, kept: ProgramCache | None = None) -> None:
+    def __init__(self, kept: ProgramCache | None = None, mesh: DeviceMesh | None = None) -> None:
         self.kept = kept
+        self.mesh = mesh or DeviceMesh()
         self.live_calls = LiveCalls()
         self.ready = threading.Event()
         self._programs: list[Program] = []
@@ -226,7 +229,7 @@ class ProgramRegistry:
         self._compilations = compilations()
         self._at_ready = 0
 
-    def add_program(
+    def add_program(  # noqa: PLR0913
         self,
         name: str,
         function: Callable[..., Any],
@@ -234,8 +237,12 @@ class ProgramRegistry:
         use: str,
         model: nnx.Module | None = None,
         donate: Sequence[int] = (),
+        parts: Parts | None = None,
     ) -> Program:
         """Add ``function`` as a program.
+
+        With several devices, it runs on each with the device's ``parts`` of the arguments that a
+        call gives; without ``parts``, all arguments and results are whole on each.
 
         ``donate`` are positions among the arguments of a call. ``use`` tells clients which requests
         need the program and what its keys are.
@@ -245,11 +252,17 @@ class ProgramRegistry:
         arrays that a program has closed over.
         """
         bound: tuple[Any, ...] = ()
+        own: tuple[Any, ...] = ()
         if model is not None:
-            function, leaves = _with_leaves(model, function)
+            own = (parts_of_model(model, self.mesh),)
+            function, leaves = with_leaves(model, function)
             bound = (leaves,)
+        if parts is not None:
+            parts = parts._replace(arguments=(*own, *parts.arguments))
+        function, placed = self.mesh.placed(function, parts)
         jitted = jax.jit(
             function,
+            **placed,
             donate_argnums=[len(bound) + place for place in donate],
             # Otherwise the memory of arguments that are only overwritten would not be reused.
             keep_unused=bool(donate),
@@ -376,19 +389,3 @@ def _specs(args: tuple[Any, ...]) -> tuple[Any, ...]:
         args,
     )
     return specs
-
-
-def _with_leaves(
-    model: nnx.Module, function: Callable[..., Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """Return the function with the model's arrays in place of the model, and these arrays.
-
-    The model is split once and merged while tracing, so that a call pays for neither.
-    """
-    graph, state = nnx.split(model)
-    leaves, structure = jax.tree.flatten(state)
-
-    def run(leaves: list[Any], *args: Any) -> Any:
-        return function(nnx.merge(graph, jax.tree.unflatten(structure, leaves)), *args)
-
-    return run, leaves

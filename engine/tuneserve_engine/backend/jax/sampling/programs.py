@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from tuneserve_engine.backend.jax.adapters.arrays import target_shapes
 from tuneserve_engine.backend.jax.attention.page_table import table_width
 from tuneserve_engine.backend.jax.attention.paged import Pages
+from tuneserve_engine.backend.jax.mesh import WHOLE, Parts
 from tuneserve_engine.backend.jax.model.block import Layer
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.decoder import Decoder, Paged
@@ -43,6 +44,7 @@ from tuneserve_engine.backend.jax.sampling.logits import (
     token_logprobs,
     top_logprobs,
 )
+from tuneserve_engine.backend.jax.sampling.parts import parts_of_sampling
 from tuneserve_engine.core.shapes import StaticShapes
 
 STEPS_PER_DISPATCH = 4
@@ -134,19 +136,28 @@ class Programs:
         make_bank = partial(empty_adapters, slots=self.adapter_slots)
         make_pages = partial(_empty_pages, model.config, pages, static_shapes.block, dtype)
         use = "samples, by rank bucket"
-        self.prefill = programs.add_program("prefill", _prefill, use=use, model=model, donate=(0,))
-        self.score = programs.add_program("score", _score, use=use, model=model)
-        self.decode = programs.add_program("decode", _decode, use=use, model=model, donate=(0,))
-        self.set_slot_adapter = programs.add_program(
-            "set_slot_adapter", set_slot_adapter, use=use, donate=(0,)
-        )
-        self.empty_adapters = programs.add_program("empty_bank", make_bank, use=use)
-        use = "samples, all of them"
-        self.copy = programs.add_program("copy", _copy, use=use, donate=(0,))
-        self.empty_pages = programs.add_program("empty_pages", make_pages, use=use)
+        paged, unstacked, adapters = parts_of_sampling(model.config, programs.mesh)
+        given = paged, unstacked, adapters, WHOLE
+        add = partial(programs.add_program, use=use)
+        parts = Parts(given, (paged, WHOLE))
+        self.prefill = add("prefill", _prefill, model=model, donate=(0,), parts=parts)
+        parts = Parts((WHOLE, adapters, WHOLE, WHOLE), WHOLE)
+        self.score = add("score", _score, model=model, parts=parts)
+        parts = Parts(given, Decoded(paged, WHOLE, WHOLE, WHOLE))  # type: ignore[arg-type]
+        self.decode = add("decode", _decode, model=model, donate=(0,), parts=parts)
+        parts = Parts((adapters, WHOLE, WHOLE), adapters, on_each=False)
+        self.set_slot_adapter = add("set_slot_adapter", set_slot_adapter, donate=(0,), parts=parts)
+        parts = Parts((WHOLE,), adapters, on_each=False)
+        self.empty_adapters = add("empty_bank", make_bank, parts=parts)
+        add = partial(programs.add_program, use="samples, all of them")
+        parts = Parts((paged, WHOLE, WHOLE), paged, on_each=False)
+        self.copy = add("copy", _copy, donate=(0,), parts=parts)
+        parts = Parts((), paged, on_each=False)
+        self.empty_pages = add("empty_pages", make_pages, parts=parts)
         self.layers: Program | None = None
         if not scans_layers():
-            self.layers = programs.add_program("unstacked", _unstacked, use=use, model=model)
+            parts = Parts((), unstacked, on_each=False)
+            self.layers = add("unstacked", _unstacked, model=model, parts=parts)
         self._declare(model, static_shapes.rank_buckets, slots, jax.eval_shape(make_pages))
 
     def _declare(

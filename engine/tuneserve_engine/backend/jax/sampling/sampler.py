@@ -69,6 +69,7 @@ class JaxSampler:
             static_shapes,
             device_bytes=snapshot_bytes,
             host_bytes=snapshot_host_bytes,
+            put=programs.mesh.put,
         )
         self.counts = Counts()
         self._held: dict[str, Snapshot] = {}

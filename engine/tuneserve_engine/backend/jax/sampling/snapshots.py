@@ -3,12 +3,18 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from tuneserve_engine.adapters.kinds import kind_of
 from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.base import OutOfMemory
-from tuneserve_engine.backend.jax.adapters.arrays import TargetShapes, check_state, restored_weights
+from tuneserve_engine.backend.jax.adapters.arrays import (
+    Put,
+    TargetShapes,
+    check_state,
+    restored_weights,
+)
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
 from tuneserve_engine.backend.jax.sampling.adapter_slots import FrozenAdapter, weights_bytes
 from tuneserve_engine.core.adapter import AdapterConfig
@@ -50,10 +56,12 @@ class Snapshots:
         *,
         device_bytes: int,
         host_bytes: int,
+        put: Put = jax.device_put,
     ) -> None:
         self._shapes = shapes
         self._static_shapes = static_shapes
         self._sizes = {rank: weights_bytes(shapes, rank) for rank in static_shapes.rank_buckets}
+        self._put = put
         self._device_bytes = device_bytes
         self._host_bytes = host_bytes
         self._host: OrderedDict[str, Snapshot] = OrderedDict()  # least recently used first
@@ -119,7 +127,7 @@ class Snapshots:
         state = snapshot.state
         try:
             weights = translate_device_errors(
-                restored_weights, state, self._shapes, snapshot.rank_bucket
+                restored_weights, state, self._shapes, snapshot.rank_bucket, self._put
             )
         except OutOfMemory:
             if not self._device:

@@ -42,6 +42,11 @@ class DeviceMicroBatch(NamedTuple):
     layers: PackedTokens
     owners: BlockOwners
 
+    def of_device(self) -> "DeviceMicroBatch":
+        """Return the micro-batch of a device, in a program that may run on several."""
+        blocks = jnp.reshape(self.layers.blocks, ())
+        return self._replace(layers=self.layers._replace(blocks=blocks))
+
     @classmethod
     def from_host(
         cls,
@@ -111,6 +116,7 @@ def train_micro_batch(
     A request's gradient overwrites what its gradient slot held. ``space`` is a ``Workspace``; the
     model is in training mode.
     """
+    micro_batch = micro_batch.of_device()
     hidden, taped = model.forward_layers(
         model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots), space=space
     )
@@ -135,6 +141,7 @@ def score_micro_batch(
     model: Decoder, adapter_slots: AdapterSlots, micro_batch: DeviceMicroBatch
 ) -> ScoredMicroBatch:
     """Score a micro-batch as ``train_micro_batch``, without gradients, in evaluation mode."""
+    micro_batch = micro_batch.of_device()
     hidden, _ = model.forward_layers(
         model.embedded(micro_batch.tokens), micro_batch.layers, _rows(adapter_slots)
     )

@@ -1,12 +1,15 @@
 """A running batch: its slots, its outputs so far, and which of its requests are finite."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
 from tuneserve_engine.backend.base import LOSS_NAMES, MicroBatch, MicroBatchOutput, TrainBatch
 from tuneserve_engine.backend.jax.training.programs import ScoredMicroBatch
+from tuneserve_engine.backend.jax.training.rounds import parted
 from tuneserve_engine.backend.jax.training.slots import BatchSlots
 
 _CROSS_ENTROPY = LOSS_NAMES.index("cross_entropy")
@@ -37,18 +40,27 @@ class RunningBatch:
     outputs: list[MicroBatchOutput] = field(default_factory=list)
     _begun: set[int] = field(default_factory=set)
 
-    def continued(self, micro_batch: MicroBatch) -> list[int]:
-        """Return the slots that have gradients of earlier micro-batches of the same requests.
+    def slots_of(self, micro_batch: MicroBatch) -> set[int]:
+        """Return the slots of the micro-batch's requests."""
+        used = micro_batch.block_request[: micro_batch.blocks]
+        return set((self.claimed.first + used).tolist())
 
-        Call it once for each micro-batch, in their order.
+    def continued(self, due: Sequence[MicroBatch]) -> list[int]:
+        """Return the slots that have gradients of the round's requests in earlier rounds.
+
+        Call it once for each round, in their order.
         """
-        requests = set(micro_batch.block_request[: micro_batch.blocks].tolist())
-        earlier, self._begun = requests & self._begun, requests | self._begun
-        return [self.claimed.first + index for index in sorted(earlier)]
+        slots = set[int]().union(*map(self.slots_of, due))
+        earlier, self._begun = slots & self._begun, slots | self._begun
+        return sorted(earlier)
 
-    def add_output(self, micro_batch: MicroBatch, out: ScoredMicroBatch) -> None:
-        """Wait for the micro-batch's output and add it."""
-        logprobs, loss = jax.device_get(out)
+    def add_outputs(self, due: Sequence[MicroBatch], out: ScoredMicroBatch, devices: int) -> None:
+        """Wait for a round's outputs and add those of its micro-batches."""
+        for micro_batch, part in zip(due, parted(jax.device_get(out), devices), strict=False):
+            self._add_output(micro_batch, part)
+
+    def _add_output(self, micro_batch: MicroBatch, out: Any) -> None:
+        logprobs, loss = out
         output = MicroBatchOutput(logprobs.reshape(-1, logprobs.shape[-1]), loss.reshape(-1))
         self.outputs.append(output)
         is_real = micro_batch.segment_ids >= 0

@@ -15,14 +15,19 @@ class RankSlots:
     """The adapter slots (``adapter_slots``) and gradient buffers (``gradient_slots``) of a rank
     bucket.
 
-    Both are allocated when first needed; ``empty_slots`` returns zeros on the device. ``held`` maps
-    each adapter slot to the weights that it holds. Programs take both buffers and give them back,
-    so an exception may leave neither: then ``spoil`` drops them, and the new ``version`` shows
-    running batches that their gradients are lost.
+    Both are allocated when first needed; ``empty_slots`` and ``empty_gradients`` return zeros on
+    the devices. Each device has gradient slots of its own. ``held`` maps each adapter slot to the
+    weights that it holds. Programs take both buffers and give them back, so an exception may leave
+    neither: then ``spoil`` drops them, and the new ``version`` shows running batches that their
+    gradients are lost.
     """
 
     def __init__(
-        self, rank_bucket: int, count: int, empty_slots: Callable[[], AdapterSlots]
+        self,
+        rank_bucket: int,
+        count: int,
+        empty_slots: Callable[[], AdapterSlots],
+        empty_gradients: Callable[[], LoraWeights],
     ) -> None:
         self.rank_bucket = rank_bucket
         self.adapter_slots: AdapterSlots | None = None
@@ -31,6 +36,7 @@ class RankSlots:
         self.version = 0
         self._count = count
         self._empty_slots = empty_slots
+        self._empty_gradients = empty_gradients
         self._taken = 0
 
     def allocate(self) -> None:
@@ -39,8 +45,7 @@ class RankSlots:
             self.held.clear()
             self.adapter_slots = self._empty_slots()
         if self.gradient_slots is None:
-            empty = self._empty_slots()
-            self.gradient_slots = LoraWeights(empty.a, empty.b)
+            self.gradient_slots = self._empty_gradients()
 
     def spoil(self) -> None:
         """Drop the buffers, and with them the gradients of all running batches."""
@@ -65,15 +70,16 @@ class RankSlots:
             if aside is not None:
                 self._restore(*aside)
 
-    def _set_aside(self) -> tuple[int, Any]:
+    def _set_aside(self) -> tuple[int, Any, Any]:
         # Copies: device_get may return views, and programs will write to the buffers.
-        return self.version, jax.tree.map(np.array, jax.device_get(self.gradient_slots))
+        saved = jax.tree.map(np.array, jax.device_get(self.gradient_slots))
+        return self.version, saved, jax.tree.map(lambda x: x.sharding, self.gradient_slots)
 
-    def _restore(self, version: int, gradient_slots: Any) -> None:
+    def _restore(self, version: int, saved: Any, shardings: Any) -> None:
         """Put the saved gradients back on the device, unless the buffers were spoiled meanwhile."""
         if self.version == version:
             self.gradient_slots = None  # frees the memory of this one before the other is allocated
-            self.gradient_slots = jax.device_put(gradient_slots)
+            self.gradient_slots = jax.device_put(saved, shardings)
 
 
 class BatchSlots(NamedTuple):

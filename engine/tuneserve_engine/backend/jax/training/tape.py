@@ -85,7 +85,7 @@ class TrainingPass:
         """Return the hidden states after the last layer, and the tape."""
         if not self._stack.config.layers:
             return x, tape  # a scan traces its body even for 0 layers; the tape then has no size
-        (x, tape), _ = jax.lax.scan(self._layer_forward, (x, tape), self._stack.layers())
+        x, tape = self._stack.scan(self._layer_forward, (x, tape))
         return x, tape
 
     def reverse(
@@ -101,9 +101,7 @@ class TrainingPass:
         are_kernels_used = block_lora.is_used(*self._bank.layers(), size)
         owners = runs_of(blocks, self._stack.chunk) if are_kernels_used else blocks
         step = partial(self._layer_reverse, owners)
-        (space, gradient_slots), _ = jax.lax.scan(
-            step, (space, gradient_slots), self._stack.layers(), reverse=True
-        )
+        space, gradient_slots = self._stack.scan(step, (space, gradient_slots), reverse=True)
         return space, gradient_slots
 
     # --- one layer ------------------------------------------------------------------------------
@@ -133,7 +131,7 @@ class TrainingPass:
         tape = run.each_chunk(before, tape)
         tape = tape._replace(attention=run.attend(tape.attention, base, attended_base))
         y, residuals = run.each_chunk(after, (x, tape.after))
-        return (y, tape._replace(after=residuals)), None
+        return y, tape._replace(after=residuals)
 
     def _layer_reverse(self, blocks: BlockOwners | Runs, carry: Any, sliced: Any) -> Any:
         space, gradient_slots = carry
@@ -181,7 +179,7 @@ class TrainingPass:
             attended_base=attended_base,
         )
         dx, gradient_slots = run.each_chunk(before, (dx, gradient_slots))
-        return (Workspace(tape, dx, dattended, dqkv), gradient_slots), None
+        return Workspace(tape, dx, dattended, dqkv), gradient_slots
 
     def _bases(self, run: LayerPass) -> tuple[Array, Array | int, Array | int]:
         """Return the layer's first blocks in the buffers of inputs, of q, k and v, and of outputs.

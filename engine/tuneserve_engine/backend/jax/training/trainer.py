@@ -13,8 +13,6 @@ from jaxtyping import Array
 from tuneserve_engine.adapters.kinds.base import AdapterKind
 from tuneserve_engine.adapters.state import AdapterState
 from tuneserve_engine.backend.base import (
-    FloatArray,
-    IntArray,
     MicroBatch,
     TrainBatch,
     TrainResult,
@@ -30,26 +28,27 @@ from tuneserve_engine.backend.jax.adapters.arrays import (
     target_shapes,
 )
 from tuneserve_engine.backend.jax.device_errors import translate_device_errors
+from tuneserve_engine.backend.jax.mesh import OWN, WHOLE, DeviceMesh, Parts
 from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.programs.registry import Program, ProgramRegistry
 from tuneserve_engine.backend.jax.training.adamw import adamw_step, start_step, step_scalars
 from tuneserve_engine.backend.jax.training.adapter_slots import (
     AdapterSlots,
     accumulate_slot,
-    add_earlier_gradient,
-    copy_gradient,
     is_sum_finite,
     new_adapter_slots,
+    new_gradient_slots,
     write_slot,
 )
+from tuneserve_engine.backend.jax.training.gradient_sums import GradientSums
 from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, specs_of
 from tuneserve_engine.backend.jax.training.programs import (
-    DeviceMicroBatch,
     ScoredMicroBatch,
     score_micro_batch,
     space_shapes,
     train_micro_batch,
 )
+from tuneserve_engine.backend.jax.training.rounds import joined, round_specs, rounds_of
 from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
@@ -58,6 +57,7 @@ from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 
 logger = logging.getLogger(__name__)
 
+_OF_SLOTS = Parts((WHOLE, OWN, WHOLE, WHOLE), WHOLE)
 _ATTEMPTS = 3
 """How often a batch restarts because a batch that interrupted it failed.
 
@@ -79,8 +79,13 @@ class Trainer:
         self._shapes = target_shapes(model.config)
         by = "by rank bucket, targets per token and blocks"
         model.eval()  # type: ignore[no-untyped-call]
+        self._mesh = programs.mesh
         self._score = programs.add_program(
-            "score_micro_batch", score_micro_batch, use=f"forward {by}", model=model
+            "score_micro_batch",
+            score_micro_batch,
+            use=f"forward {by}",
+            model=model,
+            parts=Parts((WHOLE, OWN), OWN),
         )
         model.train()  # type: ignore[no-untyped-call]
         self._train = programs.add_program(
@@ -89,18 +94,22 @@ class Trainer:
             use=f"forward_backward {by}",
             model=model,
             donate=(0, 1),
+            parts=Parts((OWN, OWN, WHOLE, OWN), OWN),
         )
         gradients = "forward_backward by rank bucket"
         self._write_slot = programs.add_program(
             "write_slot", write_slot, use=gradients, donate=(0,)
         )
-        self._copy_gradient = programs.add_program("copy_gradient", copy_gradient, use=gradients)
-        self._add_earlier = programs.add_program(
-            "add_earlier_gradient", add_earlier_gradient, use=gradients, donate=(0,)
+        self._sums = GradientSums(programs, gradients)
+        self._is_sum_finite = programs.add_program(
+            "is_sum_finite", is_sum_finite, use=gradients, parts=_OF_SLOTS
         )
-        self._is_sum_finite = programs.add_program("is_sum_finite", is_sum_finite, use=gradients)
         self._accumulate_slot = programs.add_program(
-            "accumulate_slot", accumulate_slot, use=gradients, donate=(0,)
+            "accumulate_slot",
+            accumulate_slot,
+            use=gradients,
+            donate=(0,),
+            parts=Parts((*_OF_SLOTS.arguments, WHOLE), WHOLE),
         )
         self._step = programs.add_program(
             "adamw_step", adamw_step, use="optim_step by rank bucket", donate=(0, 1, 2, 3)
@@ -111,17 +120,28 @@ class Trainer:
         self._space: Workspace | None = None  # only one exists at a time
         self._space_blocks = 0  # of the newest workspace
         self._empty_space = cache(partial(_empty_space, programs, self._specs_of_space))
-        self._slots = {}
-        for order, rank in enumerate(static_shapes.rank_buckets):
-            new_slots = partial(_new_slots, self._shapes, static_shapes, rank)
-            empty_slots = programs.add_program("empty_slots", new_slots, use=gradients)
-            empty_slots.declare(rank, order=order)
-            self._slots[rank] = RankSlots(
-                rank, static_shapes.slots(rank), partial(empty_slots, rank)
-            )
+        self._slots = self._empty_slots(programs, gradients)
         self.counts = TrainingCounts()
         self._declare()
         model.eval()  # type: ignore[no-untyped-call]
+
+    def _empty_slots(self, programs: ProgramRegistry, use: str) -> dict[int, RankSlots]:
+        """Declare the programs that allocate slots; return those of each rank bucket."""
+        slots = {}
+        for order, rank in enumerate(self._static_shapes.rank_buckets):
+            new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank)
+            empty_slots = programs.add_program("empty_slots", new_slots, use=use)
+            empty_slots.declare(rank, order=order)
+            count = self._static_shapes.slots(rank)
+            new_gradients = partial(new_gradient_slots, self._shapes, rank, count)
+            empty_gradients = programs.add_program(
+                "empty_gradient_slots", new_gradients, use=use, parts=Parts((), OWN)
+            )
+            empty_gradients.declare(rank, order=order)
+            slots[rank] = RankSlots(
+                rank, count, partial(empty_slots, rank), partial(empty_gradients, rank)
+            )
+        return slots
 
     def run_batch(
         self,
@@ -203,33 +223,34 @@ class Trainer:
         claimed = running.claimed
         self._write_adapters(claimed, adapters)
         version = claimed.slots.version
-        dispatched: tuple[MicroBatch, ScoredMicroBatch] | None = None
-        for micro_batch in running.batch.micro_batches:
-            # Sent while the previous micro-batch runs.
-            device_batch = jax.device_put(
-                DeviceMicroBatch.from_host(micro_batch, self._static_shapes.block, claimed.first)
-            )
+        dispatched: tuple[list[MicroBatch], ScoredMicroBatch] | None = None
+        block, devices = self._static_shapes.block, self._mesh.count
+        for due in rounds_of(running.batch.micro_batches, devices):
+            # Sent while the previous round runs.
+            device_batch = self._mesh.put(joined(due, devices, block, claimed.first), OWN)
             if dispatched is not None:
-                running.add_output(*dispatched)
+                running.add_outputs(*dispatched, devices)
                 if interrupt is not None:
                     adapters = interrupt()
                     if claimed.slots.version != version:
                         raise GradientsLost(adapters)
                     self._write_adapters(claimed, adapters)
-            used = micro_batch.blocks * self._static_shapes.block
-            self.counts.tokens += int(np.count_nonzero(micro_batch.segment_ids >= 0))
-            self.counts.tokens_computed += multiple_from(used, self._static_shapes.chunk)
-            dispatched = micro_batch, self._dispatch(device_batch, running, micro_batch)
+            for micro_batch in due:
+                used = micro_batch.blocks * block
+                self.counts.tokens += int(np.count_nonzero(micro_batch.segment_ids >= 0))
+                self.counts.tokens_computed += multiple_from(used, self._static_shapes.chunk)
+            dispatched = due, self._dispatch(device_batch, running, due)
         if dispatched is not None:
-            running.add_output(*dispatched)
+            running.add_outputs(*dispatched, devices)
         return adapters
 
     def _dispatch(
-        self, device_batch: Any, running: RunningBatch, micro_batch: MicroBatch
+        self, device_batch: Any, running: RunningBatch, due: Sequence[MicroBatch]
     ) -> ScoredMicroBatch:
-        """Dispatch one micro-batch."""
+        """Dispatch a round."""
         slots = running.claimed.slots
-        blocks, _, targets = device_batch.targets.shape
+        rows, _, targets = device_batch.targets.shape
+        blocks = rows // self._mesh.count
         key = (slots.rank_bucket, targets, blocks)
         if running.batch.forward_only:
             out: ScoredMicroBatch = self._score(key, slots.adapter_slots, device_batch)
@@ -240,19 +261,12 @@ class Trainer:
             self._space_blocks = blocks
             self._space = self._empty_space(blocks)(blocks)
 
-        earlier = {
-            slot: self._copy_gradient(slots.rank_bucket, slots.gradient_slots, np.int32(slot))
-            for slot in running.continued(micro_batch)
-        }
+        earlier = self._sums.earlier(running, due)
         space, gradient_slots = self._space, slots.gradient_slots
         self._space = slots.gradient_slots = None  # donated: an exception leaves neither
         trained = self._train(key, space, gradient_slots, slots.adapter_slots, device_batch)
         self._space, gradient_slots = trained.space, trained.gradient_slots
-        for slot, gradient in earlier.items():
-            gradient_slots = self._add_earlier(
-                slots.rank_bucket, gradient_slots, np.int32(slot), gradient
-            )
-        slots.gradient_slots = gradient_slots
+        slots.gradient_slots = self._sums.added(gradient_slots, running, due, earlier)
         return trained.out  # type: ignore[no-any-return]
 
     def _commit(
@@ -308,18 +322,18 @@ class Trainer:
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
             new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank_bucket)
             adapter_slots = jax.eval_shape(new_slots)
-            gradient_slots = LoraWeights(adapter_slots.a, adapter_slots.b)
+            one = LoraWeights(adapter_slots.a, adapter_slots.b)
+            gradient_slots = self._mesh.of_all(one)
             weights = self._adapter_specs(rank_bucket)
             for targets in self._static_shapes.target_buckets:
-                device_batch = _micro_batch_specs(self._static_shapes, targets)
+                device_batch = round_specs(self._static_shapes, targets, self._mesh.count)
                 key, late = (rank_bucket, targets, blocks), order + (targets > 1)
                 arguments = gradient_slots, adapter_slots, device_batch
-                specs = partial(_train_specs, self._specs_of_space, blocks, arguments)
+                space = self._mesh, self._specs_of_space, blocks
+                specs = partial(_train_specs, *space, arguments)
                 self._train.declare_later(key, specs, order=late)
                 self._score.declare(key, adapter_slots, device_batch, order=late + 1)
-            self._copy_gradient.declare(rank_bucket, gradient_slots, index, order=order)
-            earlier = jax.eval_shape(copy_gradient, gradient_slots, index)
-            self._add_earlier.declare(rank_bucket, gradient_slots, index, earlier, order=order)
+            self._sums.declare(rank_bucket, one, gradient_slots, order)
             self._write_slot.declare(
                 rank_bucket, adapter_slots, index, weights, np.float32(0), flag, order=order
             )
@@ -336,26 +350,6 @@ class Trainer:
 
     def _adapter_specs(self, rank_bucket: int) -> Any:
         return in_tree(specs_of(part_shapes(self._shapes, rank_bucket, LORA)))
-
-
-def _micro_batch_specs(static_shapes: StaticShapes, targets: int) -> Any:
-    """Return a blank micro-batch: only the shapes matter to the programs."""
-    n, blocks = (
-        static_shapes.micro_batch_tokens,
-        static_shapes.micro_batch_tokens // static_shapes.block,
-    )
-
-    def ints(*shape: int) -> IntArray:
-        return np.zeros(shape, np.int32)
-
-    def floats(*shape: int) -> FloatArray:
-        return np.zeros(shape, np.float32)
-
-    fields = {name: floats(n) for name in MicroBatch._fields}
-    fields |= {name: ints(n) for name in ("tokens", "positions", "segment_ids", "loss_id")}  # type: ignore[misc]
-    fields |= {name: ints(blocks) for name in ("block_request", "first_visible_block")}  # type: ignore[misc]
-    fields |= {"targets": ints(n, targets), "weights": floats(n, targets), "blocks": 0}  # type: ignore[dict-item]
-    return DeviceMicroBatch.from_host(MicroBatch(**fields), static_shapes.block)  # type: ignore[arg-type]
 
 
 def _new_slots(shapes: TargetShapes, static_shapes: StaticShapes, rank_bucket: int) -> AdapterSlots:
@@ -383,10 +377,15 @@ def _empty_space(
         specs = specs_of_space(blocks)
         return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), specs)
 
-    return programs.add_program("empty_space", empty, use="forward_backward by blocks")
+    return programs.add_program(
+        "empty_space", empty, use="forward_backward by blocks", parts=Parts((), OWN)
+    )
 
 
 def _train_specs(
-    specs_of_space: Callable[[int], Any], blocks: int, arguments: tuple[Any, ...]
+    mesh: DeviceMesh,
+    specs_of_space: Callable[[int], Any],
+    blocks: int,
+    arguments: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    return (specs_of_space(blocks), *arguments)
+    return (mesh.of_all(specs_of_space(blocks)), *arguments)

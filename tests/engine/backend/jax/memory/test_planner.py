@@ -100,6 +100,75 @@ def test_many_decode_slots_fit_an_h200_with_fewer_pages(
     assert found.kv_pages * found.static_shapes.block >= tokens
 
 
+def h200s(count: int) -> Device:
+    return Device.accelerator("gpu", int(0.92 * 150_754_820_096), 256 * GIB, count)
+
+
+@pytest.mark.parametrize(("name", "devices"), [("qwen3-8b", 1), ("llama-70b", 2)])
+def test_auto_takes_the_fewest_devices_on_which_a_model_fits(name: str, devices: int) -> None:
+    """A 70B needs 131 GiB for its weights alone, and an H200 has 129.2 GiB for JAX."""
+    found = plan(gpu_shapes.MODELS[name], h200s(8), PlanRequest(devices="auto"))
+    assert found.devices == devices
+    assert sum(line.bytes for line in found.lines) == found.device_bytes
+
+
+def test_more_devices_hold_less_of_the_weights_each_and_the_same_of_adapters() -> None:
+    """Qwen3-8B: of 15.26 GiB, both tables (2.32 GiB) and the norms are whole on each device."""
+    config, sizes = gpu_shapes.MODELS["qwen3-8b"], {}
+    for devices in (1, 2, 4, 8):
+        found = plan(config, h200s(8), PlanRequest(max_rank=32, devices=devices))
+        sizes[devices] = {line.name: line.bytes for line in found.lines}
+    whole = 2 * (2 * config.vocab_size * config.hidden + config.hidden)
+    whole += 2 * config.layers * (2 * config.hidden + 2 * config.head_dim)
+    for devices, lines in sizes.items():
+        shared = sizes[1]["base weights"] - whole
+        assert lines["base weights"] == whole + shared // devices
+        slots = "adapter and gradient slots, rank 32"
+        assert lines[slots] == sizes[1][slots]
+        pages = "KV pages"
+        assert lines[pages] * devices == sizes[1][pages]
+
+
+def test_heads_that_devices_cannot_share_are_whole_on_each() -> None:
+    """Four heads of 64 values are two tiles: 2 devices share them, 8 only the hidden values."""
+    config = replace(MODEL, hidden=1024)
+    sizes = [
+        {
+            line.name: line.bytes
+            for line in plan(config, Device("cpu", 64 * GIB, GIB, 8), PlanRequest(devices=n)).lines
+        }
+        for n in (2, 8)
+    ]
+    assert sizes[1]["KV pages"] == 2 * sizes[0]["KV pages"]
+
+
+def test_devices_of_a_cpu_share_its_memory() -> None:
+    found = plan(MODEL, Device("cpu", 64 * GIB, GIB, 4), PlanRequest(devices=4))
+    assert found.device_bytes == 16 * GIB
+    assert "weights of other devices" in {line.name for line in found.lines}
+
+
+def test_more_devices_than_there_are_and_too_few_of_them_are_refused() -> None:
+    with pytest.raises(
+        DoesNotFit, match=r"devices is 3; one machine has 1 of kind cpu here; .* at most 1; JAX_"
+    ):
+        planned(devices=3)
+    with pytest.raises(DoesNotFit, match=r"(?s)of each of 2 gpus' memory.*set devices to 4"):
+        tiny = Device.accelerator("gpu", GIB, GIB, 4)
+        plan(gpu_shapes.MODELS["qwen3-8b"], tiny, PlanRequest(devices=2))
+    with pytest.raises(DoesNotFit, match=r"(?s)of each of 4 gpus' memory(?!.*set devices)"):
+        plan(gpu_shapes.MODELS["qwen3-8b"], tiny, PlanRequest(devices="auto"))
+
+
+def test_devices_that_would_share_nothing_are_refused() -> None:
+    """Three devices divide neither heads nor tiles; eight, none of the four tiles of 512 values."""
+    device = Device("cpu", 64 * GIB, GIB, 8)
+    with pytest.raises(DoesNotFit, match=r"no weight .* can be divided; set devices to 2$"):
+        plan(replace(MODEL, intermediate=1024), device, PlanRequest(devices=3))
+    with pytest.raises(DoesNotFit, match=r"no weight .* can be divided; set devices to 4$"):
+        plan(MODEL, device, PlanRequest(devices=8))
+
+
 def test_the_lines_add_up_to_the_whole_memory() -> None:
     for found in (*downwards(), planned(adapter_device_bytes=GIB)):
         assert sum(line.bytes for line in found.lines) == found.device_bytes

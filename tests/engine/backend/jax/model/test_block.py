@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuneserve_engine.backend.jax.model.block import Layer, layer_shapes, plus_lora, project
+from tuneserve_engine.backend.jax.model.block import Layer, plus_lora, project
 from tuneserve_engine.backend.jax.model.config import ModelConfig
 from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes
 
 CONFIG = ModelConfig("llama", 61, 8, 2, 4, 2, 6, 10, 64)
 """Hidden 8, 4 query heads and 2 key heads of 6, intermediate 10."""

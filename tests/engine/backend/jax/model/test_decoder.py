@@ -11,8 +11,9 @@ from tests.paged_rows import PagedRows
 from tests.support.decoders import random_decoder
 from tests.support.nightly import at_night
 from tuneserve_engine.backend.jax.model.config import ModelConfig
-from tuneserve_engine.backend.jax.model.decoder import Decoder, layer_shapes
+from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.backend.jax.model.lora import LoraRows
+from tuneserve_engine.backend.jax.model.weight_shapes import layer_shapes
 from tuneserve_engine.core.adapter import PROJECTIONS, UNEMBED
 
 CONFIG = ModelConfig(

@@ -297,7 +297,7 @@ def ordinary(
 
     def loss(x: Array, adapter_slots: LoraRows) -> Array:
         checkpointed = jax.checkpoint(partial(layer, adapter_slots=adapter_slots))
-        y, _ = jax.lax.scan(lambda x, sliced: (checkpointed(x, sliced), None), x, stack.layers())
+        y = stack.scan(checkpointed, x)
         return (y * by_y).sum()
 
     return jax.grad(loss, argnums=(0, 1))(x, adapter_slots)

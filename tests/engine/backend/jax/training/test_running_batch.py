@@ -10,7 +10,10 @@ import pytest
 
 from tests.engine.conftest import Row
 from tuneserve_engine.backend.base import MicroBatch, TrainBatch
-from tuneserve_engine.backend.jax.training.adapter_slots import new_adapter_slots
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    new_adapter_slots,
+    new_gradient_slots,
+)
 from tuneserve_engine.backend.jax.training.programs import ScoredMicroBatch
 from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, RankSlots
@@ -29,7 +32,9 @@ def running(micro_batch_of: Any) -> Iterator[RunningBatch]:
     """Two requests, of two tokens each, in blocks 0 and 1 of eight tokens."""
     row = Row([1, 2], [2, 3], weights=[1.0, 1.0])
     micro_batch = micro_batch_of((0, row), (1, row))
-    with RankSlots(8, 2, partial(new_adapter_slots, {}, 8, 2)).claimed(2) as claimed:
+    with RankSlots(
+        8, 2, partial(new_adapter_slots, {}, 8, 2), partial(new_gradient_slots, {}, 8, 2)
+    ).claimed(2) as claimed:
         yield running_batch(micro_batch, claimed)
 
 
@@ -60,15 +65,15 @@ def test_a_request_is_finite_if_all_its_own_tokens_are(
 ) -> None:
     (micro_batch,) = running.batch.micro_batches
     assert running.finite.tolist() == [True, True]
-    running.add_output(micro_batch, scored(len(micro_batch.tokens), **bad))
+    running.add_outputs([micro_batch], scored(len(micro_batch.tokens), **bad), 1)
     assert running.finite.tolist() == finite
 
 
 def test_a_request_stays_not_finite_and_outputs_keep_their_order(running: RunningBatch) -> None:
     (micro_batch,) = running.batch.micro_batches
     n = len(micro_batch.tokens)
-    running.add_output(micro_batch, scored(n, loss=0))
-    running.add_output(micro_batch, scored(n))
+    running.add_outputs([micro_batch], scored(n, loss=0), 1)
+    running.add_outputs([micro_batch], scored(n), 1)
     outputs = running.outputs
     assert running.finite.tolist() == [False, True]
     assert (outputs[1].logprobs.shape, outputs[1].loss.shape) == ((n, 1), (n,))
@@ -84,9 +89,11 @@ def test_gaps_are_those_of_policy_losses_with_an_advantage(micro_batch_of: Any) 
     )
     plain = Row([1, 2], [2, 3], weights=[1.0, 1.0])
     micro_batch = micro_batch_of((0, policy), (1, plain))
-    with RankSlots(8, 2, partial(new_adapter_slots, {}, 8, 2)).claimed(2) as claimed:
+    with RankSlots(
+        8, 2, partial(new_adapter_slots, {}, 8, 2), partial(new_gradient_slots, {}, 8, 2)
+    ).claimed(2) as claimed:
         batch = running_batch(micro_batch, claimed)
-        batch.add_output(micro_batch, scored(len(micro_batch.tokens)))
+        batch.add_outputs([micro_batch], scored(len(micro_batch.tokens)), 1)
         assert (batch.counts.policy_tokens, batch.counts.policy_gap) == (2, 0.5 + 0.75)
-        batch.add_output(micro_batch, scored(len(micro_batch.tokens), logprobs=0))
+        batch.add_outputs([micro_batch], scored(len(micro_batch.tokens), logprobs=0), 1)
     assert (batch.counts.policy_tokens, batch.counts.policy_gap) == (3, 0.5 + 0.75 + 0.75)

@@ -6,14 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from tests.support.adapters import SMALL, bits, random_like
-from tuneserve_engine.backend.jax.training.adapter_slots import new_adapter_slots
+from tuneserve_engine.backend.jax.training.adapter_slots import (
+    new_adapter_slots,
+    new_gradient_slots,
+)
 from tuneserve_engine.backend.jax.training.slots import RankSlots
 
 COUNT = 4
 
 
 def slots_of() -> RankSlots:
-    slots = RankSlots(8, COUNT, partial(new_adapter_slots, SMALL, 8, COUNT))
+    slots = RankSlots(
+        8,
+        COUNT,
+        partial(new_adapter_slots, SMALL, 8, COUNT),
+        partial(new_gradient_slots, SMALL, 8, COUNT),
+    )
     slots.allocate()
     return slots
 
