@@ -36,33 +36,26 @@ def sampled(trainer):
 
 
 def test_training_on_two_devices_goes_on_after_a_kill_and_on_one_device(tmp_path, monkeypatch):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    with (
-        LocalServer(tmp_path / "one", **QUICK) as running,
-        service_client(running.url, "tml-one") as client,
-    ):
-        trainer = new_trainer(client, running)
-        undisturbed = losses(trainer, 4)
-        wanted = sampled(trainer)
-        undisturbed += losses(trainer, 2)
+    """Two equal models: one undisturbed, the other over a killed worker and another service."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     with (
-        LocalServer(tmp_path / "two", **QUICK, devices="2") as running,
+        LocalServer(tmp_path, **QUICK, devices="2") as running,
         service_client(running.url, "tml-two") as client,
     ):
+        undisturbed = losses(new_trainer(client, running), 6)
         trainer = new_trainer(client, running)
         found = losses(trainer, 2)
         kill_child(running, "tuneserve_engine.worker")
         found += losses(trainer, 2)
-        got = sampled(trainer)
+        wanted = sampled(trainer)
         path = trainer.save_state("four").result(timeout=120).path
         assert "devices=2" in running.log.read_text()
     with (
-        LocalServer(tmp_path / "two", **QUICK) as running,
+        LocalServer(tmp_path, **QUICK) as running,
         service_client(running.url, "tml-two") as client,
     ):
         trainer = client.create_training_client_from_state_with_optimizer(path).result()
+        got = sampled(trainer)
         found += losses(trainer, 2)
     assert found == undisturbed
     assert got.tokens == wanted.tokens

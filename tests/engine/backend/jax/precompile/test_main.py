@@ -175,18 +175,21 @@ def test_results_name_the_programs_of_an_absent_gpu(tmp_path: Path, base_model: 
 
 @pytest.mark.nightly
 def test_programs_for_an_absent_gpu_are_compiled_once(tmp_path: Path) -> None:
-    """By the JAX of the GPU image. Nothing here can load them."""
+    """By the JAX of the GPU image, also for two of them. Nothing here can load them."""
     subprocess.run(["make", ".gpu-compile/stamp"], cwd=ROOT, check=True)
     given = environment(tmp_path) | {"PYTHONPATH": "clients:engine:server"}
     command = [".gpu-compile/bin/python", "-m", precompile.__package__, "--device", "h200"]
     command += ["--out", str(tmp_path / "programs")]
 
-    def summary(*arguments: str) -> str:
+    def summary(*arguments: str, **settings: str) -> str:
         run = [*command, *arguments]
-        printed = subprocess.check_output(run, cwd=ROOT, env=given, text=True, timeout=400)
+        asked = given | {f"TUNESERVE_{name}": value for name, value in settings.items()}
+        printed = subprocess.check_output(run, cwd=ROOT, env=asked, text=True, timeout=400)
         return printed.splitlines()[-1]
 
     first, second, other = summary(), summary(), summary("--driver", "570")
+    of_two = summary(DEVICES="2")
+    assert of_two.endswith(" s, 0 already compiled, 0 failed")
     assert first.endswith(" s, 0 already compiled, 0 failed")
     assert ": 0 compiled in " in second and second.endswith(", 0 failed")
     assert other.endswith(" s, 0 already compiled, 0 failed")
