@@ -55,6 +55,7 @@ def write_base_model(folder: Path, config: dict[str, Any]) -> Path:
     from tuneserve_engine.backend.jax.model.config import ModelConfig
     from tuneserve_engine.backend.jax.model.weights import expected_tensors
 
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     random = np.random.default_rng(0)
     tensors = {

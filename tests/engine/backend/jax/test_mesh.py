@@ -1,8 +1,7 @@
 """A base model on several devices computes what it computes on one.
 
-Training has the same bits: every device runs whole micro-batches. Sampling has them, too, where a
-device's part of each product is large enough that XLA computes it in the same way. For the tiny
-model it is not, so samples are compared to 1e-5.
+Training has the same bits: every device runs whole micro-batches. Samples are compared to 1e-5: a
+device multiplies a part of each matrix, for which XLA may choose another kernel.
 """
 
 import os
@@ -209,7 +208,7 @@ def test_scores_without_gradients_are_those_of_training(new: NewBackend) -> None
 
 
 def test_a_request_of_nan_on_one_device_leaves_the_others_bits(new: NewBackend) -> None:
-    """It is one of three, and has bins on both devices."""
+    """Both requests have bins on both devices."""
     backend = new(2)
     _, want = trained(new(1), 0)
     trained(backend, 0)

@@ -140,8 +140,11 @@ class Footprint(Sizes):
             min(devices, shapes.slots(each)) * self.adapter_bytes(each)
             for each in shapes.rank_buckets
         ]
-        size = max(copies * self.adapter_bytes(rank), *earlier)
-        return Line("optimizer step", f"{copies} adapters of rank {rank}, or more", size)
+        size = copies * self.adapter_bytes(rank)
+        how = f"{copies} adapters of rank {rank}"
+        if max(earlier) > size:
+            size, how = max(earlier), f"earlier gradients of up to {devices} requests"
+        return Line("optimizer step", how, size)
 
     # --- training -------------------------------------------------------------------------------
 

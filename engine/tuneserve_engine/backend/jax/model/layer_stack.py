@@ -83,7 +83,8 @@ class LayerStack:
     ) -> Any:
         """Return the state after ``layer(state, sliced)`` for every layer, first or last one first.
 
-        If devices share the weights, those of the next layer are gathered while a layer runs.
+        If devices share the weights, those of the next layer are gathered beside a layer: XLA may
+        do both at once.
         """
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
         shapes = layer_shapes(self.config)
