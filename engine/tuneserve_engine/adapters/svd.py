@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,7 @@ from tuneserve_engine.process.disk_room import check_room
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
-Layers = Callable[[str], Sequence[Array]]
+Layers = Callable[[str], Iterable[Array]]
 """A function that returns a target's weights [D, F], layer by layer, of any float type."""
 
 _ID_CHARS = 12

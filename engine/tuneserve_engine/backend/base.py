@@ -226,12 +226,12 @@ class Backend(Protocol):
         """Return whether ``prepare`` would have nothing to do. Thread-safe."""
         ...
 
-    def prepare(self, config: AdapterConfig) -> None:
-        """Make what adapters of this kind share, which may take minutes.
+    def prepare(self, config: AdapterConfig) -> str:
+        """Make what adapters of this kind share, which may take minutes; return its id.
 
-        Thread-safe; concurrent callers wait. If it fails, it raises ``ServerError``, and so does
-        every later call that needs the result. Optional: otherwise the first call that needs the
-        result makes it.
+        The id is empty if they share nothing. Thread-safe; concurrent callers wait. If it fails, it
+        raises ``ServerError``, and so does every later call that needs the result. Optional:
+        otherwise the first call that needs the result makes it.
         """
         ...
 

@@ -4,7 +4,7 @@ import os
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -12,6 +12,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
+    model_validator,
 )
 from pydantic_settings import (
     NoDecode,
@@ -24,6 +25,7 @@ from tuneserve_engine.core.shapes import StaticShapes
 from tuneserve_engine.settings.common import CommonSettings, from_json
 
 RequestSlots = Annotated[int, Field(ge=1, le=MAX_JOBS)]
+_KEY_CHARS = 16
 ChunkTokens = Annotated[int, Field(ge=StaticShapes.block, multiple_of=StaticShapes.block)]
 
 
@@ -40,7 +42,28 @@ class WorkerSettings(CommonSettings):
         description="Number of this machine's devices that share the base model. Each has a part "
         "of the weights, and trains on a part of every batch. auto: the fewest on which it fits, "
         "of 1, 2, 4 and so on. Other workers on the machine need devices of their own: see "
-        "`CUDA_VISIBLE_DEVICES`.",
+        "`CUDA_VISIBLE_DEVICES`. With `hosts`: the number of each host, and auto: all of them.",
+    )
+    hosts: Annotated[list[str], NoDecode] = Field(
+        default_factory=list,
+        description="Names of the hosts whose devices share the base model of one worker, "
+        "separated by commas. The first is the leader, which needs the store and the files; run "
+        "`tuneserve worker` on all of them. Default: this machine alone.",
+    )
+    host_number: NonNegativeInt | None = Field(
+        default=None,
+        description="Number of this machine in `hosts`, from 0. Default: the place of its name.",
+    )
+    hosts_port: Annotated[int, Field(ge=1, le=65534)] = Field(
+        default=8470,
+        description="Port on which the leader of `hosts` expects the others. JAX uses the next "
+        "one. Neither is encrypted: keep them within a private network.",
+    )
+    hosts_key: str = Field(
+        default="",
+        repr=False,
+        description="Secret of at least 16 characters that the machines of `hosts` share. Whoever "
+        "knows it and reaches `hosts_port` can run code in the worker.",
     )
     max_context_tokens: PositiveInt = Field(
         default=4096,
@@ -163,6 +186,52 @@ class WorkerSettings(CommonSettings):
     @classmethod
     def _from_json(cls, given: object) -> object:
         return from_json(given)
+
+    @field_validator("hosts", mode="before")
+    @classmethod
+    def _names(cls, given: object) -> object:
+        if not isinstance(given, str):
+            return given
+        return [name.strip() for name in given.split(",") if name.strip()]
+
+    @model_validator(mode="after")
+    def _whole_group(self) -> Self:
+        if not self.hosts:
+            return self
+        count = len(self.hosts)
+        if count == 1:
+            raise ValueError(f"hosts names one host, {self.hosts[0]}; name two or more, or none")
+        if self.host_number is not None and self.host_number >= count:
+            raise ValueError(
+                f"host_number is {self.host_number}; the {count} hosts have 0 to {count - 1}"
+            )
+        if len(self.hosts_key) < _KEY_CHARS:
+            raise ValueError(
+                f"hosts_key has {len(self.hosts_key)} characters; hosts need the same secret of at "
+                f"least {_KEY_CHARS}, such as that of `openssl rand -hex 16`"
+            )
+        return self
+
+    @property
+    def own_host_number(self) -> int:
+        """The number of this machine in ``hosts``; 0 without hosts.
+
+        Raises ``ValueError`` if ``host_number`` is not set and the machine's name is not there.
+        """
+        if self.host_number is not None or not self.hosts:
+            return self.host_number or 0
+        own = socket.gethostname()
+        found = [
+            number
+            for number, name in enumerate(self.hosts)
+            if own == name or own.partition(".")[0] == name.partition(".")[0]
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"this machine is called {own}, which is {len(found)} times in hosts "
+                f"({', '.join(self.hosts)}); set host_number"
+            )
+        return found[0]
 
     @property
     def compile_cache_dir(self) -> Path:

@@ -5,12 +5,21 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from functools import partial
+from typing import NoReturn
 
 from pydantic_settings import CliApp
 
-from tuneserve_engine.backend.base import DeviceFailed
+from tuneserve_engine.backend.base import DeviceFailed, OutOfMemory
+from tuneserve_engine.backend.hosts.leader import LeaderBackend
+from tuneserve_engine.backend.hosts.link import Link, MemberLost
+from tuneserve_engine.backend.hosts.meeting import Hosts, NotMet
+from tuneserve_engine.backend.hosts.messages import StopAsked
 from tuneserve_engine.backend.jax.backend import JaxBackend
+from tuneserve_engine.backend.jax.hosts import follow, lead
 from tuneserve_engine.core.errors import REFUSED
 from tuneserve_engine.process import pauses
 from tuneserve_engine.process.lock import lock_name
@@ -28,35 +37,42 @@ from tuneserve_engine.worker.lease import LeaseLost
 from tuneserve_engine.worker.models.recovery_points import PointPolicy
 from tuneserve_engine.worker.scheduling.cost_model import CostModel
 from tuneserve_engine.worker.scheduling.scheduler import Scheduler
-from tuneserve_engine.worker.worker import Worker, WorkerPolicy
+from tuneserve_engine.worker.worker import STOP_S, Worker, WorkerPolicy
 
 logger = logging.getLogger(__name__)
 
 _LOCK_S = 5.0
+_STOP_S = STOP_S + 5.0
+"""The seconds in which the leader stops, once it is asked to."""
 
 
 def main() -> int:
     """Run a worker and return the exit status of the process.
 
-    The status is 0 after SIGTERM or SIGINT, 1 after the loss of the lease or the device or after a
-    bug, and 2 if the worker cannot start.
+    The status is 0 after SIGTERM or SIGINT, 1 after the loss of the lease, the device or another
+    host of the worker or after a bug, and 2 if the worker cannot start.
     """
     try:
         settings = CliApp.run(WorkerSettings)
         logs.start("worker", settings)
         logging.getLogger("jax").setLevel(logging.WARNING)
         settle_permissions(settings)
-        lock = _lock(settings)
         pulse = LivenessFile(settings.alive_file)
+        if settings.own_host_number:
+            return _follow(settings, pulse)
+        lock = _lock(settings)
         files = open_files(settings.files_dir, min_free_bytes=settings.min_free_bytes)
         asyncio.run(check_store(settings))
-        backend = JaxBackend.from_options(settings.backend_options)
+        backend, own = _backend(settings)
         files.discard_partial()
     except (ValueError, OSError, StoreUnusable) as error:
         return _refuse(error)
+    except (NotMet, MemberLost) as error:
+        logger.error("stopped: %s", error)
+        return 1
     try:
         with lock:
-            asyncio.run(_work(settings, backend, files, pulse))
+            asyncio.run(_work(settings, backend, own, files, pulse))
     except (Fenced, LeaseLost, DeviceFailed) as error:
         logger.error("stopped: %s", error)
         return 1
@@ -66,6 +82,8 @@ def main() -> int:
         # Caught, because on its way out the interpreter would wait for the device, perhaps stuck.
         logger.exception("stopped by an error that should not be")
         return 1
+    if isinstance(backend, LeaderBackend):
+        backend.end()
     return 0
 
 
@@ -84,11 +102,76 @@ def _refuse(error: Exception) -> int:
     return REFUSED
 
 
+def _backend(settings: WorkerSettings) -> tuple[JaxBackend | LeaderBackend, JaxBackend]:
+    """Return the worker's backend, and this process's part of it."""
+    if not settings.hosts:
+        backend = JaxBackend.from_options(settings.backend_options)
+        return backend, backend
+    return lead(
+        _hosts(settings),
+        settings.backend_options,
+        on_stop=partial(os.kill, os.getpid(), signal.SIGTERM),
+        on_lost=_end_at_once,
+    )
+
+
+def _hosts(settings: WorkerSettings) -> Hosts:
+    number, key = settings.own_host_number, settings.hosts_key.encode()
+    return Hosts(settings.hosts, number, settings.hosts_port, key)
+
+
+def _end_at_once(reason: str) -> NoReturn:
+    """End this process, whatever its threads wait for."""
+    logger.error("stopped: %s; the worker starts again once all its hosts do", reason)
+    os._exit(1)
+
+
+def _follow(settings: WorkerSettings, pulse: LivenessFile) -> int:
+    """Follow the leader. Only a failure returns."""
+
+    def end() -> NoReturn:
+        logger.info("stopped")
+        os._exit(0)
+
+    def start(link: Link) -> None:
+        def ask() -> None:
+            logger.info("asked to stop: the leader saves everything first")
+            link.send(StopAsked())
+            time.sleep(_STOP_S)
+            _end_at_once("the leader has not stopped")
+
+        def live() -> None:
+            while True:  # the process ends with the link
+                pulse.touch()
+                time.sleep(settings.lease_ttl_s / 3)
+
+        threading.Thread(target=live, daemon=True).start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A thread, because the signal may interrupt a call that holds the link.
+            signal.signal(number, lambda *_: threading.Thread(target=ask, daemon=True).start())
+
+    try:
+        follow(
+            _hosts(settings),
+            settings.backend_options,
+            on_start=start,
+            on_end=end,
+            on_lost=_end_at_once,
+        )
+    except (NotMet, DeviceFailed, OutOfMemory) as error:
+        logger.error("stopped: %s", error, exc_info=error.__cause__)
+    return 1
+
+
 async def _work(
-    settings: WorkerSettings, backend: JaxBackend, files: FileStore, pulse: LivenessFile
+    settings: WorkerSettings,
+    backend: JaxBackend | LeaderBackend,
+    own: JaxBackend,
+    files: FileStore,
+    pulse: LivenessFile,
 ) -> None:
     costs = CostModel(
-        backend.static_shapes, context=backend.info.context_length, decode_slots=backend.sample_rows
+        backend.static_shapes, context=backend.info.context_length, decode_slots=own.sample_rows
     )
     tracer = open_tracer("worker", settings)
     settling = pauses.Settling(lambda: backend.metrics["programs_compiled"])

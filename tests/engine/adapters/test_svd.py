@@ -581,7 +581,7 @@ def test_the_host_holds_the_padded_arrays_of_one_target_only(
 ):
     model = random_decoder(CONFIG)
     shapes = target_shapes(CONFIG)
-    shared = frozen.DeviceSvd(tmp_path, model, shapes, 4)
+    shared = frozen.DeviceSvd(tmp_path, lambda name: np.asarray(model.layers[name][...]), shapes, 4)
     shared.decomposition.prepare()
     given: list[weakref.ref[Any]] = []
     most = 0

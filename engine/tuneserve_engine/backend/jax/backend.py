@@ -40,9 +40,9 @@ from tuneserve_engine.backend.jax.fingerprint import (
     program_id,
 )
 from tuneserve_engine.backend.jax.memory.device import default_device
-from tuneserve_engine.backend.jax.memory.planner import gib, plan
-from tuneserve_engine.backend.jax.mesh import DeviceMesh
-from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config
+from tuneserve_engine.backend.jax.memory.planner import Device, gib, plan
+from tuneserve_engine.backend.jax.mesh import DeviceMesh, process_devices
+from tuneserve_engine.backend.jax.model.weights import load_base_model, read_config, stored_layers
 from tuneserve_engine.backend.jax.model_info import base_model_info
 from tuneserve_engine.backend.jax.programs.cache import ProgramCache, is_marked
 from tuneserve_engine.backend.jax.programs.registry import ProgramRegistry
@@ -116,7 +116,7 @@ class JaxBackend:
         self._spill_folder = SpillFolder(room.directory)
         self._svd = DeviceSvd(
             room.decompositions or self._spill_folder.path / "decompositions",
-            model,
+            partial(stored_layers, folder, dtype),
             self._shapes,
             self.static_shapes.max_rank,
             min_free_bytes=room.min_free_bytes,
@@ -151,10 +151,10 @@ class JaxBackend:
         )
 
     @classmethod
-    def from_options(cls, options: BackendOptions) -> "JaxBackend":
-        """Build the backend of a worker; download the base model first if it is a hub id."""
+    def from_options(cls, options: BackendOptions, device: Device | None = None) -> "JaxBackend":
+        """Build a worker's backend for ``device``, or what is here; download a model of the hub."""
         folder = resolve_base_model(options.base_model, options.base_model_revision)
-        planned = plan(read_config(folder), default_device(), options.plan)
+        planned = plan(read_config(folder), device or default_device(), options.plan)
         backend = cls(
             str(folder),
             name=options.served_name,
@@ -174,7 +174,7 @@ class JaxBackend:
                 options.min_free_bytes,
             ),
             compile_cache_dir=options.compile_cache_dir,
-            mesh=DeviceMesh(jax.local_devices()[: planned.devices]),
+            mesh=DeviceMesh(process_devices(planned.devices)),
         )
         backend.memory = planned.memory
         if options.compile_ahead:
@@ -199,12 +199,13 @@ class JaxBackend:
         is_known = self._svd.decomposition.is_whole or not kind.needs_decomposition
         return is_known and self._trainer.is_prepared(kind)
 
-    def prepare(self, config: AdapterConfig) -> None:
+    def prepare(self, config: AdapterConfig) -> str:
         kind = kind_of(config)
         if kind.needs_decomposition:
             self._is_prepared_for = True
             self._svd.decomposition.prepare()
         self._trainer.prepare(kind)
+        return self._svd.decomposition.id if kind.needs_decomposition else ""
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         self.static_shapes.rank_bucket(config.rank)  # raises before anything of that size is made

@@ -41,6 +41,9 @@ class DeviceMesh:
     def __init__(self, devices: Sequence[jax.Device] = ()) -> None:
         self.devices = tuple(devices) or (jax.local_devices()[0],)
         self._mesh = Mesh(np.array(self.devices), (DEVICES,))
+        self.is_of_one_process = all(
+            device.process_index == jax.process_index() for device in self.devices
+        )
 
     @property
     def count(self) -> int:
@@ -61,10 +64,19 @@ class DeviceMesh:
         )
 
     def put(self, tree: Any, part: PartitionSpec = WHOLE) -> Any:
-        """Put host arrays on the devices: whole on each, or in parts."""
+        """Put host arrays on the devices: whole on each, or in parts.
+
+        Of several processes, each has the whole arrays and puts them on its own devices. They need
+        not do so at the same time.
+        """
         if self.count == 1:
             return jax.device_put(tree)
-        return jax.device_put(tree, NamedSharding(self._mesh, part))
+        sharding = NamedSharding(self._mesh, part)
+        if self.is_of_one_process:
+            return jax.device_put(tree, sharding)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), tree
+        )
 
     def of_all(self, specs: Any) -> Any:
         """Return the specs of arrays of which every device has a part like ``specs``."""
@@ -115,6 +127,22 @@ class DeviceMesh:
             check_vma=False,  # loops of a device's own length hide that results are whole
         )
         return each
+
+
+def process_devices(count: int) -> list[jax.Device]:
+    """Return the first devices of each process, so that there are ``count`` together."""
+    processes = jax.process_count()
+    of_each = count // processes
+    return [device for each in range(processes) for device in jax.local_devices(each)[:of_each]]
+
+
+def of_all(tree: Any) -> Any:
+    """Return every device's array, one after the other along axis 0, for each array of the tree.
+
+    For programs that run on every device.
+    """
+    with jax.named_scope("of_all"):
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, DEVICES, tiled=True), tree)
 
 
 def own(x: Array, size: int) -> Array:

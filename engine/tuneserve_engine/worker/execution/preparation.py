@@ -20,7 +20,7 @@ from tuneserve_engine.core.jobs import Job, JobKind
 
 logger = logging.getLogger(__name__)
 
-Preparation = Callable[[], None]
+Preparation = Callable[[], object]
 """A preparation, which may run in any thread."""
 
 
@@ -45,7 +45,7 @@ async def run_preparation(prepare: Preparation | None) -> None:
     """
     if prepare is None:
         return
-    made: Future[None] = Future()
+    made: Future[object] = Future()
 
     def make() -> None:
         made.set_running_or_notify_cancel()

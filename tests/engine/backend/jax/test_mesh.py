@@ -275,6 +275,8 @@ def collectives(backend: JaxBackend, name: str) -> Iterator[tuple[str, int]]:
         if not shape.name.startswith(name) or not shape.is_compiled:
             continue
         for line in shape.executable.as_text().splitlines():
+            if "/of_all/" in line:  # the losses and logprobs of tokens
+                continue
             if found := re.search(r"= (\S.*?) (all-\w+|collective-\w+|reduce-scatter)\(", line):
                 sizes = re.findall(r"\[([\d,]*)\]", found[1])
                 elements = [np.prod([int(x) for x in each.split(",") if x]) for each in sizes]

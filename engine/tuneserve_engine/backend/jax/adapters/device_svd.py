@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from tuneserve_engine.adapters import kinds
 from tuneserve_engine.adapters.kinds.base import (
@@ -17,9 +16,8 @@ from tuneserve_engine.adapters.kinds.base import (
     decomposition_shapes,
     mask_size,
 )
-from tuneserve_engine.adapters.svd import BaseWeightSvd, trainable_mask
+from tuneserve_engine.adapters.svd import BaseWeightSvd, Layers, trainable_mask
 from tuneserve_engine.backend.jax.adapters.arrays import Put, TargetShapes, host_zeros
-from tuneserve_engine.backend.jax.model.decoder import Decoder
 from tuneserve_engine.core.adapter import AdapterConfig
 
 _DIGEST_CHARS = 16
@@ -30,13 +28,15 @@ _LAYOUT = b"directions are rows"
 class DeviceSvd:
     """The decomposition of one base model's layers, in a folder of its own under ``folder``.
 
+    ``layers`` returns a weight's layers in the type that the device has them in.
+
     On the device it is padded; adapters of all ranks share it.
     """
 
     def __init__(  # noqa: PLR0913
         self,
         folder: Path,
-        model: Decoder,
+        layers: Layers,
         shapes: TargetShapes,
         max_rank: int,
         *,
@@ -52,9 +52,9 @@ class DeviceSvd:
         }
         self._device: dict[str, tuple[Any, Any, Any]] | None = None
         self.decomposition = BaseWeightSvd(
-            lambda: folder / _digest(model, list(self._device_shapes)),
+            lambda: folder / _digest(layers, list(self._device_shapes)),
             shapes,
-            lambda name: _layers(model, name),
+            layers,
             min_free_bytes=min_free_bytes,
         )
         self.bytes = decomposition_bytes(shapes, max_rank)
@@ -113,7 +113,7 @@ def _fitted(array: Any, shape: tuple[int, ...]) -> Any:
     return fitted
 
 
-def _digest(model: Decoder, names: list[str]) -> str:
+def _digest(layers: Layers, names: list[str]) -> str:
     """Return a digest of every bit of these weights and their dtype.
 
     Every bit matters: merging an adapter into a model changes few of its weights, but gives it
@@ -121,16 +121,7 @@ def _digest(model: Decoder, names: list[str]) -> str:
     """
     digest = hashlib.sha256(_LAYOUT)
     for name in names:
-        for layer in _layers(model, name):
+        for layer in layers(name):
             digest.update(f"{name} {layer.dtype}{layer.shape}".encode())
             digest.update(layer.tobytes())
     return digest.hexdigest()[:_DIGEST_CHARS]
-
-
-def _layers(model: Decoder, name: str) -> Any:
-    """Return a weight's layers on the host, gathered from the devices that share it."""
-    stack = model.layers[name][...]
-    # Another handle of the same memory: an array keeps the copy that it once gave to the host.
-    parts = [shard.data for shard in stack.addressable_shards]
-    again = jax.make_array_from_single_device_arrays(stack.shape, stack.sharding, parts)
-    return np.asarray(again)

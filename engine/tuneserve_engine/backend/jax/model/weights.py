@@ -63,7 +63,7 @@ def load_base_model(
     tensors beside the layers. Raises ``BadCheckpoint`` or ``UnsupportedModel`` before reading any
     weight if names, shapes or options do not fit.
     """
-    folder = resolve_base_model(path_or_hub_id)
+    folder, mesh = resolve_base_model(path_or_hub_id), mesh or DeviceMesh()
     config = read_config(folder)
     with checked_files(folder, config) as files:
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
@@ -75,15 +75,15 @@ def load_base_model(
         if model.unembed is not None:
             parameters["unembed"] = model.unembed
         shardings = _shardings(parameters, mesh)
-        weights = _read(files, expected_tensors(config), config, jnp.dtype(dtype), shardings)
+        weights = _read(files, config, jnp.dtype(dtype), mesh, shardings)
     for name, array in weights.items():
         parameters[name].set_value(array)
     return model, config
 
 
-def _shardings(parameters: dict[str, Any], mesh: DeviceMesh | None) -> Shardings:
+def _shardings(parameters: dict[str, Any], mesh: DeviceMesh) -> Shardings:
     """Return where each parameter is to be; nothing for the default device."""
-    if mesh is None or mesh.count == 1:
+    if mesh.count == 1:
         return Shardings({})
     return Shardings(
         {
@@ -210,24 +210,25 @@ def _some(names: list[str]) -> str:
 
 def _read(
     files: Iterable[Any],
-    places: dict[str, TensorLocation],
     config: ModelConfig,
     dtype: jnp.dtype,
+    mesh: DeviceMesh,
     shardings: Shardings,
 ) -> dict[str, jax.Array]:
     """Return the decoder's arrays by weight name.
 
     Layers are written into the stacks one by one. One program writes all weights of a layer,
-    because compiling a program for each shape takes longer than running it.
+    because compiling a program for each shape takes longer than running it. What is beside the
+    layers is whole on each device.
     """
     file_of = {name: file for file in files for name in file.keys()}
     names: dict[int | None, dict[str, str]] = {}  # by layer and weight
-    for name, place in places.items():
+    for name, place in expected_tensors(config).items():
         names.setdefault(place.layer, {})[place.weight] = name
 
     whole = {}
     for weight, name in names[None].items():
-        tensor = jax.device_put(file_of[name].get_tensor(name), shardings.get(weight))
+        tensor = mesh.put(file_of[name].get_tensor(name))
         if not _are_finite(tensor):
             raise _not_finite(name)
         whole[weight] = tensor.astype(dtype)
@@ -242,6 +243,16 @@ def _read(
             raise _not_finite(", ".join(names[layer][weight] for weight in bad))
         del tensors  # before the next layer is read
     return whole | stacks
+
+
+def stored_layers(folder: Path, dtype: DType, weight: str) -> Iterator[Any]:
+    """Yield a projection's layers [D, F] from the files, in ``dtype``, as the device has them."""
+    config = read_config(folder)
+    with checked_files(folder, config) as files:
+        file_of = {name: file for file in files for name in file.keys()}
+        for name, place in expected_tensors(config).items():
+            if place.weight == weight:
+                yield file_of[name].get_tensor(name).T.astype(jnp.dtype(dtype))
 
 
 def _not_finite(name: str) -> BadCheckpoint:

@@ -72,6 +72,7 @@ class JaxSampler:
             put=programs.mesh.put,
         )
         self.counts = Counts()
+        self._can_retry = programs.mesh.is_of_one_process
         self._held: dict[str, Snapshot] = {}
         """Snapshots of unfinished requests, which may restart after the snapshot is evicted."""
         self._forget_all()
@@ -103,12 +104,13 @@ class JaxSampler:
     ) -> SampleProgress:
         """See ``Backend.sample_until``.
 
-        If the device has no room, evict all snapshots from it and try once more from the start.
+        If the device has no room, evict all snapshots from it and try once more from the start:
+        not in one of several processes, because the others would not.
         """
         try:
             return translate_device_errors(self._sample_until, asked, should_yield)
         except OutOfMemory:
-            if not self.snapshots.leave_device():
+            if not self._can_retry or not self.snapshots.leave_device():
                 raise
         return self._sample_until(asked, should_yield)
 

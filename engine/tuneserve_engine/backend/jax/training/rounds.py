@@ -1,13 +1,19 @@
 """A round: the micro-batches of a batch that run at once, one on each device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tuneserve_engine.backend.base import FloatArray, IntArray, MicroBatch
-from tuneserve_engine.backend.jax.training.programs import DeviceMicroBatch, ScoredMicroBatch
+from tuneserve_engine.backend.jax.mesh import of_all
+from tuneserve_engine.backend.jax.specs import spec
+from tuneserve_engine.backend.jax.training.programs import (
+    DeviceMicroBatch,
+    ScoredMicroBatch,
+    TrainedMicroBatch,
+)
 from tuneserve_engine.core.shapes import StaticShapes
 
 
@@ -30,8 +36,22 @@ def rounds_of(micro_batches: Sequence[MicroBatch], count: int) -> Iterator[list[
         yield due
 
 
+def scores_of_all(program: Callable[..., Any], devices: int) -> Callable[..., Any]:
+    """Return a program of one device that gives every device the scores of all of the round."""
+    if devices == 1:
+        return program
+
+    def run(*args: Any) -> Any:
+        result = program(*args)
+        if isinstance(result, TrainedMicroBatch):
+            return result._replace(out=of_all(result.out))
+        return of_all(result)
+
+    return run
+
+
 def round_specs(static_shapes: StaticShapes, targets: int, devices: int) -> Any:
-    """Return a blank round: only the shapes matter to the programs."""
+    """Return specs of a round's arrays, to compile with."""
     n, blocks = (
         static_shapes.micro_batch_tokens,
         static_shapes.micro_batch_tokens // static_shapes.block,
@@ -47,7 +67,8 @@ def round_specs(static_shapes: StaticShapes, targets: int, devices: int) -> Any:
     fields |= {name: ints(n) for name in ("tokens", "positions", "segment_ids", "loss_id")}
     fields |= {name: ints(blocks) for name in ("block_request", "first_visible_block")}
     fields |= {"targets": ints(n, targets), "weights": floats(n, targets), "blocks": 0}
-    return joined([MicroBatch(**fields)], devices, static_shapes.block, 0)
+    blank = joined([MicroBatch(**fields)], devices, static_shapes.block, 0)
+    return jax.tree.map(lambda x: spec(x.shape, x.dtype), blank)
 
 
 def joined(due: Sequence[MicroBatch], count: int, block: int, first_slot: int) -> Any:

@@ -70,16 +70,27 @@ class RankSlots:
             if aside is not None:
                 self._restore(*aside)
 
-    def _set_aside(self) -> tuple[int, Any, Any]:
-        # Copies: device_get may return views, and programs will write to the buffers.
-        saved = jax.tree.map(np.array, jax.device_get(self.gradient_slots))
-        return self.version, saved, jax.tree.map(lambda x: x.sharding, self.gradient_slots)
+    def _set_aside(self) -> tuple[int, Any]:
+        return self.version, jax.tree.map(_HostCopy, self.gradient_slots)
 
-    def _restore(self, version: int, saved: Any, shardings: Any) -> None:
+    def _restore(self, version: int, saved: Any) -> None:
         """Put the saved gradients back on the device, unless the buffers were spoiled meanwhile."""
         if self.version == version:
             self.gradient_slots = None  # frees the memory of this one before the other is allocated
-            self.gradient_slots = jax.device_put(saved, shardings)
+            self.gradient_slots = jax.tree.map(_HostCopy.on_devices, saved)
+
+
+class _HostCopy:
+    """A copy on the host of the parts of an array that this process's devices have."""
+
+    def __init__(self, array: jax.Array) -> None:
+        self._shape, self._sharding = array.shape, array.sharding
+        # Copies: on a CPU these are views, and programs will write to the buffers.
+        self._parts = [(part.device, np.array(part.data)) for part in array.addressable_shards]
+
+    def on_devices(self) -> jax.Array:
+        parts = [jax.device_put(part, device) for device, part in self._parts]
+        return jax.make_array_from_single_device_arrays(self._shape, self._sharding, parts)
 
 
 class BatchSlots(NamedTuple):

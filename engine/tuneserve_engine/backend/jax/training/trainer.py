@@ -44,11 +44,17 @@ from tuneserve_engine.backend.jax.training.gradient_sums import GradientSums
 from tuneserve_engine.backend.jax.training.kind_programs import KindPrograms, specs_of
 from tuneserve_engine.backend.jax.training.programs import (
     ScoredMicroBatch,
+    TrainedMicroBatch,
     score_micro_batch,
     space_shapes,
     train_micro_batch,
 )
-from tuneserve_engine.backend.jax.training.rounds import joined, round_specs, rounds_of
+from tuneserve_engine.backend.jax.training.rounds import (
+    joined,
+    round_specs,
+    rounds_of,
+    scores_of_all,
+)
 from tuneserve_engine.backend.jax.training.running_batch import RunningBatch, TrainingCounts
 from tuneserve_engine.backend.jax.training.slots import BatchSlots, GradientsLost, RankSlots
 from tuneserve_engine.backend.jax.training.tape import Workspace
@@ -58,6 +64,7 @@ from tuneserve_engine.core.shapes import StaticShapes, multiple_from
 logger = logging.getLogger(__name__)
 
 _OF_SLOTS = Parts((WHOLE, OWN, WHOLE, WHOLE), WHOLE)
+_TRAINED = TrainedMicroBatch(WHOLE, OWN, OWN)  # type: ignore[arg-type]
 _ATTEMPTS = 3
 """How often a batch restarts because a batch that interrupted it failed.
 
@@ -82,19 +89,19 @@ class Trainer:
         self._mesh = programs.mesh
         self._score = programs.add_program(
             "score_micro_batch",
-            score_micro_batch,
+            scores_of_all(score_micro_batch, self._mesh.count),
             use=f"forward {by}",
             model=model,
-            parts=Parts((WHOLE, OWN), OWN),
+            parts=Parts((WHOLE, OWN), WHOLE),
         )
         model.train()  # type: ignore[no-untyped-call]
         self._train = programs.add_program(
             "train_micro_batch",
-            train_micro_batch,
+            scores_of_all(train_micro_batch, self._mesh.count),
             use=f"forward_backward {by}",
             model=model,
             donate=(0, 1),
-            parts=Parts((OWN, OWN, WHOLE, OWN), OWN),
+            parts=Parts((OWN, OWN, WHOLE, OWN), _TRAINED),
         )
         gradients = "forward_backward by rank bucket"
         self._write_slot = programs.add_program(

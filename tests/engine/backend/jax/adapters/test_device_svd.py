@@ -49,9 +49,13 @@ SHARED = 4 * 3 * (
 """By hand. The shorter side of a weight has the directions that adapters may use."""
 
 
+def layers_of(model: Any) -> Callable[[str], Any]:
+    return lambda name: np.asarray(model.layers[name][...])
+
+
 @pytest.fixture
 def frozen(tmp_path: Path) -> DeviceSvd:
-    found = DeviceSvd(tmp_path / "directions", model_of(), SHAPES, MAX_RANK)
+    found = DeviceSvd(tmp_path / "directions", layers_of(model_of()), SHAPES, MAX_RANK)
     found.decomposition.prepare()
     return found
 
@@ -194,13 +198,13 @@ def test_an_adapter_that_fails_to_load_leaves_no_shared_weights(cache_of, frozen
 
 
 def test_a_model_that_differs_in_one_number_has_its_own_directions(tmp_path, frozen):
-    again = DeviceSvd(tmp_path / "directions", model_of(), SHAPES, MAX_RANK)
+    again = DeviceSvd(tmp_path / "directions", layers_of(model_of()), SHAPES, MAX_RANK)
     again.decomposition.require()  # computes nothing
     other = model_of()
     weight = np.array(other.layers["down_proj"][...])
     weight[-1, 5, 7] = np.nextafter(weight[-1, 5, 7], np.float32(9))
     other.layers["down_proj"][...] = jnp.asarray(weight)
-    merged = DeviceSvd(tmp_path / "directions", other, SHAPES, MAX_RANK)
+    merged = DeviceSvd(tmp_path / "directions", layers_of(other), SHAPES, MAX_RANK)
     with pytest.raises(ServerError, match="not there yet"):
         merged.decomposition.require()
     merged.decomposition.prepare()
