@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,15 +97,22 @@ class JaxWorker:
 
 
 async def train(
-    settings: CommonSettings, compiled: Path, rounds: int, kills: int, seed: int = 0
+    settings: CommonSettings,
+    compiled: Path,
+    rounds: int,
+    kills: int,
+    seed: int = 0,
+    *,
+    new_worker: Callable[..., Any] = JaxWorker,
+    **options: object,
 ) -> dict[str, Any]:
     """The results of three tenants, and the end states of their models.
 
     ``kills`` workers die. The last dies when a recovery point exists from which its successor can
-    continue.
+    continue. ``new_worker`` makes what ``keep`` restarts, with ``options`` as settings.
     """
     tenants = [Tenant(n, BASE_MODEL, rounds, length=12) for n in range(3)]
-    worker = JaxWorker(settings, compiled, point_s=0.5, point_steps=1)
+    worker = new_worker(settings, compiled, point_s=0.5, point_steps=1, **options)
     progress = Progress(kills, sum(len(t.round(0)) + len(t.samples(0)) for t in tenants) * rounds)
     draw = random.Random(seed)
 

@@ -126,8 +126,9 @@ class FakeBackend:
     def is_prepared(self, config: AdapterConfig) -> bool:
         return True
 
-    def prepare(self, config: AdapterConfig) -> None:
+    def prepare(self, config: AdapterConfig) -> str:
         """Does nothing: every kind is a LoRA of its rank here."""
+        return ""
 
     def exported_adapter(self, adapter_id: str) -> AdapterState:
         return self.exported(self.adapter_state(adapter_id, optimizer=False))

@@ -62,8 +62,8 @@ class WorkerSettings(CommonSettings):
     hosts_key: str = Field(
         default="",
         repr=False,
-        description="Secret of at least 16 characters that the machines of `hosts` share. Whoever "
-        "knows it and reaches `hosts_port` can run code in the worker.",
+        description="Secret of at least 16 characters that the machines of `hosts` share. Anyone "
+        "who knows it and reaches `hosts_port` can run code in the worker.",
     )
     max_context_tokens: PositiveInt = Field(
         default=4096,

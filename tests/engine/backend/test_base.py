@@ -1,7 +1,7 @@
-"""The contract of every backend, run against the fake and the JAX one."""
+"""The contract of every backend, run against the fake, a group of fakes, and the JAX one."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.fake_backend import FakeBackend
+from tests.support.host_group import HostGroup
 from tests.support.token_listener import Listener
 from tuneserve_engine.adapters.state import AdapterState, Tensors
 from tuneserve_engine.backend.base import (
@@ -33,13 +34,18 @@ STEP = AdamwParams(learning_rate=0.01, weight_decay=0.1)
 ids = count()
 
 
-@pytest.fixture(params=["fake", "jax"])
-def device(request: pytest.FixtureRequest) -> Backend:
+@pytest.fixture(params=["fake", "hosts", "jax"])
+def device(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """One backend for all tests, to share its compiled programs."""
-    backend: Backend = (
-        FakeBackend() if request.param == "fake" else request.getfixturevalue("backend")
-    )
-    return backend
+    if request.param == "hosts":
+        group = HostGroup()
+        yield group
+        assert not group.ends and not group.losses
+        group.close()
+    elif request.param == "fake":
+        yield FakeBackend()
+    else:
+        yield request.getfixturevalue("backend")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def fresh_jax(new_backend: Callable[[], Backend]) -> Backend:
 @pytest.fixture
 def elsewhere(device: Backend, request: pytest.FixtureRequest) -> Backend:
     """Another backend of the same kind, as after a restart."""
-    if isinstance(device, FakeBackend):
+    if isinstance(device, FakeBackend | HostGroup):
         return FakeBackend()
     fresh: Backend = request.getfixturevalue("fresh_jax")
     return fresh

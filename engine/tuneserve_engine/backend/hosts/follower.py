@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tuneserve_engine.backend.base import Backend, DeviceFailed, OutOfMemory, SamplingRequest
@@ -10,7 +11,7 @@ from tuneserve_engine.backend.hosts.link import Link, MemberLost
 from tuneserve_engine.backend.hosts.messages import (
     EXCHANGING,
     Agreed,
-    Call,
+    BackendCall,
     End,
     Prefetch,
     Prepare,
@@ -52,7 +53,7 @@ class Follower:
         """
         self._following = _Following(backend, link)
         while True:
-            self._following.run(link.receive())
+            self._following.make_call(link.receive())
 
 
 class _Following:
@@ -63,7 +64,7 @@ class _Following:
         self._link = link
         self._asked: dict[str, SamplingRequest] = {}
 
-    def run(self, call: Call) -> None:
+    def make_call(self, call: BackendCall) -> None:
         arguments = call.arguments
         if call.method == "sample_until":
             (asked,) = arguments
@@ -93,7 +94,7 @@ class _Following:
 
     def _between(self) -> None:
         while not isinstance(message := self._link.receive(), Resumed):
-            self.run(message)
+            self.make_call(message)
 
     def prepare(self, asked: Prepare) -> None:
         try:
@@ -103,4 +104,5 @@ class _Following:
         except Exception as error:
             logger.exception("what adapters share cannot be made")
             prepared = Prepared(asked.number, "", f"{error!r}; the log of that host says more")
-        self._link.send(prepared)
+        with suppress(MemberLost):
+            self._link.send(prepared)

@@ -22,7 +22,7 @@ from tuneserve_engine.backend.hosts.link import ANSWER_S, Link, MemberLost
 from tuneserve_engine.backend.hosts.messages import (
     EXCHANGING,
     Agreed,
-    Call,
+    BackendCall,
     End,
     Prefetch,
     Prepare,
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 class Answers:
-    """What comes from one follower beside the ends of calls. ``on_stop`` is called when an
+    """The messages of one follower that are not ends of calls. ``on_stop`` is called when an
     operator has asked the follower to stop.
     """
 
@@ -115,9 +115,11 @@ class LeaderBackend:
         return self._backend.adapter_state(adapter_id, optimizer=optimizer, accumulator=accumulator)
 
     def end(self) -> None:
-        """Tell the followers that the worker has stopped."""
+        """Tell the followers that the worker has stopped, and wait for their ends."""
         for link in self._followers:
-            link.end(End())
+            link.send_last(End())
+        for link in self._followers:
+            link.wait_for_end()
 
     # --- calls beside the others ----------------------------------------------------------------
 
@@ -204,7 +206,7 @@ class LeaderBackend:
             on_micro_batch_done()
             self._tell(Resumed())
 
-        self._tell(Call("forward_backward", (batch,)))
+        self._tell(BackendCall("forward_backward", (batch,)))
         return self._run("forward_backward", lambda: self._backend.forward_backward(batch, between))
 
     def sample_until(
@@ -218,7 +220,7 @@ class LeaderBackend:
         # Followers have the requests that the last call asked for.
         known, self._asked = self._asked, dict(asked)
         sent = {name: None if known.get(name) is each else each for name, each in asked.items()}
-        self._tell(Call("sample_until", (sent,)))
+        self._tell(BackendCall("sample_until", (sent,)))
         return self._run("sample_until", lambda: self._backend.sample_until(asked, decided))
 
     def _check_prepared(self, config: AdapterConfig) -> None:
@@ -226,7 +228,7 @@ class LeaderBackend:
             raise ServerError(reason)
 
     def _mirror(self, method: str, *arguments: Any) -> Any:
-        self._tell(Call(method, arguments))
+        self._tell(BackendCall(method, arguments))
         return self._run(method, lambda: getattr(self._backend, method)(*arguments))
 
     def _run(self, method: str, call: Callable[[], R]) -> R:

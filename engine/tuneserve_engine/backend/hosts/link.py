@@ -1,6 +1,6 @@
 """A connection between two processes of a worker, each of which notices the end of the other.
 
-The messages are pickled. Whoever can send one runs code here, so a connection starts with proofs
+The messages are pickled. Anyone who can send one runs code here, so a connection starts with proofs
 that both sides have the same key.
 """
 
@@ -159,11 +159,14 @@ class Link:
             raise self._lost()
         return message
 
-    def end(self, message: object) -> None:
-        """Send the last message, and wait for the end of the other process, which is no loss."""
+    def send_last(self, message: object) -> None:
+        """Send the last message: the end of the other process is no loss any more."""
         self._ended.set()
         with suppress(OSError), self._sending:
             self._channel.send(message)
+
+    def wait_for_end(self) -> None:
+        """Wait some seconds for the end of the other process, and close the connection."""
         self._reader.join(_END_S)
         self._channel.close()
 

@@ -83,9 +83,9 @@ def wait_for_followers(hosts: Hosts) -> dict[int, Channel]:
             try:
                 number, channel = _welcomed(hosts, connected)
             except WrongKey:
-                logger.warning("%s has another hosts_key; it is not let in", address[0])
+                logger.warning("%s has another hosts_key; it is not let in", _shown(address))
             except (OSError, EOFError, ValueError) as error:
-                logger.warning("%s is not let in: %s", address[0], error)
+                logger.warning("%s is not let in: %s", _shown(address), error)
             else:
                 if number in channels:
                     name = hosts.names[number]
@@ -173,6 +173,11 @@ def differing(ids: Mapping[str, str], own: str) -> str | None:
                 "settings and kind of device"
             )
     return None
+
+
+def _shown(address: tuple[str, int]) -> str:
+    """Return the IP address, without the prefix of one of version 4 on a socket of version 6."""
+    return address[0].removeprefix("::ffff:")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ EXCHANGING = ("forward_backward", "optim_steps", "sample_until", "sample")
 """The calls during which devices of several processes wait for each other."""
 
 
-class Call(NamedTuple):
+class BackendCall(NamedTuple):
     """A call of the backend, to be made in the order of the calls."""
 
     method: str
@@ -25,7 +25,7 @@ class Yielded(NamedTuple):
 
 
 class Resumed(NamedTuple):
-    """What ran between two rounds of a call that trains has ended."""
+    """The calls between two rounds of a call that trains have ended."""
 
 
 class Agreed(NamedTuple):

@@ -97,7 +97,9 @@ def program_id(folder: Path, choices: NumericChoices, *, absent_gpu: str | None 
     device = f"gpu({absent_gpu})" if absent_gpu else None
     config = _digest([(folder / "config.json").read_bytes()])
     here = _device(with_cuda=not choices.is_for_absent_gpu)
-    return _id(device or here, f"config={config}", choices)
+    processes = jax.process_count()
+    spread = f" processes={processes}" if processes > 1 else ""
+    return _id(device or here, f"config={config}", choices) + spread
 
 
 def _id(device: str, base: str, choices: NumericChoices) -> str:

@@ -48,7 +48,7 @@ def lead(
         link.start()
     _join(hosts)
     devices = [default_device(), *(link.receive() for link in followers)]
-    terms = _terms(hosts.names, devices, options.plan)
+    terms = agreed_terms(hosts.names, devices, options.plan)
     for link in followers:
         link.send(terms)
     own = JaxBackend.from_options(replace(options, plan=terms.plan), terms.device)
@@ -99,7 +99,7 @@ def _join(hosts: Hosts) -> None:
         ) from error
 
 
-def _terms(names: Sequence[str], devices: Sequence[Device], asked: PlanRequest) -> Terms:
+def agreed_terms(names: Sequence[str], devices: Sequence[Device], asked: PlanRequest) -> Terms:
     """Return the devices of all hosts and the plan for them: the smallest of each size."""
     first = devices[0]
     of_each = min(each.count for each in devices) if asked.devices == "auto" else asked.devices

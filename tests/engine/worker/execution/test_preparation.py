@@ -21,13 +21,14 @@ class Slow(Counting):
     def is_prepared(self, config: AdapterConfig) -> bool:
         return self.is_made or config.seed == CONFIG.seed
 
-    def prepare(self, config: AdapterConfig) -> None:
+    def prepare(self, config: AdapterConfig) -> str:
         self.times += 1
         self.begun.set()
         assert self.may_end.wait(TIMEOUT_S)
         if self.fails:
             raise ServerError("the disk is full; make room, and ask again")
         self.is_made = True
+        return ""
 
     def create_adapter(self, adapter_id: str, config: AdapterConfig) -> None:
         if not self.is_prepared(config):

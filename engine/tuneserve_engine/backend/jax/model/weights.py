@@ -218,8 +218,8 @@ def _read(
     """Return the decoder's arrays by weight name.
 
     Layers are written into the stacks one by one. One program writes all weights of a layer,
-    because compiling a program for each shape takes longer than running it. What is beside the
-    layers is whole on each device.
+    because compiling a program for each shape takes longer than running it. All other weights are
+    whole on each device.
     """
     file_of = {name: file for file in files for name in file.keys()}
     names: dict[int | None, dict[str, str]] = {}  # by layer and weight

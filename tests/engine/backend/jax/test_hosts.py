@@ -1,0 +1,164 @@
+"""Real processes on one machine compute what one process with as many devices computes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.backend.jax.test_mesh import BIASED, bits, trained
+from tests.engine.conftest import write_base_model
+from tests.faults.test_kills_hosts import KEY, free_ports
+from tests.support.nightly import at_night
+from tuneserve_engine.backend.base import SamplingRequest
+from tuneserve_engine.backend.hosts.meeting import Hosts
+from tuneserve_engine.backend.jax.hosts import agreed_terms, follow, lead
+from tuneserve_engine.backend.jax.memory.planner import Device
+from tuneserve_engine.core.backend_options import BackendOptions, PlanRequest
+
+ROOT = Path(__file__).parents[4]
+WAIT_S = 300
+FOUR_HEADS = BIASED | {"num_key_value_heads": 4}
+
+
+def options(model: str, folder: str, devices: int) -> BackendOptions:
+    return BackendOptions(
+        base_model=model,
+        base_model_revision=None,
+        served_name="tiny",
+        tokenizer_id=model,
+        client_tokenizer_id=model,
+        compile_ahead=False,
+        compile_cache_dir=None,
+        pages_dir=Path(folder) / "pages",
+        decompositions_dir=Path(folder) / "decompositions",
+        min_free_bytes=0,
+        plan=PlanRequest(
+            max_context_tokens=24, batch_tokens=128, chunk_tokens=64, max_rank=8, devices=devices
+        ),
+    )
+
+
+def run_process(number: int, count: int, port: int, model: str, folder: str) -> None:
+    """Run one of ``count`` processes; the leader prints a digest of everything it computes."""
+    from tuneserve_engine.backend.jax.backend import JaxBackend
+
+    if count == 1:
+        print_bits(JaxBackend.from_options(options(model, folder, int(folder[-1]))))
+        return
+    hosts = Hosts(["127.0.0.1"] * count, number, port, KEY.encode())
+    if number:
+        follow(
+            hosts,
+            options(model, folder, 7),  # the leader's choices count
+            on_start=lambda _: None,
+            on_end=lambda: os._exit(0),
+            on_lost=fail,
+        )
+    backend, own = lead(hosts, options(model, folder, 1), on_stop=lambda: None, on_lost=fail)
+    assert own.micro_batches_at_once == count
+    print_bits(backend)
+    backend.end()
+    os._exit(0)
+
+
+def fail(reason: str) -> None:
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def print_bits(backend: Any) -> None:
+    """Train adapters of three kinds, sample from one, and print the bits of all results."""
+    import hashlib
+
+    from tests.engine.backend.jax.test_mesh import CONFIGS
+
+    for config in CONFIGS.values():
+        backend.prepare(config)
+    results, states = trained(backend, 2)
+    found = bits(results) + bits(states)
+    backend.load_snapshot("s", backend.exported_adapter("osft"))
+    prompt = np.arange(1, 12, dtype=np.int32)
+    request = SamplingRequest(prompt, "s", 3, 2, 6, prompt_logprobs=True, topk_sample=2)
+    progress = backend.sample_until({"a": request}, lambda: True)
+    while not progress.finished:
+        progress = backend.sample_until({"a": request}, lambda: True)
+    result = progress.finished["a"]
+    assert not isinstance(result, Exception), result
+    for each in result.sequences:
+        found += [each.tokens.tobytes(), each.logprobs.tobytes(), each.topk.logprobs.tobytes()]
+    found.append(result.prompt_logprobs.tobytes())
+    print("bits", len(found), hashlib.sha256(b"".join(found)).hexdigest(), flush=True)
+
+
+def start(
+    number: int, count: int, port: int, model: Path, folder: Path, devices: int
+) -> "subprocess.Popen[str]":
+    folder.mkdir(exist_ok=True)
+    arguments = number, count, port, str(model), str(folder)
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import run_process; run_process(*{arguments})"],
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def printed(process: "subprocess.Popen[str]") -> list[str]:
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    return [line for line in output.splitlines() if line.startswith("bits ")]
+
+
+@pytest.mark.parametrize("count", [2, at_night(4)])
+def test_processes_have_the_bits_of_one_process_with_as_many_devices(
+    tmp_path: Path, count: int
+) -> None:
+    """Three kinds of adapters trained, their states, and samples with all that can be asked."""
+    model = write_base_model(tmp_path / "model", FOUR_HEADS)
+    port = free_ports()
+    together = [start(number, count, port, model, tmp_path / "group", 1) for number in range(count)]
+    alone = start(0, 1, port, model, tmp_path / str(count), count)
+    (wanted,), (found,), *others = (printed(each) for each in (alone, *together))
+    assert found == wanted
+    assert others == [[]] * (count - 1)
+
+
+# --- the terms ----------------------------------------------------------------------------------
+
+NAMES = ("gpu-0", "gpu-1")
+SMALL, LARGE = Device("gpu", 80, 500, 4), Device("gpu", 90, 400, 8)
+
+
+def test_the_plan_is_for_the_least_that_every_host_has() -> None:
+    terms = agreed_terms(NAMES, [LARGE, SMALL], PlanRequest(devices=2, dtype="float32"))
+    assert terms.device == Device("gpu", 80, 400, 4)
+    assert terms.plan == PlanRequest(devices=4, dtype="float32")
+
+
+def test_auto_takes_as_many_devices_of_each_host_as_all_have() -> None:
+    terms = agreed_terms(NAMES, [LARGE, SMALL], PlanRequest(devices="auto"))
+    assert (terms.device.count, terms.plan.devices) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            Device("cpu", 80, 500, 8),
+            "gpu-1 has 8 devices of kind cpu; the leader, gpu-0, asks each",
+        ),
+        (SMALL, "gpu-1 has 4 devices of kind gpu; .* for 8 of kind gpu: set devices to a number"),
+    ],
+)
+def test_hosts_that_do_not_fit_together_are_named(other: Device, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        agreed_terms(NAMES, [LARGE, other], PlanRequest(devices=8))
