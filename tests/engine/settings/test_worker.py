@@ -88,3 +88,43 @@ def test_weights_of_tenants_are_a_json_object(monkeypatch: pytest.MonkeyPatch) -
 def test_a_worker_without_a_name_has_that_of_its_host_and_process() -> None:
     assert WorkerSettings().lease_name == f"{socket.gethostname()}-{os.getpid()}"
     assert WorkerSettings(worker_name="one").lease_name == "one"
+
+
+GROUP = {"hosts": "gpu-0, gpu-1,gpu-2.lan", "hosts_key": "k" * 16}
+
+
+@pytest.mark.parametrize(
+    ("own", "number"), [("gpu-0", 0), ("gpu-1.example.org", 1), ("gpu-2", 2), ("gpu-2.lan", 2)]
+)
+def test_a_host_finds_its_number_by_its_name(
+    own: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: own)
+    assert WorkerSettings(**GROUP).own_host_number == number
+    assert WorkerSettings(**GROUP, host_number=1).own_host_number == 1
+    assert WorkerSettings().own_host_number == 0
+
+
+def test_a_host_without_a_number_is_told_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    with pytest.raises(ValueError, match=r"called elsewhere, which is 0 times in hosts .*host_num"):
+        _ = WorkerSettings(**GROUP).own_host_number
+    twice = WorkerSettings(hosts="elsewhere,elsewhere", hosts_key="k" * 16)
+    with pytest.raises(ValueError, match="is 2 times in hosts"):
+        _ = twice.own_host_number
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"hosts": "gpu-0"}, "hosts names one host, gpu-0; name two or more, or none"),
+        ({"host_number": 3}, "host_number is 3; the 3 hosts have 0 to 2"),
+        ({"hosts_key": ""}, "hosts_key has 0 characters; hosts need the same secret of at least"),
+        ({"hosts_key": "k" * 15}, "hosts_key has 15 characters"),
+        ({"hosts_port": 65535}, "less than or equal to 65534"),
+    ],
+)
+def test_a_wrong_group_of_hosts_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        WorkerSettings(**(GROUP | wrong))
+    assert "k" * 16 not in repr(WorkerSettings(**GROUP))

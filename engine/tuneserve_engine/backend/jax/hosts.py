@@ -21,6 +21,12 @@ from tuneserve_engine.backend.jax.memory.device import default_device
 from tuneserve_engine.backend.jax.memory.planner import Device
 from tuneserve_engine.core.backend_options import BackendOptions, PlanRequest
 
+_OF_JAX: dict[str, str | bool] = {
+    "jax_cpu_collectives_implementation": "gloo",
+    # Otherwise JAX would take SIGTERM for itself, and a follower could not stop the worker.
+    "jax_enable_preemption_service": False,
+}
+
 
 def lead(
     hosts: Hosts,
@@ -85,7 +91,8 @@ def follow(
 
 def _join(hosts: Hosts) -> None:
     """Make the devices of all processes known to JAX in each of them."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
+    for name, value in _OF_JAX.items():
+        jax.config.update(name, value)  # type: ignore[no-untyped-call]
     try:
         jax.distributed.initialize(
             hosts.coordinator,
