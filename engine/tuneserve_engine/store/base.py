@@ -47,9 +47,15 @@ class ServedModel:
     """A base model that a worker leases with now, or leased with in the past."""
 
     info: BaseModelInfo
-    workers: int  # alive now
+    workers: int  # alive now, those that only sample included
     seen_s: float  # last sign of life of any of its workers
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by worker
+    samplers: int = 0  # the workers that only sample
+
+    @property
+    def trainers(self) -> int:
+        """The number of workers alive now that train."""
+        return self.workers - self.samplers
 
 
 @dataclass(frozen=True)
@@ -154,7 +160,8 @@ class Queue(Protocol):
     A worker is a process with a lease: a name, a base model and an epoch that only grows. The jobs
     of a model go to the one worker that the model is placed with. A model is placed on its first
     job, with the worker of its base model that has the fewest models. A sample goes to the worker
-    with the fewest samples. If no worker serves the base model, models and samples are placed when
+    with the fewest samples: among those that only sample, if there are any. Workers that only
+    sample get no models. If no worker serves the base model, models and samples are placed when
     such a worker leases. Placing gives waiting jobs new ``release`` numbers, so that a cursor never
     misses them.
 
@@ -162,8 +169,10 @@ class Queue(Protocol):
     ``StoreFailed`` or ``ConnectionError``.
     """
 
-    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
-        """Make the process ``owner`` the worker ``name``.
+    async def lease(
+        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
+    ) -> Lease:
+        """Make the process ``owner`` the worker ``name``, which perhaps only samples.
 
         If another process had the name, its lease ends at once, as after a time-out (see
         ``renew``). Raises ``StoreUnusable`` if the store knows the base model's name by another

@@ -269,8 +269,10 @@ class RemoteQueue:
             self._pending.pop(call_id, None)
         return msgspec.msgpack.decode(answer, type=_METHODS[method].result_type)
 
-    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
-        return cast(Lease, await self._call("lease", name, owner, info))
+    async def lease(
+        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
+    ) -> Lease:
+        return cast(Lease, await self._call("lease", name, owner, info, only_samples))
 
     async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
         return cast(Renewal, await self._call("renew", epoch, metrics))

@@ -29,7 +29,9 @@ class Parking:
         self.cancelled = asyncio.Event()
         self.finished: list[Outcome] = []
 
-    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
+    async def lease(
+        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
+    ) -> Lease:
         raise RuntimeError(f"{owner} broke it")
 
     async def take_jobs(self, epoch: int, *, after: int, max_jobs: int) -> list[Job]:

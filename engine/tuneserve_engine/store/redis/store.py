@@ -269,10 +269,13 @@ class RedisStore:
 
     # --- the worker's half ----------------------------------------------------------------------
 
-    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
+    async def lease(
+        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
+    ) -> Lease:
         facts = msgspec.json.encode(info)
         epoch, resumed = await self._run(
-            "lease", name, owner, info.name, facts, self._lease_policy, info.revision
+            *("lease", name, owner, info.name, facts, self._lease_policy, info.revision),
+            int(only_samples),
         )
         if epoch == b"other":
             known = resumed.decode()
@@ -434,8 +437,9 @@ class RedisStore:
                 workers,
                 float(seen_s),
                 forms.read_metrics(told),
+                samplers,
             )
-            for _, info, workers, seen_s, told in rows
+            for _, info, workers, seen_s, told, samplers in rows
         ]
         return sorted(found, key=lambda each: each.info.name)
 

@@ -38,7 +38,9 @@ class Leases:
     """Attempts, by request, that ended because the worker was killed from outside. In memory only:
     after a restart of this process they count as other attempts do."""
 
-    def lease(self, tx: Transaction, name: str, owner: str, info: BaseModelInfo) -> Lease:
+    def lease(
+        self, tx: Transaction, name: str, owner: str, info: BaseModelInfo, only_samples: bool
+    ) -> Lease:
         info = _of_known_revision(tx, info)
         self._forgive_silence(tx)
         self._note_served(tx, info)
@@ -53,6 +55,8 @@ class Leases:
         tx.execute(
             "INSERT INTO workers VALUES (?, ?, ?, ?, 0, ?)", epoch, name, owner, info.name, tx.now_s
         )
+        if only_samples:
+            tx.execute("INSERT INTO samplers VALUES (?)", epoch)
         for base_model in sorted(orphaned):
             placement.place_waiting(tx, base_model)
         return Lease(epoch, resumed=False)
@@ -97,16 +101,18 @@ class Leases:
         alive_s = tx.now_s - self.policy.lease_ttl_s
         rows = tx.execute(
             "SELECT info, MAX(served.seen_s, IFNULL(MAX(workers.seen_s), 0)), "
-            "COUNT(*) FILTER (WHERE workers.seen_s >= ?) "
+            "COUNT(*) FILTER (WHERE workers.seen_s >= ?), "
+            "COUNT(samplers.epoch) FILTER (WHERE workers.seen_s >= ?) "
             "FROM served LEFT JOIN workers USING (base_model) "
-            "GROUP BY base_model ORDER BY base_model",
+            "LEFT JOIN samplers USING (epoch) GROUP BY base_model ORDER BY base_model",
+            alive_s,
             alive_s,
         ).fetchall()
         told = self._told(tx, alive_s)
-        infos = [msgspec.json.decode(info, type=BaseModelInfo) for info, _, _ in rows]
+        infos = [msgspec.json.decode(info, type=BaseModelInfo) for info, *_ in rows]
         return [
-            ServedModel(info, workers, seen_s, told[info.name])
-            for info, (_, seen_s, workers) in zip(infos, rows, strict=True)
+            ServedModel(info, workers, seen_s, told[info.name], samplers)
+            for info, (_, seen_s, workers, samplers) in zip(infos, rows, strict=True)
         ]
 
     def _told(
@@ -157,6 +163,7 @@ class Leases:
         assert row is not None
         base_model, seen_s = row
         tx.execute("DELETE FROM workers WHERE epoch = ?", epoch)
+        tx.execute("DELETE FROM samplers WHERE epoch = ?", epoch)
         self.metrics.pop(epoch, None)
         tx.execute(
             "UPDATE served SET seen_s = MAX(seen_s, ?) WHERE base_model = ?", seen_s, base_model
@@ -220,7 +227,8 @@ def _to_be_given_up(tx: Transaction, epoch: int) -> list[str]:
     row = tx.execute(
         "SELECT MIN((SELECT COUNT(*) FROM lanes WHERE lanes.worker = other.epoch)) "
         "FROM workers AS other JOIN workers AS this USING (base_model) "
-        "WHERE this.epoch = ? AND other.epoch != ?",
+        "WHERE this.epoch = ? AND other.epoch != ? "
+        "AND other.epoch NOT IN (SELECT epoch FROM samplers)",
         epoch,
         epoch,
     ).fetchone()

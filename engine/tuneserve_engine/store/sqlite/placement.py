@@ -20,19 +20,22 @@ def check_epoch(tx: Transaction, epoch: int) -> None:
 def release(tx: Transaction, n: int, model_id: str | None, base_model: str) -> None:
     """Make the job ``n`` ready, and place it if a worker serves its base model.
 
-    Its worker is the one of its model, or else the one with the fewest samples or models.
+    Its worker is the one of its model, or else the one with the fewest samples or models. Workers
+    that only sample come first for samples, and get no models.
     """
     if model_id is None:
         worker = tx.execute(
             "UPDATE workers SET samples = samples + 1 WHERE epoch = (SELECT epoch FROM workers "
-            "WHERE base_model = ? ORDER BY samples, epoch LIMIT 1) RETURNING epoch",
+            "WHERE base_model = ? ORDER BY epoch NOT IN (SELECT epoch FROM samplers), samples, "
+            "epoch LIMIT 1) RETURNING epoch",
             base_model,
         ).fetchone()
     else:
         worker = tx.execute("SELECT worker FROM lanes WHERE model_id = ?", model_id).fetchone()
         if worker in (None, (None,)):
             worker = tx.execute(
-                "SELECT epoch FROM workers WHERE base_model = ? ORDER BY "
+                "SELECT epoch FROM workers WHERE base_model = ? "
+                "AND epoch NOT IN (SELECT epoch FROM samplers) ORDER BY "
                 "(SELECT COUNT(*) FROM lanes WHERE lanes.worker = workers.epoch), epoch LIMIT 1",
                 base_model,
             ).fetchone()

@@ -128,6 +128,9 @@ _RELEASED = (
     f"{_RELEASE_OF_RECORD}; END",
 )
 
+# The workers that only sample. The table has no version of its own, like the column trace.
+_SAMPLERS = ("CREATE TABLE IF NOT EXISTS samplers (epoch INTEGER PRIMARY KEY)",)
+
 # Rows of ended jobs stay for a while as tombstones, so that a key is not executed twice. Payloads
 # have a table of their own: a job's row changes several times, and would be written with its
 # payload each time. A body is written once, in the last column: reading the columns before it never
@@ -148,6 +151,7 @@ _TABLES = (
         samples INTEGER NOT NULL,
         seen_s REAL NOT NULL
     )""",
+    *_SAMPLERS,
     # seen_s is for workers that are gone; a worker with a lease has its own in its row of workers.
     """CREATE TABLE served (
         base_model TEXT PRIMARY KEY,
@@ -270,7 +274,7 @@ def ensure_tables(connection: sqlite3.Connection, path: Path) -> None:
         for name, kind in _ADDED.items():
             if name not in known:
                 connection.execute(f"ALTER TABLE jobs ADD COLUMN {name} {kind}")
-        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS):
+        for statement in (*_INDICES, *_RELEASED, *_RECORDINGS, *_SAMPLERS):
             connection.execute(statement)
     connection.execute("COMMIT")
     if found != VERSION:

@@ -220,8 +220,10 @@ class SqlStore:
 
     # --- workers and their models ---------------------------------------------------------------
 
-    async def lease(self, name: str, owner: str, info: BaseModelInfo) -> Lease:
-        return await self._call(self._leases.lease, name, owner, info)
+    async def lease(
+        self, name: str, owner: str, info: BaseModelInfo, only_samples: bool = False
+    ) -> Lease:
+        return await self._call(self._leases.lease, name, owner, info, only_samples)
 
     async def renew(self, epoch: int, metrics: dict[str, float] | None = None) -> Renewal:
         leaving, weights = await self._call(self._leases.renew, epoch, metrics)

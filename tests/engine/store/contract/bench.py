@@ -150,9 +150,11 @@ class Bench:
         self.epoch = lease.epoch
         return lease
 
-    async def join(self, name: str, info: BaseModelInfo = INFO) -> int:
+    async def join(
+        self, name: str, info: BaseModelInfo = INFO, *, only_samples: bool = False
+    ) -> int:
         """The epoch of one more worker."""
-        return (await self.queue.lease(name, f"process of {name}", info)).epoch
+        return (await self.queue.lease(name, f"process of {name}", info, only_samples)).epoch
 
     async def submit(self, *seqs: int, model_id: str = "s:train:0", **fields: Any) -> None:
         jobs = [job(seq, model_id, **fields) for seq in seqs]

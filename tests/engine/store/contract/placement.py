@@ -75,6 +75,57 @@ class PlacementContract(Contract):
         assert await bench.has_nothing(second)
 
     @scenario
+    async def test_samples_go_to_workers_that_only_sample(self, bench: Bench) -> None:
+        """And to the others once these are gone; a sample that was placed stays where it is."""
+        await bench.store.submit(sample(0))
+        samplers = [await bench.join(name, only_samples=True) for name in ("one", "two")]
+        for seq in range(1, 5):
+            await bench.store.submit(sample(seq))
+        assert [each.seq for each in await bench.take()] == [0]
+        assert [[each.seq for each in await bench.take(e)] for e in samplers] == [[1, 3], [2, 4]]
+        await bench.queue.resign(samplers[0])
+        assert [each.seq for each in await bench.take(samplers[1])] == [2, 4, 1, 3]
+        await bench.queue.resign(samplers[1])
+        assert sorted(each.seq for each in await bench.take()) == [0, 1, 2, 3, 4]
+
+    @scenario
+    async def test_a_worker_that_only_samples_gets_no_models(self, bench: Bench) -> None:
+        sampler = await bench.join("sampler", only_samples=True)
+        for key in MODELS:
+            await bench.store.submit(create(key), model(key))
+            await bench.submit(1, model_id=key)
+        assert {each.model_id for each in await bench.take()} == set(MODELS)
+        assert await bench.has_nothing(sampler)
+        assert (await bench.queue.renew(bench.epoch)).leaving == []  # no room is made for it
+        await bench.queue.resign(bench.epoch)
+        assert await bench.has_nothing(sampler)
+        successor = await bench.join("successor")
+        assert {each.model_id for each in await bench.take(successor)} == set(MODELS)
+
+    @staged(leased=False)
+    async def test_models_wait_for_a_worker_that_trains(self, bench: Bench) -> None:
+        sampler = await bench.join("sampler", only_samples=True)
+        await bench.submit(1, 2)
+        await bench.store.submit(sample(7))
+        assert [each.seq for each in await bench.take(sampler)] == [7]
+        assert await bench.store.base_models() == [ServedModel(INFO, 1, START_S, samplers=1)]
+        await bench.lease()
+        assert [each.seq for each in await bench.take()] == [1, 2]
+        (served,) = await bench.store.base_models()
+        assert (served.workers, served.samplers, served.trainers) == (2, 1, 1)
+
+    @scenario
+    async def test_a_worker_may_come_back_as_one_that_only_samples(self, bench: Bench) -> None:
+        """Its models wait, or go to another; under the same process nothing changes."""
+        await bench.submit(1)
+        again = await bench.queue.lease("worker", "another process", INFO, True)
+        await bench.store.submit(sample(7))
+        assert [each.seq for each in await bench.take(again.epoch)] == [7]
+        second = await bench.join("second")
+        assert [each.seq for each in await bench.take(second)] == [1]
+        assert (await bench.queue.lease("second", "process of second", INFO)).resumed
+
+    @scenario
     async def test_jobs_of_another_base_model_are_not_taken(self, bench: Bench) -> None:
         other = await bench.join("other", OTHER)
         await bench.submit(1)

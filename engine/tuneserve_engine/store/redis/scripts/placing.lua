@@ -8,6 +8,9 @@ local function waiting_jobs_key(base) return P .. 'waiting-jobs:' .. base end
 local function lanes_of(epoch) return call('SCARD', lanes_key(epoch)) end
 local function samples_of(epoch) return number(call('HGET', worker_key(epoch), 'samples')) end
 
+-- Workers that only sample come first for samples, and get no models.
+local function only_samples(epoch) return call('HGET', worker_key(epoch), 'only') == '1' end
+
 -- Returns the live workers of a base model, the lowest epoch first.
 function placing.workers(base)
   local found = {}
@@ -20,16 +23,37 @@ function placing.workers(base)
   return found
 end
 
--- Returns the worker of a base model with the least load, and its load; nil without a worker.
-function placing.least(base, load)
+local function least(epochs, load)
   local best, lowest
-  for _, epoch in ipairs(placing.workers(base)) do
+  for _, epoch in ipairs(epochs) do
     local its = load(epoch)
     if not best or its < lowest then
       best, lowest = epoch, its
     end
   end
   return best, lowest
+end
+
+-- Returns the workers of a base model that only sample, and the others.
+local function sorted_out(base)
+  local samplers, trainers = {}, {}
+  for _, epoch in ipairs(placing.workers(base)) do
+    local its = only_samples(epoch) and samplers or trainers
+    its[#its + 1] = epoch
+  end
+  return samplers, trainers
+end
+
+-- Returns the worker of a base model with the fewest models, and their number; nil without a
+-- worker that trains.
+function placing.fewest_models(base)
+  local _, trainers = sorted_out(base)
+  return least(trainers, lanes_of)
+end
+
+local function fewest_samples(base)
+  local samplers, trainers = sorted_out(base)
+  return least(#samplers > 0 and samplers or trainers, samples_of)
 end
 
 -- Updates the sets that a lane belongs to after a change of its worker or its jobs.
@@ -48,7 +72,7 @@ local function settle_lane(model)
 end
 
 local function place_lane(model)
-  local epoch = placing.least(call('HGET', lane_key(model), 'base') or '', lanes_of)
+  local epoch = placing.fewest_models(call('HGET', lane_key(model), 'base') or '')
   if epoch then
     call('HSET', lane_key(model), 'worker', epoch)
     call('SADD', lanes_key(epoch), model)
@@ -67,7 +91,7 @@ function placing.place(id)
     epoch = call('HGET', lane_key(model), 'worker') or place_lane(model)
     settle_lane(model)
   else
-    epoch = placing.least(base, samples_of)
+    epoch = fewest_samples(base)
     if epoch then
       call('HINCRBY', worker_key(epoch), 'samples', 1)
     else

@@ -38,8 +38,8 @@ table.sort(models, function(a, b)
   return a < b
 end)
 -- A worker with at least two models fewer gets half the difference, idle models first.
-local _, lowest = placing.least(call('HGET', worker_key(epoch), 'base'), lanes_of)
-local surplus = math.floor((#models - lowest) / 2)
+local _, lowest = placing.fewest_models(call('HGET', worker_key(epoch), 'base'))
+local surplus = math.floor((#models - (lowest or #models)) / 2)
 local given_up = {}
 for i = 1, math.max(parked, surplus) do
   given_up[i] = models[i]
