@@ -77,6 +77,7 @@ class ServedBaseModel(Response):
         description="The commit of a base model from the hub. A store has one commit per name.",
     )
     workers: int = Field(description="The number of workers that serve the base model now.")
+    samplers: int = Field(default=0, description="The number of these that only sample.")
     warming: str | None = Field(
         default=None,
         description="The progress of compiling ahead, until it is done. Requests are accepted "
@@ -95,7 +96,7 @@ class ServedBaseModel(Response):
 class HealthResponse(Response):
     status: Literal["ok"] = "ok"
     worker: Literal["ready", "absent"] = Field(
-        description="`ready` if a worker has loaded a base model and takes jobs, else `absent`."
+        description="`ready` if a worker has loaded a base model and takes models, else `absent`."
     )
     base_model: str
     warming: str | None = None

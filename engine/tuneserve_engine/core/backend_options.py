@@ -19,8 +19,9 @@ weights, and on a GPU of those with A. ``attention``: the result of attention. `
 class PlanRequest:
     """The choices that shape a plan of the device's memory; None leaves one to the planner.
 
-    ``devices`` share the base model; auto: the fewest on which it fits. ``dtype`` auto is float32
-    on a CPU, which computes bfloat16 more slowly, and bfloat16 elsewhere.
+    With ``sample_only``, nothing is planned for training. ``devices`` share the base model; auto:
+    the fewest on which it fits. ``dtype`` auto is float32 on a CPU, which computes bfloat16 more
+    slowly, and bfloat16 elsewhere.
     """
 
     dtype: DType | Literal["auto"] = "auto"
@@ -31,6 +32,7 @@ class PlanRequest:
     max_rank: int | None = None
     request_slots: int | None = None
     sample_rows: int = 8
+    sample_only: bool = False
     devices: int | Literal["auto"] = 1
     device_memory_bytes: int | None = None
     adapter_device_bytes: int | None = None

@@ -104,6 +104,11 @@ class WorkerSettings(CommonSettings):
         default=8,
         description="Number of sequences that are decoded together.",
     )
+    sample_only: bool = Field(
+        default=False,
+        description="Take samples only, and no models. As long as such workers run, they take all "
+        "samples. They need no memory for training.",
+    )
     rescore_samples: bool = Field(
         default=False,
         description="Return samples at temperature 1 or 0 with the logprobs that `forward` and "
@@ -193,6 +198,15 @@ class WorkerSettings(CommonSettings):
         if not isinstance(given, str):
             return given
         return [name.strip() for name in given.split(",") if name.strip()]
+
+    @model_validator(mode="after")
+    def _trains_to_rescore(self) -> Self:
+        if self.sample_only and self.rescore_samples:
+            raise ValueError(
+                "rescore_samples runs samples through training, which a worker with sample_only "
+                "has no memory for; set one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_group(self) -> Self:

@@ -202,6 +202,7 @@ async def _work(
                 metrics=lambda: backend.metrics,
                 peak_flops=settings.device_peak_flops or 0.0,
                 observers=[WorkerTraces(tracer)] if tracer else [],
+                only_samples=settings.sample_only,
             ),
         )
         loop = asyncio.get_running_loop()

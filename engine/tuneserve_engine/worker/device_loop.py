@@ -74,6 +74,11 @@ class DeviceLoop:
         self._stopping = asyncio.Event()
         self._ended = threading.Event()
 
+    @property
+    def samples(self) -> int:
+        """The number of samples that wait or run."""
+        return self._pending.samples + len(self._sampling)
+
     def stop(self) -> None:
         """Make ``run`` return after the running batch.
 

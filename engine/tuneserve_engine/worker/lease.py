@@ -28,7 +28,7 @@ class StoreSession:
 
     ``connect`` returns a connected queue, and is called again whenever the connection is lost.
     ``renewed`` is called with the store's answer to each renewal; each renewal reports ``metrics``
-    to the store.
+    to the store. With ``only_samples``, the store sends this worker no models.
     """
 
     def __init__(  # noqa: PLR0913
@@ -39,6 +39,8 @@ class StoreSession:
         renewed: Callable[[Renewal], None],
         renew_s: float,
         metrics: Callable[[], Mapping[str, float]] = dict,
+        *,
+        only_samples: bool = False,
     ) -> None:
         self._connect = connect
         self._name = name
@@ -46,6 +48,7 @@ class StoreSession:
         self._renewed = renewed
         self._renew_s = renew_s
         self._metrics = metrics
+        self._only_samples = only_samples
         self._owner = uuid.uuid4().hex
         self.epoch = 0
         """The epoch of the lease; 0 before the first lease."""
@@ -79,13 +82,14 @@ class StoreSession:
         if self.epoch:
             # Learn of a successor before leasing: leasing would take the name back from it.
             self._renewed(await queue.renew(self.epoch))
-        lease = await queue.lease(self._name, self._owner, self._info)
+        lease = await queue.lease(self._name, self._owner, self._info, self._only_samples)
         if self.epoch and not lease.resumed:
             raise LeaseLost("another worker held the lease meanwhile; restart this one")
         self.epoch, self._queue = lease.epoch, queue
         self._connected.set()
         self._faults.forget()
-        logger.info("ready: serving %s as epoch %d", self._info.name, lease.epoch)
+        what = "samples of " if self._only_samples else ""
+        logger.info("ready: serving %s%s as epoch %d", what, self._info.name, lease.epoch)
         await _until_one_fails(
             self._renew(queue, lease.epoch), *(call(queue, lease.epoch) for call in traffic)
         )

@@ -19,7 +19,8 @@ class PendingJobs:
         self._pending: dict[str, Job] = {}
         self.replays: dict[str, asyncio.Future[Outcome]] = {}
         """The future outcomes of logged jobs that are replayed, by request id."""
-        self._samples = 0
+        self.samples = 0
+        """The number of samples that wait."""
         self.is_empty = True
         """Whether no job waits. Any thread may read it."""
         self.arrived = asyncio.Event()
@@ -27,7 +28,7 @@ class PendingJobs:
     def add_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             self.is_empty = False
-            self._samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
+            self.samples += job.request_id not in self._pending and job.kind == JobKind.SAMPLE
             self._pending[job.request_id] = job
         self.arrived.set()
 
@@ -53,7 +54,7 @@ class PendingJobs:
     @property
     def has_samples(self) -> bool:
         """Whether a sample waits. Any thread may read it."""
-        return self._samples > 0
+        return self.samples > 0
 
     def in_order(self) -> list[Job]:
         return sorted(self._pending.values(), key=lambda job: job.release)
@@ -67,7 +68,7 @@ class PendingJobs:
     def remove_jobs(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             del self._pending[job.request_id]
-            self._samples -= job.kind == JobKind.SAMPLE
+            self.samples -= job.kind == JobKind.SAMPLE
         self.is_empty = not self._pending
 
     def drop_requests(self, request_ids: Iterable[str]) -> None:

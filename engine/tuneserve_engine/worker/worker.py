@@ -63,7 +63,7 @@ class WorkerPolicy:
     so that encoding one client's result does not wait for decoding another client's long request.
     ``renewed`` is called after every renewal of the lease; each renewal reports ``metrics`` to the
     store. ``peak_flops`` is the device's peak in FLOP/s, 0 if unknown. ``observers`` hear of every
-    job's events.
+    job's events. A worker with ``only_samples`` takes no models.
     """
 
     points: PointPolicy = field(default_factory=PointPolicy)
@@ -77,6 +77,7 @@ class WorkerPolicy:
     metrics: Callable[[], Mapping[str, float]] = dict
     peak_flops: float = 0.0
     observers: Sequence[JobObserver] = ()
+    only_samples: bool = False
 
 
 class Worker:
@@ -99,7 +100,8 @@ class Worker:
         self.clock = policy.clock
         self.pending = PendingJobs()
         self.session = StoreSession(
-            connect, name, info, self._renewed, policy.renew_s, self._metrics
+            *(connect, name, info, self._renewed, policy.renew_s, self._metrics),
+            only_samples=policy.only_samples,
         )
         self._ledger = UsageLedger(policy.clock)
         self._observers = policy.observers
@@ -206,6 +208,7 @@ class Worker:
             "device_seconds_total": self._device_loop.device_s,
             "device_seconds_overhead_total": self._ledger.overhead_s,
             "host_seconds_total": self._device_loop.host_s,
+            "samples_unfinished": self._device_loop.samples,
             "model_flops_total": self._ledger.flops,
             "points_unreadable_total": self._models.points_unreadable,
             "device_peak_flops": self._peak_flops,

@@ -128,12 +128,15 @@ async def _state(caller: Caller, request_id: str, scope: str) -> tuple[QueueStat
             return "paused_capacity", refusals.waits_for_room(await _most_models(caller))
     known = await caller.served.known()
     directions = {each.info.name: decomposing(each) for each in known}
-    if known and all(each.workers for each in known) and not any(directions.values()):
+    if known and all(each.trainers for each in known) and not any(directions.values()):
         return "active", None
     record = await _waiting(caller, scope)
     wanted = record.base_model if record else caller.settings.served_name
-    if not any(each.info.name == wanted for each in known if each.workers):
+    serving = [each for each in known if each.info.name == wanted and each.workers]
+    if not serving:
         return "paused_capacity", f"no worker for {wanted} is connected; waiting for one"
+    if isinstance(record, ModelRecord) and not any(each.trainers for each in serving):
+        return "paused_capacity", f"no worker that trains {wanted} is connected; waiting for one"
     reason = directions.get(wanted)
     if reason is None or not _needs_directions(record):
         return "active", None

@@ -148,6 +148,7 @@ async def healthz(services: ServicesDep) -> Response:
             name=each.info.name,
             revision=each.info.revision or None,
             workers=each.workers,
+            samplers=each.samplers,
             warming=warming(each),
             failing=failing(each),
             architecture=each.info.architecture,
@@ -164,7 +165,7 @@ async def healthz(services: ServicesDep) -> Response:
         )
     return reply(
         types.HealthResponse(
-            worker="ready" if any(each.workers for each in models) else "absent",
+            worker="ready" if any(each.trainers for each in offered) else "absent",
             base_model=models[0].name if models else settings.served_name,
             **first,
             base_models=models,

@@ -42,6 +42,7 @@ def test_the_plan_and_the_backend_have_the_choices_of_the_settings() -> None:
         "max_rank": 8,
         "request_slots": 4,
         "sample_rows": 2,
+        "sample_only": True,
         "devices": "auto",
         "device_memory_bytes": 10**9,
         "adapter_device_bytes": 10**8,
@@ -122,9 +123,10 @@ def test_a_host_without_a_number_is_told_to_set_it(monkeypatch: pytest.MonkeyPat
         ({"hosts_key": ""}, "hosts_key has 0 characters; hosts need the same secret of at least"),
         ({"hosts_key": "k" * 15}, "hosts_key has 15 characters"),
         ({"hosts_port": 65535}, "less than or equal to 65534"),
+        ({"sample_only": True, "rescore_samples": True}, "rescore_samples runs samples through tr"),
     ],
 )
-def test_a_wrong_group_of_hosts_is_refused(wrong: dict[str, Any], said: str) -> None:
+def test_settings_that_do_not_fit_together_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         WorkerSettings(**(GROUP | wrong))
     assert "k" * 16 not in repr(WorkerSettings(**GROUP))

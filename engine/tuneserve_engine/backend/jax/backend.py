@@ -67,11 +67,10 @@ Stepped = dict[str, Mapping[str, float] | Exception]
 class JaxBackend:
     """Implements ``backend.base.Backend`` on the devices of ``mesh``: JAX's default one if None.
 
-    ``base_model`` is a directory or a hub id. ``static_shapes`` defaults to one over the model's
-    whole context length. ``sample_rows`` sequences are decoded together, in ``kv_pages`` pages: by
-    default as many as the longest need. Compiled programs are kept in ``compile_cache_dir``, if
-    given, so that a restart does not compile them again. Programs are compiled when they are
-    needed, or all at once by ``compile_ahead``.
+    ``base_model`` is a directory or a hub id. ``static_shapes`` defaults to one over the whole
+    context length. ``sample_rows`` sequences are decoded together, in ``kv_pages`` pages: as many
+    as the longest need by default. Programs are compiled when they are needed, or by
+    ``compile_ahead``: those of training only if it ``trains``. ``compile_cache_dir`` keeps them.
     """
 
     def __init__(  # noqa: PLR0913
@@ -89,6 +88,7 @@ class JaxBackend:
         room: AdapterRoom | None = None,
         compile_cache_dir: Path | None = None,
         mesh: DeviceMesh | None = None,
+        trains: bool = True,
     ) -> None:
         ask_for_float32(dtype)
         folder = resolve_base_model(base_model)
@@ -137,10 +137,13 @@ class JaxBackend:
             min_free_bytes=room.min_free_bytes,
             devices=mesh.devices,
         )
-        self._programs = ProgramRegistry(kept or None, mesh)
-        self._trainer = Trainer(self._programs, model, self.static_shapes)
+        self.programs = ProgramRegistry(kept or None, mesh)
+        """The programs that are compiled or will be."""
+        self._trainer = Trainer(self.programs, model, self.static_shapes)
+        if trains:
+            self._trainer.declare()
         self._sampler = JaxSampler(
-            self._programs,
+            self.programs,
             model,
             self.static_shapes,
             _tokenizer(folder),
@@ -175,6 +178,7 @@ class JaxBackend:
             ),
             compile_cache_dir=options.compile_cache_dir,
             mesh=DeviceMesh(process_devices(planned.devices)),
+            trains=planned.trains,
         )
         backend.memory = planned.memory
         if options.compile_ahead:
@@ -183,16 +187,11 @@ class JaxBackend:
 
     def compile_ahead(self) -> None:
         """Compile every program in the background; a call waits at most for its own program."""
-        self._programs.compile_ahead(os.cpu_count() or 1)
+        self.programs.compile_ahead(os.cpu_count() or 1)
 
     @property
     def micro_batches_at_once(self) -> int:
-        return self._programs.mesh.count
-
-    @property
-    def programs(self) -> ProgramRegistry:
-        """The programs that are compiled or will be."""
-        return self._programs
+        return self.programs.mesh.count
 
     def is_prepared(self, config: AdapterConfig) -> bool:
         kind = kind_of(config)
@@ -369,7 +368,7 @@ class JaxBackend:
         decomposition = self._svd.decomposition
         is_at_work = decomposition.is_at_work
         return {
-            **self._programs.metrics,
+            **self.programs.metrics,
             **self.memory,
             "weights_to_decompose": decomposition.weights if is_at_work else 0,
             "weights_decomposed": decomposition.done if is_at_work else 0,
@@ -379,6 +378,7 @@ class JaxBackend:
             "policy_logprob_gap_total": trained.policy_gap,
             "tokens_sampled_total": sampled.tokens,
             "lane_steps_total": sampled.slot_steps,
+            "decode_slots": self.sample_rows,
             "samples_preempted_total": sampled.preempted,
             "prompt_tokens_total": sampled.prompt_tokens,
             "prompt_tokens_read_total": sampled.prompt_tokens_prefilled,

@@ -41,10 +41,7 @@ class Footprint(Sizes):
         """All parts except the adapters, which take what is left."""
         return (
             self.base,
-            *(self.adapter_slots(rank) for rank in self.shape.static_shapes.rank_buckets),
-            self.tape,
-            self.layer_gradients,
-            self.batches,
+            *(self.training if self.shape.trains else ()),
             *self.temporaries,
             self.step,
             *((self.sampling.unstacked,) if self.sampling.unstacked.bytes else ()),
@@ -53,8 +50,18 @@ class Footprint(Sizes):
         )
 
     @property
+    def training(self) -> tuple[Line, ...]:
+        """The parts that training alone needs."""
+        return (
+            *(self.adapter_slots(rank) for rank in self.shape.static_shapes.rank_buckets),
+            self.tape,
+            self.layer_gradients,
+            self.batches,
+        )
+
+    @property
     def temporaries(self) -> tuple[Line, ...]:
-        """The temporary memory of training and scoring.
+        """The temporary memory of training and scoring, and of prefill.
 
         If kernels compute the adapters, only one of the two takes room, and of its phases only one.
         """
@@ -110,8 +117,13 @@ class Footprint(Sizes):
 
     @property
     def batch_adapter_bytes(self) -> int:
-        """The most bytes of adapters that one batch can have: the least the device must hold."""
+        """The most bytes of adapters that one batch can have: the least the device must hold.
+
+        Without training, it is one adapter: a checkpoint of training that is sampled from.
+        """
         static_shapes = self.shape.static_shapes
+        if not self.shape.trains:
+            return _ADAPTER_COPIES * self.adapter_bytes(static_shapes.max_rank)
         sizes = (
             static_shapes.slots(rank) * self.adapter_bytes(rank)
             for rank in static_shapes.rank_buckets
@@ -236,7 +248,7 @@ class Footprint(Sizes):
         """
         if self.shape.dtype == "float32" or self.shape.device_kind != "cpu":
             return ()
-        carried = self.tape.bytes + self.layer_gradients.bytes
+        carried = self.shape.trains * (self.tape.bytes + self.layer_gradients.bytes)
         sampling = self.sampling
         read = 2 * (self.base.bytes + sampling.caches.bytes) + sampling.decode_adapters.bytes
         return (

@@ -83,6 +83,7 @@ class Plan:
     memory: Mapping[str, float]
     """The lines summed by use, with the names of ``metric_names.WORKER_METRICS``."""
     devices: int = 1
+    trains: bool = True
 
 
 def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
@@ -91,7 +92,8 @@ def plan(config: ModelConfig, device: Device, request: PlanRequest) -> Plan:
     If memory is short, the planner first gives up room for snapshots, which can be read again from
     their files. Then it gives up long micro-batches, then three quarters of the KV pages with which
     all decode slots could be as long as the context, then the fastest ``remat``, then further KV
-    pages, then slots, and high ranks last. With ``devices`` auto, it takes the fewest devices on
+    pages, then slots, and high ranks last. A worker that only samples has no part of training; the
+    memory that is left is for snapshots. With ``devices`` auto, it takes the fewest devices on
     which the model fits, of one, two, four and so on.
     """
     if request.devices != "auto":
@@ -125,41 +127,47 @@ def _plan(config: ModelConfig, device: Device, request: PlanRequest, devices: in
         host_bytes = device.host_bytes
     for shape in _shapes(config, device, request, devices):
         footprint = Footprint(config, shape)
-        adapters = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
+        left = device_bytes - device_bytes // _KEPT_FREE - footprint.bytes
+        adapters, snapshots = left, 0
         if request.adapter_device_bytes is not None:
-            adapters = min(adapters, request.adapter_device_bytes)
+            adapters = min(left, request.adapter_device_bytes)
         if adapters < footprint.batch_adapter_bytes:
             continue
-        free = device_bytes - footprint.bytes - adapters
+        if request.sample_only:
+            adapters = footprint.batch_adapter_bytes
+            snapshots = left - adapters
+        free = device_bytes - footprint.bytes - adapters - snapshots
         return Plan(
             static_shapes=shape.static_shapes,
             dtype=shape.dtype,
             remat=shape.remat,
             sample_rows=shape.sample_rows,
             kv_pages=shape.kv_pages,
-            snapshot_bytes=footprint.sampling.snapshot_bytes,
+            snapshot_bytes=footprint.sampling.snapshot_bytes + snapshots,
             device=device,
             device_bytes=device_bytes,
             adapter_device_bytes=adapters,
             adapter_host_bytes=host_bytes,
             lines=(
                 *footprint.lines,
+                *([Line("further snapshots", "what is left", snapshots)] if snapshots else ()),
                 Line("adapters", footprint.adapters_held(adapters), adapters),
                 Line("kept free", "fragmentation, and further needs of programs", free),
             ),
-            memory=_by_use(footprint, adapters, free),
+            memory=_by_use(footprint, adapters, snapshots, free),
             devices=devices,
+            trains=not request.sample_only,
         )
     raise DoesNotFit(_refusal(footprint, device, device_bytes, request))
 
 
-def _by_use(footprint: Footprint, adapters: int, free: int) -> dict[str, float]:
+def _by_use(footprint: Footprint, adapters: int, snapshots: int, free: int) -> dict[str, float]:
     base = footprint.base.bytes
     sampling = sum(line.bytes for line in footprint.sampling.lines)
     return {
         "memory_base_model_bytes": base,
         "memory_training_bytes": footprint.bytes - base - sampling,
-        "memory_sampling_bytes": sampling,
+        "memory_sampling_bytes": sampling + snapshots,
         "memory_adapters_bytes": adapters,
         "memory_free_bytes": free,
     }
@@ -178,6 +186,8 @@ def _shapes(
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
     least = max(context, longest_bin(chunk))  # bits depend on the packing of a bin
     lengths = _halves(request.batch_tokens, default_tokens, least)
+    if request.sample_only:  # neither has an effect
+        remats, lengths = remats[-1:], lengths[-1:]
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
     context_shapes = StaticShapes(context, chunk=chunk)
@@ -200,7 +210,10 @@ def _shapes(
                 request_slots=slots,
                 rank_buckets=ranks,
             )
-            yield EngineShape(static_shapes, remat, rows, kept, dtype, device.kind, held, devices)
+            yield EngineShape(
+                *(static_shapes, remat, rows, kept, dtype, device.kind, held, devices),
+                trains=not request.sample_only,
+            )
 
 
 def _rank_buckets(max_rank: int | None) -> list[tuple[tuple[int, ...], int]]:

@@ -143,11 +143,14 @@ def _table(settings: WorkerSettings, found: Plan) -> Iterator[str]:
     )
     devices = "" if found.devices == 1 else f", {found.devices} devices; sizes are those of each"
     yield f"{settings.served_name}, {found.dtype}, on {found.device.kind}{devices}"
-    yield (
-        f"training: remat {found.remat}, micro-batches of {static_shapes.micro_batch_tokens} "
-        f"tokens, chunks of {static_shapes.chunk} tokens"
-    )
-    yield f"requests in one batch: {slots}"
+    if settings.sample_only:
+        yield "samples only, no training"
+    else:
+        yield (
+            f"training: remat {found.remat}, micro-batches of {static_shapes.micro_batch_tokens} "
+            f"tokens, chunks of {static_shapes.chunk} tokens"
+        )
+        yield f"requests in one batch: {slots}"
     yield (
         f"context of {static_shapes.context_length} tokens, {found.sample_rows} sequences decoded "
         f"together, KV pages for {(found.kv_pages - 1) * static_shapes.block} tokens"

@@ -38,6 +38,7 @@ class EngineShape:
     device_kind: str
     kv_pages: int
     devices: int = 1
+    trains: bool = True
 
     @property
     def item(self) -> int:

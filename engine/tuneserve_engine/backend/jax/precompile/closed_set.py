@@ -45,6 +45,8 @@ def worker_programs(
     decoder.remat = remat or plan.remat
     decoder.use_shapes(plan.static_shapes)
     trainer = Trainer(programs, decoder, plan.static_shapes)
+    if plan.trains:
+        trainer.declare()
     slots, pages = plan.sample_rows, plan.kv_pages
     Programs(programs, decoder, plan.static_shapes, slots=slots, pages=pages)
     for kind in kinds:

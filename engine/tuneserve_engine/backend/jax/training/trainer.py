@@ -127,24 +127,23 @@ class Trainer:
         self._space: Workspace | None = None  # only one exists at a time
         self._space_blocks = 0  # of the newest workspace
         self._empty_space = cache(partial(_empty_space, programs, self._specs_of_space))
+        self._empties: dict[int, tuple[Program, Program]] = {}
         self._slots = self._empty_slots(programs, gradients)
         self.counts = TrainingCounts()
-        self._declare()
         model.eval()  # type: ignore[no-untyped-call]
 
     def _empty_slots(self, programs: ProgramRegistry, use: str) -> dict[int, RankSlots]:
-        """Declare the programs that allocate slots; return those of each rank bucket."""
+        """Add the programs that allocate slots; return the slots of each rank bucket."""
         slots = {}
-        for order, rank in enumerate(self._static_shapes.rank_buckets):
+        for rank in self._static_shapes.rank_buckets:
             new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank)
             empty_slots = programs.add_program("empty_slots", new_slots, use=use)
-            empty_slots.declare(rank, order=order)
             count = self._static_shapes.slots(rank)
             new_gradients = partial(new_gradient_slots, self._shapes, rank, count)
             empty_gradients = programs.add_program(
                 "empty_gradient_slots", new_gradients, use=use, parts=Parts((), OWN)
             )
-            empty_gradients.declare(rank, order=order)
+            self._empties[rank] = empty_slots, empty_gradients
             slots[rank] = RankSlots(
                 rank, count, partial(empty_slots, rank), partial(empty_gradients, rank)
             )
@@ -321,7 +320,7 @@ class Trainer:
 
     # --- what is compiled ahead -----------------------------------------------------------------
 
-    def _declare(self) -> None:
+    def declare(self) -> None:
         """Declare all programs, low ranks and single targets first: most requests use those."""
         blocks = self._static_shapes.micro_batch_tokens // self._static_shapes.block
         self._empty_space(blocks).declare(blocks, order=0)
@@ -329,6 +328,8 @@ class Trainer:
         for order, rank_bucket in enumerate(self._static_shapes.rank_buckets):
             new_slots = partial(_new_slots, self._shapes, self._static_shapes, rank_bucket)
             adapter_slots = jax.eval_shape(new_slots)
+            for each in self._empties[rank_bucket]:
+                each.declare(rank_bucket, order=order)
             one = LoraWeights(adapter_slots.a, adapter_slots.b)
             gradient_slots = self._mesh.of_all(one)
             weights = self._adapter_specs(rank_bucket)
