@@ -1,4 +1,4 @@
-"""The files that start a worker of several processes: compose on one machine, and Kubernetes.
+"""The files that start workers of several processes, or that only sample, and Kubernetes.
 
 ``tests/faults/test_kills_hosts.py`` runs such processes.
 """
@@ -12,6 +12,7 @@ import yaml
 
 from tests.containers import DOCKER, compose
 from tuneserve_engine.settings.worker import WorkerSettings
+from tuneserve_engine.telemetry.metric_names import WORKER_METRICS
 from tuneserve_engine.worker.worker import STOP_S
 
 HOSTS: dict[str, Any] = compose("compose.hosts.yaml", HOSTS_KEY="k" * 32)
@@ -100,3 +101,39 @@ def test_a_pod_is_alive_as_long_as_its_worker_says_so() -> None:
     assert POD["terminationGracePeriodSeconds"] >= STOP_S + 5
     mounts = {each["name"] for each in CONTAINER["volumeMounts"]}
     assert mounts == {each["name"] for each in POD["volumes"]}
+
+
+# --- workers that only sample ---------------------------------------------------------------------
+
+DEPLOYMENT, SCALING = yaml.safe_load_all((DOCKER / "kubernetes.samplers.yaml").read_text())
+SAMPLER_POD = DEPLOYMENT["spec"]["template"]["spec"]
+(SAMPLER,) = SAMPLER_POD["containers"]
+
+
+def test_a_sampler_only_samples_and_has_the_rights_of_any_worker() -> None:
+    given = {each["name"]: each.get("value", "redis://redis:6379/0") for each in SAMPLER["env"]}
+    settings = settings_of(given)
+    assert settings.sample_only
+    for name in ("securityContext", "startupProbe", "livenessProbe"):
+        assert SAMPLER[name] == CONTAINER[name], name
+    for name in ("securityContext", "automountServiceAccountToken"):
+        assert SAMPLER_POD[name] == POD[name], name
+    assert SAMPLER_POD["terminationGracePeriodSeconds"] >= STOP_S + 5
+    assert "ports" not in SAMPLER
+    mounts = {each["name"] for each in SAMPLER["volumeMounts"]}
+    assert mounts == {each["name"] for each in SAMPLER_POD["volumes"]}
+    assert (
+        DEPLOYMENT["spec"]["selector"]["matchLabels"]
+        == (DEPLOYMENT["spec"]["template"]["metadata"]["labels"])
+    )
+
+
+def test_the_number_of_samplers_follows_a_metric_of_ours() -> None:
+    assert SCALING["spec"]["scaleTargetRef"]["name"] == DEPLOYMENT["metadata"]["name"]
+    (trigger,) = SCALING["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    found = re.fullmatch(r'sum\(tuneserve_(\w+)\{base_model="(.+)"\}\) / (\d+)', query)
+    assert found is not None and found[1] in WORKER_METRICS
+    given = {each["name"]: each.get("value") for each in SAMPLER["env"]}
+    assert found[2] == given["TUNESERVE_BASE_MODEL"]
+    assert found[3] == given["TUNESERVE_SAMPLE_ROWS"]

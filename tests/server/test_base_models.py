@@ -126,6 +126,31 @@ async def test_requests_for_a_base_model_without_a_worker_wait_and_say_so(
     assert (await two.poll(sampled["request_id"])).status_code == 200
 
 
+async def test_models_wait_beside_workers_that_only_sample_and_say_so(
+    two: Any, bodies: Any
+) -> None:
+    session = await two.session()
+    creation = bodies.create_model(session, 0, base_model="other/small")
+    await two.result(await two.post("/create_model", creation))
+    await two.stop_worker("small")
+    await two.services.store.lease("sampler", "a process", SMALL, True)
+    step = await two.forward_backward(f"{session}:train:0", 1)
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "other/small"}
+    await two.post("/create_sampling_session", body)
+    sampled = await two.post("/asample", bodies.asample(f"{session}:sample:0", 0))
+    reason = "no worker that trains other/small is connected; waiting for one"
+    for answer, told in ((step, ("paused_capacity", reason)), (sampled, ("active", None))):
+        response = await two.call("POST", "/retrieve_future", json=answer)
+        found = response.json()
+        assert (found["queue_state"], found.get("queue_state_reason")) == told
+    (small,) = (
+        each
+        for each in (await two.get("/healthz", key=None))["base_models"]
+        if each["name"] == "other/small"
+    )
+    assert (small["workers"], small["samplers"]) == (1, 1)
+
+
 async def test_a_checkpoint_loads_only_into_its_own_base_model(two: Any, bodies: Any) -> None:
     session = await two.session()
     model = await two.model(session)

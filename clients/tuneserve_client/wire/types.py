@@ -77,7 +77,9 @@ class ServedBaseModel(Response):
         description="The commit of a base model from the hub. A store has one commit per name.",
     )
     workers: int = Field(description="The number of workers that serve the base model now.")
-    samplers: int = Field(default=0, description="The number of these that only sample.")
+    samplers: int | None = Field(
+        default=None, description="The number of these that only sample, if any."
+    )
     warming: str | None = Field(
         default=None,
         description="The progress of compiling ahead, until it is done. Requests are accepted "

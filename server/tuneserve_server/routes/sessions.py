@@ -148,7 +148,7 @@ async def healthz(services: ServicesDep) -> Response:
             name=each.info.name,
             revision=each.info.revision or None,
             workers=each.workers,
-            samplers=each.samplers,
+            samplers=each.samplers or None,
             warming=warming(each),
             failing=failing(each),
             architecture=each.info.architecture,

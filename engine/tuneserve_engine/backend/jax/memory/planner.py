@@ -186,8 +186,8 @@ def _shapes(
     default_tokens = _CPU_MICRO_BATCH_TOKENS if is_cpu else _MICRO_BATCH_TOKENS
     least = max(context, longest_bin(chunk))  # bits depend on the packing of a bin
     lengths = _halves(request.batch_tokens, default_tokens, least)
-    if request.sample_only:  # neither has an effect
-        remats, lengths = remats[-1:], lengths[-1:]
+    if request.sample_only:
+        remats = remats[:1]  # without an effect, but programs and bits are named after it
     rows = request.sample_rows
     snapshots = _halves(None, rows, 1)
     context_shapes = StaticShapes(context, chunk=chunk)

@@ -169,8 +169,29 @@ def test_devices_that_would_share_nothing_are_refused() -> None:
         plan(MODEL, device, PlanRequest(devices=8))
 
 
+def test_a_worker_that_only_samples_gives_the_memory_of_training_to_snapshots() -> None:
+    both, alone = planned(), planned(sample_only=True)
+    assert (both.trains, alone.trains) == (True, False)
+    assert alone.memory["memory_training_bytes"] < both.memory["memory_training_bytes"] / 4
+    assert alone.snapshot_bytes > both.snapshot_bytes + both.adapter_device_bytes / 2
+    names = {line.name for line in alone.lines}
+    assert not any("tape" in name or "slots, rank" in name or "remat" in name for name in names)
+    # Programs, and so bits and the program cache, are named after these.
+    for name in ("static_shapes", "dtype", "remat", "sample_rows", "kv_pages"):
+        assert getattr(alone, name) == getattr(both, name), name
+
+
+def test_a_worker_that_only_samples_fits_where_training_does_not() -> None:
+    training, sampling = (downwards(max_rank=32, sample_only=only) for only in (False, True))
+    assert sampling[-1].device_bytes < 0.9 * training[-1].device_bytes
+
+
 def test_the_lines_add_up_to_the_whole_memory() -> None:
-    for found in (*downwards(), planned(adapter_device_bytes=GIB)):
+    for found in (
+        *downwards(),
+        planned(adapter_device_bytes=GIB),
+        planned(sample_only=True),
+    ):
         assert sum(line.bytes for line in found.lines) == found.device_bytes
         assert all(line.bytes > 0 and line.how for line in found.lines)
         assert sum(found.memory.values()) == found.device_bytes

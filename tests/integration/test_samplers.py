@@ -1,0 +1,124 @@
+"""Workers that only sample, beside one that trains: added, killed and stopped under load."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from tinker import types
+
+from tests.integration.test_end_to_end import DATA, new_trainer, step
+from tests.quick_service import QUICK
+from tests.sdk import service_client
+from tuneserve_server.cli.local_server import LocalServer
+
+pytestmark = [
+    # The SDK leaves its sockets to the garbage collector.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+PROMPT = types.ModelInput.from_ints(list(range(5, 25)))
+SAMPLES = 12
+LENGTH = 64
+
+
+class Samplers:
+    """Workers of a running service that only sample, by name."""
+
+    def __init__(self, running: LocalServer) -> None:
+        self._running = running
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def add(self, name: str) -> None:
+        given = QUICK | {"data_dir": self._running.data_dir, "sample_only": "true"}
+        given |= {"worker_name": name, "lease_ttl_s": "2"}
+        variables = {f"TUNESERVE_{each.upper()}": str(value) for each, value in given.items()}
+        with self._running.log.with_name(f"{name}.log").open("wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "tuneserve_engine.worker"],
+                env=os.environ | variables,
+                stderr=log,
+            )
+
+    def until(self, count: int) -> None:
+        deadline_s = time.monotonic() + 120
+        while health(self._running)["base_models"][0]["samplers"] != count:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+def health(running: LocalServer) -> dict:
+    with urllib.request.urlopen(f"{running.url}/api/v1/healthz", timeout=30) as answer:
+        return json.load(answer)
+
+
+def sampled_by(running: LocalServer) -> dict[str, float]:
+    """The tokens that each worker has sampled, as of its last report."""
+    with urllib.request.urlopen(f"{running.url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [each for each in lines if each.startswith("tuneserve_tokens_sampled_total{")]
+    return {each.split('worker="')[1].split('"')[0]: float(each.split()[-1]) for each in found}
+
+
+def begun(sampler, seeds):
+    params = [types.SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=n) for n in seeds]
+    return [sampler.sample(PROMPT, num_samples=1, sampling_params=each) for each in params]
+
+
+def tokens(futures):
+    return [future.result(timeout=120).sequences[0].tokens for future in futures]
+
+
+def test_samplers_take_the_samples_and_leave_again(tmp_path, monkeypatch):
+    with (
+        LocalServer(tmp_path, **QUICK, lease_ttl_s="2") as running,
+        service_client(running.url, "tml-sampler") as client,
+    ):
+        samplers = Samplers(running)
+        try:
+            run_scenario(running, client, samplers)
+        finally:
+            samplers.end()
+
+
+def run_scenario(running, client, samplers):
+    trainer = new_trainer(client, running)
+    step(trainer, DATA)
+    first = trainer.save_weights_and_get_sampling_client().result()
+    wanted = tokens(begun(first, range(SAMPLES)))
+    (of_trainer,) = sampled_by(running)
+
+    for name in ("one", "two"):
+        samplers.add(name)
+    samplers.until(2)
+    before = sampled_by(running)[of_trainer]
+    futures = begun(first, range(SAMPLES))
+    samplers.add("three")
+    step(trainer, DATA)  # the trainer trains meanwhile
+    samplers.processes["one"].kill()
+    samplers.until(2)  # "one" has gone, and "three" has come
+    futures += begun(first, range(SAMPLES))
+    assert tokens(futures) == 2 * wanted
+
+    second = trainer.save_weights_and_get_sampling_client().result()  # its file reaches them all
+    found = tokens(begun(second, range(SAMPLES)))
+    deadline_s = time.monotonic() + 30
+    while min(sampled_by(running).get(name, 0) for name in ("two", "three")) < LENGTH:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert sampled_by(running)[of_trainer] == before
+    assert health(running)["worker"] == "ready"
+
+    for name in ("two", "three"):
+        samplers.processes[name].terminate()
+        assert samplers.processes[name].wait(60) == 0
+    samplers.until(0)
+    assert tokens(begun(second, range(SAMPLES))) == found  # by the trainer, the same tokens
