@@ -104,10 +104,8 @@ class JaxBackend:
         self.memory: Mapping[str, float] = dict.fromkeys(_MEMORY, 0.0)
         """The plan of the device's memory, in bytes; all zeros if no plan was made."""
         self._is_prepared_for = False  # whether ``prepare`` is called ahead of what needs it
-        is_for_absent_gpu = bool(compile_cache_dir and is_marked(compile_cache_dir))
-        choices = NumericChoices(
-            dtype, self.static_shapes, remat, sample_rows, is_for_absent_gpu, mesh.count
-        )
+        absent = bool(compile_cache_dir and is_marked(compile_cache_dir))
+        choices = NumericChoices(dtype, self.static_shapes, remat, sample_rows, absent, mesh.count)
         self.numerics_id = numerics_id(folder, choices)
         model.remat = remat
         model.use_shapes(self.static_shapes)
@@ -132,8 +130,7 @@ class JaxBackend:
             put=mesh.put,
         )
         kept = compile_cache_dir and ProgramCache(
-            compile_cache_dir,
-            program_id(folder, choices),
+            *(compile_cache_dir, program_id(folder, choices)),
             min_free_bytes=room.min_free_bytes,
             devices=mesh.devices,
         )
